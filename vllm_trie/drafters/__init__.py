@@ -1,0 +1,29 @@
+"""Drafters: what fills a token tree, and the registry of drafting methods."""
+
+from __future__ import annotations
+
+from vllm_trie.drafters.base import (
+    Drafter,
+    DrafterContext,
+    DrafterOptions,
+    DraftRequest,
+    VerifiedStep,
+)
+from vllm_trie.drafters.registry import (
+    ENTRY_POINT_GROUP,
+    available_methods,
+    get_drafter_class,
+    parse_options,
+)
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "DraftRequest",
+    "Drafter",
+    "DrafterContext",
+    "DrafterOptions",
+    "VerifiedStep",
+    "available_methods",
+    "get_drafter_class",
+    "parse_options",
+]

@@ -1,0 +1,179 @@
+"""Draw a token tree as text or as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from html import escape
+
+from vllm_trie.tree.token_tree import TokenTree
+
+_ROW = 26
+_COLUMN_GAP = 34
+_CHAR = 7.8
+_MARGIN = 16
+_BOX = 20
+
+
+def visible_text(text: str) -> str:
+    """`text` with white space and control characters made visible, never empty."""
+    if not text:
+        return "∅"
+    shown = []
+    for char in text:
+        if char == " ":
+            shown.append("␣")
+        elif char == "\n":
+            shown.append("\\n")
+        elif char == "\t":
+            shown.append("\\t")
+        elif char == "\r":
+            shown.append("\\r")
+        elif char.isprintable():
+            shown.append(char)
+        else:
+            shown.append(f"\\u{{{ord(char):x}}}")
+    return "".join(shown)
+
+
+def draw_text(
+    tree: TokenTree, token_text: Callable[[int], str], accepted: Collection[int] = ()
+) -> str:
+    """The tree as lines of text, one node a line in depth-first order.
+
+    Args:
+        tree: the tree; siblings appear in index order.
+        token_text: text of a token id; white space and control characters are made visible.
+        accepted: indices of accepted nodes, marked with `✓`.
+    """
+    accepted = set(accepted)
+    children = _children(tree)
+    lines = ["●"]
+    stack = [(node, "", node == children[-1][-1]) for node in reversed(children[-1])]
+    while stack:
+        node, indent, is_last = stack.pop()
+        label = visible_text(token_text(int(tree.token_ids[node])))
+        lines.append(
+            f"{indent}{'└─' if is_last else '├─'} {label}{_suffix(tree, node)}"
+            f"{' ✓' if node in accepted else ''}"
+        )
+        indent += "   " if is_last else "│  "
+        below = children[node]
+        stack.extend((child, indent, child == below[-1]) for child in reversed(below))
+    return "\n".join(lines)
+
+
+def draw_svg(
+    tree: TokenTree, token_text: Callable[[int], str], accepted: Collection[int] = ()
+) -> str:
+    """The tree as one self-contained SVG image: depth from left to right, accepted path marked.
+
+    Arguments as for `draw_text`. All text is escaped.
+    """
+    accepted = set(accepted)
+    children = _children(tree)
+    depths = tree.depths().tolist()
+    labels = [visible_text(token_text(int(token))) for token in tree.token_ids]
+    widths = [_CHAR * max(len(label), 1) + 14 for label in labels]
+    column_width = [0.0] * (max(depths, default=0) + 1)
+    column_width[0] = 2.0 * _BOX / 2
+    for node, depth in enumerate(depths):
+        column_width[depth] = max(column_width[depth], widths[node])
+    column_x = [float(_MARGIN)]
+    for width in column_width:
+        column_x.append(column_x[-1] + width + _COLUMN_GAP)
+
+    y = _rows(tree, children)
+    height = 2 * _MARGIN + _ROW * max(1, sum(not below for below in children[:-1]))
+    width = column_x[-1] - _COLUMN_GAP + _MARGIN + 30
+    root_y = (y[children[-1][0]] + y[children[-1][-1]]) / 2 if children[-1] else height / 2
+
+    edges, boxes = [], []
+    for node, parent in enumerate(tree.parents.tolist()):
+        x = column_x[depths[node]]
+        if parent < 0:
+            from_x, from_y = column_x[0] + _BOX / 2, root_y
+        else:
+            from_x, from_y = column_x[depths[parent]] + widths[parent], y[parent]
+        marked = " accepted" if node in accepted else ""
+        bend = (from_x + x) / 2
+        edges.append(
+            f'<path class="edge{marked}" d="M{from_x:.1f} {from_y:.1f} '
+            f'C{bend:.1f} {from_y:.1f} {bend:.1f} {y[node]:.1f} {x:.1f} {y[node]:.1f}"/>'
+        )
+        title = escape(f"node {node}, token {int(tree.token_ids[node])}{_suffix(tree, node)}")
+        boxes.append(
+            f'<g class="node{marked}"><title>{title}</title>'
+            f'<rect x="{x:.1f}" y="{y[node] - _BOX / 2:.1f}" width="{widths[node]:.1f}" '
+            f'height="{_BOX}" rx="4"/>'
+            f'<text x="{x + widths[node] / 2:.1f}" y="{y[node] + 4.5:.1f}" '
+            f'text-anchor="middle">{escape(labels[node])}</text>'
+        )
+        if tree.probabilities is not None:
+            boxes.append(
+                f'<text class="probability" x="{x + widths[node] + 3:.1f}" '
+                f'y="{y[node] - 3:.1f}">{_percent(tree.probabilities[node])}</text>'
+            )
+        boxes.append("</g>")
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+            f'viewBox="0 0 {width:.0f} {height:.0f}">',
+            _STYLE,
+            f'<rect class="background" width="{width:.0f}" height="{height:.0f}"/>',
+            *edges,
+            f'<circle class="root" cx="{column_x[0]:.1f}" cy="{root_y:.1f}" r="5"/>',
+            *boxes,
+            "</svg>",
+        ]
+    )
+
+
+_STYLE = """<style>
+.background { fill: #ffffff }
+.edge { fill: none; stroke: #9aa5b1; stroke-width: 1.2 }
+.edge.accepted { stroke: #1a7f37; stroke-width: 2.6 }
+.root { fill: #57606a }
+.node rect { fill: #f6f8fa; stroke: #9aa5b1 }
+.node.accepted rect { fill: #dafbe1; stroke: #1a7f37; stroke-width: 1.8 }
+text { font: 13px ui-monospace, "DejaVu Sans Mono", monospace; fill: #1f2328 }
+text.probability { font-size: 9px; fill: #6e7781 }
+</style>"""
+
+
+def _children(tree: TokenTree) -> list[list[int]]:
+    """Children of each node in index order; the last list is the root's."""
+    children: list[list[int]] = [[] for _ in range(tree.num_nodes + 1)]
+    for node, parent in enumerate(tree.parents.tolist()):
+        children[parent].append(node)
+    return children
+
+
+def _rows(tree: TokenTree, children: list[list[int]]) -> list[float]:
+    """Vertical centre of each node: leaves on successive rows, a parent amid its children."""
+    y = [0.0] * tree.num_nodes
+    next_row = 0
+    stack = children[-1][::-1]
+    while stack:
+        node = stack.pop()
+        if not children[node]:
+            y[node] = _MARGIN + _ROW * (next_row + 0.5)
+            next_row += 1
+        stack.extend(reversed(children[node]))
+    # Children have larger indices than their parent, so backwards they are placed first.
+    for node in range(tree.num_nodes - 1, -1, -1):
+        if children[node]:
+            y[node] = (y[children[node][0]] + y[children[node][-1]]) / 2
+    return y
+
+
+def _suffix(tree: TokenTree, node: int) -> str:
+    parts = []
+    if tree.probabilities is not None:
+        parts.append(_percent(tree.probabilities[node]))
+    if tree.never_accept is not None and tree.never_accept[node]:
+        parts.append("never accepted")
+    return f"  ({', '.join(parts)})" if parts else ""
+
+
+def _percent(probability: float) -> str:
+    return f"{100 * float(probability):.2g}%" if probability < 0.1 else f"{100 * probability:.0f}%"

@@ -1,0 +1,207 @@
+"""The token tree: the one data structure that every drafter fills and every verifier reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ROOT = -1
+"""Parent of the nodes that directly follow the last committed token."""
+
+_WORD_BITS = 64
+
+
+class MalformedTreeError(ValueError):
+    """A token tree breaks one of the rules that `TokenTree.validate` checks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenTree:
+    """A trie of draft tokens after the last committed token of one request.
+
+    The arrays are read-only by convention: nothing in this package writes to the arrays of a tree
+    it did not create. Parents come before children, so any leading part of the arrays is itself a
+    tree and truncating a draft does no harm.
+
+    Attributes:
+        token_ids: int32 [N], the token of each node.
+        parents: int32 [N], index of each node's parent, `ROOT` (-1) for a child of the last
+            committed token; `parents[i] < i`.
+        probabilities: float32 [N] or None, the drafter's estimate of the probability that the
+            node is accepted (the whole path, not the last edge), so never larger than the parent's.
+        never_accept: bool [N] or None, nodes that are verified only for their argmax (the
+            lookahead window) and must never be accepted.
+    """
+
+    token_ids: np.ndarray
+    parents: np.ndarray
+    probabilities: np.ndarray | None = None
+    never_accept: np.ndarray | None = None
+
+    @classmethod
+    def empty(cls) -> TokenTree:
+        """A tree without nodes: verifying it is a plain decoding step."""
+        return _EMPTY
+
+    @classmethod
+    def from_lists(
+        cls,
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        probabilities: Sequence[float] | None = None,
+    ) -> TokenTree:
+        """Build a tree from plain sequences of equal length, without checking them."""
+        return cls(
+            np.asarray(token_ids, dtype=np.int32),
+            np.asarray(parents, dtype=np.int32),
+            None if probabilities is None else np.asarray(probabilities, dtype=np.float32),
+        )
+
+    @classmethod
+    def from_paths(cls, sequences: Iterable[Sequence[int]], max_nodes: int) -> TokenTree:
+        """Merge token sequences that start after the last committed token into one trie.
+
+        Sequences are inserted in the order given; a common prefix is stored once. Once the trie
+        has `max_nodes` nodes, the rest of a sequence that needs a new node is dropped.
+        """
+        token_ids: list[int] = []
+        parents: list[int] = []
+        child_of: dict[tuple[int, int], int] = {}
+        for sequence in sequences:
+            node = ROOT
+            for token in sequence:
+                edge = (node, int(token))
+                child = child_of.get(edge)
+                if child is None:
+                    if len(token_ids) >= max_nodes:
+                        break
+                    child = child_of[edge] = len(token_ids)
+                    token_ids.append(edge[1])
+                    parents.append(node)
+                node = child
+        return cls.from_lists(token_ids, parents)
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the number of draft tokens."""
+        return len(self.token_ids)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node is the only child of the node before it (true for an empty tree)."""
+        return bool((self.parents == np.arange(-1, self.num_nodes - 1)).all())
+
+    def depths(self) -> np.ndarray:
+        """int32 [N], number of tokens on the path to each node; a child of the root has depth 1.
+
+        The position of a node in its sequence is the number of committed tokens plus depth - 1.
+        """
+        depths = [0] * self.num_nodes
+        for node, parent in enumerate(self.parents.tolist()):
+            depths[node] = 1 if parent < 0 else depths[parent] + 1
+        return np.array(depths, dtype=np.int32)
+
+    def prefix(self, num_nodes: int) -> TokenTree:
+        """The tree of the first `num_nodes` nodes (views, no copy); all of them if N is smaller."""
+        if num_nodes >= self.num_nodes:
+            return self
+        num_nodes = max(num_nodes, 0)
+        return TokenTree(
+            self.token_ids[:num_nodes],
+            self.parents[:num_nodes],
+            None if self.probabilities is None else self.probabilities[:num_nodes],
+            None if self.never_accept is None else self.never_accept[:num_nodes],
+        )
+
+    def chain(self) -> TokenTree:
+        """The leading first-child path: in a depth-first, likeliest-first layout the likeliest.
+
+        The path ends before the first node that must never be accepted.
+        """
+        length = int((self.parents == np.arange(-1, self.num_nodes - 1)).cumprod().sum())
+        if self.never_accept is not None:
+            length = int((~self.never_accept[:length]).cumprod().sum())
+        return self.prefix(length)
+
+    def ancestor_words(self) -> np.ndarray:
+        """uint64 [N, ceil(N / 64)]: bit `j % 64` of word `j // 64` in row i is set if j is i or
+        an ancestor of i."""
+        num_words = -(-self.num_nodes // _WORD_BITS)
+        rows: list[int] = []
+        for node, parent in enumerate(self.parents.tolist()):
+            rows.append((rows[parent] if parent >= 0 else 0) | 1 << node)
+        if num_words <= 1:
+            return np.array(rows, dtype=np.uint64).reshape(self.num_nodes, num_words)
+        data = b"".join(row.to_bytes(num_words * 8, "little") for row in rows)
+        return np.frombuffer(data, dtype="<u8").reshape(self.num_nodes, num_words)
+
+    def ancestor_mask(self) -> np.ndarray:
+        """bool [N, N], the readable twin of `ancestor_words`: row i sees column j if j is i or an
+        ancestor of i."""
+        mask = np.zeros((self.num_nodes, self.num_nodes), dtype=bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                mask[node] = mask[parent]
+            mask[node, node] = True
+        return mask
+
+    def validate(self, vocab_size: int, max_nodes: int) -> None:
+        """Check every rule of the class docstring.
+
+        Raises:
+            MalformedTreeError: naming the first rule that is broken, the node and the value.
+        """
+        self._validate_array("token_ids", self.token_ids, np.int32)
+        self._validate_array("parents", self.parents, np.int32)
+        if self.probabilities is not None:
+            self._validate_array("probabilities", self.probabilities, np.float32)
+        if self.never_accept is not None:
+            self._validate_array("never_accept", self.never_accept, np.bool_)
+        if self.num_nodes > max_nodes:
+            raise MalformedTreeError(
+                f"the tree has {self.num_nodes} nodes, at most {max_nodes} are allowed"
+            )
+        seen: set[tuple[int, int]] = set()
+        tokens, parents = self.token_ids.tolist(), self.parents.tolist()
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if not ROOT <= parent < node:
+                raise MalformedTreeError(
+                    f"node {node} has parent {parent}; a parent is -1 or an earlier node"
+                )
+            if not 0 <= token < vocab_size:
+                raise MalformedTreeError(
+                    f"node {node} has token {token}; token ids are in [0, {vocab_size})"
+                )
+            if (parent, token) in seen:
+                raise MalformedTreeError(
+                    f"node {node} repeats token {token} under parent {parent}; "
+                    "the children of a node have distinct tokens"
+                )
+            seen.add((parent, token))
+        self._validate_probabilities()
+
+    def _validate_array(self, name: str, array: np.ndarray, dtype: type) -> None:
+        if not isinstance(array, np.ndarray) or array.dtype != dtype:
+            found = getattr(array, "dtype", type(array).__name__)
+            raise MalformedTreeError(f"{name} is {found}, it must be a {dtype.__name__} array")
+        if array.shape != (len(self.token_ids),):
+            raise MalformedTreeError(
+                f"{name} has shape {array.shape}, it must be ({len(self.token_ids)},)"
+            )
+
+    def _validate_probabilities(self) -> None:
+        if self.probabilities is None:
+            return
+        values = self.probabilities.tolist()
+        for node, parent in enumerate(self.parents.tolist()):
+            limit = 1.0 if parent < 0 else values[parent]
+            if not 0.0 <= values[node] <= limit:
+                raise MalformedTreeError(
+                    f"node {node} has probability {values[node]}; a path probability is in "
+                    f"[0, {limit}], its parent's"
+                )
+
+
+_EMPTY = TokenTree(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
