@@ -1,0 +1,58 @@
+# CPU set-up, demo and tests. `make help` lists the targets.
+#
+# .venv is made on first use and refreshed when what it depends on has changed; setup_cpu.py
+# decides that and returns at once when there is nothing to do.
+
+BIN := .venv/bin
+ARGS ?=
+
+# PYTHON chooses the interpreter of .venv; any Python 3 can run the set-up itself.
+ifdef PYTHON
+export PYTHON
+SETUP_PYTHON := $(PYTHON)
+else
+SETUP_PYTHON := python3
+endif
+
+# OpenMP threads that spin while they wait make busy machines 10 to 100 times slower.
+export OMP_WAIT_POLICY ?= passive
+export VLLM_NO_USAGE_STATS ?= 1
+
+.PHONY: help venv demo test unit lint format bench lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: ## create or refresh .venv (vLLM for the CPU, the plugin, test tools)
+	@command -v $(SETUP_PYTHON) >/dev/null || { echo "error: $(SETUP_PYTHON) not found; Python 3.11 is needed" >&2; exit 1; }
+	@$(SETUP_PYTHON) packaging/setup_cpu.py
+
+demo: venv ## show speculation and beam search on the model that ships with the project
+	@$(BIN)/vllm-trie demo $(ARGS)
+
+test: export OMP_NUM_THREADS ?= 1
+test: venv ## all tests: unit tests, then those that start an engine
+	@$(BIN)/python -m pytest $(ARGS)
+
+unit: export OMP_NUM_THREADS ?= 1
+unit: venv ## the unit tests only (under a minute)
+	@$(BIN)/python -m pytest tests/unit $(ARGS)
+
+lint: venv ## check style
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+format: venv ## apply style
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+bench: venv ## run the benchmarks; results go to .bench/*.json
+	@mkdir -p .bench
+	@set -e; for script in benchmarks/*.py; do case "$$script" in */_*) continue;; esac; \
+		name=$$(basename "$$script" .py); echo "== $$name"; \
+		$(BIN)/python "$$script" --json ".bench/$$name.json" $(ARGS); done
+
+lock: venv ## resolve requirements/cpu.txt anew (ARGS=--upgrade for the newest versions)
+	@$(BIN)/python packaging/lock_cpu.py $(ARGS)
+
+clean: ## remove .venv and everything generated
+	rm -rf .venv .bench build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

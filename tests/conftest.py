@@ -1,0 +1,36 @@
+"""Settings that must be in place before torch or vLLM is imported, and the order of the tests."""
+
+from __future__ import annotations
+
+import os
+
+_ENVIRONMENT = {
+    # Idle OpenMP threads that spin slow a busy machine down 10 to 100 times.
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # No test may need the network.
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# Timings on shared machines vary too much for hypothesis' deadline and for its data-too-slow check.
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
+settings.register_profile("default", max_examples=100, **_COMMON)
+settings.register_profile("ci", max_examples=100, derandomize=True, **_COMMON)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts an engine, and run it last: a broken unit shows in the first minute."""
+    for item in items:
+        if "engine" in item.path.relative_to(item.config.rootpath).parts[:-1]:
+            item.add_marker(pytest.mark.engine)
+    items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
