@@ -1,0 +1,220 @@
+"""The search against the reference, on random language models."""
+
+from __future__ import annotations
+
+import doctest
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_trie.beam import BeamSearch, SearchSettings, num_raw_candidates, reference_search
+from vllm_trie.beam import reference as reference_module
+
+VOCAB = 12
+PROMPT = (1, 2, 2, 5)
+
+
+def random_model(seed, peaked=1.5, vocab=VOCAB):
+    """A model: from generated tokens to log-probabilities, the same for the same tokens."""
+
+    def next_logprobs(token_ids):
+        random = np.random.default_rng([seed, len(token_ids), *token_ids])
+        logits = random.normal(scale=peaked, size=vocab)
+        return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+
+    return next_logprobs
+
+
+def run_search(next_logprobs, wanted, prompt=PROMPT, find_stop_string=None, vocab=VOCAB):
+    """Drive a BeamSearch as a scheduler does: best raw candidates of every row, step by step."""
+    search = BeamSearch(wanted, prompt, find_stop_string)
+    count = num_raw_candidates(wanted, prompt, vocab)
+    rows = [[]]
+    while not search.done:
+        assert search.num_rows == len(rows)
+        logprobs = np.stack([next_logprobs(row) for row in rows])
+        token_ids = np.argsort(-logprobs, axis=1, kind="stable")[:, :count]
+        children = search.advance(token_ids, np.take_along_axis(logprobs, token_ids, 1))
+        rows = [[*rows[child.parent], child.token_id] for child in children]
+        assert rows == [search.generated(row) for row in range(len(rows))]
+    return search
+
+
+search_settings = st.builds(
+    SearchSettings,
+    beam_width=st.integers(1, 6),
+    max_new_tokens=st.integers(1, 7),
+    stop_token_ids=st.sampled_from([(), (0,), (0, 3)]),
+    length_penalty=st.sampled_from([-1.0, 0.0, 0.6, 1.0, 2.0]),
+    early_stopping=st.sampled_from([True, False, "never"]),
+    min_tokens=st.integers(0, 3),
+    repetition_penalty=st.sampled_from([1.0, 1.4]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.3]),
+    bad_words=st.sampled_from([(), ((4,), (5, 6))]),
+)
+
+
+@given(wanted=search_settings, seed=st.integers(0, 10**6), peaked=st.sampled_from([0.5, 1.5, 4.0]))
+@settings(max_examples=120, deadline=None)
+def test_equals_reference(wanted, seed, peaked):
+    model = random_model(seed, peaked)
+    found = run_search(model, wanted).hypotheses()
+    expected = reference_search(model, wanted, PROMPT)
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert [each.score for each in found] == [each.score for each in expected]
+
+
+@given(
+    groups=st.integers(2, 3),
+    per_group=st.integers(1, 2),
+    penalty=st.sampled_from([0.0, 0.7, 5.0]),
+    early_stopping=st.sampled_from([True, False, "never"]),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=40, deadline=None)
+def test_diverse_groups_equal_reference(groups, per_group, penalty, early_stopping, seed):
+    wanted = SearchSettings(
+        beam_width=groups * per_group,
+        max_new_tokens=5,
+        stop_token_ids=(0,),
+        num_beam_groups=groups,
+        diversity_penalty=penalty,
+        early_stopping=early_stopping,
+    )
+    model = random_model(seed)
+    found = run_search(model, wanted).hypotheses()
+    expected = reference_search(model, wanted, PROMPT)
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+
+
+def test_large_diversity_penalty_separates_first_tokens():
+    wanted = SearchSettings(
+        beam_width=4, max_new_tokens=3, num_beam_groups=4, diversity_penalty=100.0
+    )
+    found = run_search(random_model(3), wanted).hypotheses()
+    assert len({each.token_ids[0] for each in found}) == 4
+
+
+@given(seed=st.integers(0, 10**6), width=st.integers(1, 5))
+@settings(max_examples=30, deadline=None)
+def test_stop_strings_equal_reference(seed, width):
+    # Tokens are letters; "bc" and "d" are the stop strings.
+    def find(token_ids):
+        text = "".join("abcdefghijkl"[token] for token in token_ids)
+        return next((stop for stop in ("bc", "d") if text.endswith(stop)), None)
+
+    wanted = SearchSettings(beam_width=width, max_new_tokens=6, min_tokens=1)
+    model = random_model(seed)
+    found = run_search(model, wanted, find_stop_string=find).hypotheses()
+    expected = reference_search(model, wanted, PROMPT, find)
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    for each in found:
+        stop = find(each.token_ids) if len(each.token_ids) > 1 else None
+        assert each.stop == stop
+        assert each.reason == ("stop" if stop else "length")
+
+
+def test_width_one_is_greedy_whatever_early_stopping_says():
+    model = random_model(11, peaked=0.7)
+    for early_stopping in (True, False, "never"):
+        wanted = SearchSettings(1, 30, (0,), length_penalty=2.0, early_stopping=early_stopping)
+        greedy = []
+        while len(greedy) < 30 and (not greedy or greedy[-1] != 0):
+            greedy.append(int(model(greedy).argmax()))
+        (found,) = run_search(model, wanted).hypotheses()
+        assert found.token_ids == greedy
+
+
+def test_logprobs_and_places_describe_the_path():
+    wanted = SearchSettings(3, 5, (0,))
+    model = random_model(5)
+    for each in run_search(model, wanted).hypotheses():
+        for length, (token, logprob) in enumerate(zip(each.token_ids, each.logprobs, strict=True)):
+            expected = model(each.token_ids[:length])
+            assert logprob == expected[token]
+            step, _, position = each.places[length]
+            assert step == length
+            assert np.argsort(-expected, kind="stable")[position] == token
+        assert each.sum_logprob == pytest.approx(sum(each.logprobs), rel=1e-5)
+
+
+def test_trace_holds_the_whole_search():
+    wanted = SearchSettings(3, 6, (0,), trace=True)
+    search = run_search(random_model(8), wanted)
+    found = search.hypotheses()
+    trace = search.trace
+    assert type(trace).from_dict(trace.to_dict()) == trace
+    assert trace.steps == search.steps
+    for each, node in zip(found, trace.returned, strict=True):
+        assert trace.fates[node] == "finished"
+        path = []
+        while node >= 0:
+            path.append(trace.token_ids[node])
+            node = trace.parents[node]
+        assert path[::-1] == each.token_ids
+    assert set(trace.fates) == {"kept", "dropped", "finished"}
+    # only kept nodes have children
+    assert {trace.fates[parent] for parent in trace.parents if parent >= 0} == {"kept"}
+
+
+def test_first_sampled_token_follows_the_model():
+    model = random_model(2, peaked=1.0)
+    expected = np.exp(model([]).astype(np.float64))
+    counts = Counter()
+    draws = 3000
+    for seed in range(draws):
+        wanted = SearchSettings(1, 1, do_sample=True, seed=seed)
+        (found,) = run_search(model, wanted).hypotheses()
+        counts[found.token_ids[0]] += 1
+    observed = np.array([counts[token] for token in range(VOCAB)])
+    chi_square = ((observed - draws * expected) ** 2 / (draws * expected)).sum()
+    assert chi_square < 35  # 11 degrees of freedom: p < 0.0003
+
+
+def test_sampled_pairs_are_drawn_without_replacement():
+    probabilities = np.array([0.5, 0.3, 0.15, 0.05])
+    logprobs = np.log(probabilities).astype(np.float32)
+    draws = 4000
+    counts = Counter()
+    for seed in range(draws):
+        wanted = SearchSettings(2, 1, do_sample=True, seed=seed)
+        found = run_search(lambda tokens: logprobs, wanted, vocab=4).hypotheses()
+        counts[frozenset(each.token_ids[0] for each in found)] += 1
+    for pair, count in counts.items():
+        first, second = (probabilities[token] for token in pair)
+        expected = first * second / (1 - first) + second * first / (1 - second)
+        assert count / draws == pytest.approx(expected, abs=0.03)
+
+
+def test_sampling_is_reproducible_and_filtered():
+    model = random_model(4)
+    wanted = SearchSettings(3, 4, (0,), do_sample=True, seed=7, top_k=4, temperature=0.8)
+    first = run_search(model, wanted).hypotheses()
+    assert first == run_search(model, wanted).hypotheses()
+    for each in first:
+        for length, token in enumerate(each.token_ids):
+            assert token in np.argsort(-model(each.token_ids[:length]))[:4]
+
+
+def test_nan_logprobs_end_the_search_without_an_error():
+    search = BeamSearch(SearchSettings(2, 4))
+    assert search.advance(np.array([[1, 2, 3]]), np.full((1, 3), np.nan, np.float32)) == []
+    assert search.done
+    assert search.hypotheses() == []
+
+
+def test_misuse_is_refused():
+    search = BeamSearch(SearchSettings(2, 1))
+    with pytest.raises(ValueError, match=r"\[1, k\]"):
+        search.advance(np.zeros((2, 4), int), np.zeros((2, 4), np.float32))
+    search.advance(np.array([[0, 1]]), np.array([[-0.5, -1.0]], np.float32))
+    with pytest.raises(ValueError, match="done"):
+        search.advance(np.array([[0, 1]]), np.array([[-0.5, -1.0]], np.float32))
+
+
+def test_docstring_example_of_the_reference():
+    assert doctest.testmod(reference_module).failed == 0

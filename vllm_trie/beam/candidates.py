@@ -1,0 +1,123 @@
+"""Rules that change the log-probability of single candidates before the search sees them.
+
+Hugging Face applies these rules to ``log_softmax(logits)`` over the whole vocabulary. A search over
+the best ``k`` raw candidates of a row gives the same result as long as every rule only lowers
+log-probabilities and ``k`` is enlarged by the number of tokens that a rule can touch:
+:func:`num_raw_candidates` says by how much.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_trie.beam.settings import SearchSettings
+
+NEVER = np.float32(-np.inf)
+"""Log-probability of a forbidden token."""
+
+
+def num_raw_candidates(
+    settings: SearchSettings, prompt_token_ids: Sequence[int], vocab_size: int
+) -> int:
+    """Raw candidates per row that make the search exact, at most `vocab_size`."""
+    if settings.do_sample:
+        if settings.top_k <= 0:
+            return vocab_size
+        count = max(settings.top_k, _min_kept(settings))
+    else:
+        count = settings.num_candidates
+    if settings.repetition_penalty != 1.0:
+        count += len(set(prompt_token_ids))
+    if settings.repetition_penalty != 1.0 or _penalizes_output(settings):
+        count += settings.max_new_tokens
+    if settings.min_tokens:
+        count += len(settings.stop_token_ids)
+    if settings.num_beam_groups > 1 and settings.diversity_penalty:
+        count += settings.beam_width
+    return min(count + len(settings.bad_words), vocab_size)
+
+
+def _penalizes_output(settings: SearchSettings) -> bool:
+    return bool(settings.presence_penalty or settings.frequency_penalty)
+
+
+def _min_kept(settings: SearchSettings) -> int:
+    # A filter must leave a candidate that goes on beside those that stop.
+    return max(2, 1 + len(settings.stop_token_ids))
+
+
+class CandidateRules:
+    """Applies the rules of one request. Stateless but for the prompt's set of tokens."""
+
+    def __init__(self, settings: SearchSettings, prompt_token_ids: Sequence[int]) -> None:
+        self._settings = settings
+        self._prompt_tokens = set(prompt_token_ids) if settings.repetition_penalty != 1.0 else set()
+        self.active = bool(
+            settings.repetition_penalty != 1.0
+            or _penalizes_output(settings)
+            or settings.min_tokens
+            or settings.bad_words
+            or settings.do_sample
+        )
+        """False if :meth:`apply` would change nothing."""
+
+    def apply(
+        self, token_ids: np.ndarray, logprobs: np.ndarray, generated: Sequence[int]
+    ) -> np.ndarray:
+        """Log-probabilities of one row after the rules.
+
+        Args:
+            token_ids: int[k], distinct candidate tokens.
+            logprobs: float32[k], their raw log-probabilities.
+            generated: Tokens of the row's hypothesis so far.
+
+        Returns:
+            float32[k], a new array; ``-inf`` for what is forbidden.
+        """
+        settings = self._settings
+        result = logprobs.astype(np.float32, copy=True)
+        if settings.repetition_penalty != 1.0:
+            seen = np.isin(token_ids, list(self._prompt_tokens.union(generated)))
+            # log-probabilities are never positive, so the penalty always multiplies
+            result[seen] *= np.float32(settings.repetition_penalty)
+        if _penalizes_output(settings) and generated:
+            counts = Counter(generated)
+            occurrences = np.array([counts[int(token)] for token in token_ids], dtype=np.float32)
+            result -= np.float32(settings.frequency_penalty) * occurrences
+            result -= np.float32(settings.presence_penalty) * (occurrences > 0)
+        if len(generated) < settings.min_tokens:
+            result[np.isin(token_ids, settings.stop_token_ids)] = NEVER
+        for banned in self._banned(generated):
+            result[token_ids == banned] = NEVER
+        if settings.do_sample:
+            result = self._filter(result)
+        return result
+
+    def _banned(self, generated: Sequence[int]) -> list[int]:
+        banned = []
+        for word in self._settings.bad_words:
+            prefix = word[:-1]
+            if not prefix or tuple(generated[-len(prefix) :]) == prefix:
+                banned.append(word[-1])
+        return banned
+
+    def _filter(self, logprobs: np.ndarray) -> np.ndarray:
+        """Temperature, then top-k, then top-p, as Hugging Face orders them."""
+        settings = self._settings
+        result = logprobs / np.float32(settings.temperature)
+        order = np.argsort(-result, kind="stable")
+        kept = _min_kept(settings)
+        if 0 < settings.top_k < result.size:
+            result[order[max(settings.top_k, kept) :]] = NEVER
+        if settings.top_p < 1.0:
+            ranked = result[order].astype(np.float64)
+            probabilities = np.exp(ranked - ranked[0])
+            probabilities /= probabilities.sum()
+            mass_before = np.cumsum(probabilities) - probabilities
+            cut = mass_before >= settings.top_p
+            cut[:kept] = False
+            result[order[cut]] = NEVER
+        return result

@@ -1,0 +1,171 @@
+"""What a beam search is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+EarlyStopping = bool | Literal["never"]
+
+
+class BeamOptions(BaseModel):
+    """The options a user writes next to ``beam_width`` in ``SamplingParams.extra_args``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    beam_width: int = Field(ge=1, description="Hypotheses that are extended in each step.")
+    length_penalty: float = Field(
+        default=1.0,
+        ge=-5.0,
+        le=5.0,
+        description="Exponent of the length a hypothesis' sum of log-probabilities is divided by; "
+        "above 0 favours longer hypotheses, 0 is no normalization.",
+    )
+    early_stopping: EarlyStopping = Field(
+        default=False,
+        description="True: stop at beam_width finished hypotheses; False: stop when the best "
+        "running one cannot beat the worst finished one at its present length; 'never': stop only "
+        "when it cannot at any length.",
+    )
+    do_sample: bool = Field(
+        default=False,
+        description="Sample the continuations without replacement instead of taking the best.",
+    )
+    num_beam_groups: int = Field(
+        default=1, ge=1, description="Groups of a diverse beam search; must divide beam_width."
+    )
+    diversity_penalty: float = Field(
+        default=0.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Subtracted from a token's log-probability for every earlier group's beam "
+        "that takes the same token in the same step.",
+    )
+    beam_trace: bool = Field(
+        default=False, description="Return the whole trie of the search, to draw it."
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> BeamOptions:
+        if self.beam_width % self.num_beam_groups:
+            raise ValueError(
+                f"num_beam_groups must divide beam_width={self.beam_width}, "
+                f"got {self.num_beam_groups}"
+            )
+        if self.diversity_penalty and self.num_beam_groups == 1:
+            raise ValueError(
+                f"diversity_penalty={self.diversity_penalty} needs num_beam_groups of at least 2; "
+                "set num_beam_groups or leave diversity_penalty out"
+            )
+        if self.do_sample and self.num_beam_groups > 1:
+            raise ValueError(
+                "do_sample and num_beam_groups above 1 exclude each other; leave one of them out"
+            )
+        return self
+
+
+OPTION_NAMES = frozenset(BeamOptions.model_fields)
+"""Keys of ``extra_args`` that belong to beam search."""
+
+
+def parse_options(values: dict[str, Any]) -> BeamOptions:
+    """Check the beam-search keys of ``extra_args``.
+
+    Raises:
+        ValueError: One line for every setting that is wrong: its name, what was received and what
+            is allowed.
+    """
+    try:
+        # JSON has one kind of number: 1 is a fine length penalty, and strict mode takes it.
+        return BeamOptions.model_validate(values)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            name = str(problem["loc"][0]) if problem["loc"] else ""
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(
+                f"{name}: {message}, got {values.get(name)!r}"
+                if name in values
+                else f"{name}: {message}"
+                if name
+                else message
+            )
+        # A union reports one error per member; the reader needs one line per setting.
+        if any(line.startswith("early_stopping") for line in lines):
+            lines = [line for line in lines if not line.startswith("early_stopping")]
+            lines.append(
+                "early_stopping: must be true, false or 'never', "
+                f"got {values.get('early_stopping')!r}"
+            )
+        raise ValueError("beam search: " + "; ".join(lines)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSettings:
+    """Everything the algorithm needs to know about one request.
+
+    Attributes:
+        beam_width: Hypotheses extended per step, at least 1.
+        max_new_tokens: Longest hypothesis, in generated tokens, at least 1.
+        stop_token_ids: Tokens that end a hypothesis (EOS and the user's own).
+        length_penalty: See :class:`BeamOptions`.
+        early_stopping: See :class:`BeamOptions`. A search of width 1 stops at its first finished
+            hypothesis whatever is said here: it is greedy decoding.
+        num_beam_groups: See :class:`BeamOptions`.
+        diversity_penalty: See :class:`BeamOptions`.
+        do_sample: See :class:`BeamOptions`.
+        temperature: Divides the log-probabilities; only with ``do_sample``.
+        top_k: Candidates kept per hypothesis, 0 for all; only with ``do_sample``.
+        top_p: Probability mass kept per hypothesis; only with ``do_sample``.
+        seed: Seed of the sampling; None takes one from the operating system.
+        min_tokens: Stop tokens are forbidden until this many tokens are there.
+        repetition_penalty: At least 1; log-probabilities of tokens of the prompt and of the
+            hypothesis are multiplied by it.
+        presence_penalty: At least 0; subtracted once for tokens of the hypothesis.
+        frequency_penalty: At least 0; subtracted for each occurrence in the hypothesis.
+        bad_words: Token sequences that must not be generated.
+        trace: Record every candidate that was looked at.
+    """
+
+    beam_width: int
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    trace: bool = False
+
+    @property
+    def group_width(self) -> int:
+        """Hypotheses per diverse group."""
+        return self.beam_width // self.num_beam_groups
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates looked at per group and step.
+
+        With ``s`` stop tokens, at most ``s`` continuations of a hypothesis end it, so
+        ``(1 + s) * group_width`` candidates always hold ``group_width`` that go on. Sampling at
+        width 1 draws one token: it is plain sampling.
+        """
+        if self.do_sample and self.beam_width == 1:
+            return 1
+        return max(2, 1 + len(self.stop_token_ids)) * self.group_width
+
+    @property
+    def stops_when_full(self) -> bool:
+        """Whether the search ends as soon as ``group_width`` hypotheses are finished."""
+        return self.early_stopping is True or self.beam_width == 1
