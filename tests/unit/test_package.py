@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from importlib.metadata import entry_points, requires, version
 from pathlib import Path
 
@@ -162,6 +164,22 @@ def test_no_machine_paths_and_no_registry_hosts() -> None:
             if found := pattern.search(line):
                 offenders.append(f"{path.relative_to(ROOT)}:{number}: {found.group()}")
     assert not offenders, "\n".join(offenders[:20])
+
+
+def test_the_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
+    """Weights, C++ sources and other data must reach users who do not install from a checkout."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    files = [path.relative_to(ROOT) for path in tracked_files()]
+    package = [path for path in files if path.parts[0] == "vllm_trie"]
+    for path in [*package, *map(Path, ("pyproject.toml", "README.md", "LICENSE"))]:
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, source / path)
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
+    subprocess.run([*build, "--wheel-dir", str(out), str(source)], check=True)
+    (wheel,) = out.glob("vllm_trie-*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    assert not {path.as_posix() for path in package} - packed
+    assert any(name.endswith("LICENSE") for name in packed)
 
 
 def test_generated_and_bulky_files_are_not_tracked() -> None:
