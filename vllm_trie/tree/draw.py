@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from html import escape
+from unicodedata import combining, east_asian_width
 
 from vllm_trie.tree.token_tree import TokenTree
 
+# SVG measures in pixels.
 _ROW = 26
-_COLUMN_GAP = 34
+_COLUMN_GAP = 56
+_LABEL_ROOM = 30  # an edge leaves its box straight for this long, below the probability
 _CHAR = 7.8
 _MARGIN = 16
 _BOX = 20
@@ -73,31 +76,33 @@ def draw_svg(
     children = _children(tree)
     depths = tree.depths().tolist()
     labels = [visible_text(token_text(int(token))) for token in tree.token_ids]
-    widths = [_CHAR * max(len(label), 1) + 14 for label in labels]
+    widths = [_CHAR * _num_cells(label) + 14 for label in labels]
     column_width = [0.0] * (max(depths, default=0) + 1)
-    column_width[0] = 2.0 * _BOX / 2
+    column_width[0] = _BOX / 2
     for node, depth in enumerate(depths):
         column_width[depth] = max(column_width[depth], widths[node])
     column_x = [float(_MARGIN)]
     for width in column_width:
         column_x.append(column_x[-1] + width + _COLUMN_GAP)
+    column_x[1:] = [x - _LABEL_ROOM / 2 for x in column_x[1:]]  # the root has no label
 
     y = _rows(tree, children)
     height = 2 * _MARGIN + _ROW * max(1, sum(not below for below in children[:-1]))
-    width = column_x[-1] - _COLUMN_GAP + _MARGIN + 30
+    width = column_x[-1] - _COLUMN_GAP + _LABEL_ROOM + _MARGIN
     root_y = (y[children[-1][0]] + y[children[-1][-1]]) / 2 if children[-1] else height / 2
 
     edges, boxes = [], []
     for node, parent in enumerate(tree.parents.tolist()):
         x = column_x[depths[node]]
         if parent < 0:
-            from_x, from_y = column_x[0] + _BOX / 2, root_y
+            from_x, from_y, straight_x = column_x[0] + 5, root_y, column_x[0] + 5
         else:
             from_x, from_y = column_x[depths[parent]] + widths[parent], y[parent]
+            straight_x = from_x + _LABEL_ROOM
         marked = " accepted" if node in accepted else ""
-        bend = (from_x + x) / 2
+        bend = (straight_x + x) / 2
         edges.append(
-            f'<path class="edge{marked}" d="M{from_x:.1f} {from_y:.1f} '
+            f'<path class="edge{marked}" d="M{from_x:.1f} {from_y:.1f} H{straight_x:.1f} '
             f'C{bend:.1f} {from_y:.1f} {bend:.1f} {y[node]:.1f} {x:.1f} {y[node]:.1f}"/>'
         )
         title = escape(f"node {node}, token {int(tree.token_ids[node])}{_suffix(tree, node)}")
@@ -164,6 +169,13 @@ def _rows(tree: TokenTree, children: list[list[int]]) -> list[float]:
         if children[node]:
             y[node] = (y[children[node][0]] + y[children[node][-1]]) / 2
     return y
+
+
+def _num_cells(text: str) -> int:
+    """Width of a text in character cells of a monospaced font."""
+    return sum(
+        0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text
+    )
 
 
 def _suffix(tree: TokenTree, node: int) -> str:

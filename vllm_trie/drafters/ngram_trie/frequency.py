@@ -81,9 +81,7 @@ class FrequencyTrie:
         return TokenTree.empty()
 
 
-def _most_frequent(
-    match: TrieNode, max_nodes: int, max_depth: int, chain_only: bool
-) -> TokenTree:
+def _most_frequent(match: TrieNode, max_nodes: int, max_depth: int, chain_only: bool) -> TokenTree:
     total = sum(child.frequency for child in match.children.values())
     token_ids: list[int] = []
     parents: list[int] = []

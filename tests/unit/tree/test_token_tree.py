@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.tree.strategies import paths_of, token_trees
+from vllm_trie.tree import MalformedTreeError, TokenTree
+
+VOCAB = 6
+
+
+@given(token_trees())
+def test_generated_trees_are_valid_and_so_is_every_prefix(tree: TokenTree) -> None:
+    for size in range(tree.num_nodes + 1):
+        part = tree.prefix(size)
+        part.validate(VOCAB, max_nodes=size)
+        assert paths_of(part) == paths_of(tree)[:size]
+    assert tree.prefix(tree.num_nodes + 5).num_nodes == tree.num_nodes
+
+
+@given(token_trees())
+def test_depth_is_path_length(tree: TokenTree) -> None:
+    depths = tree.depths()
+    assert depths.dtype == np.int32
+    assert depths.tolist() == [len(path) for path in paths_of(tree)]
+
+
+@given(token_trees(max_nodes=150))
+def test_ancestor_words_equal_the_readable_mask(tree: TokenTree) -> None:
+    words = tree.ancestor_words()
+    assert words.dtype == np.uint64
+    assert words.shape == (tree.num_nodes, -(-tree.num_nodes // 64))
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, : tree.num_nodes]
+    np.testing.assert_array_equal(bits.astype(bool), tree.ancestor_mask())
+
+
+@given(token_trees())
+def test_ancestor_mask_is_the_prefix_relation_of_paths(tree: TokenTree) -> None:
+    paths = paths_of(tree)
+    mask = tree.ancestor_mask()
+    for row, path in enumerate(paths):
+        for column, other in enumerate(paths):
+            assert mask[row, column] == (path[: len(other)] == other)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 63, 64, 65, 128, 129, 200])
+def test_words_of_a_chain_at_word_boundaries(num_nodes: int) -> None:
+    tree = TokenTree.from_lists([0] * num_nodes, list(range(-1, num_nodes - 1)))
+    last = tree.ancestor_words()[-1]
+    assert sum(int(word).bit_count() for word in last) == num_nodes
+    assert tree.is_chain
+
+
+def test_empty_tree() -> None:
+    tree = TokenTree.empty()
+    tree.validate(VOCAB, max_nodes=0)
+    assert tree.num_nodes == 0
+    assert tree.is_chain
+    assert tree.chain().num_nodes == 0
+    assert tree.depths().shape == (0,)
+    assert tree.ancestor_mask().shape == (0, 0)
+    assert tree.ancestor_words().shape == (0, 0)
+
+
+@given(st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=6), max_size=8), st.integers(0, 30))
+def test_from_paths_holds_each_distinct_prefix_once(
+    sequences: list[list[int]], max_nodes: int
+) -> None:
+    tree = TokenTree.from_paths(sequences, max_nodes)
+    tree.validate(VOCAB, max_nodes)
+    prefixes = {tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)}
+    paths = paths_of(tree)
+    assert len(set(paths)) == len(paths)
+    assert set(paths) <= prefixes
+    assert len(paths) == min(max_nodes, len(prefixes))
+
+
+def test_from_paths_keeps_using_known_nodes_when_full() -> None:
+    tree = TokenTree.from_paths([[1, 2], [1, 2, 3], [4]], max_nodes=3)
+    assert paths_of(tree) == [(1,), (1, 2), (1, 2, 3)]
+
+
+@given(token_trees())
+def test_chain_is_the_leading_first_child_path(tree: TokenTree) -> None:
+    chain = tree.chain()
+    assert chain.is_chain
+    paths = paths_of(tree)
+    assert paths_of(chain) == paths[: chain.num_nodes]
+    if chain.num_nodes < tree.num_nodes:
+        assert tree.parents[chain.num_nodes] != chain.num_nodes - 1
+
+
+def test_chain_stops_before_nodes_that_are_never_accepted() -> None:
+    tree = TokenTree(
+        np.array([1, 2, 3], dtype=np.int32),
+        np.array([-1, 0, 1], dtype=np.int32),
+        never_accept=np.array([False, True, False]),
+    )
+    assert tree.chain().num_nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "probabilities", "message"),
+    [
+        ([1, 2], [-1, 1], None, "node 1 has parent 1"),
+        ([1, 2], [-1, -2], None, "node 1 has parent -2"),
+        ([1, VOCAB], [-1, 0], None, rf"node 1 has token {VOCAB}.*\[0, {VOCAB}\)"),
+        ([-1], [-1], None, "node 0 has token -1"),
+        ([1, 1], [-1, -1], None, "node 1 repeats token 1 under parent -1"),
+        ([1, 2, 3, 4], [-1] * 4, None, "4 nodes, at most 3"),
+        ([1, 2], [-1], None, r"parents has shape \(1,\), it must be \(2,\)"),
+        ([1, 2], [-1, 0], [0.5, 0.75], "node 1 has probability 0.75.*0.5"),
+        ([1], [-1], [1.5], "node 0 has probability 1.5"),
+        ([1], [-1], [float("nan")], "node 0 has probability nan"),
+        ([1, 2], [-1, 0], [0.5], r"probabilities has shape \(1,\)"),
+    ],
+)
+def test_validation_names_what_is_wrong(
+    tokens: list[int], parents: list[int], probabilities: list[float] | None, message: str
+) -> None:
+    tree = TokenTree.from_lists(tokens, parents, probabilities)
+    with pytest.raises(MalformedTreeError, match=message):
+        tree.validate(VOCAB, max_nodes=3)
+
+
+def test_validation_checks_dtypes() -> None:
+    good = TokenTree.from_lists([1], [-1], [0.5])
+    for name, value in [
+        ("token_ids", np.array([1], dtype=np.int64)),
+        ("parents", np.array([-1.0])),
+        ("probabilities", np.array([0.5], dtype=np.float64)),
+        ("never_accept", np.array([0], dtype=np.int32)),
+        ("parents", [-1]),
+    ]:
+        arrays = {
+            field: getattr(good, field)
+            for field in ("token_ids", "parents", "probabilities", "never_accept")
+        }
+        with pytest.raises(MalformedTreeError, match=f"{name} is .*, it must be a"):
+            TokenTree(**{**arrays, name: value}).validate(VOCAB, max_nodes=3)

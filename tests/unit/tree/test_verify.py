@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.tree.strategies import flags, paths_of, token_trees
+from vllm_trie.tree import TokenTree, accept_greedy, accept_greedy_reference, depth_first_layout
+
+
+@given(token_trees(vocab_size=3), st.data())
+def test_fast_walk_equals_its_readable_twin(tree: TokenTree, data: st.DataObject) -> None:
+    size = tree.num_nodes
+    target = data.draw(st.lists(st.integers(0, 2), min_size=size + 1, max_size=size + 1))
+    never = None if data.draw(st.booleans()) else flags(data.draw, size).tolist()
+    tokens, parents = tree.token_ids.tolist(), tree.parents.tolist()
+    accepted = accept_greedy(tokens, parents, target, never)
+    assert accepted == accept_greedy_reference(tokens, parents, target, never)
+    # What is accepted is a path whose every token is the target's choice at its parent.
+    node = -1
+    for child in accepted:
+        assert parents[child] == node
+        assert tokens[child] == target[node + 1]
+        assert never is None or not never[child]
+        node = child
+
+
+@given(token_trees(vocab_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=10))
+def test_accepts_the_longest_prefix_of_the_continuation_in_any_layout(
+    tree: TokenTree, continuation: list[int]
+) -> None:
+    """A target that always says the next token of one text accepts as much of it as the tree has."""
+    paths = paths_of(tree)
+    best = max((len(p) for p in paths if tuple(continuation[: len(p)]) == p), default=0)
+    for version in (tree, depth_first_layout(tree)):
+        text = continuation + [2]
+        depths = version.depths().tolist()
+        target = [text[0]] + [text[min(depth, len(text) - 1)] for depth in depths]
+        accepted = accept_greedy(version.token_ids.tolist(), version.parents.tolist(), target)
+        tokens = [int(version.token_ids[node]) for node in accepted]
+        assert tokens[: len(continuation)] == continuation[: len(tokens)]
+        assert min(len(tokens), len(continuation)) >= best
+
+
+def test_accepting_nothing_and_empty_tree() -> None:
+    assert accept_greedy([], [], [7]) == []
+    assert accept_greedy([1, 2], [-1, 0], [2, 2, 2]) == []
