@@ -1,0 +1,45 @@
+"""Tree attention as the definition says it: the oracle of every kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_trie.tree import TokenTree
+
+
+def tree_attention_reference(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, tree: TokenTree, scale: float
+) -> np.ndarray:
+    """Attention of one request's scheduled tokens, one query and one head at a time.
+
+    Args:
+        query: [num_queries, num_heads, head_size], committed tokens of the step, then the nodes.
+        keys: [seq_len, num_kv_heads, head_size], the nodes' own keys last.
+        values: [seq_len, num_kv_heads, head_size].
+        tree: the N nodes, N < num_queries <= seq_len.
+        scale: factor on the scores.
+
+    Returns:
+        float64 [num_queries, num_heads, head_size].
+    """
+    num_queries, num_heads, _ = query.shape
+    seq_len, num_kv_heads, _ = keys.shape
+    committed = seq_len - tree.num_nodes
+    output = np.zeros(query.shape, dtype=np.float64)
+    for row in range(num_queries):
+        position = seq_len - num_queries + row
+        if position < committed:
+            visible = list(range(position + 1))
+        else:
+            visible = list(range(committed))
+            node = position - committed
+            while node >= 0:
+                visible.append(committed + node)
+                node = int(tree.parents[node])
+        for head in range(num_heads):
+            kv_head = head * num_kv_heads // num_heads
+            q = query[row, head].astype(np.float64)
+            scores = scale * (keys[visible, kv_head].astype(np.float64) @ q)
+            weights = np.exp(scores - scores.max())
+            output[row, head] = weights / weights.sum() @ values[visible, kv_head]
+    return output

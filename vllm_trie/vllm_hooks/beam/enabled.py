@@ -1,0 +1,72 @@
+"""Whether native beam search serves an engine, and if not, why."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+ENV_SWITCH = "VLLM_TRIE_BEAM"
+OPTION = "beam_search"
+"""Key in ``additional_config["vllm_trie"]``: False turns native beam search off."""
+
+
+def switched_off() -> str | None:
+    """Why the environment turns native beam search off, None if it does not."""
+    value = os.environ.get(ENV_SWITCH, "1").strip().lower()
+    if value in ("0", "false", "off", "no"):
+        return f"the environment variable {ENV_SWITCH}={value} turns it off"
+    return None
+
+
+def reason_off(vllm_config: Any) -> str | None:
+    """Why native beam search does not serve this engine, None if it does.
+
+    A pure function of the configuration: the front end and the engine's process come to the same
+    answer.
+    """
+    if reason := switched_off():
+        return reason
+    plugin = (vllm_config.additional_config or {}).get("vllm_trie") or {}
+    if isinstance(plugin, dict) and plugin.get(OPTION) is False:
+        return f'additional_config["vllm_trie"]["{OPTION}"]=False turns it off'
+    scheduler_cls = vllm_config.scheduler_config.scheduler_cls
+    if scheduler_cls is not None and not _is_ours(scheduler_cls):
+        return f"scheduler_cls={scheduler_cls!r} is not one of ours; leave scheduler_cls out"
+    return _model_reason(vllm_config.model_config) or _engine_reason(vllm_config)
+
+
+def _is_ours(scheduler_cls: Any) -> bool:
+    name = scheduler_cls if isinstance(scheduler_cls, str) else scheduler_cls.__module__
+    return name.startswith("vllm_trie.vllm_hooks.beam")
+
+
+def _model_reason(model: Any) -> str | None:
+    if model is None or model.runner_type != "generate":
+        return "the model does not generate text"
+    if model.is_encoder_decoder:
+        return "encoder-decoder models are not supported"
+    if getattr(model, "is_diffusion", False):
+        return "diffusion models are not supported"
+    if model.is_hybrid or model.is_attention_free or model.has_inner_state:
+        return "models with state-space or recurrent layers are not supported"
+    if model.get_sliding_window() is not None:
+        return "sliding-window attention is not supported"
+    if model.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
+        return (
+            f"logprobs_mode={model.logprobs_mode!r} yields no log-probabilities; "
+            "use 'raw_logprobs'"
+        )
+    return None
+
+
+def _engine_reason(vllm_config: Any) -> str | None:
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        return f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism is not supported"
+    if vllm_config.kv_transfer_config is not None:
+        return "KV connectors (kv_transfer_config) are not supported"
+    if getattr(vllm_config, "ec_transfer_config", None) is not None:
+        return "encoder-cache connectors (ec_transfer_config) are not supported"
+    return None

@@ -1,0 +1,103 @@
+"""vLLM's CPU attention backend, with tree attention for the rows that have trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+
+from vllm_trie.attention import tree_attention
+from vllm_trie.attention.cpu_cache import SUPPORTED_ISAS
+from vllm_trie.vllm_hooks import config
+from vllm_trie.vllm_hooks.runner import TREE_ATTRIBUTE
+
+
+class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Builds the stock metadata, for kernels whose cache layout the plugin reads."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if config.read(self.vllm_config) is None:
+            return
+        if self.isa == "amx":
+            # Another cache layout; the vector kernel takes the same shapes.
+            self.isa = "vec"
+            self._set_isa_to_layers(self.layer_names)
+        if self.isa not in SUPPORTED_ISAS:
+            raise ValueError(
+                f"vLLM chose the CPU attention kernel {self.isa!r}, whose cache layout tree "
+                f"attention does not read; it reads {' and '.join(SUPPORTED_ISAS)}. Run without "
+                "vllm-trie's speculative methods on this CPU"
+            )
+
+
+class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
+    """Attention of one layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if config.read(get_current_vllm_config()) is None:
+            return
+        unsupported = {
+            "ALiBi slopes": self.alibi_slopes is not None,
+            "a sliding window": self.sliding_window != -1,
+            "attention sinks": self.sinks is not None,
+            "a soft cap on the logits": bool(self.logits_soft_cap),
+            "a quantized KV cache": self.is_fp8_kv_cache,
+        }
+        found = [name for name, present in unsupported.items() if present]
+        if found:
+            raise ValueError(
+                f"the model's attention has {' and '.join(found)}, which tree attention does not "
+                "support; run this model without vllm-trie's speculative methods"
+            )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        trees = getattr(attn_metadata, TREE_ATTRIBUTE, None)
+        if trees is None or not trees.covers_batch:
+            super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        if trees is not None:
+            tree_attention(query, kv_cache, attn_metadata.block_table, trees, self.scale, output)
+        return output
+
+
+class TreeCPUAttentionBackend(CPUAttentionBackend):
+    """Registered over ``CPU_ATTN`` in processes that run tree speculation.
+
+    A later engine without speculation in the same process gets stock behaviour from it.
+    """
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeCPUAttentionImpl]:
+        return TreeCPUAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeCPUAttentionMetadataBuilder]:
+        return TreeCPUAttentionMetadataBuilder

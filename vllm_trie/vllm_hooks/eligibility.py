@@ -1,0 +1,52 @@
+"""How much speculation a request may have."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class DraftingLimits(NamedTuple):
+    """Bounds on a request's next tree."""
+
+    max_nodes: int
+    max_depth: int
+    chain_only: bool
+    cache_salt: str | None
+
+
+NO_DRAFT = DraftingLimits(0, 0, False, None)
+
+
+def drafting_limits(
+    state: Any, last_token: int, num_tokens: int, max_model_len: int
+) -> DraftingLimits:
+    """Bounds for a request that has just got new tokens.
+
+    Args:
+        state: vLLM's ``CachedRequestState``.
+        last_token: the newest token; it is committed, its KV is not computed yet.
+        num_tokens: prompt and output tokens so far.
+        max_model_len: length limit; nodes take slots up to it, one of which is the next step's
+            bonus token's.
+    """
+    params = state.sampling_params
+    if params is None or state.prompt_token_ids is None:  # pooling, or a prompt of embeddings
+        return NO_DRAFT
+    extra = params.extra_args or {}
+    if extra.get("speculation") is False:
+        return NO_DRAFT
+    if params.thinking_token_budget is not None:
+        return NO_DRAFT  # vLLM counts thinking tokens along a chain
+    num_output = len(state.output_token_ids)
+    if last_token in params.all_stop_token_ids and num_output >= params.min_tokens:
+        return NO_DRAFT  # the scheduler is about to end it
+    room = max_model_len - num_tokens - 1
+    depth = room
+    if params.max_tokens is not None:
+        depth = min(depth, params.max_tokens - num_output - 1)
+    return DraftingLimits(
+        max_nodes=room,
+        max_depth=depth,
+        chain_only=params.structured_outputs is not None,
+        cache_salt=getattr(state, "cache_salt", None),
+    )

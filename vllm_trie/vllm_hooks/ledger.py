@@ -1,0 +1,122 @@
+"""The ledger: every symbol of vLLM that the plugin overrides, wraps or relies on.
+
+vLLM's internals are no stable interface. Each line says which symbol is touched, why, which upstream
+issue or pull request is about it and when the line can go. :func:`check` compares the ledger with the
+vLLM that is installed; what has moved makes the plugin step aside instead of failing in a request.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+SUPPORTED_VLLM_VERSIONS = ("0.32", "0.33")
+"""Release series of vLLM that the hooks were written for."""
+
+Status = Literal["ok", "missing", "changed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One line of the ledger.
+
+    Attributes:
+        target: ``package.module:Class.attribute``; the attribute path may be empty for a whole module.
+        reason: Why the plugin touches it, one sentence.
+        parameters: Parameter names that the plugin passes or expects, without ``self``; all of them
+            must exist under these names and in this order. ``None`` if the symbol is not called.
+        upstream: Related issue or pull request of vLLM, empty if there is none.
+        retire_when: What would make this line unnecessary.
+        feature: ``"speculation"`` or ``"beam"``: the part that steps aside when the symbol is gone.
+    """
+
+    target: str
+    reason: str
+    parameters: tuple[str, ...] | None = None
+    upstream: str = ""
+    retire_when: str = ""
+    feature: Literal["speculation", "beam"] = "speculation"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerFinding:
+    """What :func:`check` found for one :class:`Hook`; ``detail`` is empty when ``status`` is ``ok``."""
+
+    target: str
+    reason: str
+    status: Status
+    detail: str
+    upstream: str
+    retire_when: str
+    feature: str
+
+
+def resolve(target: str) -> Any:
+    """Return the object that ``package.module:attribute.path`` names.
+
+    Raises:
+        ImportError: The module cannot be imported.
+        AttributeError: An attribute on the path does not exist.
+    """
+    module_name, _, path = target.partition(":")
+    found: Any = importlib.import_module(module_name)
+    for name in path.split(".") if path else ():
+        found = getattr(found, name)
+    return found
+
+
+def check_hook(hook: Hook) -> LedgerFinding:
+    """Compare one line of the ledger with the installed vLLM."""
+
+    def finding(status: Status, detail: str = "") -> LedgerFinding:
+        return LedgerFinding(
+            hook.target, hook.reason, status, detail, hook.upstream, hook.retire_when, hook.feature
+        )
+
+    try:
+        found = resolve(hook.target)
+    except (ImportError, AttributeError) as error:
+        return finding("missing", f"{type(error).__name__}: {error}")
+    if hook.parameters is None:
+        return finding("ok")
+    names = [name for name in inspect.signature(found).parameters if name not in ("self", "cls")]
+    positions = [names.index(name) if name in names else -1 for name in hook.parameters]
+    if -1 in positions or positions != sorted(positions):
+        return finding("changed", f"expected parameters {hook.parameters}, found {tuple(names)}")
+    return finding("ok")
+
+
+def all_hooks() -> tuple[Hook, ...]:
+    """The whole ledger, speculation first."""
+    from vllm_trie.vllm_hooks.beam.hooks import BEAM_HOOKS
+    from vllm_trie.vllm_hooks.speculation_hooks import SPECULATION_HOOKS
+
+    return (*SPECULATION_HOOKS, *BEAM_HOOKS)
+
+
+def check(hooks: Iterable[Hook] | None = None) -> list[LedgerFinding]:
+    """Compare the ledger with the installed vLLM, line by line.
+
+    Imports vLLM's modules; nothing is changed in them.
+    """
+    return [check_hook(hook) for hook in (all_hooks() if hooks is None else hooks)]
+
+
+def mismatch(feature: str) -> str:
+    """Why a feature must step aside with the installed vLLM; empty if it need not."""
+    import vllm
+
+    version = vllm.__version__
+    problems = [
+        f"{found.target} is {found.status} ({found.detail})"
+        for found in check(hook for hook in all_hooks() if hook.feature == feature)
+        if found.status != "ok"
+    ]
+    if problems:
+        return f"vLLM {version}: " + "; ".join(problems)
+    if not version.startswith(tuple(f"{series}." for series in SUPPORTED_VLLM_VERSIONS)):
+        return f"vLLM {version} is not a supported version"
+    return ""

@@ -1,0 +1,125 @@
+"""Entry point of the plugin: vLLM calls :func:`register` in each of its processes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm_trie.vllm_hooks import arguments, config, ledger, support
+
+_installed: dict[str, str] = {}
+"""What this process has hooked: feature -> "ok" or why it stepped aside."""
+
+
+def status() -> dict[str, str]:
+    """Feature -> "ok", or the reason why it stepped aside; empty before :func:`register`."""
+    return dict(_installed)
+
+
+def register() -> None:
+    """Hook vLLM, once per process.
+
+    Never raises: where vLLM is not the one that the plugin was written for, the part concerned
+    steps aside with one message and plain vLLM goes on.
+    """
+    if _installed:
+        return
+    for feature, install in (("speculation", _install_speculation), ("beam", _install_beam)):
+        _installed[feature] = _try(feature, install)
+
+
+def _try(feature: str, install: Any) -> str:
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm_trie")
+    try:
+        reason = ledger.mismatch(feature)
+        if not reason:
+            install()
+            return "ok"
+    except Exception as error:
+        logger.exception("vllm-trie: hooking %s failed", feature)
+        reason = f"{type(error).__name__}: {error}"
+    logger.error(
+        "vllm-trie steps aside (%s): %s. vLLM goes on without it. Supported versions of vLLM: %s; "
+        "run `vllm-trie doctor` for the whole list.",
+        feature,
+        reason,
+        ", ".join(f"{version}.x" for version in ledger.SUPPORTED_VLLM_VERSIONS),
+    )
+    return reason
+
+
+def _install_speculation() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_trie.vllm_hooks import metrics
+
+    _wrap_arguments(EngineArgs)
+    _wrap_speculative_config(EngineArgs)
+    _wrap_engine_config(EngineArgs)
+    metrics.install_in_scheduler()
+    metrics.install_in_front_end()
+
+
+def _install_beam() -> None:
+    from vllm_trie.vllm_hooks import beam
+
+    beam.install()
+
+
+def _wrap_arguments(engine_args: Any) -> None:
+    stock = engine_args.add_cli_args
+
+    @functools.wraps(stock)
+    def add_cli_args(parser: Any) -> Any:
+        parser = stock(parser)
+        arguments.add_methods(parser)
+        return parser
+
+    engine_args.add_cli_args = staticmethod(add_cli_args)
+
+
+def _wrap_speculative_config(engine_args: Any) -> None:
+    stock = engine_args.create_speculative_config
+
+    @functools.wraps(stock)
+    def create_speculative_config(
+        self: Any, target_model_config: Any, target_parallel_config: Any
+    ) -> Any:
+        method = config.requested_method(self)
+        if method is not None:
+            config.translate(self)
+            _choose_worker(self, target_parallel_config, method)
+        return stock(self, target_model_config, target_parallel_config)
+
+    engine_args.create_speculative_config = create_speculative_config
+
+
+def _choose_worker(engine_args: Any, parallel_config: Any, method: str) -> None:
+    """Set the worker class if the user left it to vLLM; refuse to fight over it otherwise."""
+    if engine_args.scheduler_cls is not None:
+        raise ValueError(
+            f"speculative method {method!r} of vllm-trie and scheduler_cls="
+            f"{engine_args.scheduler_cls!r} cannot be used together; leave scheduler_cls out"
+        )
+    if parallel_config.worker_cls not in ("auto", config.CPU_WORKER_CLASS):
+        raise ValueError(
+            f"speculative method {method!r} of vllm-trie brings its own worker class, but "
+            f"worker_cls={parallel_config.worker_cls!r} was set; leave worker_cls at 'auto'"
+        )
+    parallel_config.worker_cls = config.CPU_WORKER_CLASS
+
+
+def _wrap_engine_config(engine_args: Any) -> None:
+    stock = engine_args.create_engine_config
+
+    @functools.wraps(stock)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = stock(self, *args, **kwargs)
+        tree_config = config.read(vllm_config)
+        if tree_config is not None:
+            support.check_supported(vllm_config, tree_config.method)
+        return vllm_config
+
+    engine_args.create_engine_config = create_engine_config

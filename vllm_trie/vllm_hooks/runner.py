@@ -1,0 +1,292 @@
+"""Tree verification in vLLM's Model Runner V1, as a mixin in front of the runner's class.
+
+One step, in the order in which vLLM calls the overridden methods:
+
+1. ``_prepare_inputs``: positions of the tree's nodes follow their depth; slots stay flat.
+2. ``_build_attention_metadata``: the trees ride along to the attention backend.
+3. ``_sample``: the lossless walk, then the accepted nodes' KV moves to its final slots.
+4. ``propose_draft_token_ids``: the drafter fills the trees of the next step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import SamplerOutput
+
+from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch
+from vllm_trie.drafters import DraftRequest, VerifiedStep
+from vllm_trie.vllm_hooks import compaction, tree_exchange
+from vllm_trie.vllm_hooks.drafting import GuardedDrafter
+from vllm_trie.vllm_hooks.eligibility import drafting_limits
+from vllm_trie.vllm_hooks.sampling import TreeSample, is_plain_greedy, sample_greedy, sample_levels
+from vllm_trie.vllm_hooks.stats import STATS_ATTRIBUTE, TreeStats
+from vllm_trie.vllm_hooks.step import PendingTree, trees_of_step
+
+TREE_ATTRIBUTE = "vllm_trie_trees"
+"""Attribute of the attention metadata that carries the step's :class:`TreeBatch`."""
+
+
+class TreeRunnerMixin:
+    """Overrides of ``GPUModelRunner`` (and of the CPU runner that derives from it)."""
+
+    def init_trees(self) -> None:
+        """Set up the mixin's state; called once, on a runner that was just constructed."""
+        self._stored_trees: dict[str, PendingTree] = {}
+        self._last_steps: dict[str, VerifiedStep] = {}
+        self._step_trees: list[PendingTree] = []
+        self._tree_batch: TreeBatch | None = None
+        self._last_rows: list[int] = []
+        self._tree_stats = TreeStats()
+        self._reported_failures: dict[str, int] = {}
+        self._cache_groups: list[compaction.CacheGroup] | None = None
+
+    @property
+    def _guarded(self) -> GuardedDrafter:
+        return self.drafter.guarded
+
+    # -- state of requests ---------------------------------------------------------------------
+
+    def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
+        super()._on_request_state_removed(req_id, req_state)
+        self._stored_trees.pop(req_id, None)
+        self._last_steps.pop(req_id, None)
+        self._guarded.release(req_id)
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        # Limits are kept per request; vLLM's answer is for the whole batch, so that one request
+        # near the length limit would cost every other one its drafts.
+        return True
+
+    # -- 1. inputs -----------------------------------------------------------------------------
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        start = time.perf_counter()
+        batch = self.input_batch
+        self._tree_batch = None
+        self._step_trees = trees_of_step(
+            self._stored_trees,
+            scheduler_output.scheduled_spec_decode_tokens,
+            batch.req_id_to_index,
+            batch.num_reqs,
+        )
+        self._place_trees(num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens)
+        self._tree_stats.preparation_seconds += time.perf_counter() - start
+        return prepared
+
+    def _place_trees(self, num_scheduled_tokens: np.ndarray, num_tokens: int) -> None:
+        """Set the nodes' positions and describe the trees to the attention backend."""
+        ends = self.query_start_loc.np[1:]
+        computed = self.input_batch.num_computed_tokens_cpu
+        rows, words, positions = [], [], []
+        for index, tree in enumerate(self._step_trees):
+            num_nodes = len(tree.token_ids)
+            if not num_nodes:
+                continue
+            end = int(ends[index])
+            if tree.token_ids[-1] < 0:
+                # Placeholders of the scheduler: no token, but the embedding must find one.
+                self.input_ids.gpu[end - num_nodes : end].clamp_(min=0)
+            if tree.tree.is_chain:
+                continue
+            num_queries = int(num_scheduled_tokens[index])
+            seq_len = int(computed[index]) + num_queries
+            rows.append(TreeRow(index, end - num_queries, num_queries, num_nodes, seq_len))
+            words.append(tree.tree.ancestor_words())
+            positions.append((end - num_nodes, seq_len - num_nodes - 1 + tree.depths))
+        if not rows:
+            return
+        self._tree_batch = build_tree_batch(rows, words, num_tokens)
+        token_rows = np.concatenate([first + np.arange(len(p)) for first, p in positions])
+        values = np.concatenate([p for _, p in positions])
+        if self.positions.device.type == "cpu":
+            self.positions.numpy()[token_rows] = values
+        else:
+            self.positions[torch.from_numpy(token_rows).to(self.device)] = torch.from_numpy(
+                values
+            ).to(self.device)
+
+    # -- 2. attention --------------------------------------------------------------------------
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        if self._tree_batch is not None:
+            for layer_metadata in {id(m): m for m in metadata.values()}.values():
+                setattr(layer_metadata, TREE_ATTRIBUTE, self._tree_batch)
+        return metadata, common
+
+    # -- 3. verification -----------------------------------------------------------------------
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+        start = time.perf_counter()
+        num_requests = len(self._step_trees)
+        sampling_metadata = self.input_batch.sampling_metadata
+        base = [0] * num_requests
+        for index in range(1, num_requests):
+            base[index] = base[index - 1] + len(self._step_trees[index - 1].token_ids) + 1
+        if spec_decode_metadata is None or spec_decode_metadata.max_spec_len == 0:
+            self._last_rows = base
+            self._remember_steps([[]] * num_requests, base, logits)
+            return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
+
+        if is_plain_greedy(sampling_metadata):
+            argmax = self.sampler.greedy_sample(logits.to(torch.float32)).tolist()
+            sample = sample_greedy(argmax, base, self._step_trees)
+        else:
+            argmax = None
+            sample = sample_levels(
+                self.sampler, logits, base, self._step_trees, sampling_metadata
+            )
+        self._last_rows = [
+            row + (path[-1] + 1 if path else 0)
+            for row, path in zip(base, sample.accepted, strict=True)
+        ]
+        self._remember_steps(sample.accepted, base, logits, argmax)
+        self._compact(sample.accepted)
+        output = _padded(sample, logits.device)
+        self._tree_stats.verification_seconds += time.perf_counter() - start
+        return output
+
+    def _compact(self, accepted: Sequence[Sequence[int]]) -> None:
+        """Move the accepted nodes' KV into place before anything else reads the cache."""
+        if self._tree_batch is None:
+            return
+        sources, targets = compaction.moved_rows(self._tree_batch.rows, accepted)
+        if not sources:
+            return
+        if self._cache_groups is None:
+            self._cache_groups = compaction.cache_groups(
+                self.kv_cache_config, self.compilation_config.static_forward_context
+            )
+        tables = self.input_batch.block_table
+        slot_mappings = [
+            tables[group.index].slot_mapping.gpu for group in self._cache_groups
+        ]
+        compaction.compact(self._cache_groups, slot_mappings, sources, targets)
+
+    def _remember_steps(
+        self,
+        accepted: Sequence[Sequence[int]],
+        base: Sequence[int],
+        logits: torch.Tensor | None,
+        argmax: list[int] | None = None,
+    ) -> None:
+        """Keep what the drafters are told about the verification of each request."""
+        wants_argmax = self._guarded.drafter.needs_node_argmax and logits is not None
+        if wants_argmax and argmax is None:
+            argmax = logits.argmax(dim=-1).tolist()
+        for index, request_id in enumerate(self.input_batch.req_ids):
+            tree = self._step_trees[index].tree
+            node_argmax = None
+            if wants_argmax:
+                first = base[index]
+                node_argmax = np.array(argmax[first : first + tree.num_nodes + 1], dtype=np.int32)
+            self._last_steps[request_id] = VerifiedStep(tree, tuple(accepted[index]), node_argmax)
+
+    # -- 4. drafting ---------------------------------------------------------------------------
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        *unused: Any,
+        **unused_too: Any,
+    ) -> list[list[int]]:
+        start = time.perf_counter()
+        stats, guarded = self._tree_stats, self._guarded
+        before = guarded.seconds
+        budget = scheduler_output.num_spec_tokens_to_schedule
+        requests, request_rows = [], []
+        for row, (request_id, new_tokens) in enumerate(
+            zip(self.input_batch.req_ids, sampled_token_ids, strict=True)
+        ):
+            if not new_tokens:  # a prefill that goes on
+                continue
+            stats.steps += 1
+            stats.tokens += len(new_tokens)
+            request = self._draft_request(row, request_id, new_tokens[-1], budget)
+            if request is not None:
+                if guarded.drafter.needs_hidden_states:
+                    request.hidden_state = sample_hidden_states[self._last_rows[row]]
+                requests.append(request)
+                request_rows.append(row)
+        trees = guarded.propose(requests) if requests else []
+        trees = tree_exchange.same_on_all_ranks(trees)
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        for request_id in self.input_batch.req_ids:
+            self._stored_trees.pop(request_id, None)
+        for request, row, tree in zip(requests, request_rows, trees, strict=True):
+            if tree.num_nodes:
+                pending = PendingTree.of(tree)
+                self._stored_trees[request.request_id] = pending
+                drafts[row] = pending.token_ids
+        drafting = guarded.seconds - before
+        stats.drafting_seconds += drafting
+        stats.bookkeeping_seconds += time.perf_counter() - start - drafting
+        return drafts
+
+    def _draft_request(
+        self, row: int, request_id: str, last_token: int, budget: int
+    ) -> DraftRequest | None:
+        """The request as the drafter sees it; ``None`` if it shall get no draft."""
+        batch = self.input_batch
+        num_tokens = int(batch.num_tokens_no_spec[row])
+        state = self.requests[request_id]
+        limits = drafting_limits(state, last_token, num_tokens, self.max_model_len)
+        max_nodes = min(budget, limits.max_nodes)
+        if max_nodes <= 0 or limits.max_depth <= 0:
+            return None
+        return DraftRequest(
+            request_id=request_id,
+            token_ids=batch.token_ids_cpu[row, :num_tokens],
+            num_prompt_tokens=int(batch.num_prompt_tokens[row]),
+            max_nodes=max_nodes,
+            max_depth=limits.max_depth,
+            chain_only=limits.chain_only,
+            last_step=self._last_steps.get(request_id),
+            cache_salt=limits.cache_salt,
+        )
+
+    # -- statistics ----------------------------------------------------------------------------
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        if self._tree_stats.steps:
+            failures = self._guarded.failures
+            self._tree_stats.draft_failures = {
+                reason: count - self._reported_failures.get(reason, 0)
+                for reason, count in failures.items()
+                if count != self._reported_failures.get(reason, 0)
+            }
+            self._reported_failures = dict(failures)
+            setattr(output, STATS_ATTRIBUTE, self._tree_stats)
+            self._tree_stats = TreeStats()
+        return output
+
+
+def _padded(sample: TreeSample, device: torch.device) -> SamplerOutput:
+    """vLLM's form of the sample: rows padded with -1, at least two columns.
+
+    vLLM reads a single column as the output of a step without speculation.
+    """
+    width = max(2, max(map(len, sample.token_ids)))
+    rows = [[*tokens, *[-1] * (width - len(tokens))] for tokens in sample.token_ids]
+    token_ids = torch.tensor(rows, dtype=torch.int32, device=device)
+    return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=sample.logprobs)
+
+
+def add_trees(runner: Any) -> None:
+    """Put the mixin in front of the runner's class; does nothing if it is there already."""
+    cls = type(runner)
+    if issubclass(cls, TreeRunnerMixin):
+        return
+    runner.__class__ = type(f"Tree{cls.__name__}", (TreeRunnerMixin, cls), {})
+    runner.init_trees()

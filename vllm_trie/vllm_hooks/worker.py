@@ -1,0 +1,19 @@
+"""Worker classes: vLLM's own, with the tree mixin on their model runner."""
+
+from __future__ import annotations
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_trie.vllm_hooks.runner import add_trees
+
+_CPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.cpu_attention.TreeCPUAttentionBackend"
+
+
+class TreeCPUWorker(CPUWorker):
+    """The CPU worker for tree speculation."""
+
+    def init_device(self) -> None:
+        register_backend(AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND_CLASS)
+        super().init_device()
+        add_trees(self.model_runner)
