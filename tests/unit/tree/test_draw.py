@@ -68,9 +68,9 @@ def test_svg_boxes_do_not_overlap_and_lie_inside(tree: TokenTree) -> None:
     boxes = []
     for rect in root.iterfind(f"{SVG}g/{SVG}rect"):
         x, y, width, height = (float(rect.attrib[k]) for k in ("x", "y", "width", "height"))
-        assert 0 <= x
+        assert x >= 0
         assert x + width <= float(root.attrib["width"])
-        assert 0 <= y
+        assert y >= 0
         assert y + height <= float(root.attrib["height"])
         boxes.append((x, y, x + width, y + height))
     for i, a in enumerate(boxes):

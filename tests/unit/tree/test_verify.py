@@ -28,7 +28,7 @@ def test_fast_walk_equals_its_readable_twin(tree: TokenTree, data: st.DataObject
 def test_accepts_the_longest_prefix_of_the_continuation_in_any_layout(
     tree: TokenTree, continuation: list[int]
 ) -> None:
-    """A target that always says the next token of one text accepts as much of it as the tree has."""
+    """A target that recites one text accepts as much of it as the tree has."""
     paths = paths_of(tree)
     best = max((len(p) for p in paths if tuple(continuation[: len(p)]) == p), default=0)
     for version in (tree, depth_first_layout(tree)):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 from pydantic import BaseModel
 
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
@@ -17,9 +18,8 @@ from vllm_trie.tree import TokenTree, depth_first_layout
 @dataclass(slots=True)
 class _RequestState:
     trie: FrequencyTrie
-    num_prompt_tokens: int
-    last_token: int
-    """The last token taken in, to notice a request that came back with other tokens."""
+    indexed: np.ndarray
+    """int32, the tokens taken in, to notice a request that came back with other tokens."""
 
 
 class NgramTrieDrafter(Drafter):
@@ -56,24 +56,11 @@ class NgramTrieDrafter(Drafter):
         num_indexed = (
             len(request.token_ids) if self.options.index_output else request.num_prompt_tokens
         )
+        tokens = request.token_ids[:num_indexed]
         state = self._states.get(request.request_id)
-        if state is None or not _extends(request, state):
-            state = _RequestState(
-                FrequencyTrie(self.options.ngram_size), request.num_prompt_tokens, -1
-            )
+        if state is None or not np.array_equal(tokens[: len(state.indexed)], state.indexed):
+            state = _RequestState(FrequencyTrie(self.options.ngram_size), tokens[:0])
             self._states[request.request_id] = state
-        if num_indexed > state.trie.num_tokens:
-            state.trie.append(request.token_ids[state.trie.num_tokens : num_indexed].tolist())
-            state.last_token = int(request.token_ids[num_indexed - 1])
+        state.trie.append(tokens[len(state.indexed) :].tolist())
+        state.indexed = tokens.copy()
         return state
-
-
-def _extends(request: DraftRequest, state: _RequestState) -> bool:
-    """Whether the request's tokens still begin with those that were indexed (checked at the end
-    of these: a request only ever changes by losing its tail or being replaced)."""
-    known = state.trie.num_tokens
-    return (
-        request.num_prompt_tokens == state.num_prompt_tokens
-        and len(request.token_ids) >= known
-        and (known == 0 or int(request.token_ids[known - 1]) == state.last_token)
-    )

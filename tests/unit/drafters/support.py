@@ -1,0 +1,53 @@
+"""A context and requests for drafter tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_trie.drafters import Drafter, DrafterContext, DraftRequest, get_drafter_class
+from vllm_trie.drafters.registry import parse_options
+
+VOCAB = 1000
+
+
+def make_context(**changes: Any) -> DrafterContext:
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "max_model_len": 4096,
+        "max_num_seqs": 8,
+        "num_nodes": 32,
+        "hidden_size": 16,
+        "dtype": "float32",
+        "device": "cpu",
+        "tensor_parallel_size": 1,
+        "rank": 0,
+        "model": "model",
+        "tokenizer": None,
+        "eos_token_ids": (2,),
+    }
+    return DrafterContext(**{**values, **changes})
+
+
+def make_drafter(method: str = "ngram_trie", **options: Any) -> Drafter:
+    return get_drafter_class(method)(parse_options(method, options), make_context())
+
+
+def make_request(
+    token_ids: Sequence[int],
+    request_id: str = "a",
+    num_prompt_tokens: int | None = None,
+    max_nodes: int = 32,
+    max_depth: int = 100,
+    **more: Any,
+) -> DraftRequest:
+    return DraftRequest(
+        request_id,
+        np.array(token_ids, dtype=np.int32),
+        len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
+        max_nodes,
+        max_depth,
+        **more,
+    )

@@ -1,0 +1,92 @@
+"""What holds for `ngram_trie` with every scoring: limits, state, determinism."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.drafters.support import VOCAB, make_drafter, make_request
+from vllm_trie.drafters.ngram_trie import NgramTrieOptions
+from vllm_trie.tree import TokenTree, depth_first_layout
+
+SCORINGS = NgramTrieOptions.model_fields["scoring"].annotation.__args__  # type: ignore[union-attr]
+texts = st.lists(st.integers(0, 4), min_size=1, max_size=60)
+
+
+def same(a: TokenTree, b: TokenTree) -> bool:
+    return all(
+        np.array_equal(getattr(a, name), getattr(b, name))
+        for name in ("token_ids", "parents", "probabilities")
+    )
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@given(texts, st.integers(1, 40), st.integers(1, 10), st.booleans(), st.integers(0, 60))
+def test_trees_obey_the_limits(
+    scoring: str, text: list[int], max_nodes: int, max_depth: int, chain_only: bool, prompt: int
+) -> None:
+    request = make_request(
+        text,
+        num_prompt_tokens=min(prompt, len(text)),
+        max_nodes=max_nodes,
+        max_depth=max_depth,
+        chain_only=chain_only,
+    )
+    [tree] = make_drafter(scoring=scoring).propose([request])
+    tree.validate(VOCAB, max_nodes)
+    assert tree.num_nodes == 0 or tree.probabilities is not None
+    assert tree.depths().max(initial=0) <= max_depth
+    assert depth_first_layout(tree) is tree
+    if chain_only:
+        assert tree.is_chain
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@given(texts, st.lists(st.integers(1, 6), max_size=6), st.integers(0, 10))
+def test_growing_step_by_step_equals_starting_fresh(
+    scoring: str, text: list[int], steps: list[int], prompt: int
+) -> None:
+    prompt = min(prompt, len(text))
+    drafter = make_drafter(scoring=scoring)
+    length = max(prompt, 1)
+    for step in [*steps, len(text)]:
+        request = make_request(text[:length], num_prompt_tokens=prompt)
+        [grown] = drafter.propose([request])
+        [fresh] = make_drafter(scoring=scoring).propose([request])
+        assert same(grown, fresh)
+        length = min(length + step, len(text))
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@given(st.lists(texts, min_size=1, max_size=4))
+def test_batch_equals_requests_one_by_one(scoring: str, batch: list[list[int]]) -> None:
+    requests = [make_request(text, request_id=str(i)) for i, text in enumerate(batch)]
+    together = make_drafter(scoring=scoring).propose(requests)
+    for request, tree in zip(requests, together, strict=True):
+        assert same(make_drafter(scoring=scoring).propose([request])[0], tree)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@given(texts, texts, st.booleans())
+def test_a_request_that_comes_back_changed_is_indexed_anew(
+    scoring: str, before: list[int], after: list[int], released: bool
+) -> None:
+    drafter = make_drafter(scoring=scoring)
+    drafter.propose([make_request(before)])
+    if released:
+        drafter.release("a")
+        drafter.release("a")
+    request = make_request(after)
+    [tree] = drafter.propose([request])
+    [fresh] = make_drafter(scoring=scoring).propose([request])
+    assert same(tree, fresh)
+
+
+def test_release_of_unknown_ids_is_fine() -> None:
+    make_drafter().release("nobody")
+
+
+def test_no_requests_no_trees() -> None:
+    assert make_drafter().propose([]) == []

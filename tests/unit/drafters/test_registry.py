@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from vllm_trie.drafters import Drafter, available_methods, get_drafter_class, parse_options
+from vllm_trie.drafters import registry as registry_module
+
+
+def test_every_available_method_loads_and_has_default_options() -> None:
+    assert "ngram_trie" in available_methods()
+    for method in available_methods():
+        drafter = get_drafter_class(method)
+        assert issubclass(drafter, Drafter)
+        assert drafter.name == method
+
+
+def test_unknown_method_names_what_is_allowed() -> None:
+    with pytest.raises(ValueError, match=r"'nonesuch'.*allowed:.*ngram_trie"):
+        get_drafter_class("nonesuch")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ngram_sise": 4}, "ngram_sise is not an option; allowed: .*ngram_size"),
+        ({"ngram_size": "13"}, "ngram_size='13'.*integer"),
+        ({"ngram_size": 1}, "ngram_size=1.*greater than or equal to 2"),
+        ({"index_output": 1}, "index_output=1.*boolean"),
+        ({"scoring": "best"}, "scoring='best'.*'frequency'"),
+        ({"ngram_size": 3}, "max_prefix_len=3 must be smaller than ngram_size=3"),
+        ({"ngram_size": 0, "max_prefix_len": 99}, "ngram_size=0.*max_prefix_len=99"),
+    ],
+)
+def test_wrong_options_are_named_with_their_value(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"options of method 'ngram_trie'.*{message}"):
+        parse_options("ngram_trie", options)
+
+
+def test_options_are_described() -> None:
+    for method in available_methods():
+        for name, field in get_drafter_class(method).Options.model_fields.items():
+            assert field.description, f"{method}: option {name} has no description"
+
+
+def test_methods_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        EntryPoint("mine", "vllm_trie.drafters.ngram_trie:NgramTrieDrafter", "vllm_trie.drafters"),
+        EntryPoint("broken", "vllm_trie.drafters:parse_options", "vllm_trie.drafters"),
+        EntryPoint("ngram_trie", "vllm_trie.drafters:parse_options", "vllm_trie.drafters"),
+    ]
+    monkeypatch.setattr(registry_module, "entry_points", lambda group: points)
+    assert {"mine", "broken", "ngram_trie"} <= set(available_methods())
+    assert get_drafter_class("mine").name == "ngram_trie"
+    assert get_drafter_class("ngram_trie").name == "ngram_trie"
+    with pytest.raises(ValueError, match=r"broken.*not a subclass"):
+        get_drafter_class("broken")
