@@ -79,11 +79,15 @@ def weights_folder(medusa: bool = False) -> Path:
     """
     root = Path(__file__).parent / "tiny_model" / "weights"
     for config in sorted(root.rglob("config.json")):
-        is_medusa = "medusa_num_heads" in json.loads(config.read_text())
-        if is_medusa == medusa:
+        if _is_medusa(json.loads(config.read_text())) == medusa:
             return config.parent
     what = "its Medusa heads" if medusa else "the shipped model"
     raise FileNotFoundError(f"no weights of {what} under {root}; reinstall vllm-trie")
+
+
+def _is_medusa(config: dict[str, Any]) -> bool:
+    """vLLM's configs name the model type; those of the original Medusa only have its keys."""
+    return config.get("model_type") == "medusa" or "medusa_num_heads" in config
 
 
 @app.command()

@@ -37,7 +37,11 @@ def make_hook(status: str, **changes: str) -> doctor.HookState:
 
 
 def write_weights(package: Path, *names: str) -> None:
-    configs = {"model": {"model_type": "llama"}, "medusa": {"medusa_num_heads": 4}}
+    configs: dict[str, dict[str, Any]] = {
+        "a_vllm_medusa": {"model_type": "medusa", "num_heads": 4},
+        "medusa": {"medusa_num_heads": 4},
+        "model": {"model_type": "llama", "num_attention_heads": 4},
+    }
     for name in names:
         folder = package / "tiny_model" / "weights" / name
         folder.mkdir(parents=True)
@@ -64,16 +68,15 @@ def test_unknown_command_is_refused() -> None:
 # --- model-path --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("heads", ["medusa", "a_vllm_medusa"])
 def test_model_path_tells_model_and_heads_apart(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, heads: str
 ) -> None:
-    write_weights(tmp_path, "model", "medusa")
+    write_weights(tmp_path, "model", heads)
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "cli.py"))
     weights = tmp_path / "tiny_model" / "weights"
     assert runner.invoke(cli.app, ["model-path"]).stdout.strip() == str(weights / "model")
-    assert runner.invoke(cli.app, ["model-path", "--medusa"]).stdout.strip() == str(
-        weights / "medusa"
-    )
+    assert runner.invoke(cli.app, ["model-path", "--medusa"]).stdout.strip() == str(weights / heads)
 
 
 def test_model_path_without_weights_is_an_error(
