@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -71,25 +70,6 @@ def _options(
     """Options of the command itself."""
 
 
-def weights_folder(medusa: bool = False) -> Path:
-    """The folder of the model that ships with the package, or that of its Medusa heads.
-
-    Raises:
-        FileNotFoundError: The weights are not there, as in a build without package data.
-    """
-    root = Path(__file__).parent / "tiny_model" / "weights"
-    for config in sorted(root.rglob("config.json")):
-        if _is_medusa(json.loads(config.read_text())) == medusa:
-            return config.parent
-    what = "its Medusa heads" if medusa else "the shipped model"
-    raise FileNotFoundError(f"no weights of {what} under {root}; reinstall vllm-trie")
-
-
-def _is_medusa(config: dict[str, Any]) -> bool:
-    """vLLM's configs name the model type; those of the original Medusa only have its keys."""
-    return config.get("model_type") == "medusa" or "medusa_num_heads" in config
-
-
 @app.command()
 def model_path(
     medusa: Annotated[
@@ -97,8 +77,10 @@ def model_path(
     ] = False,
 ) -> None:
     """Print the folder of the small model that ships with the package."""
+    from vllm_trie import tiny_model
+
     try:
-        typer.echo(weights_folder(medusa))
+        typer.echo(tiny_model.medusa_path() if medusa else tiny_model.model_path())
     except FileNotFoundError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None

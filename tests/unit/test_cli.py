@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import vllm_trie
-from vllm_trie import cli, doctor
+from vllm_trie import cli, doctor, tiny_model
 
 runner = CliRunner()
 
@@ -36,18 +36,6 @@ def make_hook(status: str, **changes: str) -> doctor.HookState:
     return doctor.HookState(**parts | changes)
 
 
-def write_weights(package: Path, *names: str) -> None:
-    configs: dict[str, dict[str, Any]] = {
-        "a_vllm_medusa": {"model_type": "medusa", "num_heads": 4},
-        "medusa": {"medusa_num_heads": 4},
-        "model": {"model_type": "llama", "num_attention_heads": 4},
-    }
-    for name in names:
-        folder = package / "tiny_model" / "weights" / name
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(configs[name]))
-
-
 def test_version() -> None:
     result = runner.invoke(cli.app, ["--version"])
     assert (result.exit_code, result.stdout.strip()) == (0, vllm_trie.__version__)
@@ -68,25 +56,23 @@ def test_unknown_command_is_refused() -> None:
 # --- model-path --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", ["medusa", "a_vllm_medusa"])
-def test_model_path_tells_model_and_heads_apart(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, heads: str
-) -> None:
-    write_weights(tmp_path, "model", heads)
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "cli.py"))
-    weights = tmp_path / "tiny_model" / "weights"
-    assert runner.invoke(cli.app, ["model-path"]).stdout.strip() == str(weights / "model")
-    assert runner.invoke(cli.app, ["model-path", "--medusa"]).stdout.strip() == str(weights / heads)
-
-
-def test_model_path_without_weights_is_an_error(
+def test_model_path_prints_where_the_weights_are(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    write_weights(tmp_path, "model")
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "cli.py"))
+    monkeypatch.setattr(tiny_model, "model_path", lambda: tmp_path / "model")
+    monkeypatch.setattr(tiny_model, "medusa_path", lambda: tmp_path / "heads")
+    assert runner.invoke(cli.app, ["model-path"]).stdout == f"{tmp_path / 'model'}\n"
+    assert runner.invoke(cli.app, ["model-path", "--medusa"]).stdout == f"{tmp_path / 'heads'}\n"
+
+
+def test_model_path_without_weights_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise FileNotFoundError("config.json of the heads is missing")
+
+    monkeypatch.setattr(tiny_model, "medusa_path", fail)
     result = runner.invoke(cli.app, ["model-path", "--medusa"])
     assert result.exit_code == 1
-    assert "Medusa" in result.stderr
+    assert "config.json of the heads is missing" in result.stderr
     assert result.stdout == ""
 
 
