@@ -6,7 +6,7 @@
 ...     return np.log(np.array(after[tokens[-1] if tokens else 0], dtype=np.float32))
 >>> settings = SearchSettings(beam_width=2, max_new_tokens=3, stop_token_ids=(2,))
 >>> [hypothesis.token_ids for hypothesis in reference_search(bigram, settings)]
-[[1, 2], [0, 0, 0]]
+[[1, 2], [0, 1, 2]]
 """
 
 from __future__ import annotations

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 EarlyStopping = bool | Literal["never"]
+
+
+def _as_bool(value: Any) -> Any:
+    # vLLM's HTTP field for extra arguments has strings and numbers, but no booleans.
+    if isinstance(value, (int, str)):
+        return {"0": False, "1": True, "false": False, "true": True}.get(str(value).lower(), value)
+    return value
+
+
+_Flag = Annotated[bool, BeforeValidator(_as_bool)]
 
 
 class BeamOptions(BaseModel):
@@ -23,13 +40,13 @@ class BeamOptions(BaseModel):
         description="Exponent of the length a hypothesis' sum of log-probabilities is divided by; "
         "above 0 favours longer hypotheses, 0 is no normalization.",
     )
-    early_stopping: EarlyStopping = Field(
+    early_stopping: Annotated[EarlyStopping, BeforeValidator(_as_bool)] = Field(
         default=False,
         description="True: stop at beam_width finished hypotheses; False: stop when the best "
         "running one cannot beat the worst finished one at its present length; 'never': stop only "
         "when it cannot at any length.",
     )
-    do_sample: bool = Field(
+    do_sample: _Flag = Field(
         default=False,
         description="Sample the continuations without replacement instead of taking the best.",
     )
@@ -43,7 +60,7 @@ class BeamOptions(BaseModel):
         description="Subtracted from a token's log-probability for every earlier group's beam "
         "that takes the same token in the same step.",
     )
-    beam_trace: bool = Field(
+    beam_trace: _Flag = Field(
         default=False, description="Return the whole trie of the search, to draw it."
     )
 

@@ -22,7 +22,8 @@ from vllm_trie.beam import parse_options
         ({"beam_width": 4, "length_penalty": float("nan")}, "length_penalty"),
         ({"beam_width": 4, "length_penalty": 1e9}, "length_penalty.*5"),
         ({"beam_width": 4, "early_stopping": "maybe"}, "early_stopping: must be.*'maybe'"),
-        ({"beam_width": 4, "early_stopping": 1}, "early_stopping"),
+        ({"beam_width": 4, "early_stopping": 2}, "early_stopping.*got 2"),
+        ({"beam_width": 4, "do_sample": "yes"}, "do_sample.*'yes'"),
         ({"beam_width": 4, "num_beam_groups": 3}, "num_beam_groups must divide beam_width=4"),
         ({"beam_width": 4, "diversity_penalty": -1.0}, "diversity_penalty"),
         ({"beam_width": 4, "diversity_penalty": 0.5}, "num_beam_groups of at least 2"),
@@ -40,3 +41,12 @@ def test_defaults_and_integers_for_numbers():
     assert options.length_penalty == 2.0
     assert options.early_stopping == "never"
     assert parse_options({"beam_width": 1}).early_stopping is False
+
+
+@pytest.mark.parametrize(
+    ("value", "meaning"), [(1, True), (0, False), ("true", True), ("False", False)]
+)
+def test_flags_as_http_sends_them(value, meaning):
+    options = parse_options({"beam_width": 2, "early_stopping": value, "do_sample": value})
+    assert options.early_stopping is meaning
+    assert options.do_sample is meaning

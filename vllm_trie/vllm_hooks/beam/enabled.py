@@ -53,8 +53,7 @@ def _model_reason(model: Any) -> str | None:
         return "sliding-window attention is not supported"
     if model.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
         return (
-            f"logprobs_mode={model.logprobs_mode!r} yields no log-probabilities; "
-            "use 'raw_logprobs'"
+            f"logprobs_mode={model.logprobs_mode!r} yields no log-probabilities; use 'raw_logprobs'"
         )
     return None
 

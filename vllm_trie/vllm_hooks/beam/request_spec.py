@@ -151,8 +151,12 @@ def _refuse_unsupported(params: SamplingParams, options: BeamOptions) -> None:
             params.structured_outputs,
             "leave it out, or use LLM.beam_search, which hands such requests to vLLM's own search",
         ),
-        ("prompt_logprobs", params.prompt_logprobs is not None, params.prompt_logprobs,
-         "leave it out"),
+        (
+            "prompt_logprobs",
+            params.prompt_logprobs is not None,
+            params.prompt_logprobs,
+            "leave it out",
+        ),
         (
             "logprob_token_ids",
             params.logprob_token_ids is not None,

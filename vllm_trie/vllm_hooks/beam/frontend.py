@@ -1,0 +1,146 @@
+"""Hooks in the front end: check beam requests, and attach the search's result to outputs."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import RequestState
+
+from vllm_trie.vllm_hooks.beam.enabled import reason_off
+from vllm_trie.vllm_hooks.beam.request_spec import (
+    SPEC_KEY,
+    asks_for_beam,
+    min_blocks,
+    prepare_params,
+)
+
+
+def wrap_verify_greedy_sampling(original: Any) -> Any:
+    """Allow ``n > 1`` at temperature 0 for beam requests: their outputs differ all the same."""
+
+    @functools.wraps(original)
+    def _verify_greedy_sampling(self: SamplingParams) -> None:
+        if not asks_for_beam(self):
+            original(self)
+
+    return _verify_greedy_sampling
+
+
+def wrap_process_inputs(original: Any) -> Any:
+    """Check beam requests where every request of every front end passes."""
+
+    @functools.wraps(original)
+    def process_inputs(
+        self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not asks_for_beam(params):
+            return original(self, request_id, prompt, params, *args, **kwargs)
+        if reason := reason_off(self.vllm_config):
+            raise ValueError(f"beam_width was given, but native beam search is off: {reason}")
+        params = prepare_params(params)
+        options = params.extra_args[SPEC_KEY]["options"]
+        _check_slots(self.vllm_config, options["beam_width"])
+        request = original(self, request_id, prompt, params, *args, **kwargs)
+        _check_request(self.vllm_config, request, options["beam_width"])
+        return request
+
+    return process_inputs
+
+
+def wrap_make_request_output(original: Any) -> Any:
+    """Take the search's result out of the field it travels in."""
+
+    @functools.wraps(original)
+    def make_request_output(
+        self: RequestState,
+        new_token_ids: Any,
+        pooling_output: Any,
+        finish_reason: Any,
+        stop_reason: Any,
+        kv_transfer_params: dict[str, Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if kv_transfer_params is not None and SPEC_KEY in kv_transfer_params:
+            self._beam_result = kv_transfer_params[SPEC_KEY]  # type: ignore[attr-defined]
+            kv_transfer_params = None
+        return original(
+            self,
+            new_token_ids,
+            pooling_output,
+            finish_reason,
+            stop_reason,
+            kv_transfer_params,
+            *args,
+            **kwargs,
+        )
+
+    return make_request_output
+
+
+def wrap_new_completion_output(original: Any) -> Any:
+    """Give a hypothesis' ``CompletionOutput`` its ``cumulative_logprob``, ``score`` and ``beam``.
+
+    ``beam`` is a dictionary: ``score``, ``cumulative_logprob``, ``steps`` of the search and, if
+    asked for, ``trace``.
+    """
+
+    @functools.wraps(original)
+    def _new_completion_output(self: RequestState, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        result = self.__dict__.get("_beam_result")
+        if result is not None:
+            output.cumulative_logprob = result["cumulative_logprob"]
+            output.score = result["score"]
+            output.beam = result
+        return output
+
+    return _new_completion_output
+
+
+def _check_slots(vllm_config: Any, beam_width: int) -> None:
+    scheduler = vllm_config.scheduler_config
+    slots = scheduler.max_num_seqs
+    if (active := getattr(scheduler, "max_num_active_seqs", None)) is not None:
+        slots = min(slots, active)
+    if beam_width > slots:
+        raise ValueError(
+            f"beam_width must be at most max_num_seqs={slots}, got {beam_width}; lower beam_width "
+            "or start the engine with a larger max_num_seqs"
+        )
+
+
+def _check_request(vllm_config: Any, request: Any, beam_width: int) -> None:
+    """Refuse what the engine cannot hold; keep the members of a request on one engine."""
+    params = request.sampling_params
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        raise ValueError("beam search: prompt embeddings are not supported; send text or token ids")
+    if request.mm_features:
+        raise ValueError("beam search: multimodal prompts are not supported with beam_width")
+    if request.resumable:
+        raise ValueError("beam search: streaming input is not supported with beam_width")
+    parallel = vllm_config.parallel_config
+    num_prompt_tokens = len(request.prompt_token_ids)
+    max_new = min(params.max_tokens, vllm_config.model_config.max_model_len - num_prompt_tokens)
+    cache = vllm_config.cache_config
+    if cache.num_gpu_blocks:
+        # Data-parallel engines report the sum of their blocks.
+        blocks = cache.num_gpu_blocks // parallel.data_parallel_size - 1
+        needed = min_blocks(num_prompt_tokens, beam_width, max_new, cache.block_size)
+        if needed > blocks:
+            raise ValueError(
+                f"beam_width={beam_width} with a prompt of {num_prompt_tokens} tokens needs at "
+                f"least {needed} KV blocks of {cache.block_size} tokens, the engine has {blocks}; "
+                "lower beam_width, shorten the prompt or give the engine more KV cache memory"
+            )
+    if parallel.data_parallel_size > 1 and request.data_parallel_rank is None and params.n > 1:
+        ranks = (
+            parallel.data_parallel_size_local
+            if parallel.local_engines_only
+            else parallel.data_parallel_size
+        )
+        request.data_parallel_rank = zlib.crc32(request.request_id.encode()) % ranks

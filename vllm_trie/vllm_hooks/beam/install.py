@@ -1,0 +1,81 @@
+"""Put native beam search into the vLLM of this process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config.scheduler import SchedulerConfig
+from vllm.logger import init_logger
+
+from vllm_trie.vllm_hooks.beam.enabled import switched_off
+from vllm_trie.vllm_hooks.ledger import resolve
+
+logger = init_logger(__name__)
+
+_MARK = "_vllm_trie_original"
+
+
+def install() -> None:
+    """Wrap vLLM's entrances to beam search; calling it again does nothing.
+
+    With ``VLLM_TRIE_BEAM=0`` only requests with ``beam_width`` are still recognized, to say that
+    the native search is off; everything else stays vLLM's own.
+    """
+    from vllm_trie.vllm_hooks.beam import frontend, offline, online
+
+    _wrap(
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        frontend.wrap_process_inputs,
+    )
+    _wrap(
+        "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
+        frontend.wrap_verify_greedy_sampling,
+    )
+    if switched_off():
+        return
+    _wrap("vllm.config.scheduler:SchedulerConfig.get_scheduler_cls", wrap_get_scheduler_cls)
+    state = "vllm.v1.engine.output_processor:RequestState"
+    _wrap(f"{state}.make_request_output", frontend.wrap_make_request_output)
+    _wrap(f"{state}._new_completion_output", frontend.wrap_new_completion_output)
+    search = "vllm.entrypoints.generate.beam_search"
+    _wrap(f"{search}.offline:BeamSearchOfflineMixin.beam_search", offline.wrap_beam_search)
+    _wrap(f"{search}.online:BeamSearchOnlineMixin.beam_search", online.wrap_beam_search)
+    for request in (
+        "vllm.entrypoints.openai.completion.protocol:CompletionRequest",
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
+    ):
+        _wrap(f"{request}.to_beam_search_params", online.wrap_to_beam_search_params)
+        _wrap(f"{request}.to_sampling_params", online.wrap_to_sampling_params)
+
+
+def wrap_get_scheduler_cls(original: Any) -> Any:
+    """Our schedulers where the user left ``scheduler_cls`` out."""
+
+    @functools.wraps(original)
+    def get_scheduler_cls(self: SchedulerConfig) -> Any:
+        if self.scheduler_cls is not None:
+            logger.info_once(
+                "Native beam search is off: scheduler_cls=%s was given; leave it out to have it. "
+                "vLLM's own beam search is used.",
+                self.scheduler_cls,
+            )
+            return original(self)
+        from vllm_trie.vllm_hooks.beam.scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
+
+        return AsyncTrieBeamScheduler if self.async_scheduling else TrieBeamScheduler
+
+    return get_scheduler_cls
+
+
+def _wrap(target: str, wrapper: Callable[[Any], Any]) -> None:
+    """Replace the method that `target` names by `wrapper(method)`, once."""
+    owner_name, _, name = target.rpartition(".")
+    owner = resolve(owner_name)
+    original = owner.__dict__[name]
+    if hasattr(original, _MARK):
+        return
+    wrapped = wrapper(original)
+    setattr(wrapped, _MARK, original)
+    setattr(owner, name, wrapped)

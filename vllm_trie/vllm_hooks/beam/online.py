@@ -1,0 +1,132 @@
+"""``use_beam_search`` of the OpenAI-compatible server on the native path."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from vllm import RequestOutput
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+
+from vllm_trie.beam import OPTION_NAMES
+from vllm_trie.vllm_hooks.beam.enabled import reason_off
+from vllm_trie.vllm_hooks.beam.offline import beam_extra_args
+
+_FIELDS = (
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+    "top_p",
+    "top_k",
+    "seed",
+)
+"""Fields of an OpenAI request that vLLM's own beam search ignores and the native one honours."""
+
+
+def wrap_to_beam_search_params(original: Any) -> Any:
+    """Keep what a ``BeamSearchParams`` has no field for: the request itself."""
+
+    @functools.wraps(original)
+    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> BeamSearchParams:
+        params = original(self, *args, **kwargs)
+        params.openai_request = self
+        return params
+
+    return to_beam_search_params
+
+
+def wrap_to_sampling_params(original: Any) -> Any:
+    """Refuse to stream a beam request that came as ``vllm_xargs``."""
+
+    @functools.wraps(original)
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> SamplingParams:
+        extra_args = getattr(self, "vllm_xargs", None) or {}
+        if getattr(self, "stream", False) and "beam_width" in extra_args:
+            raise ValueError(
+                "stream=true is not supported with beam_width: hypotheses are known only at the "
+                "end; set stream to false"
+            )
+        return original(self, *args, **kwargs)
+
+    return to_sampling_params
+
+
+def wrap_beam_search(original: Any) -> Any:
+    """The serving classes' ``beam_search``: one native request in place of one per token."""
+
+    @functools.wraps(original)
+    async def beam_search(
+        self: Any,
+        prompt: Any,
+        request_id: str,
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        trace_headers: Any = None,
+        session_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if (
+            reason_off(self.engine_client.vllm_config) is not None
+            or params.structured_outputs is not None
+            or prompt["type"] != "token"
+        ):
+            outputs = original(
+                self, prompt, request_id, params, lora_request, trace_headers, session_id
+            )
+        else:
+            outputs = self.engine_client.generate(
+                prompt,
+                to_sampling_params(params),
+                request_id,
+                lora_request=lora_request,
+                trace_headers=trace_headers,
+                session_id=session_id,
+            )
+        async for output in outputs:
+            yield output
+
+    return beam_search
+
+
+def to_sampling_params(params: BeamSearchParams) -> SamplingParams:
+    """The native request of a server's beam-search request.
+
+    Raises:
+        ValueError: An option is wrong; the message names it.
+    """
+    request = getattr(params, "openai_request", None)
+    extra_args = beam_extra_args(params)
+    values: dict[str, Any] = {}
+    if request is not None:
+        given = getattr(request, "vllm_xargs", None) or {}
+        extra_args.update({name: given[name] for name in OPTION_NAMES & given.keys()})
+        values = {
+            name: value
+            for name in _FIELDS
+            if (value := getattr(request, name, None)) is not None and value != []
+        }
+        if (logprobs := _num_logprobs(request)) is not None:
+            values["logprobs"] = logprobs
+    return SamplingParams.from_optional(
+        n=params.beam_width,
+        temperature=params.temperature,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args=extra_args,
+        **values,
+    )
+
+
+def _num_logprobs(request: Any) -> int | None:
+    """Log-probabilities per token: a number for completions, two fields for chat."""
+    logprobs = getattr(request, "logprobs", None)
+    if isinstance(logprobs, bool):
+        return (getattr(request, "top_logprobs", None) or 0) if logprobs else None
+    return logprobs

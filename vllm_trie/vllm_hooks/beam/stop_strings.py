@@ -1,0 +1,38 @@
+"""Stop strings inside a search: a hypothesis ends where its text contains one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+
+from vllm_trie.beam.search import StopStringFinder
+
+# Tokens of a byte-level vocabulary that one character can take.
+_MAX_TOKENS_PER_CHARACTER = 4
+
+
+def make_stop_string_finder(model_config: Any, params: SamplingParams) -> StopStringFinder | None:
+    """A function that tells which stop string the last token completes; None without any."""
+    stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+    if not stops:
+        return None
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(model_config)
+    if tokenizer is None:
+        raise ValueError("beam search: stop strings need a tokenizer; unset skip_tokenizer_init")
+    window = _MAX_TOKENS_PER_CHARACTER * max(map(len, stops)) + 1
+    skip = params.skip_special_tokens
+
+    def find(token_ids: list[int]) -> str | None:
+        tail = token_ids[-window:]
+        before = len(tokenizer.decode(tail[:-1], skip_special_tokens=skip).rstrip("\ufffd"))
+        text = tokenizer.decode(tail, skip_special_tokens=skip)
+        for stop in stops:
+            # At least one of its characters is new: an older one was looked at before.
+            if text.find(stop, max(0, before - len(stop) + 1)) >= 0:
+                return stop
+        return None
+
+    return find
