@@ -24,7 +24,8 @@ def wrap_verify_greedy_sampling(original: Any) -> Any:
 
     @functools.wraps(original)
     def _verify_greedy_sampling(self: SamplingParams) -> None:
-        if not asks_for_beam(self):
+        # Copies that the engine makes of a checked request carry the key in place of the options.
+        if not asks_for_beam(self) and SPEC_KEY not in (self.extra_args or {}):
             original(self)
 
     return _verify_greedy_sampling
