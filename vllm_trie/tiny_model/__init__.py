@@ -1,0 +1,42 @@
+"""The small real model that ships with the package, and everything that made it.
+
+Importing this package imports neither torch nor the training code.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["medusa_path", "model_path"]
+
+_HERE = Path(__file__).resolve().parent
+
+
+def _folder(name: str, made_by: str) -> Path:
+    folder = _HERE / name
+    for needed in ("config.json", "model.safetensors"):
+        if not (folder / needed).is_file():
+            raise FileNotFoundError(
+                f"{folder / needed} is missing: this installation of vllm-trie lacks {made_by}. "
+                "Install the wheel or a full checkout, or train the weights yourself with "
+                "`python -m vllm_trie.tiny_model.train`"
+            )
+    return folder
+
+
+def model_path() -> Path:
+    """Folder of the shipped model in Hugging Face format.
+
+    Raises:
+        FileNotFoundError: the weights are not installed.
+    """
+    return _folder("weights", "the shipped model")
+
+
+def medusa_path() -> Path:
+    """Folder of the Medusa heads trained on the shipped model.
+
+    Raises:
+        FileNotFoundError: the heads are not installed.
+    """
+    return _folder("weights-medusa", "the shipped model's Medusa heads")
