@@ -50,9 +50,7 @@ def test_chat_answers_equal_transformers_and_end(engine: Callable[..., Any]) -> 
     answers = [list(output.outputs[0].token_ids) for output in outputs]
     ended = [output.outputs[0].finish_reason == "stop" for output in outputs]
     eos = llm.get_tokenizer().eos_token_id
-    for prompt, answer, expected in zip(
-        prompts, answers, reference.generate(prompts, 120), strict=True
-    ):
+    for answer, expected in zip(answers, reference.generate(prompts, 120), strict=True):
         assert [token for token in answer if token != eos] == expected
     assert sum(ended) >= 0.6 * len(ended)
     assert sum(find_loop(answer) is not None for answer in answers) <= 0.1 * len(answers)
@@ -63,11 +61,9 @@ def test_both_dtypes_answer(engine: Callable[..., Any], dtype: str) -> None:
     """The library's own words come out in either precision."""
     from vllm import SamplingParams
 
-    question = (
-        "Show me `second`.\n\ndef first(a):\n    return a\n\ndef second(b):\n    return b + 1"
-    )
+    code = "def first(a):\n    return a\n\ndef second(b):\n    return b + 1"
     (output,) = engine(dtype=dtype).chat(
-        [{"role": "user", "content": question}],
+        [{"role": "user", "content": f"Show me `second`.\n\n{code}"}],
         SamplingParams(temperature=0.0, max_tokens=60),
         use_tqdm=False,
     )
