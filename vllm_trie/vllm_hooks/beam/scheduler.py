@@ -78,7 +78,7 @@ class _BeamScheduling(Scheduler):
         self._group_of_row: dict[str, BeamGroup] = {}
         self._unsent: set[str] = set()  # rows that the worker does not know (any more)
         self._refused: list[Request] = []
-        self._last_step_empty = False
+        self._stalled = False
         self._base_max_active = self.max_num_active_reqs
         self._vocab_size = self.vllm_config.model_config.get_vocab_size()
 
@@ -156,7 +156,8 @@ class _BeamScheduling(Scheduler):
         self._break_stall()
         self._admit_groups()
         output = super().schedule(throttle_prefills)
-        self._last_step_empty = output.total_num_scheduled_tokens == 0
+        # Under asynchronous scheduling an empty step is usual while outputs are on their way.
+        self._stalled = not (output.total_num_scheduled_tokens or self._anything_in_flight())
         if self._unsent:
             self._send_as_new(output)
         return output
@@ -283,10 +284,7 @@ class _BeamScheduling(Scheduler):
         holds some gives them up: alone, its outputs are kept and only KV is lost; beside other
         groups, it is parked whole until they are done or there is room.
         """
-        if not self._last_step_empty or self._pause_state != PauseState.UNPAUSED:
-            return
-        rows = [row for group in self._groups.values() for row in group.rows]
-        if any(request.num_in_flight_tokens for request in (*self.running, *rows)):
+        if not self._stalled or self._pause_state != PauseState.UNPAUSED:
             return
         started = [group for group in self._groups.values() if group.started and not group.parked]
         for group in reversed(started):
@@ -303,6 +301,10 @@ class _BeamScheduling(Scheduler):
             for row in victims:
                 self._preempt_request(row, now)
             return
+
+    def _anything_in_flight(self) -> bool:
+        rows = (row for group in self._groups.values() for row in group.rows)
+        return any(request.num_in_flight_tokens for request in (*self.running, *rows))
 
     def _unpark(self) -> None:
         parked = [group for group in self._groups.values() if group.parked]
@@ -323,6 +325,16 @@ class _BeamScheduling(Scheduler):
 
     def _num_blocks(self) -> int:
         return self.kv_cache_manager.block_pool.num_gpu_blocks - 1
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        if reset_running_requests and self._groups:
+            # Forks of the last step still hold both ends of their copies. Their rows are preempted
+            # now, so nobody needs the copies.
+            _, held = self.kv_cache_manager.take_kv_cache_block_copies()
+            self.kv_cache_manager.block_pool.free_blocks(held)
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
     # ------------------------------------------------------------------ output
 

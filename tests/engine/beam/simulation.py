@@ -1,0 +1,362 @@
+"""A scheduler of vLLM with a worker that computes nothing but checks everything.
+
+The worker follows the protocol of vLLM's model runner: what it knows of a request is what the
+scheduler has sent. Its KV cache holds, per slot, a fingerprint of all tokens up to that slot, and a
+row is only computed after every slot of its context was found right. So a wrong fork, a lost copy,
+a block given back too early or a token that the worker does not know fail at once, and thousands of
+requests run in seconds. Its language model is a random function of the prefix.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_trie.beam import BeamSearch
+from vllm_trie.vllm_hooks.beam.request_spec import (
+    SPEC_KEY,
+    beam_spec,
+    prepare_params,
+    search_settings,
+)
+from vllm_trie.vllm_hooks.beam.scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
+
+VOCAB = 24
+EOS = 0
+
+
+@lru_cache(maxsize=200_000)
+def next_logprobs(fingerprint: int) -> np.ndarray:
+    """float32[VOCAB]: the model, a function of the prefix."""
+    logits = np.random.default_rng(fingerprint & 0xFFFFFFFFFFFF).normal(scale=1.5, size=VOCAB)
+    logits[EOS] += 0.8
+    return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+
+
+def fingerprints(token_ids: list[int]) -> list[int]:
+    """A number per token that depends on it and all tokens before it."""
+    result, value = [], 17
+    for token in token_ids:
+        value = hash((value, token))
+        result.append(value)
+    return result
+
+
+@dataclass
+class WorkerRequest:
+    """What the worker knows of a request."""
+
+    token_ids: list[int]
+    block_ids: list[int]
+    num_prompt_tokens: int
+    num_logprobs: int | None
+    in_batch: bool = False
+
+
+class Worker:
+    """Checks what a scheduler sends, and answers."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.requests: dict[str, WorkerRequest] = {}
+        self.slots: dict[int, int] = {}
+        self.computed_tokens = 0
+
+    def execute(self, output: Any) -> ModelRunnerOutput:
+        """Run one step."""
+        for request_id in output.finished_req_ids:
+            self.requests.pop(request_id, None)
+        for copied in output.kv_cache_block_copies or ():
+            for offset in range(self.block_size):
+                source = self.slots.get(copied.src_block_id * self.block_size + offset)
+                if source is not None:
+                    self.slots[copied.dst_block_id * self.block_size + offset] = source
+        scheduled = output.num_scheduled_tokens
+        for request_id, state in self.requests.items():
+            if request_id not in scheduled:
+                state.in_batch = False
+        starts: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            assert new.req_id not in self.requests, f"{new.req_id} is known already"
+            assert new.prompt_token_ids is not None
+            self.requests[new.req_id] = WorkerRequest(
+                [int(token) for token in new.prompt_token_ids],
+                list(new.block_ids[0]),
+                len(new.prompt_token_ids),
+                new.sampling_params.logprobs,
+            )
+            starts[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            assert request_id in self.requests, f"the worker does not know {request_id}"
+            state = self.requests[request_id]
+            num_tokens = state.num_prompt_tokens + cached.num_output_tokens[i]
+            del state.token_ids[num_tokens:]
+            if request_id in cached.resumed_req_ids:
+                state.block_ids = list(cached.new_block_ids[i][0])
+            elif cached.new_block_ids[i] is not None:
+                state.block_ids += cached.new_block_ids[i][0]
+            starts[request_id] = cached.num_computed_tokens[i]
+        assert starts.keys() == scheduled.keys()
+
+        sampled: list[list[int]] = []
+        rows: list[np.ndarray] = []
+        for request_id, count in scheduled.items():
+            state = self.requests[request_id]
+            state.in_batch = True
+            start, end = starts[request_id], starts[request_id] + count
+            assert end <= len(state.token_ids), f"{request_id}: unknown tokens are scheduled"
+            prints = fingerprints(state.token_ids[:end])
+            for position in range(end):
+                block = state.block_ids[position // self.block_size]
+                slot = block * self.block_size + position % self.block_size
+                if position < start:
+                    found = self.slots.get(slot)
+                    assert found == prints[position], f"{request_id}: wrong KV at {position}"
+                else:
+                    self.slots[slot] = prints[position]
+            self.computed_tokens += count
+            rows.append(next_logprobs(prints[-1]))
+            if end == len(state.token_ids):
+                token = int(rows[-1].argmax())
+                state.token_ids.append(token)
+                sampled.append([token])
+            else:
+                sampled.append([])  # a chunk of the prompt
+        return ModelRunnerOutput(
+            req_ids=list(scheduled),
+            req_id_to_index={request_id: i for i, request_id in enumerate(scheduled)},
+            sampled_token_ids=sampled,
+            logprobs=self._logprobs(list(scheduled), sampled, rows),
+        )
+
+    def _logprobs(
+        self, request_ids: list[str], sampled: list[list[int]], rows: list[np.ndarray]
+    ) -> LogprobsLists | None:
+        counts = [self.requests[request_id].num_logprobs or 0 for request_id in request_ids]
+        if not any(counts):
+            return None
+        values = np.stack(rows)
+        order = np.argsort(-values, axis=1, kind="stable")[:, : max(counts)]
+        first = np.array([tokens[0] if tokens else 0 for tokens in sampled])[:, None]
+        token_ids = np.concatenate([first, order], axis=1)
+        return LogprobsLists(
+            token_ids.astype(np.int32),
+            np.take_along_axis(values, token_ids, axis=1),
+            np.zeros(len(request_ids), dtype=np.int64),
+            None,
+        )
+
+
+@dataclass
+class Finished:
+    """A request's output."""
+
+    token_ids: list[int] = field(default_factory=list)
+    reason: str = ""
+    score: float = 0.0
+
+
+class Simulation:
+    """A scheduler, a worker and vLLM's engine loop, with or without asynchronous scheduling."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        *,
+        num_blocks: int,
+        block_size: int = 4,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 64,
+        prefix_caching: bool = True,
+        asynchronous: bool = False,
+        policy: str = "fcfs",
+        overcommit: bool = False,
+    ) -> None:
+        config = copy.deepcopy(vllm_config)
+        config.scheduler_config.max_num_seqs = max_num_seqs
+        config.scheduler_config.max_num_batched_tokens = max_num_batched_tokens
+        config.scheduler_config.max_num_scheduled_tokens = max_num_batched_tokens
+        config.scheduler_config.policy = policy
+        config.scheduler_config.async_scheduling = asynchronous
+        config.cache_config.enable_prefix_caching = prefix_caching
+        config.cache_config.num_gpu_blocks = num_blocks
+        config.cache_config.block_size = block_size
+        config.model_config.max_model_len = (num_blocks - 1) * block_size
+        spec = FullAttentionSpec(
+            block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        kv_cache_config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        scheduler_class = AsyncTrieBeamScheduler if asynchronous else TrieBeamScheduler
+        init_none_hash(sha256)
+        self.scheduler = scheduler_class(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=block_size,
+            log_stats=True,
+        )
+        self.scheduler._vocab_size = VOCAB
+        self._hasher = get_request_block_hasher(block_size, sha256) if prefix_caching else None
+        self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self._depth = 2 if asynchronous else 1
+        self.worker = Worker(block_size)
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.finished: dict[str, Finished] = {}
+        self.open: set[str] = set()
+        self.peak_blocks = 0
+        self._clock = 0.0
+        self._overcommit = overcommit
+
+    def add_beam(
+        self, name: str, prompt: list[int], width: int, n: int, priority: int = 0, **options: Any
+    ) -> list[str]:
+        """Add a beam request; returns the ids of its members."""
+        max_tokens = options.pop("max_tokens", 8)
+        params = SamplingParams(
+            n=n,
+            temperature=0.0,
+            max_tokens=max_tokens,
+            extra_args={"beam_width": width, **options},
+        )
+        params = prepare_params(params)
+        member_ids = [f"{i}_{name}" for i in range(n)] if n > 1 else [name]
+        self._clock += 1
+        for member_id in member_ids:
+            member_params = params.clone()
+            member_params.n = 1
+            self._add(member_id, prompt, member_params, priority)
+        if self._overcommit and (group := self.scheduler._groups.get(name)) is not None:
+            group.expected_blocks = 0  # admit it whatever runs: groups will fight for blocks
+        return member_ids
+
+    def add_greedy(
+        self, name: str, prompt: list[int], max_tokens: int = 8, priority: int = 0
+    ) -> str:
+        """Add an ordinary request."""
+        self._clock += 1
+        self._add(name, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens), priority)
+        return name
+
+    def _add(
+        self, request_id: str, prompt: list[int], params: SamplingParams, priority: int
+    ) -> None:
+        params._eos_token_id = EOS
+        self.open.add(request_id)
+        self.scheduler.add_request(
+            Request(
+                request_id,
+                list(prompt),
+                params,
+                None,
+                arrival_time=self._clock,
+                priority=priority,
+                block_hasher=self._hasher,
+            )
+        )
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Abort as the engine does when a client goes away."""
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        self.open.difference_update(request_ids)
+
+    def step(self) -> None:
+        """One turn of the engine's loop."""
+        assert self.scheduler.has_requests() or self._queue
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.peak_blocks = max(
+                self.peak_blocks,
+                self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks(),
+            )
+            # The scheduler may change its lists before the worker would have run.
+            self._queue.append((output, self.worker.execute(copy.deepcopy(output))))
+            executed = output.total_num_scheduled_tokens > 0
+            if len(self._queue) < self._depth and (executed or self.scheduler.has_requests()):
+                return
+        output, result = self._queue.popleft()
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for each in outputs.outputs:
+                self._take(each)
+
+    def _take(self, output: Any) -> None:
+        assert output.request_id in self.open, f"{output.request_id} has finished already"
+        entry = self.finished.setdefault(output.request_id, Finished())
+        entry.token_ids += output.new_token_ids
+        if output.finish_reason is not None:
+            entry.reason = str(output.finish_reason)
+            self.open.discard(output.request_id)
+        if output.kv_transfer_params:
+            entry.score = output.kv_transfer_params[SPEC_KEY]["score"]
+
+    def run(self, max_steps: int = 20_000) -> None:
+        """Run until nothing is left.
+
+        Raises:
+            AssertionError: It takes more than `max_steps`.
+        """
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests() and not self._queue:
+                assert not self.open, f"never finished: {sorted(self.open)[:5]}"
+                return
+            self.step()
+        raise AssertionError(f"still running after {max_steps} steps: {sorted(self.open)[:5]}")
+
+    def check_clean(self) -> None:
+        """Nothing is left of any request: no block, no bookkeeping."""
+        scheduler = self.scheduler
+        assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
+        assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
+        assert not scheduler.requests
+        assert not scheduler.running
+        assert not scheduler.waiting
+        assert not scheduler._groups
+        assert not scheduler._group_of_row
+        assert not scheduler._group_of_member
+        assert not scheduler._unsent
+        assert not scheduler._refused
+        manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        assert not manager.req_to_blocks
+        assert not manager.num_cached_block
+        assert not manager._pending_cow_copies
+        assert scheduler.max_num_active_reqs == scheduler._base_max_active
+        assert not self.worker.requests
+
+
+def expected_beam(prompt: list[int], width: int, **options: Any) -> list[tuple[list[int], float]]:
+    """What the pure algorithm finds on the simulated model."""
+    params = SamplingParams(
+        max_tokens=options.pop("max_tokens", 8), extra_args={"beam_width": width, **options}
+    )
+    spec = beam_spec(prepare_params(params))
+    assert spec is not None
+    params._eos_token_id = EOS
+    search = BeamSearch(search_settings(params, spec.options, params.max_tokens), prompt)
+    rows: list[list[int]] = [[]]
+    while not search.done:
+        logprobs = np.stack([next_logprobs(fingerprints([*prompt, *row])[-1]) for row in rows])
+        token_ids = np.argsort(-logprobs, axis=1, kind="stable")
+        children = search.advance(token_ids, np.take_along_axis(logprobs, token_ids, axis=1))
+        rows = [[*rows[child.parent], child.token_id] for child in children]
+    return [(each.token_ids, each.score) for each in search.hypotheses()]
+
+
+def expected_greedy(prompt: list[int], max_tokens: int = 8) -> list[int]:
+    """Greedy decoding on the simulated model."""
+    generated: list[int] = []
+    while len(generated) < max_tokens and (not generated or generated[-1] != EOS):
+        generated.append(int(next_logprobs(fingerprints([*prompt, *generated])[-1]).argmax()))
+    return generated

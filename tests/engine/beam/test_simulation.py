@@ -1,0 +1,256 @@
+"""Groups, forks, preemption, aborts and leaks, on a worker that checks every KV slot."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.engine.beam.simulation import Simulation, expected_beam, expected_greedy
+from vllm_trie.tiny_model import model_path
+
+
+@pytest.fixture(scope="module")
+def vllm_config() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(model_path()), dtype="float32", enforce_eager=True, max_model_len=512
+    ).create_engine_config()
+
+
+def check_beam(simulation: Simulation, member_ids: list[str], expected: list[Any]) -> None:
+    for member_id, (token_ids, score) in zip(member_ids, expected, strict=False):
+        found = simulation.finished[member_id]
+        assert found.token_ids == token_ids
+        assert found.score == score
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 5, 16])
+def test_one_group(vllm_config, width, asynchronous):
+    simulation = Simulation(vllm_config, num_blocks=400, asynchronous=asynchronous)
+    prompt = [1, 2, 3, 4, 5, 6, 7]
+    members = simulation.add_beam("a", prompt, width, width, max_tokens=12)
+    simulation.run()
+    check_beam(simulation, members, expected_beam(prompt, width, max_tokens=12))
+    simulation.check_clean()
+    counters = simulation.scheduler.beam_counters
+    assert counters.rows_preempted == counters.rows_recomputed == 0
+    assert counters.groups == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_groups_share_batches_with_greedy_requests(vllm_config, asynchronous):
+    simulation = Simulation(
+        vllm_config, num_blocks=400, max_num_seqs=12, asynchronous=asynchronous
+    )
+    prompts = [[i + 1, 5, i + 2, 9, 9, i] for i in range(8)]
+    members = {i: simulation.add_beam(f"b{i}", prompts[i], 4, 2) for i in range(4)}
+    for i in range(8):
+        simulation.add_greedy(f"g{i}", prompts[i])
+    simulation.run()
+    for i, member_ids in members.items():
+        check_beam(simulation, member_ids, expected_beam(prompts[i], 4))
+    for i in range(8):
+        assert simulation.finished[f"g{i}"].token_ids == expected_greedy(prompts[i])
+    simulation.check_clean()
+
+
+def test_blocks_are_those_of_the_trie(vllm_config):
+    """Forks share the prompt: 8 hypotheses over 40 blocks of prompt take little more than one."""
+    prompt = [i % 20 + 1 for i in range(162)]
+    simulation = Simulation(vllm_config, num_blocks=400, block_size=4)
+    simulation.add_beam("b", prompt, 8, 8, max_tokens=8)
+    simulation.run()
+    blocks_of_one_request = -(-(162 + 8) // 4)
+    assert simulation.peak_blocks <= blocks_of_one_request + 2 * 8
+    # and the prompt is computed once, every later token once per row
+    assert simulation.worker.computed_tokens <= len(prompt) + 8 * 7
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_pool_too_small_for_the_groups(vllm_config, prefix_caching, asynchronous):
+    """Groups that together need far more than the pool finish all the same, and correctly."""
+    simulation = Simulation(
+        vllm_config,
+        num_blocks=20,
+        max_num_seqs=32,
+        prefix_caching=prefix_caching,
+        asynchronous=asynchronous,
+        overcommit=True,
+    )
+    prompts = [[i + 1, 3, i + 5, 2, 7] for i in range(4)]
+    members = [
+        simulation.add_beam(f"b{i}", prompt, 6, 6, max_tokens=24)
+        for i, prompt in enumerate(prompts)
+    ]
+    simulation.run()
+    for prompt, member_ids in zip(prompts, members, strict=True):
+        check_beam(simulation, member_ids, expected_beam(prompt, 6, max_tokens=24))
+    counters = simulation.scheduler.beam_counters
+    assert counters.rows_preempted > 0
+    assert counters.groups_parked > 0
+    simulation.check_clean()
+
+
+def test_abort_of_one_member_leaves_the_others(vllm_config):
+    simulation = Simulation(vllm_config, num_blocks=100)
+    prompt = [4, 4, 4]
+    members = simulation.add_beam("a", prompt, 4, 3)
+    simulation.step()
+    simulation.step()
+    simulation.abort(members[:1])
+    simulation.run()
+    expected = expected_beam(prompt, 4)
+    check_beam(simulation, members[1:], expected[1:])
+    assert members[0] not in simulation.finished
+    simulation.check_clean()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_abort_in_every_state(vllm_config, asynchronous):
+    for steps in range(12):
+        simulation = Simulation(
+            vllm_config, num_blocks=30, max_num_batched_tokens=8, asynchronous=asynchronous
+        )
+        prompt = list(range(1, 20))
+        gone = simulation.add_beam("gone", prompt, 4, 2)
+        waits = simulation.add_beam("waits", prompt[::-1], 14, 2)
+        for _ in range(steps):
+            simulation.step()
+        simulation.abort(gone)
+        simulation.run()
+        check_beam(simulation, waits, expected_beam(prompt[::-1], 14))
+        simulation.check_clean()
+
+
+@pytest.mark.parametrize(
+    ("width", "prompt_length", "what"), [(17, 4, "max_num_seqs=16"), (16, 200, "KV blocks")]
+)
+def test_group_that_can_never_fit_is_refused(vllm_config, caplog, width, prompt_length, what):
+    # A prompt of 200 tokens takes 50 of the 60 blocks: no room for 16 tails.
+    simulation = Simulation(vllm_config, num_blocks=61)
+    with caplog.at_level("ERROR", logger="vllm_trie"):
+        members = simulation.add_beam("a", [1] * prompt_length, width, 3)
+    simulation.add_greedy("g", [1, 2, 3])
+    simulation.run()
+    for member_id in members:
+        assert simulation.finished[member_id].reason == "error"
+    assert simulation.finished["g"].token_ids == expected_greedy([1, 2, 3])
+    simulation.check_clean()
+
+
+def test_failure_inside_a_search_fails_its_request_only(vllm_config, monkeypatch):
+    simulation = Simulation(vllm_config, num_blocks=100)
+    broken = simulation.add_beam("broken", [1, 2, 3], 4, 2)
+    sound = simulation.add_beam("sound", [3, 2, 1], 4, 2)
+    simulation.step()
+    simulation.step()
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(simulation.scheduler._groups["broken"].search, "advance", fail)
+    simulation.run()
+    assert [simulation.finished[member].reason for member in broken] == ["error", "error"]
+    check_beam(simulation, sound, expected_beam([3, 2, 1], 4))
+    simulation.check_clean()
+
+
+def test_wide_group_is_not_starved_by_a_stream_of_greedy_requests(vllm_config):
+    simulation = Simulation(vllm_config, num_blocks=400, max_num_seqs=8)
+    for i in range(8):
+        simulation.add_greedy(f"g{i}", [i + 1, 2])
+    simulation.step()
+    members = simulation.add_beam("wide", [7, 8, 9], 8, 1)
+    for i in range(8, 300):
+        if members[0] in simulation.finished:
+            break
+        simulation.add_greedy(f"g{i}", [i % 20 + 1, 2])
+        simulation.step()
+    assert members[0] in simulation.finished
+    simulation.run()
+    simulation.check_clean()
+
+
+def test_reset_of_the_prefix_cache_with_rows_running(vllm_config):
+    simulation = Simulation(vllm_config, num_blocks=100)
+    prompt = [5, 6, 7, 8, 9]
+    members = simulation.add_beam("a", prompt, 4, 4, max_tokens=16)
+    for _ in range(6):
+        simulation.step()
+    assert simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
+    simulation.run()
+    check_beam(simulation, members, expected_beam(prompt, 4, max_tokens=16))
+    simulation.check_clean()
+
+
+def random_run(vllm_config: Any, seed: int, num_requests: int) -> Simulation:
+    """A random engine under random load, with aborts; every result is compared."""
+    rng = random.Random(seed)
+    asynchronous = rng.random() < 0.5
+    simulation = Simulation(
+        vllm_config,
+        num_blocks=rng.choice([16, 24, 40, 120]),
+        block_size=rng.choice([1, 2, 4]),
+        max_num_seqs=rng.choice([6, 9, 16]),
+        max_num_batched_tokens=rng.choice([7, 16, 64]),
+        prefix_caching=rng.random() < 0.6,
+        asynchronous=asynchronous,
+        policy=rng.choice(["fcfs", "fcfs", "priority"]),
+        overcommit=rng.random() < 0.5,
+    )
+    room = simulation.scheduler.max_model_len
+    expected: dict[str, tuple[list[str], list[Any]]] = {}
+    alive: dict[str, list[str]] = {}
+    for number in range(num_requests):
+        name = f"r{number}"
+        prompt = [rng.randint(1, 4) for _ in range(rng.randint(1, max(1, room // 3)))]
+        max_tokens = rng.randint(1, min(20, room - len(prompt) - 1))
+        priority = rng.randint(0, 2)
+        if rng.random() < 0.35:
+            simulation.add_greedy(name, prompt, max_tokens, priority)
+            expected[name] = ([name], [(expected_greedy(prompt, max_tokens), 0.0)])
+            alive[name] = [name]
+        else:
+            width = rng.randint(1, 6)
+            n = rng.randint(1, width)
+            options = {
+                "early_stopping": rng.choice([True, False, "never"]),
+                "length_penalty": rng.choice([0.0, 0.6, 1.0, 2.0]),
+                "max_tokens": max_tokens,
+            }
+            if rng.random() < 0.2 and width % 2 == 0:
+                options |= {"num_beam_groups": 2, "diversity_penalty": 0.5}
+            members = simulation.add_beam(name, prompt, width, n, priority, **options)
+            expected[name] = (members, expected_beam(prompt, width, **options)[:n])
+            alive[name] = members
+        for _ in range(rng.choice([0, 0, 1, 2, 5, 9])):
+            if simulation.scheduler.has_requests():
+                simulation.step()
+        if rng.random() < 0.15:
+            victim = rng.choice(sorted(alive))
+            open_ids = [each for each in alive[victim] if each in simulation.open]
+            simulation.abort(open_ids)
+            del alive[victim], expected[victim]
+        if rng.random() < 0.02 and not asynchronous:
+            simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
+    simulation.run(200_000)
+    for members, results in expected.values():
+        if simulation.finished[members[0]].reason == "error":
+            continue  # refused: it could never fit
+        for member, (token_ids, score) in zip(members, results, strict=False):
+            assert simulation.finished[member].token_ids == token_ids
+            assert simulation.finished[member].score == score
+    simulation.check_clean()
+    assert simulation.scheduler.beam_counters.groups_failed == 0
+    return simulation
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_soak(vllm_config, seed):
+    """Thousands of random groups; benchmarks/beam_soak.py runs the same for longer."""
+    random_run(vllm_config, seed, num_requests=60)
