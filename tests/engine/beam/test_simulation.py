@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 
-from tests.engine.beam.simulation import Simulation, expected_beam, expected_greedy
+from tests.engine.beam.simulation import (
+    Simulation,
+    expected_beam,
+    expected_greedy,
+    random_run,
+)
 from vllm_trie.tiny_model import model_path
 
 
@@ -43,9 +47,7 @@ def test_one_group(vllm_config, width, asynchronous):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_groups_share_batches_with_greedy_requests(vllm_config, asynchronous):
-    simulation = Simulation(
-        vllm_config, num_blocks=400, max_num_seqs=12, asynchronous=asynchronous
-    )
+    simulation = Simulation(vllm_config, num_blocks=400, max_num_seqs=12, asynchronous=asynchronous)
     prompts = [[i + 1, 5, i + 2, 9, 9, i] for i in range(8)]
     members = {i: simulation.add_beam(f"b{i}", prompts[i], 4, 2) for i in range(4)}
     for i in range(8):
@@ -186,68 +188,6 @@ def test_reset_of_the_prefix_cache_with_rows_running(vllm_config):
     simulation.run()
     check_beam(simulation, members, expected_beam(prompt, 4, max_tokens=16))
     simulation.check_clean()
-
-
-def random_run(vllm_config: Any, seed: int, num_requests: int) -> Simulation:
-    """A random engine under random load, with aborts; every result is compared."""
-    rng = random.Random(seed)
-    asynchronous = rng.random() < 0.5
-    simulation = Simulation(
-        vllm_config,
-        num_blocks=rng.choice([16, 24, 40, 120]),
-        block_size=rng.choice([1, 2, 4]),
-        max_num_seqs=rng.choice([6, 9, 16]),
-        max_num_batched_tokens=rng.choice([7, 16, 64]),
-        prefix_caching=rng.random() < 0.6,
-        asynchronous=asynchronous,
-        policy=rng.choice(["fcfs", "fcfs", "priority"]),
-        overcommit=rng.random() < 0.5,
-    )
-    room = simulation.scheduler.max_model_len
-    expected: dict[str, tuple[list[str], list[Any]]] = {}
-    alive: dict[str, list[str]] = {}
-    for number in range(num_requests):
-        name = f"r{number}"
-        prompt = [rng.randint(1, 4) for _ in range(rng.randint(1, max(1, room // 3)))]
-        max_tokens = rng.randint(1, min(20, room - len(prompt) - 1))
-        priority = rng.randint(0, 2)
-        if rng.random() < 0.35:
-            simulation.add_greedy(name, prompt, max_tokens, priority)
-            expected[name] = ([name], [(expected_greedy(prompt, max_tokens), 0.0)])
-            alive[name] = [name]
-        else:
-            width = rng.randint(1, 6)
-            n = rng.randint(1, width)
-            options = {
-                "early_stopping": rng.choice([True, False, "never"]),
-                "length_penalty": rng.choice([0.0, 0.6, 1.0, 2.0]),
-                "max_tokens": max_tokens,
-            }
-            if rng.random() < 0.2 and width % 2 == 0:
-                options |= {"num_beam_groups": 2, "diversity_penalty": 0.5}
-            members = simulation.add_beam(name, prompt, width, n, priority, **options)
-            expected[name] = (members, expected_beam(prompt, width, **options)[:n])
-            alive[name] = members
-        for _ in range(rng.choice([0, 0, 1, 2, 5, 9])):
-            if simulation.scheduler.has_requests():
-                simulation.step()
-        if rng.random() < 0.15:
-            victim = rng.choice(sorted(alive))
-            open_ids = [each for each in alive[victim] if each in simulation.open]
-            simulation.abort(open_ids)
-            del alive[victim], expected[victim]
-        if rng.random() < 0.02 and not asynchronous:
-            simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
-    simulation.run(200_000)
-    for members, results in expected.values():
-        if simulation.finished[members[0]].reason == "error":
-            continue  # refused: it could never fit
-        for member, (token_ids, score) in zip(members, results, strict=False):
-            assert simulation.finished[member].token_ids == token_ids
-            assert simulation.finished[member].score == score
-    simulation.check_clean()
-    assert simulation.scheduler.beam_counters.groups_failed == 0
-    return simulation
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -1,0 +1,96 @@
+"""Searches that the engine and the oracle are compared on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import json.decoder
+import textwrap
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from tests.engine.beam.oracle import Case, search
+from vllm_trie.tiny_model import model_path
+
+WIDTHS = (1, 3, 4, 9, 15, 16)
+EARLY_STOPPING = (False, True, "never")
+LENGTH_PENALTIES = (0.0, 0.6, 1.0, 2.0)
+
+SCORE_TOLERANCE = 2e-4
+"""Two float32 implementations of the same model differ by a few units of 1e-6 per token."""
+
+
+@functools.lru_cache(maxsize=1)
+def source_token_ids() -> list[int]:
+    """Tokens of some Python source: the shipped model's kind of text."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    return tokenizer.encode(inspect.getsource(textwrap) + inspect.getsource(json.decoder))
+
+
+def prompt(number: int, length: int) -> tuple[int, ...]:
+    """A prompt of `length` tokens; equal numbers give equal prompts."""
+    source = source_token_ids()
+    start = number * 97 % (len(source) - length)
+    return tuple(source[start : start + length])
+
+
+def all_cases(max_tokens: int = 16) -> list[Case]:
+    """Every width with every mode of early stopping and length penalty."""
+    return [
+        Case(prompt(number, 20 + 3 * number % 31), width, early_stopping, penalty, max_tokens)
+        for number, (width, early_stopping, penalty) in enumerate(
+            itertools.product(WIDTHS, EARLY_STOPPING, LENGTH_PENALTIES)
+        )
+    ]
+
+
+def few_cases(length: int = 40, max_tokens: int = 24) -> list[Case]:
+    """A handful, for the modes of the engine."""
+    return [
+        Case(prompt(number, length + number), width, early_stopping, penalty, max_tokens)
+        for number, (width, early_stopping, penalty) in enumerate(
+            [(3, False, 1.0), (4, True, 0.6), (9, "never", 2.0), (4, "never", 0.0), (9, False, 0.0)]
+        )
+    ]
+
+
+def request_of(case: Case, n: int | None = None) -> tuple[dict[str, Any], Any]:
+    """Prompt and sampling parameters for the engine."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        n=case.beam_width if n is None else n,
+        temperature=0.0,
+        max_tokens=case.max_tokens,
+        min_tokens=case.min_tokens,
+        repetition_penalty=case.repetition_penalty,
+        stop_token_ids=list(case.stop_token_ids),
+        extra_args={
+            "beam_width": case.beam_width,
+            "early_stopping": case.early_stopping,
+            "length_penalty": case.length_penalty,
+        },
+    )
+    return {"prompt_token_ids": list(case.prompt_token_ids)}, params
+
+
+def check_case(path: str, case: Case, result: Any) -> int:
+    """Compare one result with the oracle; the number of hypotheses compared."""
+    expected = search(path, case)
+    assert len(result.outputs) == len(expected) == case.beam_width
+    for output, (token_ids, score) in zip(result.outputs, expected, strict=True):
+        assert list(output.token_ids) == token_ids, case
+        if score is not None:
+            assert abs(output.score - score) < SCORE_TOLERANCE, case
+    return len(expected)
+
+
+def run_cases(llm: Any, path: str, cases: list[Case]) -> int:
+    """Run cases together and compare all of them; the number of hypotheses compared."""
+    requests = [request_of(case) for case in cases]
+    results = llm.generate(
+        [each[0] for each in requests], [each[1] for each in requests], use_tqdm=False
+    )
+    return sum(check_case(path, case, result) for case, result in zip(cases, results, strict=True))

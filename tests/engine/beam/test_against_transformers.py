@@ -1,0 +1,107 @@
+"""All hypotheses, their order and scores against ``transformers``, in every mode of the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.beam.cases import all_cases, check_case, few_cases, prompt, request_of, run_cases
+from tests.engine.beam.oracle import Case, search
+from tests.engine.conftest import scheduler_of
+from vllm_trie.tiny_model import model_path
+
+SHIPPED = str(model_path())
+SMALL_BLOCKS = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 64}
+
+
+def greedy_requests(count: int, max_tokens: int = 24) -> list[tuple[dict[str, Any], Any]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    return [({"prompt_token_ids": list(prompt(50 + i, 30 + i))}, params) for i in range(count)]
+
+
+def test_every_width_and_mode(engine):
+    """One after the other: 576 hypotheses."""
+    llm = engine(**SMALL_BLOCKS)
+    compared = 0
+    for case in all_cases():
+        text, params = request_of(case)
+        (result,) = llm.generate([text], params, use_tqdm=False)
+        compared += check_case(SHIPPED, case, result)
+    assert compared == 576
+
+
+def test_model_with_a_likely_eos(engine, eos_heavy_model):
+    """All searches at once, on a model that ends most hypotheses early: 576 hypotheses."""
+    path = str(eos_heavy_model)
+    cases = all_cases()
+    lengths = [len(each.token_ids) for case in cases for each in search(path, case)]
+    assert sum(length < 16 for length in lengths) > len(lengths) / 3
+    assert len(set(lengths)) > 8
+    assert run_cases(engine(model=path, **SMALL_BLOCKS), path, cases) == 576
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"max_num_batched_tokens": 48, "max_num_seqs": 24}, id="chunked prefill"),
+        pytest.param({"enable_prefix_caching": False}, id="no prefix caching"),
+        pytest.param({"num_gpu_blocks_override": 12, "max_model_len": 256}, id="preemption"),
+        pytest.param(
+            {
+                "num_gpu_blocks_override": 12,
+                "max_model_len": 256,
+                "enable_prefix_caching": False,
+            },
+            id="preemption, no prefix caching",
+        ),
+        pytest.param({"scheduling_policy": "priority"}, id="priority policy"),
+    ],
+)
+def test_beside_greedy_requests(engine, options):
+    """Beam and ordinary requests in one batch; neither changes the other."""
+    llm = engine(**{**SMALL_BLOCKS, **options})
+    cases = few_cases(length=150 if "max_num_batched_tokens" in options else 40)
+    greedy = greedy_requests(12, max_tokens=40)
+    alone = [
+        list(llm.generate([text], params, use_tqdm=False)[0].outputs[0].token_ids)
+        for text, params in greedy
+    ]
+    preempted = scheduler_of(llm).beam_counters.rows_preempted
+    requests = [each for pair in zip(greedy, map(request_of, cases), strict=False) for each in pair]
+    requests += greedy[len(cases) :]
+    results = llm.generate(
+        [each[0] for each in requests], [each[1] for each in requests], use_tqdm=False
+    )
+    beams = [result for result in results if hasattr(result.outputs[0], "score")]
+    others = [result for result in results if not hasattr(result.outputs[0], "score")]
+    for case, result in zip(cases, beams, strict=True):
+        check_case(SHIPPED, case, result)
+    assert [list(result.outputs[0].token_ids) for result in others] == alone
+    if "num_gpu_blocks_override" in options:
+        assert scheduler_of(llm).beam_counters.rows_preempted > preempted
+
+
+def test_multiple_stop_tokens(engine):
+    """With s stop tokens the search looks at (1 + s) * b candidates."""
+    source = prompt(3, 200)
+    cases = [
+        Case(prompt(number, 40), width, early_stopping, stop_token_ids=stops)
+        for number, (width, early_stopping, stops) in enumerate(
+            [(4, False, source[5:6]), (9, True, source[20:23]), (3, "never", source[40:44])]
+        )
+    ]
+    run_cases(engine(**SMALL_BLOCKS), SHIPPED, cases)
+
+
+def test_repetition_penalty_and_min_tokens(engine, eos_heavy_model):
+    path = str(eos_heavy_model)
+    cases = [
+        Case(prompt(1, 60), 4, repetition_penalty=1.3),
+        Case(prompt(2, 30), 9, repetition_penalty=1.1, min_tokens=9),
+        Case(prompt(3, 30), 3, min_tokens=12, early_stopping=True),
+        Case(prompt(4, 45), 5, min_tokens=3, length_penalty=0.0),
+    ]
+    run_cases(engine(model=path, **SMALL_BLOCKS), path, cases)
