@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from vllm_trie.native import NativeBuildError, build_library, cache_folder, load_library
+from vllm_trie.native import build as build_module
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture(autouse=True)
+def _private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_TRIE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("VLLM_TRIE_NATIVE", raising=False)
+    build_module._load.cache_clear()
+    build_module._log_once.cache_clear()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "answer.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_compiles_loads_and_reuses(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = load_library("answer", [source])
+    assert library is not None
+    assert library.answer() == 42
+    path = build_library("answer", [source])
+    before = path.stat().st_mtime_ns
+    assert build_library("answer", [source]) == path
+    assert path.stat().st_mtime_ns == before
+    assert oct(cache_folder().stat().st_mode & 0o777) == "0o700"
+
+
+def test_a_changed_source_header_or_flag_is_compiled_anew(source: Path, tmp_path: Path) -> None:
+    header = tmp_path / "answer.h"
+    header.write_text("// one\n")
+    paths = [build_library("answer", [source], headers=[header])]
+    header.write_text("// two\n")
+    paths.append(build_library("answer", [source], headers=[header]))
+    paths.append(build_library("answer", [source], flags=["-O1"], headers=[header]))
+    source.write_text(SOURCE.replace("42", "43"))
+    paths.append(build_library("answer", [source], headers=[header]))
+    assert len(set(paths)) == 4
+    library = load_library("answer", [source], headers=[header])
+    assert library is not None
+    assert library.answer() == 43
+
+
+def test_no_compiler_is_one_log_line(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.WARNING, logger="vllm_trie"):
+        assert load_library("answer", [source]) is None
+        assert load_library("answer", [source]) is None
+    assert len(caplog.records) == 1
+    assert "no C++ compiler" in caplog.text
+    monkeypatch.setenv("CXX", "nonesuch")
+    with pytest.raises(NativeBuildError, match="CXX='nonesuch'"):
+        build_library("answer", [source])
+
+
+def test_compiler_errors_are_told(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source.write_text("this is not C++")
+    with pytest.raises(NativeBuildError, match=r"failed: .*answer.cpp"):
+        build_library("answer", [source])
+    assert load_library("answer", [source]) is None
+    assert not list(cache_folder().glob("*.so"))
+
+
+def test_native_code_can_be_switched_off(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_TRIE_NATIVE", "0")
+    assert load_library("answer", [source]) is None
+
+
+def test_a_damaged_library_is_built_again(source: Path) -> None:
+    build_library("answer", [source]).write_bytes(b"damaged")
+    library = load_library("answer", [source])
+    assert library is not None
+    assert library.answer() == 42
+
+
+def test_a_folder_that_cannot_be_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("VLLM_TRIE_CACHE_DIR", str(blocked / "below"))
+    with pytest.raises(NativeBuildError, match="set VLLM_TRIE_CACHE_DIR"):
+        cache_folder()
+
+
+def _answer_in_child(source: str) -> int:
+    library = load_library("answer", [Path(source)])
+    return -1 if library is None else int(library.answer())
+
+
+def test_concurrent_processes_compile_once(source: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    with context.Pool(4) as pool:
+        assert pool.map(_answer_in_child, [str(source)] * 8, chunksize=1) == [42] * 8
+    assert len(list(cache_folder().glob("*.so"))) == 1
+    assert all(name.endswith((".so", ".lock")) for name in os.listdir(cache_folder())), (
+        "temporary files are removed"
+    )

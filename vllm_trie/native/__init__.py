@@ -1,0 +1,19 @@
+"""Compiling and loading the native kernels."""
+
+from __future__ import annotations
+
+from vllm_trie.native.build import (
+    DEFAULT_FLAGS,
+    NativeBuildError,
+    build_library,
+    cache_folder,
+    load_library,
+)
+
+__all__ = [
+    "DEFAULT_FLAGS",
+    "NativeBuildError",
+    "build_library",
+    "cache_folder",
+    "load_library",
+]

@@ -1,0 +1,195 @@
+"""Compile C++ sources on first use and load them with ctypes.
+
+A wheel cannot carry code for the machine's own vector instructions, so each kernel is compiled
+where it runs: once per user, source, compiler and CPU. Every caller has a readable Python twin to
+fall back on, so a machine without a compiler loses speed and nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off")
+"""Contraction is off so that a multiply-add rounds as its Python twin does."""
+
+_COMPILE_SECONDS = 300
+
+
+class NativeBuildError(RuntimeError):
+    """A library could not be built or loaded; the message says why."""
+
+
+def load_library(
+    name: str,
+    sources: Sequence[Path],
+    flags: Sequence[str] = DEFAULT_FLAGS,
+    headers: Sequence[Path] = (),
+) -> ctypes.CDLL | None:
+    """Compile `sources` if needed, and load the library.
+
+    Args:
+        name: of the library, for the file and the log.
+        sources: C++ files to compile together; they export C functions.
+        flags: compiler flags besides `-shared -fPIC`.
+        headers: files that the sources include; a change in one rebuilds the library.
+
+    Returns:
+        The library, or None if there is none; the reason is then logged, once per name. Setting
+        the environment variable `VLLM_TRIE_NATIVE` to 0 switches all native code off.
+
+    Safe in concurrent processes: one compiles, the others wait for it.
+    """
+    if os.environ.get("VLLM_TRIE_NATIVE") == "0":
+        _log_once(name, "VLLM_TRIE_NATIVE=0")
+        return None
+    try:
+        return _load(name, tuple(sources), tuple(flags), tuple(headers))
+    except (NativeBuildError, OSError) as error:
+        _log_once(name, str(error))
+        return None
+
+
+def build_library(
+    name: str,
+    sources: Sequence[Path],
+    flags: Sequence[str] = DEFAULT_FLAGS,
+    headers: Sequence[Path] = (),
+    rebuild: bool = False,
+) -> Path:
+    """Path of the compiled library, compiled now if it is not in the cache or `rebuild` is set.
+
+    Raises:
+        NativeBuildError: no compiler, or it failed (its message is included).
+    """
+    compiler = _find_compiler()
+    digest = _digest(compiler, [*sources, *headers], flags)
+    folder = cache_folder()
+    library = folder / f"{name}-{digest}.so"
+    if library.exists() and not rebuild:
+        return library
+    with _locked(folder / f"{name}-{digest}.lock"):
+        if library.exists() and not rebuild:
+            return library
+        _compile(compiler, sources, flags, library)
+    return library
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept, created if missing and readable by the user alone.
+
+    `VLLM_TRIE_CACHE_DIR` if set, else `vllm_trie` below `XDG_CACHE_HOME` or `~/.cache`, else, where
+    none of these can be written, a folder in the system's temporary directory.
+    """
+    candidates = []
+    if os.environ.get("VLLM_TRIE_CACHE_DIR"):
+        candidates.append(Path(os.environ["VLLM_TRIE_CACHE_DIR"]))
+    else:
+        if os.environ.get("XDG_CACHE_HOME"):
+            candidates.append(Path(os.environ["XDG_CACHE_HOME"]) / "vllm_trie")
+        candidates.append(Path("~/.cache/vllm_trie").expanduser())
+        candidates.append(Path(tempfile.gettempdir()) / f"vllm_trie-{os.getuid()}")
+    for folder in candidates:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        # Loading code from a folder that another user owns would run that user's code.
+        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+            return folder
+    tried = ", ".join(map(str, candidates))
+    raise NativeBuildError(
+        f"no folder to keep compiled code in (tried {tried}); set VLLM_TRIE_CACHE_DIR to a folder "
+        "that you own"
+    )
+
+
+@functools.cache
+def _load(
+    name: str, sources: tuple[Path, ...], flags: tuple[str, ...], headers: tuple[Path, ...]
+) -> ctypes.CDLL:
+    library = build_library(name, sources, flags, headers)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:
+        # Damaged, or made for another C library: once more from the sources.
+        return ctypes.CDLL(str(build_library(name, sources, flags, headers, rebuild=True)))
+
+
+def _find_compiler() -> str:
+    chosen = os.environ.get("CXX")
+    for candidate in [chosen] if chosen else ["g++", "clang++", "c++"]:
+        found = shutil.which(candidate)
+        if found:
+            return os.path.realpath(found)
+    if chosen:
+        raise NativeBuildError(f"CXX={chosen!r} is not a program")
+    raise NativeBuildError("no C++ compiler (g++, clang++ or c++) on PATH")
+
+
+def _digest(compiler: str, files: Sequence[Path], flags: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    status = os.stat(compiler)
+    for part in (compiler, status.st_size, status.st_mtime_ns, *flags, _cpu_description()):
+        digest.update(f"{part}\0".encode())
+    for file in files:
+        content = file.read_bytes()
+        digest.update(f"{file.name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:24]
+
+
+@functools.cache
+def _cpu_description() -> str:
+    """What `-march=native` depends on: a home folder may be shared by unlike machines."""
+    wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        lines = [platform.processor()]
+    return "\n".join(
+        [platform.machine(), *(line for line in lines if line.split("\t")[0].strip() in wanted)]
+    )
+
+
+def _compile(compiler: str, sources: Sequence[Path], flags: Sequence[str], library: Path) -> None:
+    logger.info("compiling %s", library.name)
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=library.parent)
+    os.close(handle)
+    command = [compiler, *flags, "-shared", "-fPIC", *map(str, sources), "-o", temporary]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False
+        )
+        if result.returncode != 0:
+            raise NativeBuildError(f"{' '.join(command)} failed: {result.stderr.strip()[-2000:]}")
+        os.replace(temporary, library)
+    except subprocess.TimeoutExpired as error:
+        raise NativeBuildError(f"{compiler} took more than {_COMPILE_SECONDS} s") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
+        yield
+
+
+@functools.cache
+def _log_once(name: str, reason: str) -> None:
+    logger.warning("no native %s, using the slower Python version: %s", name, reason)
