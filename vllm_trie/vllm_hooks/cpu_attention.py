@@ -40,6 +40,8 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
     """Attention of one layer."""
 
+    attends_to_trees = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if config.read(get_current_vllm_config()) is None:

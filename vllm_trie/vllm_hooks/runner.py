@@ -42,12 +42,30 @@ class TreeRunnerMixin:
         self._tree_batch: TreeBatch | None = None
         self._last_rows: list[int] = []
         self._tree_stats = TreeStats()
+        self.tree_totals = TreeStats()
+        """Sums over the engine's lifetime, of steps that are reported."""
         self._reported_failures: dict[str, int] = {}
         self._cache_groups: list[compaction.CacheGroup] | None = None
 
     @property
     def _guarded(self) -> GuardedDrafter:
         return self.drafter.guarded
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        layers = self.compilation_config.static_forward_context
+        unaware = [
+            f"{name} ({type(layer.impl).__name__})"
+            for name, layer in layers.items()
+            if hasattr(layer, "impl") and not getattr(layer.impl, "attends_to_trees", False)
+        ]
+        if unaware:
+            # A backend that ignores the trees would give wrong output without any error.
+            raise ValueError(
+                "these attention layers use a backend that knows nothing of draft trees: "
+                f"{', '.join(unaware)}; leave attention_backend at its default or run without "
+                "vllm-trie's speculative methods"
+            )
 
     # -- state of requests ---------------------------------------------------------------------
 
@@ -268,6 +286,7 @@ class TreeRunnerMixin:
             }
             self._reported_failures = dict(failures)
             setattr(output, STATS_ATTRIBUTE, self._tree_stats)
+            self.tree_totals.add(self._tree_stats)
             self._tree_stats = TreeStats()
         return output
 

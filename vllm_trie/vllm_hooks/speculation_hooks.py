@@ -45,6 +45,16 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
         retire_when="attention metadata carries tree masks",
     ),
     Hook(
+        "vllm.v1.attention.selector:_cached_get_attn_backend.cache_clear",
+        "called: an earlier engine in the same process may have cached the stock backend",
+        retire_when="attention metadata carries tree masks",
+    ),
+    Hook(
+        f"{_RUNNER}.load_model",
+        "overridden: refuses a model whose attention layers do not know of trees",
+        retire_when="attention metadata carries tree masks",
+    ),
+    Hook(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
         "overridden in a subclass: rows with trees get tree attention",
         parameters=(

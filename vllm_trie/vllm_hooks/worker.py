@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -15,5 +16,7 @@ class TreeCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND_CLASS)
+        # An engine that this process ran before may have left the stock backend in the cache.
+        selector._cached_get_attn_backend.cache_clear()
         super().init_device()
         add_trees(self.model_runner)

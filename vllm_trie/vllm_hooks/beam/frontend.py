@@ -13,6 +13,7 @@ from vllm.v1.engine.output_processor import RequestState
 from vllm_trie.vllm_hooks.beam.enabled import reason_off
 from vllm_trie.vllm_hooks.beam.request_spec import (
     SPEC_KEY,
+    BeamRequestError,
     asks_for_beam,
     min_blocks,
     prepare_params,
@@ -41,7 +42,7 @@ def wrap_process_inputs(original: Any) -> Any:
         if not asks_for_beam(params):
             return original(self, request_id, prompt, params, *args, **kwargs)
         if reason := reason_off(self.vllm_config):
-            raise ValueError(f"beam_width was given, but native beam search is off: {reason}")
+            raise BeamRequestError(f"beam_width was given, but native beam search is off: {reason}")
         params = prepare_params(params)
         options = params.extra_args[SPEC_KEY]["options"]
         _check_slots(self.vllm_config, options["beam_width"])
@@ -109,7 +110,7 @@ def _check_slots(vllm_config: Any, beam_width: int) -> None:
     if (active := getattr(scheduler, "max_num_active_seqs", None)) is not None:
         slots = min(slots, active)
     if beam_width > slots:
-        raise ValueError(
+        raise BeamRequestError(
             f"beam_width must be at most max_num_seqs={slots}, got {beam_width}; lower beam_width "
             "or start the engine with a larger max_num_seqs"
         )
@@ -119,11 +120,11 @@ def _check_request(vllm_config: Any, request: Any, beam_width: int) -> None:
     """Refuse what the engine cannot hold; keep the members of a request on one engine."""
     params = request.sampling_params
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        raise ValueError("beam search: prompt embeddings are not supported; send text or token ids")
+        raise BeamRequestError("beam search: prompt embeddings are not supported; send text or token ids")
     if request.mm_features:
-        raise ValueError("beam search: multimodal prompts are not supported with beam_width")
+        raise BeamRequestError("beam search: multimodal prompts are not supported with beam_width")
     if request.resumable:
-        raise ValueError("beam search: streaming input is not supported with beam_width")
+        raise BeamRequestError("beam search: streaming input is not supported with beam_width")
     parallel = vllm_config.parallel_config
     num_prompt_tokens = len(request.prompt_token_ids)
     max_new = min(params.max_tokens, vllm_config.model_config.max_model_len - num_prompt_tokens)
@@ -133,7 +134,7 @@ def _check_request(vllm_config: Any, request: Any, beam_width: int) -> None:
         blocks = cache.num_gpu_blocks // parallel.data_parallel_size - 1
         needed = min_blocks(num_prompt_tokens, beam_width, max_new, cache.block_size)
         if needed > blocks:
-            raise ValueError(
+            raise BeamRequestError(
                 f"beam_width={beam_width} with a prompt of {num_prompt_tokens} tokens needs at "
                 f"least {needed} KV blocks of {cache.block_size} tokens, the engine has {blocks}; "
                 "lower beam_width, shorten the prompt or give the engine more KV cache memory"

@@ -12,6 +12,7 @@ from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingPa
 from vllm_trie.beam import OPTION_NAMES
 from vllm_trie.vllm_hooks.beam.enabled import reason_off
 from vllm_trie.vllm_hooks.beam.offline import beam_extra_args
+from vllm_trie.vllm_hooks.beam.request_spec import BeamRequestError
 
 _FIELDS = (
     "stop",
@@ -21,11 +22,21 @@ _FIELDS = (
     "presence_penalty",
     "frequency_penalty",
     "bad_words",
+    "logit_bias",
+    "allowed_token_ids",
+    "min_p",
     "top_p",
     "top_k",
     "seed",
 )
-"""Fields of an OpenAI request that vLLM's own beam search ignores and the native one honours."""
+"""Fields of an OpenAI request that vLLM's own beam search ignores; the native one honours them, or
+refuses the request."""
+
+
+_NO_STREAM = (
+    "stream=true is not supported with beam search: hypotheses are known only at the end; set "
+    "stream to false"
+)
 
 
 def wrap_to_beam_search_params(original: Any) -> Any:
@@ -33,6 +44,8 @@ def wrap_to_beam_search_params(original: Any) -> Any:
 
     @functools.wraps(original)
     def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> BeamSearchParams:
+        if getattr(self, "stream", False):
+            raise BeamRequestError(_NO_STREAM)
         params = original(self, *args, **kwargs)
         params.openai_request = self
         return params
@@ -47,10 +60,7 @@ def wrap_to_sampling_params(original: Any) -> Any:
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> SamplingParams:
         extra_args = getattr(self, "vllm_xargs", None) or {}
         if getattr(self, "stream", False) and "beam_width" in extra_args:
-            raise ValueError(
-                "stream=true is not supported with beam_width: hypotheses are known only at the "
-                "end; set stream to false"
-            )
+            raise BeamRequestError(_NO_STREAM)
         return original(self, *args, **kwargs)
 
     return to_sampling_params
@@ -96,7 +106,7 @@ def to_sampling_params(params: BeamSearchParams) -> SamplingParams:
     """The native request of a server's beam-search request.
 
     Raises:
-        ValueError: An option is wrong; the message names it.
+        BeamRequestError: A field of the request does not go with beam search.
     """
     request = getattr(params, "openai_request", None)
     extra_args = beam_extra_args(params)
@@ -111,6 +121,12 @@ def to_sampling_params(params: BeamSearchParams) -> SamplingParams:
         }
         if (logprobs := _num_logprobs(request)) is not None:
             values["logprobs"] = logprobs
+        response_format = getattr(request, "response_format", None)
+        if getattr(response_format, "type", "text") != "text":
+            raise BeamRequestError(
+                f"response_format={response_format.type!r} is not supported with beam search; "
+                "leave it out"
+            )
     return SamplingParams.from_optional(
         n=params.beam_width,
         temperature=params.temperature,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_trie.beam import OPTION_NAMES, BeamOptions, SearchSettings, parse_options
@@ -18,6 +19,10 @@ SPEC_KEY = "vllm_trie_beam"
 """Key in ``extra_args`` of a member request, and of the result in ``kv_transfer_params``."""
 ROW_KEY = "vllm_trie_beam_row"
 """Key in ``extra_args`` of an internal row: drafters need not draft for it."""
+
+
+class BeamRequestError(VLLMValidationError, ValueError):
+    """A beam request that cannot be served; the server answers 400 with its message."""
 
 
 class BeamSpec(NamedTuple):
@@ -37,14 +42,17 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
     """Check a beam request and return a copy that the engine understands.
 
     Raises:
-        ValueError: An option is wrong, or a sampling parameter does not go with beam search.
+        BeamRequestError: An option is wrong, or a sampling parameter does not go with beam search.
     """
     assert params.extra_args is not None
     extra_args = dict(params.extra_args)
     given = {name: extra_args.pop(name) for name in OPTION_NAMES & extra_args.keys()}
-    options = parse_options(given)
+    try:
+        options = parse_options(given)
+    except ValueError as error:
+        raise BeamRequestError(str(error)) from None
     if params.n > options.beam_width:
-        raise ValueError(
+        raise BeamRequestError(
             f"beam search: n must be at most beam_width={options.beam_width}, got n={params.n}; "
             "raise beam_width or lower n"
         )
@@ -190,6 +198,6 @@ def _refuse_unsupported(params: SamplingParams, options: BeamOptions) -> None:
     )
     for name, wrong, value, advice in refused:
         if wrong:
-            raise ValueError(
+            raise BeamRequestError(
                 f"beam search: {name}={value!r} is not supported with beam_width; {advice}"
             )

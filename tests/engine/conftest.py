@@ -1,0 +1,74 @@
+"""Engines shared between tests, and the comparison with plain vLLM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+# Engines run in this process: tests look inside, and a start takes a second or two.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+from vllm_trie.tiny_model import model_path
+
+
+def scheduler_of(llm: Any) -> Any:
+    """The scheduler of an engine that runs in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner of an engine that runs in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def free_blocks(llm: Any) -> int:
+    return scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+class Engines:
+    """Starts engines and keeps them: one that stops takes the process groups of all with it."""
+
+    def __init__(self) -> None:
+        self._alive: dict[str, tuple[Any, int]] = {}
+
+    def __call__(self, **options: Any) -> Any:
+        """An engine with these options beside the suite's own; one with equal options is shared."""
+        from vllm import LLM
+
+        settings: dict[str, Any] = {
+            "model": str(model_path()),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 80 << 20,
+            "max_model_len": 1024,
+            "max_num_seqs": 16,
+            "seed": 0,
+            "disable_log_stats": False,
+            **options,
+        }
+        key = repr(sorted(settings.items(), key=lambda item: item[0]))
+        if key not in self._alive:
+            llm = LLM(**settings)
+            self._alive[key] = (llm, free_blocks(llm))
+        return self._alive[key][0]
+
+    def check_blocks(self) -> None:
+        """No engine may hold blocks when nothing runs."""
+        for llm, at_start in self._alive.values():
+            assert scheduler_of(llm).get_num_unfinished_requests() == 0
+            assert free_blocks(llm) == at_start
+
+
+@pytest.fixture(scope="session")
+def _engines() -> Iterator[Engines]:
+    yield Engines()
+
+
+@pytest.fixture
+def engine(_engines: Engines) -> Iterator[Callable[..., Any]]:
+    """Start (or share) an engine; afterwards no block may be missing in any of them."""
+    yield _engines
+    _engines.check_blocks()

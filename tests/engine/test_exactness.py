@@ -1,0 +1,192 @@
+"""Greedy float32 output with trees is that of plain vLLM, token for token."""
+
+from __future__ import annotations
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.compare import (
+    accepted_tokens,
+    differences,
+    generate,
+    register_test_drafters,
+    speculation,
+    tell_oracle,
+)
+from tests.engine.conftest import runner_of, scheduler_of
+from tests.engine.prompts import prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(autouse=True)
+def _test_drafters(monkeypatch):
+    register_test_drafters(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def expected(_engines):
+    """Plain vLLM's outputs, which the oracle drafter then knows."""
+    outputs = generate(_engines(), prompts(), GREEDY)
+    assert len(outputs) >= 24
+    tell_oracle(outputs)
+    return outputs
+
+
+@pytest.mark.parametrize("num_nodes", [8, 32, 64])
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("method", ["ngram_trie", "test_oracle"])
+def test_greedy(engine, expected, method, num_nodes, batch_size):
+    llm = engine(**speculation(method, num_nodes))
+    before = accepted_tokens(llm)
+    outputs = generate(llm, prompts(24), GREEDY, batch_size)
+    assert differences(expected[:24], outputs) == []
+    assert accepted_tokens(llm) - before > 0.2 * sum(
+        len(o.outputs[0].token_ids) for o in outputs
+    )
+
+
+def test_more_than_64_nodes(engine, expected):
+    outputs = generate(engine(**speculation("test_oracle", 150)), prompts(8), GREEDY)
+    assert differences(expected[:8], outputs) == []
+
+
+def test_requests_without_drafts_beside_others(engine, expected):
+    llm = engine(**speculation("test_oracle", 32))
+    params = [GREEDY.clone() for _ in prompts()]
+    for quiet in params[::3]:
+        quiet.extra_args = {"speculation": False}
+    assert differences(expected, generate(llm, prompts(), params, 8)) == []
+
+
+def test_opted_out_request_gets_no_drafts(engine, expected):
+    llm = engine(**speculation("test_oracle", 32))
+    quiet = GREEDY.clone()
+    quiet.extra_args = {"speculation": False}
+    before = accepted_tokens(llm)
+    generate(llm, prompts(4), quiet)
+    assert accepted_tokens(llm) == before
+
+
+def test_chunked_prefill(engine, expected):
+    llm = engine(
+        **speculation("test_oracle", 32), max_num_batched_tokens=48, enable_chunked_prefill=True
+    )
+    assert max(len(p["prompt_token_ids"]) for p in prompts()) > 3 * 48
+    assert differences(expected, generate(llm, prompts(), GREEDY)) == []
+
+
+@pytest.mark.parametrize("method", ["ngram_trie", "test_oracle"])
+def test_preemption(engine, expected, method):
+    # Blocks for about three of the requests at their full length.
+    llm = engine(
+        **speculation(method, 32),
+        num_gpu_blocks_override=60,
+        block_size=32,
+        enable_prefix_caching=False,
+    )
+    preempted = []
+    scheduler = scheduler_of(llm)
+    stock = scheduler._preempt_request
+
+    def count(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return stock(request, *args, **kwargs)
+
+    scheduler._preempt_request = count
+    try:
+        outputs = generate(llm, prompts(), GREEDY)
+    finally:
+        del scheduler._preempt_request
+    assert differences(expected, outputs) == []
+    assert preempted
+
+
+def test_prefix_cache_hits_on_blocks_that_trees_wrote(engine, expected):
+    llm = engine(**speculation("test_oracle", 32), block_size=32, enable_prefix_caching=True)
+    scheduler_of(llm).reset_prefix_cache()
+    generate(llm, prompts(), GREEDY)
+    # Each prompt again with most of its output: its KV comes from blocks that tree steps filled.
+    longer = [
+        {"prompt_token_ids": [*o.prompt_token_ids, *o.outputs[0].token_ids[:150]]}
+        for o in expected
+    ]
+    short = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, detokenize=False)
+    outputs = generate(llm, longer, short)
+    for before, after in zip(expected, outputs, strict=True):
+        assert after.num_cached_tokens > len(before.prompt_token_ids) + 80
+        assert list(after.outputs[0].token_ids) == list(before.outputs[0].token_ids[150:])
+
+
+@pytest.mark.parametrize("num_nodes", [8, 64])
+def test_up_to_the_length_limit(engine, num_nodes):
+    """Outputs that end at max_model_len, alone and beside requests that are far from it."""
+    plain = engine(max_model_len=160)
+    tree = engine(**speculation("test_oracle", num_nodes), max_model_len=160)
+    some = [{"prompt_token_ids": p["prompt_token_ids"][:140]} for p in prompts()]
+    endless = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
+    expected = generate(plain, some, endless)
+    tell_oracle(expected)
+    outputs = generate(tree, some, endless)
+    assert differences(expected, outputs) == []
+    assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
+    assert all(
+        len(o.prompt_token_ids) + len(o.outputs[0].token_ids) == 160 for o in outputs
+    )
+
+
+def test_natural_end(engine):
+    """Requests that end at EOS inside an accepted path."""
+    params = SamplingParams(temperature=0.0, max_tokens=300)
+    expected = generate(engine(), prompts(), params)
+    tell_oracle(expected)
+    outputs = generate(engine(**speculation("test_oracle", 32)), prompts(), params)
+    assert differences(expected, outputs) == []
+    assert any(o.outputs[0].finish_reason == "stop" for o in outputs)
+
+
+def test_compiled_mode(engine, expected):
+    """vLLM's default: compiled, with its own thresholds for what is piecewise."""
+    plain = engine(enforce_eager=False, max_model_len=512)
+    tree = engine(**speculation("test_oracle", 32), enforce_eager=False, max_model_len=512)
+    some = [p for p in prompts() if len(p["prompt_token_ids"]) <= 300][:12]
+    compiled = generate(plain, some, GREEDY)
+    tell_oracle(compiled)
+    assert differences(compiled, generate(tree, some, GREEDY)) == []
+
+
+def test_abort_midway(engine, expected):
+    llm = engine(**speculation("test_oracle", 32))
+    core = llm.llm_engine
+    survivors = list(range(0, 12, 2))
+    for index, prompt in enumerate(prompts(12)):
+        core.add_request(f"abort-{index}", prompt, GREEDY)
+    finished, steps = {}, 0
+    while core.has_unfinished_requests():
+        for output in core.step():
+            if output.finished:
+                finished[output.request_id] = output
+        steps += 1
+        if steps in (3, 6):
+            gone = [f"abort-{i}" for i in range(12) if i not in survivors and i % 4 == steps % 4]
+            core.abort_request(gone)
+    assert steps > 6
+    outputs = [finished[f"abort-{i}"] for i in survivors]
+    assert differences([expected[i] for i in survivors], outputs) == []
+    runner = runner_of(llm)
+    generate(llm, prompts(1), SamplingParams(temperature=0.0, max_tokens=2))  # lets it forget
+    assert not [r for r in runner._stored_trees if r.startswith("abort-")]
+
+
+def test_same_request_id_again_after_an_abort(engine, expected):
+    llm = engine(**speculation("test_oracle", 32))
+    core = llm.llm_engine
+    core.add_request("twice", prompts()[0], GREEDY)
+    for _ in range(5):
+        core.step()
+    core.abort_request(["twice"])
+    core.add_request("twice", prompts()[1], GREEDY)
+    outputs = []
+    while core.has_unfinished_requests():
+        outputs += [o for o in core.step() if o.finished]
+    assert differences([expected[1]], outputs) == []

@@ -1,0 +1,106 @@
+"""A drafter that fails costs its request the drafts, never the engine."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.compare import (
+    accepted_tokens,
+    differences,
+    generate,
+    register_test_drafters,
+    speculation,
+    tell_oracle,
+)
+from tests.engine.conftest import runner_of
+from tests.engine.drafters import HiddenStateDrafter
+from tests.engine.prompts import prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(autouse=True)
+def _test_drafters(monkeypatch):
+    register_test_drafters(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def expected(_engines):
+    outputs = generate(_engines(), prompts(16), GREEDY)
+    tell_oracle(outputs)
+    return outputs
+
+
+def test_a_drafter_that_fails_at_random(engine, expected, caplog):
+    llm = engine(**speculation("test_faulty", 16))
+    before = accepted_tokens(llm)
+    with caplog.at_level(logging.ERROR):
+        outputs = generate(llm, prompts(16), GREEDY)
+    assert differences(expected, outputs) == []
+    assert accepted_tokens(llm) > before
+    failures = runner_of(llm).drafter.guarded.failures
+    assert failures["error"] > 0
+    assert failures["malformed"] > 0
+    assert runner_of(llm).tree_totals.draft_failures == {k: n for k, n in failures.items() if n}
+    reports = [r for r in caplog.records if "drafter 'test_faulty' failed" in r.getMessage()]
+    assert len(reports) == 1
+    assert reports[0].exc_info is not None
+
+
+def test_a_drafter_that_never_comes_back(engine, expected):
+    llm = engine(**speculation("test_endless", 16, draft_timeout_s=0.5))
+    outputs = generate(llm, prompts(16), GREEDY)
+    assert differences(expected, outputs) == []
+    assert runner_of(llm).drafter.guarded.failures["timeout"] == 1
+    # It stays off: the next requests do not wait for it again.
+    assert differences(expected, generate(llm, prompts(16), GREEDY)) == []
+    assert runner_of(llm).drafter.guarded.failures["timeout"] == 1
+
+
+def test_hidden_states_and_last_steps(engine, expected):
+    """A drafter sees the hidden state of the newest token's predecessor, the last accepted node.
+
+    Plain decoding gives the reference: its hidden state after the same tokens.
+    """
+    llm = engine(**speculation("test_hidden_states", 16), enable_prefix_caching=False)
+    HiddenStateDrafter.seen.clear()
+    HiddenStateDrafter.steps.clear()
+    generate(llm, prompts(6), GREEDY)
+    runner = runner_of(llm)
+    jumps = 0
+    for (tokens, hidden), (_, last) in zip(
+        HiddenStateDrafter.seen, HiddenStateDrafter.steps, strict=True
+    ):
+        # The state from which the newest token was sampled must give that token back.
+        logits = runner.model.compute_logits(hidden[None])
+        assert int(logits.argmax()) == tokens[-1]
+        path = [int(last.tree.token_ids[node]) for node in last.accepted]
+        assert list(tokens[len(tokens) - len(path) - 1 : -1]) == path
+        after = last.accepted[-1] + 1 if last.accepted else 0
+        assert int(last.node_argmax[after]) == tokens[-1]
+        assert len(last.node_argmax) == last.tree.num_nodes + 1
+        jumps += bool(path) and list(last.accepted) != list(range(len(path)))
+    assert jumps > 20
+
+
+def test_the_hidden_state_test_can_fail(engine, expected, monkeypatch):
+    """With the hidden state of the wrong row, the assertion above does not hold."""
+    llm = engine(**speculation("test_hidden_states", 16), enable_prefix_caching=False)
+    HiddenStateDrafter.seen.clear()
+    runner = runner_of(llm)
+    stock = type(runner)._compact
+
+    def wrong_rows(self, accepted):
+        self._last_rows = [max(0, row - 1) for row in self._last_rows]
+        stock(self, accepted)
+
+    monkeypatch.setattr(type(runner), "_compact", wrong_rows)
+    generate(llm, prompts(6), GREEDY)
+    wrong = sum(
+        int(runner.model.compute_logits(hidden[None]).argmax()) != tokens[-1]
+        for tokens, hidden in HiddenStateDrafter.seen
+    )
+    assert wrong > 20

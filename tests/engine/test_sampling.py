@@ -1,0 +1,189 @@
+"""Every sampling parameter does with trees what it does without."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.engine.compare import (
+    accepted_tokens,
+    differences,
+    generate,
+    register_test_drafters,
+    speculation,
+    tell_oracle,
+)
+from tests.engine.drafters import AnswerSetDrafter
+from tests.engine.prompts import prompts, tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _test_drafters(monkeypatch):
+    register_test_drafters(monkeypatch)
+
+
+def _compare(engine, params, count=12):
+    """The same requests on both engines: equal outputs, and drafts that were accepted."""
+    some = prompts(count)
+    expected = generate(engine(), some, params)
+    tell_oracle(expected)
+    tree = engine(**speculation("test_oracle", 24))
+    before = accepted_tokens(tree)
+    found = generate(tree, some, params)
+    assert differences(expected, found) == []
+    assert accepted_tokens(tree) > before + count
+    return expected, found
+
+
+GREEDY = {"temperature": 0.0, "max_tokens": 80}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stop": ["\n\n", "return"], "include_stop_str_in_output": True},
+        {"stop_token_ids": "frequent"},
+        {"min_tokens": 40, "stop_token_ids": "frequent"},
+        {"repetition_penalty": 1.3, "ignore_eos": True},
+        {"presence_penalty": 0.8, "frequency_penalty": 0.4, "ignore_eos": True},
+        {"bad_words": ["def", " self", "\n"], "ignore_eos": True},
+        {"allowed_token_ids": list(range(200, 900)), "ignore_eos": True},
+        {"prompt_logprobs": 2, "ignore_eos": True},
+        {"skip_special_tokens": False, "min_tokens": 30},
+    ],
+    ids=lambda p: "-".join(p),
+)
+def test_greedy_with(engine, params):
+    params = dict(params)
+    if params.get("stop_token_ids") == "frequent":
+        # Tokens that do occur: the fifth commonest few of plain output.
+        plain = generate(engine(), prompts(12), SamplingParams(**GREEDY, ignore_eos=True))
+        counts = Counter(t for o in plain for t in o.outputs[0].token_ids)
+        params["stop_token_ids"] = [t for t, _ in counts.most_common(24)[12:]]
+        params["ignore_eos"] = True
+    expected, _ = _compare(engine, SamplingParams(**{**GREEDY, **params}))
+    if "stop" in params or "stop_token_ids" in params:
+        assert any(o.outputs[0].finish_reason == "stop" for o in expected)
+
+
+def test_requests_of_every_kind_in_one_batch(engine):
+    kinds = [
+        SamplingParams(**GREEDY, ignore_eos=True),
+        SamplingParams(**GREEDY, repetition_penalty=1.2, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=80, ignore_eos=True),
+        SamplingParams(**GREEDY, logprobs=2, ignore_eos=True),
+        SamplingParams(temperature=0.7, top_k=40, top_p=0.9, seed=5, max_tokens=60),
+        SamplingParams(**GREEDY, min_tokens=20, bad_words=["return"]),
+    ]
+    _compare(engine, [kinds[i % len(kinds)] for i in range(12)])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 20},
+        {"temperature": 1.1, "top_p": 0.8},
+        {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1},
+    ],
+    ids=lambda p: "-".join(p),
+)
+def test_seeded(engine, params):
+    """A seeded request draws the same random numbers, and so the same tokens, one by one."""
+    each = [
+        SamplingParams(**params, seed=100 + i, max_tokens=80, ignore_eos=True) for i in range(12)
+    ]
+    _compare(engine, each)
+
+
+def test_logprobs(engine):
+    params = SamplingParams(**GREEDY, logprobs=4, ignore_eos=True)
+    expected, found = _compare(engine, params)
+    for left, right in zip(expected, found, strict=True):
+        assert left.outputs[0].cumulative_logprob == pytest.approx(
+            right.outputs[0].cumulative_logprob, abs=1e-3
+        )
+        for a, b in zip(left.outputs[0].logprobs, right.outputs[0].logprobs, strict=True):
+            assert {t: p.rank for t, p in a.items()} == {t: p.rank for t, p in b.items()}
+            for token in a:
+                assert a[token].logprob == pytest.approx(b[token].logprob, abs=1e-4)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "count", "tags"],
+    "additionalProperties": False,
+}
+
+
+def test_structured_outputs(engine):
+    params = SamplingParams(
+        temperature=0.0, max_tokens=120, structured_outputs=StructuredOutputsParams(json=SCHEMA)
+    )
+    expected, found = _compare(engine, params, count=8)
+    complete = [o.outputs[0].text for o in found if o.outputs[0].finish_reason == "stop"]
+    assert complete
+    for text in complete:
+        assert set(json.loads(text)) == {"name", "count", "tags"}
+
+
+def test_structured_beside_free_requests(engine):
+    structured = SamplingParams(
+        temperature=0.0, max_tokens=60, structured_outputs=StructuredOutputsParams(json=SCHEMA)
+    )
+    free = SamplingParams(**GREEDY, ignore_eos=True)
+    _compare(engine, [structured if i % 2 else free for i in range(12)])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.8])
+def test_unseeded_distribution(engine, temperature):
+    """Two tokens sampled through a trie of likely outputs: chi-square against plain sampling."""
+    prompt = tokenizer().encode("def main(argv):\n    ")
+    llm = engine(**speculation("test_answer_set", 32), max_num_seqs=256)
+    plain = engine(max_num_seqs=256)
+    batch = [{"prompt_token_ids": prompt}] * 256
+    params = SamplingParams(temperature=temperature, top_k=6, max_tokens=3, ignore_eos=True)
+
+    def sample(where):
+        outputs = [o for _ in range(12) for o in generate(where, batch, params)]
+        return Counter(tuple(o.outputs[0].token_ids) for o in outputs)
+
+    reference = sample(plain)
+    AnswerSetDrafter.outputs = [list(o) for o, _ in reference.most_common(40)]
+    before = accepted_tokens(llm)
+    found = sample(llm)
+    assert accepted_tokens(llm) - before > 1000
+    assert _chi_square_p_value(reference, found) > 1e-4
+
+
+def _chi_square_p_value(left: Counter, right: Counter) -> float:
+    """Pearson's test that two samples have one distribution; rare outcomes are pooled."""
+    frequent = [key for key, count in (left + right).items() if count >= 10]
+    cells = [[side[key] for key in frequent] for side in (left, right)]
+    table = torch.tensor(
+        [[*row, side.total() - sum(row)] for row, side in zip(cells, (left, right), strict=True)],
+        dtype=torch.float64,
+    )
+    table = table[:, table.sum(dim=0) >= 10]
+    expected = table.sum(dim=1, keepdim=True) * table.sum(dim=0) / table.sum()
+    statistic = ((table - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(table.shape[1] - 1, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+
+
+def test_a_wrong_sampler_fails_the_distribution_test():
+    """The test above would notice a drafter's guess that is taken too often."""
+    right = Counter({0: 1000, 1: 600, 2: 400})
+    biased = Counter({0: 1150, 1: 520, 2: 330})
+    assert _chi_square_p_value(right, biased) < 1e-4
+    assert _chi_square_p_value(right, Counter({0: 1010, 1: 590, 2: 400})) > 0.5
