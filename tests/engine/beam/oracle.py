@@ -64,7 +64,7 @@ def load(path: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def search(path: str, case: Case) -> list[Expected]:
     """What the oracle finds, best first."""
     model = load(path)
