@@ -1,0 +1,317 @@
+"""``LLM.beam_search`` and ``LLM.generate``: what goes in, what comes out, what is refused."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from tests.engine.beam.cases import check_case, prompt, request_of
+from tests.engine.beam.lora import RANK, make_adapter
+from tests.engine.beam.oracle import Case, search
+from tests.engine.conftest import scheduler_of
+from vllm_trie.tiny_model import model_path
+
+SHIPPED = str(model_path())
+OPTIONS = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 64}
+
+
+def beam_params(width=4, n=None, **options):
+    from vllm import SamplingParams
+
+    sampling = {
+        name: options.pop(name)
+        for name in list(options)
+        if name in SamplingParams.__struct_fields__
+    }
+    sampling = {"temperature": 0.0, "max_tokens": 12, **sampling}
+    return SamplingParams(
+        n=width if n is None else n, extra_args={"beam_width": width, **options}, **sampling
+    )
+
+
+@pytest.mark.parametrize("concurrency_limit", [None, 1, 2])
+@pytest.mark.parametrize("use_tqdm", [False, True])
+def test_llm_beam_search(engine, concurrency_limit, use_tqdm, capsys):
+    from vllm.sampling_params import BeamSearchParams
+
+    llm = engine(**OPTIONS)
+    groups = scheduler_of(llm).beam_counters.groups
+    cases = [Case(prompt(i, 30 + i), 4, length_penalty=0.6) for i in range(3)]
+    capsys.readouterr()
+    results = llm.beam_search(
+        [{"prompt_token_ids": list(case.prompt_token_ids)} for case in cases],
+        BeamSearchParams(beam_width=4, max_tokens=16, length_penalty=0.6),
+        use_tqdm=use_tqdm,
+        concurrency_limit=concurrency_limit,
+    )
+    assert scheduler_of(llm).beam_counters.groups == groups + 3
+    assert ("%" in capsys.readouterr().err) == use_tqdm
+    tokenizer = llm.get_tokenizer()
+    for case, result in zip(cases, results, strict=True):
+        expected = search(SHIPPED, case)
+        for sequence, (token_ids, score) in zip(result.sequences, expected, strict=True):
+            assert sequence.tokens == [*case.prompt_token_ids, *token_ids]
+            assert sequence.text == tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+            assert sequence.cum_logprob / len(token_ids) ** 0.6 == pytest.approx(score, abs=2e-4)
+            assert len(sequence.logprobs) == len(token_ids)
+            assert sum(
+                each[token].logprob
+                for each, token in zip(sequence.logprobs, token_ids, strict=True)
+            ) == pytest.approx(sequence.cum_logprob, abs=1e-4)
+            assert sequence.finish_reason in ("length", "stop")
+
+
+def test_llm_beam_search_takes_text_and_more_options(engine):
+    from vllm.sampling_params import BeamSearchParams
+
+    llm = engine(**OPTIONS)
+    params = BeamSearchParams(beam_width=3, max_tokens=16)
+    params.early_stopping = "never"
+    (result,) = llm.beam_search([{"prompt": "def main():\n"}], params)
+    token_ids = llm.get_tokenizer().encode("def main():\n")
+    expected = search(SHIPPED, Case(tuple(token_ids), 3, "never"))
+    assert [each.tokens[len(token_ids) :] for each in result.sequences] == [
+        each.token_ids for each in expected
+    ]
+
+
+def test_n_best_of_a_wider_search(engine):
+    case = Case(prompt(5, 40), 9)
+    text, params = request_of(case, n=2)
+    (result,) = engine(**OPTIONS).generate([text], params, use_tqdm=False)
+    assert [list(each.token_ids) for each in result.outputs] == [
+        each.token_ids for each in search(SHIPPED, case)[:2]
+    ]
+    assert [each.index for each in result.outputs] == [0, 1]
+
+
+def test_logprobs_when_asked(engine, eos_heavy_model):
+    llm = engine(model=str(eos_heavy_model), **OPTIONS)
+    source = {"prompt_token_ids": list(prompt(5, 40))}
+    (plain,) = llm.generate([source], beam_params(4), use_tqdm=False)
+    (result,) = llm.generate([source], beam_params(4, logprobs=3), use_tqdm=False)
+    for without, output in zip(plain.outputs, result.outputs, strict=True):
+        assert without.logprobs is None
+        assert without.token_ids == output.token_ids
+        assert without.cumulative_logprob == pytest.approx(output.cumulative_logprob)
+        assert output.score == pytest.approx(
+            output.cumulative_logprob / len(output.token_ids), abs=1e-5
+        )
+        total = 0.0
+        for token, entries in zip(output.token_ids, output.logprobs, strict=True):
+            total += entries[token].logprob
+            best = sorted(entries.values(), key=lambda entry: entry.rank)
+            assert [entry.rank for entry in best[:3]] == [1, 2, 3]
+            assert len(entries) == (3 if entries[token].rank <= 3 else 4)
+            values = [entry.logprob for entry in best]
+            assert values == sorted(values, reverse=True)
+        assert total == pytest.approx(output.cumulative_logprob, abs=1e-4)
+
+
+def test_finish_and_stop_reasons(engine, eos_heavy_model):
+    llm = engine(model=str(eos_heavy_model), **OPTIONS)
+    tokenizer = llm.get_tokenizer()
+    source = prompt(7, 40)
+    case = Case(source, 9, stop_token_ids=tuple(source[3:5]))
+    text, params = request_of(case)
+    (result,) = llm.generate([text], params, use_tqdm=False)
+    check_case(str(eos_heavy_model), case, result)
+    for output in result.outputs:
+        last = output.token_ids[-1]
+        if last == tokenizer.eos_token_id:
+            assert (output.finish_reason, output.stop_reason) == ("stop", None)
+        elif last in case.stop_token_ids:
+            assert (output.finish_reason, output.stop_reason) == ("stop", last)
+        else:
+            assert (output.finish_reason, output.stop_reason) == ("length", None)
+            assert len(output.token_ids) == case.max_tokens
+        kept = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
+        assert output.text == tokenizer.decode(kept)
+    assert {output.finish_reason for output in result.outputs} == {"stop", "length"} or all(
+        output.finish_reason == "stop" for output in result.outputs
+    )
+
+
+def test_ignore_eos(engine, eos_heavy_model):
+    llm = engine(model=str(eos_heavy_model), **OPTIONS)
+    sources = [{"prompt_token_ids": list(prompt(i, 40))} for i in range(6)]
+    results = llm.generate(sources, beam_params(4, ignore_eos=True), use_tqdm=False)
+    outputs = [output for result in results for output in result.outputs]
+    assert all(len(each.token_ids) == 12 for each in outputs)
+    assert all(each.finish_reason == "length" for each in outputs)
+    assert any(0 in each.token_ids[:-1] for each in outputs)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_end_hypotheses(engine, include):
+    llm = engine(**OPTIONS)
+    source = {"prompt": "class Stack:\n    def push(self, item):\n"}
+    stops = ["self", ")"]
+    (result,) = llm.generate(
+        [source],
+        beam_params(
+            6, stop=stops, include_stop_str_in_output=include, max_tokens=16, length_penalty=0.0
+        ),
+        use_tqdm=False,
+    )
+    stopped = [each for each in result.outputs if each.finish_reason == "stop"]
+    assert stopped
+    tokenizer = llm.get_tokenizer()
+    for output in stopped:
+        assert output.stop_reason in stops
+        assert output.text.endswith(output.stop_reason) == include
+        whole = tokenizer.decode(output.token_ids)
+        before = tokenizer.decode(output.token_ids[:-1])
+        assert output.stop_reason in whole
+        assert not any(stop in before for stop in stops)
+    for output in result.outputs:
+        if output.finish_reason == "length":
+            assert not any(stop in output.text for stop in stops)
+    scores = [each.score for each in result.outputs]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_bad_words_do_not_appear(engine):
+    llm = engine(**OPTIONS)
+    source = {"prompt": "class Stack:\n    def push(self, item):\n"}
+    (free,) = llm.generate([source], beam_params(4), use_tqdm=False)
+    assert any("self" in each.text for each in free.outputs)
+    (result,) = llm.generate([source], beam_params(4, bad_words=["self"]), use_tqdm=False)
+    banned = set(llm.get_tokenizer().encode("self")) | set(llm.get_tokenizer().encode(" self"))
+    assert len(banned) == 2
+    assert not banned & {token for each in result.outputs for token in each.token_ids}
+
+
+def test_sampled_and_diverse_searches(engine):
+    llm = engine(**OPTIONS)
+    source = {"prompt_token_ids": list(prompt(9, 40))}
+
+    def run(**options):
+        (result,) = llm.generate([source], beam_params(4, **options), use_tqdm=False)
+        return [tuple(each.token_ids) for each in result.outputs]
+
+    sampled = {"do_sample": True, "temperature": 1.5}
+    assert run(**sampled, seed=1) == run(**sampled, seed=1)
+    assert len({tuple(run(**sampled, seed=seed)) for seed in range(4)}) > 1
+    assert run(**sampled, seed=1, top_k=50) != run(seed=1)
+    diverse = run(num_beam_groups=4, diversity_penalty=50.0)
+    assert len({tokens[0] for tokens in diverse}) == 4
+
+
+def test_whole_search_as_a_trace(engine):
+    from vllm_trie.beam import SearchTrace
+
+    llm = engine(**OPTIONS)
+    source = {"prompt_token_ids": list(prompt(9, 40))}
+    (result,) = llm.generate([source], beam_params(4, beam_trace=True), use_tqdm=False)
+    trace = SearchTrace.from_dict(result.outputs[0].beam["trace"])
+    for output, node, score in zip(result.outputs, trace.returned, trace.scores, strict=True):
+        assert output.score == score
+        path = []
+        while node >= 0:
+            path.append(trace.token_ids[node])
+            node = trace.parents[node]
+        assert path[::-1] == list(output.token_ids)
+
+
+def test_prompt_at_the_length_limit(engine):
+    llm = engine(**OPTIONS)
+    source = {"prompt_token_ids": list(prompt(1, 507))}
+    (result,) = llm.generate([source], beam_params(4, max_tokens=100), use_tqdm=False)
+    assert [len(each.token_ids) for each in result.outputs] == [5] * 4
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"width": 0, "n": 1}, "beam_width.*got 0"),
+        ({"width": -2, "n": 1}, "beam_width.*got -2"),
+        ({"width": 10**6, "n": 1}, "max_num_seqs=64, got 1000000"),
+        ({"width": 65, "n": 1}, "max_num_seqs=64, got 65"),
+        ({"width": "4", "n": 1}, "beam_width.*integer"),
+        ({"width": 4, "n": 5}, "n must be at most beam_width=4, got n=5"),
+        ({"early_stopping": "later"}, "early_stopping"),
+        ({"repetition_penalty": 0.5}, "repetition_penalty=0.5"),
+        ({"logit_bias": {3: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": [3]}, "allowed_token_ids"),
+        ({"min_p": 0.1, "temperature": 1.0}, "min_p=0.1"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"do_sample": True}, "temperature"),
+        ({"num_beam_groups": 3}, "num_beam_groups must divide"),
+    ],
+)
+def test_bad_requests_are_refused_at_once(engine, params, message):
+    llm = engine(**OPTIONS)
+    with pytest.raises(ValueError, match=message):
+        llm.generate([{"prompt_token_ids": [5, 6, 7]}], beam_params(**params), use_tqdm=False)
+    (result,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], beam_params(2), use_tqdm=False)
+    assert len(result.outputs) == 2
+
+
+def test_group_that_can_never_fit_is_refused_at_once(engine):
+    llm = engine(num_gpu_blocks_override=12, **{**OPTIONS, "max_model_len": 256})
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"needs at least 22 KV blocks.*the engine has 11"):
+        llm.generate([{"prompt_token_ids": list(prompt(1, 200))}], beam_params(16), use_tqdm=False)
+    assert time.monotonic() - start < 5
+
+
+def test_switched_off(engine, monkeypatch):
+    """vLLM's own beam search is back, and ``beam_width`` is refused instead of ignored."""
+    from vllm.sampling_params import BeamSearchParams
+
+    source = [{"prompt_token_ids": list(prompt(1, 30))}]
+    off = engine(additional_config={"vllm_trie": {"beam_search": False}}, **OPTIONS)
+    on = engine(**OPTIONS)
+    stock = off.beam_search(source, BeamSearchParams(beam_width=3, max_tokens=6))
+    native = on.beam_search(source, BeamSearchParams(beam_width=3, max_tokens=6))
+    assert scheduler_of(off).beam_counters.groups == 0
+    # Without an end in sight both searches find the same.
+    assert [each.tokens for each in stock[0].sequences] == [
+        each.tokens for each in native[0].sequences
+    ]
+    with pytest.raises(ValueError, match=r'"beam_search"\]=False turns it off'):
+        off.generate(source, beam_params(3), use_tqdm=False)
+    monkeypatch.setenv("VLLM_TRIE_BEAM", "0")
+    groups = scheduler_of(on).beam_counters.groups
+    on.beam_search(source, BeamSearchParams(beam_width=3, max_tokens=4))
+    assert scheduler_of(on).beam_counters.groups == groups
+    with pytest.raises(ValueError, match="VLLM_TRIE_BEAM=0 turns it off"):
+        on.generate(source, beam_params(3), use_tqdm=False)
+
+
+def test_scheduler_of_the_user_is_left_alone(engine):
+    from vllm.sampling_params import BeamSearchParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    llm = engine(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler", **OPTIONS)
+    assert type(scheduler_of(llm)) is Scheduler
+    source = [{"prompt_token_ids": list(prompt(1, 30))}]
+    (result,) = llm.beam_search(source, BeamSearchParams(beam_width=3, max_tokens=4))
+    assert len(result.sequences) == 3
+    with pytest.raises(ValueError, match="scheduler_cls"):
+        llm.generate(source, beam_params(3), use_tqdm=False)
+
+
+def test_lora_requests(engine, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    (adapter := tmp_path / "adapter").mkdir()
+    (merged := tmp_path / "merged").mkdir()
+    make_adapter(adapter, merged)
+    llm = engine(enable_lora=True, max_lora_rank=8, max_loras=1, **OPTIONS)
+    assert RANK <= 8
+    case = Case(prompt(2, 40), 4, max_tokens=10)
+    text, params = request_of(case)
+    (with_adapter,) = llm.generate(
+        [text], params, lora_request=LoRARequest("random", 1, str(adapter)), use_tqdm=False
+    )
+    (without,) = llm.generate([text], params, use_tqdm=False)
+    check_case(SHIPPED, case, without)
+    check_case(str(merged), case, with_adapter)
+    assert [each.token_ids for each in without.outputs] != [
+        each.token_ids for each in with_adapter.outputs
+    ]
+    assert all(math.isfinite(each.score) for each in with_adapter.outputs)
