@@ -25,9 +25,7 @@ def register_test_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
 def speculation(method: str, num_nodes: int, **options: Any) -> dict[str, Any]:
     """Engine options for a tree method."""
     return {
-        "speculative_config": {
-            "method": method, "num_speculative_tokens": num_nodes, **options
-        }
+        "speculative_config": {"method": method, "num_speculative_tokens": num_nodes, **options}
     }
 
 
@@ -64,7 +62,9 @@ def differences(expected: Sequence[Any], found: Sequence[Any]) -> list[str]:
                 at = next((i for i, (x, y) in pairs if x != y), "the end")
                 problems.append(f"prompt {index}: tokens differ from {at}")
             elif (a.text, a.finish_reason, a.stop_reason) != (
-                b.text, b.finish_reason, b.stop_reason
+                b.text,
+                b.finish_reason,
+                b.stop_reason,
             ):
                 problems.append(f"prompt {index}: {a.finish_reason} against {b.finish_reason}")
     return problems

@@ -63,8 +63,8 @@ class Engines:
 
 
 @pytest.fixture(scope="session")
-def _engines() -> Iterator[Engines]:
-    yield Engines()
+def _engines() -> Engines:
+    return Engines()
 
 
 @pytest.fixture

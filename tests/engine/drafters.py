@@ -105,7 +105,9 @@ class FaultyDrafter(OracleDrafter):
             case 3:
                 return TokenTree.from_lists([3, 3], [-1, -1])
             case 4:
-                return TokenTree.from_lists(range(request.max_nodes + 1), [-1] * (request.max_nodes + 1))
+                return TokenTree.from_lists(
+                    range(request.max_nodes + 1), [-1] * (request.max_nodes + 1)
+                )
             case 5:
                 return None
             case 6:

@@ -55,13 +55,9 @@ def texts() -> tuple[str, ...]:
         for request in (_REQUESTS[index % 5], _REQUESTS[(index + 2) % 5]):
             message = [{"role": "user", "content": f"{code}\n\n{request}"}]
             chats.append(
-                tokenizer().apply_chat_template(
-                    message, tokenize=False, add_generation_prompt=True
-                )
+                tokenizer().apply_chat_template(message, tokenize=False, add_generation_prompt=True)
             )
-    plain = [
-        textwrap.dedent(inspect.getsource(subject))[:120] for subject in _SUBJECTS[::3]
-    ]
+    plain = [textwrap.dedent(inspect.getsource(subject))[:120] for subject in _SUBJECTS[::3]]
     return (*chats, *plain, "import", "def main():\n")
 
 

@@ -41,9 +41,7 @@ def test_greedy(engine, expected, method, num_nodes, batch_size):
     before = accepted_tokens(llm)
     outputs = generate(llm, prompts(24), GREEDY, batch_size)
     assert differences(expected[:24], outputs) == []
-    assert accepted_tokens(llm) - before > 0.2 * sum(
-        len(o.outputs[0].token_ids) for o in outputs
-    )
+    assert accepted_tokens(llm) - before > 0.2 * sum(len(o.outputs[0].token_ids) for o in outputs)
 
 
 def test_more_than_64_nodes(engine, expected):
@@ -108,8 +106,7 @@ def test_prefix_cache_hits_on_blocks_that_trees_wrote(engine, expected):
     generate(llm, prompts(), GREEDY)
     # Each prompt again with most of its output: its KV comes from blocks that tree steps filled.
     longer = [
-        {"prompt_token_ids": [*o.prompt_token_ids, *o.outputs[0].token_ids[:150]]}
-        for o in expected
+        {"prompt_token_ids": [*o.prompt_token_ids, *o.outputs[0].token_ids[:150]]} for o in expected
     ]
     short = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, detokenize=False)
     outputs = generate(llm, longer, short)
@@ -130,9 +127,7 @@ def test_up_to_the_length_limit(engine, num_nodes):
     outputs = generate(tree, some, endless)
     assert differences(expected, outputs) == []
     assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
-    assert all(
-        len(o.prompt_token_ids) + len(o.outputs[0].token_ids) == 160 for o in outputs
-    )
+    assert all(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) == 160 for o in outputs)
 
 
 def test_natural_end(engine):

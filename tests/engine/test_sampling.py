@@ -27,12 +27,12 @@ def _test_drafters(monkeypatch):
     register_test_drafters(monkeypatch)
 
 
-def _compare(engine, params, count=12):
+def _compare(engine, params, count=12, **options):
     """The same requests on both engines: equal outputs, and drafts that were accepted."""
     some = prompts(count)
-    expected = generate(engine(), some, params)
+    expected = generate(engine(**options), some, params)
     tell_oracle(expected)
-    tree = engine(**speculation("test_oracle", 24))
+    tree = engine(**speculation("test_oracle", 24), **options)
     before = accepted_tokens(tree)
     found = generate(tree, some, params)
     assert differences(expected, found) == []
@@ -51,7 +51,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 80}
         {"min_tokens": 40, "stop_token_ids": "frequent"},
         {"repetition_penalty": 1.3, "ignore_eos": True},
         {"presence_penalty": 0.8, "frequency_penalty": 0.4, "ignore_eos": True},
-        {"bad_words": ["def", " self", "\n"], "ignore_eos": True},
+        {"bad_words": ["def", "self.", "return", "for i in"], "ignore_eos": True},
         {"allowed_token_ids": list(range(200, 900)), "ignore_eos": True},
         {"prompt_logprobs": 2, "ignore_eos": True},
         {"skip_special_tokens": False, "min_tokens": 30},
@@ -117,20 +117,27 @@ def test_logprobs(engine):
 SCHEMA = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 12},
+        "name": {"enum": ["textwrap", "fractions", "calendar"]},
         "count": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+        "tags": {
+            "type": "array",
+            "items": {"enum": ["red", "green"]},
+            "minItems": 4,
+            "maxItems": 6,
+        },
     },
     "required": ["name", "count", "tags"],
     "additionalProperties": False,
 }
 
+STRUCTURED = StructuredOutputsParams(json=SCHEMA)
+# A model as small as this one would otherwise fill its output with white space.
+COMPACT = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
+
 
 def test_structured_outputs(engine):
-    params = SamplingParams(
-        temperature=0.0, max_tokens=120, structured_outputs=StructuredOutputsParams(json=SCHEMA)
-    )
-    expected, found = _compare(engine, params, count=8)
+    params = SamplingParams(temperature=0.0, max_tokens=200, structured_outputs=STRUCTURED)
+    _, found = _compare(engine, params, count=8, **COMPACT)
     complete = [o.outputs[0].text for o in found if o.outputs[0].finish_reason == "stop"]
     assert complete
     for text in complete:
@@ -138,11 +145,9 @@ def test_structured_outputs(engine):
 
 
 def test_structured_beside_free_requests(engine):
-    structured = SamplingParams(
-        temperature=0.0, max_tokens=60, structured_outputs=StructuredOutputsParams(json=SCHEMA)
-    )
+    structured = SamplingParams(temperature=0.0, max_tokens=60, structured_outputs=STRUCTURED)
     free = SamplingParams(**GREEDY, ignore_eos=True)
-    _compare(engine, [structured if i % 2 else free for i in range(12)])
+    _compare(engine, [structured if i % 2 else free for i in range(12)], **COMPACT)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.8])

@@ -124,7 +124,8 @@ def read(vllm_config: Any) -> TreeConfig | None:
 
 def _collect(engine_args: Any, method: str) -> _Request:
     speculative = {
-        key.replace("-", "_"): value for key, value in (engine_args.speculative_config or {}).items()
+        key.replace("-", "_"): value
+        for key, value in (engine_args.speculative_config or {}).items()
     }
     for flag, key, value in (
         ("--spec-method", "method", engine_args.spec_method),

@@ -18,9 +18,9 @@ FAILURE_REASONS: tuple[FailureReason, ...] = ("error", "malformed", "timeout")
 class GuardedDrafter:
     """A drafter behind a guard.
 
-    A request whose draft fails (an exception, a malformed tree) is decoded plainly from then on; the
-    other requests of the batch keep their drafts. A drafter that exceeds the time limit is switched
-    off for all requests: nobody can wait for it again and again.
+    A request whose draft fails (an exception, a malformed tree) is decoded plainly from then on;
+    the other requests of the batch keep their drafts. A drafter that exceeds the time limit is
+    switched off for all requests: nobody can wait for it again and again.
 
     Attributes:
         seconds: time spent in the drafter.
@@ -56,19 +56,25 @@ class GuardedDrafter:
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._failed_requests.discard(request_id)
+        if self._switched_off:
+            return
         try:
-            self.drafter.release(request_id)
+            self._watchdog.call(lambda: self.drafter.release(request_id))
+        except TimeLimitExceeded as error:
+            self._switch_off(error)
         except Exception:
             self._report("error", f"forgetting request {request_id}")
 
-    def _propose_guarded(self, requests: list[DraftRequest]) -> list[TokenTree]:
+    def _propose_guarded(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        if self._switched_off:  # by another request of this very batch
+            return [TokenTree.empty()] * len(requests)
+        handed_out = list(requests)  # the drafter may do with its list as it likes
         try:
-            trees = self._watchdog.call(lambda: self.drafter.propose(requests))
+            trees = self._watchdog.call(lambda: self.drafter.propose(handed_out))
             if len(trees) != len(requests):
                 raise MalformedTreeError(f"{len(trees)} trees for {len(requests)} requests")
         except TimeLimitExceeded as error:
-            self._switched_off = True
-            self._report("timeout", f"{error}; drafting is switched off")
+            self._switch_off(error)
             return [TokenTree.empty()] * len(requests)
         except Exception as error:
             if len(requests) > 1:  # find the culprit, spare the others
@@ -76,30 +82,32 @@ class GuardedDrafter:
             reason = "malformed" if isinstance(error, MalformedTreeError) else "error"
             self._give_up(requests[0], reason)
             return [TokenTree.empty()]
-        return [
-            self._checked(request, tree) for request, tree in zip(requests, trees, strict=True)
-        ]
+        return [self._checked(request, tree) for request, tree in zip(requests, trees, strict=True)]
 
     def _checked(self, request: DraftRequest, tree: TokenTree) -> TokenTree:
         """The tree if it obeys the rules; otherwise an empty one, and the request is given up."""
         try:
             if not isinstance(tree, TokenTree):
                 raise MalformedTreeError(f"a {type(tree).__name__} instead of a TokenTree")
-            if tree.num_nodes == 0:
-                return tree
             tree.validate(self._vocab_size, request.max_nodes)
             if request.chain_only and not tree.is_chain:
                 return tree.chain()
-        except MalformedTreeError:
+        except Exception:  # the check itself may stumble over what is no array at all
             self._give_up(request, "malformed")
             return TokenTree.empty()
         return tree
+
+    def _switch_off(self, error: TimeLimitExceeded) -> None:
+        self._switched_off = True
+        self._report("timeout", f"{error}; drafting is switched off")
 
     def _give_up(self, request: DraftRequest, reason: FailureReason) -> None:
         self._failed_requests.add(request.request_id)
         self._report(reason, f"request {request.request_id} is decoded without drafts")
         try:
-            self.drafter.release(request.request_id)
+            self._watchdog.call(lambda: self.drafter.release(request.request_id))
+        except TimeLimitExceeded as error:
+            self._switch_off(error)
         except Exception:
             self._logger.debug("release after a failed draft failed too", exc_info=True)
 

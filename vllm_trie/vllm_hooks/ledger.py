@@ -1,8 +1,9 @@
 """The ledger: every symbol of vLLM that the plugin overrides, wraps or relies on.
 
-vLLM's internals are no stable interface. Each line says which symbol is touched, why, which upstream
-issue or pull request is about it and when the line can go. :func:`check` compares the ledger with the
-vLLM that is installed; what has moved makes the plugin step aside instead of failing in a request.
+vLLM's internals are no stable interface. Each line says which symbol is touched, why, which
+upstream issue or pull request is about it and when the line can go. :func:`check` compares the
+ledger with the vLLM that is installed; what has moved makes the plugin step aside instead of
+failing in a request.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Hook:
     """One line of the ledger.
 
     Attributes:
-        target: ``package.module:Class.attribute``; the attribute path may be empty for a whole module.
+        target: ``package.module:Class.attribute``; the attribute path may be empty for a whole
+            module.
         reason: Why the plugin touches it, one sentence.
         parameters: Parameter names that the plugin passes or expects, without ``self``; all of them
             must exist under these names and in this order. ``None`` if the symbol is not called.
@@ -43,7 +45,7 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class LedgerFinding:
-    """What :func:`check` found for one :class:`Hook`; ``detail`` is empty when ``status`` is ``ok``."""
+    """What :func:`check` found for one :class:`Hook`; ``detail`` is empty if all is well."""
 
     target: str
     reason: str

@@ -1,8 +1,9 @@
 """From the worker to vLLM's metrics endpoint and its log.
 
-A worker hangs its :class:`TreeStats` on ``ModelRunnerOutput``; the scheduler, which shares a process
-with it or gets the object pickled, moves them into the ``SpecDecodingStats`` that vLLM already sends
-to the front end; a stat logger there feeds Prometheus counters and writes a line at vLLM's interval.
+A worker hangs its :class:`TreeStats` on ``ModelRunnerOutput``; the scheduler, which shares a
+process with it or gets the object pickled, moves them into the ``SpecDecodingStats`` that vLLM
+already sends to the front end; a stat logger there feeds Prometheus counters and writes a line at
+vLLM's interval.
 """
 
 from __future__ import annotations

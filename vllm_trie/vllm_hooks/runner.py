@@ -157,9 +157,7 @@ class TreeRunnerMixin:
             sample = sample_greedy(argmax, base, self._step_trees)
         else:
             argmax = None
-            sample = sample_levels(
-                self.sampler, logits, base, self._step_trees, sampling_metadata
-            )
+            sample = sample_levels(self.sampler, logits, base, self._step_trees, sampling_metadata)
         self._last_rows = [
             row + (path[-1] + 1 if path else 0)
             for row, path in zip(base, sample.accepted, strict=True)
@@ -182,9 +180,7 @@ class TreeRunnerMixin:
                 self.kv_cache_config, self.compilation_config.static_forward_context
             )
         tables = self.input_batch.block_table
-        slot_mappings = [
-            tables[group.index].slot_mapping.gpu for group in self._cache_groups
-        ]
+        slot_mappings = [tables[group.index].slot_mapping.gpu for group in self._cache_groups]
         compaction.compact(self._cache_groups, slot_mappings, sources, targets)
 
     def _remember_steps(

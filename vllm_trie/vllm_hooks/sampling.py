@@ -1,10 +1,10 @@
 """Lossless verification: walk down each tree with the target model's own samples.
 
-At every node the target's token is drawn by vLLM's own sampler from the target's distribution there;
-if a child carries that token the walk goes down, otherwise the token ends the step. Each output
-token is thus a sample of the target given its prefix, at any temperature. For a deterministic
-drafter the chance of going down is what multi-branch rejection sampling would accept (SpecInfer,
-Miao et al. 2024, section 4.3, with draft probabilities of one).
+At every node the target's token is drawn by vLLM's own sampler from the target's distribution
+there; if a child carries that token the walk goes down, otherwise the token ends the step. Each
+output token is thus a sample of the target given its prefix, at any temperature. For a
+deterministic drafter the chance of going down is what multi-branch rejection sampling would accept
+(SpecInfer, Miao et al. 2024, section 4.3, with draft probabilities of one).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class TreeStats:
         drafting_seconds: time in the drafter.
         verification_seconds: time in the tree walk and the KV moves, the forward pass not included.
         preparation_seconds: time to place the trees into the batch (positions, masks).
-        bookkeeping_seconds: time around the drafter: its requests built, its trees checked and kept.
+        bookkeeping_seconds: time around the drafter: requests built, trees checked and kept.
         draft_failures: failed drafts by reason, see :mod:`vllm_trie.vllm_hooks.drafting`.
     """
 

@@ -43,9 +43,7 @@ def _problems(config: Any) -> Iterator[str]:
     if config.cache_config.kv_sharing_fast_prefill:
         yield "kv_sharing_fast_prefill is not supported; switch it off"
     if config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
-        yield (
-            f"kv_cache_dtype={config.cache_config.cache_dtype!r} is not supported; use 'auto'"
-        )
+        yield (f"kv_cache_dtype={config.cache_config.cache_dtype!r} is not supported; use 'auto'")
     if config.use_v2_model_runner:
         yield (
             "Model Runner V2 is not supported; unset VLLM_USE_V2_MODEL_RUNNER (vLLM then chooses "
@@ -69,7 +67,9 @@ def _platform_problems(config: Any) -> Iterator[str]:
             f"tree attention reads the cache layouts {' and '.join(SUPPORTED_ISAS)} of x86 CPUs"
         )
     if config.model_config.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        yield f"dtype={config.model_config.dtype} is not supported; use float32, bfloat16 or float16"
+        yield (
+            f"dtype={config.model_config.dtype} is not supported; use float32, bfloat16 or float16"
+        )
 
 
 def _model_problems(model: Any) -> Iterator[str]:
@@ -85,9 +85,8 @@ def _model_problems(model: Any) -> Iterator[str]:
         yield f"{name}: encoder-decoder models are not supported"
     if model.uses_mrope:
         yield f"{name}: multimodal rotary positions (M-RoPE) are not supported"
-    if model.get_sliding_window() is not None or getattr(
-        model.hf_text_config, "layer_types", None
-    ) and "sliding_attention" in model.hf_text_config.layer_types:
+    layer_types = getattr(model.hf_text_config, "layer_types", None) or ()
+    if model.get_sliding_window() is not None or "sliding_attention" in layer_types:
         yield (
             f"{name}: sliding-window attention is not supported; if the model allows it, set "
             "disable_sliding_window=True"

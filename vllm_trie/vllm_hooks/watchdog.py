@@ -23,8 +23,8 @@ class Watchdog:
     """Runs calls under a time limit by raising an exception in the calling thread.
 
     The interpreter delivers the exception between two bytecodes, so an endless loop in Python is
-    ended; one inside native code is ended when it comes back. The guard thread sleeps between looks,
-    so a call costs two assignments and a lock, and the limit holds to within a quarter of it.
+    ended; one inside native code is ended when it comes back. The guard thread sleeps between
+    looks, so a call costs two assignments and a lock, and the limit holds to within a quarter.
     """
 
     def __init__(self, limit_s: float) -> None:
