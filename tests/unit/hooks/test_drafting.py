@@ -1,0 +1,257 @@
+"""Whatever a drafter does costs drafts at most."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.drafters.support import VOCAB, make_context, make_request
+from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
+from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.drafting import GuardedDrafter
+
+pytestmark = pytest.mark.timeout(60)  # a watchdog that fails lets the test hang
+
+GOOD = TokenTree.from_lists([5, 6, 7], [-1, 0, -1])
+LOGGER = logging.getLogger("tests.drafting")
+
+Behaviour = Callable[[DraftRequest], Any]
+
+
+class ScriptedDrafter(Drafter):
+    """Does for each request what the test says, and remembers whom it was asked for."""
+
+    name = "scripted"
+    Options = DrafterOptions
+
+    def __init__(self, behaviours: dict[str, Behaviour]) -> None:
+        super().__init__(DrafterOptions(), make_context())
+        self.behaviours = behaviours
+        self.asked: list[list[str]] = []
+        self.released: list[str] = []
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        self.asked.append([r.request_id for r in requests])
+        return [self.behaviours.get(r.request_id, lambda _: GOOD)(r) for r in requests]
+
+    def release(self, request_id: str) -> None:
+        self.released.append(request_id)
+
+
+def guard(drafter: Drafter, time_limit_s: float = 30.0) -> GuardedDrafter:
+    return GuardedDrafter(drafter, VOCAB, time_limit_s, LOGGER)
+
+
+def requests(ids: str, **more: Any) -> list[DraftRequest]:
+    return [make_request([1, 2, 3], request_id, **more) for request_id in ids]
+
+
+def sizes(trees: Sequence[TokenTree]) -> list[int]:
+    return [tree.num_nodes for tree in trees]
+
+
+def fail(request: DraftRequest) -> TokenTree:
+    raise RuntimeError(f"a bug with {request.request_id}")
+
+
+def hang(request: DraftRequest) -> TokenTree:
+    while True:
+        time.sleep(0)
+
+
+def test_good_trees_pass_in_order() -> None:
+    trees = {"a": GOOD, "b": TokenTree.empty(), "c": TokenTree.from_lists([1], [-1])}
+    drafter = ScriptedDrafter({k: lambda _, tree=tree: tree for k, tree in trees.items()})
+    guarded = guard(drafter)
+    found = guarded.propose(requests("cab"))
+    assert [t.token_ids.tolist() for t in found] == [[1], [5, 6, 7], []]
+    assert set(guarded.failures.values()) == {0}
+    assert guarded.seconds > 0
+
+
+def test_a_request_that_fails_is_given_up_and_the_others_are_not() -> None:
+    drafter = ScriptedDrafter({"b": fail})
+    guarded = guard(drafter)
+    assert sizes(guarded.propose(requests("abc"))) == [3, 0, 3]
+    assert guarded.failures == {"error": 1, "malformed": 0, "timeout": 0}
+    assert "b" in drafter.released
+    drafter.asked.clear()
+    assert sizes(guarded.propose(requests("cba"))) == [3, 0, 3]
+    assert drafter.asked == [["c", "a"]]
+    assert guarded.failures["error"] == 1
+
+
+def test_a_failed_request_that_is_alone_is_not_asked_again() -> None:
+    drafter = ScriptedDrafter({"b": fail})
+    guarded = guard(drafter)
+    assert sizes(guarded.propose(requests("b"))) == [0]
+    drafter.asked.clear()
+    assert sizes(guarded.propose(requests("b"))) == [0]
+    assert drafter.asked == []
+
+
+def test_an_ended_request_leaves_nothing_behind() -> None:
+    drafter = ScriptedDrafter({"b": fail})
+    guarded = guard(drafter)
+    guarded.propose(requests("b"))
+    guarded.release("b")
+    drafter.behaviours.clear()
+    assert sizes(guarded.propose(requests("b"))) == [3]
+
+
+INT = np.int32
+MALFORMED: dict[str, Callable[[], Any]] = {
+    "no tree": lambda: None,
+    "a list": lambda: [5, 6, 7],
+    "child before its parent": lambda: TokenTree.from_lists([5, 6], [1, -1]),
+    "its own parent": lambda: TokenTree.from_lists([5], [0]),
+    "parent below -1": lambda: TokenTree.from_lists([5], [-2]),
+    "equal siblings": lambda: TokenTree.from_lists([5, 5], [-1, -1]),
+    "token above the vocabulary": lambda: TokenTree.from_lists([VOCAB], [-1]),
+    "negative token": lambda: TokenTree.from_lists([-1], [-1]),
+    "too many nodes": lambda: TokenTree.from_lists(range(33), range(-1, 32)),
+    "float tokens": lambda: TokenTree(np.array([1.0]), np.array([-1], dtype=INT)),
+    "int64 tokens": lambda: TokenTree(np.array([1]), np.array([-1], dtype=INT)),
+    "lists for arrays": lambda: TokenTree([1], [-1]),  # type: ignore[arg-type]
+    "fewer parents than tokens": lambda: TokenTree(
+        np.array([1, 2], dtype=INT), np.array([-1], dtype=INT)
+    ),
+    "parents of no tokens": lambda: TokenTree(np.array([], dtype=INT), np.array([-1], dtype=INT)),
+    "two dimensions": lambda: TokenTree(
+        np.array([[1, 2]], dtype=INT), np.array([[-1, 0]], dtype=INT)
+    ),
+    "no arrays": lambda: TokenTree(None, None),  # type: ignore[arg-type]
+    "probability above one": lambda: TokenTree.from_lists([1], [-1], [1.5]),
+    "probability above the parent's": lambda: TokenTree.from_lists([1, 2], [-1, 0], [0.5, 0.6]),
+    "flags of another type": lambda: TokenTree(
+        np.array([1], dtype=INT), np.array([-1], dtype=INT), None, np.array([1])
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_malformed_trees_are_found(kind: str) -> None:
+    drafter = ScriptedDrafter({"b": lambda _: MALFORMED[kind]()})
+    guarded = guard(drafter)
+    assert sizes(guarded.propose(requests("abc"))) == [3, 0, 3]
+    assert guarded.failures == {"error": 0, "malformed": 1, "timeout": 0}
+    drafter.asked.clear()
+    guarded.propose(requests("abc"))
+    assert drafter.asked == [["a", "c"]]
+
+
+@pytest.mark.parametrize("answer", [None, [], [GOOD], [GOOD] * 3, 5])
+def test_an_answer_of_the_wrong_shape(answer: Any) -> None:
+    drafter = ScriptedDrafter({})
+    drafter.propose = lambda requests: answer  # type: ignore[method-assign]
+    guarded = guard(drafter)
+    found = sizes(guarded.propose(requests("ab")))
+    # One tree is an answer for one request, so each may be served alone.
+    assert found == ([3, 3] if answer == [GOOD] else [0, 0])
+    assert sum(guarded.failures.values()) == (0 if answer == [GOOD] else 2)
+
+
+def test_a_drafter_that_empties_its_argument() -> None:
+    drafter = ScriptedDrafter({})
+
+    def propose(requests: Any) -> list[TokenTree]:
+        requests.clear()
+        return []
+
+    drafter.propose = propose  # type: ignore[method-assign]
+    guarded = guard(drafter)
+    assert sizes(guarded.propose(requests("ab"))) == [0, 0]
+    assert guarded.failures["malformed"] == 2
+
+
+def test_a_chain_where_a_chain_is_asked_for() -> None:
+    guarded = guard(ScriptedDrafter({}))
+    (tree,) = guarded.propose(requests("a", chain_only=True))
+    assert tree.token_ids.tolist() == [5, 6]
+    assert tree.is_chain
+
+
+def test_a_drafter_that_hangs_is_switched_off() -> None:
+    drafter = ScriptedDrafter({"b": hang})
+    guarded = guard(drafter, time_limit_s=0.1)
+    assert sizes(guarded.propose(requests("abc"))) == [0, 0, 0]
+    assert guarded.failures == {"error": 0, "malformed": 0, "timeout": 1}
+    drafter.asked.clear()
+    drafter.behaviours.clear()
+    assert sizes(guarded.propose(requests("ac"))) == [0, 0]
+    assert drafter.asked == []
+
+
+def test_nobody_waits_twice_when_the_culprit_is_looked_for() -> None:
+    """A batch that fails is tried request by request; the first that hangs ends that."""
+    drafter = ScriptedDrafter({"a": hang, "b": hang, "c": hang})
+
+    def propose(requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        if len(requests) > 1:
+            raise RuntimeError("a bug")
+        return ScriptedDrafter.propose(drafter, requests)
+
+    drafter.propose = propose  # type: ignore[method-assign]
+    guarded = guard(drafter, time_limit_s=0.1)
+    assert sizes(guarded.propose(requests("abc"))) == [0, 0, 0]
+    assert guarded.failures["timeout"] == 1
+    assert drafter.asked == [["a"]]
+
+
+def test_release_may_fail() -> None:
+    drafter = ScriptedDrafter({})
+
+    def release(request_id: str) -> None:
+        raise KeyError(request_id)
+
+    drafter.release = release  # type: ignore[method-assign]
+    guarded = guard(drafter)
+    guarded.release("a")
+    assert guarded.failures["error"] == 1
+
+
+def test_release_may_hang() -> None:
+    drafter = ScriptedDrafter({})
+    calls = []
+
+    def release(request_id: str) -> None:
+        calls.append(request_id)
+        while True:
+            time.sleep(0)
+
+    drafter.release = release  # type: ignore[method-assign]
+    guarded = guard(drafter, time_limit_s=0.1)
+    guarded.release("a")
+    guarded.release("b")
+    assert calls == ["a"]
+    assert guarded.failures["timeout"] == 1
+    assert sizes(guarded.propose(requests("c"))) == [0]
+
+
+def test_only_the_first_failure_is_logged_and_with_its_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    guarded = guard(ScriptedDrafter({"a": fail, "b": lambda _: None}))
+    with caplog.at_level(logging.INFO, logger=LOGGER.name):
+        guarded.propose(requests("abc"))
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    message = record.getMessage()
+    assert "'scripted'" in message
+    assert "request a" in message
+    assert "vllm:trie_draft_failures_total" in message
+    assert record.exc_info is not None
+    assert "a bug with a" in str(record.exc_info[1])
+
+
+def test_an_interrupt_by_the_user_is_not_swallowed() -> None:
+    def interrupt(request: DraftRequest) -> TokenTree:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        guard(ScriptedDrafter({"a": interrupt})).propose(requests("a"))
