@@ -138,9 +138,11 @@ class HiddenStateDrafter(OracleDrafter):
     needs_node_argmax = True
     seen: ClassVar[list[tuple[tuple[int, ...], Any]]] = []
     steps: ClassVar[list[Any]] = []
+    salts: ClassVar[dict[str, str | None]] = {}
 
     def propose_one(self, request: DraftRequest, tokens: list[int]) -> TokenTree:
         self.seen.append((tuple(tokens), request.hidden_state.clone()))
+        self.salts[request.request_id] = request.cache_salt
         self.steps.append((tuple(tokens), request.last_step))
         return super().propose_one(request, tokens)
 

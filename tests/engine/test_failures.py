@@ -86,6 +86,14 @@ def test_hidden_states_and_last_steps(engine, expected):
     assert jumps > 20
 
 
+def test_cache_salts_reach_the_drafter(engine, expected):
+    llm = engine(**speculation("test_hidden_states", 16), enable_prefix_caching=False)
+    HiddenStateDrafter.salts.clear()
+    salted = [{**prompt, "cache_salt": f"tenant {i}"} for i, prompt in enumerate(prompts(2))]
+    generate(llm, [*salted, *prompts(3)[2:]], GREEDY)
+    assert sorted(HiddenStateDrafter.salts.values(), key=str) == [None, "tenant 0", "tenant 1"]
+
+
 def test_the_hidden_state_test_can_fail(engine, expected, monkeypatch):
     """With the hidden state of the wrong row, the assertion above does not hold."""
     llm = engine(**speculation("test_hidden_states", 16), enable_prefix_caching=False)
@@ -104,3 +112,13 @@ def test_the_hidden_state_test_can_fail(engine, expected, monkeypatch):
         for tokens, hidden in HiddenStateDrafter.seen
     )
     assert wrong > 20
+
+
+@pytest.mark.parametrize("value", ["no", 0, None, [False]])
+def test_a_bad_request_option_is_refused(engine, expected, value):
+    llm = engine(**speculation("test_faulty", 16))
+    params = GREEDY.clone()
+    params.extra_args = {"speculation": value}
+    with pytest.raises(ValueError, match=r"extra_args\['speculation'\]=.*must be true"):
+        generate(llm, prompts(1), params)
+    assert differences(expected[:2], generate(llm, prompts(2), GREEDY)) == []

@@ -4,6 +4,25 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+CACHE_SALT = "vllm_trie_cache_salt"
+"""Key of ``SamplingParams.extra_args`` that brings a request's cache salt to the worker."""
+SPECULATION = "speculation"
+"""Key of ``SamplingParams.extra_args`` that switches a request's drafts off."""
+
+
+def check_request_options(params: Any) -> None:
+    """Refuse a request whose own speculation options make no sense.
+
+    Raises:
+        ValueError: naming the option, its value and what is allowed.
+    """
+    value = (getattr(params, "extra_args", None) or {}).get(SPECULATION, True)
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"extra_args[{SPECULATION!r}]={value!r} must be true (the default) or false; false "
+            "decodes the request without drafts"
+        )
+
 
 class DraftingLimits(NamedTuple):
     """Bounds on a request's next tree."""
@@ -33,7 +52,7 @@ def drafting_limits(
     if params is None or state.prompt_token_ids is None:  # pooling, or a prompt of embeddings
         return NO_DRAFT
     extra = params.extra_args or {}
-    if extra.get("speculation") is False:
+    if extra.get(SPECULATION) is False:
         return NO_DRAFT
     if params.thinking_token_budget is not None:
         return NO_DRAFT  # vLLM counts thinking tokens along a chain
@@ -48,5 +67,5 @@ def drafting_limits(
         max_nodes=room,
         max_depth=depth,
         chain_only=params.structured_outputs is not None,
-        cache_salt=getattr(state, "cache_salt", None),
+        cache_salt=extra.get(CACHE_SALT),
     )

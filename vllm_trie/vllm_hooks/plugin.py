@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from vllm_trie.vllm_hooks import arguments, config, ledger, support
+from vllm_trie.vllm_hooks.eligibility import check_request_options
 
 _installed: dict[str, str] = {}
 """What this process has hooked: feature -> "ok" or why it stepped aside."""
@@ -52,12 +53,15 @@ def _try(feature: str, install: Any) -> str:
 
 def _install_speculation() -> None:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.input_processor import InputProcessor
 
-    from vllm_trie.vllm_hooks import metrics
+    from vllm_trie.vllm_hooks import cache_salt, metrics
 
     _wrap_arguments(EngineArgs)
     _wrap_speculative_config(EngineArgs)
     _wrap_engine_config(EngineArgs)
+    _wrap_process_inputs(InputProcessor)
+    cache_salt.install_in_scheduler()
     metrics.install_in_scheduler()
     metrics.install_in_front_end()
 
@@ -123,3 +127,16 @@ def _wrap_engine_config(engine_args: Any) -> None:
         return vllm_config
 
     engine_args.create_engine_config = create_engine_config
+
+
+def _wrap_process_inputs(input_processor: Any) -> None:
+    stock = input_processor.process_inputs
+
+    @functools.wraps(stock)
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        check_request_options(params)
+        return stock(self, request_id, prompt, params, *args, **kwargs)
+
+    input_processor.process_inputs = process_inputs

@@ -27,6 +27,12 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
         retire_when=_PLUGGABLE,
     ),
     Hook(
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        "wrapped: checks extra_args['speculation'] where a bad value is an error of one request",
+        parameters=("request_id", "prompt", "params"),
+        retire_when="requests can opt out of speculation",
+    ),
+    Hook(
         "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer",
         "relied on: instantiates the proposer from the class path in the configuration",
         parameters=("vllm_config",),
@@ -157,6 +163,12 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
         "wrapped: takes the worker's statistics from its output",
         parameters=("scheduler_output", "model_runner_output"),
         retire_when="proposers can report statistics",
+    ),
+    Hook(
+        "vllm.v1.core.sched.scheduler:Scheduler.add_request",
+        "wrapped: sends a request's cache salt along to the worker",
+        parameters=("request",),
+        retire_when="proposers get the requests' cache salts",
     ),
     Hook(
         "vllm.v1.core.sched.scheduler:Scheduler.make_stats",
