@@ -1,0 +1,185 @@
+"""``vllm serve`` with beam search, over real HTTP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.engine.beam.cases import prompt
+from tests.engine.beam.oracle import Case, search
+from vllm_trie.tiny_model import model_path
+
+pytestmark = pytest.mark.slow
+
+START_TIMEOUT_S = 200
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """A client of a server that runs in processes of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [Path(sys.executable).with_name("vllm"), "serve", model_path()]
+    command += ["--dtype", "float32", "--enforce-eager", "--port", port]
+    command += ["--kv-cache-memory-bytes", 64 << 20, "--block-size", 32]
+    command += ["--max-model-len", 512, "--max-num-seqs", 32, "--served-model-name", "tiny"]
+    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [str(word) for word in command],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            assert server.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                    break
+            except OSError:
+                time.sleep(0.5)
+        yield openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120
+        )
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def completion(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options: Any) -> Any:
+    options = {"model": "tiny", "prompt": list(prompt(4, 40)), "max_tokens": 16, **options}
+    return client.completions.create(temperature=0, extra_body=extra or {}, **options)
+
+
+def chat(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options: Any) -> Any:
+    messages = [{"role": "user", "content": "def add(a, b):"}]
+    options = {"model": "tiny", "messages": messages, "max_tokens": 12, **options}
+    return client.chat.completions.create(temperature=0, extra_body=extra or {}, **options)
+
+
+def expected_texts(case: Case) -> list[str]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    return [
+        tokenizer.decode(each.token_ids, skip_special_tokens=True)
+        for each in search(str(model_path()), case)
+    ]
+
+
+def test_completions(client):
+    result = completion(client, {"use_beam_search": True, "length_penalty": 0.6}, n=4)
+    case = Case(prompt(4, 40), 4, length_penalty=0.6)
+    assert [choice.text for choice in result.choices] == expected_texts(case)
+    assert [choice.index for choice in result.choices] == [0, 1, 2, 3]
+    assert result.usage.completion_tokens == sum(
+        len(each.token_ids) for each in search(str(model_path()), case)
+    )
+
+
+def test_completions_with_wider_search_and_modes(client):
+    extra = {"vllm_xargs": {"beam_width": 9, "early_stopping": "never", "length_penalty": 2.0}}
+    result = completion(client, extra, n=3)
+    case = Case(prompt(4, 40), 9, "never", 2.0)
+    assert [choice.text for choice in result.choices] == expected_texts(case)[:3]
+
+
+def test_several_prompts_at_once(client):
+    prompts = [list(prompt(number, 30)) for number in range(3)]
+    result = completion(client, {"use_beam_search": True}, n=3, prompt=prompts)
+    texts = [text for each in prompts for text in expected_texts(Case(tuple(each), 3))]
+    assert [choice.text for choice in result.choices] == texts
+
+
+def test_logprobs(client):
+    result = completion(client, {"use_beam_search": True}, n=3, logprobs=2)
+    for choice in result.choices:
+        assert len(choice.logprobs.token_logprobs) == 16
+        assert all(2 <= len(top) <= 3 for top in choice.logprobs.top_logprobs)
+
+
+def test_chat(client):
+    result = chat(client, {"use_beam_search": True}, n=3, logprobs=True, top_logprobs=2)
+    texts = [choice.message.content for choice in result.choices]
+    assert len(set(texts)) == 3
+    assert all(len(choice.logprobs.content) == 12 for choice in result.choices)
+    wider = chat(client, {"vllm_xargs": {"beam_width": 3}}, n=2)
+    assert [choice.message.content for choice in wider.choices] == texts[:2]
+
+
+def test_stop_string(client):
+    free = completion(client, {"use_beam_search": True, "length_penalty": 0.0}, n=4)
+    stop = free.choices[0].text[3:6]
+    result = completion(client, {"use_beam_search": True, "length_penalty": 0.0}, n=4, stop=stop)
+    assert any(choice.finish_reason == "stop" for choice in result.choices)
+    assert not any(stop in choice.text for choice in result.choices)
+
+
+BAD = [
+    ({"use_beam_search": True}, {"n": 0}, "beam_width"),
+    ({"use_beam_search": True}, {"n": -1}, "beam_width"),
+    ({"use_beam_search": True}, {"n": 10**6}, "beam_width"),
+    ({"use_beam_search": True}, {"n": 33}, "max_num_seqs=32"),
+    ({"use_beam_search": True}, {"n": "many"}, "integer"),
+    ({"use_beam_search": True, "length_penalty": "long"}, {"n": 2}, "length_penalty"),
+    ({"use_beam_search": True, "length_penalty": 1e9}, {"n": 2}, "length_penalty"),
+    ({"use_beam_search": True}, {"n": 2, "logit_bias": {"5": 1}}, "logit_bias"),
+    ({"use_beam_search": "perhaps"}, {"n": 2}, "boolean"),
+    ({"vllm_xargs": {"beam_width": 0}}, {}, "beam_width"),
+    ({"vllm_xargs": {"beam_width": -4}}, {}, "beam_width"),
+    ({"vllm_xargs": {"beam_width": 10**6}}, {}, "max_num_seqs=32"),
+    ({"vllm_xargs": {"beam_width": "four"}}, {}, "beam_width"),
+    ({"vllm_xargs": {"beam_width": [4]}}, {}, "beam_width"),
+    ({"vllm_xargs": {"beam_width": 4.5}}, {}, "beam_width"),
+    ({"vllm_xargs": {"beam_width": 4}}, {"n": 5}, "n must be at most beam_width=4"),
+    ({"vllm_xargs": {"beam_width": 4, "early_stopping": "soon"}}, {}, "early_stopping"),
+]
+
+
+@pytest.mark.parametrize("call", [completion, chat])
+def test_bad_requests_get_400_and_leave_the_server_alive(client, call):
+    for extra, options, message in BAD:
+        with pytest.raises(openai.BadRequestError, match=message):
+            call(client, extra, **options)
+    assert completion(client, {"use_beam_search": True}, n=2).choices
+
+
+@pytest.mark.parametrize("call", [completion, chat])
+@pytest.mark.parametrize("extra", [{"use_beam_search": True}, {"vllm_xargs": {"beam_width": 2}}])
+def test_streaming_gets_400(client, call, extra):
+    with pytest.raises(openai.BadRequestError, match=r"(?i)stream"):
+        for _ in call(client, extra, n=2, stream=True):
+            pass
+    streamed = "".join(chunk.choices[0].text for chunk in completion(client, stream=True))
+    assert streamed == completion(client).choices[0].text
+
+
+def test_a_client_that_goes_away(client):
+    impatient = client.with_options(timeout=0.3)
+    for _ in range(3):
+        with pytest.raises(openai.APITimeoutError):
+            completion(impatient, {"use_beam_search": True}, n=32, max_tokens=400)
+    # Its rows are gone: the widest search fits again.
+    result = completion(client, {"use_beam_search": True}, n=32, max_tokens=4)
+    assert len(result.choices) == 32
