@@ -1,4 +1,4 @@
-"""The method `ngram_trie`: drafts from n-grams of the request's own text."""
+"""The method `ngram_trie`: drafts from n-grams of text that was seen before."""
 
 from __future__ import annotations
 
@@ -10,23 +10,19 @@ import numpy as np
 from pydantic import BaseModel
 
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
+from vllm_trie.drafters.ngram_trie.backend import Backend, Index, Job, choose_backend
 from vllm_trie.drafters.ngram_trie.frequency import FrequencyTrie
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
+from vllm_trie.drafters.ngram_trie.store import RequestStore
 from vllm_trie.tree import TokenTree, depth_first_layout
 
 
-@dataclass(slots=True)
-class _RequestState:
-    trie: FrequencyTrie
-    indexed: np.ndarray
-    """int32, the tokens taken in, to notice a request that came back with other tokens."""
-
-
 class NgramTrieDrafter(Drafter):
-    """Drafts the likeliest continuations of the text's last tokens, as its earlier text has them.
+    """Drafts the likeliest continuations of a text, as earlier text has them.
 
-    State: one index a request, built from the prompt at the first call and extended by the tokens
-    accepted since at each later one.
+    State: an index of each request's own text, built from the prompt at the first call and
+    extended by the tokens accepted since at each later one; with scoring "blended", also the
+    outputs of finished requests.
     """
 
     name: ClassVar[str] = "ngram_trie"
@@ -34,32 +30,116 @@ class NgramTrieDrafter(Drafter):
 
     def __init__(self, options: NgramTrieOptions, context: DrafterContext) -> None:
         super().__init__(options, context)
-        self._states: dict[str, _RequestState] = {}
+        self._scoring: BlendedScoring | FrequencyScoring
+        if options.scoring == "frequency":
+            self._scoring = FrequencyScoring(options)
+        else:
+            self._scoring = BlendedScoring(options, choose_backend())
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        return self._scoring.propose(requests)
+
+    def release(self, request_id: str) -> None:
+        self._scoring.release(request_id)
+
+
+@dataclass(slots=True)
+class _BlendedState:
+    own: Index
+    cache_salt: str | None
+    output: np.ndarray
+    """int32, a copy."""
+
+
+class BlendedScoring:
+    """Contexts of every length vote, in the request's own text and in finished requests."""
+
+    def __init__(self, options: NgramTrieOptions, backend: Backend) -> None:
+        self._options = options
+        self._backend = backend
+        self._states: dict[str, _BlendedState] = {}
+        self.store = (
+            RequestStore(backend, options.max_context_len, options.store_tokens)
+            if options.store_tokens > 0
+            else None
+        )
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        """Draft a tree for each request, in one call of the backend."""
+        drafts = self._backend.draft_batch([self._job(request) for request in requests])
+        if self.store is not None:
+            for request, draft in zip(requests, drafts, strict=True):
+                self.store.mark_used(request.cache_salt, draft.used_text)
+        return [draft.tree for draft in drafts]
+
+    def release(self, request_id: str) -> None:
+        """Forget a request; its output goes to the store."""
+        state = self._states.pop(request_id, None)
+        if state is not None and self.store is not None:
+            self.store.add(state.cache_salt, state.output)
+
+    def _job(self, request: DraftRequest) -> Job:
+        state = self._states.get(request.request_id)
+        if state is None:
+            own = self._backend.new_index(self._options.max_context_len)
+            state = _BlendedState(own, request.cache_salt, np.empty(0, dtype=np.int32))
+            self._states[request.request_id] = state
+        tokens = np.ascontiguousarray(request.token_ids, dtype=np.int32)
+        num_prompt_tokens = min(request.num_prompt_tokens, len(tokens))
+        if self.store is not None:
+            state.output = tokens[num_prompt_tokens:].copy()
+        return Job(
+            own=state.own,
+            store=None if self.store is None else self.store.index(request.cache_salt),
+            corpus=None,
+            tokens=tokens,
+            num_indexed=len(tokens) if self._options.index_output else num_prompt_tokens,
+            max_nodes=request.max_nodes,
+            max_depth=request.max_depth,
+            chain_only=request.chain_only,
+        )
+
+
+@dataclass(slots=True)
+class _FrequencyState:
+    trie: FrequencyTrie
+    indexed: np.ndarray
+    """int32, the tokens taken in, to notice a request that came back with other tokens."""
+
+
+class FrequencyScoring:
+    """The paper's method, as a reference: in plain Python, without a store."""
+
+    def __init__(self, options: NgramTrieOptions) -> None:
+        self._options = options
+        self._states: dict[str, _FrequencyState] = {}
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        """Draft a tree for each request."""
         return [self._propose_one(request) for request in requests]
 
     def release(self, request_id: str) -> None:
+        """Forget a request."""
         self._states.pop(request_id, None)
 
     def _propose_one(self, request: DraftRequest) -> TokenTree:
         state = self._updated_state(request)
         tree = state.trie.draft(
-            request.token_ids[-self.options.max_prefix_len :].tolist(),
+            request.token_ids[-self._options.max_prefix_len :].tolist(),
             request.max_nodes,
             request.max_depth,
             request.chain_only,
         )
         return depth_first_layout(tree)
 
-    def _updated_state(self, request: DraftRequest) -> _RequestState:
+    def _updated_state(self, request: DraftRequest) -> _FrequencyState:
         num_indexed = (
-            len(request.token_ids) if self.options.index_output else request.num_prompt_tokens
+            len(request.token_ids) if self._options.index_output else request.num_prompt_tokens
         )
         tokens = request.token_ids[:num_indexed]
         state = self._states.get(request.request_id)
         if state is None or not np.array_equal(tokens[: len(state.indexed)], state.indexed):
-            state = _RequestState(FrequencyTrie(self.options.ngram_size), tokens[:0])
+            state = _FrequencyState(FrequencyTrie(self._options.ngram_size), tokens[:0])
             self._states[request.request_id] = state
         state.trie.append(tokens[len(state.indexed) :].tolist())
         state.indexed = tokens.copy()

@@ -7,33 +7,56 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from vllm_trie.drafters.base import DrafterOptions
+from vllm_trie.drafters.ngram_trie.constants import MAX_ORDER
 
 
 class NgramTrieOptions(DrafterOptions):
-    """Options of `ngram_trie`; the defaults of the first four are the paper's."""
+    """Options of `ngram_trie`."""
 
-    scoring: Literal["frequency"] = Field(
-        default="frequency",
-        description="How nodes are chosen: 'frequency' is the n-gram-trie paper's method, the "
-        "most frequent continuations of the longest matching suffix.",
-    )
-    ngram_size: int = Field(
-        default=13,
-        ge=2,
-        le=64,
-        description="Window n: a guess is at most ngram_size minus the matched length long.",
-    )
-    max_prefix_len: int = Field(
-        default=3,
-        ge=1,
-        le=16,
-        description="L_p: the longest suffix of the text that is looked up; shorter ones are "
-        "tried when it does not occur.",
+    scoring: Literal["blended", "frequency"] = Field(
+        default="blended",
+        description="How nodes are chosen. 'blended': contexts of every length vote, in the "
+        "request's own text, finished requests and the corpus. 'frequency': the n-gram-trie "
+        "paper's method, the most frequent continuations of the longest matching suffix in the "
+        "request's own text.",
     )
     index_output: bool = Field(
         default=True,
         description="Whether the output is added to the trie as it grows, or the prompt alone "
         "is looked up.",
+    )
+    max_context_len: int = Field(
+        default=MAX_ORDER,
+        ge=1,
+        le=15,
+        description="With scoring 'blended': longest context that votes, in tokens.",
+    )
+    store_tokens: int = Field(
+        default=262_144,
+        ge=0,
+        le=1 << 28,
+        description="With scoring 'blended': tokens of finished requests' outputs that are kept "
+        "to draft from, the least recently used go first; requests only draw on those with the "
+        "same cache_salt. Takes about 250 bytes of memory a token. 0 switches the store off.",
+    )
+    corpus: str | None = Field(
+        default=None,
+        description="With scoring 'blended': a file made by `vllm-trie corpus build` with the "
+        "model's tokenizer, to draft from beside the requests' own text.",
+    )
+    ngram_size: int = Field(
+        default=13,
+        ge=2,
+        le=64,
+        description="With scoring 'frequency': window n; a guess is at most ngram_size minus the "
+        "matched length long.",
+    )
+    max_prefix_len: int = Field(
+        default=3,
+        ge=1,
+        le=16,
+        description="With scoring 'frequency': L_p, the longest suffix of the text that is "
+        "looked up; shorter ones are tried when it does not occur.",
     )
 
     @model_validator(mode="after")

@@ -1,0 +1,199 @@
+"""The index against counts made the slow way, and the compiled core against its Python twin."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_trie.drafters.ngram_trie import native
+from vllm_trie.drafters.ngram_trie.backend import Job, NativeBackend, PythonBackend
+from vllm_trie.drafters.ngram_trie.constants import MAX_SUCCESSORS
+from vllm_trie.drafters.ngram_trie.index import NgramIndex, Node
+
+needs_compiler = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
+
+Gram = tuple[int, ...]
+
+token = st.integers(-1, 3)
+texts = st.lists(token, min_size=1, max_size=30)
+# Add a text, or take out the one at this place among those that are left.
+edits = st.lists(st.one_of(texts, st.integers(0, 5)), max_size=8)
+
+
+def pieces(text: list[int]) -> list[Gram]:
+    """The text, cut at its separators."""
+    out: list[list[int]] = [[]]
+    for item in text:
+        if item < 0:
+            out.append([])
+        else:
+            out[-1].append(item)
+    return [tuple(piece) for piece in out]
+
+
+def expected_counts(texts: list[list[int]], max_order: int) -> dict[Gram, tuple[int, int]]:
+    """Occurrences and Kneser-Ney types of every n-gram, from its definition."""
+    occurrences: Counter[Gram] = Counter()
+    before: defaultdict[Gram, set[object]] = defaultdict(set)
+    for piece in [piece for text in texts for piece in pieces(text)]:
+        for start in range(len(piece)):
+            for end in range(start + 1, min(len(piece), start + max_order + 1) + 1):
+                gram = piece[start:end]
+                occurrences[gram] += 1
+                # Every beginning of a text counts as a token of its own.
+                before[gram].add(piece[start - 1] if start else object())
+    top = max_order + 1
+    return {
+        gram: (count, count if len(gram) == top else len(before[gram]))
+        for gram, count in occurrences.items()
+    }
+
+
+def nodes_of(index: NgramIndex) -> dict[Gram, Node]:
+    found: dict[Gram, Node] = {}
+    stack: list[tuple[Gram, Node]] = [((), index.root)]
+    while stack:
+        path, node = stack.pop()
+        for child in node.children.values():
+            found[(*path, child.token)] = child
+            stack.append(((*path, child.token), child))
+    return found
+
+
+def apply(index: NgramIndex | native.NativeIndex, edits: list[list[int] | int]) -> list[list[int]]:
+    """Make the edits; returns the texts that are left."""
+    left: list[tuple[int, list[int]]] = []
+    for edit in edits:
+        if isinstance(edit, int):
+            if left:
+                number, _ = left.pop(edit % len(left))
+                index.remove_text(number)
+        else:
+            left.append((index.add_text(np.array(edit, dtype=np.int32)), edit))
+    return [text for _, text in left]
+
+
+@given(edits, st.integers(1, 4))
+def test_counts_are_those_of_the_texts_that_are_left(
+    edits: list[list[int] | int], max_order: int
+) -> None:
+    index = NgramIndex(max_order)
+    texts = apply(index, edits)
+    expected = expected_counts(texts, max_order)
+    nodes = nodes_of(index)
+    for gram, node in nodes.items():
+        assert (node.count, node.types) == expected[gram]
+        assert node.once is None or node.count == 1 or len(gram) == max_order + 1
+        assert {*node.hot, *node.cold} == set(node.children.values())
+        assert len(node.hot) == min(len(node.children), MAX_SUCCESSORS)
+        types = [child.types for child in node.hot]
+        assert types == sorted(types, reverse=True)
+    # What has no node occurred once, and so did what comes before its last token.
+    for gram, (count, _) in expected.items():
+        if gram not in nodes:
+            assert count == 1
+            assert expected[gram[:-1]][0] == 1
+    assert index.num_tokens == sum(item >= 0 for text in texts for item in text)
+
+
+@needs_compiler
+@given(
+    edits,
+    st.lists(st.integers(0, 3), max_size=40),
+    st.integers(1, 8),
+    st.integers(0, 40),
+    st.tuples(st.integers(1, 40), st.integers(1, 12), st.booleans()),
+)
+def test_compiled_core_equals_its_twin(
+    edits: list[list[int] | int],
+    text: list[int],
+    max_order: int,
+    num_indexed: int,
+    limits: tuple[int, int, bool],
+) -> None:
+    backends = (NativeBackend(), PythonBackend())
+    drafts = []
+    for backend in backends:
+        store = backend.new_index(max_order)
+        apply(store, edits)
+        own = backend.new_index(max_order)
+        tokens = np.array(text, dtype=np.int32)
+        num_indexed = min(num_indexed, len(text))
+        shorter = Job(own, store, None, tokens[: len(text) // 2], 0, *limits)
+        job = Job(own, store, None, tokens, num_indexed, *limits)
+        half = shorter._replace(num_indexed=min(num_indexed, len(text) // 2))
+        drafts.append([*backend.draft_batch([half]), *backend.draft_batch([job, shorter])])
+        drafts[-1].append((store.num_tokens, store.num_nodes, own.num_nodes))
+    assert drafts[0].pop() == drafts[1].pop()
+    for compiled, readable in zip(*drafts, strict=True):
+        assert compiled.used_text == readable.used_text
+        assert compiled.tree.token_ids.tolist() == readable.tree.token_ids.tolist()
+        assert compiled.tree.parents.tolist() == readable.tree.parents.tolist()
+        if compiled.tree.num_nodes:
+            assert compiled.tree.probabilities.tolist() == readable.tree.probabilities.tolist()
+
+
+@needs_compiler
+@settings(max_examples=20)
+@given(st.integers(0, 2**32 - 1))
+def test_twins_agree_on_contexts_with_many_successors(seed: int) -> None:
+    """More successors than are kept in order, with additions and removals."""
+    results = []
+    for backend in (NativeBackend(), PythonBackend()):
+        rng = np.random.default_rng(seed)
+        store = backend.new_index(2)
+        numbers = []
+        for _ in range(12):
+            if numbers and rng.random() < 0.3:
+                store.remove_text(numbers.pop(rng.integers(len(numbers))))
+            # Small token ids are frequent.
+            text = (120 * rng.random(60) ** 3).astype(np.int32)
+            numbers.append(store.add_text(text))
+        job = Job(backend.new_index(2), store, None, np.array([0], np.int32), 1, 100, 3, False)
+        results.append(backend.draft_batch([job])[0].tree)
+    assert results[0].num_nodes == 100
+    for name in ("token_ids", "parents", "probabilities"):
+        np.testing.assert_array_equal(getattr(results[0], name), getattr(results[1], name))
+
+
+@needs_compiler
+def test_token_ids_up_to_the_largest() -> None:
+    largest = 2**31 - 1
+    text = np.array([largest, largest - 1, 0] * 3, dtype=np.int32)
+    backend = NativeBackend()
+    job = Job(backend.new_index(8), None, None, text, len(text), 8, 8, False)
+    [draft] = backend.draft_batch([job])
+    assert draft.tree.token_ids.tolist()[:3] == [largest, largest - 1, 0]
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["random", "constant", "periodic", "tail"])
+def test_long_prompts_take_linear_time_and_bounded_memory(kind: str) -> None:
+    """Every token makes at most `max_order + 1` nodes, whatever the text."""
+    size = 100_000
+    random = np.random.default_rng(0)
+    text = {
+        "random": random.integers(0, 32_000, size),
+        "constant": np.zeros(size),
+        "periodic": np.arange(size) % 7,
+        "tail": np.r_[random.integers(0, 2, size // 2), np.zeros(size // 2)],
+    }[kind].astype(np.int32)
+    backend = NativeBackend()
+    own = backend.new_index(8)
+    [draft] = backend.draft_batch([Job(own, None, None, text, size, 32, 64, False)])
+    assert draft.tree.num_nodes > 0
+    assert own.num_nodes <= 9 * size
+    assert own.num_bytes <= 250 * size * 3
+    if kind in ("constant", "periodic"):
+        assert own.num_nodes < 100, "a text that repeats itself has few distinct n-grams"
+
+
+@needs_compiler
+def test_removing_what_is_not_there() -> None:
+    index = native.NativeIndex(3)
+    with pytest.raises(KeyError, match="no text 5"):
+        index.remove_text(5)

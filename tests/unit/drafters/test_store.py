@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.drafters.support import make_drafter, make_request
+from vllm_trie.drafters.ngram_trie.backend import PythonBackend
+from vllm_trie.drafters.ngram_trie.store import RequestStore
+
+QUESTION = [1, 2, 3]
+ANSWER = [10, 11, 12, 13, 14]
+
+
+def answered(store_tokens: int = 1000, salt: str | None = None) -> object:
+    """A drafter after one request that said ANSWER."""
+    drafter = make_drafter(store_tokens=store_tokens)
+    drafter.propose(
+        [make_request(QUESTION + ANSWER, "first", num_prompt_tokens=3, cache_salt=salt)]
+    )
+    drafter.release("first")
+    return drafter
+
+
+def drafted(drafter: object, salt: str | None = None) -> list[int]:
+    request = make_request([5, 10, 11], "second", num_prompt_tokens=1, cache_salt=salt)
+    [tree] = drafter.propose([request])  # type: ignore[attr-defined]
+    return tree.chain().token_ids.tolist()
+
+
+def test_finished_outputs_are_drafted_from() -> None:
+    assert drafted(answered())[:3] == [12, 13, 14]
+
+
+def test_the_store_can_be_switched_off() -> None:
+    assert drafted(answered(store_tokens=0))[:1] != [12]
+
+
+@pytest.mark.parametrize(("first", "second"), [(None, "b"), ("a", None), ("a", "b")])
+def test_requests_with_another_salt_learn_nothing(first: str | None, second: str | None) -> None:
+    drafter = answered(salt=first)
+    [with_store] = drafter.propose([make_request([5, 10, 11], "x", cache_salt=second)])  # type: ignore[attr-defined]
+    [without] = make_drafter(store_tokens=0).propose([make_request([5, 10, 11], "x")])
+    for name in ("token_ids", "parents", "probabilities"):
+        np.testing.assert_array_equal(getattr(with_store, name), getattr(without, name))
+    assert drafted(drafter, salt=first)[:3] == [12, 13, 14]
+
+
+def test_prompts_are_not_stored() -> None:
+    drafter = answered()
+    [tree] = drafter.propose([make_request([5, 1, 2], "second", num_prompt_tokens=1)])  # type: ignore[attr-defined]
+    assert 3 not in tree.token_ids
+
+
+def test_the_least_recently_used_text_goes_first() -> None:
+    store = RequestStore(PythonBackend(), max_order=4, max_tokens=30)
+    for start in (0, 100, 200):
+        store.add("salt", np.arange(start, start + 10, dtype=np.int32))
+    store.mark_used("salt", 0)
+    store.mark_used("other", 1)
+    store.mark_used("salt", 77)
+    store.add(None, np.arange(10, dtype=np.int32))
+    index = store.index("salt")
+    assert index is not None
+    assert store.num_tokens == 30
+    assert index.num_tokens == 20
+    known = {t for text in index.texts.values() for t in text}  # type: ignore[attr-defined]
+    assert known == {*range(10), *range(200, 210)}
+
+
+def test_a_match_counts_as_use() -> None:
+    drafter = make_drafter(store_tokens=10)
+    for i, answer in enumerate(([10, 11, 12, 13, 14], [20, 21, 22, 23, 24])):
+        drafter.propose([make_request([i, *answer], str(i), num_prompt_tokens=1)])
+        drafter.release(str(i))
+    drafter.propose([make_request([5, 10, 11, 12], "x", num_prompt_tokens=4)])
+    drafter.propose([make_request([2, 30, 31, 32, 33, 34], "y", num_prompt_tokens=1)])
+    drafter.release("y")
+    [old] = drafter.propose([make_request([5, 10, 11], "u", num_prompt_tokens=3)])
+    [gone] = drafter.propose([make_request([5, 20, 21], "v", num_prompt_tokens=3)])
+    assert old.token_ids.tolist()[:1] == [12]
+    assert 22 not in gone.token_ids
+
+
+@given(st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.integers(0, 20)), max_size=30))
+def test_the_bound_holds(additions: list[tuple[str | None, int]]) -> None:
+    store = RequestStore(PythonBackend(), max_order=2, max_tokens=25)
+    for salt, size in additions:
+        store.add(salt, np.arange(size, dtype=np.int32))
+        held = [store.index(salt) for salt in (None, "a", "b")]
+        assert store.num_tokens == sum(index.num_tokens for index in held if index)
+        assert store.num_tokens <= 25
+        assert size == 0 or store.index(salt) is not None
+    assert store.num_texts <= 25
+
+
+def test_of_a_text_too_long_the_end_is_kept() -> None:
+    store = RequestStore(PythonBackend(), max_order=2, max_tokens=5)
+    store.add(None, np.arange(20, dtype=np.int32))
+    index = store.index(None)
+    assert index is not None
+    assert list(index.texts[0]) == [15, 16, 17, 18, 19]  # type: ignore[attr-defined]

@@ -1,0 +1,158 @@
+"""Blended back-off in readable Python: the twin of core/draft.cpp, and what runs without it.
+
+The probability of the next token blends contexts of every length, in every source, the longest
+first: with n successors counted after a context, u of them distinct, successor t of count c gets
+(c - d) / (n + theta) of the probability that is left, and (theta + d·u) / (n + theta) is passed on
+to the next shorter context. This is the predictive rule of the hierarchical Pitman-Yor process with
+one table a type, that is, interpolated Kneser-Ney smoothing.
+
+Source: Teh, "A hierarchical Bayesian language model based on Pitman-Yor processes" (2006), eq. 4.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm_trie.drafters.ngram_trie.constants import MIN_LEFT, OWN, SHARED, Source, at_order
+from vllm_trie.drafters.ngram_trie.index import NgramIndex, Node, Place
+from vllm_trie.tree import ROOT, TokenTree, depth_first_layout
+
+Match = Node | Place
+"""A context that occurred: its node, or, past the end of the nodes, its last token's place."""
+
+
+class LongestMatch(NamedTuple):
+    """The longest known suffix of the text in one source."""
+
+    length: int
+    text: int
+    """The source's text in which it occurred last."""
+
+
+class BlendedDraft(NamedTuple):
+    """A drafted tree."""
+
+    tree: TokenTree
+    matches: list[LongestMatch]
+    """One a source."""
+
+
+def draft(
+    indexes: Sequence[NgramIndex],
+    token_ids: Sequence[int],
+    max_nodes: int,
+    max_depth: int,
+    chain_only: bool,
+) -> BlendedDraft:
+    """The tree of the `max_nodes` likeliest continuations of `token_ids`.
+
+    Args:
+        indexes: sources in the order in which they are believed; the first is the request's own
+            text, the others are shared.
+        token_ids: the text that is continued.
+        max_nodes, max_depth, chain_only: limits of the tree.
+    """
+    sources = [(index, OWN if i == 0 else SHARED) for i, index in enumerate(indexes)]
+    start = [_match_suffix(index, token_ids) for index in indexes]
+    tokens: list[int] = []
+    parents: list[int] = []
+    probabilities: list[float] = []
+    # (-probability, order of discovery, token, parent, depth, contexts of the parent)
+    heap: list[tuple[float, int, int, int, int, list[list[Match]]]] = []
+    discovered = 0
+
+    def discover(contexts: list[list[Match]], above: float, parent: int, depth: int) -> None:
+        nonlocal discovered
+        for token, probability in _predict(sources, contexts).items():
+            item = (-(above * probability), discovered, token, parent, depth, contexts)
+            heapq.heappush(heap, item)
+            discovered += 1
+
+    discover(start, 1.0, ROOT, 1)
+    while heap and len(tokens) < max_nodes:
+        negative, _, token, parent, depth, contexts = heapq.heappop(heap)
+        tokens.append(token)
+        parents.append(parent)
+        probabilities.append(min(-negative, 1.0))
+        if chain_only:
+            heap.clear()
+        if depth < max_depth:
+            longer = [
+                _advance(index, known, token)
+                for index, known in zip(indexes, contexts, strict=True)
+            ]
+            discover(longer, -negative, len(tokens) - 1, depth + 1)
+    tree = TokenTree.from_lists(tokens, parents, probabilities)
+    return BlendedDraft(
+        depth_first_layout(tree) if tokens else TokenTree.empty(),
+        [LongestMatch(len(known) - 1, known[-1].text) for known in start],
+    )
+
+
+def _match_suffix(index: NgramIndex, token_ids: Sequence[int]) -> list[Match]:
+    """The contexts at the end of a text, by length. If one occurred, so did all shorter ones."""
+    matches: list[Match] = [index.root]
+    for length in range(1, min(index.max_order, len(token_ids)) + 1):
+        match: Match | None = index.root
+        for token in token_ids[len(token_ids) - length :]:
+            match = _follow(index, match, int(token))
+            if match is None:
+                return matches
+        matches.append(match)
+    return matches
+
+
+def _advance(index: NgramIndex, contexts: list[Match], token: int) -> list[Match]:
+    """The contexts that end one token later."""
+    longer: list[Match] = [index.root]
+    for match in contexts[: index.max_order]:
+        child = _follow(index, match, token)
+        if child is None:
+            break
+        longer.append(child)
+    return longer
+
+
+def _follow(index: NgramIndex, match: Match, token: int) -> Match | None:
+    place = match if isinstance(match, Place) else match.once
+    if place is not None:
+        after = Place(place.text, place.position + 1)
+        return after if index.token_at(after) == token else None
+    return match.children.get(token)
+
+
+def _predict(
+    sources: Sequence[tuple[NgramIndex, Source]], contexts: Sequence[list[Match]]
+) -> dict[int, float]:
+    """Probability of each likely next token, in the order in which they were met."""
+    successors: dict[int, float] = {}
+    left = 1.0
+    for order in range(max(len(known) for known in contexts) - 1, -1, -1):
+        if left < MIN_LEFT:
+            break
+        for (index, source), known in zip(sources, contexts, strict=True):
+            if order >= len(known):
+                continue
+            concentration = at_order(source.concentration, order)
+            discount = at_order(source.discount, order)
+            counts, num_types, num_children = _counts(index, known[order])
+            if num_children == 0:
+                continue
+            total = num_types + concentration
+            for token, count in counts:
+                share = left * (count - discount) / total
+                successors[token] = successors.get(token, 0.0) + share
+            left = left * (concentration + discount * num_children) / total
+    return successors
+
+
+def _counts(index: NgramIndex, match: Match) -> tuple[list[tuple[int, int]], int, int]:
+    """(successor, count) of the likeliest successors; sum of all counts; number of successors."""
+    place = match if isinstance(match, Place) else match.once
+    if place is not None:
+        token = index.token_at(Place(place.text, place.position + 1))
+        return ([(token, 1)], 1, 1) if token >= 0 else ([], 0, 0)
+    successors = [(child.token, child.types) for child in match.hot]
+    return successors, match.child_types, len(match.children)

@@ -1,0 +1,181 @@
+// The C interface that native.py calls through ctypes. Nothing throws across it: what runs out of
+// memory returns an error instead.
+
+#include <new>
+
+#include "draft.hpp"
+
+using ngram::Index;
+using ngram::kNone;
+using ngram::Node;
+using ngram::View;
+
+namespace {
+
+// An index in a mapped file. The arrays belong to the caller.
+struct Corpus {
+    ngram::Text text;
+    View view;
+};
+
+// A match of this many tokens counts as a use of the stored text that it was found in.
+constexpr int32_t kUseLength = 3;
+
+bool in_range(int64_t value, int64_t low, int64_t high) { return low <= value && value < high; }
+
+// Whether reading the arrays can leave them: every index is in its range, and no search is endless.
+bool is_sound(const View& view, int64_t num_nodes, int64_t table_size, int64_t num_tokens,
+              int32_t vocab_size) {
+    bool has_free_slot = false;
+    for (int64_t slot = 0; slot < table_size; ++slot) {
+        if (!in_range(view.table[slot], kNone, num_nodes)) return false;
+        has_free_slot |= view.table[slot] == kNone;
+    }
+    if (!has_free_slot) return false;
+    for (int64_t id = 0; id < num_nodes; ++id) {
+        const Node& node = view.nodes[id];
+        const bool is_root = id == ngram::kRoot;
+        if (!is_root && !in_range(node.token, 0, vocab_size)) return false;
+        if (!is_root && !in_range(node.parent, 0, num_nodes)) return false;
+        if (!in_range(node.first_child, kNone, num_nodes)) return false;
+        if (!in_range(node.next, kNone, num_nodes)) return false;
+        if (!in_range(node.pos, kNone, num_tokens)) return false;
+        if (!is_root && node.doc != 0) return false;
+        if (node.types < 1 || node.child_types < 0 || node.num_children < 0) return false;
+    }
+    for (int64_t i = 0; i < num_tokens; ++i)
+        if (!in_range(view.texts[0].tokens[i], kNone, vocab_size)) return false;
+    return true;
+}
+
+// Bring a request's index up to date: `size` tokens of which it may know some, or other ones.
+void synchronize(Index& index, const int32_t* tokens, int64_t size) {
+    if (index.is_empty()) index.begin_text();
+    const std::vector<int32_t>* text = &index.text(0);
+    const int64_t known = static_cast<int64_t>(text->size());
+    if (known > size || std::memcmp(text->data(), tokens, known * sizeof(int32_t)) != 0) {
+        index.clear();
+        index.begin_text();
+        text = &index.text(0);
+    }
+    const int64_t first = static_cast<int64_t>(text->size());
+    if (first == 0) index.reserve(static_cast<int32_t>(size));
+    for (int64_t i = first; i < size; ++i) index.append(tokens[i]);
+}
+
+}  // namespace
+
+extern "C" {
+
+// One request of a batch; the last two members are results.
+struct DraftJob {
+    Index* own;
+    const Index* store;      // may be null
+    const Corpus* corpus;    // may be null
+    const int32_t* tokens;
+    int64_t num_tokens;
+    int64_t num_indexed;     // leading tokens that belong in `own`
+    ngram::Limits limits;
+    int32_t num_nodes;
+    int32_t used_text;       // text of `store` that matched, kNone if none
+};
+
+Index* ngram_index_new(int32_t max_order) {
+    if (max_order < 1 || max_order > ngram::kMaxOrder) return nullptr;
+    try {
+        return new Index(max_order);
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
+
+void ngram_index_free(Index* index) { delete index; }
+int64_t ngram_index_num_bytes(const Index* index) { return index->num_bytes(); }
+int64_t ngram_index_num_tokens(const Index* index) { return index->num_tokens(); }
+int64_t ngram_index_num_nodes(const Index* index) { return index->num_nodes(); }
+
+// Add a text; negative tokens separate. Returns its number, or kNone without memory.
+int32_t ngram_index_add(Index* index, const int32_t* tokens, int64_t num_tokens) {
+    try {
+        const int32_t doc = index->begin_text();
+        index->reserve(static_cast<int32_t>(num_tokens));
+        for (int64_t i = 0; i < num_tokens; ++i) index->append(tokens[i]);
+        return doc;
+    } catch (const std::bad_alloc&) {
+        return kNone;
+    }
+}
+
+int32_t ngram_index_remove(Index* index, int32_t doc) {
+    if (!index->has_text(doc)) return kNone;
+    try {
+        index->remove_text(doc);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return kNone;
+    }
+}
+
+// The arrays of an index, for writing them to a file.
+void ngram_index_arrays(const Index* index, const void** nodes, int64_t* num_nodes,
+                        const int32_t** table, int64_t* table_size) {
+    *nodes = index->nodes().data();
+    *num_nodes = static_cast<int64_t>(index->nodes().size());
+    *table = index->table().data();
+    *table_size = static_cast<int64_t>(index->table().size());
+}
+
+// An index over arrays that the caller keeps alive; null if they are not sound.
+Corpus* ngram_corpus_open(const void* nodes, int64_t num_nodes, const int32_t* table,
+                          int64_t table_size, const int32_t* tokens, int64_t num_tokens,
+                          int32_t max_order, int32_t vocab_size) {
+    const bool is_power_of_two = table_size > 0 && (table_size & (table_size - 1)) == 0;
+    if (!is_power_of_two || num_nodes < 1 || num_nodes > INT32_MAX || num_tokens > INT32_MAX ||
+        max_order < 1 || max_order > ngram::kMaxOrder)
+        return nullptr;
+    Corpus* corpus = new (std::nothrow) Corpus;
+    if (corpus == nullptr) return nullptr;
+    corpus->text = {tokens, static_cast<int32_t>(num_tokens)};
+    corpus->view = {static_cast<const Node*>(nodes), table, static_cast<uint32_t>(table_size - 1),
+                    &corpus->text, max_order};
+    if (!is_sound(corpus->view, num_nodes, table_size, num_tokens, vocab_size)) {
+        delete corpus;
+        return nullptr;
+    }
+    return corpus;
+}
+
+void ngram_corpus_close(Corpus* corpus) { delete corpus; }
+
+// Draft for a batch. Row i of the outputs, `stride` entries long, holds the tree of job i.
+// Returns 0, or kNone without memory.
+int32_t ngram_draft(DraftJob* jobs, int32_t num_jobs, const ngram::Scoring* scoring,
+                    int32_t stride, int32_t* token_ids, int32_t* parents, float* probabilities) {
+    static thread_local ngram::Drafter drafter;
+    try {
+        for (int32_t i = 0; i < num_jobs; ++i) {
+            DraftJob& job = jobs[i];
+            synchronize(*job.own, job.tokens, job.num_indexed);
+            View sources[ngram::kMaxSources];
+            int32_t num_sources = 0;
+            sources[num_sources++] = job.own->view();
+            if (job.store != nullptr) sources[num_sources++] = job.store->view();
+            if (job.corpus != nullptr) sources[num_sources++] = job.corpus->view;
+            drafter.draft(sources, num_sources, *scoring, job.tokens, job.num_tokens, job.limits);
+            job.num_nodes = drafter.num_nodes();
+            job.used_text = job.store == nullptr ? kNone : drafter.matched_text(1, kUseLength);
+            const size_t offset = static_cast<size_t>(i) * stride;
+            const size_t count = static_cast<size_t>(job.num_nodes);
+            if (count == 0) continue;
+            std::memcpy(token_ids + offset, drafter.token_ids.data(), count * sizeof(int32_t));
+            std::memcpy(parents + offset, drafter.parents.data(), count * sizeof(int32_t));
+            std::memcpy(probabilities + offset, drafter.probabilities.data(),
+                        count * sizeof(float));
+        }
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return kNone;
+    }
+}
+
+}  // extern "C"

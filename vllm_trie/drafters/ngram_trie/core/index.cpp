@@ -1,0 +1,280 @@
+#include "index.hpp"
+
+#include <algorithm>
+
+namespace ngram {
+
+int64_t Index::num_bytes() const {
+    int64_t bytes = static_cast<int64_t>(nodes_.capacity() * sizeof(Node) +
+                                         table_.capacity() * sizeof(int32_t));
+    for (const auto& text : owned_) bytes += static_cast<int64_t>(text.capacity() * sizeof(int32_t));
+    return bytes;
+}
+
+void Index::reserve(int32_t num_tokens) {
+    owned_[current_].reserve(owned_[current_].size() + num_tokens);
+    nodes_.reserve(nodes_.size() + num_tokens + num_tokens / 2);
+}
+
+int32_t Index::begin_text() {
+    if (free_docs_.empty()) {
+        current_ = static_cast<int32_t>(owned_.size());
+        owned_.emplace_back();
+        texts_.push_back({nullptr, 0});
+    } else {
+        current_ = free_docs_.back();
+        free_docs_.pop_back();
+    }
+    open_.assign(1, kRoot);
+    return current_;
+}
+
+void Index::append(int32_t token) {
+    std::vector<int32_t>& text = owned_[current_];
+    const int32_t pos = static_cast<int32_t>(text.size());
+    text.push_back(token);
+    texts_[current_] = {text.data(), pos + 1};
+    if (token < 0) {
+        open_.assign(1, kRoot);
+        return;
+    }
+    ++num_tokens_;
+    next_open_.clear();
+    // From the longest context down. The n-gram one token longer is new unless it was found.
+    bool longer_is_new = true;
+    int32_t order = static_cast<int32_t>(open_.size()) - 1;
+    for (int32_t context : open_) {
+        const int32_t child = view().find(context, token);
+        if (child == kNone) {
+            add_child(context, token, current_, pos);
+        } else {
+            ++nodes_[child].count;
+            if (longer_is_new || order == max_order_) one_more_type(child);
+            longer_is_new = false;
+            if (order < max_order_) {
+                if (nodes_[child].pos != kNone)
+                    enter_successor(child, nodes_[child].doc, nodes_[child].pos);
+                next_open_.push_back(child);
+            }
+            nodes_[child].doc = current_;
+        }
+        --order;
+    }
+    next_open_.push_back(kRoot);
+    open_.swap(next_open_);
+}
+
+// The n-gram `id` is about to occur again: from now on its successors are nodes.
+void Index::enter_successor(int32_t id, int32_t doc, int32_t pos) {
+    nodes_[id].pos = kNone;
+    const int32_t token = view().token_after(doc, pos);
+    if (token >= 0) add_child(id, token, doc, pos + 1);
+}
+
+void Index::remove_text(int32_t doc) {
+    const std::vector<int32_t>& text = owned_[doc];
+    const int32_t size = static_cast<int32_t>(text.size());
+    const int32_t width = max_order_ + 1;
+    // found[start * width + length - 1]: node of the n-gram, kNone where it is not a node.
+    std::vector<int32_t> found(static_cast<size_t>(size) * width, kNone);
+    for (int32_t start = 0; start < size; ++start) {
+        int32_t node = kRoot;
+        for (int32_t length = 1; length <= width && start + length <= size; ++length) {
+            const int32_t token = text[start + length - 1];
+            if (token < 0) break;
+            node = view().find(node, token);
+            if (node == kNone) break;
+            found[static_cast<size_t>(start) * width + length - 1] = node;
+        }
+    }
+    // From the end of the text: an n-gram goes after all those that begin with it.
+    for (int32_t end = size - 1; end >= 0; --end) {
+        if (text[end] < 0) continue;
+        int32_t longest = 1;
+        while (longest < width && end - longest >= 0 && text[end - longest] >= 0) ++longest;
+        bool longer_vanished = true;
+        for (int32_t length = longest; length >= 1; --length) {
+            const int32_t id = found[static_cast<size_t>(end - length + 1) * width + length - 1];
+            if (id == kNone) continue;  // it occurred here alone, and vanishes with the text
+            const bool is_top = length == width;
+            --nodes_[id].count;
+            if (longer_vanished || is_top) one_type_less(id);
+            longer_vanished = nodes_[id].count == 0;
+            if (longer_vanished) remove_node(id);
+        }
+        --num_tokens_;
+    }
+    std::vector<int32_t>().swap(owned_[doc]);
+    texts_[doc] = {nullptr, 0};
+    free_docs_.push_back(doc);
+}
+
+int32_t Index::new_node(int32_t parent, int32_t token, int32_t doc, int32_t pos) {
+    const Node node = {token, parent, kNone, kNone, kNone, kNone, 0, 1, 1, 0, 0, doc, pos};
+    if (free_nodes_.empty()) {
+        nodes_.push_back(node);
+        return static_cast<int32_t>(nodes_.size()) - 1;
+    }
+    const int32_t id = free_nodes_.back();
+    free_nodes_.pop_back();
+    nodes_[id] = node;
+    return id;
+}
+
+int32_t Index::add_child(int32_t parent, int32_t token, int32_t doc, int32_t pos) {
+    const int32_t id = new_node(parent, token, doc, pos);
+    insert_entry(id);
+    Node& above = nodes_[parent];
+    ++above.num_children;
+    ++above.child_types;
+    const int32_t tail = above.hot_tail;
+    if (tail == kNone) {
+        above.first_child = above.hot_tail = id;
+        nodes_[id].is_hot = 1;
+    } else {
+        link_after(id, tail);
+        if (above.num_children <= kMaxHot) {
+            above.hot_tail = id;
+            nodes_[id].is_hot = 1;
+        }
+        move_up(id);
+    }
+    return id;
+}
+
+void Index::remove_node(int32_t id) {
+    const Node& node = nodes_[id];
+    Node& above = nodes_[node.parent];
+    above.child_types -= node.types;
+    --above.num_children;
+    if (node.is_hot) {
+        // The first child that is not kept in order takes its place.
+        const int32_t next_hot = nodes_[above.hot_tail].next;
+        if (above.hot_tail == id) above.hot_tail = node.prev;
+        unlink(id);
+        if (next_hot != kNone) {
+            above.hot_tail = next_hot;
+            nodes_[next_hot].is_hot = 1;
+            move_up(next_hot);
+        }
+    } else {
+        unlink(id);
+    }
+    erase_entry(id);
+    free_nodes_.push_back(id);
+}
+
+void Index::unlink(int32_t id) {
+    Node& node = nodes_[id];
+    if (node.prev == kNone)
+        nodes_[node.parent].first_child = node.next;
+    else
+        nodes_[node.prev].next = node.next;
+    if (node.next != kNone) nodes_[node.next].prev = node.prev;
+}
+
+void Index::link_before(int32_t id, int32_t place) {
+    Node& node = nodes_[id];
+    node.next = place;
+    node.prev = nodes_[place].prev;
+    nodes_[place].prev = id;
+    if (node.prev == kNone)
+        nodes_[node.parent].first_child = id;
+    else
+        nodes_[node.prev].next = id;
+}
+
+void Index::link_after(int32_t id, int32_t place) {
+    Node& node = nodes_[id];
+    node.prev = place;
+    node.next = nodes_[place].next;
+    nodes_[place].next = id;
+    if (node.next != kNone) nodes_[node.next].prev = id;
+}
+
+// Put a child whose `types` grew where it belongs; of equals the one that grew last is first.
+void Index::move_up(int32_t id) {
+    Node& node = nodes_[id];
+    Node& above = nodes_[node.parent];
+    if (!node.is_hot) {
+        const int32_t tail = above.hot_tail;
+        if (nodes_[tail].types > node.types) return;
+        unlink(id);
+        link_before(id, tail);
+        node.is_hot = 1;
+        nodes_[tail].is_hot = 0;
+        above.hot_tail = id;
+    }
+    int32_t place = node.prev;
+    if (place == kNone || nodes_[place].types > node.types) return;
+    while (nodes_[place].prev != kNone && nodes_[nodes_[place].prev].types <= node.types)
+        place = nodes_[place].prev;
+    if (above.hot_tail == id) above.hot_tail = node.prev;
+    unlink(id);
+    link_before(id, place);
+}
+
+// Put a child whose `types` shrank where it belongs among those that are kept in order.
+void Index::move_down(int32_t id) {
+    Node& node = nodes_[id];
+    Node& above = nodes_[node.parent];
+    if (!node.is_hot || above.hot_tail == id) return;
+    int32_t place = id;
+    while (place != above.hot_tail && nodes_[nodes_[place].next].types > node.types)
+        place = nodes_[place].next;
+    if (place == id) return;
+    if (above.hot_tail == place) above.hot_tail = id;
+    unlink(id);
+    link_after(id, place);
+}
+
+void Index::one_more_type(int32_t id) {
+    ++nodes_[id].types;
+    ++nodes_[nodes_[id].parent].child_types;
+    move_up(id);
+}
+
+void Index::one_type_less(int32_t id) {
+    --nodes_[id].types;
+    --nodes_[nodes_[id].parent].child_types;
+    move_down(id);
+}
+
+void Index::insert_entry(int32_t id) {
+    if (++num_entries_ * 2 > static_cast<int64_t>(table_.size())) grow_table();
+    const uint32_t mask = static_cast<uint32_t>(table_.size() - 1);
+    uint32_t slot = hash_edge(nodes_[id].parent, nodes_[id].token) & mask;
+    while (table_[slot] != kNone) slot = (slot + 1) & mask;
+    table_[slot] = id;
+}
+
+void Index::grow_table() {
+    std::vector<int32_t> old(table_.size() * 4, kNone);
+    old.swap(table_);
+    const uint32_t mask = static_cast<uint32_t>(table_.size() - 1);
+    for (int32_t id : old) {
+        if (id == kNone) continue;
+        uint32_t slot = hash_edge(nodes_[id].parent, nodes_[id].token) & mask;
+        while (table_[slot] != kNone) slot = (slot + 1) & mask;
+        table_[slot] = id;
+    }
+}
+
+// Linear probing without tombstones: entries behind the hole move into it.
+void Index::erase_entry(int32_t id) {
+    --num_entries_;
+    const uint32_t mask = static_cast<uint32_t>(table_.size() - 1);
+    uint32_t hole = hash_edge(nodes_[id].parent, nodes_[id].token) & mask;
+    while (table_[hole] != id) hole = (hole + 1) & mask;
+    for (uint32_t slot = (hole + 1) & mask; table_[slot] != kNone; slot = (slot + 1) & mask) {
+        const Node& node = nodes_[table_[slot]];
+        const uint32_t home = hash_edge(node.parent, node.token) & mask;
+        if (((slot - home) & mask) >= ((slot - hole) & mask)) {
+            table_[hole] = table_[slot];
+            hole = slot;
+        }
+    }
+    table_[hole] = kNone;
+}
+
+}  // namespace ngram

@@ -1,0 +1,251 @@
+"""The compiled n-gram index and drafter, and the Python types that stand for them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_trie.drafters.ngram_trie.constants import OWN, SHARED, Source, at_order
+from vllm_trie.native import load_library
+from vllm_trie.tree import TokenTree
+
+if TYPE_CHECKING:
+    from vllm_trie.drafters.ngram_trie.backend import Job
+
+_FOLDER = Path(__file__).parent / "core"
+_NUM_ORDERS = 16
+_NONE = -1
+NODE_BYTES = 52
+"""Size of a node in memory and in a corpus file."""
+
+
+class _Scoring(ctypes.Structure):
+    _fields_ = [
+        (name, c_double * _NUM_ORDERS)
+        for name in (
+            "own_concentration",
+            "own_discount",
+            "shared_concentration",
+            "shared_discount",
+        )
+    ]
+
+
+class _DraftJob(ctypes.Structure):
+    _fields_ = [
+        ("own", c_void_p),
+        ("store", c_void_p),
+        ("corpus", c_void_p),
+        ("tokens", c_void_p),
+        ("num_tokens", c_int64),
+        ("num_indexed", c_int64),
+        ("max_nodes", c_int32),
+        ("max_depth", c_int32),
+        ("chain_only", c_int32),
+        ("num_nodes", c_int32),
+        ("used_text", c_int32),
+    ]
+
+
+class NativeIndex:
+    """An index of texts in native memory, freed with the object."""
+
+    def __init__(self, max_order: int) -> None:
+        self._library = require_library()
+        self.handle = self._library.ngram_index_new(max_order)
+        if not self.handle:
+            raise MemoryError("no memory for an n-gram index")
+        self.max_order = max_order
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.ngram_index_free(self.handle)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._library.ngram_index_num_tokens(self.handle))
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self._library.ngram_index_num_nodes(self.handle))
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._library.ngram_index_num_bytes(self.handle))
+
+    def add_text(self, token_ids: np.ndarray) -> int:
+        """Add a text of int32 tokens (negative ones separate); returns its number."""
+        tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
+        text = self._library.ngram_index_add(self.handle, tokens.ctypes.data, len(tokens))
+        if text == _NONE:
+            raise MemoryError("no memory for the n-grams of a text")
+        return int(text)
+
+    def remove_text(self, text: int) -> None:
+        """Take a text out again."""
+        if self._library.ngram_index_remove(self.handle, text) == _NONE:
+            raise KeyError(f"the index holds no text {text}")
+
+    def arrays(self) -> tuple[bytes, bytes]:
+        """Copies of the node array and of the hash table."""
+        nodes, table = c_void_p(), c_void_p()
+        num_nodes, table_size = c_int64(), c_int64()
+        self._library.ngram_index_arrays(
+            self.handle,
+            ctypes.byref(nodes),
+            ctypes.byref(num_nodes),
+            ctypes.byref(table),
+            ctypes.byref(table_size),
+        )
+        return (
+            ctypes.string_at(nodes.value or 0, num_nodes.value * NODE_BYTES),
+            ctypes.string_at(table.value or 0, table_size.value * 4),
+        )
+
+
+class NativeCorpus:
+    """A read-only index over arrays that live elsewhere, in a mapped file."""
+
+    def __init__(
+        self,
+        nodes: np.ndarray,
+        table: np.ndarray,
+        tokens: np.ndarray,
+        max_order: int,
+        vocab_size: int,
+    ) -> None:
+        """`nodes` uint8 [n * NODE_BYTES], `table` int32 (its size a power of two), `tokens` int32.
+
+        Raises:
+            ValueError: the arrays are not those of an index.
+        """
+        self._library = require_library()
+        self._arrays = (nodes, table, tokens)
+        self.handle = self._library.ngram_corpus_open(
+            nodes.ctypes.data,
+            len(nodes) // NODE_BYTES,
+            table.ctypes.data,
+            len(table),
+            tokens.ctypes.data,
+            len(tokens),
+            max_order,
+            vocab_size,
+        )
+        if not self.handle:
+            raise ValueError("the arrays do not form an n-gram index")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.ngram_corpus_close(self.handle)
+
+
+def draft_batch(jobs: Sequence[Job]) -> list[tuple[TokenTree, int]]:
+    """Draft for every job in one native call; updates the jobs' own indexes.
+
+    Returns:
+        For each job its tree, and the text of its store that matched (-1 if none did).
+    """
+    if not jobs:
+        return []
+    library = require_library()
+    rows = (_DraftJob * len(jobs))()
+    stride = 1
+    for row, job in zip(rows, jobs, strict=True):
+        row.own = job.own.handle
+        row.store = None if job.store is None else job.store.handle
+        row.corpus = None if job.corpus is None else job.corpus.handle
+        row.tokens = job.tokens.ctypes.data
+        row.num_tokens = len(job.tokens)
+        row.num_indexed = job.num_indexed
+        row.max_nodes = job.max_nodes
+        row.max_depth = job.max_depth
+        row.chain_only = job.chain_only
+        stride = max(stride, job.max_nodes)
+    token_ids = np.empty((len(jobs), stride), dtype=np.int32)
+    parents = np.empty((len(jobs), stride), dtype=np.int32)
+    probabilities = np.empty((len(jobs), stride), dtype=np.float32)
+    status = library.ngram_draft(
+        rows,
+        len(jobs),
+        _scoring(),
+        stride,
+        token_ids.ctypes.data,
+        parents.ctypes.data,
+        probabilities.ctypes.data,
+    )
+    if status == _NONE:
+        raise MemoryError("no memory for the n-grams of a request")
+    drafts = []
+    for i, row in enumerate(rows):
+        size = row.num_nodes
+        tree = TokenTree(token_ids[i, :size], parents[i, :size], probabilities[i, :size])
+        drafts.append((tree if size else TokenTree.empty(), row.used_text))
+    return drafts
+
+
+def is_available() -> bool:
+    """Whether the compiled core can be used; compiles it at the first call."""
+    return _library() is not None
+
+
+def require_library() -> ctypes.CDLL:
+    library = _library()
+    if library is None:
+        raise RuntimeError("the compiled n-gram core is not available; see the log for the reason")
+    return library
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = load_library(
+        "ngram_trie",
+        [_FOLDER / name for name in ("index.cpp", "draft.cpp", "api.cpp")],
+        headers=[_FOLDER / name for name in ("index.hpp", "draft.hpp")],
+    )
+    if library is None:
+        return None
+    pointer = c_void_p
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "ngram_index_new": (pointer, [c_int32]),
+        "ngram_index_free": (None, [pointer]),
+        "ngram_index_num_bytes": (c_int64, [pointer]),
+        "ngram_index_num_tokens": (c_int64, [pointer]),
+        "ngram_index_num_nodes": (c_int64, [pointer]),
+        "ngram_index_add": (c_int32, [pointer, pointer, c_int64]),
+        "ngram_index_remove": (c_int32, [pointer, c_int32]),
+        "ngram_index_arrays": (None, [pointer] * 5),
+        "ngram_corpus_open": (
+            pointer,
+            [pointer, c_int64, pointer, c_int64, pointer, c_int64, c_int32, c_int32],
+        ),
+        "ngram_corpus_close": (None, [pointer]),
+        "ngram_draft": (
+            c_int32,
+            [POINTER(_DraftJob), c_int32, POINTER(_Scoring), c_int32, pointer, pointer, pointer],
+        ),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+@functools.cache
+def _scoring() -> _Scoring:
+    def by_order(source: Source, name: str) -> Any:
+        values = getattr(source, name)
+        return (c_double * _NUM_ORDERS)(*(at_order(values, k) for k in range(_NUM_ORDERS)))
+
+    return _Scoring(
+        by_order(OWN, "concentration"),
+        by_order(OWN, "discount"),
+        by_order(SHARED, "concentration"),
+        by_order(SHARED, "discount"),
+    )

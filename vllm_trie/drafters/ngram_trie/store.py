@@ -1,0 +1,69 @@
+"""Outputs of finished requests, to draft from."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from vllm_trie.drafters.ngram_trie.backend import Backend, Index
+
+
+class RequestStore:
+    """The outputs of finished requests, up to a number of tokens.
+
+    Requests with different cache salts never see one another's text: each salt has its own index
+    (requests without a salt share one). The bound is over all salts together; the text that was
+    added or matched longest ago goes first.
+
+    Memory: about 250 bytes a token (an n-gram node takes 52 bytes and 8 of hash table, and text has
+    2 to 3 of them a token).
+    """
+
+    def __init__(self, backend: Backend, max_order: int, max_tokens: int) -> None:
+        self._backend = backend
+        self._max_order = max_order
+        self._max_tokens = max_tokens
+        self._indexes: dict[str | None, Index] = {}
+        # (salt, text) -> number of tokens, least recently used first.
+        self._sizes: OrderedDict[tuple[str | None, int], int] = OrderedDict()
+        self.num_tokens = 0
+
+    @property
+    def num_texts(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(index.num_bytes for index in self._indexes.values())
+
+    def index(self, cache_salt: str | None) -> Index | None:
+        """What requests with this salt may draft from, None if that is nothing."""
+        return self._indexes.get(cache_salt)
+
+    def add(self, cache_salt: str | None, token_ids: np.ndarray) -> None:
+        """Take in an output, and let go of what no longer fits; of a text longer than the whole
+        store the end is kept."""
+        token_ids = token_ids[-self._max_tokens :]
+        if len(token_ids) == 0:
+            return
+        while self.num_tokens + len(token_ids) > self._max_tokens:
+            self._remove_oldest()
+        index = self._indexes.get(cache_salt)
+        if index is None:
+            index = self._indexes[cache_salt] = self._backend.new_index(self._max_order)
+        self._sizes[cache_salt, index.add_text(token_ids)] = len(token_ids)
+        self.num_tokens += len(token_ids)
+
+    def mark_used(self, cache_salt: str | None, text: int) -> None:
+        """A draft matched this text; texts that are gone are ignored."""
+        if (cache_salt, text) in self._sizes:
+            self._sizes.move_to_end((cache_salt, text))
+
+    def _remove_oldest(self) -> None:
+        (cache_salt, text), size = self._sizes.popitem(last=False)
+        self.num_tokens -= size
+        index = self._indexes[cache_salt]
+        index.remove_text(text)
+        if index.num_tokens == 0:
+            del self._indexes[cache_salt]
