@@ -61,9 +61,21 @@ class _Request(NamedTuple):
 
 
 def requested_method(engine_args: Any) -> str | None:
-    """The tree method that the engine arguments ask for, ``None`` if they ask for none of ours."""
+    """The tree method that the engine arguments ask for, ``None`` if they ask for none of ours.
+
+    Raises:
+        ValueError: a method's name stands where a dictionary is expected.
+    """
     speculative = engine_args.speculative_config or {}
     methods = available_methods()
+    if not isinstance(speculative, Mapping):
+        for name in (speculative, engine_args.spec_method, engine_args.spec_model):
+            if name in methods:
+                raise ValueError(
+                    f"speculative_config={speculative!r} must be a dictionary; write "
+                    f"speculative_config={{'method': {name!r}}}"
+                )
+        speculative = {}  # vLLM has its own words for it
     named = (
         engine_args.spec_method,
         speculative.get("method"),
@@ -74,7 +86,8 @@ def requested_method(engine_args: Any) -> str | None:
         if name in methods:
             return str(name)
     if PROPOSER_CLASS in named:
-        return (engine_args.additional_config or {}).get(CONFIG_KEY, {}).get("method")
+        carried = (engine_args.additional_config or {}).get(CONFIG_KEY)
+        return carried.get("method") if isinstance(carried, Mapping) else None
     return None
 
 
@@ -213,4 +226,9 @@ def _parse(carried: Mapping[str, Any]) -> TreeConfig:
     except ValidationError as error:
         problems = "; ".join(f"{p['loc'][0]}={p['input']!r}: {p['msg']}" for p in error.errors())
         raise ValueError(f"options of method {method!r}: {problems}") from None
-    return TreeConfig(method, draft_model, parse_options(method, options), engine_options)
+    try:
+        drafter_options = parse_options(method, options)
+    except ValueError as error:
+        every_method = ", ".join(EngineOptions.model_fields)
+        raise ValueError(f"{error} (every method also has: {every_method})") from None
+    return TreeConfig(method, draft_model, drafter_options, engine_options)

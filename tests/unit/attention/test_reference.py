@@ -1,0 +1,219 @@
+"""Tree attention over the paged cache is what the definition says; the cache's layout is vLLM's."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.tree.strategies import token_trees
+from vllm_trie.attention import (
+    TreeRow,
+    build_tree_batch,
+    move_slots,
+    split_cache,
+    tree_attention,
+    tree_attention_reference,
+)
+from vllm_trie.attention.cpu_cache import SUPPORTED_ISAS
+from vllm_trie.attention.tree_batch import query_mask
+from vllm_trie.tree import TokenTree
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def filled_cache(
+    num_blocks: int, num_kv_heads: int, block_size: int, head_size: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """A cache full of NaN: nothing may be read that was not written."""
+    shape = (num_blocks, num_kv_heads, block_size, 2 * head_size)
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def write(
+    cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Put keys and values [n, num_kv_heads, head_size] into slots."""
+    block_size = cache.shape[2]
+    for slot, key, value in zip(slots.tolist(), keys, values, strict=True):
+        block, offset = divmod(slot, block_size)
+        cache_keys, cache_values = split_cache(cache)
+        cache_keys[block, :, :, offset] = key
+        cache_values[block, :, offset] = value
+
+
+@st.composite
+def attention_cases(draw: st.DrawFn) -> dict:
+    dtype = draw(st.sampled_from(list(TOLERANCE)))
+    num_kv_heads = draw(st.sampled_from([1, 2]))
+    requests = [
+        (
+            draw(token_trees(max_nodes=draw(st.sampled_from([6, 20, 80])), vocab_size=30)),
+            draw(st.integers(1, 4)),  # committed tokens of the step
+            draw(st.integers(0, 40)),  # tokens computed before
+        )
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    return {
+        "dtype": dtype,
+        "num_kv_heads": num_kv_heads,
+        "num_heads": num_kv_heads * draw(st.sampled_from([1, 3])),
+        "head_size": draw(st.sampled_from([16, 32, 64])),
+        "block_size": draw(st.sampled_from([16, 32])),
+        "requests": requests,
+        "with_tree": [draw(st.booleans()) for _ in requests],
+        "seed": draw(st.integers(0, 2**31)),
+    }
+
+
+@settings(max_examples=40)
+@given(attention_cases())
+def test_equals_the_definition(case: dict) -> None:
+    generator = torch.Generator().manual_seed(case["seed"])
+    dtype, head_size, block_size = case["dtype"], case["head_size"], case["block_size"]
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    cache = filled_cache(32, case["num_kv_heads"], block_size, head_size, dtype)
+    free = torch.randperm(32, generator=generator).tolist()
+    rows, words, expected = [], [], []
+    block_table = torch.zeros(len(case["requests"]), 8, dtype=torch.int32)
+    scale, start = head_size**-0.5, 0
+    queries = []
+    for index, (tree, committed, computed) in enumerate(case["requests"]):
+        num_queries = committed + tree.num_nodes
+        seq_len = computed + num_queries
+        blocks = [free.pop() for _ in range(-(-seq_len // block_size))]
+        block_table[index, : len(blocks)] = torch.tensor(blocks)
+        keys = random(seq_len, case["num_kv_heads"], head_size)
+        values = random(seq_len, case["num_kv_heads"], head_size)
+        position = torch.arange(seq_len)
+        slots = torch.tensor(blocks)[position // block_size] * block_size + position % block_size
+        write(cache, slots, keys, values)
+        query = random(num_queries, case["num_heads"], head_size)
+        queries.append(query)
+        described = case["with_tree"][index] and tree.num_nodes > 0
+        if described:
+            rows.append(TreeRow(index, start, num_queries, tree.num_nodes, seq_len))
+            words.append(tree.ancestor_words())
+            as_numpy = [t.double().numpy() for t in (query, keys, values)]
+            expected.append(
+                (start, tree_attention_reference(as_numpy[0], *as_numpy[1:], tree, scale))
+            )
+        start += num_queries
+    query = torch.cat(queries)
+    output = torch.full_like(query, 7.0)
+    trees = build_tree_batch(rows, words, start)
+    assert trees.covers_batch == (sum(row.num_queries for row in rows) == start)
+    tree_attention(query, cache, block_table, trees, scale, output)
+
+    untouched = torch.ones(start, dtype=torch.bool)
+    for first, reference in expected:
+        found = output[first : first + len(reference)].double().numpy()
+        np.testing.assert_allclose(found, reference, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        untouched[first : first + len(reference)] = False
+    assert (output[untouched] == 7.0).all()
+
+
+@given(token_trees(max_nodes=150), st.integers(0, 5))
+def test_query_mask(tree: TokenTree, committed: int) -> None:
+    num_queries = committed + tree.num_nodes
+    mask = query_mask(tree.ancestor_words(), num_queries)
+    assert mask.shape == (num_queries, num_queries)
+    assert np.array_equal(mask[committed:, committed:], tree.ancestor_mask())
+    assert np.array_equal(mask[:committed, :committed], np.tri(committed, dtype=bool))
+    assert mask[committed:, :committed].all()
+    assert not mask[:committed, committed:].any()
+
+
+def test_masks_see_all_earlier_tokens() -> None:
+    tree = TokenTree.from_lists([1, 2, 3], [-1, 0, -1])
+    batch = build_tree_batch([TreeRow(0, 0, 4, 3, 9)], [tree.ancestor_words()], 4)
+    (mask,) = batch.masks()
+    assert mask.tolist() == [
+        [True] * 5 + [True, False, False, False],
+        [True] * 5 + [True, True, False, False],
+        [True] * 5 + [True, True, True, False],
+        [True] * 5 + [True, False, False, True],
+    ]
+    assert batch.masks()[0] is mask
+
+
+# -- layout: against the operation with which vLLM itself writes the cache -------------------------
+
+
+@pytest.fixture(scope="module")
+def write_as_vllm_does():
+    """vLLM's cache update on a cache in the shape that its CPU backend allocates.
+
+    Its library is loaded by itself: importing the whole of vLLM takes longer than all these tests.
+    """
+    level = "AVX512" if torch.cpu._is_avx512_supported() else "AVX2"
+    vllm = importlib.util.find_spec("vllm")
+    folder = Path(vllm.submodule_search_locations[0]) if vllm else Path()
+    libraries = list(folder.glob(f"_C_{level}*.so"))
+    if not libraries:
+        pytest.skip("only vLLM's build for x86 CPUs has the operation")
+    torch.ops.load_library(libraries[0])
+
+    def update(
+        cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, isa: str
+    ) -> None:
+        num_blocks, num_kv_heads, block_size, _ = cache.shape
+        halves = cache.view(num_blocks, num_kv_heads, 2 * block_size, -1)
+        key_cache, value_cache = halves.chunk(2, dim=2)
+        torch.ops._C.cpu_attn_reshape_and_cache(
+            keys, values, key_cache, value_cache, slots, isa, 1.0, 1.0, "auto"
+        )
+
+    return update
+
+
+LAYOUTS = [
+    (isa, dtype, block_size, head_size)
+    for isa in SUPPORTED_ISAS
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for block_size in ((32, 64, 128) if isa == "vec" else (16, 48))
+    for head_size in ((64, 96, 128) if isa == "vec" else (64, 80, 112))
+]
+
+
+@pytest.mark.parametrize(("isa", "dtype", "block_size", "head_size"), LAYOUTS)
+def test_split_cache_finds_what_vllm_wrote(
+    write_as_vllm_does, isa: str, dtype: torch.dtype, block_size: int, head_size: int
+) -> None:
+    num_blocks, num_kv_heads, num_tokens = 5, 2, 40
+    cache = filled_cache(num_blocks, num_kv_heads, block_size, head_size, dtype)
+    keys = torch.randn(num_tokens, num_kv_heads, head_size).to(dtype)
+    values = torch.randn(num_tokens, num_kv_heads, head_size).to(dtype)
+    slots = torch.randperm(num_blocks * block_size)[:num_tokens]
+    write_as_vllm_does(cache, slots, keys, values, isa)
+    ours = filled_cache(num_blocks, num_kv_heads, block_size, head_size, dtype)
+    write(ours, slots, keys, values)
+    assert not ours.isnan().all()
+    assert torch.equal(cache.nan_to_num(-99.0), ours.nan_to_num(-99.0))
+
+
+@pytest.mark.parametrize(("isa", "dtype", "block_size", "head_size"), LAYOUTS)
+def test_move_slots_equals_writing_again(
+    write_as_vllm_does, isa: str, dtype: torch.dtype, block_size: int, head_size: int
+) -> None:
+    """Moving KV gives the cache that vLLM's update makes of it at the new slots."""
+    num_blocks, num_kv_heads = 4, 2
+    num_slots = num_blocks * block_size
+    keys = torch.randn(num_slots, num_kv_heads, head_size).to(dtype)
+    values = torch.randn(num_slots, num_kv_heads, head_size).to(dtype)
+    cache = filled_cache(num_blocks, num_kv_heads, block_size, head_size, dtype)
+    write_as_vllm_does(cache, torch.arange(num_slots), keys, values, isa)
+    source = torch.randperm(num_slots)[:12]
+    target = torch.cat([source[3:9], torch.tensor([s for s in range(20) if s not in source][:6])])
+    expected = cache.clone()
+    write_as_vllm_does(expected, target, keys[source], values[source], isa)
+    move_slots(cache, source, target)
+    assert torch.equal(cache, expected)

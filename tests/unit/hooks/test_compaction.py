@@ -1,0 +1,97 @@
+"""Which KV moves where after a step, and that the move brings the accepted path's KV into order."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.tree.strategies import token_trees
+from vllm_trie.attention import TreeRow, split_cache
+from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.compaction import CacheGroup, cache_groups, compact, moved_rows
+
+BLOCK, HEADS, HEAD_SIZE = 4, 2, 3
+
+
+def path_to(tree: TokenTree, node: int) -> list[int]:
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = int(tree.parents[node])
+    return path[::-1]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[tuple[int, TokenTree, list[int]]], list[int]]:
+    """Batch rows (committed tokens of the step, tree, accepted path), and the rows' slots."""
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        tree = draw(token_trees(max_nodes=8))
+        tip = draw(st.integers(-1, tree.num_nodes - 1))
+        rows.append((draw(st.integers(1, 3)), tree, path_to(tree, tip)))
+    num_tokens = sum(committed + tree.num_nodes for committed, tree, _ in rows)
+    slots = draw(st.permutations(range(num_tokens + 5)))[:num_tokens]
+    return rows, slots
+
+
+@given(steps())
+def test_accepted_nodes_end_in_the_slots_behind_the_committed_tokens(step) -> None:
+    batch, slots = step
+    rows, accepted, start = [], [], 0
+    for index, (committed, tree, path) in enumerate(batch):
+        accepted.append(path)
+        num_queries = committed + tree.num_nodes
+        if tree.num_nodes and not tree.is_chain:  # chains are never described as trees
+            rows.append(TreeRow(index, start, num_queries, tree.num_nodes, 100 + num_queries))
+        start += num_queries
+    num_blocks = -(-(max(slots) + 1) // BLOCK)
+    cache = torch.randn(num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE)
+    before = cache.clone()
+    mapping = torch.tensor(slots)
+    sources, targets = moved_rows(rows, accepted)
+    assert len(set(targets)) == len(targets)
+    compact([CacheGroup(0, (cache,))], [mapping], sources, targets)
+
+    def read(cache: torch.Tensor, row: int) -> torch.Tensor:
+        keys, values = split_cache(cache)
+        block, offset = divmod(slots[row], BLOCK)
+        return torch.cat([keys[block, :, :, offset], values[block, :, offset]])
+
+    overwritten = set()
+    for row in rows:
+        first = row.query_start + row.num_queries - row.num_nodes
+        for place, node in enumerate(accepted[row.batch_index]):
+            assert torch.equal(read(cache, first + place), read(before, first + node))
+            overwritten.add(first + place)
+    for row in set(range(start)) - overwritten:
+        assert torch.equal(read(cache, row), read(before, row))
+
+
+def test_a_path_that_lies_in_front_moves_nothing() -> None:
+    row = TreeRow(0, 0, 5, 4, 20)
+    assert moved_rows([row], [[0, 1, 2]]) == ([], [])
+    assert moved_rows([row], [[]]) == ([], [])
+    assert moved_rows([row], [[0, 3]]) == ([4], [2])
+
+
+def test_caches_that_layers_share_are_moved_once() -> None:
+    own, shared = torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2)
+    layers = {
+        "a": SimpleNamespace(kv_cache=own),
+        "b": SimpleNamespace(kv_cache=shared),
+        "c": SimpleNamespace(kv_cache=shared),
+    }
+    groups = cache_groups(
+        SimpleNamespace(
+            kv_cache_groups=[
+                SimpleNamespace(layer_names=["a"]),
+                SimpleNamespace(layer_names=["b", "c"]),
+            ]
+        ),
+        layers,
+    )
+    assert [group.index for group in groups] == [0, 1]
+    assert [len(group.caches) for group in groups] == [1, 1]

@@ -1,0 +1,260 @@
+"""What the user may write, and how vLLM gets to see it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_trie.vllm_hooks import config
+from vllm_trie.vllm_hooks.config import (
+    CONFIG_KEY,
+    DEFAULT_NODES,
+    MAX_NODES,
+    PROPOSER_CLASS,
+    read,
+    requested_method,
+    translate,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some fields of vLLM's class; importing it takes longer than all these tests."""
+    fields = {"method", "model", "num_speculative_tokens", "quantization", "draft_sample_method"}
+    monkeypatch.setattr(config, "_speculative_config_fields", lambda: frozenset(fields))
+
+
+def arguments(speculative: Any = None, additional: Any = None, **flags: Any) -> SimpleNamespace:
+    values = {"spec_method": None, "spec_model": None, "spec_tokens": None, **flags}
+    return SimpleNamespace(speculative_config=speculative, additional_config=additional, **values)
+
+
+def translated(*args: Any, **flags: Any) -> SimpleNamespace:
+    engine_args = arguments(*args, **flags)
+    translate(engine_args)
+    return engine_args
+
+
+def as_worker_sees(engine_args: SimpleNamespace) -> SimpleNamespace:
+    speculative = engine_args.speculative_config
+    return SimpleNamespace(
+        speculative_config=speculative and SimpleNamespace(**speculative),
+        additional_config=engine_args.additional_config,
+    )
+
+
+WAYS = {
+    "method": arguments({"method": "ngram_trie"}),
+    "model": arguments({"model": "ngram_trie"}),
+    "both": arguments({"method": "ngram_trie", "model": "ngram_trie"}),
+    "--spec-method": arguments(spec_method="ngram_trie"),
+    "--spec-model": arguments(spec_model="ngram_trie"),
+    "--spec-method and --spec-model": arguments(spec_method="ngram_trie", spec_model="ngram_trie"),
+    "flag and dictionary": arguments({"method": "ngram_trie"}, spec_method="ngram_trie"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ways_to_name_a_method(way: str) -> None:
+    engine_args = arguments(**{})
+    engine_args.__dict__.update(WAYS[way].__dict__)
+    assert requested_method(engine_args) == "ngram_trie"
+    translate(engine_args)
+    assert engine_args.speculative_config == {
+        "method": "custom_class",
+        "model": PROPOSER_CLASS,
+        "num_speculative_tokens": DEFAULT_NODES,
+    }
+    found = read(as_worker_sees(engine_args))
+    assert found is not None
+    assert found.method == "ngram_trie"
+    assert found.draft_model is None
+
+
+def test_translating_twice_changes_nothing() -> None:
+    engine_args = translated(
+        {"method": "ngram_trie", "ngram_size": 9, "num_speculative_tokens": 7},
+        {"theirs": 1, CONFIG_KEY: {"max_prefix_len": 2}},
+    )
+    before = dict(vars(engine_args))
+    translate(engine_args)
+    assert vars(engine_args) == before
+    assert before["additional_config"]["theirs"] == 1
+
+
+@pytest.mark.parametrize(
+    "engine_args",
+    [
+        arguments(),
+        arguments({"method": "ngram", "num_speculative_tokens": 4}),
+        arguments({"method": "eagle", "model": "some/model"}),
+        arguments({"method": "custom_class", "model": "theirs.Proposer"}),
+        arguments(spec_method="ngram"),
+        arguments(additional={"theirs": 1}),
+        arguments("no dictionary"),
+    ],
+)
+def test_what_is_not_ours_is_left_alone(engine_args: SimpleNamespace) -> None:
+    before = dict(vars(engine_args))
+    translate(engine_args)
+    assert vars(engine_args) == before
+    assert requested_method(engine_args) is None
+
+
+def test_the_users_dictionaries_are_not_changed() -> None:
+    speculative = {"method": "ngram_trie", "ngram_size": 9}
+    additional = {CONFIG_KEY: {"max_prefix_len": 2}}
+    translated(speculative, additional)
+    assert speculative == {"method": "ngram_trie", "ngram_size": 9}
+    assert additional == {CONFIG_KEY: {"max_prefix_len": 2}}
+
+
+@pytest.mark.parametrize(
+    "engine_args",
+    [
+        arguments({"method": "ngram_trie", "ngram_size": 9, "draft_timeout_s": 2.0}),
+        arguments(
+            {"method": "ngram-trie".replace("-", "_"), "ngram-size": 9, "draft-timeout-s": 2.0}
+        ),
+        arguments(
+            {"method": "ngram_trie"}, {CONFIG_KEY: {"ngram_size": 9, "draft_timeout_s": 2.0}}
+        ),
+        arguments(
+            None, {CONFIG_KEY: {"ngram_size": 9, "draft_timeout_s": 2.0}}, spec_method="ngram_trie"
+        ),
+        arguments(
+            {"method": "ngram_trie", "ngram_size": 9},
+            {CONFIG_KEY: {"ngram_size": 9, "draft_timeout_s": 2.0, "method": "ngram_trie"}},
+        ),
+    ],
+)
+def test_options_arrive(engine_args: SimpleNamespace) -> None:
+    translate(engine_args)
+    found = read(as_worker_sees(engine_args))
+    assert found is not None
+    assert found.drafter_options.ngram_size == 9
+    assert found.drafter_options.max_prefix_len == 3
+    assert found.engine_options.draft_timeout_s == 2.0
+
+
+def test_vllms_own_settings_stay_with_vllm() -> None:
+    engine_args = translated({"method": "ngram_trie", "quantization": "x", "ngram_size": 9})
+    assert engine_args.speculative_config["quantization"] == "x"
+    assert engine_args.additional_config == {CONFIG_KEY: {"method": "ngram_trie", "ngram_size": 9}}
+
+
+def test_settings_of_beam_search_live_beside_ours() -> None:
+    engine_args = translated(
+        {"method": "ngram_trie"}, {CONFIG_KEY: {"beam_search": {"anything": 1}}}
+    )
+    assert engine_args.additional_config[CONFIG_KEY]["beam_search"] == {"anything": 1}
+    assert read(as_worker_sees(engine_args)) is not None
+
+
+@pytest.mark.parametrize("value", [1, DEFAULT_NODES, MAX_NODES])
+def test_node_budgets(value: int) -> None:
+    for engine_args in (
+        translated({"method": "ngram_trie", "num_speculative_tokens": value}),
+        translated(spec_method="ngram_trie", spec_tokens=value),
+    ):
+        assert engine_args.speculative_config["num_speculative_tokens"] == value
+
+
+@pytest.mark.parametrize("value", [0, -1, MAX_NODES + 1, True, "8", 8.0, [8]])
+def test_wrong_node_budgets(value: Any) -> None:
+    with pytest.raises(ValueError, match="num_speculative_tokens") as caught:
+        translated({"method": "ngram_trie", "num_speculative_tokens": value})
+    message = str(caught.value)
+    assert f"num_speculative_tokens={value!r}" in message
+    assert f"from 1 to {MAX_NODES}" in message
+    assert "leave it out" in message
+
+
+@pytest.mark.parametrize("place", ["speculative", "additional"])
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("no_such_option", 1, ["no_such_option", "not an option", "ngram_size", "draft_timeout_s"]),
+        ("ngram_size", "9", ["ngram_size='9'", "integer"]),
+        ("ngram_size", True, ["ngram_size=True", "integer"]),
+        ("ngram_size", 9.5, ["ngram_size=9.5", "integer"]),
+        ("ngram_size", 1, ["ngram_size=1", "2"]),
+        ("ngram_size", 65, ["ngram_size=65", "64"]),
+        ("index_output", "yes", ["index_output='yes'", "boolean"]),
+        ("scoring", "magic", ["scoring='magic'", "frequency"]),
+        ("max_prefix_len", 13, ["max_prefix_len=13", "ngram_size=13"]),
+        ("draft_timeout_s", 0.0, ["draft_timeout_s=0.0", "greater than 0"]),
+        ("draft_timeout_s", "fast", ["draft_timeout_s='fast'", "number"]),
+    ],
+)
+def test_wrong_options(place: str, option: str, value: Any, said: list[str]) -> None:
+    engine_args = (
+        arguments({"method": "ngram_trie", option: value})
+        if place == "speculative"
+        else arguments({"method": "ngram_trie"}, {CONFIG_KEY: {option: value}})
+    )
+    with pytest.raises(ValueError, match="ngram_trie") as caught:
+        translate(engine_args)
+    for words in said:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "said"),
+    [
+        (
+            arguments({"method": "ngram_trie", "ngram_size": 9}, {CONFIG_KEY: {"ngram_size": 8}}),
+            ["ngram_size", "9", "8", "differ", "give one"],
+        ),
+        (
+            arguments({"method": "ngram_trie", "num_speculative_tokens": 8}, spec_tokens=16),
+            ["--spec-tokens=16", "8", "differ", "give one"],
+        ),
+        (
+            arguments({"method": "ngram"}, spec_method="ngram_trie"),
+            ["--spec-method='ngram_trie'", "'ngram'", "differ", "give one"],
+        ),
+        (
+            arguments({"method": "eagle", "model": "ngram_trie"}),
+            ["'ngram_trie'", "method='eagle'", "leave the model out"],
+        ),
+        (
+            arguments({"method": "ngram_trie"}, {CONFIG_KEY: {"method": "other"}}),
+            ["'ngram_trie'", "'other'", "differ", "give one"],
+        ),
+        (arguments({"method": "ngram_trie"}, ["a list"]), ["additional_config", "mapping"]),
+        (arguments({"method": "ngram_trie"}, {CONFIG_KEY: 5}), [CONFIG_KEY, "5", "mapping"]),
+        (arguments("ngram_trie"), ["'ngram_trie'", "dictionary", "{'method': 'ngram_trie'}"]),
+        (arguments("x", spec_method="ngram_trie"), ["'x'", "dictionary"]),
+        (arguments({"method": "ngram_trie", "model": 5}), ["5", "path or a name"]),
+    ],
+)
+def test_contradictions(engine_args: SimpleNamespace, said: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"must be|differ|leave") as caught:
+        translate(engine_args)
+    for words in said:
+        assert words in str(caught.value)
+
+
+def test_a_path_is_the_drafters_own_model() -> None:
+    engine_args = translated({"method": "ngram_trie", "model": "some/heads"})
+    assert engine_args.speculative_config["model"] == PROPOSER_CLASS
+    found = read(as_worker_sees(engine_args))
+    assert found is not None
+    assert found.draft_model == "some/heads"
+    translate(engine_args)
+    assert read(as_worker_sees(engine_args)) == found
+
+
+def test_the_class_without_a_method_is_refused() -> None:
+    engine_args = translated({"method": "custom_class", "model": PROPOSER_CLASS})
+    with pytest.raises(ValueError, match="names no method") as caught:
+        read(as_worker_sees(engine_args))
+    assert "ngram_trie" in str(caught.value)
+
+
+def test_engines_without_trees_have_no_configuration() -> None:
+    assert read(as_worker_sees(arguments())) is None
+    assert read(as_worker_sees(arguments({"model": "ngram"}))) is None
