@@ -57,10 +57,11 @@ def test_requests_without_drafts_beside_others(engine, expected):
     assert differences(expected, generate(llm, prompts(), params, 8)) == []
 
 
-def test_opted_out_request_gets_no_drafts(engine, expected):
+@pytest.mark.parametrize("off", [False, 0])  # 0 is what vLLM makes of JSON's false
+def test_opted_out_request_gets_no_drafts(engine, expected, off):
     llm = engine(**speculation("test_oracle", 32))
     quiet = GREEDY.clone()
-    quiet.extra_args = {"speculation": False}
+    quiet.extra_args = {"speculation": off}
     before = accepted_tokens(llm)
     generate(llm, prompts(4), quiet)
     assert accepted_tokens(llm) == before

@@ -114,7 +114,7 @@ def test_the_hidden_state_test_can_fail(engine, expected, monkeypatch):
     assert wrong > 20
 
 
-@pytest.mark.parametrize("value", ["no", 0, None, [False]])
+@pytest.mark.parametrize("value", ["no", 2, None, [False]])
 def test_a_bad_request_option_is_refused(engine, expected, value):
     llm = engine(**speculation("test_faulty", 16))
     params = GREEDY.clone()

@@ -17,7 +17,8 @@ def check_request_options(params: Any) -> None:
         ValueError: naming the option, its value and what is allowed.
     """
     value = (getattr(params, "extra_args", None) or {}).get(SPECULATION, True)
-    if not isinstance(value, bool):
+    # JSON's booleans reach vLLM's extra arguments as 0 and 1.
+    if not isinstance(value, int | float) or value not in (0, 1):
         raise ValueError(
             f"extra_args[{SPECULATION!r}]={value!r} must be true (the default) or false; false "
             "decodes the request without drafts"
@@ -52,7 +53,7 @@ def drafting_limits(
     if params is None or state.prompt_token_ids is None:  # pooling, or a prompt of embeddings
         return NO_DRAFT
     extra = params.extra_args or {}
-    if extra.get(SPECULATION) is False:
+    if not extra.get(SPECULATION, True):
         return NO_DRAFT
     if params.thinking_token_budget is not None:
         return NO_DRAFT  # vLLM counts thinking tokens along a chain
