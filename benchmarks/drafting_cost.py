@@ -1,0 +1,135 @@
+"""What drafting by n-grams costs on one core: indexing, appending, drafting, in batches.
+
+    python benchmarks/drafting_cost.py --json cost.json
+
+The text is synthetic: phrases drawn from a fixed stock, so that it repeats itself as real text
+does (`--text FILE` with a tokenizer takes a real one). Times are medians over interleaved repeats.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from replay_data import DEFAULT_TOKENIZER, load_tokenizer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_trie.drafters.ngram_trie.backend import Index, Job, NativeBackend
+from vllm_trie.drafters.ngram_trie.constants import MAX_ORDER
+
+NUM_TOKENS = 4096
+NUM_NODES = 32
+BATCH_SIZE = 32
+LIMITS = {
+    "index_prompt_ms": 3.0,
+    "append_token_us": 3.0,
+    "draft_us": 50.0,
+    "draft_with_store_us": 50.0,
+    "batch_ms": 1.5,
+}
+
+
+def synthetic_text(size: int, seed: int) -> np.ndarray:
+    """int32 [size]: phrases of 2 to 12 tokens, the frequent ones as frequent as Zipf has them."""
+    random = np.random.default_rng(seed)
+    stock = [
+        (32_000 * random.random(random.integers(2, 13)) ** 4).astype(np.int32) for _ in range(3000)
+    ]
+    pieces: list[np.ndarray] = []
+    while sum(map(len, pieces)) < size:
+        pieces.append(stock[min(int(random.pareto(0.7)), len(stock) - 1)])
+    return np.concatenate(pieces)[:size]
+
+
+def draft(backend: NativeBackend, own: Index, tokens: np.ndarray, store: Index | None) -> float:
+    """Microseconds of one draft of an indexed text."""
+    job = Job(own, store, None, tokens, len(tokens), NUM_NODES, 1 << 20, False)
+    begin = time.perf_counter()
+    backend.draft_batch([job])
+    return 1e6 * (time.perf_counter() - begin)
+
+
+def measure(texts: list[np.ndarray], store_text: np.ndarray) -> tuple[dict[str, float], Index]:
+    """One repeat of every measurement."""
+    backend = NativeBackend()
+    store = backend.new_index(MAX_ORDER)
+    store.add_text(store_text)
+    own = backend.new_index(MAX_ORDER)
+    begin = time.perf_counter()
+    own.add_text(texts[0])
+    times = {"index_prompt_ms": 1e3 * (time.perf_counter() - begin)}
+
+    # Append five tokens a step, as speculation does; the draft is timed without them.
+    own = backend.new_index(MAX_ORDER)
+    size = NUM_TOKENS - 500
+    draft(backend, own, texts[0][:size], None)
+    appends, drafts, drafts_with_store = [], [], []
+    while size < NUM_TOKENS:
+        size += 5
+        with_append = draft(backend, own, texts[0][:size], None)
+        drafts.append(draft(backend, own, texts[0][:size], None))
+        drafts_with_store.append(draft(backend, own, texts[0][:size], store))
+        appends.append((with_append - drafts[-1]) / 5)
+    times["append_token_us"] = statistics.median(appends)
+    times["draft_us"] = statistics.median(drafts)
+    times["draft_with_store_us"] = statistics.median(drafts_with_store)
+
+    owns = [backend.new_index(MAX_ORDER) for _ in texts]
+    jobs = [
+        Job(one, None, None, text, len(text), NUM_NODES, 1 << 20, False)
+        for one, text in zip(owns, texts, strict=True)
+    ]
+    backend.draft_batch(jobs)
+    begin = time.perf_counter()
+    backend.draft_batch(jobs)
+    times["batch_ms"] = 1e3 * (time.perf_counter() - begin)
+    return times, own
+
+
+def main(
+    text: Annotated[Path | None, typer.Option(exists=True, help="A text to draft in.")] = None,
+    tokenizer: Annotated[str, typer.Option(help="Its tokenizer.")] = DEFAULT_TOKENIZER,
+    repeats: Annotated[int, typer.Option(help="Repeats; medians are reported.")] = 15,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Where to write the rows.")
+    ] = None,
+) -> None:
+    """Measure the cost of drafting."""
+    if text is None:
+        texts = [synthetic_text(NUM_TOKENS, seed) for seed in range(BATCH_SIZE)]
+        store_text = synthetic_text(16 * NUM_TOKENS, 1000)
+    else:
+        tokens = load_tokenizer(tokenizer).encode(text.read_text(), False)
+        if len(tokens) < 2 * NUM_TOKENS:
+            raise typer.BadParameter(f"--text has {len(tokens)} tokens, {2 * NUM_TOKENS} needed")
+        array = np.array(tokens, dtype=np.int32)
+        starts = np.linspace(0, len(array) - NUM_TOKENS, BATCH_SIZE).astype(int)
+        texts = [array[start : start + NUM_TOKENS] for start in starts]
+        store_text = array[NUM_TOKENS:]
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for _ in range(repeats):
+        found, own = measure(texts, store_text)
+        for name, value in found.items():
+            times[name].append(value)
+    rows = [
+        {"measure": name, "value": statistics.median(values), "limit": LIMITS[name]}
+        for name, values in times.items()
+    ]
+    rows.append({"measure": "bytes_per_token", "value": own.num_bytes / own.num_tokens})
+    table = Table("measure", "value", "limit")
+    for row in rows:
+        table.add_row(row["measure"], f"{row['value']:.2f}", str(row.get("limit", "")))
+    Console().print(table)
+    if json_out is not None:
+        json_out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

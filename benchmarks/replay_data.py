@@ -1,0 +1,99 @@
+"""Recorded answers in Spec-Bench's public formats, as token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+SYSTEM_PROMPT = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions. "
+)
+MULTI_TURN = "multi-turn"
+MT_BENCH_CATEGORIES = frozenset(
+    {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+)
+DEFAULT_TOKENIZER = "mistral_common/data/tokenizer.model.v1"
+
+
+class Recording(NamedTuple):
+    """One turn of a question with the answer that a model gave."""
+
+    question_id: int
+    category: str
+    prompt: list[int]
+    output: list[int]
+    """The answer's tokens and then EOS."""
+
+
+class Tokenizer(NamedTuple):
+    encode: Callable[[str, bool], list[int]]
+    """Token ids of a text; the flag says whether BOS comes first."""
+    eos_token_id: int
+    vocab_size: int
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """A SentencePiece file (`*.model*`), or a Hugging Face tokenizer's folder or name.
+
+    The default is a file in the installed package mistral_common.
+    """
+    path = Path(name)
+    if name == DEFAULT_TOKENIZER:
+        package = find_spec("mistral_common")
+        if package is None or package.origin is None:
+            raise SystemExit("--tokenizer: mistral_common is not installed; name another tokenizer")
+        path = Path(package.origin).parent / "data" / "tokenizer.model.v1"
+    if ".model" in path.name and path.is_file():
+        from sentencepiece import SentencePieceProcessor
+
+        pieces = SentencePieceProcessor(str(path))
+        return Tokenizer(
+            lambda text, with_bos: pieces.encode(text, add_bos=with_bos),
+            pieces.eos_id(),
+            pieces.vocab_size(),
+        )
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return Tokenizer(
+        lambda text, with_bos: tokenizer(text, add_special_tokens=with_bos)["input_ids"],
+        tokenizer.eos_token_id,
+        len(tokenizer),
+    )
+
+
+def read_recordings(questions: Path, answers: Path, tokenizer: Tokenizer) -> Iterator[Recording]:
+    """Every turn of every question, in the order of the file.
+
+    The prompt of a turn is Vicuna's template with the earlier turns and their recorded answers;
+    prompt and answer are encoded separately.
+    """
+    recorded = {row["question_id"]: row["choices"][0]["turns"] for row in _read_lines(answers)}
+    for question in _read_lines(questions):
+        category = question["category"]
+        if category in MT_BENCH_CATEGORIES:
+            category = MULTI_TURN
+        if question["question_id"] not in recorded:
+            raise SystemExit(f"--answers: no answer to question {question['question_id']}")
+        text = SYSTEM_PROMPT
+        turns = zip(question["turns"], recorded[question["question_id"]], strict=True)
+        for turn, answer in turns:
+            text += f"USER: {turn} ASSISTANT: "
+            yield Recording(
+                question["question_id"],
+                category,
+                tokenizer.encode(text, True),
+                [*tokenizer.encode(answer, False), tokenizer.eos_token_id],
+            )
+            text += f"{answer}</s>"
+
+
+def _read_lines(path: Path) -> Iterator[dict]:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.strip():
+                yield json.loads(line)

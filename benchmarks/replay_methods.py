@@ -1,0 +1,145 @@
+"""The drafting methods that replay.py compares: ours and its peers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from vllm_trie.drafters import DrafterContext, DraftRequest, get_drafter_class, parse_options
+from vllm_trie.tree import TokenTree
+
+
+class Method(Protocol):
+    """Drafts for one request at a time."""
+
+    def draft(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> TokenTree:
+        """Draft after `tokens` (int32, prompt and accepted output)."""
+        ...
+
+    def finish(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> None:
+        """The request ended with these tokens."""
+        ...
+
+
+class OwnDrafter:
+    """A drafter of this package, called as the engine calls it."""
+
+    def __init__(self, name: str, num_nodes: int, vocab_size: int, **options: Any) -> None:
+        context = DrafterContext(
+            vocab_size=vocab_size,
+            max_model_len=1 << 20,
+            max_num_seqs=1,
+            num_nodes=num_nodes,
+            hidden_size=1,
+            dtype="float32",
+            device="cpu",
+            tensor_parallel_size=1,
+            rank=0,
+            model="replay",
+            tokenizer=None,
+            eos_token_ids=(),
+        )
+        self._drafter = get_drafter_class(name)(parse_options(name, options), context)
+        self._num_nodes = num_nodes
+
+    def draft(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> TokenTree:
+        request = DraftRequest(request_id, tokens, num_prompt_tokens, self._num_nodes, 1 << 20)
+        [tree] = self._drafter.propose([request])
+        return tree
+
+    def finish(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> None:
+        self._drafter.release(request_id)
+
+
+class PromptLookup:
+    """Prompt lookup as vLLM's `ngram` does it: of the longest n-gram at the end of the text that
+    occurred before, with `min_length` to `max_length` tokens, the first occurrence is continued.
+
+    The lengths are vLLM's `prompt_lookup_min` and `prompt_lookup_max`; it takes 5 for both if
+    neither is set.
+    """
+
+    def __init__(self, num_nodes: int, min_length: int = 5, max_length: int = 5) -> None:
+        self._num_nodes = num_nodes
+        self._lengths = range(max_length, min_length - 1, -1)
+
+    def draft(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> TokenTree:
+        for length in self._lengths:
+            if len(tokens) <= length:
+                continue
+            windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
+            found = np.flatnonzero((windows == tokens[-length:]).all(axis=1))
+            if len(found):
+                start = int(found[0]) + length
+                chain = tokens[start : start + self._num_nodes]
+                return TokenTree.from_paths([chain.tolist()], self._num_nodes)
+        return TokenTree.empty()
+
+    def finish(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> None:
+        pass
+
+
+class SuffixDecoding:
+    """Arctic Inference's suffix decoding, called as vLLM's `suffix` method calls it.
+
+    Prompt and output of the request make a local tree, the outputs of all requests a global one.
+    The defaults are vLLM's; `tree` turns its tree mode on and lifts what limits the tree's size.
+    """
+
+    def __init__(self, num_nodes: int, tree: bool = False, remember: bool = True) -> None:
+        try:
+            from arctic_inference.suffix_decoding import SuffixDecodingCache
+        except ImportError:
+            raise SystemExit(
+                "the methods suffix* need the package arctic-inference: pip install nanobind "
+                "pybind11 grpcio-tools, then pip install --no-build-isolation --no-deps "
+                "arctic-inference==0.3.0"
+            ) from None
+        self._cache = SuffixDecodingCache(
+            max_tree_depth=24, max_cached_requests=10_000 if remember else 0
+        )
+        self._known: dict[str, int] = {}
+        self._limits: dict[str, Any] = {"max_spec_tokens": num_nodes}
+        if tree:
+            self._limits |= {
+                "use_tree_spec": True,
+                "max_spec_offset": float(num_nodes),
+                "min_token_prob": 0.0,
+            }
+
+    def draft(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> TokenTree:
+        if request_id not in self._known:
+            self._cache.start_request(request_id, tokens[:num_prompt_tokens])
+            self._known[request_id] = num_prompt_tokens
+        self._take_in(request_id, tokens)
+        draft = self._cache.speculate(request_id, tokens[-24:], **self._limits)
+        return TokenTree.from_lists(draft.token_ids, draft.parents)
+
+    def finish(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> None:
+        if request_id in self._known:
+            self._take_in(request_id, tokens)
+            self._cache.stop_request(request_id)
+            del self._known[request_id]
+
+    def _take_in(self, request_id: str, tokens: np.ndarray) -> None:
+        self._cache.add_active_response(request_id, tokens[self._known[request_id] :])
+        self._known[request_id] = len(tokens)
+
+
+# name -> what makes the method, from the number of nodes and the vocabulary's size.
+METHODS: dict[str, Callable[[int, int], Method]] = {
+    "ngram_trie": lambda n, v: OwnDrafter("ngram_trie", n, v, store_tokens=0),
+    "ngram_trie_store": lambda n, v: OwnDrafter("ngram_trie", n, v),
+    "paper": lambda n, v: OwnDrafter("ngram_trie", n, v, scoring="frequency"),
+    "paper_static": lambda n, v: OwnDrafter(
+        "ngram_trie", n, v, scoring="frequency", index_output=False
+    ),
+    "vllm_ngram": lambda n, v: PromptLookup(n, min_length=1),
+    "vllm_ngram_5_tokens": lambda n, v: PromptLookup(min(n, 5), min_length=1),
+    "vllm_ngram_default": lambda n, v: PromptLookup(n),
+    "suffix": lambda n, v: SuffixDecoding(n),
+    "suffix_tree": lambda n, v: SuffixDecoding(n, tree=True),
+    "suffix_tree_own_text": lambda n, v: SuffixDecoding(n, tree=True, remember=False),
+}
