@@ -1,0 +1,99 @@
+"""What all benchmarks share: options, runs in turns, the description of the machine, flat rows."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+Key = TypeVar("Key", bound=Hashable)
+Row = dict[str, Any]
+
+
+def option_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the rows to this file")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each method, in turns")
+    parser.add_argument("--verbose", action="store_true", help="show vLLM's own messages")
+    return parser
+
+
+def in_turns(
+    runs: Mapping[Key, Callable[[], Any]], repeats: int
+) -> dict[Key, list[tuple[float, Any]]]:
+    """Run everything once, `repeats` times over, so that a slow minute hits all alike.
+
+    Returns:
+        For each run the seconds that it took and what it returned, a pair for each repeat. The
+        order is turned round in every other repeat.
+    """
+    found: dict[Key, list[tuple[float, Any]]] = {key: [] for key in runs}
+    for repeat in range(repeats):
+        for key in runs if repeat % 2 == 0 else reversed(runs):
+            start = time.perf_counter()
+            result = runs[key]()
+            found[key].append((time.perf_counter() - start, result))
+    return found
+
+
+def median_seconds(timed: Sequence[tuple[float, Any]]) -> float:
+    """Median of the seconds that `in_turns` measured."""
+    return median(seconds for seconds, _ in timed)
+
+
+def machine() -> str:
+    """The machine and the versions, in one line."""
+    parts = [_processor(), f"{os.cpu_count()} cores"]
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads:
+        parts.append(f"OMP_NUM_THREADS={threads}")
+    parts.append(f"Python {platform.python_version()}")
+    for name in ("vllm", "torch"):
+        try:
+            parts.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(parts)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def finish(rows: Sequence[Row], json_path: Path | None, columns: Sequence[str]) -> None:
+    """Print the rows as a table of `columns` and write all of them, if a path was given."""
+    table = Table(title=machine(), title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    Console().print(table)
+    if json_path is not None:
+        described = [{**row, "machine": machine()} for row in rows]
+        json_path.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return (
+        f"{value:.3g}"
+        if isinstance(value, float) and value < 100
+        else (f"{value:.0f}" if isinstance(value, float) else str(value))
+    )
