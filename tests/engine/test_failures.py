@@ -34,7 +34,8 @@ def expected(_engines):
     return outputs
 
 
-def test_a_drafter_that_fails_at_random(engine, expected, caplog):
+def test_a_drafter_that_fails_at_random(engine, expected, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm_trie"), "propagate", True)  # to caplog
     llm = engine(**speculation("test_faulty", 16))
     before = accepted_tokens(llm)
     with caplog.at_level(logging.ERROR):

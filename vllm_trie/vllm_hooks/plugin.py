@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 from vllm_trie.vllm_hooks import arguments, config, ledger, support
@@ -25,8 +26,21 @@ def register() -> None:
     """
     if _installed:
         return
+    _log_as_vllm_does()
     for feature, install in (("speculation", _install_speculation), ("beam", _install_beam)):
         _installed[feature] = _try(feature, install)
+
+
+def _log_as_vllm_does() -> None:
+    """Send the package's log lines where vLLM's go: it sets up its own name only."""
+    import vllm.logger  # noqa: F401 - sets up the logger that is read here
+
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_trie")
+    if ours.handlers:  # the user has seen to it
+        return
+    ours.handlers = list(theirs.handlers)
+    ours.setLevel(theirs.level)
+    ours.propagate = theirs.propagate
 
 
 def _try(feature: str, install: Any) -> str:
