@@ -15,7 +15,15 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_trie.drafters.ngram_trie.constants import MIN_LEFT, OWN, SHARED, Source, at_order
+from vllm_trie.drafters.ngram_trie.constants import (
+    CUT_LEFT,
+    CUT_SHARE,
+    MIN_LEFT,
+    OWN,
+    SHARED,
+    Source,
+    at_order,
+)
 from vllm_trie.drafters.ngram_trie.index import NgramIndex, Node, Place
 from vllm_trie.tree import ROOT, TokenTree, depth_first_layout
 
@@ -62,13 +70,20 @@ def draft(
     # (-probability, order of discovery, token, parent, depth, contexts of the parent)
     heap: list[tuple[float, int, int, int, int, list[list[Match]]]] = []
     discovered = 0
+    # The largest probabilities discovered so far: what is behind max_nodes others is not chosen.
+    best: list[float] = []
 
     def discover(contexts: list[list[Match]], above: float, parent: int, depth: int) -> None:
         nonlocal discovered
-        for token, probability in _predict(sources, contexts).items():
-            item = (-(above * probability), discovered, token, parent, depth, contexts)
-            heapq.heappush(heap, item)
+        cut = best[0] / above if len(best) == max_nodes else 0.0
+        for token, probability in _predict(sources, contexts, cut).items():
+            guess = above * probability
+            heapq.heappush(heap, (-guess, discovered, token, parent, depth, contexts))
             discovered += 1
+            if len(best) < max_nodes:
+                heapq.heappush(best, guess)
+            else:
+                heapq.heappushpop(best, guess)
 
     discover(start, 1.0, ROOT, 1)
     while heap and len(tokens) < max_nodes:
@@ -78,6 +93,7 @@ def draft(
         probabilities.append(min(-negative, 1.0))
         if chain_only:
             heap.clear()
+            best.clear()
         if depth < max_depth:
             longer = [
                 _advance(index, known, token)
@@ -124,13 +140,16 @@ def _follow(index: NgramIndex, match: Match, token: int) -> Match | None:
 
 
 def _predict(
-    sources: Sequence[tuple[NgramIndex, Source]], contexts: Sequence[list[Match]]
+    sources: Sequence[tuple[NgramIndex, Source]], contexts: Sequence[list[Match]], cut: float
 ) -> dict[int, float]:
-    """Probability of each likely next token, in the order in which they were met."""
+    """Probability of each likely next token, in the order in which they were met.
+
+    What cannot come up to `cut` may be left out.
+    """
     successors: dict[int, float] = {}
     left = 1.0
     for order in range(max(len(known) for known in contexts) - 1, -1, -1):
-        if left < MIN_LEFT:
+        if left < max(MIN_LEFT, CUT_LEFT * cut):
             break
         for (index, source), known in zip(sources, contexts, strict=True):
             if order >= len(known):
@@ -143,6 +162,8 @@ def _predict(
             total = num_types + concentration
             for token, count in counts:
                 share = left * (count - discount) / total
+                if share < CUT_SHARE * cut:
+                    break
                 successors[token] = successors.get(token, 0.0) + share
             left = left * (concentration + discount * num_children) / total
     return successors

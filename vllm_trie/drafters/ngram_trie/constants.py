@@ -13,6 +13,11 @@ MAX_SUCCESSORS = 32
 MIN_LEFT = 1e-4
 """A blend ends when no more probability than this is left to give."""
 
+CUT_LEFT = 0.5
+CUT_SHARE = 0.25
+"""Once a tree has enough guesses, a successor must have some probability to be chosen. A blend ends
+when less than the first part of that is left, and leaves out shares below the second."""
+
 USE_LENGTH = 3
 """A match of this many tokens counts as a use of the stored text that it was found in."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FOLDER = Path(__file__).parent / "core"
 _NUM_ORDERS = 16
 _NONE = -1
-NODE_BYTES = 52
+NODE_BYTES = 32
 """Size of a node in memory and in a corpus file."""
 
 

@@ -40,8 +40,9 @@ bool is_sound(const View& view, int64_t num_nodes, int64_t table_size, int64_t n
         if (!in_range(node.first_child, kNone, num_nodes)) return false;
         if (!in_range(node.next, kNone, num_nodes)) return false;
         if (!in_range(node.pos, kNone, num_tokens)) return false;
-        if (!is_root && node.doc != 0) return false;
-        if (node.types < 1 || node.child_types < 0 || node.num_children < 0) return false;
+        // In a corpus the one text is number 0, so this holds for both meanings of the union.
+        if (node.child_types < 0 || (node.pos != kNone && node.doc != 0)) return false;
+        if (node.types < 1 || node.num_children < 0) return false;
     }
     for (int64_t i = 0; i < num_tokens; ++i)
         if (!in_range(view.texts[0].tokens[i], kNone, vocab_size)) return false;
@@ -163,7 +164,13 @@ int32_t ngram_draft(DraftJob* jobs, int32_t num_jobs, const ngram::Scoring* scor
             if (job.corpus != nullptr) sources[num_sources++] = job.corpus->view;
             drafter.draft(sources, num_sources, *scoring, job.tokens, job.num_tokens, job.limits);
             job.num_nodes = drafter.num_nodes();
-            job.used_text = job.store == nullptr ? kNone : drafter.matched_text(1, kUseLength);
+            job.used_text = kNone;
+            if (job.store != nullptr) {
+                const ngram::Match* match = drafter.longest_match(1, kUseLength);
+                if (match != nullptr)
+                    job.used_text =
+                        match->pos != kNone ? match->doc : job.store->last_text(match->node);
+            }
             const size_t offset = static_cast<size_t>(i) * stride;
             const size_t count = static_cast<size_t>(job.num_nodes);
             if (count == 0) continue;

@@ -6,8 +6,13 @@
 namespace ngram {
 namespace {
 
-// A successor of no context can gain more than what is left; below this it is not worth a look.
+// A blend ends when no more probability than this is left to give.
 constexpr double kMinLeft = 1e-4;
+
+// `cut` is the probability below which a successor cannot be chosen any more. A blend also ends
+// when less than this part of it is left, and leaves out shares smaller than that part.
+constexpr double kCutLeft = 0.5;
+constexpr double kCutShare = 0.25;
 
 }  // namespace
 
@@ -26,7 +31,7 @@ void Drafter::draft(const View* sources, int32_t num_sources, const Scoring& sco
         return a.probability < b.probability ||
                (a.probability == b.probability && a.tick > b.tick);
     };
-    predict(sources, num_sources, scoring, contexts_.data());
+    predict(sources, num_sources, scoring, contexts_.data(), 0.0);
     push_guesses(1.0, kNone, 1, max_nodes);
     while (!heap_.empty() && chosen_.size() < max_nodes) {
         std::pop_heap(heap_.begin(), heap_.end(), less_likely);
@@ -42,16 +47,17 @@ void Drafter::draft(const View* sources, int32_t num_sources, const Scoring& sco
         Contexts* to = &contexts_[chosen_.size() * kMaxSources];
         for (int32_t s = 0; s < num_sources; ++s)
             advance(sources[s], from[s], guess.token, to[s]);
-        predict(sources, num_sources, scoring, to);
+        const double cut = best_.size() == max_nodes ? best_.front() / guess.probability : 0.0;
+        predict(sources, num_sources, scoring, to, cut);
         push_guesses(guess.probability, static_cast<int32_t>(chosen_.size()) - 1, guess.depth + 1,
                      max_nodes);
     }
     lay_out();
 }
 
-int32_t Drafter::matched_text(int32_t source, int32_t min_length) const {
+const Match* Drafter::longest_match(int32_t source, int32_t min_length) const {
     const Contexts& contexts = contexts_[source];
-    return contexts.size > min_length ? contexts.matches[contexts.size - 1].doc : kNone;
+    return contexts.size > min_length ? &contexts.matches[contexts.size - 1] : nullptr;
 }
 
 void Drafter::match_suffix(const View& source, const int32_t* tokens, int64_t num_tokens,
@@ -81,12 +87,10 @@ void Drafter::advance(const View& source, const Contexts& from, int32_t token,
     const int32_t count = std::min(from.size, source.max_order);
     for (int32_t order = 0; order < count; ++order) {
         const Match& match = from.matches[order];
-        if (match.node == kNone || source.nodes[match.node].pos != kNone) {
+        if (match.pos != kNone) {
             // It occurred once: read on in its text.
-            const int32_t doc = match.node == kNone ? match.doc : source.nodes[match.node].doc;
-            const int32_t pos = match.node == kNone ? match.pos : source.nodes[match.node].pos;
-            if (source.token_after(doc, pos) != token) return;
-            to.matches[to.size++] = {kNone, doc, pos + 1};
+            if (source.token_after(match.doc, match.pos) != token) return;
+            to.matches[to.size++] = {kNone, match.doc, match.pos + 1};
         } else {
             const int32_t child = source.find(match.node, token);
             if (child == kNone) return;
@@ -98,19 +102,20 @@ void Drafter::advance(const View& source, const Contexts& from, int32_t token,
 // Fills successors_ with the likeliest next tokens: every context length of every source has its
 // say, the longest first, and passes on what it is not sure of.
 void Drafter::predict(const View* sources, int32_t num_sources, const Scoring& scoring,
-                      const Contexts* contexts) {
+                      const Contexts* contexts, double cut) {
     successors_.clear();
     int32_t longest = 0;
     for (int32_t s = 0; s < num_sources; ++s) longest = std::max(longest, contexts[s].size - 1);
     double left = 1.0;
-    for (int32_t order = longest; order >= 0 && left >= kMinLeft; --order) {
+    const double min_left = std::max(kMinLeft, kCutLeft * cut);
+    for (int32_t order = longest; order >= 0 && left >= min_left; --order) {
         for (int32_t s = 0; s < num_sources; ++s) {
             if (order >= contexts[s].size) continue;
             const double* concentration =
                 s == 0 ? scoring.own_concentration : scoring.shared_concentration;
             const double* discount = s == 0 ? scoring.own_discount : scoring.shared_discount;
             left = blend(sources[s], contexts[s].matches[order], concentration[order],
-                         discount[order], left);
+                         discount[order], left, cut);
         }
     }
     for (const Successor& successor : successors_) slots_[successor.token & 4095] = kNone;
@@ -118,14 +123,13 @@ void Drafter::predict(const View* sources, int32_t num_sources, const Scoring& s
 
 // One context's share of the probability mass `left`; returns what remains for the others.
 double Drafter::blend(const View& source, const Match& match, double concentration,
-                      double discount, double left) {
-    if (match.node == kNone || source.nodes[match.node].pos != kNone) {
-        const int32_t doc = match.node == kNone ? match.doc : source.nodes[match.node].doc;
-        const int32_t pos = match.node == kNone ? match.pos : source.nodes[match.node].pos;
-        const int32_t token = source.token_after(doc, pos);
+                      double discount, double left, double cut) {
+    if (match.pos != kNone) {
+        const int32_t token = source.token_after(match.doc, match.pos);
         if (token < 0) return left;
         const double total = 1.0 + concentration;
-        add_successor(token, left * (1.0 - discount) / total);
+        const double share = left * (1.0 - discount) / total;
+        if (share >= kCutShare * cut) add_successor(token, share);
         return left * (concentration + discount) / total;
     }
     const Node& node = source.nodes[match.node];
@@ -134,7 +138,9 @@ double Drafter::blend(const View& source, const Match& match, double concentrati
     int32_t child = node.first_child;
     for (int32_t i = 0; i < kMaxHot && child != kNone; ++i) {
         const Node& successor = source.nodes[child];
-        add_successor(successor.token, left * (successor.types - discount) / total);
+        const double share = left * (successor.types - discount) / total;
+        if (share < kCutShare * cut) break;
+        add_successor(successor.token, share);
         child = successor.next;
     }
     return left * (concentration + discount * node.num_children) / total;

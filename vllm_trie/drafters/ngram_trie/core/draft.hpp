@@ -26,9 +26,9 @@ struct Limits {
 
 // A context of one length in one source: an n-gram that occurred there.
 struct Match {
-    int32_t node;  // kNone: it occurred once and has no node; read on in the text
-    int32_t doc;
-    int32_t pos;   // of its last token in the text
+    int32_t node;  // kNone: it occurred once and is no node, read on in the text
+    int32_t doc;   // of its one occurrence
+    int32_t pos;   // of that occurrence's last token; kNone if it occurred more often
 };
 
 // The contexts that end at one point, by length: 0 is the empty one. If a context occurred, so did
@@ -46,9 +46,8 @@ class Drafter {
                const int32_t* tokens, int64_t num_tokens, const Limits& limits);
 
     int32_t num_nodes() const { return static_cast<int32_t>(token_ids.size()); }
-    // The text in which the longest match of a source was seen last, kNone without a match of at
-    // least `min_length` tokens.
-    int32_t matched_text(int32_t source, int32_t min_length) const;
+    // The longest match of a source, null if it is shorter than `min_length` tokens.
+    const Match* longest_match(int32_t source, int32_t min_length) const;
 
     std::vector<int32_t> token_ids, parents;
     std::vector<float> probabilities;
@@ -68,9 +67,9 @@ class Drafter {
                       Contexts& contexts) const;
     void advance(const View& source, const Contexts& from, int32_t token, Contexts& to) const;
     void predict(const View* sources, int32_t num_sources, const Scoring& scoring,
-                 const Contexts* contexts);
+                 const Contexts* contexts, double cut);
     double blend(const View& source, const Match& match, double concentration, double discount,
-                 double left);
+                 double left, double cut);
     void add_successor(int32_t token, double probability);
     void push_guesses(double above, int32_t parent, int32_t depth, size_t max_nodes);
     void lay_out();

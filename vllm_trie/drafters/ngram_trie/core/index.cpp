@@ -5,7 +5,7 @@
 namespace ngram {
 
 int64_t Index::num_bytes() const {
-    int64_t bytes = static_cast<int64_t>(nodes_.capacity() * sizeof(Node) +
+    int64_t bytes = static_cast<int64_t>(nodes_.capacity() * (sizeof(Node) + sizeof(Upkeep)) +
                                          table_.capacity() * sizeof(int32_t));
     for (const auto& text : owned_) bytes += static_cast<int64_t>(text.capacity() * sizeof(int32_t));
     return bytes;
@@ -14,6 +14,7 @@ int64_t Index::num_bytes() const {
 void Index::reserve(int32_t num_tokens) {
     owned_[current_].reserve(owned_[current_].size() + num_tokens);
     nodes_.reserve(nodes_.size() + num_tokens + num_tokens / 2);
+    upkeep_.reserve(nodes_.capacity());
 }
 
 int32_t Index::begin_text() {
@@ -48,15 +49,14 @@ void Index::append(int32_t token) {
         if (child == kNone) {
             add_child(context, token, current_, pos);
         } else {
-            ++nodes_[child].count;
+            ++upkeep_[child].count;
             if (longer_is_new || order == max_order_) one_more_type(child);
             longer_is_new = false;
             if (order < max_order_) {
-                if (nodes_[child].pos != kNone)
-                    enter_successor(child, nodes_[child].doc, nodes_[child].pos);
+                if (nodes_[child].pos != kNone) enter_successor(child);
                 next_open_.push_back(child);
             }
-            nodes_[child].doc = current_;
+            upkeep_[child].last_doc = current_;
         }
         --order;
     }
@@ -65,8 +65,10 @@ void Index::append(int32_t token) {
 }
 
 // The n-gram `id` is about to occur again: from now on its successors are nodes.
-void Index::enter_successor(int32_t id, int32_t doc, int32_t pos) {
+void Index::enter_successor(int32_t id) {
+    const int32_t doc = nodes_[id].doc, pos = nodes_[id].pos;
     nodes_[id].pos = kNone;
+    nodes_[id].child_types = 0;
     const int32_t token = view().token_after(doc, pos);
     if (token >= 0) add_child(id, token, doc, pos + 1);
 }
@@ -97,9 +99,9 @@ void Index::remove_text(int32_t doc) {
             const int32_t id = found[static_cast<size_t>(end - length + 1) * width + length - 1];
             if (id == kNone) continue;  // it occurred here alone, and vanishes with the text
             const bool is_top = length == width;
-            --nodes_[id].count;
+            --upkeep_[id].count;
             if (longer_vanished || is_top) one_type_less(id);
-            longer_vanished = nodes_[id].count == 0;
+            longer_vanished = upkeep_[id].count == 0;
             if (longer_vanished) remove_node(id);
         }
         --num_tokens_;
@@ -110,14 +112,17 @@ void Index::remove_text(int32_t doc) {
 }
 
 int32_t Index::new_node(int32_t parent, int32_t token, int32_t doc, int32_t pos) {
-    const Node node = {token, parent, kNone, kNone, kNone, kNone, 0, 1, 1, 0, 0, doc, pos};
+    const Node node = {token, parent, kNone, kNone, 1, 0, pos, {doc}};
+    const Upkeep upkeep = {kNone, kNone, 1, doc, false};
     if (free_nodes_.empty()) {
         nodes_.push_back(node);
+        upkeep_.push_back(upkeep);
         return static_cast<int32_t>(nodes_.size()) - 1;
     }
     const int32_t id = free_nodes_.back();
     free_nodes_.pop_back();
     nodes_[id] = node;
+    upkeep_[id] = upkeep;
     return id;
 }
 
@@ -127,15 +132,15 @@ int32_t Index::add_child(int32_t parent, int32_t token, int32_t doc, int32_t pos
     Node& above = nodes_[parent];
     ++above.num_children;
     ++above.child_types;
-    const int32_t tail = above.hot_tail;
+    int32_t& tail = upkeep_[parent].hot_tail;
     if (tail == kNone) {
-        above.first_child = above.hot_tail = id;
-        nodes_[id].is_hot = 1;
+        above.first_child = tail = id;
+        upkeep_[id].is_hot = true;
     } else {
         link_after(id, tail);
         if (above.num_children <= kMaxHot) {
-            above.hot_tail = id;
-            nodes_[id].is_hot = 1;
+            tail = id;
+            upkeep_[id].is_hot = true;
         }
         move_up(id);
     }
@@ -147,14 +152,15 @@ void Index::remove_node(int32_t id) {
     Node& above = nodes_[node.parent];
     above.child_types -= node.types;
     --above.num_children;
-    if (node.is_hot) {
+    if (upkeep_[id].is_hot) {
         // The first child that is not kept in order takes its place.
-        const int32_t next_hot = nodes_[above.hot_tail].next;
-        if (above.hot_tail == id) above.hot_tail = node.prev;
+        int32_t& tail = upkeep_[node.parent].hot_tail;
+        const int32_t next_hot = nodes_[tail].next;
+        if (tail == id) tail = upkeep_[id].prev;
         unlink(id);
         if (next_hot != kNone) {
-            above.hot_tail = next_hot;
-            nodes_[next_hot].is_hot = 1;
+            tail = next_hot;
+            upkeep_[next_hot].is_hot = true;
             move_up(next_hot);
         }
     } else {
@@ -165,65 +171,63 @@ void Index::remove_node(int32_t id) {
 }
 
 void Index::unlink(int32_t id) {
-    Node& node = nodes_[id];
-    if (node.prev == kNone)
-        nodes_[node.parent].first_child = node.next;
+    const int32_t prev = upkeep_[id].prev, next = nodes_[id].next;
+    if (prev == kNone)
+        nodes_[nodes_[id].parent].first_child = next;
     else
-        nodes_[node.prev].next = node.next;
-    if (node.next != kNone) nodes_[node.next].prev = node.prev;
+        nodes_[prev].next = next;
+    if (next != kNone) upkeep_[next].prev = prev;
 }
 
 void Index::link_before(int32_t id, int32_t place) {
-    Node& node = nodes_[id];
-    node.next = place;
-    node.prev = nodes_[place].prev;
-    nodes_[place].prev = id;
-    if (node.prev == kNone)
-        nodes_[node.parent].first_child = id;
+    const int32_t prev = upkeep_[place].prev;
+    nodes_[id].next = place;
+    upkeep_[id].prev = prev;
+    upkeep_[place].prev = id;
+    if (prev == kNone)
+        nodes_[nodes_[id].parent].first_child = id;
     else
-        nodes_[node.prev].next = id;
+        nodes_[prev].next = id;
 }
 
 void Index::link_after(int32_t id, int32_t place) {
-    Node& node = nodes_[id];
-    node.prev = place;
-    node.next = nodes_[place].next;
+    const int32_t next = nodes_[place].next;
+    upkeep_[id].prev = place;
+    nodes_[id].next = next;
     nodes_[place].next = id;
-    if (node.next != kNone) nodes_[node.next].prev = id;
+    if (next != kNone) upkeep_[next].prev = id;
 }
 
 // Put a child whose `types` grew where it belongs; of equals the one that grew last is first.
 void Index::move_up(int32_t id) {
-    Node& node = nodes_[id];
-    Node& above = nodes_[node.parent];
-    if (!node.is_hot) {
-        const int32_t tail = above.hot_tail;
-        if (nodes_[tail].types > node.types) return;
+    const int32_t types = nodes_[id].types;
+    int32_t& tail = upkeep_[nodes_[id].parent].hot_tail;
+    if (!upkeep_[id].is_hot) {
+        if (nodes_[tail].types > types) return;
         unlink(id);
         link_before(id, tail);
-        node.is_hot = 1;
-        nodes_[tail].is_hot = 0;
-        above.hot_tail = id;
+        upkeep_[id].is_hot = true;
+        upkeep_[tail].is_hot = false;
+        tail = id;
     }
-    int32_t place = node.prev;
-    if (place == kNone || nodes_[place].types > node.types) return;
-    while (nodes_[place].prev != kNone && nodes_[nodes_[place].prev].types <= node.types)
-        place = nodes_[place].prev;
-    if (above.hot_tail == id) above.hot_tail = node.prev;
+    int32_t place = upkeep_[id].prev;
+    if (place == kNone || nodes_[place].types > types) return;
+    while (upkeep_[place].prev != kNone && nodes_[upkeep_[place].prev].types <= types)
+        place = upkeep_[place].prev;
+    if (tail == id) tail = upkeep_[id].prev;
     unlink(id);
     link_before(id, place);
 }
 
 // Put a child whose `types` shrank where it belongs among those that are kept in order.
 void Index::move_down(int32_t id) {
-    Node& node = nodes_[id];
-    Node& above = nodes_[node.parent];
-    if (!node.is_hot || above.hot_tail == id) return;
+    const int32_t types = nodes_[id].types;
+    int32_t& tail = upkeep_[nodes_[id].parent].hot_tail;
+    if (!upkeep_[id].is_hot || tail == id) return;
     int32_t place = id;
-    while (place != above.hot_tail && nodes_[nodes_[place].next].types > node.types)
-        place = nodes_[place].next;
+    while (place != tail && nodes_[nodes_[place].next].types > types) place = nodes_[place].next;
     if (place == id) return;
-    if (above.hot_tail == place) above.hot_tail = id;
+    if (tail == place) tail = id;
     unlink(id);
     link_after(id, place);
 }
@@ -249,7 +253,7 @@ void Index::insert_entry(int32_t id) {
 }
 
 void Index::grow_table() {
-    std::vector<int32_t> old(table_.size() * 4, kNone);
+    std::vector<int32_t> old(table_.size() * 2, kNone);
     old.swap(table_);
     const uint32_t mask = static_cast<uint32_t>(table_.size() - 1);
     for (int32_t id : old) {

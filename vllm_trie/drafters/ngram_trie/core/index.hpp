@@ -20,22 +20,30 @@ constexpr int kMaxOrder = 15;  // longest context
 constexpr int32_t kNone = -1;
 constexpr int32_t kRoot = 0;
 
-// The n-gram that ends with `token` and begins with the path of `parent`.
-struct Node {
+// The n-gram that ends with `token` and begins with the path of `parent`: what drafts read.
+struct alignas(32) Node {
     int32_t token;
     int32_t parent;
     int32_t first_child;
-    int32_t next, prev;  // siblings
-    int32_t hot_tail;    // last child that is kept in order
-    int32_t is_hot;      // whether this node is one of those of its parent
-    int32_t count;       // occurrences
-    int32_t types;       // distinct tokens before it (Kneser-Ney); occurrences at the top order
-    int32_t child_types; // sum of `types` over the children
+    int32_t next;          // sibling
+    int32_t types;         // distinct tokens before it (Kneser-Ney); occurrences at the top order
     int32_t num_children;
-    int32_t doc;         // text of its last occurrence
-    int32_t pos;         // position of its last token in `doc` while it occurred once, else kNone
+    int32_t pos;           // position of its last token in `doc` while it occurred once, else kNone
+    union {
+        int32_t child_types;  // sum of `types` over the children, once it has children
+        int32_t doc;          // the text of its one occurrence, before
+    };
 };
-static_assert(sizeof(Node) == 52, "the corpus file holds nodes as they are in memory");
+static_assert(sizeof(Node) == 32, "two to a cache line; the corpus file holds them like this");
+
+// What only changes to the index need.
+struct Upkeep {
+    int32_t prev;      // sibling
+    int32_t hot_tail;  // last child that is kept in order
+    int32_t count;     // occurrences
+    int32_t last_doc;  // text of its last occurrence
+    bool is_hot;       // whether its parent keeps it in order
+};
 
 struct Text {
     const int32_t* tokens;
@@ -81,6 +89,7 @@ class Index {
 
     void clear() {
         nodes_.clear();
+        upkeep_.clear();
         free_nodes_.clear();
         owned_.clear();
         texts_.clear();
@@ -89,7 +98,7 @@ class Index {
         num_entries_ = 0;
         num_tokens_ = 0;
         new_node(kNone, kNone, kNone, kNone);
-        nodes_[kRoot].pos = kNone;
+        nodes_[kRoot].child_types = 0;
         open_.assign(1, kRoot);
     }
 
@@ -114,6 +123,7 @@ class Index {
         return doc >= 0 && doc < static_cast<int32_t>(owned_.size()) && texts_[doc].size > 0;
     }
     bool is_empty() const { return owned_.empty(); }
+    int32_t last_text(int32_t node) const { return upkeep_[node].last_doc; }
     const std::vector<Node>& nodes() const { return nodes_; }
     const std::vector<int32_t>& table() const { return table_; }
 
@@ -131,10 +141,11 @@ class Index {
     void move_down(int32_t id);
     void one_more_type(int32_t id);
     void one_type_less(int32_t id);
-    void enter_successor(int32_t id, int32_t doc, int32_t pos);
+    void enter_successor(int32_t id);
 
     int32_t max_order_;
     std::vector<Node> nodes_;
+    std::vector<Upkeep> upkeep_;
     std::vector<int32_t> free_nodes_;
     std::vector<int32_t> table_;
     int64_t num_entries_ = 0;
