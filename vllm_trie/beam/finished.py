@@ -53,8 +53,8 @@ class FinishedSet:
         """Whether ``capacity`` hypotheses are finished."""
         return len(self._best) == self._capacity
 
-    def score(self, sum_logprob: np.float32, length: int) -> np.float32:
-        """Length-normalized score of a hypothesis of `length` generated tokens."""
+    def score(self, sum_logprob: float, length: int) -> np.float32:
+        """Length-normalized score; `sum_logprob` is a float32 value, `length` in tokens."""
         return np.float32(sum_logprob) / np.float32(length**self._penalty)
 
     def add(self, new: list[FinishedNode]) -> None:
@@ -62,7 +62,7 @@ class FinishedSet:
         self._best = sorted([*self._best, *new], key=lambda hypothesis: -hypothesis.score)
         del self._best[self._capacity :]
 
-    def closed(self, best_running: np.float32, length: int) -> bool:
+    def closed(self, best_running: float, length: int) -> bool:
         """Whether nothing that still runs can change the set.
 
         Args:

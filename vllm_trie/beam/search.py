@@ -67,7 +67,7 @@ class _Node(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    total: np.float32
+    total: float  # a float32 value
     row: int
     position: int
     token_id: int
@@ -184,10 +184,11 @@ class BeamSearch:
         length = self.steps + 1
         last = length == settings.max_new_tokens
         candidates = self._best(group, token_ids, adjusted, raw)
+        may_stop = bool(self._stop_token_ids) or self._find_stop_string is not None
         running: list[_Candidate] = []
         finished: list[FinishedNode] = []
         for rank, candidate in enumerate(candidates):
-            stop = self._stop_of(candidate)
+            stop = self._stop_of(candidate) if may_stop else None
             if stop is None and not last:
                 running.append(candidate)
             elif rank < settings.group_width:
@@ -202,7 +203,8 @@ class BeamSearch:
                 )
             elif self.trace is not None:
                 self._record(candidate, NodeFate.DROPPED)
-        group.finished.add(finished)
+        if finished:
+            group.finished.add(finished)
         if self._random is not None:
             running.sort(key=lambda candidate: -candidate.total)
         dropped = running[settings.group_width :]
@@ -212,7 +214,7 @@ class BeamSearch:
                 self._record(candidate, NodeFate.DROPPED)
         kept = [(candidate, self._add(candidate, NodeFate.KEPT)) for candidate in running]
         group.totals = np.array([candidate.total for candidate in running], dtype=np.float32)
-        if not kept or group.finished.closed(group.totals[0], length):
+        if not kept or group.finished.closed(running[0].total, length):
             group.done = True
             return []
         return kept
@@ -221,37 +223,35 @@ class BeamSearch:
         self, group: _Group, token_ids: np.ndarray, adjusted: np.ndarray, raw: np.ndarray
     ) -> list[_Candidate]:
         """The step's candidates: the best, or drawn without replacement (in drawing order)."""
-        rows = slice(group.first_row, group.first_row + group.num_rows)
-        totals = (adjusted[rows] + group.totals[:, None]).ravel()
-        keys = totals
-        if self._random is not None:
+        first = group.first_row
+        totals = (adjusted[first : first + group.num_rows] + group.totals[:, None]).ravel()
+        if self._random is None:
+            keys = -totals
+        else:
             # The k largest of log-probability + Gumbel noise are k draws without replacement, in
             # drawing order.
-            keys = totals + self._random.gumbel(size=totals.size)
+            keys = -(totals + self._random.gumbel(size=totals.size))
         count = self.settings.num_candidates
         if totals.size > count:
-            places = np.argpartition(-keys, count - 1)[:count]
+            places = np.argpartition(keys, count - 1)[:count]
+            places.sort()  # a tie goes to the earlier row, then to the better candidate
+            places = places[np.argsort(keys[places], kind="stable")]
         else:
-            places = np.arange(totals.size)
-        places = places[np.lexsort((places, -keys[places]))]
-        width = token_ids.shape[1]
-        result = []
-        for place in places.tolist():
-            total = totals[place]
-            if not total > -np.inf:  # forbidden, or NaN from a broken model
-                continue
-            row, position = divmod(place, width)
-            row += group.first_row
-            result.append(
-                _Candidate(
-                    total,
-                    row,
-                    position,
-                    int(token_ids[row, position]),
-                    float(raw[row, position]),
-                )
+            places = np.argsort(keys, kind="stable")
+        rows, positions = np.divmod(places, token_ids.shape[1])
+        rows += first
+        return [
+            candidate
+            for candidate in map(
+                _Candidate,
+                totals[places].tolist(),
+                rows.tolist(),
+                positions.tolist(),
+                token_ids[rows, positions].tolist(),
+                raw[rows, positions].tolist(),
             )
-        return result
+            if candidate.total > -np.inf  # not forbidden, and no NaN from a broken model
+        ]
 
     def _stop_of(self, candidate: _Candidate) -> int | str | None:
         if candidate.token_id in self._stop_token_ids:
@@ -267,7 +267,7 @@ class BeamSearch:
                 self._row_nodes[candidate.row],
                 candidate.token_id,
                 candidate.logprob,
-                float(candidate.total),
+                candidate.total,
                 (self.steps, candidate.row, candidate.position),
                 trace_node,
             )
@@ -280,7 +280,7 @@ class BeamSearch:
         return self.trace.add(
             candidate.token_id,
             -1 if parent < 0 else self._nodes[parent].trace_node,
-            float(candidate.total),
+            candidate.total,
             fate,
         )
 
