@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from vllm import SamplingParams
 
 from tests.engine.compare import (
@@ -15,7 +14,7 @@ from tests.engine.compare import (
     tell_oracle,
 )
 from tests.engine.prompts import prompts
-from vllm_trie.attention import tree_batch
+from vllm_trie.attention import move_slots_in_layers, split_cache
 from vllm_trie.vllm_hooks import compaction, runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
@@ -56,38 +55,38 @@ def test_with_flat_positions(engine, monkeypatch):
     assert _num_wrong(engine) > 6
 
 
-def test_with_a_causal_mask(engine, monkeypatch):
-    def causal(ancestor_words, num_queries):
-        return np.tri(num_queries, dtype=bool)
+def _draw_trees_as(monkeypatch, ancestor_mask) -> None:
+    """Let nodes see what `ancestor_mask`, a function of their number (at most 64), says."""
+    stock = runner.build_tree_batch
 
-    monkeypatch.setattr(tree_batch, "query_mask", causal)
+    def build(rows, ancestor_words, num_tokens):
+        bits = 1 << np.arange(64, dtype=np.uint64)
+        words = [
+            (ancestor_mask(len(each)) * bits[: len(each)]).sum(axis=1, dtype=np.uint64)[:, None]
+            for each in ancestor_words
+        ]
+        return stock(rows, words, num_tokens)
+
+    monkeypatch.setattr(runner, "build_tree_batch", build)
+
+
+def test_with_a_causal_mask(engine, monkeypatch):
+    _draw_trees_as(monkeypatch, lambda num_nodes: np.tri(num_nodes, dtype=np.uint64))
     assert _num_wrong(engine) > 6
 
 
 def test_with_blind_nodes(engine, monkeypatch):
     """Nodes that see the committed text and themselves, not their ancestors."""
-
-    def blind(ancestor_words, num_queries):
-        mask = np.eye(num_queries, dtype=bool)
-        mask[:, : num_queries - len(ancestor_words)] = True
-        return mask
-
-    monkeypatch.setattr(tree_batch, "query_mask", blind)
+    _draw_trees_as(monkeypatch, lambda num_nodes: np.eye(num_nodes, dtype=np.uint64))
     assert _num_wrong(engine) > 6
 
 
 def test_keys_moved_without_values(engine, monkeypatch):
-    def move_keys(kv_cache, source, target):
-        values = tree_batch_values(kv_cache).clone()
-        from vllm_trie.attention.cpu_cache import move_slots
+    def move_keys(kv_caches, source, target):
+        values = [split_cache(kv_cache)[1].clone() for kv_cache in kv_caches]
+        move_slots_in_layers(kv_caches, source, target)
+        for kv_cache, before in zip(kv_caches, values, strict=True):
+            split_cache(kv_cache)[1].copy_(before)
 
-        move_slots(kv_cache, source, target)
-        tree_batch_values(kv_cache).copy_(values)
-
-    def tree_batch_values(kv_cache) -> torch.Tensor:
-        from vllm_trie.attention.cpu_cache import split_cache
-
-        return split_cache(kv_cache)[1]
-
-    monkeypatch.setattr(compaction, "move_slots", move_keys)
+    monkeypatch.setattr(compaction, "move_slots_in_layers", move_keys)
     assert _num_wrong(engine) > 6

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vllm_trie.attention.cpu_cache import move_slots, split_cache
-from vllm_trie.attention.paged import tree_attention
+from vllm_trie.attention.kernels import choose_kernels, move_slots_in_layers, tree_attention
+from vllm_trie.attention.portable import tree_attention_portable
 from vllm_trie.attention.reference import tree_attention_reference
 from vllm_trie.attention.tree_batch import TreeBatch, TreeRow, build_tree_batch
 
@@ -11,8 +12,11 @@ __all__ = [
     "TreeBatch",
     "TreeRow",
     "build_tree_batch",
+    "choose_kernels",
     "move_slots",
+    "move_slots_in_layers",
     "split_cache",
     "tree_attention",
+    "tree_attention_portable",
     "tree_attention_reference",
 ]

@@ -36,6 +36,15 @@ class TreeRow(NamedTuple):
     """KV slots in use, the nodes' own included."""
 
 
+class PackedTrees(NamedTuple):
+    """A batch of trees in two contiguous arrays."""
+
+    rows: np.ndarray
+    """int64 [num_rows, 5], the fields of :class:`TreeRow`."""
+    words: np.ndarray
+    """uint64, the ancestor words of all rows, one after another."""
+
+
 @dataclass(frozen=True, slots=True)
 class TreeBatch:
     """Trees of one step, shared by all layers.
@@ -52,6 +61,7 @@ class TreeBatch:
     ancestor_words: tuple[np.ndarray, ...]
     covers_batch: bool
     _masks: list[torch.Tensor] = field(default_factory=list, repr=False)
+    _packed: list[PackedTrees] = field(default_factory=list, repr=False)
 
     def masks(self) -> list[torch.Tensor]:
         """bool [num_queries, seq_len] per row: the KV slots that each query row sees.
@@ -64,6 +74,18 @@ class TreeBatch:
                 mask[:, row.seq_len - row.num_queries :] = query_mask(words, row.num_queries)
                 self._masks.append(torch.from_numpy(mask))
         return self._masks
+
+    def packed(self) -> PackedTrees:
+        """The batch as two arrays, built at the first call, for native kernels."""
+        if not self._packed:
+            words = [each.reshape(-1) for each in self.ancestor_words]
+            self._packed.append(
+                PackedTrees(
+                    np.array(self.rows, dtype=np.int64).reshape(-1, len(TreeRow._fields)),
+                    np.concatenate(words) if words else np.empty(0, dtype=np.uint64),
+                )
+            )
+        return self._packed[0]
 
 
 def query_mask(ancestor_words: np.ndarray, num_queries: int) -> np.ndarray:

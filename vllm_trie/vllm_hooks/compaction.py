@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.attention import TreeRow, move_slots
+from vllm_trie.attention import TreeRow, move_slots_in_layers
 
 
 class CacheGroup(NamedTuple):
@@ -80,5 +80,4 @@ def compact(
     pairs = torch.from_numpy(np.array([sources, targets], dtype=np.int64))
     for group in groups:
         slots = slot_mappings[group.index][pairs].long()
-        for cache in group.caches:
-            move_slots(cache, slots[0], slots[1])
+        move_slots_in_layers(group.caches, slots[0], slots[1])

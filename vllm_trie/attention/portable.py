@@ -1,4 +1,5 @@
-"""Tree attention over vLLM's paged CPU cache in plain torch operations."""
+"""Tree attention over vLLM's paged CPU cache in plain torch operations, for machines without a
+compiler; the readable twin of the native kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from vllm_trie.attention.cpu_cache import split_cache
 from vllm_trie.attention.tree_batch import TreeBatch
 
 
-def tree_attention(
+def tree_attention_portable(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -17,19 +18,11 @@ def tree_attention(
     scale: float,
     output: torch.Tensor,
 ) -> None:
-    """Attention of all query rows that belong to trees; other rows of ``output`` stay as they are.
+    """What :func:`vllm_trie.attention.tree_attention` promises, with the same arguments.
 
     Gathers each request's blocks and runs torch's scaled dot-product attention with a mask. Simple
-    and exact in every dtype; its cost grows with the gathered context.
-
-    Args:
-        query: [num_tokens, num_heads, head_size].
-        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], see
-            :mod:`vllm_trie.attention.cpu_cache`; holds the keys and values of this step already.
-        block_table: int32 [num_requests, max_blocks].
-        trees: what each row sees.
-        scale: factor on the scores.
-        output: [num_tokens, num_heads, head_size], written.
+    and exact in every dtype, for any head and block size; its cost grows with the gathered
+    context. Unused slots may hold anything: they are not gathered.
     """
     block_size = kv_cache.shape[2]
     keys, values = split_cache(kv_cache)

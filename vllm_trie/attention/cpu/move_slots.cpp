@@ -1,0 +1,95 @@
+// Moves the keys and values of slots within the caches of many layers, in one call.
+//
+// Layout of a cache: see panels.hpp. Elements are moved as they are, whatever their type.
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "parallel.hpp"
+
+namespace vllm_trie {
+namespace {
+
+struct Move {
+  int64_t source_key, target_key;  // first element of the key's column
+  int64_t source_value, target_value;
+};
+
+template <typename T>
+class Mover {
+ public:
+  Mover(void* const* caches, int64_t num_layers, int64_t block_stride, int64_t head_stride,
+        int num_kv_heads, int block_size, int head_size, const int64_t* sources,
+        const int64_t* targets, int64_t num_moves)
+      : caches_(caches), num_layers_(num_layers), head_stride_(head_stride),
+        num_kv_heads_(num_kv_heads), block_size_(block_size), head_size_(head_size) {
+    moves_.reserve(num_moves);
+    const auto key = [&](int64_t slot) {
+      return slot / block_size * block_stride + slot % block_size;
+    };
+    const auto value = [&](int64_t slot) {
+      return slot / block_size * block_stride +
+             (block_size + slot % block_size) * static_cast<int64_t>(head_size);
+    };
+    for (int64_t i = 0; i < num_moves; ++i) {
+      moves_.push_back({key(sources[i]), key(targets[i]), value(sources[i]), value(targets[i])});
+    }
+  }
+
+  void operator()(int thread, int team) const {
+    const int64_t work = num_layers_ * num_kv_heads_;
+    std::vector<T> read(moves_.size() * head_size_);
+    for (int64_t i = work * thread / team; i < work * (thread + 1) / team; ++i) {
+      T* head = static_cast<T*>(caches_[i / num_kv_heads_]) + i % num_kv_heads_ * head_stride_;
+      move_keys(head, read.data());
+      move_values(head, read.data());
+    }
+  }
+
+ private:
+  // Every source is read before a target is written, for the two sets may overlap.
+  void move_keys(T* head, T* read) const {
+    for (int d = 0; d < head_size_; ++d, head += block_size_) {
+      for (size_t i = 0; i < moves_.size(); ++i) read[i] = head[moves_[i].source_key];
+      for (size_t i = 0; i < moves_.size(); ++i) head[moves_[i].target_key] = read[i];
+    }
+  }
+
+  void move_values(T* head, T* read) const {
+    const size_t bytes = head_size_ * sizeof(T);
+    for (size_t i = 0; i < moves_.size(); ++i) {
+      std::memcpy(read + i * head_size_, head + moves_[i].source_value, bytes);
+    }
+    for (size_t i = 0; i < moves_.size(); ++i) {
+      std::memcpy(head + moves_[i].target_value, read + i * head_size_, bytes);
+    }
+  }
+
+  void* const* caches_;
+  int64_t num_layers_, head_stride_;
+  int num_kv_heads_, block_size_, head_size_;
+  std::vector<Move> moves_;
+};
+
+}  // namespace
+}  // namespace vllm_trie
+
+// element_size: 2 or 4 bytes. Strides count elements. Returns 0, or 1 for another element size.
+extern "C" int vllm_trie_move_slots(int element_size, void* const* caches, int64_t num_layers,
+                                    int64_t block_stride, int64_t head_stride, int num_kv_heads,
+                                    int block_size, int head_size, const int64_t* sources,
+                                    const int64_t* targets, int64_t num_moves, int num_threads) {
+  using namespace vllm_trie;
+  const auto run = [&](auto mover) { run_parallel(num_threads, mover); };
+  if (element_size == 2) {
+    run(Mover<uint16_t>(caches, num_layers, block_stride, head_stride, num_kv_heads, block_size,
+                        head_size, sources, targets, num_moves));
+  } else if (element_size == 4) {
+    run(Mover<uint32_t>(caches, num_layers, block_stride, head_stride, num_kv_heads, block_size,
+                        head_size, sources, targets, num_moves));
+  } else {
+    return 1;
+  }
+  return 0;
+}

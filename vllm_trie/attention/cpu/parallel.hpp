@@ -1,0 +1,34 @@
+// Parallel regions on the OpenMP runtime that the process has already.
+//
+// Linking an OpenMP runtime of our own could put a second one beside torch's, with threads that
+// compete for the same cores. So this library links none: it calls the entry points that compilers
+// emit for `#pragma omp parallel` and that GNU's, LLVM's and Intel's runtimes all export. Where the
+// process has no OpenMP runtime, work runs on the calling thread.
+#pragma once
+
+extern "C" {
+__attribute__((weak)) void GOMP_parallel(void (*function)(void*), void* data, unsigned num_threads,
+                                         unsigned flags);
+__attribute__((weak)) int omp_get_thread_num(void);
+__attribute__((weak)) int omp_get_num_threads(void);
+}
+
+namespace vllm_trie {
+
+inline bool have_openmp() { return GOMP_parallel && omp_get_thread_num && omp_get_num_threads; }
+
+// Calls work(thread, num_threads) on a team of at most `num_threads` threads.
+template <typename Work>
+void run_parallel(int num_threads, Work& work) {
+  if (num_threads <= 1 || !have_openmp()) {
+    work(0, 1);
+    return;
+  }
+  GOMP_parallel(
+      [](void* data) {
+        (*static_cast<Work*>(data))(omp_get_thread_num(), omp_get_num_threads());
+      },
+      &work, static_cast<unsigned>(num_threads), 0);
+}
+
+}  // namespace vllm_trie

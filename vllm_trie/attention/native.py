@@ -1,0 +1,171 @@
+"""The C++ kernels of ``cpu/``: compiled on first use, called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from vllm_trie.attention.tree_batch import TreeBatch
+from vllm_trie.native import load_library
+
+_FOLDER = Path(__file__).parent / "cpu"
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MULTIPLE = 16
+"""Head sizes and block sizes are multiples of this; those of vLLM's CPU backend all are."""
+
+
+def load_kernels(march: str = "native") -> NativeKernels | None:
+    """Compile (if needed) and load the kernels; ``None`` where that fails, with the reason logged.
+
+    Args:
+        march: instruction set, as the compiler's ``-march`` takes it.
+    """
+    library = load_library(
+        f"attention-{march}",
+        [_FOLDER / "tree_attention.cpp", _FOLDER / "move_slots.cpp"],
+        flags=(
+            "-O3",
+            f"-march={march}",
+            "-std=c++17",
+            # Multiply-adds round once: faster, and nearer to the exact result.
+            "-ffp-contract=fast",
+            "-fno-math-errno",
+        ),
+        headers=sorted(_FOLDER.glob("*.hpp")),
+    )
+    return None if library is None else NativeKernels(library)
+
+
+class NativeKernels:
+    """Typed access to one compiled library. Stateless: any thread may call it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, int64, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._tree_attention = library.vllm_trie_tree_attention
+        self._tree_attention.argtypes = [
+            integer,  # dtype
+            *(pointer, int64),  # query
+            *(pointer, int64, int64),  # cache
+            *(pointer, int64),  # block table
+            *(pointer, pointer, int64),  # trees
+            *(pointer, int64),  # output
+            *(integer, integer, integer, integer),  # heads, KV heads, head size, block size
+            *(ctypes.c_float, integer),  # scale, threads
+        ]
+        self._move_slots = library.vllm_trie_move_slots
+        self._move_slots.argtypes = [
+            integer,  # bytes of an element
+            *(pointer, int64, int64, int64),  # caches
+            *(integer, integer, integer),  # KV heads, block size, head size
+            *(pointer, pointer, int64),  # slots
+            integer,  # threads
+        ]
+        lanes = library.vllm_trie_lanes()
+        self.instructions: str = {16: "AVX-512", 8: "AVX2"}.get(lanes, "SSE2")
+        """What the products are computed with."""
+        if library.vllm_trie_bf16_products():
+            self.instructions += " with bfloat16 products"
+        self.has_openmp = bool(library.vllm_trie_has_openmp())
+        """Whether the process has an OpenMP runtime, so that several threads can work."""
+
+    def tree_attention(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        trees: TreeBatch,
+        scale: float,
+        output: torch.Tensor,
+    ) -> bool:
+        """What :func:`vllm_trie.attention.tree_attention` promises, with the same arguments.
+
+        Uses as many threads as torch does. Sums are float32; with AVX-512's bfloat16
+        instructions the products of bfloat16 queries and keys are exact, so that results in 16-bit
+        formats carry the rounding of the output and no more.
+
+        Returns:
+            False, with nothing done, if the shapes, strides or dtypes are none of vLLM's.
+        """
+        _, num_kv_heads, block_size, double_head_size = kv_cache.shape
+        num_heads, head_size = query.shape[1], query.shape[2]
+        dtype = _DTYPES.get(query.dtype)
+        if (
+            dtype is None
+            or kv_cache.dtype != query.dtype
+            or output.dtype != query.dtype
+            or block_table.dtype != torch.int32
+            or head_size % _MULTIPLE
+            or block_size % _MULTIPLE
+            or double_head_size != 2 * head_size
+            or scale <= 0
+            or query.stride()[1:] != (head_size, 1)
+            or output.stride()[1:] != (head_size, 1)
+            or kv_cache.stride()[2:] != (double_head_size, 1)
+            or block_table.stride(1) != 1
+        ):
+            return False
+        rows, words = trees.packed()
+        status = self._tree_attention(
+            dtype,
+            query.data_ptr(),
+            query.stride(0),
+            kv_cache.data_ptr(),
+            kv_cache.stride(0),
+            kv_cache.stride(1),
+            block_table.data_ptr(),
+            block_table.stride(0),
+            rows.ctypes.data,
+            words.ctypes.data,
+            len(rows),
+            output.data_ptr(),
+            output.stride(0),
+            num_heads,
+            num_kv_heads,
+            head_size,
+            block_size,
+            scale,
+            torch.get_num_threads(),
+        )
+        return status == 0
+
+    def move_slots(
+        self, caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor
+    ) -> bool:
+        """What :func:`vllm_trie.attention.move_slots` promises, with the same arguments.
+
+        Returns:
+            False, with nothing done, if the caches differ in shape or their strides are not vLLM's.
+        """
+        first = caches[0]
+        _, num_kv_heads, block_size, double_head_size = first.shape
+        if (
+            first.element_size() not in (2, 4)
+            or first.stride()[2:] != (double_head_size, 1)
+            or any(
+                cache.shape != first.shape
+                or cache.stride() != first.stride()
+                or cache.dtype != first.dtype
+                for cache in caches[1:]
+            )
+        ):
+            return False
+        source, target = source.contiguous(), target.contiguous()
+        pointers = (ctypes.c_void_p * len(caches))(*[cache.data_ptr() for cache in caches])
+        status = self._move_slots(
+            first.element_size(),
+            pointers,
+            len(caches),
+            first.stride(0),
+            first.stride(1),
+            num_kv_heads,
+            block_size,
+            double_head_size // 2,
+            source.data_ptr(),
+            target.data_ptr(),
+            len(source),
+            torch.get_num_threads(),
+        )
+        return status == 0
