@@ -1,0 +1,55 @@
+"""Beam requests in an engine that speculates with token trees: no drafts for rows, all correct."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.beam.cases import check_case, few_cases, request_of
+from tests.engine.conftest import scheduler_of
+from vllm_trie.tiny_model import model_path
+
+SHIPPED = str(model_path())
+SPECULATION = {"method": "ngram_trie", "num_speculative_tokens": 8}
+OPTIONS = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 32}
+
+
+@pytest.mark.parametrize(
+    "pool", [{}, {"num_gpu_blocks_override": 17}], ids=["roomy", "preemption"]
+)
+def test_rows_get_no_drafts_and_others_keep_theirs(engine, pool):
+    from vllm import SamplingParams
+
+    llm = engine(speculative_config=SPECULATION, **OPTIONS, **pool)
+    scheduler = scheduler_of(llm)
+    drafted: dict[str, int] = {}
+    update = scheduler.update_draft_token_ids
+
+    def watch(draft_token_ids):
+        update(draft_token_ids)
+        for request_id, request in scheduler.requests.items():
+            drafted[request_id] = drafted.get(request_id, 0) + len(request.spec_token_ids)
+
+    scheduler.update_draft_token_ids = watch
+    try:
+        greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        repetitive = [{"prompt_token_ids": [11, 12, 13, 14, 15 + i] * 12} for i in range(6)]
+        alone = [
+            list(llm.generate([text], greedy, use_tqdm=False)[0].outputs[0].token_ids)
+            for text in repetitive
+        ]
+        drafted.clear()
+        cases = few_cases()
+        requests = [(text, greedy) for text in repetitive] + [request_of(case) for case in cases]
+        results = llm.generate(
+            [each[0] for each in requests], [each[1] for each in requests], use_tqdm=False
+        )
+    finally:
+        del scheduler.update_draft_token_ids
+    assert [list(result.outputs[0].token_ids) for result in results[:6]] == alone
+    for case, result in zip(cases, results[6:], strict=True):
+        check_case(SHIPPED, case, result)
+    rows = [count for request_id, count in drafted.items() if "~" in request_id]
+    others = [count for request_id, count in drafted.items() if "~" not in request_id]
+    assert rows
+    assert not any(rows)
+    assert any(others)
