@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
@@ -83,7 +84,8 @@ def finish(rows: Sequence[Row], json_path: Path | None, columns: Sequence[str]) 
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in columns))
-    Console().print(table)
+    # Redirected output has no width of its own; do not fold it.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
     if json_path is not None:
         described = [{**row, "machine": machine()} for row in rows]
         json_path.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
@@ -92,8 +94,6 @@ def finish(rows: Sequence[Row], json_path: Path | None, columns: Sequence[str]) 
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and value < 100
-        else (f"{value:.0f}" if isinstance(value, float) else str(value))
-    )
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)

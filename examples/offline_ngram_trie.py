@@ -43,9 +43,8 @@ def main() -> None:
     (output,) = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=128))
     print(output.outputs[0].text)
 
-    counters = {metric.name: metric.value for metric in llm.get_metrics() if "trie" in metric.name
-                and hasattr(metric, "value")}  # fmt: skip
-    steps, tokens = counters["vllm:trie_steps"], counters["vllm:trie_tokens"]
+    counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    steps, tokens = counts["vllm:trie_steps"], counts["vllm:trie_tokens"]
     print(f"\n{tokens:.0f} tokens in {steps:.0f} steps of the model")
 
 

@@ -1,0 +1,76 @@
+"""The demo, the benchmark of speculation and the example as their users run them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Processes of their own: they set up their surroundings before vLLM is imported, and engines that
+# end inside this process would take the process groups of the shared ones with them.
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=280, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_demo(tmp_path: Path) -> None:
+    svg, rows = tmp_path / "tree.svg", tmp_path / "rows.json"
+    done = run(
+        "-m", "vllm_trie.cli", "demo", "--max-tokens", "40", "--repeats", "1", "--batch-size", "4",
+        "--svg", str(svg), "--json", str(rows),
+    )  # fmt: skip
+    assert "outputs identical: yes" in done.stdout
+    assert done.stderr == ""
+    assert re.search(r"^\W*[└├]─ .* ✓$", done.stdout, re.MULTILINE)
+    assert len(ET.parse(svg).getroot().findall(".//{*}rect")) > 3
+    found = json.loads(rows.read_text())
+    assert [row["method"] for row in found] == ["plain", "ngram_trie"] * 3
+    total = found[-1]
+    assert total["identical"] is True
+    assert total["tokens"] == sum(row["tokens"] for row in found[1:-1:2])
+    assert 1.1 < total["tokens_per_step"] < 33
+    assert 0 < total["nodes_per_step"] <= 32
+
+
+@pytest.mark.slow
+def test_speculation_benchmark(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    run(
+        "benchmarks/speculation.py", "--nodes", "8", "--batch-sizes", "2", "--max-tokens", "24",
+        "--repeats", "1", "--json", str(path),
+    )  # fmt: skip
+    rows = {row["method"]: row for row in json.loads(path.read_text())}
+    assert {"plain", "ngram_trie", "ngram", "full_trees"} <= rows.keys()
+    for row in rows.values():
+        assert row["tokens_per_s"] > 0
+        assert row["tokens_per_step"] >= 1
+        assert row["identical"] is True
+    assert rows["plain"]["tokens_per_step"] == 1
+    assert rows["ngram_trie"]["nodes"] == 8
+    full = rows["full_trees"]
+    assert full["tokens_per_step"] > 1.1
+    assert full["nodes_per_step"] > 6  # every step but the prefill and the last ones
+    assert full["hook_ms_per_step"] == pytest.approx(
+        sum(full[f"{part}_ms_per_step"] for part in ("preparation", "verification", "bookkeeping")),
+        rel=0.5,  # medians do not add up
+    )
+
+
+@pytest.mark.slow
+def test_offline_example() -> None:
+    done = run("examples/offline_ngram_trie.py")
+    tokens, steps = map(int, re.findall(r"(\d+) tokens in (\d+) steps", done.stdout)[0])
+    assert 0 < steps < tokens
