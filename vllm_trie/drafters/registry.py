@@ -15,6 +15,7 @@ ENTRY_POINT_GROUP = "vllm_trie.drafters"
 """Entry points in this group, `name = "module:DrafterClass"`, become methods."""
 
 _BUILT_IN = {
+    "lookahead_trie": "vllm_trie.drafters.lookahead:LookaheadDrafter",
     "ngram_trie": "vllm_trie.drafters.ngram_trie:NgramTrieDrafter",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
 from vllm_trie.drafters.ngram_trie.backend import Backend, Index, Job, choose_backend
 from vllm_trie.drafters.ngram_trie.frequency import FrequencyTrie
+from vllm_trie.drafters.ngram_trie.native import NativeCorpus
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafters.ngram_trie.store import RequestStore
 from vllm_trie.tree import TokenTree, depth_first_layout
@@ -34,13 +36,29 @@ class NgramTrieDrafter(Drafter):
         if options.scoring == "frequency":
             self._scoring = FrequencyScoring(options)
         else:
-            self._scoring = BlendedScoring(options, choose_backend())
+            corpus = None if options.corpus is None else load_corpus(options.corpus, context)
+            self._scoring = BlendedScoring(options, choose_backend(), corpus)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         return self._scoring.propose(requests)
 
     def release(self, request_id: str) -> None:
         self._scoring.release(request_id)
+
+
+def load_corpus(path: str, context: DrafterContext) -> NativeCorpus:
+    """Open the corpus that an engine was told to draft from.
+
+    Raises:
+        ValueError: the file cannot be used, or was not built with the model's tokenizer.
+        RuntimeError: the compiled core, which alone reads corpora, is not available.
+    """
+    # Few engines have a corpus, and its module imports this package.
+    from vllm_trie.drafters.corpus_file import fingerprint, open_corpus
+    from vllm_trie.drafters.tokenizers import load_corpus_tokenizer
+
+    tokenizer = load_corpus_tokenizer(context.tokenizer or context.model)
+    return open_corpus(Path(path), context.vocab_size, fingerprint(tokenizer.vocabulary))
 
 
 @dataclass(slots=True)
@@ -54,9 +72,12 @@ class _BlendedState:
 class BlendedScoring:
     """Contexts of every length vote, in the request's own text and in finished requests."""
 
-    def __init__(self, options: NgramTrieOptions, backend: Backend) -> None:
+    def __init__(
+        self, options: NgramTrieOptions, backend: Backend, corpus: NativeCorpus | None = None
+    ) -> None:
         self._options = options
         self._backend = backend
+        self._corpus = corpus
         self._states: dict[str, _BlendedState] = {}
         self.store = (
             RequestStore(backend, options.max_context_len, options.store_tokens)
@@ -91,7 +112,7 @@ class BlendedScoring:
         return Job(
             own=state.own,
             store=None if self.store is None else self.store.index(request.cache_salt),
-            corpus=None,
+            corpus=self._corpus,
             tokens=tokens,
             num_indexed=len(tokens) if self._options.index_output else num_prompt_tokens,
             max_nodes=request.max_nodes,

@@ -26,9 +26,13 @@ bool in_range(int64_t value, int64_t low, int64_t high) { return low <= value &&
 // Whether reading the arrays can leave them: every index is in its range, and no search is endless.
 bool is_sound(const View& view, int64_t num_nodes, int64_t table_size, int64_t num_tokens,
               int32_t vocab_size) {
+    // The root is nobody's child.
+    const auto is_node_or_none = [num_nodes](int64_t id) {
+        return id == kNone || in_range(id, ngram::kRoot + 1, num_nodes);
+    };
     bool has_free_slot = false;
     for (int64_t slot = 0; slot < table_size; ++slot) {
-        if (!in_range(view.table[slot], kNone, num_nodes)) return false;
+        if (!is_node_or_none(view.table[slot])) return false;
         has_free_slot |= view.table[slot] == kNone;
     }
     if (!has_free_slot) return false;
@@ -37,8 +41,7 @@ bool is_sound(const View& view, int64_t num_nodes, int64_t table_size, int64_t n
         const bool is_root = id == ngram::kRoot;
         if (!is_root && !in_range(node.token, 0, vocab_size)) return false;
         if (!is_root && !in_range(node.parent, 0, num_nodes)) return false;
-        if (!in_range(node.first_child, kNone, num_nodes)) return false;
-        if (!in_range(node.next, kNone, num_nodes)) return false;
+        if (!is_node_or_none(node.first_child) || !is_node_or_none(node.next)) return false;
         if (!in_range(node.pos, kNone, num_tokens)) return false;
         // In a corpus the one text is number 0, so this holds for both meanings of the union.
         if (node.child_types < 0 || (node.pos != kNone && node.doc != 0)) return false;

@@ -1,0 +1,236 @@
+"""The corpus file: round trip, and every way in which a file can be wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tests.unit.drafters.support import make_context, make_request
+from vllm_trie.drafters import corpus_cli, parse_options, tokenizers
+from vllm_trie.drafters.corpus_file import (
+    _PREFIX,
+    MAGIC,
+    VERSION,
+    CorpusError,
+    fingerprint,
+    open_corpus,
+    read_header,
+    write_corpus,
+)
+from vllm_trie.drafters.ngram_trie import NgramTrieDrafter, native
+from vllm_trie.drafters.ngram_trie.backend import Job, NativeBackend
+from vllm_trie.drafters.tokenizers import CorpusTokenizer
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
+
+VOCABULARY = {chr(ord("a") + token): token for token in range(26)}
+DOCUMENTS = [np.arange(20, dtype=np.int32), np.array([3, 4, 5, 9, 3, 4, 5, 9], dtype=np.int32)]
+
+
+def encode(text: str) -> list[int]:
+    return [VOCABULARY[char] for char in text if char in VOCABULARY]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus"
+    write_corpus(path, DOCUMENTS, len(VOCABULARY), fingerprint(VOCABULARY))
+    return path
+
+
+@pytest.fixture
+def letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer "letters", whose tokens are those of VOCABULARY."""
+
+    def load(name: str) -> CorpusTokenizer:
+        if name != "letters":
+            return CorpusTokenizer(encode, {**VOCABULARY, "A": 26})
+        return CorpusTokenizer(encode, VOCABULARY)
+
+    monkeypatch.setattr(tokenizers, "load_corpus_tokenizer", load)
+    monkeypatch.setattr(corpus_cli, "load_corpus_tokenizer", load)
+
+
+def test_drafts_as_from_the_same_texts_in_memory(path: Path) -> None:
+    backend = NativeBackend()
+    corpus = open_corpus(path, len(VOCABULARY), fingerprint(VOCABULARY))
+    store = backend.new_index(8)
+    for document in DOCUMENTS:
+        store.add_text(document)
+    tokens = np.array([7, 3, 4], dtype=np.int32)
+    trees = []
+    for sources in ({"corpus": corpus, "store": None}, {"corpus": None, "store": store}):
+        job = Job(
+            own=backend.new_index(8),
+            tokens=tokens,
+            num_indexed=3,
+            max_nodes=16,
+            max_depth=9,
+            chain_only=False,
+            **sources,
+        )
+        trees.append(backend.draft_batch([job])[0].tree)
+    assert trees[0].token_ids.tolist()[:1] == [5]
+    for name in ("token_ids", "parents", "probabilities"):
+        np.testing.assert_array_equal(getattr(trees[0], name), getattr(trees[1], name))
+
+
+def test_header_says_what_is_inside(path: Path) -> None:
+    header = read_header(path)
+    assert (header.num_documents, header.num_tokens) == (2, 28)
+    assert header.tokenizer == fingerprint(VOCABULARY)
+
+
+@pytest.mark.usefixtures("letters")
+def test_the_drafter_reads_it(path: Path) -> None:
+    context = make_context(tokenizer="letters")
+    drafter = NgramTrieDrafter(parse_options("ngram_trie", {"corpus": str(path)}), context)  # type: ignore[arg-type]
+    [tree] = drafter.propose([make_request([30, 3, 4])])
+    assert tree.token_ids.tolist()[:1] == [5]
+    with pytest.raises(CorpusError, match="another tokenizer than the model's"):
+        NgramTrieDrafter(
+            parse_options("ngram_trie", {"corpus": str(path)}),  # type: ignore[arg-type]
+            make_context(tokenizer="others"),
+        )
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="nothing: No such file"):
+        open_corpus(tmp_path / "nothing")
+
+
+def test_every_truncation_is_noticed(path: Path) -> None:
+    content = path.read_bytes()
+    for size in [*range(0, 200), *range(200, len(content), 97), len(content) - 1]:
+        path.write_bytes(content[:size])
+        with pytest.raises(CorpusError, match=r"truncated|not a corpus|damaged"):
+            open_corpus(path)
+    path.write_bytes(content + b"\0")
+    with pytest.raises(CorpusError, match="longer than it should be"):
+        open_corpus(path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_every_changed_byte_is_noticed(path: Path, data: st.DataObject) -> None:
+    content = bytearray(path.read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] ^= data.draw(st.integers(1, 255))
+    changed = path.with_suffix(".changed")
+    changed.write_bytes(content)
+    with pytest.raises(CorpusError):
+        open_corpus(changed)
+
+
+def test_foreign_files_and_versions(path: Path) -> None:
+    content = path.read_bytes()
+    for other in (b"", b"PK\x03\x04 a zip file", b"\0" * 1000):
+        path.write_bytes(other)
+        with pytest.raises(CorpusError, match="not a corpus file"):
+            open_corpus(path)
+    path.write_bytes(MAGIC + (VERSION + 1).to_bytes(4, "little") + content[12:])
+    with pytest.raises(CorpusError, match=f"version {VERSION + 1}, this program reads {VERSION}"):
+        open_corpus(path)
+
+
+def test_tokenizer_and_vocabulary_must_fit(path: Path) -> None:
+    with pytest.raises(CorpusError, match="another tokenizer"):
+        open_corpus(path, tokenizer=fingerprint({"a": 0}))
+    with pytest.raises(CorpusError, match="its vocabulary has 26 tokens, the model's has 25"):
+        open_corpus(path, vocab_size=25)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_forged_file_with_a_right_digest_cannot_crash(path: Path, data: st.DataObject) -> None:
+    """Numbers of the index are changed and the digest is made to match: refused, or harmless."""
+    content = bytearray(path.read_bytes())
+    _, _, size, _ = _PREFIX.unpack(content[: _PREFIX.size])
+    begin = -(-(_PREFIX.size + size) // 64) * 64
+    for _ in range(data.draw(st.integers(1, 5))):
+        place = begin + 4 * data.draw(st.integers(0, (len(content) - begin) // 4 - 1))
+        value = data.draw(
+            st.one_of(st.integers(-3, 60), st.sampled_from([2**31 - 1, -(2**31), 10**6]))
+        )
+        content[place : place + 4] = value.to_bytes(4, "little", signed=True)
+    digest = hashlib.sha256(content[_PREFIX.size :]).digest()
+    content[16:48] = digest
+    forged = path.with_suffix(".forged")
+    forged.write_bytes(content)
+    try:
+        corpus = open_corpus(forged)
+    except CorpusError:
+        return
+    backend = NativeBackend()
+    for text in ([3, 4], [9], list(range(18)), [0, 1, 2]):
+        tokens = np.array(text, dtype=np.int32)
+        job = Job(backend.new_index(8), None, corpus, tokens, len(text), 40, 30, False)
+        [draft] = backend.draft_batch([job])
+        assert draft.tree.num_nodes <= 40
+        assert all(0 <= token < len(VOCABULARY) for token in draft.tree.token_ids)
+
+
+def test_writing_checks_its_input(tmp_path: Path) -> None:
+    path = tmp_path / "corpus"
+    with pytest.raises(CorpusError, match=r"document 1 has token 26.*\[0, 26\)"):
+        write_corpus(path, [DOCUMENTS[0], np.array([26])], 26, "x")
+    with pytest.raises(CorpusError, match="no text"):
+        write_corpus(path, [np.array([], dtype=np.int32)], 26, "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("letters")
+def test_the_commands(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("abcdef")
+    (tmp_path / "many.jsonl").write_text('{"text": "xyz"}\n\n{"token_ids": [1, 2, 3]}\n')
+    np.save(tmp_path / "ids.npy", np.arange(5))
+    sources = [str(tmp_path / name) for name in ("one.txt", "many.jsonl", "ids.npy")]
+    output = str(tmp_path / "out")
+    runner = CliRunner()
+    result = runner.invoke(
+        corpus_cli.app, ["build", *sources, "-o", output, "--tokenizer", "letters"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "4 documents, 17 tokens" in result.output
+    assert "4 documents, 17 tokens" in runner.invoke(corpus_cli.app, ["info", output]).output
+    Path(output).write_bytes(Path(output).read_bytes()[:-1])
+    result = runner.invoke(corpus_cli.app, ["info", output])
+    assert result.exit_code == 1
+    assert "truncated" in result.output
+
+
+@pytest.mark.usefixtures("letters")
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"{oops", "line 1 is not JSON"),
+        ("a.jsonl", json.dumps({"body": "x"}).encode(), "line 1 has neither 'text'"),
+        ("a.jsonl", json.dumps({"token_ids": [1, -2]}).encode(), "token ids outside of"),
+        ("a.jsonl", json.dumps({"token_ids": [99]}).encode(), "has token 99"),
+        ("a.txt", b"\xff\xfe", "not UTF-8"),
+    ],
+)
+def test_wrong_sources_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    arguments = ["build", str(tmp_path / name), "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(corpus_cli.app, [*arguments, "--tokenizer", "letters"])
+    assert result.exit_code == 1
+    assert message in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "bad.model").write_bytes(b"not SentencePiece")
+    arguments = ["build", str(tmp_path / "a.txt"), "-o", str(tmp_path / "out")]
+    tokenizer = str(tmp_path / "bad.model")
+    result = CliRunner().invoke(corpus_cli.app, [*arguments, "--tokenizer", tokenizer])
+    assert result.exit_code == 1
+    assert "cannot be loaded" in result.output

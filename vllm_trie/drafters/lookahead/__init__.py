@@ -1,0 +1,8 @@
+"""The lookahead drafter: n-grams that the target model itself makes beside decoding."""
+
+from __future__ import annotations
+
+from vllm_trie.drafters.lookahead.drafter import LookaheadDrafter
+from vllm_trie.drafters.lookahead.options import LookaheadOptions
+
+__all__ = ["LookaheadDrafter", "LookaheadOptions"]

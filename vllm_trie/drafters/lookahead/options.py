@@ -1,0 +1,115 @@
+"""Options of the method `lookahead_trie`, and how they share out the node budget."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pydantic import Field, model_validator
+
+from vllm_trie.drafters.base import DrafterOptions
+
+DEFAULT_WINDOW_SIZE = 10
+
+
+class LookaheadOptions(DrafterOptions):
+    """Options of `lookahead_trie`."""
+
+    window_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=128,
+        description="W, columns of the lookahead window. Left out: 10, or as many as leave a "
+        "quarter of the node budget to the candidates. The window takes W*(L-1) - 1 nodes.",
+    )
+    ngram_size: int = Field(
+        default=5,
+        ge=3,
+        le=16,
+        description="L, length of the n-grams that are collected; a candidate has L-1 tokens.",
+    )
+    num_candidates: int = Field(
+        default=5,
+        ge=1,
+        le=64,
+        description="N, n-grams that are kept for one first token and verified after it.",
+    )
+    max_candidate_depth: int | None = Field(
+        default=None,
+        ge=1,
+        le=15,
+        description="D, depth limit of the candidates' trie; left out: ngram_size - 1, all of it.",
+    )
+    max_candidate_nodes: int | None = Field(
+        default=None,
+        ge=1,
+        description="B, node limit of the candidates' trie; left out: what the window leaves.",
+    )
+    pool_size: int = Field(
+        default=4096,
+        ge=1,
+        le=1 << 20,
+        description="Most n-grams that are kept for a request (about 300 bytes each); those of "
+        "the first token that was longest without a new one go first.",
+    )
+    pool_from_text: bool = Field(
+        default=True,
+        description="Whether n-grams of the prompt and of the output go to the pool too, beside "
+        "those that the window makes.",
+    )
+
+    @model_validator(mode="after")
+    def _check_depth(self) -> LookaheadOptions:
+        if self.max_candidate_depth is not None and self.max_candidate_depth >= self.ngram_size:
+            raise ValueError(
+                f"max_candidate_depth={self.max_candidate_depth} must be smaller than "
+                f"ngram_size={self.ngram_size}: a candidate has ngram_size - 1 tokens"
+            )
+        return self
+
+
+class Shape(NamedTuple):
+    """Sizes that hold for every request."""
+
+    window_size: int
+    ngram_size: int
+    max_candidate_depth: int
+    max_candidate_nodes: int
+
+
+def window_nodes(window_size: int, ngram_size: int) -> int:
+    """Nodes of a filled window: L-1 levels of W tokens, less the last committed token, which is
+    the first column's level 0."""
+    return window_size * (ngram_size - 1) - 1
+
+
+def fit(options: LookaheadOptions, num_nodes: int) -> Shape:
+    """Share out a budget of `num_nodes` nodes between window and candidates.
+
+    Raises:
+        ValueError: the window does not fit.
+    """
+    ngram_size = options.ngram_size
+    depth = options.max_candidate_depth or ngram_size - 1
+    if options.window_size is not None:
+        taken = window_nodes(options.window_size, ngram_size)
+        window_size = options.window_size
+        if taken >= num_nodes:
+            raise ValueError(
+                f"window_size={window_size} with ngram_size={ngram_size} takes {taken} nodes, and "
+                f"num_speculative_tokens={num_nodes} leaves none for candidates; set "
+                f"num_speculative_tokens to {taken + 1} or more, a smaller window, or leave "
+                "window_size out"
+            )
+    else:
+        largest_trie = options.max_candidate_nodes or options.num_candidates * depth
+        reserved = min(largest_trie, max(1, num_nodes // 4))
+        window_size = min(DEFAULT_WINDOW_SIZE, (num_nodes - reserved + 1) // (ngram_size - 1))
+        if window_size < 1:
+            raise ValueError(
+                f"num_speculative_tokens={num_nodes} is too small for a lookahead window of "
+                f"{ngram_size}-grams; set it to {window_nodes(1, ngram_size) + 1} or more, or a "
+                "smaller ngram_size"
+            )
+        taken = window_nodes(window_size, ngram_size)
+    room = num_nodes - taken
+    return Shape(window_size, ngram_size, depth, min(options.max_candidate_nodes or room, room))

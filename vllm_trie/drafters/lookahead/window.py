@@ -1,0 +1,115 @@
+"""The lookahead window: W trajectories of Jacobi iteration, as a comb-shaped tree.
+
+Level k of column i guesses the token at position `p + i + k`, where p is the position of the last
+committed token, which is itself level 0 of column 0. Fu et al. 2024 ("Break the Sequential
+Dependency of LLM Inference Using Lookahead Decoding", section 3 and figure 2b) let a window token
+see the committed text, level 0 up to its own column and the lower levels of its column. That is the
+path to the root of a tree in which level 0 is a chain and the higher levels hang under their
+column's level 0:
+
+    last token ── a1 ── a2 ── a3        level 0, columns 1 to W-1
+        │         │     │     │
+        b0        b1    b2    b3        level 1, columns 0 to W-1
+        │         │     │     │
+        c0        c1    c2    c3        level 2
+
+The argmax after the highest level makes an n-gram of each column, and then the new highest level.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+
+class Comb(NamedTuple):
+    """The window's nodes, level by level."""
+
+    token_ids: list[int]
+    parents: np.ndarray
+    """int32 [num_nodes], indices within the comb. Read-only."""
+
+
+class Window:
+    """One request's window.
+
+    While it is filled, a level a step, it is wider, because each step moves all levels on by one
+    position: it begins as level 0 alone with `window_size + ngram_size - 3` tokens.
+
+    Args:
+        first_level: tokens to begin with, `start_size(window_size, ngram_size)` of them.
+        ngram_size: L; the window has L - 1 levels when it is filled.
+    """
+
+    def __init__(self, first_level: Sequence[int], ngram_size: int) -> None:
+        self._num_levels = ngram_size - 1
+        # levels[0] holds the columns from 1, the others those from 0.
+        self._levels: list[list[int]] = [list(first_level)]
+
+    @staticmethod
+    def start_size(window_size: int, ngram_size: int) -> int:
+        """Tokens that a new window needs."""
+        return window_size + ngram_size - 3
+
+    @property
+    def is_filled(self) -> bool:
+        return len(self._levels) == self._num_levels
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(map(len, self._levels))
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node."""
+        return len(self._levels[0]) + len(self._levels) - 1
+
+    @property
+    def highest_level(self) -> slice:
+        """The nodes of the comb whose argmax `advance` wants."""
+        return slice(self.num_nodes - len(self._levels[-1]), self.num_nodes)
+
+    def comb(self) -> Comb:
+        """The window as a tree after the last committed token."""
+        tokens = [token for level in self._levels for token in level]
+        return Comb(tokens, _comb_parents(len(self._levels[0]), len(self._levels)))
+
+    def advance(self, last_token: int, argmax: Sequence[int]) -> list[tuple[int, ...]]:
+        """Move on by one position.
+
+        Args:
+            last_token: the committed token that the window was verified after.
+            argmax: the target's token after each node of the highest level.
+
+        Returns:
+            The n-grams that the columns have made, none while the window is being filled.
+        """
+        levels = self._levels
+        if not self.is_filled:
+            # Level 0 has no column 0, so the argmax of column i becomes column i - 1's next level
+            # there; above, the argmax of column 0 leaves the window with its column.
+            new = list(argmax) if len(levels) == 1 else list(argmax)[1:]
+            self._levels = [*(level[1:] for level in levels), new]
+            return []
+        ngrams = list(zip([last_token, *levels[0]], *levels[1:], argmax, strict=True))
+        self._levels = [levels[1][1:], *levels[2:], list(argmax)]
+        return ngrams
+
+
+@functools.lru_cache(maxsize=256)
+def _comb_parents(chain_length: int, num_levels: int) -> np.ndarray:
+    """Parents of a chain, and of `num_levels - 1` levels below the root and each of its nodes."""
+    chain = np.arange(-1, chain_length - 1, dtype=np.int32)
+    levels = [chain]
+    above = np.arange(-1, chain_length, dtype=np.int32)  # the root and the chain: level 0
+    for level in range(1, num_levels):
+        levels.append(above)
+        start = chain_length + (level - 1) * (chain_length + 1)
+        above = np.arange(start, start + chain_length + 1, dtype=np.int32)
+    parents = np.concatenate(levels)
+    parents.setflags(write=False)
+    return parents

@@ -1,0 +1,8 @@
+"""Medusa drafting with dynamic trees: heads on the target's hidden state guess the next tokens."""
+
+from __future__ import annotations
+
+
+from vllm_trie.drafters.medusa.options import MedusaOptions
+
+__all__ = ["MedusaOptions"]

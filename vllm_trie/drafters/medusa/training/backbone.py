@@ -1,0 +1,42 @@
+"""The frozen model whose hidden states the heads read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Backbone:
+    """A Hugging Face causal language model, used for its last hidden states alone.
+
+    Attributes:
+        output_weight: float32 [vocab_size, hidden_size], the model's own output layer.
+    """
+
+    def __init__(self, path: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        self._decoder = model.get_decoder().to(device).eval().requires_grad_(False)
+        output = model.get_output_embeddings()
+        if output is None or output.weight.ndim != 2:
+            raise ValueError(f"the model {path!r} has no output layer that heads could start from")
+        self.output_weight = output.weight.detach().float().to(device)
+        self.path, self.device, self.dtype = path, torch.device(device), dtype
+        self.vocab_size, self.hidden_size = self.output_weight.shape
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.eos_token_id: int | None = model.config.eos_token_id
+        if isinstance(self.eos_token_id, list):
+            self.eos_token_id = self.eos_token_id[0]
+        self.max_length: int | None = getattr(model.config, "max_position_embeddings", None)
+
+    @torch.inference_mode()
+    def hidden_states(self, token_ids: Tensor) -> Tensor:
+        """Last hidden states, what the output layer reads: [rows, tokens, hidden_size]."""
+        return self._decoder(token_ids.to(self.device), use_cache=False).last_hidden_state
+
+    @torch.inference_mode()
+    def predictions(self, hidden: Tensor) -> Tensor:
+        """The model's own likeliest next token at each place, int64 [rows, tokens]."""
+        weight = self.output_weight.to(hidden.dtype)
+        return torch.stack([torch.argmax(row @ weight.T, dim=-1) for row in hidden])

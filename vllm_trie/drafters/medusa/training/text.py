@@ -1,0 +1,119 @@
+"""Training text as rows of tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+Encode = Callable[[str], Sequence[int]]
+
+
+def find_files(paths: Iterable[Path]) -> list[Path]:
+    """The files named, and all those below the folders named, in sorted order.
+
+    Raises:
+        FileNotFoundError: a path does not exist, or nothing was found.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            files += sorted(file for file in path.rglob("*") if file.is_file())
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise FileNotFoundError(f"data {path} does not exist; give text files or folders")
+    if not files:
+        raise FileNotFoundError("the data holds no files; give text files or folders of them")
+    return files
+
+
+def read_tokens(files: Sequence[Path], encode: Encode, eos_token_id: int | None) -> np.ndarray:
+    """All texts end to end, int32, each closed by EOS.
+
+    A file is one text. In a `.jsonl` file each line is one: an object with `text`, or with
+    `token_ids` for text that is tokenized already.
+
+    Raises:
+        ValueError: a line of a `.jsonl` file is something else.
+    """
+    end = [] if eos_token_id is None else [eos_token_id]
+    parts = []
+    for file in tqdm(files, desc="reading text", unit="file", leave=False, disable=None):
+        for tokens in _texts(file, encode):
+            parts.append(np.array([*tokens, *end], dtype=np.int32))
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+
+
+def _texts(file: Path, encode: Encode) -> Iterator[Sequence[int]]:
+    if file.suffix != ".jsonl":
+        yield encode(file.read_text(encoding="utf-8", errors="replace"))
+        return
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+            tokens = item["token_ids"] if "token_ids" in item else encode(item["text"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{file}, line {number}: expected an object with 'text' or 'token_ids'"
+            ) from error
+        yield tokens
+
+
+class TokenRows:
+    """Rows of equal length, cut from one stream and visited in a new order each epoch.
+
+    The order depends on the seed alone, so that a run can be resumed at any row.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, seed: int = 0) -> None:
+        """`tokens`: int32 [n]. Raises ValueError if they do not fill one row."""
+        self._length = length
+        self._seed = seed
+        self.num_rows = len(tokens) // length
+        if self.num_rows == 0:
+            raise ValueError(
+                f"the text has {len(tokens)} tokens, a row takes {length}; give more text or a "
+                "smaller --context"
+            )
+        self._rows = tokens[: self.num_rows * length].reshape(self.num_rows, length)
+
+    def batch(self, first: int, count: int) -> np.ndarray:
+        """Rows number `first` to `first + count` of the endless sequence, int64
+        [count, length]."""
+        chosen = []
+        for number in range(first, first + count):
+            epoch, place = divmod(number, self.num_rows)
+            chosen.append(self._rows[self._order(epoch)[place]])
+        return np.stack(chosen).astype(np.int64)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if getattr(self, "_known_epoch", None) != epoch:
+            self._known_epoch = epoch
+            self._known_order = np.random.default_rng((self._seed, epoch)).permutation(
+                self.num_rows
+            )
+        return self._known_order
+
+
+def split_rows(
+    tokens: np.ndarray, length: int, share: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Take rows out for validation: (training tokens, validation tokens).
+
+    The rows lie together at one end of the text, so that they share no file with training, but
+    for the one that is cut.
+    """
+    num_held = max(1, round(len(tokens) // length * share))
+    cut = len(tokens) - num_held * length
+    if cut < length:
+        raise ValueError(
+            f"the text has {len(tokens)} tokens, too few to train and validate on rows of "
+            f"{length}; give more text, --validation files, or a smaller --context"
+        )
+    return tokens[:cut], tokens[cut:]

@@ -1,0 +1,189 @@
+"""The training loop: one optimizer step at a time, resumable, and the measure of the heads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
+from vllm_trie.drafters.medusa.training.backbone import Backbone
+from vllm_trie.drafters.medusa.training.text import TokenRows
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Everything that decides the result besides the model and the text.
+
+    Attributes:
+        steps, batch_rows: optimizer steps, and rows of text in each.
+        learning_rate: its peak; it rises over `warmup_steps` and falls to 0 along a cosine.
+        targets: what the heads learn. "model": the token that the model itself would take after
+            the text up to there, which is what a draft is checked against. "text": the text's.
+    """
+
+    steps: int = 1000
+    batch_rows: int = 8
+    learning_rate: float = 1e-3
+    warmup_steps: int = 40
+    weight_decay: float = 0.01
+    targets: Literal["model", "text"] = "model"
+    seed: int = 0
+
+
+class HeadScore(NamedTuple):
+    """How one head does on held-out text."""
+
+    top1: float
+    """Share of places where its likeliest token is right."""
+    top5: float
+    nll: float
+    """Mean negative log-likelihood, nats."""
+
+
+class Trainer:
+    """Trains heads in place; :meth:`state` and :meth:`resume` carry it over an interruption."""
+
+    def __init__(
+        self, backbone: Backbone, rows: TokenRows, plan: TrainingPlan, shape: HeadsShape
+    ) -> None:
+        self.backbone, self.plan = backbone, plan
+        self._rows = rows
+        self.heads = MedusaHeads(shape).to(backbone.device)
+        with torch.no_grad():
+            # Heads start as copies of the model's own output layer, as in the paper.
+            self.heads.output_weight.copy_(backbone.output_weight.expand_as(self.heads.output_weight))
+        if shape.shares_output:
+            self.heads.output_weight.requires_grad_(False)
+        self._optimizer = torch.optim.AdamW(
+            [p for p in self.heads.parameters() if p.requires_grad],
+            lr=plan.learning_rate,
+            betas=(0.9, 0.98),
+            weight_decay=plan.weight_decay,
+        )
+        self.step = 0
+
+    def run_step(self) -> list[float]:
+        """One batch and one update; the loss of each head, nats."""
+        plan = self.plan
+        batch = self._rows.batch(self.step * plan.batch_rows, plan.batch_rows)
+        hidden, targets = self._inputs(torch.from_numpy(batch))
+        losses = []
+        # One head at a time: the logits of all would take K times the memory.
+        for index in range(self.heads.shape.num_heads):
+            logits = self.heads.head(index, hidden).float()
+            loss = F.cross_entropy(logits, _shifted(targets, index), ignore_index=_IGNORED)
+            loss.backward()
+            losses.append(loss.item())
+        for group in self._optimizer.param_groups:
+            group["lr"] = plan.learning_rate * self._rate()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return losses
+
+    def _rate(self) -> float:
+        done = self.step / max(1, self.plan.steps)
+        warm = min(1.0, (self.step + 1) / max(1, self.plan.warmup_steps))
+        return warm * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+
+    def _inputs(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states [places, hidden_size], and for each place [rows, tokens] the token that
+        follows it."""
+        hidden = self.backbone.hidden_states(batch)
+        if self.plan.targets == "model":
+            targets = self.backbone.predictions(hidden)
+        else:
+            targets = F.pad(batch[:, 1:].to(self.backbone.device), (0, 1), value=_IGNORED)
+        # Autograd refuses tensors that inference mode made.
+        return hidden.flatten(0, 1).clone(), targets.clone()
+
+    @torch.no_grad()
+    def evaluate(self, tokens: np.ndarray, batch_rows: int = 8) -> list[HeadScore]:
+        """Score every head on rows of held-out text, int [rows, length], against the same kind of
+        targets that it is trained on."""
+        count = self.heads.shape.num_heads
+        totals = torch.zeros(count, 4, dtype=torch.float64)
+        for first in range(0, len(tokens), batch_rows):
+            part = torch.from_numpy(tokens[first : first + batch_rows].astype(np.int64))
+            hidden, targets = self._inputs(part)
+            for index in range(count):
+                logits, target = _valid(self.heads.head(index, hidden), _shifted(targets, index))
+                top = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == target[:, None]
+                nll = F.cross_entropy(logits, target, reduction="sum")
+                row = [top[:, 0].sum().item(), top.sum().item(), nll.item(), len(target)]
+                totals[index] += torch.tensor(row, dtype=torch.float64)
+        return [HeadScore(*(row[:3] / row[3].clamp(min=1)).tolist()) for row in totals]
+
+    @torch.no_grad()
+    def fit_temperatures(self, tokens: np.ndarray, batch_rows: int = 8) -> tuple[float, ...]:
+        """For each head the temperature at which its probabilities are most likely right on
+        held-out text.
+
+        Source: Guo et al., "On Calibration of Modern Neural Networks" (2017), section 4.2.
+        """
+        grid = torch.exp(torch.linspace(math.log(0.4), math.log(2.5), 45)).tolist()
+        count = self.heads.shape.num_heads
+        nll = torch.zeros(count, len(grid), dtype=torch.float64)
+        for first in range(0, len(tokens), batch_rows):
+            part = torch.from_numpy(tokens[first : first + batch_rows].astype(np.int64))
+            hidden, targets = self._inputs(part)
+            for index in range(count):
+                logits, target = _valid(self.heads.head(index, hidden), _shifted(targets, index))
+                for place, temperature in enumerate(grid):
+                    nll[index, place] += F.cross_entropy(
+                        logits / temperature, target, reduction="sum"
+                    ).item()
+        return tuple(grid[place] for place in nll.argmin(dim=1).tolist())
+
+    def state(self) -> dict[str, Any]:
+        """Tensors, numbers and strings only, to be read back with `weights_only=True`."""
+        return {
+            "heads": self.heads.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "step": self.step,
+            "plan": asdict(self.plan),
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            ValueError: it belongs to another plan or another shape of heads.
+        """
+        plan = asdict(self.plan)
+        different = [name for name in plan if state["plan"].get(name) != plan[name]]
+        if different:
+            named = ", ".join(
+                f"{name}={plan[name]!r} (before: {state['plan'].get(name)!r})" for name in different
+            )
+            raise ValueError(
+                f"cannot resume with other settings: {named}; give the same ones, or another --out"
+            )
+        try:
+            self.heads.load_state_dict(state["heads"])
+        except RuntimeError as error:
+            raise ValueError(
+                "cannot resume: the heads of the interrupted run have another shape; give the same "
+                "--heads and --layers, or another --out"
+            ) from error
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+
+def _shifted(targets: Tensor, head: int) -> Tensor:
+    """What head `head` should say at each place: the token that follows `head + 1` places later."""
+    ahead = head + 1
+    return F.pad(targets[:, ahead:], (0, ahead), value=_IGNORED).flatten()
+
+
+def _valid(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    kept = target != _IGNORED
+    return logits[kept].float(), target[kept]

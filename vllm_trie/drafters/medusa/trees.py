@@ -1,0 +1,143 @@
+"""Fixed trees: Medusa's published ones, and lists of paths given by the user.
+
+A tree is a list of paths; a path names, head by head, the rank of the candidate to take. The
+published lists put the likeliest path first, so the first n paths are the n-node tree.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_trie.tree import TokenTree
+
+Path = tuple[int, ...]
+
+
+def _paths(text: str) -> tuple[Path, ...]:
+    return tuple(tuple(map(int, path)) for path in text.split())
+
+
+# Each word is a path: "021" takes rank 0 of the first head, rank 2 of the second, 1 of the third.
+PUBLISHED: dict[str, tuple[Path, ...]] = {
+    "mc_sim_7b_63": _paths(
+        "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 "
+        "003 40 21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 "
+        "101 021 90 060 0001 16 070"
+    ),
+    "vicuna_7b_stage2": _paths(
+        "0 00 1 01 000 10 2 02 001 03 3 010 20 4 002 04 11 100 0000 5 003 05 020 30 011 06 6 07 "
+        "004 40 12 08 7 030 0001 005 21 006 101 0010 200 50 09 012 8 040 021 13 007 0002 008 110 "
+        "0100 60 9 013 0003 102 050 31 0020 70 14"
+    ),
+}
+"""Choice lists of FasterDecoding/Medusa, medusa/model/medusa_choices.py, as facts; 63 nodes each,
+which with the last committed token make the 64 that the papers speak of."""
+
+
+class TreeTemplate(NamedTuple):
+    """A fixed tree, depth-first with the likeliest child first."""
+
+    parents: np.ndarray
+    """int32 [N]."""
+    heads: np.ndarray
+    """int64 [N], the head that guesses each node."""
+    ranks: np.ndarray
+    """int64 [N], which of its candidates."""
+    levels: tuple[tuple[np.ndarray, np.ndarray], ...]
+    """For each depth after the first its nodes and their parents."""
+
+    def fill(self, tokens: np.ndarray, probabilities: np.ndarray) -> TokenTree:
+        """The tree with candidates put in; `tokens` and `probabilities` are [K, m] as
+        `top_candidates` returns them for one row."""
+        path = probabilities[self.heads, self.ranks]
+        for nodes, parents in self.levels:
+            path[nodes] *= path[parents]
+        return TokenTree(tokens[self.heads, self.ranks], self.parents, path)
+
+
+@functools.lru_cache(maxsize=512)
+def template(
+    paths: tuple[Path, ...], max_nodes: int, max_depth: int, chain_only: bool
+) -> TreeTemplate:
+    """The tree of the first `max_nodes` paths that are at most `max_depth` long."""
+    chosen = [path for path in paths if len(path) <= max_depth]
+    if chain_only:
+        chosen = [path for path in chosen if not any(path)]
+    chosen = sorted(chosen[:max_nodes])  # lexicographic is depth-first with the lowest rank first
+    index = {path: node for node, path in enumerate(chosen)}
+    parents = np.array([index.get(path[:-1], -1) for path in chosen], dtype=np.int32)
+    heads = np.array([len(path) - 1 for path in chosen], dtype=np.int64)
+    levels = []
+    for depth in range(1, max(map(len, chosen), default=0)):
+        nodes = np.flatnonzero(heads == depth)
+        levels.append((nodes, parents[nodes]))
+    ranks = np.array([path[-1] for path in chosen], dtype=np.int64)
+    return TreeTemplate(parents, heads, ranks, tuple(levels))
+
+
+def check_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:
+    """The paths of a user's tree, each after its parent.
+
+    Raises:
+        ValueError: a path is empty, repeated, has a negative rank or lacks its parent.
+    """
+    checked = tuple(tuple(path) for path in paths)
+    known = set(checked)
+    if not checked:
+        raise ValueError("tree=[] has no paths; give at least [[0]], or tree='dynamic'")
+    if len(known) != len(checked):
+        double = next(path for path in checked if checked.count(path) > 1)
+        raise ValueError(f"the path {list(double)} occurs twice; give each path once")
+    for path in checked:
+        if not path or min(path) < 0:
+            raise ValueError(
+                f"the path {list(path)} is not allowed; a path is one or more ranks from 0, such "
+                "as [0, 2]"
+            )
+        if len(path) > 1 and path[:-1] not in known:
+            raise ValueError(
+                f"the path {list(path)} lacks its parent {list(path[:-1])}; add that path"
+            )
+    seen: set[Path] = set()
+    for path in checked:
+        if len(path) > 1 and path[:-1] not in seen:
+            # A budget takes the first paths of the list, which must be a tree by themselves.
+            return tuple(sorted(checked, key=lambda p: (len(p), p)))
+        seen.add(path)
+    return checked
+
+
+def fit_paths(accuracies: np.ndarray, num_nodes: int) -> tuple[Path, ...]:
+    """The fixed tree with the largest expected number of accepted tokens.
+
+    Args:
+        accuracies: [K, m], how often the candidate of each rank is right, as if the heads were
+            independent.
+
+    Source: Medusa, section 2.3.3: nodes are added one by one, the most accurate path first.
+    """
+    return tuple(path for path, _ in _best_rank_paths(accuracies, num_nodes))
+
+
+def _best_rank_paths(accuracies: np.ndarray, num_nodes: int) -> list[tuple[Path, float]]:
+    import heapq
+
+    depth = len(accuracies)
+    heap: list[tuple[float, Path]] = []
+
+    def push(parent: Path, above: float) -> None:
+        if len(parent) < depth:
+            for rank, share in enumerate(accuracies[len(parent)].tolist()):
+                heapq.heappush(heap, (-above * share, (*parent, rank)))
+
+    push((), 1.0)
+    chosen: list[tuple[Path, float]] = []
+    while heap and len(chosen) < num_nodes:
+        negative, path = heapq.heappop(heap)
+        chosen.append((path, -negative))
+        push(path, -negative)
+    return chosen

@@ -1,0 +1,56 @@
+"""Tokenizers, as far as drafting from texts needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+
+class CorpusTokenizer(NamedTuple):
+    """What a corpus needs of a tokenizer."""
+
+    encode: Callable[[str], list[int]]
+    """Token ids of a text, without BOS and EOS."""
+    vocabulary: dict[str, int]
+    """Token text to id."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return max(self.vocabulary.values()) + 1
+
+
+def load_corpus_tokenizer(name: str) -> CorpusTokenizer:
+    """A Hugging Face tokenizer's name or folder, or a SentencePiece file (`*.model*`).
+
+    Raises:
+        ValueError: there is no such tokenizer, or its library is not installed.
+    """
+    try:
+        if ".model" in Path(name).name and Path(name).is_file():
+            return _load_sentencepiece(name)
+        return _load_hugging_face(name)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"tokenizer {name!r} cannot be loaded: {reason}; name a folder or a model on the "
+            "Hugging Face hub, or a SentencePiece file (*.model)"
+        ) from error
+
+
+def _load_sentencepiece(name: str) -> CorpusTokenizer:
+    from sentencepiece import SentencePieceProcessor
+
+    pieces = SentencePieceProcessor(model_file=name)
+    vocabulary = {pieces.id_to_piece(token): token for token in range(pieces.vocab_size())}
+    return CorpusTokenizer(lambda text: list(pieces.encode(text)), vocabulary)
+
+
+def _load_hugging_face(name: str) -> CorpusTokenizer:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return CorpusTokenizer(
+        lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.get_vocab()
+    )
