@@ -79,6 +79,18 @@ def watch_hooks(llm: Any) -> list[HookTimes]:
     return seen
 
 
+def keep_kernel_overrides() -> None:
+    """Let later engines of this process use the kernel overrides of the first.
+
+    vLLM 0.32 registers its overrides for the CPU again with every engine, and its search through
+    all loaded modules stumbles over one of numba's, which the method `ngram` imports.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
 class Contestant:
     """One engine, its name and what was seen of its hooks."""
 
@@ -244,6 +256,7 @@ def run(options: Any) -> list[Row]:
         "max_num_seqs": max(options.batch_sizes),
     }
     plain = Contestant("plain", 0, model, **limits)
+    keep_kernel_overrides()
     methods = [] if options.full_trees else list(options.methods)
     if not (options.full_trees or options.no_peers):
         methods += [
