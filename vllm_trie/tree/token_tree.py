@@ -32,7 +32,8 @@ class TokenTree:
         probabilities: float32 [N] or None, the drafter's estimate of the probability that the
             node is accepted (the whole path, not the last edge), so never larger than the parent's.
         never_accept: bool [N] or None, nodes that are verified only for their argmax (the
-            lookahead window) and must never be accepted.
+            lookahead window) and must never be accepted. Siblings are distinct among the others
+            only.
     """
 
     token_ids: np.ndarray
@@ -165,6 +166,9 @@ class TokenTree:
             )
         seen: set[tuple[int, int]] = set()
         tokens, parents = self.token_ids.tolist(), self.parents.tolist()
+        never_accept = (
+            [False] * self.num_nodes if self.never_accept is None else self.never_accept.tolist()
+        )
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             if not ROOT <= parent < node:
                 raise MalformedTreeError(
@@ -174,10 +178,12 @@ class TokenTree:
                 raise MalformedTreeError(
                     f"node {node} has token {token}; token ids are in [0, {vocab_size})"
                 )
+            if never_accept[node]:
+                continue  # no walk can take it, so its token may be another child's too
             if (parent, token) in seen:
                 raise MalformedTreeError(
                     f"node {node} repeats token {token} under parent {parent}; "
-                    "the children of a node have distinct tokens"
+                    "the children of a node that may be accepted have distinct tokens"
                 )
             seen.add((parent, token))
         self._validate_probabilities()

@@ -140,3 +140,13 @@ def test_validation_checks_dtypes() -> None:
         }
         with pytest.raises(MalformedTreeError, match=f"{name} is .*, it must be a"):
             TokenTree(**{**arrays, name: value}).validate(VOCAB, max_nodes=3)
+
+
+def test_only_nodes_that_may_be_accepted_need_distinct_siblings() -> None:
+    def flagged(never_accept: list[bool]) -> TokenTree:
+        tree = TokenTree.from_lists([1, 1, 1], [-1, -1, -1])
+        return TokenTree(tree.token_ids, tree.parents, None, np.array(never_accept))
+
+    flagged([True, False, True]).validate(vocab_size=10, max_nodes=3)
+    with pytest.raises(MalformedTreeError, match="node 2 repeats token 1 under parent -1"):
+        flagged([False, True, False]).validate(vocab_size=10, max_nodes=3)

@@ -26,9 +26,7 @@ from vllm_trie.tree import TokenTree
 class _State:
     """One request."""
 
-    def __init__(
-        self, request: DraftRequest, shape: Shape, options: LookaheadOptions
-    ) -> None:
+    def __init__(self, request: DraftRequest, shape: Shape, options: LookaheadOptions) -> None:
         prompt = request.token_ids[: max(request.num_prompt_tokens, 1)]
         # Every rank must begin with the same tokens, and so must a request that begins anew.
         rng = random.Random(zlib.crc32(np.ascontiguousarray(prompt).tobytes()))

@@ -25,7 +25,6 @@ from typing import NamedTuple
 import numpy as np
 
 
-
 class Comb(NamedTuple):
     """The window's nodes, level by level."""
 
