@@ -70,8 +70,12 @@ class WorkerRequest:
 class Worker:
     """Checks what a scheduler sends, and answers."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, asynchronous: bool) -> None:
         self.block_size = block_size
+        self.asynchronous = asynchronous
+        # Under asynchronous scheduling a request's last token is the one sampled in the step
+        # before, found by the request's id, whatever the scheduler has sent.
+        self.last_sampled: dict[str, int] = {}
         self.requests: dict[str, WorkerRequest] = {}
         self.slots: dict[int, int] = {}
         self.computed_tokens = 0
@@ -104,8 +108,12 @@ class Worker:
         for i, request_id in enumerate(cached.req_ids):
             assert request_id in self.requests, f"the worker does not know {request_id}"
             state = self.requests[request_id]
-            num_tokens = state.num_prompt_tokens + cached.num_output_tokens[i]
-            del state.token_ids[num_tokens:]
+            num_output_tokens = cached.num_output_tokens[i]
+            if self.asynchronous and num_output_tokens and not state.in_batch:
+                # Back in the batch: the scheduler's tokens take the place of the worker's.
+                del state.token_ids[state.num_prompt_tokens :]
+                state.token_ids += cached.all_token_ids[request_id][-num_output_tokens:]
+            del state.token_ids[state.num_prompt_tokens + num_output_tokens :]
             if request_id in cached.resumed_req_ids:
                 state.block_ids = list(cached.new_block_ids[i][0])
             elif cached.new_block_ids[i] is not None:
@@ -120,6 +128,8 @@ class Worker:
             state.in_batch = True
             start, end = starts[request_id], starts[request_id] + count
             assert end <= len(state.token_ids), f"{request_id}: unknown tokens are scheduled"
+            if request_id in self.last_sampled:
+                state.token_ids[end - 1] = self.last_sampled[request_id]
             prints = fingerprints(state.token_ids[:end])
             for position in range(end):
                 block = state.block_ids[position // self.block_size]
@@ -137,6 +147,9 @@ class Worker:
                 sampled.append([token])
             else:
                 sampled.append([])  # a chunk of the prompt
+        if scheduled and self.asynchronous:
+            pairs = zip(scheduled, sampled, strict=True)
+            self.last_sampled = {name: tokens[0] for name, tokens in pairs if tokens}
         return ModelRunnerOutput(
             req_ids=list(scheduled),
             req_id_to_index={request_id: i for i, request_id in enumerate(scheduled)},
@@ -214,7 +227,7 @@ class Simulation:
         self._hasher = get_request_block_hasher(block_size, sha256) if prefix_caching else None
         self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._depth = 2 if asynchronous else 1
-        self.worker = Worker(block_size)
+        self.worker = Worker(block_size, asynchronous)
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.finished: dict[str, Finished] = {}
         self.open: set[str] = set()

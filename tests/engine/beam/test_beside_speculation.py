@@ -13,9 +13,7 @@ SPECULATION = {"method": "ngram_trie", "num_speculative_tokens": 8}
 OPTIONS = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 32}
 
 
-@pytest.mark.parametrize(
-    "pool", [{}, {"num_gpu_blocks_override": 17}], ids=["roomy", "preemption"]
-)
+@pytest.mark.parametrize("pool", [{}, {"num_gpu_blocks_override": 17}], ids=["roomy", "preemption"])
 def test_rows_get_no_drafts_and_others_keep_theirs(engine, pool):
     from vllm import SamplingParams
 

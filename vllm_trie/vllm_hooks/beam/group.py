@@ -156,10 +156,10 @@ class BeamGroup:
         return token_ids, values
 
     def all_tokens(self, row: Request) -> np.ndarray:
-        """int32[num_tokens]: prompt and output of a row."""
+        """int32[num_tokens]: prompt and hypothesis of a row."""
         tokens = np.empty(row.num_tokens, dtype=np.int32)
         tokens[: self.prompt.size] = self.prompt
-        tokens[self.prompt.size :] = row._output_token_ids
+        tokens[self.prompt.size :] = row._all_token_ids[self.prompt.size :]
         return tokens
 
     def logprobs_of(self, hypothesis: Hypothesis) -> LogprobsLists | None:

@@ -220,7 +220,8 @@ class _BeamScheduling(Scheduler):
     def _send_as_new(self, output: SchedulerOutput) -> None:
         """Move rows that the worker does not know from the cached to the new requests.
 
-        A new request carries its tokens and its block table; its prompt is all it has so far.
+        A new request carries its tokens and its block table; its prompt is all it has so far, and
+        from here on the scheduler counts its output tokens as the worker does.
         """
         cached = output.scheduled_cached_reqs
         unknown = [i for i, row_id in enumerate(cached.req_ids) if row_id in self._unsent]
@@ -244,6 +245,8 @@ class _BeamScheduling(Scheduler):
                     prefill_token_ids=row._all_token_ids if self.use_v2_model_runner else None,
                 )
             )
+            row.num_prompt_tokens = row.num_tokens
+            row._output_token_ids.clear()
             self._unsent.discard(row_id)
             cached.resumed_req_ids.discard(row_id)
             cached.all_token_ids.pop(row_id, None)
