@@ -23,10 +23,9 @@ def register_test_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def speculation(method: str, num_nodes: int, **options: Any) -> dict[str, Any]:
-    """Engine options for a tree method."""
-    return {
-        "speculative_config": {"method": method, "num_speculative_tokens": num_nodes, **options}
-    }
+    """Engine options for a tree method; the budget is fixed, so that every node is verified."""
+    settings = {"num_speculative_tokens": num_nodes, "node_budget": "fixed", **options}
+    return {"speculative_config": {"method": method, **settings}}
 
 
 def generate(

@@ -44,6 +44,13 @@ def test_greedy(engine, expected, method, num_nodes, batch_size):
     assert accepted_tokens(llm) - before > 0.2 * sum(len(o.outputs[0].token_ids) for o in outputs)
 
 
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_adaptive_budget(engine, expected, batch_size):
+    llm = engine(**speculation("ngram_trie", 32, node_budget="adaptive"))
+    outputs = generate(llm, prompts(24), GREEDY, batch_size)
+    assert differences(expected[:24], outputs) == []
+
+
 def test_more_than_64_nodes(engine, expected):
     outputs = generate(engine(**speculation("test_oracle", 150)), prompts(8), GREEDY)
     assert differences(expected[:8], outputs) == []

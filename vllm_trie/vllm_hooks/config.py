@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -32,6 +32,11 @@ class EngineOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    node_budget: Literal["adaptive", "fixed"] = Field(
+        default="adaptive",
+        description="'adaptive' spends nodes where they bring the most tokens per second, down to "
+        "none when the machine is busy or drafts fail; 'fixed' verifies all that were drafted.",
+    )
     draft_timeout_s: float = Field(
         default=10.0,
         gt=0.0,

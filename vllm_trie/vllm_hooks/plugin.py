@@ -31,16 +31,23 @@ def register() -> None:
         _installed[feature] = _try(feature, install)
 
 
-def _log_as_vllm_does() -> None:
-    """Send the package's log lines where vLLM's go: it sets up its own name only."""
-    import vllm.logger  # noqa: F401 - sets up the logger that is read here
+class _ToVllm(logging.Handler):
+    """Passes records on to vLLM's logger: its handlers, its level, whenever they are set up."""
 
-    theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_trie")
+    def emit(self, record: logging.LogRecord) -> None:
+        theirs = logging.getLogger("vllm")
+        if theirs.isEnabledFor(record.levelno):
+            theirs.handle(record)
+
+
+def _log_as_vllm_does() -> None:
+    """Send the package's log lines where vLLM's go: vLLM sets up loggers of its own name only."""
+    ours = logging.getLogger("vllm_trie")
     if ours.handlers:  # the user has seen to it
         return
-    ours.handlers = list(theirs.handlers)
-    ours.setLevel(theirs.level)
-    ours.propagate = theirs.propagate
+    ours.addHandler(_ToVllm())
+    ours.setLevel(logging.DEBUG)
+    ours.propagate = False
 
 
 def _try(feature: str, install: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import DrafterContext, get_drafter_class
 from vllm_trie.vllm_hooks import config
 from vllm_trie.vllm_hooks.drafting import GuardedDrafter
@@ -32,6 +33,8 @@ class TreeProposer:
         drafter = get_drafter_class(tree_config.method)(tree_config.drafter_options, context)
         self.method = tree_config.method
         self.context = context
+        adaptive = tree_config.engine_options.node_budget == "adaptive"
+        self.node_budget = NodeBudget() if adaptive else None
         self.guarded = GuardedDrafter(
             drafter, context.vocab_size, tree_config.engine_options.draft_timeout_s, logger
         )

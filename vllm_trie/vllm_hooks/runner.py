@@ -19,13 +19,16 @@ import torch
 from vllm.v1.outputs import SamplerOutput
 
 from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch
+from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import DraftRequest, VerifiedStep
+from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks import compaction, tree_exchange
 from vllm_trie.vllm_hooks.drafting import GuardedDrafter
 from vllm_trie.vllm_hooks.eligibility import drafting_limits
 from vllm_trie.vllm_hooks.sampling import TreeSample, is_plain_greedy, sample_greedy, sample_levels
 from vllm_trie.vllm_hooks.stats import STATS_ATTRIBUTE, TreeStats
 from vllm_trie.vllm_hooks.step import PendingTree, trees_of_step
+from vllm_trie.vllm_hooks.step_clock import StepClock
 
 TREE_ATTRIBUTE = "vllm_trie_trees"
 """Attribute of the attention metadata that carries the step's :class:`TreeBatch`."""
@@ -46,6 +49,12 @@ class TreeRunnerMixin:
         """Sums over the engine's lifetime, of steps that are reported."""
         self._reported_failures: dict[str, int] = {}
         self._cache_groups: list[compaction.CacheGroup] | None = None
+        self._clock = StepClock()
+        self._decode_tokens = 0
+
+    @property
+    def _budget(self) -> NodeBudget | None:
+        return self.drafter.node_budget
 
     @property
     def _guarded(self) -> GuardedDrafter:
@@ -82,6 +91,10 @@ class TreeRunnerMixin:
 
     # -- 1. inputs -----------------------------------------------------------------------------
 
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self._clock.start()
+        return super().execute_model(*args, **kwargs)
+
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         start = time.perf_counter()
@@ -93,7 +106,10 @@ class TreeRunnerMixin:
             batch.req_id_to_index,
             batch.num_reqs,
         )
-        self._place_trees(num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        self._place_trees(num_scheduled_tokens, num_tokens)
+        decoding = batch.num_reqs + sum(len(tree.token_ids) for tree in self._step_trees)
+        self._decode_tokens = num_tokens if num_tokens == decoding else 0
         self._tree_stats.preparation_seconds += time.perf_counter() - start
         return prepared
 
@@ -164,6 +180,8 @@ class TreeRunnerMixin:
         ]
         self._remember_steps(sample.accepted, base, logits, argmax)
         self._compact(sample.accepted)
+        if self._budget is not None:
+            self._budget.observe_verified([tree.tree for tree in self._step_trees], sample.accepted)
         output = _padded(sample, logits.device)
         self._tree_stats.verification_seconds += time.perf_counter() - start
         return output
@@ -214,6 +232,9 @@ class TreeRunnerMixin:
         *unused: Any,
         **unused_too: Any,
     ) -> list[list[int]]:
+        step_seconds = self._clock.stop()
+        if self._budget is not None and self._decode_tokens:
+            self._budget.observe_step(self._decode_tokens, step_seconds)
         start = time.perf_counter()
         stats, guarded = self._tree_stats, self._guarded
         before = guarded.seconds
@@ -232,8 +253,7 @@ class TreeRunnerMixin:
                     request.hidden_state = sample_hidden_states[self._last_rows[row]]
                 requests.append(request)
                 request_rows.append(row)
-        trees = guarded.propose(requests) if requests else []
-        trees = tree_exchange.same_on_all_ranks(trees)
+        trees = self._draft(requests, num_rows=sum(map(bool, sampled_token_ids)))
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         for request_id in self.input_batch.req_ids:
             self._stored_trees.pop(request_id, None)
@@ -246,6 +266,17 @@ class TreeRunnerMixin:
         stats.drafting_seconds += drafting
         stats.bookkeeping_seconds += time.perf_counter() - start - drafting
         return drafts
+
+    def _draft(self, requests: list[DraftRequest], num_rows: int) -> list[TokenTree]:
+        """The trees of the next step, the same on all ranks."""
+        alone = self.parallel_config.tensor_parallel_size == 1
+        # Ranks measure different times: only rank 0's choice counts, and all draft at every step.
+        if alone and self._budget is not None and not self._budget.should_draft():
+            return [TokenTree.empty()] * len(requests)
+        trees = self._guarded.propose(requests) if requests else []
+        if self._budget is not None:
+            trees = self._budget.cut(trees, num_rows)
+        return trees if alone else tree_exchange.same_on_all_ranks(trees)
 
     def _draft_request(
         self, row: int, request_id: str, last_token: int, budget: int
@@ -284,7 +315,32 @@ class TreeRunnerMixin:
             setattr(output, STATS_ATTRIBUTE, self._tree_stats)
             self.tree_totals.add(self._tree_stats)
             self._tree_stats = TreeStats()
+        self._clock.leave()
         return output
+
+
+def calibrate_step_cost(runner: Any, seconds: float = 2.0) -> None:
+    """Give the adaptive budget a first idea of what tokens cost, by forward passes on no request.
+
+    Attention is left out; what the steps really take is learned as they come.
+
+    Args:
+        runner: a runner with the mixin, ready to run.
+        seconds: about the longest time to spend.
+    """
+    if runner.drafter.node_budget is None:
+        return
+    start = time.perf_counter()
+    sizes = [n for n in (1, 2, 5, 9, 17, 33, 65) if n <= runner.max_num_tokens]
+    for repeat in range(3):
+        for num_tokens in sizes:
+            begin = time.perf_counter()
+            hidden_states, _ = runner._dummy_run(num_tokens)
+            runner.model.compute_logits(hidden_states[:num_tokens])
+            if repeat:  # the first one warms up
+                runner.drafter.node_budget.observe_step(num_tokens, time.perf_counter() - begin)
+        if repeat and time.perf_counter() - start > seconds:
+            return
 
 
 def _padded(sample: TreeSample, device: torch.device) -> SamplerOutput:

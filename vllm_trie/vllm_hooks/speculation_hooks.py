@@ -89,6 +89,23 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
         retire_when=_TREE_DRAFTS,
     ),
     Hook(
+        f"{_RUNNER}.execute_model",
+        "overridden: the time of a step, for the adaptive node budget",
+        retire_when=_TREE_DRAFTS,
+    ),
+    Hook(
+        f"{_RUNNER}._dummy_run",
+        "called at start-up: first step costs for the adaptive node budget",
+        parameters=("num_tokens",),
+        retire_when=_TREE_DRAFTS,
+    ),
+    Hook(
+        "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
+        "overridden in a subclass: measures these costs once the model is ready",
+        parameters=(),
+        retire_when=_TREE_DRAFTS,
+    ),
+    Hook(
         f"{_RUNNER}._build_attention_metadata",
         "overridden: hands the trees to the attention backend",
         retire_when="attention metadata carries tree masks",

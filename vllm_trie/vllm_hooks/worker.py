@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_trie.vllm_hooks.runner import add_trees
+from vllm_trie.vllm_hooks.runner import add_trees, calibrate_step_cost
 
 _CPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.cpu_attention.TreeCPUAttentionBackend"
 
@@ -20,3 +22,8 @@ class TreeCPUWorker(CPUWorker):
         selector._cached_get_attn_backend.cache_clear()
         super().init_device()
         add_trees(self.model_runner)
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        calibrate_step_cost(self.model_runner)
+        return times

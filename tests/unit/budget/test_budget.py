@@ -1,0 +1,162 @@
+"""The adaptive node budget, without an engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_trie.budget import (
+    AcceptanceCalibration,
+    NodeBudget,
+    StepCost,
+    best_allocation,
+    best_allocation_reference,
+)
+from vllm_trie.tree import TokenTree
+
+
+@st.composite
+def trees(draw, max_nodes: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    """Parents and path probabilities of a small tree."""
+    size = draw(st.integers(0, max_nodes))
+    parents = [draw(st.integers(-1, i - 1)) for i in range(size)]
+    probabilities: list[float] = []
+    for parent in parents:
+        edge = draw(st.floats(0.05, 1.0))
+        probabilities.append(edge * (1.0 if parent < 0 else probabilities[parent]))
+    return np.array(parents, dtype=np.int32), np.array(probabilities)
+
+
+@given(
+    st.lists(trees(), min_size=1, max_size=2),
+    st.integers(0, 2),
+    st.lists(st.floats(0.0, 0.5), min_size=20, max_size=20),
+)
+def test_allocation_is_the_best_of_all(forest, rows_without, slopes):
+    parents = [p for p, _ in forest]
+    probabilities = [p for _, p in forest]
+    num_rows = len(forest) + rows_without
+    seconds = 1.0 + np.cumsum(slopes)
+    found = best_allocation(probabilities, num_rows, seconds)
+    best = best_allocation_reference(probabilities, parents, num_rows, seconds)
+    assert found.tokens_per_second == pytest.approx(best)
+    for keep, parent in zip(found.keep, parents, strict=True):
+        assert all(parent[i] < 0 or keep[parent[i]] for i in np.flatnonzero(keep))
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 1.0)), min_size=2, max_size=60))
+def test_step_cost_never_falls(measured):
+    cost = StepCost()
+    for num_tokens, seconds in measured:
+        cost.observe(num_tokens, seconds)
+    table = cost.table(400)
+    assert (np.diff(table) >= -1e-12).all()
+    assert (table > 0).all()
+
+
+def test_step_cost_learns_a_curve_and_follows_a_change():
+    cost = StepCost()
+    rng = np.random.default_rng(0)
+
+    def measure(factor):
+        for num_tokens in rng.integers(1, 130, size=600).tolist():
+            noise = 1 + 0.1 * rng.standard_normal()
+            cost.observe(num_tokens, factor * noise * (0.020 + 0.0005 * num_tokens))
+
+    measure(1.0)
+    for num_tokens in (1, 20, 65, 128):
+        assert cost(num_tokens) == pytest.approx(0.020 + 0.0005 * num_tokens, rel=0.08)
+    measure(2.0)
+    assert cost(64) == pytest.approx(2 * (0.020 + 0.0005 * 64), rel=0.1)
+
+
+def test_one_interrupted_step_does_not_steer():
+    cost = StepCost()
+    for _ in range(50):
+        cost.observe(1, 0.02)
+        cost.observe(33, 0.03)
+    cost.observe(33, 60.0)
+    assert cost(33) < 0.04
+
+
+def test_acceptance_corrects_a_boastful_drafter():
+    calibration = AcceptanceCalibration()
+    rng = np.random.default_rng(0)
+    promised = np.full(32, 0.65)
+    for _ in range(300):
+        calibration.observe(promised, np.flatnonzero(rng.random(32) < 0.2))
+    assert calibration(promised)[0] == pytest.approx(0.2, abs=0.03)
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40), st.integers(0, 2**32 - 1))
+def test_calibrated_probabilities_stay_probabilities(promised, seed):
+    rng = np.random.default_rng(seed)
+    calibration = AcceptanceCalibration()
+    nodes = np.array(promised)
+    calibration.observe(nodes, np.flatnonzero(rng.random(len(nodes)) < nodes))
+    found = calibration(np.sort(nodes))
+    assert ((found >= 0) & (found <= 1)).all()
+
+
+def _chain(probabilities):
+    size = len(probabilities)
+    return TokenTree.from_lists(range(size), range(-1, size - 1), probabilities)
+
+
+def test_nothing_is_cut_before_costs_are_known():
+    tree = _chain([0.9, 0.8, 0.001])
+    assert NodeBudget().cut([tree], 1)[0].num_nodes == 3
+
+
+def test_nodes_are_spent_while_they_are_cheap_and_saved_when_dear():
+    tree = _chain([0.9, 0.7, 0.3, 0.05, 0.01])
+    sizes = []
+    for slope in (0.0, 0.01, 0.1, 2.0):
+        budget = NodeBudget()
+        for num_tokens in (1, 2, 4, 8, 16):
+            budget.observe_step(num_tokens, 1.0 + slope * (num_tokens - 1))
+        sizes.append(budget.cut([tree], 1)[0].num_nodes)
+    assert sizes[0] == 5
+    assert sizes[-1] == 0
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_cut_trees_are_the_likeliest_subtrees():
+    tree = TokenTree.from_lists([1, 2, 3, 4], [-1, 0, -1, 2], [0.5, 0.02, 0.4, 0.3])
+    budget = NodeBudget()
+    for num_tokens in (1, 2, 4, 8):
+        budget.observe_step(num_tokens, 1.0 + 0.1 * (num_tokens - 1))
+    (cut,) = budget.cut([tree], 1)
+    assert cut.token_ids.tolist() == [1, 3, 4]
+    assert cut.parents.tolist() == [-1, -1, 1]
+    cut.validate(10, 4)
+
+
+def test_trees_without_probabilities_stay_whole():
+    plain = TokenTree.from_lists([1, 2], [-1, 0])
+    budget = NodeBudget()
+    for num_tokens in (1, 2, 4, 8):
+        budget.observe_step(num_tokens, float(num_tokens))
+    kept = budget.cut([plain, _chain([0.1])], 2)
+    assert [tree.num_nodes for tree in kept] == [2, 0]
+
+
+def test_drafting_pauses_longer_and_longer_and_wakes_up():
+    budget = NodeBudget()
+    for num_tokens in (1, 2, 4, 8):
+        budget.observe_step(num_tokens, float(num_tokens))
+    calls = 0
+    for _ in range(200):
+        if budget.should_draft():
+            calls += 1
+            budget.cut([_chain([0.05])], 1)
+    assert 20 < calls < 50
+    for _ in range(60):
+        budget.observe_step(2, 1.0)
+        budget.observe_step(4, 1.0)
+    while not budget.should_draft():
+        pass
+    budget.cut([_chain([0.99, 0.99])], 1)
+    assert budget.should_draft()

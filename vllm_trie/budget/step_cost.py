@@ -1,0 +1,77 @@
+"""What a step costs as a function of the tokens in it, learned from measured steps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_trie.budget.monotone import non_decreasing
+
+_KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
+
+
+class StepCost:
+    """Seconds per step over the number of tokens in the step.
+
+    A curve with fixed knots. A measurement moves the knots on both sides of it, and the older a
+    knot's knowledge the further it moves. Between known knots the curve is linear, beyond the last
+    known one it goes on with the steepest slope seen, and it never falls.
+    """
+
+    def __init__(self, memory: float = 20.0) -> None:
+        """
+        Args:
+            memory: measurements that a knot's value is averaged over.
+        """
+        self._memory = memory
+        self._knots = np.array(_KNOTS, dtype=np.float64)
+        self._seconds = np.zeros(len(_KNOTS))
+        self._weights = np.zeros(len(_KNOTS))
+        self._table: np.ndarray | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured at two different sizes."""
+        return bool((self._weights > 0).sum() >= 2)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Take in one measured step; one that took five times the expected time is left out.
+
+        Such a step was interrupted by something else, and one bad number must not steer a hundred
+        steps.
+        """
+        num_tokens = min(max(num_tokens, 1), _KNOTS[-1])
+        if self.known and seconds > 5.0 * self(num_tokens):
+            seconds = 5.0 * self(num_tokens)
+        right = int(np.searchsorted(self._knots, num_tokens))
+        left = right if self._knots[right] == num_tokens else right - 1
+        span = self._knots[right] - self._knots[left]
+        share = 1.0 if span == 0 else (self._knots[right] - num_tokens) / span
+        for knot, weight in ((left, share), (right, 1.0 - share)):
+            if weight <= 0.0:
+                continue
+            self._weights[knot] = min(self._weights[knot] + weight, self._memory)
+            step = weight / self._weights[knot]
+            self._seconds[knot] += step * (seconds - self._seconds[knot])
+        self._table = None
+
+    def __call__(self, num_tokens: int) -> float:
+        """Expected seconds of a step with so many tokens; needs :attr:`known`."""
+        return float(self.table(num_tokens + 1)[num_tokens])
+
+    def table(self, size: int) -> np.ndarray:
+        """float64 [size], expected seconds for 0 to size - 1 tokens."""
+        if self._table is None or len(self._table) < size:
+            self._table = self._build(max(size, 1024))
+        return self._table[:size]
+
+    def _build(self, size: int) -> np.ndarray:
+        seen = self._weights > 0
+        knots = self._knots[seen]
+        seconds = non_decreasing(self._seconds[seen], self._weights[seen])
+        counts = np.arange(size, dtype=np.float64)
+        table = np.interp(counts, knots, seconds)
+        beyond = counts > knots[-1]
+        if beyond.any() and len(knots) > 1:
+            slope = max(np.max(np.diff(seconds) / np.diff(knots)), 0.0)
+            table[beyond] = seconds[-1] + slope * (counts[beyond] - knots[-1])
+        return table

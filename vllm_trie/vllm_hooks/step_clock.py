@@ -1,0 +1,37 @@
+"""How long a decoding step takes, from one drafting to the next."""
+
+from __future__ import annotations
+
+import time
+
+_MEMORY = 0.05
+
+
+class StepClock:
+    """Times the engine's steps.
+
+    A step is what the runner does plus what the engine does between two calls of the runner
+    (scheduling, detokenizing, answering). The latter is averaged, because an engine without work
+    waits there too.
+    """
+
+    def __init__(self) -> None:
+        self._started = 0.0
+        self._ended = 0.0
+        self._outside = 0.0
+
+    def start(self) -> None:
+        """The runner begins a step."""
+        self._started = time.perf_counter()
+
+    def stop(self) -> float:
+        """The step's tokens are known; returns the step's seconds."""
+        now = time.perf_counter()
+        inside = now - self._started
+        gap = min(self._started - self._ended, inside) if self._ended else 0.0
+        self._outside += _MEMORY * (gap - self._outside)
+        return inside + self._outside
+
+    def leave(self) -> None:
+        """The runner gives control back to the engine."""
+        self._ended = time.perf_counter()
