@@ -94,3 +94,36 @@ def run_cases(llm: Any, path: str, cases: list[Case]) -> int:
         [each[0] for each in requests], [each[1] for each in requests], use_tqdm=False
     )
     return sum(check_case(path, case, result) for case, result in zip(cases, results, strict=True))
+
+
+def greedy_requests(count: int, max_tokens: int = 40) -> list[tuple[dict[str, Any], Any]]:
+    """Ordinary requests: prompts and sampling parameters."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    return [({"prompt_token_ids": list(prompt(50 + i, 30 + i))}, params) for i in range(count)]
+
+
+def run_mixed(
+    llm: Any, path: str, cases: list[Case], greedy: list[tuple[dict[str, Any], Any]]
+) -> int:
+    """Run cases and ordinary requests in the same batches; neither may change the other.
+
+    Returns:
+        The number of hypotheses compared with the oracle.
+    """
+    alone = [
+        list(llm.generate([text], params, use_tqdm=False)[0].outputs[0].token_ids)
+        for text, params in greedy
+    ]
+    beams = [request_of(case) for case in cases]
+    # One of each kind in turn, then what is left of the longer list.
+    requests = [each for pair in zip(greedy, beams, strict=False) for each in pair]
+    requests += greedy[len(beams) :] + beams[len(greedy) :]
+    results = llm.generate(
+        [each[0] for each in requests], [each[1] for each in requests], use_tqdm=False
+    )
+    searched = [result for result in results if hasattr(result.outputs[0], "score")]
+    others = [result for result in results if not hasattr(result.outputs[0], "score")]
+    assert [list(result.outputs[0].token_ids) for result in others] == alone
+    return sum(check_case(path, case, result) for case, result in zip(cases, searched, strict=True))

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.engine.beam.cases import all_cases, check_case, few_cases, prompt, request_of, run_cases
+from tests.engine.beam.cases import (
+    all_cases,
+    check_case,
+    few_cases,
+    greedy_requests,
+    prompt,
+    request_of,
+    run_cases,
+    run_mixed,
+)
 from tests.engine.beam.oracle import Case, search
 from tests.engine.conftest import scheduler_of
 from vllm_trie.tiny_model import model_path
 
 SHIPPED = str(model_path())
 SMALL_BLOCKS = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 64}
-
-
-def greedy_requests(count: int, max_tokens: int = 24) -> list[tuple[dict[str, Any], Any]]:
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    return [({"prompt_token_ids": list(prompt(50 + i, 30 + i))}, params) for i in range(count)]
 
 
 def test_every_width_and_mode(engine):
@@ -64,22 +64,8 @@ def test_beside_greedy_requests(engine, options):
     """Beam and ordinary requests in one batch; neither changes the other."""
     llm = engine(**{**SMALL_BLOCKS, **options})
     cases = few_cases(length=150 if "max_num_batched_tokens" in options else 40)
-    greedy = greedy_requests(12, max_tokens=40)
-    alone = [
-        list(llm.generate([text], params, use_tqdm=False)[0].outputs[0].token_ids)
-        for text, params in greedy
-    ]
     preempted = scheduler_of(llm).beam_counters.rows_preempted
-    requests = [each for pair in zip(greedy, map(request_of, cases), strict=False) for each in pair]
-    requests += greedy[len(cases) :]
-    results = llm.generate(
-        [each[0] for each in requests], [each[1] for each in requests], use_tqdm=False
-    )
-    beams = [result for result in results if hasattr(result.outputs[0], "score")]
-    others = [result for result in results if not hasattr(result.outputs[0], "score")]
-    for case, result in zip(cases, beams, strict=True):
-        check_case(SHIPPED, case, result)
-    assert [list(result.outputs[0].token_ids) for result in others] == alone
+    run_mixed(llm, SHIPPED, cases, greedy_requests(12))
     if "num_gpu_blocks_override" in options:
         assert scheduler_of(llm).beam_counters.rows_preempted > preempted
 

@@ -1,4 +1,4 @@
-"""Engines in processes of their own: multiprocessing, tensor parallelism, compiled mode."""
+"""Engines in processes of their own: tensor parallel, compiled, asynchronously scheduled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.engine.beam.cases import few_cases
     "options",
     [
         pytest.param({"tensor_parallel_size": 2}, id="multiprocess, tensor parallel"),
-        pytest.param({"enforce_eager": False}, id="compiled"),
+        pytest.param({"enforce_eager": False}, id="multiprocess, compiled"),
+        pytest.param({"asynchronous": True}, id="asynchronous scheduling"),
     ],
 )
 def test_engine_in_its_own_processes(options: dict[str, Any], pytestconfig: pytest.Config):
@@ -36,5 +37,5 @@ def test_engine_in_its_own_processes(options: dict[str, Any], pytestconfig: pyte
         text=True,
         timeout=280,
     )
-    expected = sum(case.beam_width for case in few_cases())
+    expected = 2 * sum(case.beam_width for case in few_cases())
     assert f"compared {expected} hypotheses" in result.stdout, result.stderr[-3000:]

@@ -120,9 +120,7 @@ def _check_request(vllm_config: Any, request: Any, beam_width: int) -> None:
     """Refuse what the engine cannot hold; keep the members of a request on one engine."""
     params = request.sampling_params
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        raise BeamRequestError(
-            "beam search: prompt embeddings are not supported; send text or token ids"
-        )
+        raise BeamRequestError("beam search: prompt embeddings are not supported; send token ids")
     if request.mm_features:
         raise BeamRequestError("beam search: multimodal prompts are not supported with beam_width")
     if request.resumable:

@@ -1,0 +1,36 @@
+"""Random language models, and a loop that drives a search on them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_trie.beam import BeamSearch, num_raw_candidates
+
+VOCAB = 12
+PROMPT = (1, 2, 2, 5)
+
+
+def random_model(seed, peaked=1.5, vocab=VOCAB):
+    """A model: from generated tokens to log-probabilities, the same for the same tokens."""
+
+    def next_logprobs(token_ids):
+        random = np.random.default_rng([seed, len(token_ids), *token_ids])
+        logits = random.normal(scale=peaked, size=vocab)
+        return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+
+    return next_logprobs
+
+
+def run_search(next_logprobs, wanted, prompt=PROMPT, find_stop_string=None, vocab=VOCAB):
+    """Drive a BeamSearch as a scheduler does: best raw candidates of every row, step by step."""
+    search = BeamSearch(wanted, prompt, find_stop_string)
+    count = num_raw_candidates(wanted, prompt, vocab)
+    rows = [[]]
+    while not search.done:
+        assert search.num_rows == len(rows)
+        logprobs = np.stack([next_logprobs(row) for row in rows])
+        token_ids = np.argsort(-logprobs, axis=1, kind="stable")[:, :count]
+        children = search.advance(token_ids, np.take_along_axis(logprobs, token_ids, 1))
+        rows = [[*rows[child.parent], child.token_id] for child in children]
+        assert rows == [search.generated(row) for row in range(len(rows))]
+    return search
