@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm_trie.doctor import Report
 
 GROUPS = {
+    "beam": "vllm_trie.beam.cli",
     "corpus": "vllm_trie.drafters.corpus_cli",
 }
 """Commands that live in other modules, each as a typer application named ``app``."""
