@@ -16,6 +16,7 @@ ENTRY_POINT_GROUP = "vllm_trie.drafters"
 
 _BUILT_IN = {
     "lookahead_trie": "vllm_trie.drafters.lookahead:LookaheadDrafter",
+    "medusa_dynamic": "vllm_trie.drafters.medusa:MedusaDrafter",
     "ngram_trie": "vllm_trie.drafters.ngram_trie:NgramTrieDrafter",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-
+from vllm_trie.drafters.medusa.drafter import MedusaDrafter
 from vllm_trie.drafters.medusa.options import MedusaOptions
 
-__all__ = ["MedusaOptions"]
+__all__ = ["MedusaDrafter", "MedusaOptions"]

@@ -1,0 +1,161 @@
+"""The method `medusa_dynamic`: Medusa heads fill a tree that is chosen anew at each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
+from vllm_trie.drafters.medusa.backend import Job, choose_backend
+from vllm_trie.drafters.medusa.checkpoint import CheckpointError, load_checkpoint
+from vllm_trie.drafters.medusa.heads import MedusaHeads, top_candidates
+from vllm_trie.drafters.medusa.options import MedusaOptions
+from vllm_trie.drafters.medusa.output_layer import target_output_layer
+from vllm_trie.drafters.medusa.selection import Limits
+from vllm_trie.drafters.medusa.trees import template
+from vllm_trie.tree import TokenTree
+
+_NO_TEXT = np.empty(0, dtype=np.int32)
+
+
+class MedusaDrafter(Drafter):
+    """Drafts from the hidden state of the last accepted position.
+
+    State: with `joint="context"`, an index of each request's own text. The heads are the same on
+    every tensor-parallel rank: hidden states are whole on each of them.
+    """
+
+    name: ClassVar[str] = "medusa_dynamic"
+    Options: ClassVar[type[BaseModel]] = MedusaOptions
+    needs_hidden_states: ClassVar[bool] = True
+
+    def __init__(self, options: MedusaOptions, context: DrafterContext) -> None:
+        super().__init__(options, context)
+        if context.draft_model is None:
+            raise ValueError(
+                "method 'medusa_dynamic' needs the Medusa heads: set 'model' in "
+                "speculative_config (--spec-model) to the folder of a Medusa checkpoint"
+            )
+        self._fixed_paths = options.fixed_paths()
+        self._backend = choose_backend()
+        self._indexes: dict[str, Any] | None = None
+        if self._fixed_paths is None and options.joint == "context":
+            self._indexes = {}
+        self._heads: MedusaHeads | None = None
+        self._temperatures: Tensor | None = None
+
+    def load_model(self, target_model: Any) -> None:
+        """Load the heads onto the target's device, in its dtype.
+
+        Raises:
+            CheckpointError: the checkpoint is missing or damaged, or does not fit the target or
+                the options.
+        """
+        context = self.context
+        assert context.draft_model is not None
+        loaded = load_checkpoint(
+            context.draft_model,
+            context.hidden_size,
+            context.vocab_size,
+            lambda: target_output_layer(target_model, context),
+        )
+        num_heads = self.options.num_heads or loaded.heads.shape.num_heads
+        self._check_options(loaded.heads, num_heads)
+        self.set_heads(loaded.heads, loaded.temperatures[:num_heads])
+
+    def set_heads(self, heads: MedusaHeads, temperatures: Sequence[float]) -> None:
+        """Use these heads, as many as there are temperatures; moves them to the target's device
+        and dtype."""
+        device = torch.device(self.context.device)
+        self._heads = heads.to(device, getattr(torch, self.context.dtype))
+        if not self.options.calibrate:
+            temperatures = [1.0] * len(temperatures)
+        self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        tokens, probabilities = self.candidates(requests)
+        if self._fixed_paths is not None:
+            return [
+                template(
+                    self._fixed_paths, request.max_nodes, self._depth(request), request.chain_only
+                ).fill(tokens[row], probabilities[row])
+                for row, request in enumerate(requests)
+            ]
+        jobs = [
+            Job(
+                tokens[row],
+                probabilities[row],
+                Limits(request.max_nodes, self._depth(request), request.chain_only),
+                self._index(request.request_id),
+                self._text(request),
+            )
+            for row, request in enumerate(requests)
+        ]
+        return self._backend.select_batch(jobs)
+
+    @torch.inference_mode()
+    def candidates(self, requests: Sequence[DraftRequest]) -> tuple[np.ndarray, np.ndarray]:
+        """Each head's likeliest tokens, int32, and their probabilities, float32:
+        [requests, K, m]."""
+        if self._heads is None or self._temperatures is None:
+            raise RuntimeError("the Medusa heads are not loaded: call load_model first")
+        hidden = torch.stack([request.hidden_state for request in requests])
+        tokens, probabilities = top_candidates(
+            self._heads,
+            hidden.to(self._heads.output_weight.dtype),
+            self.options.top_tokens,
+            self._temperatures,
+        )
+        return (
+            np.ascontiguousarray(tokens.cpu().numpy()),
+            np.ascontiguousarray(probabilities.cpu().numpy()),
+        )
+
+    def release(self, request_id: str) -> None:
+        if self._indexes is not None:
+            self._indexes.pop(request_id, None)
+
+    def _depth(self, request: DraftRequest) -> int:
+        return min(request.max_depth, self.options.max_depth or request.max_depth)
+
+    def _index(self, request_id: str) -> Any | None:
+        if self._indexes is None:
+            return None
+        index = self._indexes.get(request_id)
+        if index is None:
+            index = self._backend.new_index(self.options.max_context_len)
+            self._indexes[request_id] = index
+        return index
+
+    def _text(self, request: DraftRequest) -> np.ndarray:
+        if self._indexes is None:
+            return _NO_TEXT
+        return np.ascontiguousarray(request.token_ids, dtype=np.int32)
+
+    def _check_options(self, heads: MedusaHeads, num_heads: int) -> None:
+        where = f"the checkpoint {Path(str(self.context.draft_model)).name!r}"
+        if num_heads > heads.shape.num_heads:
+            raise CheckpointError(
+                f"num_heads={num_heads}, but {where} has {heads.shape.num_heads} heads; lower "
+                "num_heads or leave it out"
+            )
+        if self._fixed_paths is None:
+            return
+        num_candidates = min(self.options.top_tokens, heads.shape.num_outputs)
+        for path in self._fixed_paths:
+            if len(path) > num_heads:
+                raise CheckpointError(
+                    f"tree: the path {list(path)} needs {len(path)} heads, but {num_heads} are "
+                    f"used of {where}; choose another tree"
+                )
+            if max(path) >= num_candidates:
+                raise CheckpointError(
+                    f"tree: the path {list(path)} names rank {max(path)}, but each head gives "
+                    f"{num_candidates} candidates; raise top_tokens"
+                )

@@ -59,7 +59,9 @@ class Trainer:
         self.heads = MedusaHeads(shape).to(backbone.device)
         with torch.no_grad():
             # Heads start as copies of the model's own output layer, as in the paper.
-            self.heads.output_weight.copy_(backbone.output_weight.expand_as(self.heads.output_weight))
+            self.heads.output_weight.copy_(
+                backbone.output_weight.expand_as(self.heads.output_weight)
+            )
         if shape.shares_output:
             self.heads.output_weight.requires_grad_(False)
         self._optimizer = torch.optim.AdamW(

@@ -1,0 +1,186 @@
+"""Choosing the nodes of a dynamic tree: the readable twin of core/select.cpp.
+
+The tree holds the `max_nodes` likeliest paths over the heads' candidates. A path's probability is
+at most its parent's, so taking the likeliest node that is known and then making its children known
+finds exactly those paths, parents first.
+
+How likely a path is can be told in two ways:
+
+- As the product of the heads' probabilities. This is the problem of Algorithm 1 of "Acceleration of
+  Multiple Heads Decoding for LLM via Dynamic Tree Attention", which solves it layer by layer
+  (`algorithm1` here); best-first visits no layer's candidates that cannot make it.
+- With a text, token by token from the contexts of every length that end there, the longest first.
+  The heads stand where interpolated Kneser-Ney smoothing has the shortest context: they get what no
+  context has claimed. With n successors counted after a context, u of them distinct, successor t
+  of count c gets (c - d) / (n + theta) of the probability that is left, and
+  (theta + d·u) / (n + theta) is passed on (Teh, "A hierarchical Bayesian language model based on
+  Pitman-Yor processes", 2006, eq. 4, with the heads as the base distribution).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_trie.drafters.medusa.constants import MIN_LEFT, MIN_ORDER, TEXT, at_order
+from vllm_trie.drafters.ngram_trie.index import NgramIndex, Node, Place
+from vllm_trie.tree import ROOT, TokenTree, depth_first_layout
+
+Match = Node | Place
+"""A context that occurred: its node, or, past the end of the nodes, its last token's place."""
+
+
+class Limits(NamedTuple):
+    """Limits of one tree."""
+
+    max_nodes: int
+    max_depth: int
+    chain_only: bool = False
+
+
+def select(
+    tokens: np.ndarray,
+    probabilities: np.ndarray,
+    limits: Limits,
+    index: NgramIndex | None = None,
+    text: Sequence[int] = (),
+) -> TokenTree:
+    """The tree of the likeliest paths.
+
+    Args:
+        tokens, probabilities: int32 and float32 [K, m], each head's candidates, likeliest first.
+        index: of the request's own text, None for the product of the heads alone; brought up to
+            date with `text` here.
+    """
+    known: list[list[Match]] = []
+    if index is not None:
+        index.synchronize(list(text))
+        known.append(_match_suffix(index, text))
+    nodes: list[tuple[int, int, float]] = []
+    # (-probability, order of discovery, token, parent, depth)
+    heap: list[tuple[float, int, int, int, int]] = []
+    discovered = 0
+
+    def discover(parent: int, above: float, depth: int) -> None:
+        nonlocal discovered
+        shares: dict[int, float] = {}
+        left = 1.0
+        if index is not None:
+            shares, left = _blend(index, known[parent + 1])
+        if depth <= len(tokens) and left >= MIN_LEFT:
+            row = zip(tokens[depth - 1].tolist(), probabilities[depth - 1].tolist(), strict=True)
+            for token, probability in row:
+                shares[token] = shares.get(token, 0.0) + left * probability
+        for token, share in shares.items():
+            heapq.heappush(heap, (-(above * share), discovered, token, parent, depth))
+            discovered += 1
+
+    discover(ROOT, 1.0, 1)
+    while heap and len(nodes) < limits.max_nodes:
+        negative, _, token, parent, depth = heapq.heappop(heap)
+        nodes.append((token, parent, min(-negative, 1.0)))
+        if limits.chain_only:
+            heap.clear()
+        if index is not None:
+            known.append(_advance(index, known[parent + 1], token))
+        if depth < limits.max_depth:
+            discover(len(nodes) - 1, -negative, depth + 1)
+    if not nodes:
+        return TokenTree.empty()
+    chosen_tokens, parents, values = zip(*nodes, strict=True)
+    return depth_first_layout(TokenTree.from_lists(chosen_tokens, parents, values))
+
+
+def algorithm1(
+    probabilities: np.ndarray, num_nodes: int
+) -> list[tuple[tuple[int, ...], float]]:
+    """Algorithm 1 of the paper: the best paths by product, layer by layer.
+
+    Each head extends every path in a queue bounded to `num_nodes`; paths that fall out of it cannot
+    have a child in it. Kept as the paper has it, as an oracle for `select`.
+
+    Args:
+        probabilities: [K, m].
+
+    Returns:
+        Paths of ranks with their probabilities, likeliest first.
+    """
+    queue: list[tuple[float, tuple[int, ...]]] = []  # a min-heap of at most num_nodes paths
+    layer: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
+    for shares in probabilities.tolist():
+        extended = []
+        for above, path in layer:
+            for rank, share in enumerate(shares):
+                candidate = (above * share, (*path, rank))
+                if len(queue) < num_nodes:
+                    heapq.heappush(queue, candidate)
+                elif candidate > queue[0]:
+                    heapq.heapreplace(queue, candidate)
+                else:
+                    break
+                extended.append(candidate)
+        kept = set(queue)
+        layer = [candidate for candidate in extended if candidate in kept]
+    return [(path, value) for value, path in sorted(queue, key=lambda item: (-item[0], item[1]))]
+
+
+def _blend(index: NgramIndex, contexts: list[Match]) -> tuple[dict[int, float], float]:
+    """The text's share of each successor's probability, and what it leaves to the heads."""
+    shares: dict[int, float] = {}
+    left = 1.0
+    for order in range(len(contexts) - 1, MIN_ORDER - 1, -1):
+        concentration = at_order(TEXT.concentration, order)
+        discount = at_order(TEXT.discount, order)
+        counts, num_types, num_children = _counts(index, contexts[order])
+        if num_children == 0:
+            continue
+        total = num_types + concentration
+        for token, count in counts:
+            shares[token] = shares.get(token, 0.0) + left * (count - discount) / total
+        left = left * (concentration + discount * num_children) / total
+    return shares, left
+
+
+def _match_suffix(index: NgramIndex, text: Sequence[int]) -> list[Match]:
+    """The contexts at the end of the text, by length. If one occurred, so did all shorter ones."""
+    matches: list[Match] = [index.root]
+    for length in range(1, min(index.max_order, len(text)) + 1):
+        match: Match | None = index.root
+        for token in text[len(text) - length :]:
+            match = _follow(index, match, int(token))
+            if match is None:
+                return matches
+        matches.append(match)
+    return matches
+
+
+def _advance(index: NgramIndex, contexts: list[Match], token: int) -> list[Match]:
+    """The contexts that end one token later."""
+    longer: list[Match] = [index.root]
+    for match in contexts[: index.max_order]:
+        child = _follow(index, match, token)
+        if child is None:
+            break
+        longer.append(child)
+    return longer
+
+
+def _follow(index: NgramIndex, match: Match, token: int) -> Match | None:
+    place = match if isinstance(match, Place) else match.once
+    if place is not None:
+        after = Place(place.text, place.position + 1)
+        return after if index.token_at(after) == token else None
+    return match.children.get(token)
+
+
+def _counts(index: NgramIndex, match: Match) -> tuple[list[tuple[int, int]], int, int]:
+    """(successor, count) of the likeliest successors; sum of all counts; number of successors."""
+    place = match if isinstance(match, Place) else match.once
+    if place is not None:
+        token = index.token_at(Place(place.text, place.position + 1))
+        return ([(token, 1)], 1, 1) if token >= 0 else ([], 0, 0)
+    successors = [(child.token, child.types) for child in match.hot]
+    return successors, match.child_types, len(match.children)
