@@ -1,0 +1,183 @@
+"""Throughput over the batch size: plain vLLM, its `ngram`, fixed node budgets, the adaptive one.
+
+Two workloads: `matching`, the demo's prompts decoded greedily, whose answers reuse their context;
+`random`, prompts of random tokens sampled at a high temperature, where no draft can succeed and the
+best that speculation can do is to get out of the way.
+
+    python benchmarks/load.py --json load.json
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from _common import Row, finish, in_turns, median_seconds, option_parser
+from speculation import keep_kernel_overrides
+
+from vllm_trie.demo import engines, measure
+from vllm_trie.demo.prompts import demo_prompts
+
+COLUMNS = (
+    "method",
+    "nodes",
+    "prompts",
+    "batch_size",
+    "tokens_per_s",
+    "ratio_to_plain",
+    "nodes_per_step",
+    "tokens_per_step",
+)
+
+
+def speculative_configs(nodes: Sequence[int]) -> dict[tuple[str, int], dict[str, Any] | None]:
+    """The contestants: name and node budget -> vLLM's `speculative_config`."""
+    fixed = {
+        (f"ngram_trie fixed {n}", n): {
+            "method": "ngram_trie",
+            "num_speculative_tokens": n,
+            "node_budget": "fixed",
+        }
+        for n in nodes
+    }
+    widest = max(nodes)
+    return {
+        ("plain", 0): None,
+        ("ngram", 5): {"method": "ngram", "num_speculative_tokens": 5},
+        **fixed,
+        ("ngram_trie adaptive", widest): {
+            "method": "ngram_trie",
+            "num_speculative_tokens": widest,
+        },
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = option_parser(__doc__)
+    parser.add_argument("--model", help="a chat model; the shipped one if left out")
+    parser.add_argument("--nodes", nargs="+", type=int, default=[8, 32])
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--workloads", nargs="+", default=["matching", "random"])
+    parser.add_argument(
+        "--dummy-shape",
+        nargs="?",
+        const="1024x24",
+        metavar="HIDDENxLAYERS",
+        help="random weights of this shape (about 0.4 B parameters if none is given) in bfloat16, "
+        "for the step cost of a real model; only the random workload makes sense then",
+    )
+    options = parser.parse_args()
+    engines.set_environment(options.verbose)
+    with engines.silence(not options.verbose):
+        rows = run(options)
+    finish(rows, options.json, COLUMNS)
+
+
+def run(options: Any) -> list[Row]:
+    """Start all engines, then measure every batch size of both workloads."""
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams
+
+    from vllm_trie.tiny_model import model_path
+
+    model = options.model or str(model_path())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    matching = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt.message}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for prompt in demo_prompts()
+    ]
+    rng = random.Random(0)
+    noise = [
+        [rng.randrange(10, len(tokenizer)) for _ in range(rng.randint(60, 160))] for _ in range(64)
+    ]
+    limits: dict[str, Any] = {
+        "max_model_len": engines.room_for(
+            max(map(len, [*matching, *noise])), options.max_tokens, max(options.nodes)
+        ),
+        "max_num_seqs": max(options.batch_sizes),
+    }
+    if options.dummy_shape:
+        limits |= dummy_shape(options.dummy_shape)
+    llms = {}
+    for key, config in speculative_configs(options.nodes).items():
+        llms[key] = engines.start_engine(model, **limits, speculative_config=config)
+        keep_kernel_overrides()
+    workloads = {
+        "matching": (matching, {"temperature": 0.0}),
+        "random": (noise, {"temperature": 3.0, "seed": 1}),
+    }
+    rows = []
+    for workload in options.workloads:
+        prompts, sampling = workloads[workload]
+        for batch_size in options.batch_sizes:
+            params = SamplingParams(
+                max_tokens=options.max_tokens, ignore_eos=True, detokenize=False, **sampling
+            )
+            batch = [prompts[i % len(prompts)] for i in range(batch_size)]
+            rows += compare(llms, workload, batch, params, options.repeats)
+    return rows
+
+
+def compare(
+    llms: dict[tuple[str, int], Any],
+    workload: str,
+    batch: Sequence[Sequence[int]],
+    params: Any,
+    repeats: int,
+) -> list[Row]:
+    """Rows of all contestants for one batch, plain vLLM first."""
+    counts = {}
+    for key, llm in llms.items():  # counts, and warms up
+        observed, _ = measure.observe(llm, batch, params)
+        steps = sum(count.steps for count in observed)
+        counts[key] = {
+            "tokens_per_step": sum(count.tokens for count in observed) / steps,
+            "nodes_per_step": sum(count.nodes for count in observed) / steps,
+        }
+    timed = in_turns(
+        {key: lambda llm=llm: measure.generate(llm, batch, params) for key, llm in llms.items()},
+        repeats,
+    )
+    seconds = {key: median_seconds(runs) for key, runs in timed.items()}
+    plain = seconds["plain", 0]
+    return [
+        {
+            "method": method,
+            "nodes": nodes,
+            "prompts": workload,
+            "batch_size": len(batch),
+            "tokens_per_s": len(batch) * params.max_tokens / seconds[method, nodes],
+            "ratio_to_plain": plain / seconds[method, nodes],
+            **counts[method, nodes],
+        }
+        for method, nodes in llms
+    ]
+
+
+def dummy_shape(text: str) -> dict[str, Any]:
+    """Engine options for random weights of a Llama-like shape."""
+    hidden, layers = map(int, text.split("x"))
+    heads = hidden // 64
+    return {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "hf_overrides": {
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": max(1, heads // 2),
+            "intermediate_size": 3 * hidden,
+            "head_dim": 64,
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()
