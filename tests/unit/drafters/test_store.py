@@ -14,17 +14,17 @@ ANSWER = [10, 11, 12, 13, 14]
 
 
 def answered(store_tokens: int = 1000, salt: str | None = None) -> object:
-    """A drafter after one request that said ANSWER."""
+    """A drafter after two requests that said ANSWER."""
     drafter = make_drafter(store_tokens=store_tokens)
-    drafter.propose(
-        [make_request(QUESTION + ANSWER, "first", num_prompt_tokens=3, cache_salt=salt)]
-    )
-    drafter.release("first")
+    for name in ("first", "second"):
+        request = make_request(QUESTION + ANSWER, name, num_prompt_tokens=3, cache_salt=salt)
+        drafter.propose([request])
+        drafter.release(name)
     return drafter
 
 
 def drafted(drafter: object, salt: str | None = None) -> list[int]:
-    request = make_request([5, 10, 11], "second", num_prompt_tokens=1, cache_salt=salt)
+    request = make_request([5, 10, 11], "third", num_prompt_tokens=1, cache_salt=salt)
     [tree] = drafter.propose([request])  # type: ignore[attr-defined]
     return tree.chain().token_ids.tolist()
 
@@ -49,7 +49,7 @@ def test_requests_with_another_salt_learn_nothing(first: str | None, second: str
 
 def test_prompts_are_not_stored() -> None:
     drafter = answered()
-    [tree] = drafter.propose([make_request([5, 1, 2], "second", num_prompt_tokens=1)])  # type: ignore[attr-defined]
+    [tree] = drafter.propose([make_request([5, 1, 2], "third", num_prompt_tokens=1)])  # type: ignore[attr-defined]
     assert 3 not in tree.token_ids
 
 
@@ -79,7 +79,7 @@ def test_a_match_counts_as_use() -> None:
     drafter.release("y")
     [old] = drafter.propose([make_request([5, 10, 11], "u", num_prompt_tokens=3)])
     [gone] = drafter.propose([make_request([5, 20, 21], "v", num_prompt_tokens=3)])
-    assert old.token_ids.tolist()[:1] == [12]
+    assert 12 in old.token_ids
     assert 22 not in gone.token_ids
 
 

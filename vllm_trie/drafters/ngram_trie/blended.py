@@ -20,9 +20,9 @@ from vllm_trie.drafters.ngram_trie.constants import (
     CUT_SHARE,
     MIN_LEFT,
     OWN,
+    PATH_TRUST,
     SHARED,
     Source,
-    at_order,
 )
 from vllm_trie.drafters.ngram_trie.index import NgramIndex, Node, Place
 from vllm_trie.tree import ROOT, TokenTree, depth_first_layout
@@ -77,6 +77,8 @@ def draft(
         nonlocal discovered
         cut = best[0] / above if len(best) == max_nodes else 0.0
         for token, probability in _predict(sources, contexts, cut).items():
+            if depth > 1:
+                probability *= (1.0 + PATH_TRUST) / (1.0 + PATH_TRUST * probability)
             guess = above * probability
             heapq.heappush(heap, (-guess, discovered, token, parent, depth, contexts))
             discovered += 1
@@ -154,18 +156,16 @@ def _predict(
         for (index, source), known in zip(sources, contexts, strict=True):
             if order >= len(known):
                 continue
-            concentration = at_order(source.concentration, order)
-            discount = at_order(source.discount, order)
             counts, num_types, num_children = _counts(index, known[order])
             if num_children == 0:
                 continue
-            total = num_types + concentration
+            total = num_types + source.concentration
             for token, count in counts:
-                share = left * (count - discount) / total
+                share = left * (count - source.discount) / total
                 if share < CUT_SHARE * cut:
                     break
                 successors[token] = successors.get(token, 0.0) + share
-            left = left * (concentration + discount * num_children) / total
+            left = left * (source.concentration + source.discount * num_children) / total
     return successors
 
 

@@ -1,4 +1,4 @@
-"""Constants of the blended scoring, by context length."""
+"""Constants of the blended scoring."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ USE_LENGTH = 3
 """A match of this many tokens counts as a use of the stored text that it was found in."""
 
 
-class Source(NamedTuple):
-    """How far the counts of one source are believed (Pitman-Yor parameters by context length)."""
+PATH_TRUST = 0.4
+"""How much likelier than the blend says a guess is whose parent was accepted: that the text is
+being repeated is then more certain. Odds of small probabilities grow by this part."""
 
-    concentration: tuple[float, ...]
+
+class Source(NamedTuple):
+    """How far the counts of a source are believed: the parameters of a Pitman-Yor process."""
+
+    concentration: float
     """theta: pseudo-observations of "something else", at least 0."""
-    discount: tuple[float, ...]
+    discount: float
     """d: taken off each successor's count, in [0, 1)."""
 
 
-# Index 0 is the empty context, the last entry holds for all longer ones too. Chosen on a plateau:
-# see docs/ngram_trie.md for how little each matters.
-OWN = Source((1.0, 0.8, 1.0, 0.8, 0.8, 0.5, 0.4), (0.8, 0.73, 0.5, 0.7, 0.7, 0.6, 0.6))
-SHARED = Source((5.0, 4.0, 4.0, 5.0, 4.0), (0.8, 0.8, 0.8, 0.85, 0.75))
-
-
-def at_order(values: tuple[float, ...], order: int) -> float:
-    """The constant for contexts of `order` tokens."""
-    return values[min(order, len(values) - 1)]
+# The same for contexts of all lengths: docs/ngram_trie.md tells what more parameters bring.
+OWN = Source(concentration=0.5, discount=0.7)
+"""The request's own text."""
+SHARED = Source(concentration=4.0, discount=0.8)
+"""Finished requests and the corpus."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_trie.drafters.ngram_trie.constants import OWN, SHARED, Source, at_order
+from vllm_trie.drafters.ngram_trie.constants import OWN, SHARED
 from vllm_trie.native import load_library
 from vllm_trie.tree import TokenTree
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from vllm_trie.drafters.ngram_trie.backend import Job
 
 _FOLDER = Path(__file__).parent / "core"
-_NUM_ORDERS = 16
 _NONE = -1
 NODE_BYTES = 32
 """Size of a node in memory and in a corpus file."""
@@ -27,7 +26,7 @@ NODE_BYTES = 32
 
 class _Scoring(ctypes.Structure):
     _fields_ = [
-        (name, c_double * _NUM_ORDERS)
+        (name, c_double)
         for name in (
             "own_concentration",
             "own_discount",
@@ -35,6 +34,9 @@ class _Scoring(ctypes.Structure):
             "shared_discount",
         )
     ]
+
+
+_SCORING = _Scoring(*OWN, *SHARED)
 
 
 class _DraftJob(ctypes.Structure):
@@ -173,7 +175,7 @@ def draft_batch(jobs: Sequence[Job]) -> list[tuple[TokenTree, int]]:
     status = library.ngram_draft(
         rows,
         len(jobs),
-        _scoring(),
+        ctypes.byref(_SCORING),
         stride,
         token_ids.ctypes.data,
         parents.ctypes.data,
@@ -235,17 +237,3 @@ def _library() -> ctypes.CDLL | None:
         function.restype = result
         function.argtypes = arguments
     return library
-
-
-@functools.cache
-def _scoring() -> _Scoring:
-    def by_order(source: Source, name: str) -> Any:
-        values = getattr(source, name)
-        return (c_double * _NUM_ORDERS)(*(at_order(values, k) for k in range(_NUM_ORDERS)))
-
-    return _Scoring(
-        by_order(OWN, "concentration"),
-        by_order(OWN, "discount"),
-        by_order(SHARED, "concentration"),
-        by_order(SHARED, "discount"),
-    )

@@ -14,6 +14,9 @@ constexpr double kMinLeft = 1e-4;
 constexpr double kCutLeft = 0.5;
 constexpr double kCutShare = 0.25;
 
+// See PATH_TRUST in constants.py.
+constexpr double kPathTrust = 0.4;
+
 }  // namespace
 
 void Drafter::draft(const View* sources, int32_t num_sources, const Scoring& scoring,
@@ -111,11 +114,9 @@ void Drafter::predict(const View* sources, int32_t num_sources, const Scoring& s
     for (int32_t order = longest; order >= 0 && left >= min_left; --order) {
         for (int32_t s = 0; s < num_sources; ++s) {
             if (order >= contexts[s].size) continue;
-            const double* concentration =
-                s == 0 ? scoring.own_concentration : scoring.shared_concentration;
-            const double* discount = s == 0 ? scoring.own_discount : scoring.shared_discount;
-            left = blend(sources[s], contexts[s].matches[order], concentration[order],
-                         discount[order], left, cut);
+            left = blend(sources[s], contexts[s].matches[order],
+                         s == 0 ? scoring.own_concentration : scoring.shared_concentration,
+                         s == 0 ? scoring.own_discount : scoring.shared_discount, left, cut);
         }
     }
     for (const Successor& successor : successors_) slots_[successor.token & 4095] = kNone;
@@ -168,7 +169,9 @@ void Drafter::push_guesses(double above, int32_t parent, int32_t depth, size_t m
                (a.probability == b.probability && a.tick > b.tick);
     };
     for (const Successor& successor : successors_) {
-        const double probability = above * successor.probability;
+        double probability = successor.probability;
+        if (depth > 1) probability *= (1.0 + kPathTrust) / (1.0 + kPathTrust * probability);
+        probability *= above;
         const int32_t tick = ticks_++;
         // What is behind max_nodes others can never be chosen.
         if (best_.size() == max_nodes) {

@@ -10,12 +10,13 @@ namespace ngram {
 
 constexpr int kMaxSources = 3;  // the request's own text, the store, the corpus
 
-// Constants of the Pitman-Yor blend by context length, as ctypes passes them.
+// Parameters of the Pitman-Yor blend, as ctypes passes them; the shared sources are all but the
+// first.
 struct Scoring {
-    double own_concentration[kMaxOrder + 1];
-    double own_discount[kMaxOrder + 1];
-    double shared_concentration[kMaxOrder + 1];
-    double shared_discount[kMaxOrder + 1];
+    double own_concentration;
+    double own_discount;
+    double shared_concentration;
+    double shared_discount;
 };
 
 struct Limits {
