@@ -1,0 +1,379 @@
+"""From the user's words to an engine: what is taken, what is refused and how."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+from vllm import SamplingParams, envs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.model_executor.models import registry as model_registry
+from vllm.plugins import load_general_plugins
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.engine.compare import generate, register_test_drafters, speculation, tell_oracle
+from tests.engine.conftest import runner_of
+from tests.engine.families import UNSUPPORTED, write_config
+from tests.engine.prompts import prompts
+from vllm_trie.tiny_model import model_path
+from vllm_trie.vllm_hooks import config, ledger, plugin, support
+
+TREES = {"method": "ngram_trie", "num_speculative_tokens": 8}
+
+
+@pytest.fixture(autouse=True)
+def _test_drafters(monkeypatch):
+    register_test_drafters(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _inspect_models_here(monkeypatch):
+    """vLLM looks at each model class in a fresh interpreter; that takes longer than the tests."""
+    monkeypatch.setattr(model_registry, "_run_in_subprocess", lambda function: function())
+
+
+def engine_config(**options: Any) -> Any:
+    settings = {
+        "model": str(model_path()),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "kv_cache_memory_bytes": 10 << 20,
+        "skip_tokenizer_init": True,
+        "speculative_config": dict(TREES),
+        **options,
+    }
+    return EngineArgs(**settings).create_engine_config()
+
+
+def refusal(**options: Any) -> str:
+    """The message with which a configuration is refused."""
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        engine_config(**options)
+    return str(caught.value)
+
+
+# -- what is taken --------------------------------------------------------------------------------
+
+
+def options_of(vllm_config: Any) -> Any:
+    return config.read(vllm_config).drafter_options
+
+
+def test_all_ways_lead_to_the_same_configuration():
+    ways = [
+        {"speculative_config": {"method": "ngram_trie"}},
+        {"speculative_config": {"model": "ngram_trie"}},
+        {"speculative_config": None, "spec_method": "ngram_trie"},
+        {"speculative_config": None, "spec_model": "ngram_trie"},
+    ]
+    for way in ways:
+        found = engine_config(**way)
+        assert found.speculative_config.num_speculative_tokens == config.DEFAULT_NODES
+        assert found.speculative_config.method == "custom_class"
+        assert found.parallel_config.worker_cls == config.CPU_WORKER_CLASS
+        assert config.read(found).method == "ngram_trie"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_config": {**TREES, "ngram_size": 9, "index_output": False}},
+        {"additional_config": {"vllm_trie": {"ngram_size": 9, "index_output": False}}},
+        {
+            "speculative_config": {**TREES, "ngram_size": 9},
+            "additional_config": {"vllm_trie": {"index_output": False}, "theirs": 1},
+        },
+    ],
+)
+def test_options_reach_the_drafter(engine, options):
+    llm = engine(**{**speculation("ngram_trie", 8), **options})
+    drafter = runner_of(llm).drafter.guarded.drafter
+    assert drafter.options.ngram_size == 9
+    assert drafter.options.index_output is False
+    assert drafter.options.max_prefix_len == 3
+    assert drafter.context.num_nodes == 8
+    assert drafter.context.max_model_len == 1024
+    assert drafter.context.eos_token_ids == (0,)
+    assert drafter.context.vocab_size == 2048
+
+
+def from_command_line(*words: str, arguments: type = AsyncEngineArgs) -> Any:
+    parser = arguments.add_cli_args(FlexibleArgumentParser())
+    fixed = ["--model", str(model_path()), "--dtype", "float32", "--enforce-eager"]
+    fixed += ["--kv-cache-memory-bytes", str(10 << 20), "--max-model-len", "128"]
+    return arguments.from_cli_args(parser.parse_args([*fixed, *words])).create_engine_config()
+
+
+@pytest.mark.parametrize("arguments", [EngineArgs, AsyncEngineArgs])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--spec-method", "ngram_trie"],
+        ["--spec-model", "ngram_trie"],
+        ["--speculative-model", "ngram_trie"],
+        ["--speculative-config", '{"method": "ngram_trie"}'],
+        ["--speculative-config.method", "ngram_trie"],
+    ],
+)
+def test_command_line(words, arguments):
+    found = from_command_line(*words, "--spec-tokens", "12", arguments=arguments)
+    assert config.read(found).method == "ngram_trie"
+    assert found.speculative_config.num_speculative_tokens == 12
+
+
+def test_options_on_the_command_line():
+    as_json = json.dumps({**TREES, "ngram_size": 9})
+    assert options_of(from_command_line("--speculative-config", as_json)).ngram_size == 9
+    found = from_command_line(
+        *("--spec-method", "ngram_trie"),
+        *("--additional-config", '{"vllm_trie": {"max_prefix_len": 2}}'),
+    )
+    assert options_of(found).max_prefix_len == 2
+
+
+def test_unknown_method_on_the_command_line(capsys):
+    with pytest.raises(SystemExit):
+        from_command_line("--spec-method", "no_such_method")
+    said = capsys.readouterr().err
+    assert "no_such_method" in said
+    assert "ngram_trie" in said
+
+
+def test_help_of_the_server():
+    said = make_arg_parser(FlexibleArgumentParser()).format_help()
+    assert "--speculative-model" in said
+    assert "ngram_trie" in said
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_speculative_tokens": 0}, ["num_speculative_tokens=0", "from 1 to 256"]),
+        ({"num_speculative_tokens": -3}, ["num_speculative_tokens=-3", "from 1 to 256"]),
+        ({"num_speculative_tokens": 257}, ["num_speculative_tokens=257", "from 1 to 256"]),
+        ({"num_speculative_tokens": True}, ["num_speculative_tokens=True", "whole number"]),
+        ({"num_speculative_tokens": "8"}, ["num_speculative_tokens='8'", "whole number"]),
+        ({"no_such_option": 1}, ["no_such_option", "ngram_size", "draft_timeout_s"]),
+        ({"ngram_size": "9"}, ["ngram_size='9'", "integer"]),
+        ({"draft_timeout_s": -1.0}, ["draft_timeout_s=-1.0", "greater than 0"]),
+    ],
+)
+def test_wrong_options(changes, said):
+    message = refusal(speculative_config={**TREES, **changes})
+    for words in said:
+        assert words in message
+
+
+def test_one_option_in_two_places():
+    message = refusal(
+        speculative_config={**TREES, "ngram_size": 9},
+        additional_config={"vllm_trie": {"ngram_size": 8}},
+    )
+    for words in ("ngram_size", "9", "8", "give one of them"):
+        assert words in message
+
+
+@pytest.mark.parametrize("family", UNSUPPORTED)
+def test_unsupported_models(tmp_path: Path, family: str):
+    values, reason = UNSUPPORTED[family]
+    message = refusal(model=write_config(tmp_path / "model", values))
+    assert "'ngram_trie'" in message
+    assert reason in message
+    assert values["architectures"][0] in message or "runner_type" in message
+
+
+@pytest.mark.parametrize("family", ["sliding window", "latent attention"])
+def test_the_same_models_without_trees(tmp_path: Path, family: str):
+    values, _ = UNSUPPORTED[family]
+    path = write_config(tmp_path / "model", values)
+    assert engine_config(model=path, speculative_config=None).speculative_config is None
+
+
+def test_a_sliding_window_that_is_switched_off(tmp_path: Path):
+    values, _ = UNSUPPORTED["sliding window"]
+    path = write_config(tmp_path / "model", values)
+    found = engine_config(model=path, disable_sliding_window=True, max_model_len=32)
+    assert config.read(found).method == "ngram_trie"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"worker_cls": "theirs.Worker"}, ["worker_cls='theirs.Worker'", "'auto'"]),
+        ({"scheduler_cls": "theirs.Scheduler"}, ["scheduler_cls='theirs.Scheduler'", "leave"]),
+        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size=2", "set it to 1"]),
+        ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype='fp8'", "'auto'"]),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "ExampleConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"shared_storage_path": "local_storage"},
+                }
+            },
+            ["kv_transfer_config", "leave"],
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(options, said):
+    if "kv_transfer_config" in options:
+        from vllm.config import KVTransferConfig
+
+        options = {"kv_transfer_config": KVTransferConfig(**options["kv_transfer_config"])}
+    message = refusal(**options)
+    for words in ("'ngram_trie'", *said):
+        assert words in message
+
+
+def test_model_runner_v2(monkeypatch):
+    found = engine_config()
+    # Where an engine has run, vLLM reads no environment variable any more.
+    monkeypatch.setitem(vars(envs), "VLLM_USE_V2_MODEL_RUNNER", True)
+    assert "Model Runner V2" in refusal()  # without Triton vLLM itself is the first to refuse
+    with pytest.raises(ValueError, match="Model Runner V2") as caught:
+        support.check_supported(found, "ngram_trie")
+    assert "unset VLLM_USE_V2_MODEL_RUNNER" in str(caught.value)
+
+
+def test_an_unknown_method_is_vllms_to_refuse():
+    with pytest.raises(Exception, match="no_such_method") as caught:
+        engine_config(speculative_config={"method": "no_such_method", "num_speculative_tokens": 4})
+    assert "vllm-trie" not in str(caught.value)
+
+
+def test_methods_of_vllm_stay_as_they_are():
+    found = engine_config(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    assert found.speculative_config.method == "ngram"
+    assert found.parallel_config.worker_cls != config.CPU_WORKER_CLASS
+    assert config.read(found) is None
+
+
+# -- the plugin in a process ----------------------------------------------------------------------
+
+
+def wrapped() -> dict[str, Any]:
+    """The functions of vLLM that the plugin replaces for speculation."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    return {
+        "arguments": EngineArgs.add_cli_args,
+        "speculative": EngineArgs.create_speculative_config,
+        "config": EngineArgs.create_engine_config,
+        "update": Scheduler.update_from_output,
+        "stats": Scheduler.make_stats,
+        "loggers": StatLoggerManager.__init__,
+    }
+
+
+def test_registering_twice_wraps_once():
+    engine_config()  # has vLLM load its plugins
+    before = wrapped()
+    assert plugin.status() == {"speculation": "ok", "beam": "ok"}
+    plugin.register()
+    load_general_plugins()
+    assert wrapped() == before
+
+
+@pytest.fixture
+def fresh_process(monkeypatch, caplog) -> Callable[[], list[str]]:
+    """Registers the plugin as if for the first time; returns what it logged."""
+    engine_config()
+    monkeypatch.setattr(plugin, "_installed", {})
+    monkeypatch.setattr(logging.getLogger("vllm_trie"), "propagate", True)
+
+    def register() -> list[str]:
+        caplog.clear()
+        plugin.register()
+        plugin.register()
+        # By vLLM's logger a record may come a second time.
+        records = {id(r): r for r in caplog.records if r.name.startswith("vllm_trie")}
+        return [r.getMessage() for r in records.values()]
+
+    return register
+
+
+def test_another_version_of_vllm(fresh_process, monkeypatch):
+    before = wrapped()
+    monkeypatch.setattr(vllm, "__version__", "0.31.2")
+    messages = fresh_process()
+    assert wrapped() == before
+    assert len(messages) == 2  # one for each of the two features
+    for message in messages:
+        assert "0.31.2" in message
+        assert "0.32.x" in message
+        assert "steps aside" in message
+        assert "vllm-trie doctor" in message
+    assert set(plugin.status()) == {"speculation", "beam"}
+    assert "ok" not in plugin.status().values()
+
+
+def test_a_symbol_that_is_gone(fresh_process, monkeypatch):
+    gone = ledger.Hook("vllm.v1.worker.gpu_model_runner:GPUModelRunner._no_such_method", "a test")
+    changed = ledger.Hook("vllm.engine.arg_utils:EngineArgs.from_cli_args", "a test", ("renamed",))
+    monkeypatch.setattr(ledger, "all_hooks", lambda: (gone, changed))
+    monkeypatch.setattr(plugin, "_install_beam", lambda: None)
+    before = wrapped()
+    (message,) = fresh_process()
+    assert wrapped() == before
+    assert f"{gone.target} is missing" in message
+    assert f"{changed.target} is changed" in message
+    assert "renamed" in message
+    assert "0.32.x" in message
+    assert plugin.status()["beam"] == "ok"
+
+
+def test_hooking_that_fails(fresh_process, monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("an unforeseen change")
+
+    monkeypatch.setattr(plugin, "_install_speculation", fail)
+    monkeypatch.setattr(plugin, "_install_beam", lambda: None)
+    messages = fresh_process()
+    assert "an unforeseen change" in messages[-1]
+    assert plugin.status() == {
+        "speculation": "RuntimeError: an unforeseen change",
+        "beam": "ok",
+    }
+
+
+def test_the_ledger_fits_this_vllm():
+    assert [f for f in ledger.check() if f.status != "ok"] == []
+    for feature in ("speculation", "beam"):
+        assert ledger.mismatch(feature) == ""
+
+
+# -- dtypes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_differs_at_near_ties_only(engine, dtype: str):
+    """A tree step rounds otherwise than a plain one; the first difference must be a close call."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False, logprobs=2
+    )
+    some = prompts(12)
+    expected = generate(engine(dtype=dtype), some, params)
+    tell_oracle(expected)
+    llm = engine(**speculation("test_oracle", 16), dtype=dtype)
+    same = 0
+    for left, right in zip(expected, generate(llm, some, params), strict=True):
+        a, b = left.outputs[0], right.outputs[0]
+        pairs = enumerate(zip(a.token_ids, b.token_ids, strict=True))
+        at = next((i for i, (x, y) in pairs if x != y), None)
+        if at is None:
+            same += 1
+            continue
+        best, second = sorted((p.logprob for p in a.logprobs[at].values()), reverse=True)[:2]
+        assert best - second < 0.15, f"{dtype}: position {at}"
+    assert same >= 6

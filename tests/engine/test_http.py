@@ -1,0 +1,262 @@
+"""The same text over HTTP from a plain server and from servers with draft trees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.engine.prompts import texts
+from tests.engine.serving import MODEL_NAME, Server, running
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+PLAIN = "plain"
+NODES = 16
+# A single process runs engine and worker where vLLM's default is one for each.
+ONE_PROCESS = ["--distributed-executor-backend", "uni"]
+COMMANDS = {
+    PLAIN: ONE_PROCESS,
+    "spec-method": ["--spec-method", "ngram_trie", "--spec-tokens", str(NODES)],
+    "spec-model": ["--spec-model", "ngram_trie", "--spec-tokens", str(NODES), *ONE_PROCESS],
+    "speculative-model": [
+        *("--speculative-model", "ngram_trie"),
+        *("--speculative-config", '{"num_speculative_tokens": 16, "ngram_size": 10}'),
+        *ONE_PROCESS,
+    ],
+}
+WITH_TREES = [name for name in COMMANDS if name != PLAIN]
+PAIRS = [list(COMMANDS)[:2], list(COMMANDS)[2:]]
+"""Started two at a time, for machines with two cores."""
+
+SOURCE = """def count_words(lines):
+    counts = {}
+    for line in lines:
+        for word in line.split():
+            counts[word] = counts.get(word, 0) + 1
+    return counts
+"""
+CHATS = [
+    [{"role": "user", "content": f"{SOURCE}\nrepeat the code"}],
+    [{"role": "user", "content": f"{SOURCE}\nwhat does this code do?"}],
+]
+
+
+@dataclass
+class Answers:
+    """What a server said, and what it said about itself."""
+
+    replies: dict[str, Any] = field(default_factory=dict)
+    bad_replies: dict[str, int | str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    nodes_of_opted_out: float = 0.0
+    log: str = ""
+    survived: bool = False
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=httpx.Client(trust_env=False, timeout=120.0),
+    )
+
+
+def complete(client: openai.OpenAI, prompt: str | list[str], **options: Any) -> Any:
+    settings = {"max_tokens": 60, "temperature": 0.0, **options}
+    return client.completions.create(model=MODEL_NAME, prompt=prompt, **settings)
+
+
+def chat(client: openai.OpenAI, messages: list[Any], **options: Any) -> Any:
+    settings = {"max_tokens": 80, "temperature": 0.0, **options}
+    return client.chat.completions.create(model=MODEL_NAME, messages=messages, **settings)
+
+
+def ends(response: Any) -> list[tuple[str, str, Any]]:
+    """Text, reason to end and stop string of each choice."""
+    return [(c.text, c.finish_reason, c.stop_reason) for c in response.choices]
+
+
+def joined(chunks: Any, text_of: Callable[[Any], str | None]) -> tuple[str, str | None, int]:
+    """Text, reason to end and number of chunks of a stream."""
+    text, reason, count = "", None, 0
+    for chunk in chunks:
+        for choice in chunk.choices:
+            text += text_of(choice) or ""
+            reason = choice.finish_reason or reason
+            count += 1
+    return text, reason, count
+
+
+def ask(client: openai.OpenAI) -> dict[str, Any]:
+    """Requests of all kinds."""
+    some = list(texts()[::4])
+    replies: dict[str, Any] = {}
+    replies["completions"] = ends(complete(client, some))
+    with ThreadPoolExecutor(8) as pool:
+        replies["at once"] = list(pool.map(lambda text: ends(complete(client, text)), some))
+    replies["streamed"] = [
+        joined(complete(client, text, stream=True), lambda c: c.text)[:2] for text in some[:3]
+    ]
+    replies["stop strings"] = ends(complete(client, some, max_tokens=100, stop=["):", "return"]))
+    replies["stop strings kept"] = ends(
+        complete(client, some[:3], stop=["):"], extra_body={"include_stop_str_in_output": True})
+    )
+    with_logprobs = complete(client, some[:3], logprobs=2).choices
+    replies["tokens"] = [choice.logprobs.tokens for choice in with_logprobs]
+    replies["logprobs"] = [choice.logprobs.token_logprobs for choice in with_logprobs]
+    replies["seeded"] = ends(complete(client, some[:3], temperature=0.8, top_p=0.9, seed=5))
+    replies["penalties"] = ends(
+        complete(client, some[:3], presence_penalty=0.5, frequency_penalty=0.3)
+    )
+    answers = [chat(client, messages).choices[0] for messages in CHATS]
+    replies["chat"] = [(a.message.content, a.finish_reason) for a in answers]
+    replies["chat streamed"] = [
+        joined(chat(client, messages, stream=True), lambda c: c.delta.content)[:2]
+        for messages in CHATS
+    ]
+    (answer,) = chat(client, CHATS[0], logprobs=True, top_logprobs=2).choices
+    replies["chat tokens"] = [entry.token for entry in answer.logprobs.content]
+    replies["chat logprobs"] = [
+        [top.logprob for top in entry.top_logprobs] for entry in answer.logprobs.content
+    ]
+    return replies
+
+
+BAD = {
+    "wrong type": {"extra_body": {"vllm_xargs": {"speculation": "nonsense"}}},
+    "list": {"extra_body": {"vllm_xargs": {"speculation": [1, 2]}}},
+    "unknown key": {"extra_body": {"vllm_xargs": {"no_such_option": 1}}},
+    "no mapping": {"extra_body": {"vllm_xargs": 5}},
+    "too long": {"prompt": "x " * 5000},
+    "negative": {"max_tokens": -1},
+}
+
+
+def ask_badly(client: openai.OpenAI) -> dict[str, int | str]:
+    """Status of each bad request, or its text if the server took it."""
+    replies: dict[str, int | str] = {}
+    for name, options in BAD.items():
+        try:
+            replies[name] = complete(client, **{"prompt": texts()[0], **options}).choices[0].text
+        except openai.APIStatusError as error:
+            replies[name] = error.status_code
+    return replies
+
+
+def interview(server: Server) -> Answers:
+    answers = Answers()
+    client = client_of(server)
+    answers.replies = ask(client)
+    answers.bad_replies = ask_badly(client)
+    answers.replies["after bad requests"] = ends(complete(client, texts()[1]))
+    before = server.metrics().get("vllm:trie_draft_nodes_total", 0.0)
+    quiet = complete(client, texts()[1], extra_body={"vllm_xargs": {"speculation": False}})
+    answers.replies["opted out"] = ends(quiet)
+    answers.metrics = server.metrics()
+    answers.nodes_of_opted_out = answers.metrics.get("vllm:trie_draft_nodes_total", 0.0) - before
+    deadline = time.monotonic() + 20
+    while "tokens per step" not in server.log_text() and time.monotonic() < deadline:
+        complete(client, texts()[2], max_tokens=30)
+        time.sleep(0.5)
+    answers.log = server.log_text()
+    answers.survived = server.is_healthy()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Answers]]:
+    found = {}
+    for names in PAIRS:
+        folder = tmp_path_factory.mktemp("servers")
+        with running(folder, {name: COMMANDS[name] for name in names}) as servers:
+            found.update({name: interview(server) for name, server in servers.items()})
+    return found
+
+
+@pytest.mark.parametrize("name", WITH_TREES)
+def test_same_replies(answers: dict[str, Answers], name: str) -> None:
+    expected, found = answers[PLAIN].replies, answers[name].replies
+    assert found.keys() == expected.keys()
+    for kind in expected:
+        if "logprobs" not in kind:
+            assert found[kind] == expected[kind], kind
+
+
+@pytest.mark.parametrize("name", WITH_TREES)
+@pytest.mark.parametrize("kind", ["logprobs", "chat logprobs"])
+def test_same_logprobs(answers: dict[str, Answers], name: str, kind: str) -> None:
+    for expected, found in zip(
+        answers[PLAIN].replies[kind], answers[name].replies[kind], strict=True
+    ):
+        assert found == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_requests_cover_what_they_should(answers: dict[str, Answers]) -> None:
+    """Long texts, some that end at a stop string, some at the length limit."""
+    replies = answers[PLAIN].replies
+    assert replies["completions"] == [answer for (answer,) in replies["at once"]]
+    assert [text for text, *_ in replies["streamed"]] == [
+        text for text, *_ in replies["completions"][:3]
+    ]
+    assert replies["chat"] == replies["chat streamed"]
+    reasons = {(reason, stop) for _, reason, stop in replies["stop strings"]}
+    assert {stop for reason, stop in reasons if reason == "stop"} & {"):", "return"}
+    assert len({text for text, *_ in replies["completions"]}) > 5
+    assert replies["seeded"] != replies["completions"][:3]
+    assert replies["penalties"] != replies["completions"][:3]
+
+
+@pytest.mark.parametrize("name", WITH_TREES)
+def test_metrics_endpoint(answers: dict[str, Answers], name: str) -> None:
+    found = answers[name].metrics
+    nodes = found["vllm:trie_draft_nodes_total"]
+    accepted = found["vllm:trie_accepted_tokens_total"]
+    assert nodes == found["vllm:spec_decode_num_draft_tokens_total"] > 100
+    assert accepted == found["vllm:spec_decode_num_accepted_tokens_total"] > 100
+    assert found["vllm:trie_verified_trees_total"] == found["vllm:spec_decode_num_drafts_total"]
+    assert nodes <= NODES * found["vllm:trie_verified_trees_total"]
+    tokens, steps = found["vllm:trie_tokens_total"], found["vllm:trie_steps_total"]
+    assert tokens / steps > 1.1
+    # Tokens behind a stop string are made and thrown away; those of the last steps without drafts
+    # wait for the next report.
+    assert tokens == pytest.approx(found["vllm:generation_tokens_total"], rel=0.1)
+    for part in ("drafting", "verification", "overhead"):
+        assert found[f"vllm:trie_{part}_seconds_total"] > 0
+    assert found["vllm:trie_draft_failures_total"] == 0
+
+
+def test_plain_server_has_no_counters_of_ours(answers: dict[str, Answers]) -> None:
+    assert not [name for name in answers[PLAIN].metrics if "trie" in name]
+    assert not [name for name in answers[PLAIN].metrics if "spec_decode" in name]
+
+
+@pytest.mark.parametrize("name", WITH_TREES)
+def test_line_in_the_log(answers: dict[str, Answers], name: str) -> None:
+    lines = [line for line in answers[name].log.splitlines() if "vllm-trie ngram_trie: " in line]
+    assert lines
+    assert "tokens per step" in lines[0]
+    assert "failed drafts: 0" in lines[-1]
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_bad_requests_harm_nobody(answers: dict[str, Answers], name: str) -> None:
+    replies = answers[name].bad_replies
+    assert answers[name].survived
+    assert "Traceback" not in answers[name].log
+    assert replies == answers[PLAIN].bad_replies
+    for kind in ("no mapping", "too long", "negative"):
+        assert replies[kind] in (400, 422), kind
+
+
+@pytest.mark.parametrize("name", WITH_TREES)
+def test_a_request_can_do_without_drafts(answers: dict[str, Answers], name: str) -> None:
+    assert answers[name].nodes_of_opted_out == 0
+    assert answers[name].replies["opted out"] == answers[name].replies["after bad requests"]
