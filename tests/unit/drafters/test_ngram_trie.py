@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -90,3 +94,47 @@ def test_release_of_unknown_ids_is_fine() -> None:
 
 def test_no_requests_no_trees() -> None:
     assert make_drafter().propose([]) == []
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("text", [[], [VOCAB - 1], [VOCAB - 1] * 50, list(range(VOCAB))])
+@pytest.mark.parametrize("num_prompt_tokens", [0, 1])
+def test_odd_texts(scoring: str, text: list[int], num_prompt_tokens: int) -> None:
+    drafter = make_drafter(scoring=scoring)
+    request = make_request(text, num_prompt_tokens=min(num_prompt_tokens, len(text)))
+    for _ in range(2):
+        [tree] = drafter.propose([request])
+        tree.validate(VOCAB, 32)
+        drafter.release("a")
+    if len(text) == 50:
+        assert tree.token_ids[0] == VOCAB - 1
+
+
+_PRINT_TREES = """
+import numpy as np
+from tests.unit.drafters.support import make_drafter, make_request
+drafter = make_drafter()
+random = np.random.default_rng(3)
+for i in range(4):
+    text = random.integers(0, 9, 200).astype(np.int32)
+    for end in (50, 60, 200):
+        [tree] = drafter.propose([make_request(text[:end], str(i), 40, cache_salt="s")])
+        print(tree.token_ids.tolist(), tree.parents.tolist(), tree.probabilities.tolist())
+    drafter.release(str(i))
+"""
+
+
+def test_every_process_drafts_the_same_trees() -> None:
+    """Neither the hash seed nor the implementation matters."""
+    printed = set()
+    for settings in ({"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2", "VLLM_TRIE_NATIVE": "0"}):
+        result = subprocess.run(
+            [sys.executable, "-c", _PRINT_TREES],
+            env={**os.environ, **settings},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        printed.add(result.stdout)
+    assert len(printed) == 1
+    assert len(printed.pop().splitlines()) == 12

@@ -1,0 +1,106 @@
+"""The replay benchmark measures what its definition says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_trie.tree import TokenTree
+
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def replay_module(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import replay
+
+    return replay
+
+
+class Scripted:
+    """Drafts the chain 1, 2 at every step, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+        self.finished: list[int] = []
+
+    def draft(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> TokenTree:
+        self.seen.append(tokens.tolist())
+        return TokenTree.from_paths([[1, 2]], max_nodes=2)
+
+    def finish(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> None:
+        self.finished = tokens.tolist()
+
+
+def test_steps_follow_the_definition(replay_module) -> None:
+    method = Scripted()
+    recording = replay_module.Recording(1, "qa", prompt=[7, 8], output=[9, 1, 2, 3, 1, 5, 6, 1, 0])
+    steps = replay_module.replay(method, "a", recording)
+    # 9 comes from the prefill; then 1 2 +3, then 1 +5, then nothing +6, then 1 +0 (EOS).
+    assert [step.num_tokens for step in steps] == [3, 2, 1, 2]
+    assert [step.num_nodes for step in steps] == [2, 2, 2, 2]
+    assert method.seen[0] == [7, 8, 9]
+    assert method.seen[1] == [7, 8, 9, 1, 2, 3]
+    assert method.finished == [7, 8, 9, 1, 2, 3, 1, 5, 6, 1, 0]
+
+
+def test_the_last_step_is_not_counted_beyond_the_end(replay_module) -> None:
+    recording = replay_module.Recording(1, "qa", prompt=[7], output=[9, 1])
+    [step] = replay_module.replay(Scripted(), "a", recording)
+    assert step.num_tokens == 1
+
+
+def test_categories_pool_their_questions_and_the_mean_does_not(replay_module) -> None:
+    step = replay_module.Step
+    rows = replay_module.summarize(
+        "m", 8, {"qa": [step(4, 8, 1.0), step(2, 6, 3.0)], "rag": [step(1, 0, 2.0)]}
+    )
+    found = {row["category"]: row for row in rows}
+    assert found["qa"]["tokens_per_step"] == 3
+    assert found["mean"]["tokens_per_step"] == 2
+    assert found["mean"]["nodes_per_step"] == 3.5
+    assert {row["nodes"] for row in rows} == {8}
+
+
+def test_the_command_writes_rows(tmp_path: Path) -> None:
+    questions = tmp_path / "question.jsonl"
+    answers = tmp_path / "answer.jsonl"
+    turn = "Repeat: the cat sat on the mat because the mat was warm."
+    answer = "the cat sat on the mat because the mat was warm."
+    questions.write_text(
+        json.dumps({"question_id": 1, "category": "writing", "turns": [turn, "Again."]})
+        + "\n"
+        + json.dumps({"question_id": 2, "category": "rag", "turns": [turn]})
+        + "\n"
+    )
+    answers.write_text(
+        "".join(
+            json.dumps({"question_id": i, "choices": [{"turns": [answer] * (3 - i)}]}) + "\n"
+            for i in (1, 2)
+        )
+    )
+    output = tmp_path / "out.json"
+    command = [sys.executable, str(FOLDER / "replay.py"), "--json", str(output)]
+    command += ["--questions", str(questions), "--answers", str(answers), "--nodes", "8"]
+    command += ["--method", "ngram_trie", "--method", "paper", "--method", "vllm_ngram"]
+    subprocess.run(command, check=True, capture_output=True)
+    rows = json.loads(output.read_text())
+    assert {row["category"] for row in rows} == {"multi-turn", "rag", "mean"}
+    assert {row["method"] for row in rows} == {"ngram_trie", "paper", "vllm_ngram"}
+    for row in rows:
+        assert set(row) == {
+            "method",
+            "category",
+            "nodes",
+            "tokens_per_step",
+            "nodes_per_step",
+            "draft_us",
+        }
+        assert row["tokens_per_step"] > 1.5, "the answer is in the prompt"
+        assert row["nodes_per_step"] <= 8
