@@ -25,7 +25,7 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the rows to this file")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each method, in turns")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each method, in turns")
     parser.add_argument("--verbose", action="store_true", help="show vLLM's own messages")
     return parser
 

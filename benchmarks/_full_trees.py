@@ -39,25 +39,28 @@ class FullTreesDrafter(Drafter):
         prompt = tuple(tokens[: request.num_prompt_tokens])
         truth = self.answers.get(prompt, [])[len(tokens) - len(prompt) :][: request.max_depth]
         length = 0
-        while length < len(truth) and rng.random() < _TRUE_SHARE:
+        while length < min(len(truth), request.max_nodes) and rng.random() < _TRUE_SHARE:
             length += 1
-        paths = [truth[:length]]
-        num_nodes = length
-        while num_nodes < request.max_nodes:
+        nodes, parents, probabilities = list(truth[:length]), list(range(-1, length - 1)), []
+        edges = set(zip(parents, nodes, strict=True))
+        depths = list(range(1, length + 1))
+        while len(nodes) < request.max_nodes:
             # A wrong branch of random length from a random place of the true path.
-            start = rng.randint(0, length)
-            room = min(rng.randint(1, 4), request.max_nodes - num_nodes, request.max_depth - start)
-            if room <= 0:
-                continue
-            wrong = [rng.randrange(self.context.vocab_size) for _ in range(room)]
-            paths.append([*truth[:start], *wrong])
-            num_nodes = TokenTree.from_paths(paths, request.max_nodes).num_nodes
-        tree = TokenTree.from_paths(paths, request.max_nodes)
-        probabilities = [0.0] * tree.num_nodes
-        for node, parent in enumerate(tree.parents.tolist()):
+            parent = rng.randint(-1, length - 1)
+            for _ in range(rng.randint(1, 4)):
+                depth = 1 if parent < 0 else depths[parent] + 1
+                edge = (parent, rng.randrange(self.context.vocab_size))
+                if len(nodes) == request.max_nodes or depth > request.max_depth or edge in edges:
+                    break
+                edges.add(edge)
+                parents.append(parent)
+                nodes.append(edge[1])
+                depths.append(depth)
+                parent = len(nodes) - 1
+        for parent in parents:
             above = 1.0 if parent < 0 else probabilities[parent]
-            probabilities[node] = above * rng.uniform(0.1, 0.9)
-        tree = depth_first_layout(TokenTree.from_lists(tree.token_ids, tree.parents, probabilities))
+            probabilities.append(above * rng.uniform(0.1, 0.9))
+        tree = depth_first_layout(TokenTree.from_lists(nodes, parents, probabilities))
         return tree.chain() if request.chain_only else tree
 
 

@@ -17,6 +17,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # The shipped model is so small that more threads cost more than they bring.
     "OMP_NUM_THREADS": "1",
+    # vLLM's ngram method uses numba, which would set OpenMP's number of threads for all engines.
+    "NUMBA_NUM_THREADS": "1",
     # Threads that spin while they wait slow a busy machine down many times.
     "OMP_WAIT_POLICY": "passive",
     "TOKENIZERS_PARALLELISM": "false",
