@@ -31,9 +31,9 @@ LIMITS = {
     "index_prompt_ms": 3.0,
     "append_token_us": 3.0,
     "draft_us": 50.0,
-    "draft_with_store_us": 50.0,
     "batch_ms": 1.5,
 }
+"""What is demanded: a prompt of 4,096 tokens, a draft of 32 nodes in it, 32 such requests."""
 
 
 def synthetic_text(size: int, seed: int) -> np.ndarray:
@@ -87,9 +87,11 @@ def measure(texts: list[np.ndarray], store_text: np.ndarray) -> tuple[dict[str, 
         for one, text in zip(owns, texts, strict=True)
     ]
     backend.draft_batch(jobs)
-    begin = time.perf_counter()
-    backend.draft_batch(jobs)
-    times["batch_ms"] = 1e3 * (time.perf_counter() - begin)
+    for name, shared in (("batch_ms", None), ("batch_with_store_ms", store)):
+        jobs = [job._replace(store=shared) for job in jobs]
+        begin = time.perf_counter()
+        backend.draft_batch(jobs)
+        times[name] = 1e3 * (time.perf_counter() - begin)
     return times, own
 
 
@@ -119,13 +121,16 @@ def main(
         for name, value in found.items():
             times[name].append(value)
     rows = [
-        {"measure": name, "value": statistics.median(values), "limit": LIMITS[name]}
+        {"measure": name, "value": statistics.median(values), "limit": LIMITS.get(name)}
         for name, values in times.items()
     ]
-    rows.append({"measure": "bytes_per_token", "value": own.num_bytes / own.num_tokens})
+    size = own.num_bytes / own.num_tokens
+    rows.append({"measure": "bytes_per_token", "value": size, "limit": None})
     table = Table("measure", "value", "limit")
     for row in rows:
-        table.add_row(row["measure"], f"{row['value']:.2f}", str(row.get("limit", "")))
+        table.add_row(
+            row["measure"], f"{row['value']:.2f}", "" if row["limit"] is None else str(row["limit"])
+        )
     Console().print(table)
     if json_out is not None:
         json_out.write_text(json.dumps(rows, indent=1) + "\n")

@@ -88,6 +88,8 @@ void Drafter::advance(const View& source, const Contexts& from, int32_t token,
     to.matches[0] = {kRoot, kNone, kNone};
     to.size = 1;
     const int32_t count = std::min(from.size, source.max_order);
+    for (int32_t order = 0; order < count; ++order)
+        if (from.matches[order].pos == kNone) source.prefetch(from.matches[order].node, token);
     for (int32_t order = 0; order < count; ++order) {
         const Match& match = from.matches[order];
         if (match.pos != kNone) {
