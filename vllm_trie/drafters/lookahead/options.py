@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from pydantic import Field, model_validator
@@ -19,7 +20,7 @@ class LookaheadOptions(DrafterOptions):
         ge=1,
         le=128,
         description="W, columns of the lookahead window. Left out: 10, or as many as leave a "
-        "quarter of the node budget to the candidates. The window takes W*(L-1) - 1 nodes.",
+        "quarter of the node budget to the candidates. The window takes W*(L-1) - 1 nodes of it.",
     )
     ngram_size: int = Field(
         default=5,
@@ -77,9 +78,16 @@ class Shape(NamedTuple):
 
 
 def window_nodes(window_size: int, ngram_size: int) -> int:
-    """Nodes of a filled window: L-1 levels of W tokens, less the last committed token, which is
-    the first column's level 0."""
-    return window_size * (ngram_size - 1) - 1
+    """Most nodes that a window ever has.
+
+    Filled, it has L-1 levels of W tokens, less the last committed token, which is level 0 of the
+    first column: W*(L-1) - 1 nodes. A window with few columns is larger while it is filled.
+    """
+    sizes = []
+    for num_levels in range(1, ngram_size):
+        chain = window_size + ngram_size - 2 - num_levels
+        sizes.append(chain + (num_levels - 1) * (chain + 1))
+    return max(sizes)
 
 
 def fit(options: LookaheadOptions, num_nodes: int) -> Shape:
@@ -102,14 +110,19 @@ def fit(options: LookaheadOptions, num_nodes: int) -> Shape:
             )
     else:
         largest_trie = options.max_candidate_nodes or options.num_candidates * depth
-        reserved = min(largest_trie, max(1, num_nodes // 4))
-        window_size = min(DEFAULT_WINDOW_SIZE, (num_nodes - reserved + 1) // (ngram_size - 1))
-        if window_size < 1:
+
+        def needed(size: int, budget: int) -> int:
+            return window_nodes(size, ngram_size) + min(largest_trie, max(1, budget // 4))
+
+        sizes = range(1, DEFAULT_WINDOW_SIZE + 1)
+        fitting = [size for size in sizes if needed(size, num_nodes) <= num_nodes]
+        if not fitting:
+            smallest = next(n for n in itertools.count(num_nodes) if needed(1, n) <= n)
             raise ValueError(
                 f"num_speculative_tokens={num_nodes} is too small for a lookahead window of "
-                f"{ngram_size}-grams; set it to {window_nodes(1, ngram_size) + 1} or more, or a "
-                "smaller ngram_size"
+                f"{ngram_size}-grams; set it to {smallest} or more, or set a smaller ngram_size"
             )
+        window_size = fitting[-1]
         taken = window_nodes(window_size, ngram_size)
     room = num_nodes - taken
     return Shape(window_size, ngram_size, depth, min(options.max_candidate_nodes or room, room))

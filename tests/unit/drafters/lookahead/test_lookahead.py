@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.drafters.lookahead.driver import Decoding, verify
+from tests.unit.drafters.lookahead.reference import TwoBranchDecoder, toy_target
+from tests.unit.drafters.support import make_context, make_request
+from vllm_trie.drafters import VerifiedStep
+from vllm_trie.drafters.lookahead import LookaheadDrafter, LookaheadOptions
+from vllm_trie.drafters.lookahead.options import fit, window_nodes
+
+VOCAB = 40
+
+
+def _drafter(num_nodes: int = 64, **options: object) -> LookaheadDrafter:
+    context = make_context(num_nodes=num_nodes, vocab_size=VOCAB)
+    return LookaheadDrafter(LookaheadOptions.model_validate(options), context)
+
+
+@given(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
+    st.integers(1, 10),
+    st.integers(3, 6),
+    st.integers(1, 3),
+)
+def test_decoding_is_the_two_branch_algorithm(
+    prompt: list[int], window_size: int, ngram_size: int, order: int
+) -> None:
+    """Step for step the output, the window and the pool of the paper's algorithm."""
+    target = toy_target(VOCAB, order)
+    drafter = _drafter(200, window_size=window_size, ngram_size=ngram_size, pool_from_text=False)
+    decoding = Decoding(drafter, prompt, target)
+    reference = None
+    for _ in range(40):
+        if reference is None:  # both begin with the same tokens
+            decoding.step()
+            first_level = decoding.tree.token_ids.tolist()
+            reference = TwoBranchDecoder(
+                target, decoding.tokens[: len(prompt) + 1], first_level, ngram_size, 5
+            )
+            assert reference.step() == decoding.tokens[len(prompt) + 1 :]
+            continue
+        assert decoding.step() == reference.step()
+        never = decoding.tree.never_accept
+        assert never is not None
+    window_tokens = decoding.tree.token_ids[never].tolist()
+    drafter.propose([make_request(decoding.tokens, last_step=decoding.last_step)])
+    pool = drafter._states["a"].pool
+    assert window_tokens
+    assert {f: list(reversed(k)) for f, k in reference.pool.items()} == {
+        first: pool.after(first) for first in reference.pool
+    }
+    assert drafter._states["a"].window.comb().token_ids == [c.token for c in reference.cells()]
+
+
+def test_candidates_are_accepted_and_share_prefixes() -> None:
+    target = toy_target(VOCAB)
+    drafter = _drafter(pool_from_text=False)
+    decoding = Decoding(drafter, [1, 2, 3], target)
+    steps = [decoding.step() for _ in range(60)]
+    expected = decoding.tokens[:3]
+    while len(expected) < len(decoding.tokens):
+        expected.append(target(expected))
+    assert decoding.tokens == expected
+    assert sum(map(len, steps)) > 2 * len(steps)
+
+
+@given(st.data())
+def test_any_schedule_gives_the_same_text(data: st.DataObject) -> None:
+    """Drafts that the scheduler cuts, limits that change, steps without a draft."""
+    target = toy_target(VOCAB)
+    prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
+    drafter = _drafter(32)
+    decoding = Decoding(drafter, prompt, target)
+    for _ in range(30):
+        match data.draw(st.integers(0, 4)):
+            case 0:
+                decoding.step(keep=data.draw(st.integers(0, 32)))
+            case 1:
+                decoding.step(max_nodes=data.draw(st.integers(1, 32)))
+            case 2:
+                decoding.step(max_depth=data.draw(st.integers(1, 12)))
+            case 3:
+                decoding.last_step = None
+                decoding.step()
+            case _:
+                decoding.step()
+    expected = list(prompt)
+    while len(expected) < len(decoding.tokens):
+        expected.append(target(expected))
+    assert decoding.tokens == expected
+
+
+@pytest.mark.parametrize("lost", ["cut", "none", "unknown", "other"])
+def test_a_window_that_was_not_verified_stays(lost: str) -> None:
+    drafter = _drafter()
+    decoding = Decoding(drafter, [1, 2, 3], toy_target(VOCAB))
+    for _ in range(10):
+        decoding.step()
+    window = drafter._states["a"].window
+
+    step = decoding.last_step
+    assert step is not None
+    assert step.node_argmax is not None
+    unknown = np.where(np.arange(step.tree.num_nodes + 1) < 5, step.node_argmax, -1)
+    decoding.last_step = {
+        "cut": VerifiedStep(step.tree.prefix(20), step.accepted, step.node_argmax[:21]),
+        "none": None,
+        "unknown": step._replace(node_argmax=unknown),
+        "other": verify(step.tree.prefix(0), decoding.tokens, decoding.target),
+    }[lost]
+    before = window.comb().token_ids
+    decoding.step()
+    assert window.comb().token_ids == before
+    decoding.step()
+    assert window.comb().token_ids != before
+
+
+def test_the_window_survives_the_way_to_other_ranks() -> None:
+    """A tree that was broadcast is an equal one, not the same object."""
+    drafter = _drafter()
+    decoding = Decoding(drafter, [1, 2, 3], toy_target(VOCAB))
+    decoding.step()
+    step = decoding.last_step
+    assert step is not None
+    copy = type(step.tree)(
+        step.tree.token_ids.copy(), step.tree.parents.copy(), None, step.tree.never_accept
+    )
+    before = drafter._states["a"].window.num_nodes
+    decoding.last_step = step._replace(tree=copy)
+    decoding.step()
+    assert drafter._states["a"].window.num_nodes > before
+
+
+def test_another_text_begins_anew() -> None:
+    target = toy_target(VOCAB)
+    drafter = _drafter()
+    first = Decoding(drafter, [1, 2, 3], target)
+    for _ in range(20):
+        first.step()
+    # The same id comes back with other tokens, as after an abort.
+    again = Decoding(drafter, [3, 2, 1], target)
+    again.last_step = first.last_step
+    fresh = Decoding(_drafter(), [3, 2, 1], target)
+    for _ in range(20):
+        assert again.step() == fresh.step()
+        assert again.tree.token_ids.tolist() == fresh.tree.token_ids.tolist()
+
+
+def test_ranks_draft_alike() -> None:
+    target = toy_target(VOCAB)
+    left = Decoding(_drafter(), [5, 6], target)
+    right = Decoding(_drafter(), [5, 6], target)
+    for _ in range(30):
+        left.step()
+        right.step()
+        assert left.tree.token_ids.tolist() == right.tree.token_ids.tolist()
+        assert left.tree.parents.tolist() == right.tree.parents.tolist()
+
+
+def test_structured_outputs_get_a_chain() -> None:
+    drafter = _drafter()
+    decoding = Decoding(drafter, [1, 2, 3], toy_target(VOCAB))
+    for _ in range(20):
+        decoding.step()
+    longest = 0
+    for _ in range(10):
+        decoding.step(chain_only=True)
+        assert decoding.tree.is_chain
+        assert decoding.tree.never_accept is None
+        longest = max(longest, decoding.tree.num_nodes)
+    assert longest > 1
+
+
+def test_pools_stay_bounded_over_many_requests() -> None:
+    target = toy_target(VOCAB, 3)
+    drafter = _drafter(pool_size=50)
+    for start in range(60):
+        running = [
+            Decoding(drafter, [start % VOCAB, i, 7], target, f"{start}-{i}") for i in range(4)
+        ]
+        for _ in range(12):
+            for decoding in running:
+                decoding.step()
+            assert drafter.num_ngrams <= 50 * len(running)
+        for decoding in running:
+            drafter.release(decoding.request_id)
+        drafter.release("never seen")
+    assert drafter.num_ngrams == 0
+    assert not drafter._states
+
+
+def test_text_fills_the_pool() -> None:
+    prompt = [1, 2, 3, 4, 5, 6, 1]
+    [with_text] = _drafter().propose([make_request(prompt)])
+    [without] = _drafter(pool_from_text=False).propose([make_request(prompt)])
+    assert with_text.prefix(4).token_ids.tolist() == [2, 3, 4, 5]
+    assert with_text.chain().num_nodes == 4
+    assert without.chain().num_nodes == 0
+
+
+@pytest.mark.parametrize("num_nodes", [7, 8, 16, 32, 48, 64, 256])
+def test_defaults_fit_the_budget(num_nodes: int) -> None:
+    shape = fit(LookaheadOptions(), num_nodes)
+    assert window_nodes(shape.window_size, 5) + shape.max_candidate_nodes <= num_nodes
+    assert shape.max_candidate_nodes >= num_nodes // 4 or shape.max_candidate_nodes >= 20
+    if num_nodes >= 59:
+        assert shape.window_size == 10
+    smaller = fit(LookaheadOptions(), num_nodes + 1)
+    assert smaller.window_size >= shape.window_size
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "options", "message"),
+    [
+        (32, {"window_size": 10}, "window_size=10 .*takes 39 nodes.*num_speculative_tokens=32.*40"),
+        (4, {}, "num_speculative_tokens=4 is too small .*5-grams"),
+    ],
+)
+def test_a_window_that_cannot_fit(num_nodes: int, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        _drafter(num_nodes, **options)
+    needed = [n for n in range(1, 80) if _fits(n, options)]
+    assert needed == list(range(needed[0], 80))
+    assert str(needed[0]) in str(error.value)
+
+
+def _fits(num_nodes: int, options: dict[str, object]) -> bool:
+    try:
+        fit(LookaheadOptions.model_validate(options), num_nodes)
+    except ValueError:
+        return False
+    return True
+
+
+def test_trees_put_the_newest_candidate_first() -> None:
+    drafter = _drafter(pool_from_text=True)
+    #          old: 1 -> 2 3 4 5          new: 1 -> 2 3 8 9
+    tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3, 8, 9, 6, 1]
+    [tree] = drafter.propose([make_request(tokens)])
+    assert tree.chain().token_ids.tolist() == [2, 3, 8, 9]
+    assert tree.token_ids[:6].tolist() == [2, 3, 8, 9, 4, 5]
+    assert tree.probabilities is not None
+    assert all(a >= b for a, b in pairwise(tree.probabilities[:4].tolist()))
+
+
+def test_depth_and_node_limits_of_the_trie() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3, 8, 9, 6, 1]
+    [shallow] = _drafter(max_candidate_depth=3).propose([make_request(tokens)])
+    assert shallow.chain().token_ids.tolist() == [2, 3, 8]
+    [small] = _drafter(max_candidate_nodes=5).propose([make_request(tokens)])
+    never = small.never_accept
+    assert never is not None
+    assert (~never).sum() == 5
