@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Train Medusa heads for a model.")
 
 STATE_FILE = "training-state.pt"
+_CALIBRATION_ROWS = 16
+"""A temperature is one number; a few thousand places settle it."""
 
 
 class Targets(str, Enum):
@@ -22,11 +24,6 @@ class Targets(str, Enum):
 
     model = "model"
     text = "text"
-
-
-@app.callback()
-def _group() -> None:
-    """Keep `train` a subcommand even while it is the only one."""
 
 
 @app.command()
@@ -39,6 +36,9 @@ def train(
     ] = None,
     heads: Annotated[int, typer.Option(min=1, max=16, help="Number of heads, K.")] = 4,
     layers: Annotated[int, typer.Option(min=1, max=8, help="Residual blocks of a head.")] = 1,
+    init: Annotated[
+        Path | None, typer.Option(help="Checkpoint of heads of the same shape to start from.")
+    ] = None,
     share_output: Annotated[
         bool, typer.Option(help="Use the model's own output layer and train the blocks alone.")
     ] = False,
@@ -69,6 +69,24 @@ def train(
         raise typer.Exit(1) from None
 
 
+@app.command()
+def data(
+    out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],
+    documents: Annotated[int, typer.Option(help="Task documents to make.")] = 40_000,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Write the text that the shipped model's heads were trained on (see its README)."""
+    from vllm_trie.drafters.medusa.training.shipped import write_training_text
+    from vllm_trie.tiny_model import model_path
+
+    try:
+        tokens = write_training_text(out, model_path(), seed, documents)
+    except (ValueError, FileNotFoundError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"wrote {tokens} tokens to {out}")
+
+
 def _train(
     *,
     model: str,
@@ -77,6 +95,7 @@ def _train(
     validation: list[Path] | None,
     heads: int,
     layers: int,
+    init: Path | None,
     share_output: bool,
     targets: Targets,
     steps: int,
@@ -91,6 +110,7 @@ def _train(
 ) -> None:
     import torch
 
+    from vllm_trie.drafters.medusa.checkpoint import load_checkpoint
     from vllm_trie.drafters.medusa.heads import HeadsShape
     from vllm_trie.drafters.medusa.training import Backbone, TokenRows, Trainer, TrainingPlan
     from vllm_trie.drafters.medusa.training.text import find_files, read_tokens, split_rows
@@ -123,6 +143,8 @@ def _train(
         shares_output=share_output,
     )
     trainer = Trainer(backbone, TokenRows(tokens, context, seed), plan, shape)
+    if init is not None:
+        trainer.start_from(load_checkpoint(init, shape.hidden_size, shape.vocab_size).heads)
     out.mkdir(parents=True, exist_ok=True)
     state_path = out / STATE_FILE
     if resume and state_path.exists():
@@ -130,7 +152,7 @@ def _train(
         typer.echo(f"resumed at step {trainer.step} of {steps}")
     _run(trainer, state_path, save_every, batch * context)
     scores = trainer.evaluate(held_rows)
-    temperatures = trainer.fit_temperatures(held_rows)
+    temperatures = trainer.fit_temperatures(held_rows[:_CALIBRATION_ROWS])
     _save(trainer, out, temperatures, scores, len(tokens))
     _print_scores(scores, temperatures, f"{held_rows.size} held-out tokens")
     typer.echo(f"saved to {out} (vLLM's layout) and {out / 'fasterdecoding'}")

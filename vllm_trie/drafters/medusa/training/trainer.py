@@ -72,6 +72,21 @@ class Trainer:
         )
         self.step = 0
 
+    @torch.no_grad()
+    def start_from(self, heads: MedusaHeads) -> None:
+        """Copy the weights of other heads.
+
+        Raises:
+            ValueError: they have another shape.
+        """
+        if heads.shape != self.heads.shape:
+            raise ValueError(
+                f"the heads to start from have another shape: {heads.shape}, wanted "
+                f"{self.heads.shape}"
+            )
+        for mine, theirs in zip(self.heads.parameters(), heads.parameters(), strict=True):
+            mine.copy_(theirs)
+
     def run_step(self) -> list[float]:
         """One batch and one update; the loss of each head, nats."""
         plan = self.plan

@@ -1,0 +1,175 @@
+"""The dynamic tree: exact against brute force, and the compiled selection against its twin."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_trie.drafters.medusa import native
+from vllm_trie.drafters.medusa.backend import Job, NativeBackend, PythonBackend
+from vllm_trie.drafters.medusa.selection import Limits, algorithm1, select
+from vllm_trie.drafters.ngram_trie.index import NgramIndex
+from vllm_trie.tree import TokenTree, depth_first_layout
+
+VOCAB = 40
+NO_TEXT = np.empty(0, dtype=np.int32)
+
+
+@st.composite
+def candidates(draw, max_heads: int = 4, max_tokens: int = 12):
+    """Tokens and probabilities [K, m] as heads give them, likeliest first."""
+    num_heads = draw(st.integers(1, max_heads))
+    num_tokens = draw(st.integers(1, max_tokens))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    concentration = draw(st.sampled_from([0.05, 0.3, 1.0]))
+    shares = rng.dirichlet(np.full(VOCAB, concentration), num_heads)
+    shares = -np.sort(-shares, axis=1)[:, :num_tokens]
+    tokens = np.stack([rng.permutation(VOCAB)[:num_tokens] for _ in range(num_heads)])
+    return tokens.astype(np.int32), np.ascontiguousarray(shares, dtype=np.float32)
+
+
+limits = st.builds(Limits, st.integers(1, 70), st.integers(1, 9), st.booleans())
+texts = st.one_of(
+    st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(0, VOCAB - 1), max_size=80)
+)
+
+
+def brute_force(probabilities: np.ndarray, num_nodes: int) -> list[float]:
+    """The largest products of all paths of all lengths: the whole Cartesian product, sorted."""
+    values = [
+        float(np.prod([probabilities[head, rank] for head, rank in enumerate(path)], dtype=float))
+        for length in range(1, len(probabilities) + 1)
+        for path in itertools.product(range(probabilities.shape[1]), repeat=length)
+    ]
+    return sorted(values, reverse=True)[:num_nodes]
+
+
+def same(left: TokenTree, right: TokenTree) -> bool:
+    return all(
+        getattr(left, name).tolist() == getattr(right, name).tolist()
+        for name in ("token_ids", "parents", "probabilities")
+    )
+
+
+@given(candidates(max_heads=3, max_tokens=6), st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_the_best_paths_are_those_of_brute_force(given_candidates, num_nodes):
+    tokens, probabilities = given_candidates
+    expected = brute_force(probabilities.astype(float), num_nodes)
+    tree = select(tokens, probabilities, Limits(num_nodes, 9))
+    found = sorted(tree.probabilities.tolist(), reverse=True)
+    assert found == pytest.approx(expected, rel=1e-5)
+    paper = algorithm1(probabilities.astype(float), num_nodes)
+    assert [value for _, value in paper] == pytest.approx(expected, rel=1e-9)
+
+
+@given(candidates(), st.integers(1, 40))
+@settings(max_examples=30, deadline=None)
+def test_algorithm1_has_every_parent(given_candidates, num_nodes):
+    paths = {path for path, _ in algorithm1(given_candidates[1].astype(float), num_nodes)}
+    # With equal probabilities a path may be kept for its parent's sake only by the tie-break.
+    values = dict(algorithm1(given_candidates[1].astype(float), num_nodes))
+    for path in paths:
+        assert len(path) == 1 or path[:-1] in paths or values[path] == 0.0
+
+
+@pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
+@given(candidates(), limits, texts, st.booleans())
+@settings(max_examples=120, deadline=None)
+def test_compiled_selection_is_its_twin(given_candidates, limit, text, with_text):
+    trees = []
+    for backend in (NativeBackend(), PythonBackend()):
+        index = backend.new_index(8) if with_text else None
+        job = Job(*given_candidates, limit, index, np.array(text, dtype=np.int32))
+        trees.append(backend.select_batch([job])[0])
+    assert same(*trees)
+
+
+@given(candidates(), limits, texts)
+@settings(max_examples=60, deadline=None)
+def test_trees_obey_the_limits(given_candidates, limit, text):
+    for index in (None, NgramIndex(8)):
+        tree = select(*given_candidates, limit, index, text)
+        tree.validate(VOCAB, limit.max_nodes)
+        assert tree.num_nodes > 0
+        assert tree.depths().max() <= limit.max_depth
+        assert same(tree, depth_first_layout(tree))
+        if limit.chain_only:
+            assert tree.is_chain
+
+
+@given(candidates(max_heads=3, max_tokens=8), texts)
+@settings(max_examples=40, deadline=None)
+def test_children_share_what_their_parent_has(given_candidates, text):
+    """Probabilities are those of disjoint events: siblings add up to no more than the parent."""
+    tree = select(*given_candidates, Limits(64, 9), NgramIndex(8), text)
+    sums = np.zeros(tree.num_nodes + 1)
+    for parent, probability in zip(tree.parents, tree.probabilities, strict=True):
+        sums[parent] += probability
+    assert sums[-1] <= 1.0 + 1e-5
+    assert (sums[:-1] <= tree.probabilities + 1e-5).all()
+
+
+def test_without_repetition_the_text_changes_nothing():
+    tokens = np.array([[30, 31], [32, 33]], dtype=np.int32)
+    shares = np.array([[0.6, 0.3], [0.5, 0.2]], dtype=np.float32)
+    plain = select(tokens, shares, Limits(6, 2))
+    assert same(plain, select(tokens, shares, Limits(6, 2), NgramIndex(8), list(range(20))))
+
+
+def test_the_text_corrects_the_heads():
+    """The heads name 1 or 2 and then 3 or 4, unaware of each other; in the text 4 follows 1."""
+    tokens = np.array([[1, 2], [3, 4]], dtype=np.int32)
+    shares = np.array([[0.6, 0.3], [0.5, 0.4]], dtype=np.float32)
+    text = [1, 4, 7, 1, 4, 8, 1, 4, 9, 5]
+
+    def child_of_1(tree: TokenTree) -> int:
+        first = tree.token_ids.tolist().index(1)
+        children = [i for i, p in enumerate(tree.parents) if p == first]
+        return int(tree.token_ids[max(children, key=lambda i: tree.probabilities[i])])
+
+    assert child_of_1(select(tokens, shares, Limits(6, 2))) == 3
+    assert child_of_1(select(tokens, shares, Limits(6, 2), NgramIndex(8), text)) == 4
+
+
+def test_the_text_goes_deeper_than_the_heads():
+    text = list(range(10, 30)) * 3
+    tokens, shares = np.array([[10]], dtype=np.int32), np.array([[0.9]], dtype=np.float32)
+    tree = select(tokens, shares, Limits(12, 12), NgramIndex(8), text)
+    assert tree.chain().token_ids.tolist()[:5] == [10, 11, 12, 13, 14]
+
+
+@pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
+def test_a_changed_text_is_indexed_anew():
+    backend = NativeBackend()
+    index = backend.new_index(8)
+    tokens, shares = np.array([[9]], dtype=np.int32), np.array([[0.01]], dtype=np.float32)
+    first = np.array([1, 2, 3] * 10, dtype=np.int32)
+    second = np.array([1, 4, 5] * 9, dtype=np.int32)
+
+    def draft(index, text):
+        return backend.select_batch([Job(tokens, shares, Limits(8, 8), index, text)])[0]
+
+    draft(index, first)
+    assert same(draft(index, second), draft(backend.new_index(8), second))
+
+
+@pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
+@given(st.lists(st.tuples(candidates(4, 8), limits, texts), min_size=1, max_size=4))
+@settings(max_examples=20, deadline=None)
+def test_a_batch_is_its_requests(batch):
+    backend = NativeBackend()
+
+    def jobs():
+        return [
+            Job(*c, limit, backend.new_index(8), np.array(text, dtype=np.int32))
+            for c, limit, text in batch
+        ]
+
+    together = backend.select_batch(jobs())
+    alone = [backend.select_batch([job])[0] for job in jobs()]
+    assert all(same(a, b) for a, b in zip(together, alone, strict=True))
