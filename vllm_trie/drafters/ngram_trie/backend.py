@@ -71,6 +71,9 @@ class NativeBackend:
 class PythonBackend:
     """The readable twin."""
 
+    def __init__(self, blend: blended.Blend | None = None) -> None:
+        self._blend = blend or blended.Blend()
+
     def new_index(self, max_order: int) -> Index:
         return NgramIndex(max_order)
 
@@ -80,7 +83,7 @@ class PythonBackend:
     def _draft(self, job: Job) -> Draft:
         job.own.synchronize(job.tokens[: job.num_indexed].tolist())
         indexes = [job.own, *(index for index in (job.store, job.corpus) if index is not None)]
-        drafted = blended.draft(
+        drafted = self._blend.draft(
             indexes, job.tokens.tolist(), job.max_nodes, job.max_depth, job.chain_only
         )
         used_text = -1

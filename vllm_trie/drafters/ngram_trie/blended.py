@@ -47,90 +47,154 @@ class BlendedDraft(NamedTuple):
     """One a source."""
 
 
-def draft(
-    indexes: Sequence[NgramIndex],
-    token_ids: Sequence[int],
-    max_nodes: int,
-    max_depth: int,
-    chain_only: bool,
-) -> BlendedDraft:
-    """The tree of the `max_nodes` likeliest continuations of `token_ids`.
+class Blend:
+    """The scoring with its parameters; benchmarks/replay_variants.py tries others."""
 
-    Args:
-        indexes: sources in the order in which they are believed; the first is the request's own
-            text, the others are shared.
-        token_ids: the text that is continued.
-        max_nodes, max_depth, chain_only: limits of the tree.
-    """
-    sources = [(index, OWN if i == 0 else SHARED) for i, index in enumerate(indexes)]
-    start = [_match_suffix(index, token_ids) for index in indexes]
-    tokens: list[int] = []
-    parents: list[int] = []
-    probabilities: list[float] = []
-    # (-probability, order of discovery, token, parent, depth, contexts of the parent)
-    heap: list[tuple[float, int, int, int, int, list[list[Match]]]] = []
-    discovered = 0
-    # The largest probabilities discovered so far: what is behind max_nodes others is not chosen.
-    best: list[float] = []
+    own: Source = OWN
+    shared: Source = SHARED
+    path_trust: float = PATH_TRUST
 
-    def discover(contexts: list[list[Match]], above: float, parent: int, depth: int) -> None:
-        nonlocal discovered
-        cut = best[0] / above if len(best) == max_nodes else 0.0
-        for token, probability in _predict(sources, contexts, cut).items():
-            if depth > 1:
-                probability *= (1.0 + PATH_TRUST) / (1.0 + PATH_TRUST * probability)
-            guess = above * probability
-            heapq.heappush(heap, (-guess, discovered, token, parent, depth, contexts))
-            discovered += 1
-            if len(best) < max_nodes:
-                heapq.heappush(best, guess)
-            else:
-                heapq.heappushpop(best, guess)
+    def draft(
+        self,
+        indexes: Sequence[NgramIndex],
+        token_ids: Sequence[int],
+        max_nodes: int,
+        max_depth: int,
+        chain_only: bool,
+    ) -> BlendedDraft:
+        """The tree of the `max_nodes` likeliest continuations of `token_ids`.
 
-    discover(start, 1.0, ROOT, 1)
-    while heap and len(tokens) < max_nodes:
-        negative, _, token, parent, depth, contexts = heapq.heappop(heap)
-        tokens.append(token)
-        parents.append(parent)
-        probabilities.append(min(-negative, 1.0))
-        if chain_only:
-            heap.clear()
-            best.clear()
-        if depth < max_depth:
-            longer = [
-                _advance(index, known, token)
-                for index, known in zip(indexes, contexts, strict=True)
-            ]
-            discover(longer, -negative, len(tokens) - 1, depth + 1)
-    tree = TokenTree.from_lists(tokens, parents, probabilities)
-    return BlendedDraft(
-        depth_first_layout(tree) if tokens else TokenTree.empty(),
-        [LongestMatch(len(known) - 1, known[-1].text) for known in start],
-    )
+        Args:
+            indexes: sources in the order in which they are believed; the first is the request's
+                own text, the others are shared.
+            token_ids: the text that is continued.
+            max_nodes, max_depth, chain_only: limits of the tree.
+        """
+        sources = [(index, self.shared if i else self.own) for i, index in enumerate(indexes)]
+        start = [self.match_suffix(index, token_ids) for index in indexes]
+        tokens: list[int] = []
+        parents: list[int] = []
+        probabilities: list[float] = []
+        # (-probability, order of discovery, token, parent, depth, contexts of the parent)
+        heap: list[tuple[float, int, int, int, int, list[list[Match]]]] = []
+        discovered = 0
+        # The largest probabilities discovered so far: what is behind max_nodes others is not
+        # chosen.
+        best: list[float] = []
+
+        def discover(contexts: list[list[Match]], above: float, parent: int, depth: int) -> None:
+            nonlocal discovered
+            cut = best[0] / above if len(best) == max_nodes else 0.0
+            for token, share in self.predict(sources, contexts, cut).items():
+                probability = share
+                if depth > 1:
+                    probability *= (1.0 + self.path_trust) / (1.0 + self.path_trust * share)
+                guess = above * probability
+                heapq.heappush(heap, (-guess, discovered, token, parent, depth, contexts))
+                discovered += 1
+                if len(best) < max_nodes:
+                    heapq.heappush(best, guess)
+                else:
+                    heapq.heappushpop(best, guess)
+
+        discover(start, 1.0, ROOT, 1)
+        while heap and len(tokens) < max_nodes:
+            negative, _, token, parent, depth, contexts = heapq.heappop(heap)
+            tokens.append(token)
+            parents.append(parent)
+            probabilities.append(min(-negative, 1.0))
+            if chain_only:
+                heap.clear()
+                best.clear()
+            if depth < max_depth:
+                longer = [
+                    self.advance(index, known, token)
+                    for index, known in zip(indexes, contexts, strict=True)
+                ]
+                discover(longer, -negative, len(tokens) - 1, depth + 1)
+        tree = TokenTree.from_lists(tokens, parents, probabilities)
+        return BlendedDraft(
+            depth_first_layout(tree) if tokens else TokenTree.empty(),
+            [LongestMatch(len(known) - 1, known[-1].text) for known in start],
+        )
+
+    def match_suffix(self, index: NgramIndex, token_ids: Sequence[int]) -> list[Match]:
+        """The contexts at the end of a text, by length. If one occurred, so did all shorter."""
+        matches: list[Match] = [index.root]
+        for length in range(1, min(index.max_order, len(token_ids)) + 1):
+            match: Match | None = index.root
+            for token in token_ids[len(token_ids) - length :]:
+                match = _follow(index, match, int(token))
+                if match is None:
+                    return matches
+            matches.append(match)
+        return matches
+
+    def advance(self, index: NgramIndex, contexts: list[Match], token: int) -> list[Match]:
+        """The contexts that end one token later."""
+        longer: list[Match] = [index.root]
+        for match in contexts[: index.max_order]:
+            child = _follow(index, match, token)
+            if child is None:
+                break
+            longer.append(child)
+        return longer
+
+    def predict(
+        self,
+        sources: Sequence[tuple[NgramIndex, Source]],
+        contexts: Sequence[list[Match]],
+        cut: float,
+    ) -> dict[int, float]:
+        """Probability of each likely next token, in the order in which they were met.
+
+        What cannot come up to `cut` may be left out.
+        """
+        successors: dict[int, float] = {}
+        left = 1.0
+        for order in range(max(len(known) for known in contexts) - 1, -1, -1):
+            if left < max(MIN_LEFT, CUT_LEFT * cut):
+                break
+            for (index, source), known in zip(sources, contexts, strict=True):
+                if order < len(known):
+                    counted = count_successors(index, known[order])
+                    left = give_shares(counted, source, left, cut, successors)
+        return successors
 
 
-def _match_suffix(index: NgramIndex, token_ids: Sequence[int]) -> list[Match]:
-    """The contexts at the end of a text, by length. If one occurred, so did all shorter ones."""
-    matches: list[Match] = [index.root]
-    for length in range(1, min(index.max_order, len(token_ids)) + 1):
-        match: Match | None = index.root
-        for token in token_ids[len(token_ids) - length :]:
-            match = _follow(index, match, int(token))
-            if match is None:
-                return matches
-        matches.append(match)
-    return matches
+class Counted(NamedTuple):
+    """What followed a context."""
+
+    likeliest: list[tuple[int, int]]
+    """(successor, its types) of the likeliest."""
+    num_types: int
+    """Sum over all successors."""
+    num_successors: int
 
 
-def _advance(index: NgramIndex, contexts: list[Match], token: int) -> list[Match]:
-    """The contexts that end one token later."""
-    longer: list[Match] = [index.root]
-    for match in contexts[: index.max_order]:
-        child = _follow(index, match, token)
-        if child is None:
+def count_successors(index: NgramIndex, match: Match) -> Counted:
+    """What followed a context."""
+    place = match if isinstance(match, Place) else match.once
+    if place is not None:
+        token = index.token_at(Place(place.text, place.position + 1))
+        return Counted([(token, 1)], 1, 1) if token >= 0 else Counted([], 0, 0)
+    successors = [(child.token, child.types) for child in match.hot]
+    return Counted(successors, match.child_types, len(match.children))
+
+
+def give_shares(
+    counted: Counted, source: Source, left: float, cut: float, successors: dict[int, float]
+) -> float:
+    """Add a context's share of the probability `left` to `successors`; returns what remains."""
+    if counted.num_successors == 0:
+        return left
+    total = counted.num_types + source.concentration
+    for token, types in counted.likeliest:
+        share = left * (types - source.discount) / total
+        if share < CUT_SHARE * cut:
             break
-        longer.append(child)
-    return longer
+        successors[token] = successors.get(token, 0.0) + share
+    return left * (source.concentration + source.discount * counted.num_successors) / total
 
 
 def _follow(index: NgramIndex, match: Match, token: int) -> Match | None:
@@ -139,41 +203,3 @@ def _follow(index: NgramIndex, match: Match, token: int) -> Match | None:
         after = Place(place.text, place.position + 1)
         return after if index.token_at(after) == token else None
     return match.children.get(token)
-
-
-def _predict(
-    sources: Sequence[tuple[NgramIndex, Source]], contexts: Sequence[list[Match]], cut: float
-) -> dict[int, float]:
-    """Probability of each likely next token, in the order in which they were met.
-
-    What cannot come up to `cut` may be left out.
-    """
-    successors: dict[int, float] = {}
-    left = 1.0
-    for order in range(max(len(known) for known in contexts) - 1, -1, -1):
-        if left < max(MIN_LEFT, CUT_LEFT * cut):
-            break
-        for (index, source), known in zip(sources, contexts, strict=True):
-            if order >= len(known):
-                continue
-            counts, num_types, num_children = _counts(index, known[order])
-            if num_children == 0:
-                continue
-            total = num_types + source.concentration
-            for token, count in counts:
-                share = left * (count - source.discount) / total
-                if share < CUT_SHARE * cut:
-                    break
-                successors[token] = successors.get(token, 0.0) + share
-            left = left * (source.concentration + source.discount * num_children) / total
-    return successors
-
-
-def _counts(index: NgramIndex, match: Match) -> tuple[list[tuple[int, int]], int, int]:
-    """(successor, count) of the likeliest successors; sum of all counts; number of successors."""
-    place = match if isinstance(match, Place) else match.once
-    if place is not None:
-        token = index.token_at(Place(place.text, place.position + 1))
-        return ([(token, 1)], 1, 1) if token >= 0 else ([], 0, 0)
-    successors = [(child.token, child.types) for child in match.hot]
-    return successors, match.child_types, len(match.children)

@@ -120,7 +120,7 @@ class NgramIndex:
                 self._add_child(context, token, place)
                 continue
             child.count += 1
-            if longer_is_new or order == self.max_order:
+            if self.is_new_type(longer_is_new, order):
                 child.types += 1
                 _move_up(child)
             longer_is_new = False
@@ -129,6 +129,10 @@ class NgramIndex:
                 still_open.append(child)
             child.text = self._current
         self._open = [*still_open, self.root]
+
+    def is_new_type(self, longer_is_new: bool, order: int) -> bool:
+        """Whether a known n-gram of `order` + 1 tokens counts once more."""
+        return longer_is_new or order == self.max_order
 
     def _enter_successor(self, node: Node) -> None:
         """The n-gram occurs again: from now on its successors are nodes."""
