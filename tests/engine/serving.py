@@ -99,6 +99,7 @@ def start(log: Path, *options: str, **environment: str) -> Server:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_LOG_STATS_INTERVAL": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS holds, as in all tests
         **environment,
     }
     with log.open("wb") as stream:

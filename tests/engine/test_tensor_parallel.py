@@ -1,0 +1,111 @@
+"""Two tensor-parallel ranks: the output of one, also when the ranks' drafters do not agree."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.compare import generate
+from tests.engine.prompts import prompts
+from tests.engine.rank_faults import FAULTS, METHOD, fault_of, write_entry_point
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+MAX_TOKENS = 60
+LIMIT_S = 400
+
+
+def chosen_prompts() -> list[list[int]]:
+    """Eight prompts, two for each fault."""
+    chosen: dict[str, list[list[int]]] = {fault: [] for fault in FAULTS}
+    for prompt in prompts():
+        tokens = prompt["prompt_token_ids"]
+        for length in range(len(tokens), max(20, len(tokens) - len(FAULTS)), -1):
+            kind = chosen[fault_of(length)]
+            if len(kind) < 2:
+                kind.append(tokens[:length])
+                break
+    assert all(len(kind) == 2 for kind in chosen.values())
+    return [tokens for kind in chosen.values() for tokens in kind]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Outputs and counters of the engine with two ranks, and what its processes logged."""
+    folder = tmp_path_factory.mktemp("ranks")
+    write_entry_point(folder)
+    job, log = folder / "job.json", folder / "log.txt"
+    job.write_text(
+        json.dumps(
+            {
+                "prompts": chosen_prompts(),
+                "max_tokens": MAX_TOKENS,
+                "speculative_config": {"method": METHOD, "num_speculative_tokens": 16},
+            }
+        )
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+        "VLLM_LOGGING_LEVEL": "INFO",
+        # vLLM gives each rank a NUMA node of its own; small machines have one.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine.tensor_parallel_run", str(job)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            status = "running"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    text = log.read_text(errors="replace")
+    assert status == 0, f"status {status} after at most {LIMIT_S} s; the log ends:\n{text[-6000:]}"
+    return {**json.loads(job.read_text()), "log": text}
+
+
+def test_output_is_that_of_one_rank(engine, run):
+    params = SamplingParams(
+        temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False
+    )
+    some = [{"prompt_token_ids": tokens} for tokens in chosen_prompts()]
+    expected = [list(o.outputs[0].token_ids) for o in generate(engine(), some, params)]
+    wrong = {
+        fault_of(len(prompt["prompt_token_ids"]))
+        for prompt, left, right in zip(some, expected, run["outputs"], strict=True)
+        if left != right
+    }
+    assert wrong == set()
+
+
+def test_drafts_were_accepted(run):
+    counters = run["counters"]
+    assert counters["vllm:trie_tokens"] > 1.1 * counters["vllm:trie_steps"]
+    assert counters["vllm:trie_draft_nodes"] > counters["vllm:trie_verified_trees"]
+
+
+def test_faults_happened_on_both_ranks(run):
+    """Else the comparison above would say little."""
+    for rank in (0, 1):
+        assert f"a fault of rank {rank}" in run["log"]
+    # The counter is rank 0's: its two requests.
+    assert run["counters"]["vllm:trie_draft_failures"] == 2
