@@ -94,12 +94,19 @@ def keep_kernel_overrides() -> None:
 class Contestant:
     """One engine, its name and what was seen of its hooks."""
 
-    def __init__(self, method: str, nodes: int, model: str, **limits: int) -> None:
+    def __init__(
+        self,
+        method: str,
+        nodes: int,
+        model: str,
+        extra: dict[str, Any] | None = None,
+        **limits: int,
+    ) -> None:
         self.method, self.nodes = method, nodes
         self.is_ours = method not in ("plain", *PEERS)
         config = None
         if method != "plain":
-            config = {"method": method, "num_speculative_tokens": nodes}
+            config = {"method": method, "num_speculative_tokens": nodes, **(extra or {})}
         self.llm = engines.start_engine(model, **limits, speculative_config=config)
         self.hooks = watch_hooks(self.llm) if self.is_ours else []
 
@@ -267,7 +274,10 @@ def run(options: Any) -> list[Row]:
     contestants = [
         Contestant(method, nodes, model, **limits) for method in methods for nodes in options.nodes
     ]
-    full = [Contestant(_full_trees.METHOD, nodes, model, **limits) for nodes in options.nodes]
+    full = [
+        Contestant(_full_trees.METHOD, nodes, model, {"node_budget": "fixed"}, **limits)
+        for nodes in options.nodes
+    ]
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
     endless = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
     rows = []
