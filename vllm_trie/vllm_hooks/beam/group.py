@@ -97,7 +97,7 @@ class BeamGroup:
         """The row of the prompt."""
         member = self.prototype
         return Request(
-            self._new_row_id(),
+            self.new_row_id(),
             member.prompt_token_ids,
             self.row_params,
             None,
@@ -117,7 +117,7 @@ class BeamGroup:
         """
         row = Request.__new__(Request)
         row.__dict__.update(parent.__dict__)
-        row.request_id = self._new_row_id()
+        row.request_id = self.new_row_id()
         row.status = RequestStatus.PREEMPTED
         row.num_computed_tokens = 0
         row.num_in_flight_tokens = 0
@@ -183,6 +183,7 @@ class BeamGroup:
                 values[index, 1:] = step_values[row]
         return LogprobsLists(token_ids, values, ranks, None)
 
-    def _new_row_id(self) -> str:
+    def new_row_id(self) -> str:
+        """An id that no row has had."""
         self._num_rows_made += 1
         return f"{self.group_id}~{self._num_rows_made}"

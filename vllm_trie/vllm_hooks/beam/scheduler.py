@@ -269,16 +269,33 @@ class _BeamScheduling(Scheduler):
         if group is None:
             return
         self.beam_counters.rows_preempted += 1
-        self._forget_at_worker(request.request_id)
-        if request.request_id in group.outputs or group.parked:
-            # Its output is here: nothing of it has to be computed again, only its children.
-            self.waiting.remove_request(request)
+        self.waiting.remove_request(request)  # a queue may be ordered by id
+        self._rename(group, request)
+        # If its output is here, nothing of it has to be computed again, only its children.
+        if request.request_id not in group.outputs and not group.parked:
+            self.waiting.prepend_request(request)
 
-    def _forget_at_worker(self, row_id: str) -> None:
-        """The worker has appended its own token to the row, so it cannot be resumed there."""
-        if row_id not in self._unsent:
-            self.finished_req_ids.add(row_id)
-            self._unsent.add(row_id)
+    def _rename(self, group: BeamGroup, row: Request) -> None:
+        """Make a row without KV a stranger to the worker.
+
+        The worker has appended its own token to the row, and under asynchronous scheduling it
+        takes the last token of the step before by the row's id: the row cannot be resumed there.
+        An output that is still on its way comes for an id that nobody knows, and is ignored.
+        """
+        old = row.request_id
+        row.request_id = new = group.new_row_id()
+        row.num_in_flight_tokens = row.num_stale_output_tokens = 0
+        row.drop_stale_output = False
+        del self.requests[old], self._group_of_row[old]
+        self.requests[new] = row
+        self._group_of_row[new] = group
+        if old in group.outputs:
+            group.outputs[new] = group.outputs.pop(old)
+        if old in self._unsent:
+            self._unsent.remove(old)
+        else:
+            self.finished_req_ids.add(old)
+        self._unsent.add(new)
 
     def _break_stall(self) -> None:
         """Free blocks when nothing can be scheduled.
@@ -407,16 +424,13 @@ class _BeamScheduling(Scheduler):
         row = self.requests[row_id]
         num_scheduled = scheduler_output.num_scheduled_tokens[row_id]
         row.num_in_flight_tokens -= num_scheduled
-        stale = row.num_stale_output_tokens > 0
-        if stale:  # preempted while in flight
-            row.num_stale_output_tokens -= num_scheduled
         index = model_runner_output.req_id_to_index[row_id]
         sampled = model_runner_output.sampled_token_ids
         logprobs = model_runner_output.logprobs
-        if not sampled or not len(sampled[index]) or (stale and row.drop_stale_output):
+        if not sampled or not len(sampled[index]):
             return False  # a chunk of the prompt
         drafts = scheduler_output.scheduled_spec_decode_tokens.get(row_id)
-        if drafts and not stale:
+        if drafts:
             # vLLM pads a resumed row with placeholder drafts; they are never accepted.
             row.num_computed_tokens -= len(drafts)
         assert logprobs is not None
@@ -427,8 +441,6 @@ class _BeamScheduling(Scheduler):
         if group.prefill_stats is None and row.prefill_stats is not None:
             group.prefill_stats = row.take_prefill_stats()
             group.prefill_stats.finalize(self.kv_cache_manager.estimate_cached_tokens(row))
-        if stale:
-            self._unqueue([row])
         return True
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
