@@ -1,0 +1,186 @@
+"""Lookahead decoding in the engine: output is plain vLLM's, and window nodes see what they may."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.compare import accepted_tokens, differences, generate, speculation
+from tests.engine.conftest import runner_of, scheduler_of
+from tests.engine.prompts import prompts
+from vllm_trie.tree import TokenTree
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
+COUNT = 12
+LOOKAHEAD = speculation("lookahead_trie", 64)
+# Without the text's own n-grams every accepted token is the window's work.
+WINDOW_ONLY = speculation("lookahead_trie", 64, pool_from_text=False)
+
+
+@pytest.fixture(scope="module")
+def expected(_engines):
+    return generate(_engines(), prompts(COUNT), GREEDY)
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("config", [LOOKAHEAD, WINDOW_ONLY], ids=["with text", "window only"])
+def test_greedy(engine, expected, config, batch_size):
+    llm = engine(**config)
+    before = accepted_tokens(llm)
+    count = COUNT if batch_size > 1 else 4
+    outputs = generate(llm, prompts(count), GREEDY, batch_size)
+    assert differences(expected[:count], outputs) == []
+    assert accepted_tokens(llm) - before > 0.2 * sum(len(o.outputs[0].token_ids) for o in outputs)
+    assert not any(runner_of(llm).drafter.guarded.failures.values())
+    generate(llm, prompts(1), SamplingParams(temperature=0.0, max_tokens=2))  # lets it forget
+    assert len(runner_of(llm).drafter.guarded.drafter._states) <= 1
+
+
+def test_budget_smaller_than_the_window(engine, expected):
+    """The default budget of 32 nodes: fewer columns."""
+    llm = engine(**speculation("lookahead_trie", 32))
+    assert differences(expected, generate(llm, prompts(COUNT), GREEDY)) == []
+    assert accepted_tokens(llm) > COUNT
+
+
+def test_chunked_prefill(engine, expected):
+    """Prompts in pieces, and drafts that the token budget of a step cuts."""
+    llm = engine(**LOOKAHEAD, max_num_batched_tokens=96, enable_chunked_prefill=True)
+    assert max(len(p["prompt_token_ids"]) for p in prompts(COUNT)) > 2 * 96
+    assert differences(expected, generate(llm, prompts(COUNT), GREEDY)) == []
+    assert accepted_tokens(llm) > COUNT
+
+
+def test_preemption(engine, expected):
+    llm = engine(
+        **LOOKAHEAD, num_gpu_blocks_override=44, block_size=32, enable_prefix_caching=False
+    )
+    preempted = []
+    scheduler = scheduler_of(llm)
+    stock = scheduler._preempt_request
+
+    def count(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return stock(request, *args, **kwargs)
+
+    scheduler._preempt_request = count
+    try:
+        outputs = generate(llm, prompts(COUNT), GREEDY)
+    finally:
+        del scheduler._preempt_request
+    assert differences(expected, outputs) == []
+    assert preempted
+    assert accepted_tokens(llm) > COUNT
+
+
+def test_seeded_sampling(engine, expected):
+    each = [
+        SamplingParams(temperature=0.8, top_p=0.95, seed=100 + i, max_tokens=40, ignore_eos=True)
+        for i in range(COUNT)
+    ]
+    llm = engine(**LOOKAHEAD)
+    before = accepted_tokens(llm)
+    found = generate(llm, prompts(COUNT), each)
+    assert differences(generate(engine(), prompts(COUNT), each), found) == []
+    assert accepted_tokens(llm) - before > COUNT
+
+
+def test_up_to_the_length_limit(engine):
+    """Near the limit there is no room for the window's depth."""
+    some = [{"prompt_token_ids": p["prompt_token_ids"][:120]} for p in prompts(6)]
+    endless = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
+    plain = generate(engine(max_model_len=160), some, endless)
+    outputs = generate(engine(**LOOKAHEAD, max_model_len=160), some, endless)
+    assert differences(plain, outputs) == []
+    assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
+
+
+def test_abort_midway(engine, expected):
+    llm = engine(**LOOKAHEAD)
+    core = llm.llm_engine
+    for index, prompt in enumerate(prompts(8)):
+        core.add_request(f"abort-{index}", prompt, GREEDY)
+    finished, steps = {}, 0
+    while core.has_unfinished_requests():
+        for output in core.step():
+            if output.finished:
+                finished[output.request_id] = output
+        steps += 1
+        if steps in (4, 8):
+            core.abort_request([f"abort-{i}" for i in range(8) if i % 4 == steps // 4])
+    survivors = [i for i in range(8) if i % 4 not in (1, 2)]
+    outputs = [finished[f"abort-{i}"] for i in survivors]
+    assert differences([expected[i] for i in survivors], outputs) == []
+    generate(llm, prompts(1), SamplingParams(temperature=0.0, max_tokens=2))  # lets it forget
+    states = runner_of(llm).drafter.guarded.drafter._states
+    assert not [request for request in states if request.startswith("abort-")]
+
+
+# -- what the window's nodes see ---------------------------------------------------------------
+
+
+def _wrong_window_nodes(engine) -> int:
+    """Of 60 window nodes, those whose argmax is not plain vLLM's after the same tokens."""
+    llm = engine(**WINDOW_ONLY, enable_prefix_caching=False)
+    drafter = runner_of(llm).drafter.guarded.drafter
+    stock, seen = drafter.propose, []
+
+    def watch(requests):
+        for request in requests:
+            step = request.last_step
+            if step is not None and step.tree.never_accept is not None:
+                seen.append((request.token_ids[: -len(step.accepted) - 1].tolist(), step))
+        return stock(requests)
+
+    drafter.propose = watch
+    try:
+        generate(llm, prompts(6), GREEDY)
+    finally:
+        del drafter.propose
+    rng = random.Random(0)
+    texts, argmax = [], []
+    # Steps that verified candidates too, so that there is something that must not be seen.
+    mixed = [(text, step) for text, step in seen if not step.tree.never_accept[0]]
+    for text, step in rng.sample(mixed, 30):
+        tree = step.tree
+        mask = tree.ancestor_mask()
+        for node in rng.sample(np.flatnonzero(tree.never_accept).tolist(), 2):
+            texts.append({"prompt_token_ids": [*text, *tree.token_ids[mask[node]].tolist()]})
+            argmax.append(int(step.node_argmax[node + 1]))
+    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    plain = generate(engine(), texts, one)
+    return sum(o.outputs[0].token_ids[0] != token for o, token in zip(plain, argmax, strict=True))
+
+
+def _let_see(monkeypatch, rows_never_accepted: bool) -> None:
+    """Let window nodes see all candidates, or candidates all window nodes."""
+    stock = TokenTree.ancestor_words
+
+    def ancestor_words(tree: TokenTree) -> np.ndarray:
+        words = stock(tree).copy()
+        if tree.never_accept is None or tree.never_accept.all():
+            return words
+        rows = tree.never_accept == rows_never_accepted
+        extra = sum(1 << int(node) for node in np.flatnonzero(~rows))
+        words[rows, 0] |= np.uint64(extra)
+        return words
+
+    monkeypatch.setattr(TokenTree, "ancestor_words", ancestor_words)
+
+
+def test_window_nodes_see_their_column_and_level_0(engine):
+    assert _wrong_window_nodes(engine) == 0
+
+
+def test_window_nodes_that_see_candidates_are_noticed(engine, monkeypatch):
+    _let_see(monkeypatch, rows_never_accepted=True)
+    assert _wrong_window_nodes(engine) > 6
+
+
+def test_candidates_that_see_the_window_are_noticed(engine, expected, monkeypatch):
+    _let_see(monkeypatch, rows_never_accepted=False)
+    llm = engine(**WINDOW_ONLY, enable_prefix_caching=False)
+    assert len(differences(expected, generate(llm, prompts(COUNT), GREEDY))) > COUNT // 4
