@@ -23,6 +23,7 @@ import numpy as np
 import typer
 from replay_data import DEFAULT_TOKENIZER, Recording, load_tokenizer, read_recordings
 from replay_methods import METHODS, Method
+from replay_variants import variants
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -109,7 +110,10 @@ def main(
         str, typer.Option(help="A SentencePiece file, or a Hugging Face tokenizer.")
     ] = DEFAULT_TOKENIZER,
     method: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(METHODS)}; default all.")
+        list[str] | None,
+        typer.Option(
+            help=f"One of {', '.join(METHODS)} (default all), or a variant of replay_variants.py."
+        ),
     ] = None,
     nodes: Annotated[list[int] | None, typer.Option(help="Node limit of a draft.")] = None,
     json_out: Annotated[
@@ -117,15 +121,16 @@ def main(
     ] = None,
 ) -> None:
     """Replay recorded answers."""
+    methods = {**METHODS, **variants()}
     for name in method or ():
-        if name not in METHODS:
-            raise typer.BadParameter(f"--method {name}: allowed are {', '.join(METHODS)}")
+        if name not in methods:
+            raise typer.BadParameter(f"--method {name}: allowed are {', '.join(methods)}")
     encoder = load_tokenizer(tokenizer)
     recordings = list(read_recordings(questions, answers, encoder))
     rows: list[dict] = []
     for num_nodes in nodes or [32]:
         for name in method or METHODS:
-            drafter = METHODS[name](num_nodes, encoder.vocab_size)
+            drafter = methods[name](num_nodes, encoder.vocab_size)
             steps: defaultdict[str, list[Step]] = defaultdict(list)
             label = f"{name}, {num_nodes} nodes"
             for i, recording in enumerate(track(recordings, label, transient=True)):

@@ -28,7 +28,18 @@ class Place(NamedTuple):
 class Node:
     """An n-gram: the path of its parent and then `token`."""
 
-    __slots__ = ("children", "cold", "count", "hot", "once", "parent", "text", "token", "types")
+    __slots__ = (
+        "child_types",
+        "children",
+        "cold",
+        "count",
+        "hot",
+        "once",
+        "parent",
+        "text",
+        "token",
+        "types",
+    )
 
     def __init__(self, parent: Node | None, token: int, once: Place | None) -> None:
         self.parent = parent
@@ -47,10 +58,14 @@ class Node:
         """The children with most types, in order; of equals the one that grew last is first."""
         self.cold: list[Node] = []
         """The other children, in no order that matters."""
+        self.child_types = 0
+        """Sum of `types` over the children."""
 
-    @property
-    def child_types(self) -> int:
-        return sum(child.types for child in self.children.values())
+    def add_types(self, change: int) -> None:
+        """One more type (1) or one less (-1)."""
+        assert self.parent is not None
+        self.types += change
+        self.parent.child_types += change
 
 
 class NgramIndex:
@@ -121,7 +136,7 @@ class NgramIndex:
                 continue
             child.count += 1
             if self.is_new_type(longer_is_new, order):
-                child.types += 1
+                child.add_types(1)
                 _move_up(child)
             longer_is_new = False
             if order < self.max_order:
@@ -146,6 +161,7 @@ class NgramIndex:
 
     def _add_child(self, parent: Node, token: int, once: Place) -> None:
         child = parent.children[token] = Node(parent, token, once)
+        parent.child_types += 1
         if len(parent.hot) < MAX_SUCCESSORS:
             parent.hot.append(child)
         else:
@@ -185,7 +201,7 @@ class NgramIndex:
                     continue  # it occurred here alone, and vanishes with the text
                 gram.count -= 1
                 if longer_vanished or length == width:
-                    gram.types -= 1
+                    gram.add_types(-1)
                     _move_down(gram)
                 longer_vanished = gram.count == 0
                 if longer_vanished:
@@ -231,6 +247,7 @@ def _remove(node: Node) -> None:
     assert node.parent is not None
     parent = node.parent
     del parent.children[node.token]
+    parent.child_types -= node.types
     if node not in parent.hot:
         parent.cold.remove(node)
         return
