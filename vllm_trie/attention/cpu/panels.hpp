@@ -1,4 +1,5 @@
-// A chunk of the paged KV cache, converted and rearranged into strips for the products.
+// A chunk of the paged KV cache as a factor of products: copied into one strip after another, which
+// stays in the first-level cache while all rows are multiplied with it.
 //
 // The cache of one layer, vLLM's `vec` and `vec16` layouts, per block and KV head:
 //
@@ -10,8 +11,9 @@
 
 namespace vllm_trie {
 
-// Slots that are attended to at a time.
+// Slots that are attended to at a time, and rows of a unit of work.
 constexpr int kChunk = 128;
+constexpr int kMaxRows = 256;
 
 // Slots whose keys (and values) lie at fixed distances: a block holds a multiple of them.
 constexpr int kSegment = 16;
@@ -22,8 +24,7 @@ struct PagedHead {
   const T* cache;  // of this head in block 0
   int64_t block_stride;
   const int32_t* block_table;
-  int block_size;  // a multiple of kSegment
-  int head_size;   // a multiple of kSegment
+  int block_size, head_size;  // multiples of kSegment
 };
 
 // Where a chunk's keys and values lie.
@@ -46,51 +47,31 @@ struct Chunk {
       first += kSegment;
     }
   }
-
-  // Ask for the part-th of `parts` equal shares of the chunk. The keys' and the values' cache
-  // lines would otherwise be waited for one after another when the chunk is packed.
-  void prefetch(int part, int parts) const {
-    constexpr int kLine = 64 / sizeof(T);
-    const int last_key_row = head_size * (part + 1) / parts;
-    for (int d = head_size * part / parts; d < last_key_row; ++d) {
-      for (int slot = 0; slot < count; slot += kLine) {
-        __builtin_prefetch(keys[slot / kSegment] + static_cast<int64_t>(d) * block_size, 0, 2);
-      }
-    }
-    const int last_slot = count * (part + 1) / parts;
-    for (int slot = count * part / parts; slot < last_slot; ++slot) {
-      const T* from = values[slot / kSegment] + static_cast<int64_t>(slot % kSegment) * head_size;
-      for (int d = 0; d < head_size; d += kLine) __builtin_prefetch(from + d, 0, 2);
-    }
-  }
 };
 
-// Keys of a chunk -> strips [head_size, kStrip]. Up to kLanes - 1 slots behind the last one are
-// packed too, whatever they hold; their scores are masked.
+// Keys of the slots [first, first + kStrip) of a chunk -> strip [head_size, kStrip]. Up to
+// kLanes - 1 slots behind the last one are copied too, whatever they hold; their scores are masked.
 template <typename T>
-void pack_keys(const Chunk<T>& chunk, float* to) {
-  for (int column = 0; column < chunk.count; column += kLanes) {
-    const T* from = chunk.keys[column / kSegment] + column % kSegment;
-    float* strip = to + static_cast<int64_t>(column / kStrip) * chunk.head_size * kStrip +
-                   column % kStrip;
-    for (int d = 0; d < chunk.head_size; ++d) {
-      store(strip + d * kStrip, load_floats(from + static_cast<int64_t>(d) * chunk.block_size));
+void pack_keys(const Chunk<T>& chunk, int first, float* strip) {
+  const int end = first + kStrip < chunk.count ? first + kStrip : chunk.count;
+  for (int slot = first; slot < end; slot += kLanes, strip += kLanes) {
+    const T* from = chunk.keys[slot / kSegment] + slot % kSegment;
+    for (int d = 0; d < chunk.head_size; ++d, from += chunk.block_size) {
+      store(strip + d * kStrip, load_floats(from));
     }
   }
 }
 
 #if defined(VLLM_TRIE_BF16_PRODUCTS)
-// The same without conversion: strips [head_size / 2, kStrip, 2], two rows interleaved.
-inline void pack_keys(const Chunk<BFloat16>& chunk, BFloat16* to) {
-  for (int column = 0; column < chunk.count; column += kLanes) {
-    const BFloat16* from = chunk.keys[column / kSegment];
-    BFloat16* strip = to + static_cast<int64_t>(column / kStrip) * chunk.head_size * kStrip +
-                      column % kStrip * 2;
-    for (int d = 0; d < chunk.head_size; d += 2) {
-      const BFloat16* row = from + static_cast<int64_t>(d) * chunk.block_size;
-      const __m256i even = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row));
+// The same without conversion: strip [head_size / 2, kStrip, 2], two rows interleaved.
+inline void pack_keys(const Chunk<BFloat16>& chunk, int first, BFloat16* strip) {
+  const int end = first + kStrip < chunk.count ? first + kStrip : chunk.count;
+  for (int slot = first; slot < end; slot += kLanes, strip += 2 * kLanes) {
+    const BFloat16* from = chunk.keys[slot / kSegment];
+    for (int d = 0; d < chunk.head_size; d += 2, from += 2 * chunk.block_size) {
+      const __m256i even = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
       const __m256i odd =
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + chunk.block_size));
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + chunk.block_size));
       const __m512i pairs = _mm512_or_si512(_mm512_cvtepu16_epi32(even),
                                             _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
       _mm512_storeu_si512(strip + d * kStrip, pairs);
@@ -99,17 +80,64 @@ inline void pack_keys(const Chunk<BFloat16>& chunk, BFloat16* to) {
 }
 #endif
 
-// Values of a chunk -> strips [kChunk, kStrip]. Nothing behind the last slot is read: what lies
-// there may be NaN, and a weight of zero would not undo it.
+// Columns [first, first + kStrip) of a chunk's values -> strip [kChunk, kStrip]. Nothing behind the
+// last slot is read: what lies there may be NaN, and a weight of zero would not undo it.
 template <typename T>
-void pack_values(const Chunk<T>& chunk, float* to) {
-  for (int slot = 0; slot < chunk.count; ++slot) {
+void pack_values(const Chunk<T>& chunk, int first, float* strip) {
+  const bool whole = chunk.head_size - first > kLanes;
+  for (int slot = 0; slot < chunk.count; ++slot, strip += kStrip) {
     const T* from = chunk.values[slot / kSegment] +
-                    static_cast<int64_t>(slot % kSegment) * chunk.head_size;
-    for (int d = 0; d < chunk.head_size; d += kLanes) {
-      store(to + static_cast<int64_t>(d / kStrip) * kChunk * kStrip + slot * kStrip + d % kStrip,
-            load_floats(from + d));
+                    static_cast<int64_t>(slot % kSegment) * chunk.head_size + first;
+    store(strip, load_floats(from));
+    if (whole) store(strip + kLanes, load_floats(from + kLanes));
+  }
+}
+
+// Sums of this many products at most are added up one by one: shorter sums are more exact.
+constexpr int kDepth = 128;
+
+inline void multiply_key_strip(int rows, int columns, int head_size, const float* query,
+                               const float* strip, float* scores) {
+  static const struct Ones {
+    float values[kMaxRows];
+    Ones() {
+      for (float& value : values) value = 1.0f;
     }
+  } ones;
+  for (int d = 0; d < head_size; d += kDepth) {
+    multiply_strip(rows, columns, head_size - d < kDepth ? head_size - d : kDepth, query + d,
+                   head_size, strip + d * kStrip, d ? ones.values : nullptr, scores,
+                   kChunk);
+  }
+}
+
+#if defined(VLLM_TRIE_BF16_PRODUCTS)
+inline void multiply_key_strip(int rows, int columns, int head_size, const BFloat16* query,
+                               const BFloat16* strip, float* scores) {
+  multiply_strip(rows, columns, head_size, query, head_size, strip, nullptr, scores,
+                 kChunk);
+}
+#endif
+
+// scores[rows, count] = query[rows, head_size] * keys; `strip` is scratch memory.
+template <typename T, typename Product>
+void multiply_keys(const Chunk<T>& chunk, int rows, const Product* query, Product* strip,
+                   float* scores) {
+  for (int first = 0; first < chunk.count; first += kStrip) {
+    pack_keys(chunk, first, strip);
+    multiply_key_strip(rows, chunk.count - first, chunk.head_size, query, strip, scores + first);
+  }
+}
+
+// sums[rows, head_size] = weights[rows, count] * values + sums * factors; `strip` is scratch memory.
+// factors: one per row, or null to overwrite the sums.
+template <typename T>
+void multiply_values(const Chunk<T>& chunk, int rows, const float* weights, float* strip,
+                     const float* factors, float* sums) {
+  for (int first = 0; first < chunk.head_size; first += kStrip) {
+    pack_values(chunk, first, strip);
+    multiply_strip(rows, chunk.head_size - first, chunk.count, weights, kChunk, strip,
+                   factors, sums + first, chunk.head_size);
   }
 }
 

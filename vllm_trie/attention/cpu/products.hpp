@@ -41,8 +41,8 @@ inline void multiply_tile(const float* __restrict a, int64_t a_stride, const flo
 }
 
 #if defined(VLLM_TRIE_BF16_PRODUCTS)
-// The same for bfloat16 operands, whose products are exact in the float32 sums. `depth` is even;
-// b holds pairs of rows interleaved: [depth / 2, kStrip, 2]. Overwrites c.
+// The same for bfloat16 operands, whose products are exact in the float32 sums. `depth` is even; b
+// holds pairs of rows interleaved: [depth / 2, kStrip, 2]. Overwrites c.
 template <int kRows, int kVectors>
 inline void multiply_tile(const BFloat16* __restrict a, int64_t a_stride,
                           const BFloat16* __restrict b, int64_t depth, const float*,
@@ -99,27 +99,22 @@ void multiply_rows(int rows, const T* a, int64_t a_stride, const T* b, int64_t d
   }
 }
 
-// c[rows, columns] = a[rows, depth] * b (+ c * factors), where b lies in strips of kStrip columns,
-// `strip_size` elements apart. `columns` is rounded up to a multiple of kLanes.
-//
-// A strip stays in the first-level cache while all rows pass over it.
+// c[rows, kStrip] = a[rows, depth] * strip (+ c * factors), for a strip [depth, kStrip] of which
+// `columns` are wanted; c's columns up to the next multiple of kLanes are written.
 template <typename T>
-void multiply(int rows, int columns, int64_t depth, const T* a, int64_t a_stride, const T* b,
-              int64_t strip_size, const float* factors, float* c, int64_t c_stride) {
+void multiply_strip(int rows, int columns, int64_t depth, const T* a, int64_t a_stride,
+                    const T* strip, const float* factors, float* c, int64_t c_stride) {
   const int num_tiles = (rows + kTileRows - 1) / kTileRows;
-  for (int first_column = 0; first_column < columns; first_column += kStrip, b += strip_size) {
-    const bool whole = columns - first_column > kLanes;
-    for (int tile = 0; tile < num_tiles; ++tile) {
-      const int row = rows * tile / num_tiles;  // tiles of nearly equal height
-      const int height = rows * (tile + 1) / num_tiles - row;
-      const T* a_tile = a + row * a_stride;
-      const float* tile_factors = factors ? factors + row : nullptr;
-      float* c_tile = c + row * c_stride + first_column;
-      if (whole) {
-        multiply_rows<2>(height, a_tile, a_stride, b, depth, tile_factors, c_tile, c_stride);
-      } else {
-        multiply_rows<1>(height, a_tile, a_stride, b, depth, tile_factors, c_tile, c_stride);
-      }
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    const int row = rows * tile / num_tiles;  // tiles of nearly equal height
+    const int height = rows * (tile + 1) / num_tiles - row;
+    const T* a_tile = a + row * a_stride;
+    float* c_tile = c + row * c_stride;
+    const float* tile_factors = factors ? factors + row : nullptr;
+    if (columns > kLanes) {
+      multiply_rows<2>(height, a_tile, a_stride, strip, depth, tile_factors, c_tile, c_stride);
+    } else {
+      multiply_rows<1>(height, a_tile, a_stride, strip, depth, tile_factors, c_tile, c_stride);
     }
   }
 }

@@ -91,7 +91,7 @@ struct Partial {
 };
 
 // Rows of a unit: as many as keep its sums in the second-level cache.
-int max_rows(int head_size) { return std::clamp(32768 / head_size, 64, 256); }
+int max_rows(int head_size) { return std::clamp(32768 / head_size, 64, kMaxRows); }
 
 std::vector<Unit> make_units(const Arguments& arguments) {
   std::vector<Unit> units;
@@ -151,7 +151,7 @@ class Attention {
   void run() {
     if (units_.empty()) return;
     const int64_t work = units_.back().cost_before + units_.back().cost();
-    // A thread has work for at least some hundred products per row, or starting it costs more.
+    // So little that starting another thread costs more is left to one.
     const int num_threads = static_cast<int>(
         std::clamp<int64_t>(work * group_ / 16, 1, std::max(1, arguments_.num_threads)));
     pieces_.resize(2 * num_threads);
@@ -201,19 +201,16 @@ class Attention {
     static thread_local Workspace workspace;
     const int head_size = arguments_.head_size;
     const int rows = static_cast<int>(unit.num_queries) * group_;
-    const size_t padded_head = (head_size + kStrip - 1) / kStrip * kStrip;
-    const size_t panel = kChunk * padded_head;
+    const size_t strip_size = static_cast<size_t>(std::max(kChunk, head_size)) * kStrip;
     const size_t state = Partial::floats(rows_, head_size);
-    float* memory = workspace.take(state + 2 * panel + static_cast<size_t>(rows_) *
-                                       (head_size + kChunk + 1) + 64);
+    const size_t per_row = head_size + kChunk + 1;  // query, scores, factor
+    float* memory = workspace.take(state + strip_size + rows_ * per_row + 64);
     Partial sums = Partial::at(partial ? partial : memory, rows_);
-    float* keys = memory + (state + 15) / 16 * 16;
-    float* values = keys + panel;
-    float* scores = values + panel;
+    float* strip = memory + (state + 15) / 16 * 16;
+    float* scores = strip + strip_size;
     float* query = scores + static_cast<size_t>(rows_) * kChunk;
     float* factors = query + static_cast<size_t>(rows_) * head_size;
     Product* query_rows = reinterpret_cast<Product*>(query);
-    Product* key_strips = reinterpret_cast<Product*>(keys);
 
     load_query(unit, query_rows);
     std::fill_n(sums.maximum, rows, kMinusInfinity);
@@ -223,23 +220,17 @@ class Attention {
         arguments_.block_stride,
         arguments_.block_table + unit.row->batch_index * arguments_.block_table_stride,
         arguments_.block_size, head_size};
-    Chunk<T> chunk(head, first * kChunk, unit.num_slots);
     for (int64_t index = first; index < last; ++index) {
-      const Chunk<T> next(head, (index + 1) * kChunk, index + 1 < last ? unit.num_slots : 0);
-      pack_keys(chunk, key_strips);
-      pack_values(chunk, values);
-      multiply<Product>(rows, chunk.count, head_size, query_rows, head_size, key_strips,
-                        static_cast<int64_t>(head_size) * kStrip, nullptr, scores, kChunk);
+      const Chunk<T> chunk(head, index * kChunk, unit.num_slots);
+      multiply_keys(chunk, rows, query_rows, reinterpret_cast<Product*>(strip), scores);
       for (int row = 0; row < rows; ++row) {
         factors[row] = weigh(visibility(unit, row / group_), index * kChunk, chunk.count,
                              scores + row * kChunk, sums.maximum + row, sums.total + row);
-        next.prefetch(row, rows);
       }
-      multiply<float>(rows, head_size, chunk.count, scores, kChunk, values, kChunk * kStrip,
-                      index == first ? nullptr : factors, sums.weighted, head_size);
-      chunk = next;
+      multiply_values(chunk, rows, scores, strip, index == first ? nullptr : factors,
+                      sums.weighted);
     }
-    if (!partial) write(unit, 0, rows, [&](int row) { return 1.0f / sums.total[row]; }, sums.weighted);
+    if (!partial) write(unit, 0, rows, sums);
   }
 
   void load_query(const Unit& unit, Product* to) const {
@@ -301,17 +292,16 @@ class Attention {
     return factor;
   }
 
-  // Rows [first, last) of a unit: weighted values times a factor per row, rounded once.
-  template <typename Factor>
-  void write(const Unit& unit, int first, int last, Factor factor, const float* weighted) const {
+  // Output of the rows [first, last) of a unit, rounded once.
+  void write(const Unit& unit, int first, int last, const Partial& sums) const {
     const int head_size = arguments_.head_size;
     for (int row = first; row < last; ++row) {
       const int64_t token = unit.row->query_start + unit.first_query + row / group_;
       T* to = static_cast<T*>(arguments_.output) + token * arguments_.output_stride +
               (static_cast<int64_t>(unit.kv_head) * group_ + row % group_) * head_size;
-      const float row_factor = factor(row);
-      const float* from = weighted + static_cast<int64_t>(row) * head_size;
-      for (int d = 0; d < head_size; ++d) from_float(from[d] * row_factor, to + d);
+      const float factor = 1.0f / sums.total[row];
+      const float* from = sums.weighted + static_cast<int64_t>(row) * head_size;
+      for (int d = 0; d < head_size; ++d) from_float(from[d] * factor, to + d);
     }
   }
 
@@ -343,7 +333,7 @@ class Attention {
         }
         target.total[row] = total;
       }
-      write(unit, first, last, [&](int row) { return 1.0f / target.total[row]; }, target.weighted);
+      write(unit, first, last, target);
     }
   }
 
@@ -368,7 +358,10 @@ int vllm_trie_tree_attention(int dtype, const void* query, int64_t query_stride,
                              int num_kv_heads, int head_size, int block_size, float scale,
                              int num_threads) {
   using namespace vllm_trie;
-  if (head_size % 16 || block_size % 16 || num_heads % num_kv_heads || !(scale > 0.0f)) return 1;
+  if (head_size % kSegment || block_size % kSegment || num_heads % num_kv_heads ||
+      num_heads / num_kv_heads > kMaxRows || !(scale > 0.0f)) {
+    return 1;
+  }
   const Arguments arguments{query,      query_stride, cache,
                             block_stride, head_stride, block_table,
                             block_table_stride, static_cast<const Row*>(rows), words,

@@ -1,0 +1,115 @@
+"""Random batches over a paged cache, and what attention must give for them in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_trie.attention import (
+    TreeBatch,
+    TreeRow,
+    build_tree_batch,
+    split_cache,
+    tree_attention_portable,
+)
+from vllm_trie.tree import TokenTree
+
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's CPU backend takes."""
+
+
+class RequestShape(NamedTuple):
+    computed: int
+    """Tokens of earlier steps."""
+    committed: int
+    """Causal tokens of this step."""
+    num_nodes: int
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    trees: TreeBatch
+    scale: float
+    largest_value: float
+
+    def expected(self) -> np.ndarray:
+        """float64 [num_tokens, num_heads, head_size]."""
+        output = torch.zeros(self.query.shape, dtype=torch.float64)
+        tree_attention_portable(
+            self.query.double(),
+            self.kv_cache.double(),
+            self.block_table,
+            self.trees,
+            self.scale,
+            output,
+        )
+        return output.numpy()
+
+
+def random_tree(generator: np.random.Generator, num_nodes: int, chain: bool = False) -> TokenTree:
+    """A tree whose shape ranges from a chain to a star; token ids do not matter here."""
+    reach = int(generator.integers(1, num_nodes + 1)) if num_nodes else 1
+    parents = [
+        node - 1 if chain else max(-1, node - int(generator.integers(1, reach + 1)))
+        for node in range(num_nodes)
+    ]
+    return TokenTree.from_lists(list(range(num_nodes)), parents)
+
+
+def paged_case(
+    requests: Sequence[RequestShape],
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    seed: int,
+    chains: bool = False,
+) -> PagedCase:
+    """A batch with these shapes and standard normal values; slots not in use hold NaN.
+
+    The query is a view of a wider tensor, as vLLM's is of the projected q, k and v.
+    """
+    generator = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32)).to(dtype)
+
+    seq_lens = [sum(request) for request in requests]
+    blocks_of = [-(-seq_len // block_size) for seq_len in seq_lens]
+    free = generator.permutation(sum(blocks_of) + 2).astype(np.int32)
+    shape = (len(free), num_kv_heads, block_size, 2 * head_size)
+    kv_cache = torch.full(shape, torch.nan, dtype=dtype)
+    keys, values = split_cache(kv_cache)
+    block_table = np.full((len(requests), max(blocks_of) + 1), free[-1], dtype=np.int32)
+    rows, words, start, largest = [], [], 0, 0.0
+    for index, (request, seq_len) in enumerate(zip(requests, seq_lens, strict=True)):
+        mine, free = free[: blocks_of[index]], free[blocks_of[index] :]
+        block_table[index, : len(mine)] = mine
+        position = np.arange(seq_len)
+        block, offset = mine[position // block_size], position % block_size
+        value = normal(seq_len, num_kv_heads, head_size)
+        keys[block, :, :, offset] = normal(seq_len, num_kv_heads, head_size)
+        values[block, :, offset] = value
+        largest = max(largest, float(value.abs().max()))
+        num_queries = request.committed + request.num_nodes
+        tree = random_tree(generator, request.num_nodes, chains)
+        rows.append(TreeRow(index, start, num_queries, request.num_nodes, seq_len))
+        words.append(tree.ancestor_words())
+        start += num_queries
+    query = normal(start, num_heads + 2 * num_kv_heads, head_size)[:, :num_heads]
+    return PagedCase(
+        query,
+        kv_cache,
+        torch.from_numpy(block_table),
+        build_tree_batch(rows, words, start),
+        head_size**-0.5,
+        largest,
+    )

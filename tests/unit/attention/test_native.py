@@ -1,0 +1,318 @@
+"""The compiled kernels, for each instruction set that this machine has."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.attention.paged_cases import HEAD_SIZES, PagedCase, RequestShape, paged_case
+from vllm_trie.attention import (
+    TreeRow,
+    build_tree_batch,
+    choose_kernels,
+    kernels,
+    move_slots,
+    move_slots_in_layers,
+    split_cache,
+    tree_attention,
+)
+from vllm_trie.attention.native import NativeKernels, load_kernels
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Half a unit in the last place, relative to the value, and the smallest one.
+OUTPUT_ROUNDING = {
+    torch.float32: (0.0, 0.0),
+    torch.bfloat16: (2.0**-8, 0.0),
+    torch.float16: (2.0**-11, 2.0**-25),
+}
+SOME_FIXTURES = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
+def _cpu_has(flag: str) -> bool:
+    try:
+        return flag in Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module", params=["native", "x86-64-v3", "x86-64"])
+def native(request: pytest.FixtureRequest) -> NativeKernels:
+    if request.param == "x86-64-v3" and not (_cpu_has("avx2") and _cpu_has("fma")):
+        pytest.skip("this CPU has no AVX2")
+    loaded = load_kernels(request.param)
+    if loaded is None:
+        pytest.skip(f"no compiler here, or none for {request.param}")
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def _restore_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(native: NativeKernels, case: PagedCase) -> torch.Tensor:
+    output = torch.full(case.query.shape, torch.nan, dtype=case.query.dtype)
+    assert native.tree_attention(
+        case.query, case.kv_cache, case.block_table, case.trees, case.scale, output
+    )
+    return output
+
+
+def check(native: NativeKernels, case: PagedCase) -> None:
+    """Within 1e-6 of the largest value, and the rounding of the output."""
+    expected = case.expected()
+    relative, smallest = OUTPUT_ROUNDING[case.query.dtype]
+    error = np.abs(run(native, case).double().numpy() - expected)
+    allowed = 1e-6 * max(1.0, case.largest_value) + relative * np.abs(expected) + smallest
+    assert (error <= allowed).all(), (error / allowed).max()
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> PagedCase:
+    block_size = draw(st.sampled_from([16, 32, 48, 64, 96, 128, 160, 256]))
+    head_size = draw(st.sampled_from(HEAD_SIZES))
+    num_kv_heads = draw(st.sampled_from([1, 2, 3]))
+    computed = st.one_of(
+        st.integers(0, 40),
+        st.integers(0, 300),
+        st.integers(0, 6).map(lambda blocks: blocks * block_size % 512),
+    )
+    requests = [
+        RequestShape(
+            draw(computed),
+            draw(st.sampled_from([1, 1, 1, 2, 7])),
+            draw(st.one_of(st.integers(1, 20), st.integers(1, 150))),
+        )
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    torch.set_num_threads(draw(st.integers(1, 3)))
+    return paged_case(
+        requests,
+        draw(st.sampled_from(DTYPES)),
+        num_kv_heads * draw(st.sampled_from([1, 2, 4, 7])),
+        num_kv_heads,
+        head_size,
+        block_size,
+        draw(st.integers(0, 2**32)),
+        chains=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=60, **SOME_FIXTURES)
+@given(case=cases())
+def test_equals_float64(native: NativeKernels, case: PagedCase) -> None:
+    check(native, case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+def test_rows_that_need_several_units(
+    native: NativeKernels, dtype: torch.dtype, num_threads: int
+) -> None:
+    """More rows than a unit of work holds, and threads that share units unevenly."""
+    torch.set_num_threads(num_threads)
+    requests = [RequestShape(400, 130, 64), RequestShape(0, 300, 3), RequestShape(777, 1, 1)]
+    check(native, paged_case(requests, dtype, 6, 2, 64, 32, seed=3))
+    check(native, paged_case([RequestShape(1500, 1, 9)], dtype, 1, 1, 128, 128, seed=4))
+
+
+def test_scores_far_apart(native: NativeKernels) -> None:
+    """Weights that underflow against those seen before or later, across chunks and threads."""
+    for scale_of_query in (1e-4, 30.0, 300.0):
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            case = paged_case([RequestShape(500, 1, 12)], torch.float32, 4, 2, 64, 64, seed=5)
+            case.query.mul_(scale_of_query)
+            error = np.abs(run(native, case).double().numpy() - case.expected())
+            # The scores themselves are rounded, and so the weights in proportion to them.
+            assert error.max() <= 1e-6 * max(1.0, scale_of_query) * case.largest_value
+
+
+def test_committed_token_sees_no_node(native: NativeKernels) -> None:
+    case = paged_case([RequestShape(3, 4, 5)], torch.float32, 2, 1, 32, 32, seed=6)
+    before = run(native, case)
+    keys, values = split_cache(case.kv_cache)
+    for slot in range(7, 12):  # of the nodes
+        keys[case.block_table[0, 0], :, :, slot] += 1.0
+        values[case.block_table[0, 0], :, slot] += 1.0
+    after = run(native, case)
+    assert torch.equal(before[:4], after[:4])
+    assert (before[4:] != after[4:]).any(dim=-1).all()
+
+
+def test_other_rows_are_left_alone(native: NativeKernels) -> None:
+    case = paged_case([RequestShape(50, 1, 6)] * 3, torch.float32, 4, 2, 32, 32, seed=7)
+    whole = run(native, case)
+    trees = build_tree_batch(case.trees.rows[1:2], case.trees.ancestor_words[1:2], len(case.query))
+    output = torch.full_like(whole, 7.0)
+    native.tree_attention(case.query, case.kv_cache, case.block_table, trees, case.scale, output)
+    assert torch.equal(output[7:14], whole[7:14])
+    assert (output[:7] == 7.0).all()
+    assert (output[14:] == 7.0).all()
+
+
+def test_calls_from_several_threads(native: NativeKernels) -> None:
+    """ctypes lets other threads run meanwhile: calls must not share memory."""
+    torch.set_num_threads(2)
+    batches = [
+        paged_case([RequestShape(600 + 50 * i, 1, 20)], torch.float32, 4, 1, 64, 32, seed=i)
+        for i in range(3)
+    ]
+    expected = [run(native, case) for case in batches]
+    wrong: list[int] = []
+
+    def repeat(index: int) -> None:
+        for _ in range(20):
+            if not torch.allclose(run(native, batches[index]), expected[index], atol=2e-6):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=repeat, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.fixture(scope="module")
+def stock_attention():
+    """vLLM's own CPU kernel; see test_reference.py on why its library is loaded by itself."""
+    level = "AVX512" if torch.cpu._is_avx512_supported() else "AVX2"
+    vllm = importlib.util.find_spec("vllm")
+    folder = Path(vllm.submodule_search_locations[0]) if vllm else Path()
+    libraries = list(folder.glob(f"_C_{level}*.so"))
+    if not libraries:
+        pytest.skip("only vLLM's build for x86 CPUs has the kernel")
+    torch.ops.load_library(libraries[0])
+
+    def attend(case: PagedCase) -> torch.Tensor:
+        rows = case.trees.rows
+        _, num_kv_heads, block_size, _ = case.kv_cache.shape
+        num_heads, head_size = case.query.shape[1:]
+        isa = "vec" if head_size % 32 == 0 and block_size % 32 == 0 else "vec16"
+        starts = torch.tensor([0, *np.cumsum([r.num_queries for r in rows])], dtype=torch.int32)
+        seq_lens = torch.tensor([row.seq_len for row in rows], dtype=torch.int32)
+        plan = torch.ops._C.get_scheduler_metadata(
+            *(len(rows), num_heads, num_kv_heads, head_size, seq_lens, case.query.dtype, starts),
+            *(True, -1, isa, True, None, "auto"),
+        )
+        # The stock kernel cannot do with NaN in unused slots.
+        cache = case.kv_cache.nan_to_num()
+        halves = cache.view(cache.shape[0], num_kv_heads, 2 * block_size, head_size)
+        keys, values = halves.chunk(2, dim=2)
+        output = torch.empty_like(case.query)
+        torch.ops._C.cpu_attention_with_kv_cache(
+            *(case.query, keys, values, output, starts, seq_lens, case.scale, True, None, -1),
+            *(case.block_table, 0.0, plan, None, None, 1.0, 1.0, "auto"),
+        )
+        return output
+
+    return attend
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_chain_equals_the_stock_kernel(
+    native: NativeKernels, stock_attention, head_size: int
+) -> None:
+    """On chains, float32 differs from vLLM's kernel by rounding only."""
+    requests = [RequestShape(70, 1, 12), RequestShape(256, 3, 33), RequestShape(0, 1, 7)]
+    case = paged_case(requests, torch.float32, 6, 2, head_size, 32, seed=head_size, chains=True)
+    difference = (run(native, case) - stock_attention(case)).abs()
+    assert difference.max() <= 2e-6 * case.largest_value
+    assert difference.mean() <= 1e-7 * case.largest_value
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_move_slots(native: NativeKernels, dtype: torch.dtype, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    generator = torch.Generator().manual_seed(num_threads)
+    caches = [torch.randn(5, 3, 32, 2 * 80, generator=generator).to(dtype) for _ in range(4)]
+    slots = torch.randperm(5 * 32, generator=generator)
+    source, target = slots[:20], slots[10:30]  # they overlap
+    expected = [cache.clone() for cache in caches]
+    for cache in expected:
+        move_slots(cache, source, target)
+    assert native.move_slots(caches, source, target)
+    for cache, wanted in zip(caches, expected, strict=True):
+        assert torch.equal(cache, wanted)
+
+
+def test_falls_back_on_what_the_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes that no vLLM kernel has, and a machine without a compiler."""
+    odd = paged_case([RequestShape(20, 1, 5)], torch.float32, 2, 1, 24, 8, seed=8)
+    usual = paged_case([RequestShape(20, 1, 5)], torch.float32, 2, 1, 32, 32, seed=8)
+    for case in (odd, usual):
+        output = torch.zeros_like(case.query)
+        tree_attention(case.query, case.kv_cache, case.block_table, case.trees, case.scale, output)
+        np.testing.assert_allclose(output.double().numpy(), case.expected(), atol=1e-5)
+
+    choose_kernels.cache_clear()
+    monkeypatch.setattr(kernels, "load_kernels", lambda: None)
+    try:
+        assert choose_kernels().native is None
+        assert "torch operations" in choose_kernels().reason
+        output = torch.zeros_like(usual.query)
+        tree_attention(
+            usual.query, usual.kv_cache, usual.block_table, usual.trees, usual.scale, output
+        )
+        np.testing.assert_allclose(output.double().numpy(), usual.expected(), atol=1e-5)
+        cache = torch.randn(2, 1, 32, 64)
+        expected = cache.clone()
+        move_slots(expected, torch.tensor([5]), torch.tensor([40]))
+        move_slots_in_layers([cache], torch.tensor([5]), torch.tensor([40]))
+        assert torch.equal(cache, expected)
+    finally:
+        choose_kernels.cache_clear()
+
+
+def test_refuses_what_it_would_get_wrong(native: NativeKernels) -> None:
+    case = paged_case([RequestShape(20, 1, 5)], torch.float32, 2, 1, 32, 32, seed=9)
+    output = torch.zeros_like(case.query)
+    arguments = (case.query, case.kv_cache, case.block_table, case.trees, case.scale, output)
+    wrong = {
+        0: case.query.transpose(0, 1).contiguous().transpose(0, 1),  # another memory layout
+        1: case.kv_cache.bfloat16(),
+        2: case.block_table.long(),
+        4: 0.0,
+        5: output.double(),
+    }
+    for index, value in wrong.items():
+        changed = [*arguments[:index], value, *arguments[index + 1 :]]
+        assert not native.tree_attention(*changed), index
+    assert (output == 0.0).all()
+    assert not native.move_slots(
+        [case.kv_cache, case.kv_cache[:1]], torch.tensor([0]), torch.tensor([1])
+    )
+
+
+def test_empty_batch(native: NativeKernels) -> None:
+    trees = build_tree_batch([], [], 4)
+    query = torch.zeros(4, 2, 32)
+    output = torch.full_like(query, 7.0)
+    cache, table = torch.zeros(1, 1, 32, 64), torch.zeros(1, 1, dtype=torch.int32)
+    assert native.tree_attention(query, cache, table, trees, 1.0, output)
+    assert (output == 7.0).all()
+    assert not trees.covers_batch
+
+
+def test_packed_trees() -> None:
+    """The order of the fields is that of the C++ struct."""
+    words = [np.array([[1], [3]], dtype=np.uint64), np.full((70, 2), 5, dtype=np.uint64)]
+    rows = [
+        TreeRow(batch_index=1, query_start=4, num_queries=3, num_nodes=2, seq_len=9),
+        TreeRow(batch_index=2, query_start=7, num_queries=71, num_nodes=70, seq_len=80),
+    ]
+    packed = build_tree_batch(rows, words, 80).packed()
+    assert packed.rows.tolist() == [[1, 4, 3, 2, 9], [2, 7, 71, 70, 80]]
+    assert packed.words.tolist() == [1, 3] + [5] * 140
