@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ _CALIBRATION_ROWS = 16
 """A temperature is one number; a few thousand places settle it."""
 
 
-class Targets(str, Enum):
+class Targets(StrEnum):
     """What the heads learn to say."""
 
     model = "model"

@@ -94,9 +94,7 @@ def select(
     return depth_first_layout(TokenTree.from_lists(chosen_tokens, parents, values))
 
 
-def algorithm1(
-    probabilities: np.ndarray, num_nodes: int
-) -> list[tuple[tuple[int, ...], float]]:
+def algorithm1(probabilities: np.ndarray, num_nodes: int) -> list[tuple[tuple[int, ...], float]]:
     """Algorithm 1 of the paper: the best paths by product, layer by layer.
 
     Each head extends every path in a queue bounded to `num_nodes`; paths that fall out of it cannot

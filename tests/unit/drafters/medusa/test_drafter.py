@@ -1,0 +1,161 @@
+"""The drafter: heads, candidates, trees and state."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.unit.drafters.medusa.support import (
+    VOCAB,
+    describe,
+    make_medusa,
+    make_requests,
+    random_heads,
+)
+from tests.unit.drafters.support import make_context
+from vllm_trie.drafters.medusa import backend
+from vllm_trie.drafters.medusa.checkpoint import CheckpointError, save_vllm
+from vllm_trie.drafters.medusa.drafter import MedusaDrafter
+from vllm_trie.drafters.medusa.heads import top_candidates
+from vllm_trie.drafters.registry import parse_options
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shares_output", [False, True])
+def test_heads_compute_what_the_paper_says(has_bias, shares_output):
+    heads = random_heads(num_layers=2, has_bias=has_bias, shares_output=shares_output)
+    hidden = torch.randn(5, 16)
+    stacked = heads(hidden)
+    for k in range(3):
+        x = hidden
+        for layer in range(2):
+            bias = heads.block_bias[k, layer] if has_bias else 0.0
+            x = x + F.silu(x @ heads.block_weight[k, layer].T + bias)
+        expected = x @ heads.output_weight[0 if shares_output else k].T
+        torch.testing.assert_close(stacked[k], expected)
+        torch.testing.assert_close(heads.head(k, hidden), expected)
+
+
+def test_candidates_are_the_calibrated_softmax():
+    heads, hidden = random_heads(), torch.randn(4, 16)
+    temperatures = torch.tensor([0.7, 1.5])
+    tokens, shares = top_candidates(heads, hidden, 8, temperatures)
+    assert tokens.shape == shares.shape == (4, 2, 8)
+    expected = torch.softmax(heads(hidden, 2).transpose(0, 1) / temperatures[:, None], dim=-1)
+    torch.testing.assert_close(shares, expected.gather(-1, tokens.long()))
+    torch.testing.assert_close(shares, expected.topk(8).values)
+
+
+@pytest.mark.parametrize("joint", ["product", "context"])
+def test_first_node_is_the_first_heads_guess(joint):
+    """Head 1 speaks of the token after the one that is committed already."""
+    heads = random_heads()
+    requests = make_requests(1)
+    requests[0].token_ids = np.arange(40, dtype=np.int32)  # nothing repeats
+    tree = make_medusa(heads, joint=joint).propose(requests)[0]
+    logits = heads(requests[0].hidden_state[None])[:, 0]
+    assert tree.token_ids[0] == logits[0].argmax()
+    second = [i for i in range(tree.num_nodes) if tree.parents[i] == 0]
+    assert tree.token_ids[second[0]] == logits[1].argmax()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"joint": "product"},
+        {"tree": "fixed", "num_heads": None},
+        {"tree": [[0], [1], [0, 0]]},
+        {"num_heads": 2, "top_tokens": 5, "max_depth": 2},
+    ],
+    ids=str,
+)
+def test_trees_are_valid_and_the_same_alone_or_in_a_batch(options):
+    heads = random_heads(num_heads=4)
+    batch = describe(make_medusa(heads, **options).propose(make_requests(4)))
+    one_by_one = make_medusa(heads, **options)
+    for request, expected in zip(make_requests(4), batch, strict=True):
+        tree = one_by_one.propose([request])[0]
+        tree.validate(VOCAB, request.max_nodes)
+        found = describe([tree])[0]
+        assert found[:2] == expected[:2]
+        assert found[2] == pytest.approx(expected[2], rel=1e-4)
+        assert tree.depths().max() <= options.get("max_depth", 50)
+
+
+@pytest.mark.parametrize("tree", ["dynamic", "fixed"])
+@pytest.mark.parametrize("joint", ["product", "context"])
+def test_limits_of_the_request(tree, joint):
+    drafter = make_medusa(random_heads(num_heads=4), tree=tree, joint=joint)
+    for found in drafter.propose(make_requests(max_nodes=7, max_depth=2)):
+        assert found.num_nodes == 7
+        assert found.depths().max() == 2
+    for found in drafter.propose(make_requests(chain_only=True, max_nodes=7, max_depth=3)):
+        assert found.is_chain
+        assert found.num_nodes == 3
+
+
+def test_without_a_compiler_the_trees_are_the_same(monkeypatch):
+    heads = random_heads()
+    expected = describe(make_medusa(heads).propose(make_requests()))
+    monkeypatch.setattr(backend.native, "is_available", lambda: False)
+    slow = make_medusa(heads)
+    assert isinstance(slow._backend, backend.PythonBackend)
+    assert describe(slow.propose(make_requests())) == expected
+
+
+def test_released_and_changed_requests():
+    heads = random_heads()
+    drafter = make_medusa(heads)
+    fresh = describe(make_medusa(heads).propose(make_requests(3, seed=1)))
+    drafter.propose(make_requests(3))
+    assert describe(drafter.propose(make_requests(3, seed=1))) == fresh  # same ids, other texts
+    for name in ("r0", "r1", "r2", "r2", "unknown"):
+        drafter.release(name)
+    assert drafter._indexes == {}
+
+
+def test_temperatures_of_the_checkpoint(tmp_path):
+    save_vllm(random_heads(), tmp_path, (3.0, 3.0, 3.0))
+
+    def first(**options):
+        drafter = make_medusa(path=tmp_path, joint="product", **options)
+        drafter.load_model(None)
+        return drafter.propose(make_requests(1))[0].probabilities[0]
+
+    assert first(calibrate=False) > first() > 0.0
+
+
+def test_more_than_the_checkpoint_has(tmp_path):
+    save_vllm(random_heads(num_heads=2), tmp_path)
+    for options, words in (
+        ({"num_heads": 3}, "num_heads=3"),
+        ({"tree": "fixed"}, "needs 3 heads, but 2"),
+        ({"tree": [[0], [9]], "top_tokens": 4}, "raise top_tokens"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            make_medusa(path=tmp_path, **options).load_model(None)
+
+
+def test_without_heads():
+    with pytest.raises(ValueError, match="needs the Medusa heads"):
+        MedusaDrafter(parse_options("medusa_dynamic", {}), make_context())
+    with pytest.raises(RuntimeError, match="not loaded"):
+        make_medusa().propose(make_requests())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tree": "static"}, "tree"),
+        ({"tree": [[0, 1]]}, "lacks its parent"),
+        ({"joint": "sum"}, "joint='sum'"),
+        ({"top_tokens": 0}, "top_tokens=0"),
+        ({"heads": 3}, "heads is not an option"),
+    ],
+)
+def test_wrong_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        parse_options("medusa_dynamic", options)
