@@ -158,7 +158,7 @@ def main(
     result["hand"] = summary(hand)
     result["hand_near_ties"] = near_ties(trained, hand)
     if isinstance(engine, TransformersBackend):
-        result["hand_beams"] = beam_variety(engine, hand)
+        result["hand_beams"] = beam_variety(engine, hand[::3])
     if per_kind:
         documents = held_out_documents(per_kind)
         held = ask(engine, tokenizer, [(d.kind, d.prompt) for d in documents], 400)
@@ -176,6 +176,8 @@ def main(
         result["loss"] = {name: round(value, 3) for name, value in values.items()}
     print(json.dumps(result, indent=1))
     if json_path is not None:
+        # The outputs go to the file only: two backends' files can be compared.
+        result["hand_outputs"] = {answer.name: answer.output for answer in hand}
         json_path.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -8,7 +8,9 @@ step keep what was learnt.
 
 from __future__ import annotations
 
+import json
 import random
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated
@@ -22,10 +24,12 @@ from tqdm import tqdm
 from vllm_trie.tiny_model.dataset import Dataset, RowFeed
 from vllm_trie.tiny_model.decoding import greedy, looping_positions
 from vllm_trie.tiny_model.model import TinyLlama, load_model, save_model
+from vllm_trie.tiny_model.optimizer import MuonAdamW
 from vllm_trie.tiny_model.train import keep_freed_memory
 
 _NEW_TOKENS = 128
-_ROWS = 24
+_ROWS = 16
+_LENGTH, _BATCH_TOKENS = 512, 8192
 
 
 class PromptPool:
@@ -51,67 +55,100 @@ class PromptPool:
 
 def unlikelihood(model: TinyLlama, prompts: list[list[int]]) -> tuple[Tensor | None, float]:
     """``(loss over looping tokens, share of prompts that loop)``; None where nothing loops."""
-    outputs = greedy(model, prompts, _NEW_TOKENS)
-    rows, columns, loops = [], [], 0
     length = len(prompts[0])
-    ids = np.zeros((len(prompts), length + _NEW_TOKENS), np.int64)
-    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        ids[row, : length + len(output)] = prompt + output
+    loops = []
+    for prompt, output in zip(prompts, greedy(model, prompts, _NEW_TOKENS), strict=True):
         positions = looping_positions(output)
-        loops += bool(positions)
-        rows += [row] * len(positions)
-        columns += [length + position for position in positions]
-    if not rows:
+        if positions:
+            loops.append((prompt + output, [length + position for position in positions]))
+    if not loops:
         return None, 0.0
-    tokens = torch.from_numpy(ids)
-    hidden = model.hidden(tokens, *model.rotary(ids.shape[1]))
-    at, before = torch.tensor(rows), torch.tensor(columns) - 1
-    log_p = model.logits(hidden[at, before]).log_softmax(-1)
-    chosen = log_p.gather(1, tokens[at, before + 1][:, None]).squeeze(1)
-    return -torch.log1p(-chosen.exp().clamp(max=1 - 1e-5)).mean(), loops / len(prompts)
+    ids = np.zeros((len(loops), length + _NEW_TOKENS), np.int64)
+    for row, (tokens, _) in enumerate(loops):
+        ids[row, : len(tokens)] = tokens
+    rows = torch.tensor([row for row, (_, columns) in enumerate(loops) for _ in columns])
+    columns = torch.tensor([column for _, columns in loops for column in columns])
+    batch = torch.from_numpy(ids)
+    hidden = model.hidden(batch, *model.rotary(ids.shape[1]), torch.bfloat16)
+    log_p = model.logits(hidden[rows, columns - 1]).log_softmax(-1)
+    chosen = log_p.gather(1, batch[rows, columns][:, None]).squeeze(1)
+    loss = -torch.log1p(-chosen.exp().clamp(max=1 - 1e-5)).mean()
+    return loss, len(loops) / len(prompts)
 
 
 def main(
     model: Annotated[Path, typer.Option(help="folder of the trained model")],
     data: Annotated[Path, typer.Option(help="folder of its data set")],
     out: Annotated[Path, typer.Option(help="folder for the refined model")],
-    steps: Annotated[int, typer.Option()] = 150,
-    learning_rate: Annotated[float, typer.Option(help="AdamW, falls to 0")] = 3e-4,
+    minutes: Annotated[float, typer.Option(help="length of the run")] = 12.0,
+    steps: Annotated[int, typer.Option(help="length in steps instead of minutes")] = 0,
+    scale: Annotated[float, typer.Option(help="of the first run's peak learning rates")] = 0.25,
     weight: Annotated[float, typer.Option(help="of the unlikelihood loss")] = 0.5,
-    threads: Annotated[int, typer.Option(help="torch threads")] = 3,
+    every: Annotated[int, typer.Option(help="steps between looks for loops")] = 3,
+    document_share: Annotated[float, typer.Option(help="rows of task documents")] = 0.6,
+    blend: Annotated[float, typer.Option(help="share of the refined weights in the result")] = 0.5,
+    threads: Annotated[int, typer.Option(help="torch threads")] = 4,
     seed: Annotated[int, typer.Option()] = 0,
+    compile: Annotated[bool, typer.Option(help="use torch.compile (needs a C++ compiler)")] = True,
 ) -> None:
-    """Refine ``model`` and write it with its tokenizer to ``out``."""
+    """Refine ``model``, with more task documents than before, and write it to ``out``."""
     keep_freed_memory()
     torch.set_num_threads(threads)
     trained = load_model(model)
     dataset = Dataset.load(next(iter(sorted(data.glob("data-*.npz")))))
-    pool, feed = PromptPool(dataset, seed), RowFeed(dataset, seed + 1000)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=learning_rate, weight_decay=0.0)
+    pool = PromptPool(dataset, seed)
+    feed = RowFeed(dataset, seed + 1000, document_share, snippet_share=0.15)
+    optimizer = MuonAdamW(trained)
+    forward = torch.compile(trained, dynamic=False) if compile else trained
+    rotary = trained.rotary(_LENGTH)
     looping: list[float] = []
-    bar = tqdm(range(steps), mininterval=5)
-    for step in bar:
-        loss, share = unlikelihood(trained, pool.draw())
-        arrays = feed.batch(8, 512) if step % 4 else feed.batch(4, 1024)
-        ids, targets, weights = (torch.from_numpy(array) for array in arrays)
-        nll, _, square = trained(ids, targets, weights, *trained.rotary(ids.shape[1]))
-        total = nll + 1e-4 * square
-        if loss is not None:
-            total = total + weight * loss
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * min(1.0, (step + 1) / 10) * (1 - step / steps)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        looping.append(share)
-        bar.set_postfix(nll=f"{float(nll):.3f}", looping=f"{np.mean(looping[-20:]):.3f}")
-        if step % 20 == 19:
-            bar.write(f"step {step + 1} looping {np.mean(looping[-20:]):.3f} nll {float(nll):.3f}")
+    step, begin = 0, time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (out / name).write_bytes((model / name).read_bytes())
+    with tqdm(total=1.0, disable=None, bar_format="{l_bar}{bar}| {elapsed} {postfix}") as bar:
+        while True:
+            progress = step / steps if steps else (time.monotonic() - begin) / (60 * minutes)
+            if progress >= 1:
+                break
+            arrays = feed.batch(_BATCH_TOKENS // _LENGTH, _LENGTH)
+            nll, _, square = forward(*(torch.from_numpy(array) for array in arrays), *rotary)
+            (nll + 1e-4 * square).backward()
+            if step % every == 0:
+                loss, share = unlikelihood(trained, pool.draw())
+                looping.append(share)
+                if loss is not None:
+                    (weight * loss).backward()
+            optimizer.step(scale * min(1.0, (step + 1) / 10) * (1 - progress))
+            step += 1
+            recent = float(np.mean(looping[-20:]))
+            bar.n = progress
+            bar.set_postfix_str(f"step {step} loss {float(nll.detach()):.3f} loops {recent:.3f}")
+            if step % 30 == 0:
+                bar.write(f"step {step} loss {float(nll.detach()):.3f} loops {recent:.3f}")
+                save_model(trained, out)
+    # Halfway between the two models most loops are gone, at next to no loss in likelihood.
+    with torch.no_grad():
+        for parameter, original in zip(
+            trained.parameters(), load_model(model).parameters(), strict=True
+        ):
+            parameter.copy_(original.lerp(parameter, blend))
     save_model(trained, out)
-    for name in ("tokenizer.json", "tokenizer_config.json", "training.json"):
-        if (model / name).exists():
-            (out / name).write_bytes((model / name).read_bytes())
+    record = json.loads((model / "training.json").read_text())
+    record["refine"] = {
+        "steps": step,
+        "minutes": round((time.monotonic() - begin) / 60, 1),
+        "tokens": step * _BATCH_TOKENS,
+        "scale": scale,
+        "weight": weight,
+        "every": every,
+        "document_share": document_share,
+        "blend": blend,
+        "looping": [
+            round(float(np.mean(looping[at : at + 20])), 3) for at in range(0, len(looping), 20)
+        ],
+    }
+    (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
