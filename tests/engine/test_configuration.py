@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -351,6 +354,87 @@ def test_the_ledger_fits_this_vllm():
     assert [f for f in ledger.check() if f.status != "ok"] == []
     for feature in ("speculation", "beam"):
         assert ledger.mismatch(feature) == ""
+
+
+# -- whole processes ------------------------------------------------------------------------------
+
+UNTOUCHED = """
+from vllm.engine.arg_utils import EngineArgs
+refused = build(speculative_config=TREES)
+assert "ngram_trie" in refused, refused
+assert "vllm_trie" not in sys.modules
+for name in ("add_cli_args", "create_speculative_config", "create_engine_config"):
+    assert not hasattr(getattr(EngineArgs, name), "__wrapped__"), name
+"""
+"""Without the plugin vLLM is as it was, and its own error answers who asks for a tree method."""
+
+STEPPED_ASIDE = """
+from vllm_trie.vllm_hooks import ledger
+gone = ledger.Hook("vllm.v1.worker.gpu_model_runner:GPUModelRunner._no_such_method", "a test")
+ledger.all_hooks = lambda: (gone,)
+from vllm.engine.arg_utils import EngineArgs
+refused = build(speculative_config=TREES)
+assert "ngram_trie" in refused, refused
+llm = LLM(**SETTINGS)
+(output,) = llm.generate([{"prompt_token_ids": list(range(9, 30))}], PARAMS, use_tqdm=False)
+print("generated", len(output.outputs[0].token_ids))
+"""
+
+ALIBI = """
+values = {
+    "architectures": ["BloomForCausalLM"], "model_type": "bloom", "vocab_size": 64,
+    "hidden_size": 64, "n_layer": 2, "n_head": 4, "seq_length": 128, "eos_token_id": 2,
+}
+model = pathlib.Path(sys.argv[1]) / "model"
+model.mkdir()
+(model / "config.json").write_text(json.dumps(values))
+refused = build(speculative_config=TREES, model=str(model), load_format="dummy")
+assert "ALiBi slopes" in refused, refused
+"""
+"""What only the layers know is refused when they are made."""
+
+PRELUDE = """
+import json, pathlib, sys
+from vllm import LLM, SamplingParams
+TREES = {"method": "ngram_trie", "num_speculative_tokens": 8}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+SETTINGS = dict(
+    model=sys.argv[2], dtype="float32", enforce_eager=True, max_model_len=128,
+    kv_cache_memory_bytes=10 << 20, skip_tokenizer_init=True,
+)
+def build(**options):
+    try:
+        LLM(**{**SETTINGS, **options})
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "environment", "said"),
+    [
+        (UNTOUCHED, {"VLLM_PLUGINS": ""}, []),
+        (STEPPED_ASIDE, {}, ["steps aside", "_no_such_method is missing", "generated 12"]),
+        (ALIBI, {}, []),
+    ],
+    ids=["plugins off", "symbol gone", "alibi"],
+)
+def test_processes(tmp_path: Path, script: str, environment: dict[str, str], said: list[str]):
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + script, str(tmp_path), str(model_path())],
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-4000:]
+    for words in said:
+        # One message for the feature that needs the symbol, not one for each attempt.
+        assert output.count(words) == 1, output[-4000:]
 
 
 # -- dtypes ---------------------------------------------------------------------------------------
