@@ -112,8 +112,7 @@ def _run(
 
         with engines.silence(not verbose):
             from vllm import SamplingParams
-
-            tokenizer, token_ids = _tokenized(path, [prompt.message for prompt in prompts])
+        tokenizer, token_ids = _tokenized(path, [prompt.message for prompt in prompts])
         length = _checked_length(path, max(map(len, token_ids)), max_tokens, nodes)
         with engines.silence(not verbose):
             settings = {"max_model_len": length, "max_num_seqs": batch_size}
@@ -149,7 +148,19 @@ def _tokenized(path: str, messages: Sequence[str]) -> tuple[Any, list[list[int]]
     """The model's tokenizer, and each message as the chat prompt that its users would send."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise typer.BadParameter(
+            f"{path!r} cannot be loaded ({reason}); give the folder of a Hugging Face model or a "
+            "name on the hub",
+            param_hint="--model",
+        ) from None
+    if not tokenizer.chat_template:
+        raise typer.BadParameter(
+            f"{path!r} has no chat template; take a chat model", param_hint="--model"
+        )
     token_ids = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": message}], add_generation_prompt=True, return_dict=False

@@ -64,7 +64,7 @@ def _source(*objects: Callable[..., Any]) -> str:
 
 
 def demo_prompts() -> list[Prompt]:
-    """The prompts, easiest for a drafter first; the last one leaves little to draft from."""
+    """The prompts, from answers that repeat much of their context to those that repeat little."""
     return [
         Prompt(
             "rename attribute",
