@@ -2,6 +2,7 @@
 //
 // Layout of a cache: see panels.hpp. Elements are moved as they are, whatever their type.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -35,6 +36,16 @@ class Mover {
     for (int64_t i = 0; i < num_moves; ++i) {
       moves_.push_back({key(sources[i]), key(targets[i]), value(sources[i]), value(targets[i])});
     }
+    for (const Move& move : moves_) {
+      for (const int64_t first : {move.source_key, move.target_key}) {
+        key_lines_.push_back(first / kLine * kLine);
+      }
+      for (const int64_t first : {move.source_value, move.target_value}) {
+        for (int d = 0; d < head_size; d += kLine) value_lines_.push_back(first + d);
+      }
+    }
+    std::sort(key_lines_.begin(), key_lines_.end());
+    key_lines_.erase(std::unique(key_lines_.begin(), key_lines_.end()), key_lines_.end());
   }
 
   void operator()(int thread, int team) const {
@@ -42,15 +53,28 @@ class Mover {
     std::vector<T> read(moves_.size() * head_size_);
     for (int64_t i = work * thread / team; i < work * (thread + 1) / team; ++i) {
       T* head = static_cast<T*>(caches_[i / num_kv_heads_]) + i % num_kv_heads_ * head_stride_;
+      for (int d = 0; d < std::min(kAhead, head_size_); ++d) prefetch_key_row(head, d);
+      for (const int64_t line : value_lines_) __builtin_prefetch(head + line, 1);
       move_keys(head, read.data());
       move_values(head, read.data());
     }
   }
 
  private:
+  // After a step the caches are in main memory, and no two elements of a key lie in one cache line:
+  // ask for the lines early.
+  static constexpr int kLine = 64 / sizeof(T);
+  static constexpr int kAhead = 24;
+
+  void prefetch_key_row(const T* head, int d) const {
+    const T* row = head + static_cast<int64_t>(d) * block_size_;
+    for (const int64_t line : key_lines_) __builtin_prefetch(row + line, 1);
+  }
+
   // Every source is read before a target is written, for the two sets may overlap.
   void move_keys(T* head, T* read) const {
     for (int d = 0; d < head_size_; ++d, head += block_size_) {
+      if (d + kAhead < head_size_) prefetch_key_row(head, kAhead);
       for (size_t i = 0; i < moves_.size(); ++i) read[i] = head[moves_[i].source_key];
       for (size_t i = 0; i < moves_.size(); ++i) head[moves_[i].target_key] = read[i];
     }
@@ -70,6 +94,7 @@ class Mover {
   int64_t num_layers_, head_stride_;
   int num_kv_heads_, block_size_, head_size_;
   std::vector<Move> moves_;
+  std::vector<int64_t> key_lines_, value_lines_;  // distinct ones that hold sources or targets
 };
 
 }  // namespace

@@ -1,0 +1,249 @@
+"""Tree attention beside vLLM's own kernel on a chain of as many tokens, one layer, one step.
+
+Rows of `stock` are vLLM's CPU kernel with causal attention for 1 + nodes tokens; `native` is this
+project's C++ kernel and `torch` its fallback without a compiler, both with a random tree. Every
+run passes over the caches of several layers in turn, as a model does, so that a layer's keys and
+values are not in the nearest cache when it comes. Unless `--kernels` leaves it out, `compaction`
+is the move of 8 accepted tokens in 32 layers, beside reading them and writing them again with
+vLLM's cache update (`stock` there). `ms` is the median of interleaved repeats, per layer (all 32
+layers for compaction).
+
+    python benchmarks/attention.py --json attention.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from _common import Row, finish, in_turns, median_seconds, option_parser
+
+from vllm_trie.attention import (
+    TreeBatch,
+    TreeRow,
+    build_tree_batch,
+    choose_kernels,
+    move_slots_in_layers,
+    split_cache,
+    tree_attention_portable,
+)
+from vllm_trie.tree import TokenTree
+
+KERNELS = ("stock", "native", "torch", "compaction")
+COLUMNS = (
+    "kernel",
+    "context",
+    "nodes",
+    "num_heads",
+    "num_kv_heads",
+    "head_size",
+    "dtype",
+    "threads",
+    "ms",
+    "ratio_to_stock",
+)
+BLOCK_SIZE = 128
+MOVED_TOKENS = 8
+MOVED_LAYERS = 32
+
+
+def parse() -> argparse.Namespace:
+    parser = option_parser(__doc__)
+    parser.set_defaults(repeats=15)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--num-heads", type=int, default=32)
+    parser.add_argument("--num-kv-heads", type=int, default=8)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4, help="caches that a run passes over")
+    parser.add_argument("--threads", type=int, help="threads of torch and the kernels")
+    return parser.parse_args()
+
+
+def random_caches(options: argparse.Namespace, dtype: torch.dtype, slots: int, layers: int) -> Any:
+    num_blocks = -(-slots // BLOCK_SIZE)
+    shape = (num_blocks, options.num_kv_heads, BLOCK_SIZE, 2 * options.head_size)
+    return [torch.randn(shape).to(dtype) for _ in range(layers)]
+
+
+def stock_run(
+    options: argparse.Namespace, query: Any, caches: Any, table: Any, seq_len: int, scale: float
+) -> Callable[[], None]:
+    """vLLM's kernel on the same tokens as a chain."""
+    from vllm import _custom_ops as ops
+
+    starts = torch.tensor([0, len(query)], dtype=torch.int32)
+    seq_lens = torch.tensor([seq_len], dtype=torch.int32)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=1,
+        num_heads=options.num_heads,
+        num_kv_heads=options.num_kv_heads,
+        head_dim=options.head_size,
+        seq_lens=seq_lens,
+        dtype=query.dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=stock_isa(options),
+        enable_kv_split=True,
+    )
+    halves = [halves_of(cache) for cache in caches]
+    output = torch.empty_like(query)
+
+    def run() -> None:
+        for keys, values in halves:
+            ops.cpu_attention_with_kv_cache(
+                query=query,
+                key_cache=keys,
+                value_cache=values,
+                output=output,
+                query_start_loc=starts,
+                seq_lens=seq_lens,
+                scale=scale,
+                causal=True,
+                alibi_slopes=None,
+                sliding_window=-1,
+                block_table=table,
+                softcap=0.0,
+                scheduler_metadata=plan,
+                s_aux=None,
+            )
+
+    return run
+
+
+def halves_of(cache: torch.Tensor) -> Any:
+    """Keys and values as vLLM's operations take them."""
+    num_blocks, num_kv_heads, block_size, double_head_size = cache.shape
+    view = cache.view(num_blocks, num_kv_heads, 2 * block_size, double_head_size // 2)
+    return view.chunk(2, dim=2)
+
+
+def stock_isa(options: argparse.Namespace) -> str:
+    return "vec" if options.head_size % 32 == 0 else "vec16"
+
+
+def random_trees(nodes: int, context: int) -> TreeBatch:
+    generator = np.random.default_rng(nodes)
+    parents = [int(generator.integers(max(-1, node - 6), node)) for node in range(nodes)]
+    tree = TokenTree.from_lists(list(range(nodes)), parents)
+    row = TreeRow(0, 0, nodes + 1, nodes, context + nodes + 1)
+    return build_tree_batch([row], [tree.ancestor_words()], nodes + 1)
+
+
+def attention_rows(options: argparse.Namespace, dtype_name: str) -> list[Row]:
+    dtype = getattr(torch, dtype_name)
+    native = choose_kernels().native
+    rows = []
+    for context, nodes in itertools.product(options.contexts, options.nodes):
+        seq_len = context + nodes + 1
+        caches = random_caches(options, dtype, seq_len, options.layers)
+        num_blocks = len(caches[0])
+        table = torch.randperm(num_blocks, dtype=torch.int32)[None].contiguous()
+        query = torch.randn(nodes + 1, options.num_heads, options.head_size).to(dtype)
+        output = torch.empty_like(query)
+        scale = options.head_size**-0.5
+        trees = random_trees(nodes, context)
+
+        def tree_run(kernel: Any, case: Any, layers: Any = caches) -> Callable[[], None]:
+            query, table, trees, scale, output = case
+
+            def run() -> None:
+                for cache in layers:
+                    kernel(query, cache, table, trees, scale, output)
+
+            return run
+
+        case = (query, table, trees, scale, output)
+        runs = {"stock": stock_run(options, query, caches, table, seq_len, scale)}
+        if native is not None and "native" in options.kernels:
+            runs["native"] = tree_run(native.tree_attention, case)
+        if "torch" in options.kernels:
+            runs["torch"] = tree_run(tree_attention_portable, case)
+        in_turns(runs, 1)
+        timed = in_turns(runs, options.repeats)
+        ms = {name: 1e3 * median_seconds(each) / options.layers for name, each in timed.items()}
+        rows += [row_of(options, name, context, nodes, dtype_name, ms, ms["stock"]) for name in ms]
+    return rows
+
+
+def compaction_rows(options: argparse.Namespace, dtype_name: str) -> list[Row]:
+    """Moves of MOVED_TOKENS slots from the tree's end to its beginning, in MOVED_LAYERS layers."""
+    from vllm import _custom_ops as ops
+
+    dtype = getattr(torch, dtype_name)
+    context, nodes = 1024, 32
+    caches = random_caches(options, dtype, context + nodes + 1, MOVED_LAYERS)
+    target = torch.arange(context + 1, context + 1 + MOVED_TOKENS)
+    source = target + 3 * torch.arange(1, MOVED_TOKENS + 1)
+
+    def write_again() -> None:
+        block, offset = source // BLOCK_SIZE, source % BLOCK_SIZE
+        for cache in caches:
+            keys, values = split_cache(cache)
+            ops.cpu_attn_reshape_and_cache(
+                keys[block, :, :, offset],
+                values[block, :, offset],
+                *halves_of(cache),
+                target,
+                stock_isa(options),
+            )
+
+    runs = {
+        "compaction": lambda: move_slots_in_layers(caches, source, target),
+        "stock compaction": write_again,
+    }
+    in_turns(runs, 1)
+    timed = in_turns(runs, 3 * options.repeats)
+    ms = {name: 1e3 * median_seconds(each) for name, each in timed.items()}
+    stock = ms["stock compaction"]
+    return [row_of(options, name, context, nodes, dtype_name, ms, stock) for name in ms]
+
+
+def row_of(
+    options: argparse.Namespace,
+    kernel: str,
+    context: int,
+    nodes: int,
+    dtype: str,
+    ms: dict[str, float],
+    stock_ms: float,
+) -> Row:
+    return {
+        "kernel": kernel,
+        "context": context,
+        "nodes": nodes,
+        "num_heads": options.num_heads,
+        "num_kv_heads": options.num_kv_heads,
+        "head_size": options.head_size,
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "ms": ms[kernel],
+        "ratio_to_stock": ms[kernel] / stock_ms,
+    }
+
+
+def main() -> None:
+    options = parse()
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    rows = []
+    for dtype in options.dtypes:
+        rows += attention_rows(options, dtype)
+        if "compaction" in options.kernels:
+            rows += compaction_rows(options, dtype)
+    finish(rows, options.json, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()
