@@ -37,7 +37,7 @@ class NgramTrieOptions(DrafterOptions):
         le=1 << 28,
         description="With scoring 'blended': tokens of finished requests' outputs that are kept "
         "to draft from, the least recently used go first; requests only draw on those with the "
-        "same cache_salt. Takes about 250 bytes of memory a token. 0 switches the store off.",
+        "same cache_salt. Takes about 200 bytes of memory a token. 0 switches the store off.",
     )
     corpus: str | None = Field(
         default=None,

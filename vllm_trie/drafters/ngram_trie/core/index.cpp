@@ -13,7 +13,10 @@ int64_t Index::num_bytes() const {
 
 void Index::reserve(int32_t num_tokens) {
     owned_[current_].reserve(owned_[current_].size() + num_tokens);
-    nodes_.reserve(nodes_.size() + num_tokens + num_tokens / 2);
+    const size_t wanted = nodes_.size() - free_nodes_.size() + num_tokens + num_tokens / 2;
+    if (wanted <= nodes_.capacity()) return;
+    // Growing by a little each time would copy all nodes each time.
+    nodes_.reserve(std::max(wanted, nodes_.capacity() + nodes_.capacity() / 2));
     upkeep_.reserve(nodes_.capacity());
 }
 
