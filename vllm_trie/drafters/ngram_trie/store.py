@@ -16,8 +16,8 @@ class RequestStore:
     (requests without a salt share one). The bound is over all salts together; the text that was
     added or matched longest ago goes first.
 
-    Memory: about 200 bytes a token (an n-gram node takes 52 bytes and 8 to 16 of hash table, and text
-    has 2 to 3 of them a token).
+    Memory: about 200 bytes a token (an n-gram node takes 52 bytes and 8 to 16 of hash table, and
+    text has 2 to 3 of them a token).
     """
 
     def __init__(self, backend: Backend, max_order: int, max_tokens: int) -> None:
