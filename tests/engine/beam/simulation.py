@@ -128,9 +128,10 @@ class Worker:
             state.in_batch = True
             start, end = starts[request_id], starts[request_id] + count
             assert end <= len(state.token_ids), f"{request_id}: unknown tokens are scheduled"
+            inputs = state.token_ids[:end]
             if request_id in self.last_sampled:
-                state.token_ids[end - 1] = self.last_sampled[request_id]
-            prints = fingerprints(state.token_ids[:end])
+                inputs[end - 1] = self.last_sampled[request_id]
+            prints = fingerprints(inputs)
             for position in range(end):
                 block = state.block_ids[position // self.block_size]
                 slot = block * self.block_size + position % self.block_size

@@ -709,12 +709,34 @@ class AsyncTrieBeamScheduler(_BeamScheduling, AsyncScheduler):
     decided by its group's outputs. It therefore takes part in every other step.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._last_scheduled: dict[str, int] = {}  # of the last step that was not empty
+
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
+        scheduled = scheduler_output.num_scheduled_tokens
         for row_id in self._group_of_row:
-            if row_id in scheduler_output.num_scheduled_tokens:
+            if row_id in scheduled:
                 # Without a placeholder for its next token the row has nothing to compute until
                 # its group has taken its step.
                 row = self.requests[row_id]
                 row.num_output_placeholders = 0
                 row.spec_token_ids = []
+        if self._groups and not self.use_v2_model_runner:
+            self._mend_resumed(scheduler_output)
+        if scheduled:
+            self._last_scheduled = scheduled
+
+    def _mend_resumed(self, scheduler_output: SchedulerOutput) -> None:
+        """Have a token computed again that the worker got wrong.
+
+        Model Runner V1 takes the last token that it computes of a request from the last step that
+        was not empty, if the request was in it. That is right unless the request was preempted in
+        an empty step and comes back with a part of its tokens only. Empty steps are rare without
+        beam search; beside it they are usual.
+        """
+        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            request = self.requests[request_id]
+            if request_id in self._last_scheduled and request.is_prefill_chunk:
+                request.num_computed_tokens -= 1

@@ -1,0 +1,264 @@
+"""Beam search: native on shared blocks, vLLM's own, Hugging Face's, and plain sampling beside them.
+
+`trie` is this project's search, `vllm` vLLM's own (`LLM.beam_search` without the plugin), `hf` is
+`transformers`' `generate(num_beams=b)`, `plain` is sampling with `n=b` in the same engine: the cost
+of as many rows that do not search. All take the same float32 model, prompts and number of tokens,
+run in turns in this process, and start each run with an empty prefix cache. Times are medians.
+
+`computed_tokens` are the tokens that went through the model; `peak_blocks` the most KV blocks in
+use; `kv_bytes_per_token` the paper's Mem/Tok, peak KV bytes over input and output tokens. For `hf`,
+which has no blocks, both are what its cache holds: the prompt and the output, b times.
+
+    python benchmarks/beam.py --json beam.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from _common import Row, finish, in_turns, median_seconds, option_parser
+
+from vllm_trie.demo import engines
+
+COLUMNS = (
+    "method",
+    "prompt_len",
+    "beam_width",
+    "num_prompts",
+    "total_ms",
+    "ms_per_step",
+    "tokens_per_s",
+    "ratio_to_trie",
+    "computed_tokens",
+    "peak_blocks",
+    "kv_bytes_per_token",
+    "identical_to_hf",
+)
+METHODS = ("trie", "vllm", "hf", "plain")
+# Hugging Face copies the prompt's KV to every beam of every prompt: 128 of 1500 tokens would take
+# longer than everything else together.
+HF_MAX_TOKENS = 40_000
+
+
+class Load(NamedTuple):
+    """One line of the table."""
+
+    prompt_len: int
+    beam_width: int
+    num_prompts: int
+
+
+class Usage(NamedTuple):
+    """What a run took of the engine."""
+
+    computed_tokens: int
+    peak_blocks: int
+
+
+class Bench:
+    """The engine, the model of `transformers`, and the four ways to run a load."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from vllm import LLM
+
+        self._torch = torch
+        self._generation_config = GenerationConfig
+        self._num_tokens = options.tokens
+        self._block_size = options.block_size
+        self._source = AutoTokenizer.from_pretrained(options.model).encode(_text())
+        longest = max(options.prompt_lens) + options.tokens
+        most = max(options.widths) * max(options.num_prompts)
+        self._llm = LLM(
+            options.model,
+            dtype="float32",
+            enforce_eager=not options.compiled,
+            max_model_len=min(longest + 64, 2048),
+            max_num_seqs=most,
+            max_logprobs=2 * max(options.widths),  # vLLM's own search asks for that many
+            max_num_batched_tokens=4096,
+            block_size=options.block_size,
+            kv_cache_memory_bytes=options.kv_cache_gib << 30,
+        )
+        self._scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        self._hf = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+        self._hf.generation_config.eos_token_id = None
+        config = self._hf.config
+        head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        self.kv_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_size
+
+    def prompts(self, load: Load) -> list[list[int]]:
+        """Different prompts of equal length, the same for every method."""
+        room = len(self._source) - load.prompt_len
+        starts = [number * 911 % room for number in range(load.num_prompts)]
+        return [self._source[start : start + load.prompt_len] for start in starts]
+
+    def run(self, method: str, load: Load) -> list[list[list[int]]]:
+        """The generated tokens: per prompt and hypothesis."""
+        return getattr(self, f"_run_{method}")(load)
+
+    def _sampling_params(self, load: Load, **options: Any) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            n=load.beam_width, max_tokens=self._num_tokens, ignore_eos=True, **options
+        )
+
+    def _generate(self, load: Load, params: Any) -> list[list[list[int]]]:
+        self._llm.reset_prefix_cache()
+        results = self._llm.generate(
+            [{"prompt_token_ids": each} for each in self.prompts(load)], params, use_tqdm=False
+        )
+        return [[list(each.token_ids) for each in result.outputs] for result in results]
+
+    def _run_trie(self, load: Load) -> list[list[list[int]]]:
+        extra_args = {"beam_width": load.beam_width}
+        params = self._sampling_params(load, temperature=0.0, extra_args=extra_args)
+        return self._generate(load, params)
+
+    def _run_plain(self, load: Load) -> list[list[list[int]]]:
+        return self._generate(load, self._sampling_params(load, temperature=1.0))
+
+    def _run_vllm(self, load: Load) -> list[list[list[int]]]:
+        from vllm.sampling_params import BeamSearchParams
+
+        params = BeamSearchParams(load.beam_width, self._num_tokens, ignore_eos=True)
+        self._llm.reset_prefix_cache()
+        os.environ["VLLM_TRIE_BEAM"] = "0"
+        try:
+            results = self._llm.beam_search(
+                [{"prompt_token_ids": each} for each in self.prompts(load)], params
+            )
+        finally:
+            del os.environ["VLLM_TRIE_BEAM"]
+        return [[each.tokens[load.prompt_len :] for each in result.sequences] for result in results]
+
+    def _run_hf(self, load: Load) -> list[list[list[int]]]:
+        prompts = self._torch.tensor(self.prompts(load))
+        config = self._generation_config(
+            num_beams=load.beam_width,
+            num_return_sequences=load.beam_width,
+            max_new_tokens=self._num_tokens,
+            min_new_tokens=None,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        with self._torch.inference_mode():
+            tokens = self._hf.generate(
+                prompts,
+                attention_mask=self._torch.ones_like(prompts),
+                generation_config=config,
+            )
+        tokens = tokens[:, load.prompt_len :].view(load.num_prompts, load.beam_width, -1)
+        return tokens.tolist()
+
+    def usage(self, method: str, load: Load) -> Usage:
+        """Computed tokens and peak blocks, from a run that is not timed."""
+        length = load.prompt_len + self._num_tokens
+        rows = load.num_prompts * load.beam_width
+        if method == "hf":
+            return Usage(rows * (length - 1), rows * -(-length // self._block_size))
+        pool = self._scheduler.kv_cache_manager.block_pool
+        stock = self._scheduler.schedule
+        computed, peak = 0, 0
+
+        def schedule(*args: Any) -> Any:
+            nonlocal computed, peak
+            output = stock(*args)
+            computed += output.total_num_scheduled_tokens
+            # One block of the pool is the null block.
+            peak = max(peak, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+            return output
+
+        self._scheduler.schedule = schedule
+        try:
+            self.run(method, load)
+        finally:
+            del self._scheduler.schedule
+        return Usage(computed, peak)
+
+
+def _text() -> str:
+    import argparse as first
+    import textwrap as second
+    import typing as third
+
+    return "".join(map(inspect.getsource, (first, second, third)))
+
+
+def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
+    """The rows of one load, one per method."""
+    size = load.num_prompts * load.beam_width * load.prompt_len
+    methods = [name for name in options.methods if name != "hf" or size <= HF_MAX_TOKENS]
+    runs: dict[str, Callable[[], Any]] = {
+        name: functools.partial(bench.run, name, load) for name in methods
+    }
+    usage = {name: bench.usage(name, load) for name in methods}  # warms everything up, too
+    timed = in_turns(runs, options.repeats)
+    seconds = {name: median_seconds(timed[name]) for name in methods}
+    tokens = load.num_prompts * load.beam_width * options.tokens
+    held = load.num_prompts * (load.prompt_len + load.beam_width * options.tokens)
+    rows = []
+    for name in methods:
+        found = timed[name][0][1]
+        peak = usage[name].peak_blocks
+        rows.append(
+            {
+                "method": name,
+                **load._asdict(),
+                "new_tokens": options.tokens,
+                "block_size": options.block_size,
+                "compiled": options.compiled,
+                "total_ms": 1e3 * seconds[name],
+                "ms_per_step": 1e3 * seconds[name] / options.tokens,
+                "tokens_per_s": tokens / seconds[name],
+                "ratio_to_trie": seconds[name] / seconds["trie"] if "trie" in seconds else None,
+                **usage[name]._asdict(),
+                "kv_bytes_per_token": peak * options.block_size * bench.kv_bytes / held,
+                "identical_to_hf": (
+                    found == timed["hf"][0][1] if name == "trie" and "hf" in timed else None
+                ),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = option_parser(__doc__)
+    parser.add_argument("--model", help="model folder; the shipped one if left out")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--widths", nargs="+", type=int, default=[4, 8, 16])
+    parser.add_argument("--prompt-lens", nargs="+", type=int, default=[50, 1500])
+    parser.add_argument("--num-prompts", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of each hypothesis")
+    parser.add_argument("--block-size", type=int, default=32, help="tokens of a KV block")
+    parser.add_argument("--kv-cache-gib", type=int, default=2)
+    parser.add_argument("--compiled", action="store_true", help="let vLLM compile the model")
+    options = parser.parse_args()
+    engines.set_environment(options.verbose)
+    if options.model is None:
+        from vllm_trie.tiny_model import model_path
+
+        options.model = str(model_path())
+    with engines.silence(not options.verbose):
+        bench = Bench(options)
+    rows: list[Row] = []
+    for load in itertools.starmap(
+        Load, itertools.product(options.prompt_lens, options.widths, options.num_prompts)
+    ):
+        with engines.silence(not options.verbose):
+            rows += measure(bench, options, load)
+        print(f"measured {load}", flush=True)
+    finish(rows, options.json, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()
