@@ -1,0 +1,187 @@
+"""Medusa drafting changes no output, and drafts from the right hidden state."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+from vllm import SamplingParams
+
+from tests.engine.compare import accepted_tokens, differences, generate, speculation
+from tests.engine.conftest import runner_of, scheduler_of
+from tests.engine.prompts import prompts
+from vllm_trie.drafters.medusa.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    save_fasterdecoding,
+)
+from vllm_trie.tiny_model import medusa_path, model_path
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
+COUNT = 14
+
+
+def medusa(num_nodes: int = 32, **options) -> dict:
+    return speculation("medusa_dynamic", num_nodes, model=str(medusa_path()), **options)
+
+
+@pytest.fixture(scope="module")
+def expected(_engines):
+    """Plain vLLM's outputs."""
+    return generate(_engines(), prompts(COUNT), GREEDY)
+
+
+def check(llm, expected, params=GREEDY, batch_size=None) -> float:
+    """Same outputs; returns the draft tokens accepted per output token."""
+    before = accepted_tokens(llm)
+    outputs = generate(llm, prompts(len(expected)), params, batch_size)
+    assert differences(expected, outputs) == []
+    accepted = accepted_tokens(llm) - before
+    return accepted / sum(len(o.outputs[0].token_ids) for o in outputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "batch_size"),
+    [({}, 8), ({"joint": "product"}, 8), ({"joint": "product"}, 1), ({"tree": "fixed"}, None)],
+    ids=str,
+)
+def test_greedy(engine, expected, options, batch_size):
+    assert check(engine(**medusa(**options)), expected, batch_size=batch_size) > 0.2
+
+
+def test_seeded_and_mixed_batch(engine):
+    """Requests of several kinds side by side, some seeded and one without drafts."""
+    kinds = [
+        SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True),
+        GREEDY,
+        SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=9, max_tokens=40),
+        SamplingParams(temperature=0.0, max_tokens=30, repetition_penalty=1.2, logprobs=2),
+        SamplingParams(temperature=0.0, max_tokens=40, extra_args={"speculation": False}),
+    ]
+    params = [kinds[i % len(kinds)] for i in range(COUNT)]
+    reference = generate(engine(), prompts(COUNT), params)
+    check(engine(**medusa()), reference, params)
+
+
+def test_chunked_prefill_and_preemption(engine, expected):
+    llm = engine(
+        **medusa(),
+        max_num_batched_tokens=256,
+        enable_chunked_prefill=True,
+        num_gpu_blocks_override=33,
+        block_size=32,
+        enable_prefix_caching=False,
+    )
+    preempted = []
+    scheduler = scheduler_of(llm)
+    stock = scheduler._preempt_request
+
+    def count(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return stock(request, *args, **kwargs)
+
+    scheduler._preempt_request = count
+    try:
+        check(llm, expected)
+    finally:
+        del scheduler._preempt_request
+    assert preempted
+
+
+def test_hidden_state_of_the_last_accepted_node(engine, expected, monkeypatch):
+    """The state of any other node is a worse one: of the last committed token, of the last node."""
+    llm = engine(**medusa(joint="product"))
+    runner = runner_of(llm)
+    right = check(llm, expected)
+    stock = type(runner)._draft_request
+    wrong_rows = {
+        "first": lambda base, size: base,
+        "last": lambda base, size: base + size,
+    }
+    for name, wrong_row in wrong_rows.items():
+
+        def draft_request(self, row, *args, wrong_row=wrong_row):
+            sizes = [len(tree.token_ids) for tree in self._step_trees]
+            self._last_rows[row] = wrong_row(sum(sizes[:row]) + row, sizes[row])
+            return stock(self, row, *args)
+
+        monkeypatch.setattr(type(runner), "_draft_request", draft_request)
+        assert check(llm, expected) < 0.85 * right, name
+
+
+def test_state_given_is_that_of_the_whole_text(engine, expected, monkeypatch):
+    """What the drafter gets equals a plain forward pass over the tokens that are committed."""
+    from vllm_trie.tiny_model.model import load_model
+
+    llm = engine(**medusa())
+    drafter = runner_of(llm)._guarded.drafter
+    seen = []
+    stock = type(drafter).propose
+
+    def propose(self, requests):
+        seen.extend((r.token_ids.tolist(), r.hidden_state.clone()) for r in requests)
+        return stock(self, requests)
+
+    monkeypatch.setattr(type(drafter), "propose", propose)
+    generate(llm, prompts(3), GREEDY)
+    model = load_model(model_path())
+    assert len(seen) > 20
+    for tokens, hidden in seen[::4]:
+        # The last token was sampled from the state of the one before it.
+        ids = torch.tensor([tokens[:-1]])
+        with torch.no_grad():
+            reference = model.hidden(ids, *model.rotary(ids.shape[1]))[0, -1]
+        torch.testing.assert_close(hidden, reference, rtol=1e-3, atol=1e-3)
+
+
+def test_both_layouts_draft_alike(engine, tmp_path, expected):
+    """The same heads in FasterDecoding's layout: the same drafts, step for step."""
+    config = json.loads((model_path() / "config.json").read_text())
+    shipped = load_checkpoint(medusa_path(), config["hidden_size"], config["vocab_size"])
+    save_fasterdecoding(shipped.heads, tmp_path, shipped.temperatures)
+    totals = []
+    for path in (medusa_path(), tmp_path):
+        llm = engine(**{**medusa(), **speculation("medusa_dynamic", 32, model=str(path))})
+        before = accepted_tokens(llm)
+        assert differences(expected[:6], generate(llm, prompts(6), GREEDY)) == []
+        totals.append(accepted_tokens(llm) - before)
+    assert totals[0] == totals[1] > 0
+
+
+def test_heads_of_another_model_are_refused(engine, tmp_path):
+    from tests.unit.drafters.medusa.support import random_heads
+    from vllm_trie.drafters.medusa.checkpoint import save_vllm
+
+    save_vllm(random_heads(), tmp_path)
+    with pytest.raises(CheckpointError, match="another"):
+        engine(**speculation("medusa_dynamic", 8, model=str(tmp_path)))
+
+
+def test_training_command(tmp_path):
+    """A few steps on the real model; interrupted, resumed, saved in both layouts."""
+    from vllm_trie.cli import app
+
+    text = tmp_path / "text"
+    text.mkdir()
+    for number, file in enumerate(sorted(model_path().parent.glob("*.py"))[:6]):
+        (text / f"{number}.txt").write_text(file.read_text())
+    out = tmp_path / "heads"
+    arguments = ["medusa", "train", "--model", str(model_path()), "--data", str(text)]
+    arguments += ["--out", str(out), "--steps", "4", "--batch", "2", "--context", "64"]
+    first = CliRunner().invoke(app, [*arguments, "--save-every", "2"])
+    assert first.exit_code == 0, first.output
+    assert "held-out" in first.output
+    again = CliRunner().invoke(app, arguments)
+    assert "resumed at step 4" in again.output
+    other = CliRunner().invoke(app, [*arguments, "--lr", "0.5"])
+    assert other.exit_code == 1
+    assert "cannot resume" in other.output
+    config = json.loads((model_path() / "config.json").read_text())
+    both = [
+        load_checkpoint(path, config["hidden_size"], config["vocab_size"]).heads
+        for path in (out, out / "fasterdecoding")
+    ]
+    for mine, theirs in zip(both[0].block_weight, both[1].block_weight, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
