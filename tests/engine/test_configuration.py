@@ -100,7 +100,7 @@ def test_options_reach_the_drafter(engine, options):
     drafter = runner_of(llm).drafter.guarded.drafter
     assert drafter.options.ngram_size == 9
     assert drafter.options.index_output is False
-    assert drafter.options.max_prefix_len == 3
+    assert drafter.options.max_prefix_len == drafter.Options().max_prefix_len
     assert drafter.context.num_nodes == 8
     assert drafter.context.max_model_len == 1024
     assert drafter.context.eos_token_ids == (0,)

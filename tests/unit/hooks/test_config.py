@@ -135,7 +135,8 @@ def test_options_arrive(engine_args: SimpleNamespace) -> None:
     found = read(as_worker_sees(engine_args))
     assert found is not None
     assert found.drafter_options.ngram_size == 9
-    assert found.drafter_options.max_prefix_len == 3
+    defaults = type(found.drafter_options)()
+    assert found.drafter_options.max_prefix_len == defaults.max_prefix_len
     assert found.engine_options.draft_timeout_s == 2.0
 
 
@@ -184,7 +185,7 @@ def test_wrong_node_budgets(value: Any) -> None:
         ("ngram_size", 65, ["ngram_size=65", "64"]),
         ("index_output", "yes", ["index_output='yes'", "boolean"]),
         ("scoring", "magic", ["scoring='magic'", "frequency"]),
-        ("max_prefix_len", 13, ["max_prefix_len=13", "ngram_size=13"]),
+        ("max_prefix_len", 0, ["max_prefix_len=0", "1"]),
         ("draft_timeout_s", 0.0, ["draft_timeout_s=0.0", "greater than 0"]),
         ("draft_timeout_s", "fast", ["draft_timeout_s='fast'", "number"]),
     ],
