@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest, VerifiedStep
 from vllm_trie.drafters.lookahead.candidates import candidate_trie
 from vllm_trie.drafters.lookahead.options import LookaheadOptions, Shape, fit
-from vllm_trie.drafters.lookahead.pool import NgramPool
+from vllm_trie.drafters.lookahead.pool import CONTEXT_LEN, NgramPool
 from vllm_trie.drafters.lookahead.window import Window
 from vllm_trie.tree import TokenTree
 
@@ -82,7 +82,7 @@ class LookaheadDrafter(Drafter):
             and window.depth <= request.max_depth
         )
         last_token = int(request.token_ids[-1])
-        candidates = state.pool.after(last_token)
+        candidates = state.pool.after(request.token_ids[-CONTEXT_LEN - 1 :].tolist())
         trie = candidate_trie(
             candidates[:1] if request.chain_only else candidates,
             min(
@@ -108,9 +108,10 @@ class LookaheadDrafter(Drafter):
             self._take_in_window(state, request.last_step)
         if self.options.pool_from_text:
             size = self.shape.ngram_size
-            # The new n-grams begin before the new tokens.
-            start = max(0, len(state.seen) - size + 1)
-            state.pool.add_text(tokens[start:].tolist(), size)
+            first_new = max(0, len(state.seen) - size + 1)
+            # An n-gram is known once its last token is; before it lies its context.
+            start = max(0, first_new - CONTEXT_LEN)
+            state.pool.add_text(tokens[start:].tolist(), size, first_new - start)
         state.seen = tokens.copy()
         return state
 

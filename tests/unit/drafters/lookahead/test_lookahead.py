@@ -12,7 +12,9 @@ from tests.unit.drafters.lookahead.reference import TwoBranchDecoder, toy_target
 from tests.unit.drafters.support import make_context, make_request
 from vllm_trie.drafters import VerifiedStep
 from vllm_trie.drafters.lookahead import LookaheadDrafter, LookaheadOptions
+from vllm_trie.drafters.lookahead.candidates import candidate_trie
 from vllm_trie.drafters.lookahead.options import fit, window_nodes
+from vllm_trie.drafters.lookahead.pool import Candidate
 
 VOCAB = 40
 
@@ -53,7 +55,7 @@ def test_decoding_is_the_two_branch_algorithm(
     pool = drafter._states["a"].pool
     assert window_tokens
     assert {f: list(reversed(k)) for f, k in reference.pool.items()} == {
-        first: pool.after(first) for first in reference.pool
+        first: [c.tokens for c in pool.after([first])] for first in reference.pool
     }
     assert drafter._states["a"].window.comb().token_ids == [c.token for c in reference.cells()]
 
@@ -239,21 +241,48 @@ def _fits(num_nodes: int, options: dict[str, object]) -> bool:
 
 
 def test_trees_put_the_newest_candidate_first() -> None:
-    drafter = _drafter(pool_from_text=True)
     #          old: 1 -> 2 3 4 5          new: 1 -> 2 3 8 9
-    tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3, 8, 9, 6, 1]
-    [tree] = drafter.propose([make_request(tokens)])
-    assert tree.chain().token_ids.tolist() == [2, 3, 8, 9]
+    tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3, 8, 9, 6, 6, 1]
+    [tree] = _drafter().propose([make_request(tokens)])
     assert tree.token_ids[:6].tolist() == [2, 3, 8, 9, 4, 5]
+    # The context of the old one agrees.
+    [tree] = _drafter().propose([make_request([7, 7, 9, *tokens, 7, 7, 9, 1])])
+    assert tree.token_ids[:6].tolist() == [2, 3, 4, 5, 8, 9]
     assert tree.probabilities is not None
     assert all(a >= b for a, b in pairwise(tree.probabilities[:4].tolist()))
 
 
 def test_depth_and_node_limits_of_the_trie() -> None:
-    tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3, 8, 9, 6, 1]
+    tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3, 8, 9, 6, 6, 1]
     [shallow] = _drafter(max_candidate_depth=3).propose([make_request(tokens)])
     assert shallow.chain().token_ids.tolist() == [2, 3, 8]
     [small] = _drafter(max_candidate_nodes=5).propose([make_request(tokens)])
-    never = small.never_accept
-    assert never is not None
-    assert (~never).sum() == 5
+    assert small.never_accept is not None
+    assert (~small.never_accept).sum() == 5
+    assert small.token_ids[:5].tolist() == [2, 3, 8, 9, 4]
+
+
+CANDIDATES = st.lists(
+    st.builds(Candidate, st.tuples(*[st.integers(0, 2)] * 3), st.integers(0, 3)),
+    max_size=5,
+    unique_by=lambda candidate: candidate.tokens,
+)
+
+
+@given(CANDIDATES, st.integers(0, 12), st.integers(1, 4))
+def test_the_trie_holds_the_likeliest_prefixes(
+    candidates: list[Candidate], max_nodes: int, max_depth: int
+) -> None:
+    full = candidate_trie(candidates, 100, max_depth)
+    tree = candidate_trie(candidates, max_nodes, max_depth)
+    tree.validate(VOCAB, max_nodes)
+    prefixes = {c.tokens[:n] for c in candidates for n in range(1, min(3, max_depth) + 1)}
+    assert full.num_nodes == len(prefixes)
+    assert tree.num_nodes == min(max_nodes, len(prefixes))
+    found = {tuple(tree.token_ids[row].tolist()) for row in tree.ancestor_mask()}
+    assert found <= prefixes
+    if tree.num_nodes:
+        assert full.probabilities is not None
+        assert tree.probabilities is not None
+        best = sorted(full.probabilities.tolist(), reverse=True)[: tree.num_nodes]
+        assert sorted(tree.probabilities.tolist(), reverse=True) == best

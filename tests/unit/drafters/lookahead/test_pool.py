@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_trie.drafters.lookahead.pool import NgramPool
+from vllm_trie.drafters.lookahead.pool import Candidate, NgramPool
 
 NGRAMS = st.lists(st.tuples(st.integers(0, 4), st.tuples(st.integers(0, 2), st.integers(0, 2))))
 
@@ -27,18 +27,37 @@ def test_pool_keeps_the_newest(
         assert pool.num_ngrams == len(kept) <= max_ngrams
     for first in range(5):
         expected = [rest for token, rest in reversed(kept) if token == first]
-        assert pool.after(first) == expected
+        assert [c.tokens for c in pool.after([first])] == expected
         assert len(expected) <= max_per_token
 
 
-@given(st.lists(st.integers(0, 3), max_size=30), st.integers(2, 4))
-def test_text_gives_its_last_ngrams(tokens: list[int], size: int) -> None:
+@given(st.lists(st.integers(0, 3), max_size=30), st.integers(2, 4), st.integers(0, 10))
+def test_text_gives_its_last_ngrams_with_their_context(
+    tokens: list[int], size: int, start: int
+) -> None:
     pool = NgramPool(max_per_token=100, max_ngrams=10)
-    pool.add_text(tokens, size)
+    pool.add_text(tokens, size, start)
+    starts = range(max(start, len(tokens) - size + 1 - 10), len(tokens) - size + 1)
+    ngrams = {tuple(tokens[i : i + size]): tokens[:i] for i in starts}  # the last one counts
+    assert pool.num_ngrams == len(ngrams)
     for first in range(4):
-        for rest in pool.after(first):
-            ngram = [first, *rest]
-            assert any(tokens[i : i + size] == ngram for i in range(len(tokens)))
-    if len(tokens) >= size:
-        last = tokens[-size:]
-        assert pool.after(last[0])[0] == tuple(last[1:])
+        for before in ([], [2], [1, 2], [0, 1, 2], [3, 0, 1, 2]):
+            for candidate in pool.after([*before, first]):
+                context = ngrams[first, *candidate.tokens]
+                matched = candidate.num_matched
+                assert matched <= 3
+                assert before[len(before) - matched :] == context[len(context) - matched :]
+                if matched < min(3, len(before), len(context)):
+                    assert before[-matched - 1] != context[-matched - 1]
+
+
+def test_order_of_candidates() -> None:
+    pool = NgramPool(max_per_token=5, max_ngrams=100)
+    pool.add(1, (2, 3), before=(7, 8, 9))
+    pool.add(1, (4, 5), before=(6, 9))
+    pool.add(1, (6, 7))
+    after = pool.after([7, 8, 9, 1])
+    assert after == [Candidate((2, 3), 3), Candidate((4, 5), 1), Candidate((6, 7), 0)]
+    pool.add(1, (2, 3))  # the window finds it too: it keeps what stood before it
+    assert pool.after([9, 1])[0] == Candidate((2, 3), 1)
+    assert pool.after([5]) == []
