@@ -126,7 +126,7 @@ def test_labels(traffic):
 @pytest.fixture
 def log(monkeypatch, caplog) -> Callable[[Any], list[str]]:
     """What an engine logs at vLLM's interval."""
-    monkeypatch.setattr(logging.getLogger("vllm_trie"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm_trie"), "handlers", [caplog.handler])
     caplog.set_level(logging.INFO, logger="vllm_trie")
 
     def lines(llm: Any) -> list[str]:
