@@ -12,6 +12,7 @@ from vllm_trie.budget.step_cost import StepCost
 from vllm_trie.tree import TokenTree
 
 _LONGEST_PAUSE = 8
+_ENOUGH = 256
 
 
 class NodeBudget:
@@ -25,6 +26,9 @@ class NodeBudget:
     def __init__(self) -> None:
         self.cost = StepCost()
         self.acceptance = AcceptanceCalibration()
+        self._promised: list[np.ndarray] = []
+        self._accepted: list[int] = []
+        self._num_verified = 0
         self._pause = 0
         self._next_pause = 1
 
@@ -71,14 +75,16 @@ class NodeBudget:
         self, trees: Sequence[TokenTree], accepted: Sequence[Sequence[int]]
     ) -> None:
         """Take in which nodes of a step's trees were accepted."""
-        promised, found, first = [], [], 0
         for tree, path in zip(trees, accepted, strict=True):
             if tree.probabilities is not None and tree.num_nodes:
-                promised.append(tree.probabilities)
-                found += [first + node for node in path]
-                first += tree.num_nodes
-        if promised:
-            self.acceptance.observe(np.concatenate(promised), np.array(found, dtype=np.int64))
+                self._promised.append(tree.probabilities)
+                self._accepted += [self._num_verified + node for node in path]
+                self._num_verified += tree.num_nodes
+        if self._num_verified >= _ENOUGH:  # one call for many nodes costs what it costs for few
+            self.acceptance.observe(
+                np.concatenate(self._promised), np.array(self._accepted, dtype=np.int64)
+            )
+            self._promised, self._accepted, self._num_verified = [], [], 0
 
 
 def _subtree(tree: TokenTree, keep: np.ndarray) -> TokenTree:

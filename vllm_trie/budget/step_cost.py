@@ -8,6 +8,8 @@ from vllm_trie.budget.monotone import non_decreasing
 
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
 
+_RENEWAL = 16  # measurements after which a settled curve is drawn anew
+
 
 class StepCost:
     """Seconds per step over the number of tokens in the step.
@@ -27,6 +29,7 @@ class StepCost:
         self._seconds = np.zeros(len(_KNOTS))
         self._weights = np.zeros(len(_KNOTS))
         self._table: np.ndarray | None = None
+        self._unseen = 0  # measurements since the table was built
 
     @property
     def known(self) -> bool:
@@ -52,7 +55,7 @@ class StepCost:
             self._weights[knot] = min(self._weights[knot] + weight, self._memory)
             step = weight / self._weights[knot]
             self._seconds[knot] += step * (seconds - self._seconds[knot])
-        self._table = None
+        self._unseen += 1
 
     def __call__(self, num_tokens: int) -> float:
         """Expected seconds of a step with so many tokens; needs :attr:`known`."""
@@ -60,9 +63,16 @@ class StepCost:
 
     def table(self, size: int) -> np.ndarray:
         """float64 [size], expected seconds for 0 to size - 1 tokens."""
-        if self._table is None or len(self._table) < size:
-            self._table = self._build(max(size, 1024))
+        stale = self._unseen >= (_RENEWAL if self._settled else 1)
+        if self._table is None or len(self._table) < size or stale:
+            self._table = self._build(max(size, 128))
+            self._unseen = 0
         return self._table[:size]
+
+    @property
+    def _settled(self) -> bool:
+        """Whether one more measurement makes little difference."""
+        return bool(self._weights.sum() > 4 * _RENEWAL)
 
     def _build(self, size: int) -> np.ndarray:
         seen = self._weights > 0

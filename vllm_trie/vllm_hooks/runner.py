@@ -25,7 +25,13 @@ from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks import compaction, tree_exchange
 from vllm_trie.vllm_hooks.drafting import GuardedDrafter
 from vllm_trie.vllm_hooks.eligibility import drafting_limits
-from vllm_trie.vllm_hooks.sampling import TreeSample, is_plain_greedy, sample_greedy, sample_levels
+from vllm_trie.vllm_hooks.sampling import (
+    TreeSample,
+    argmax_of_rows,
+    is_plain_greedy,
+    sample_greedy,
+    sample_levels,
+)
 from vllm_trie.vllm_hooks.stats import STATS_ATTRIBUTE, TreeStats
 from vllm_trie.vllm_hooks.step import PendingTree, trees_of_step
 from vllm_trie.vllm_hooks.step_clock import StepClock
@@ -169,7 +175,7 @@ class TreeRunnerMixin:
             return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
 
         if is_plain_greedy(sampling_metadata):
-            argmax = self.sampler.greedy_sample(logits.to(torch.float32)).tolist()
+            argmax = argmax_of_rows(self.sampler, logits)
             sample = sample_greedy(argmax, base, self._step_trees)
         else:
             argmax = None
@@ -211,7 +217,7 @@ class TreeRunnerMixin:
         """Keep what the drafters are told about the verification of each request."""
         wants_argmax = self._guarded.drafter.needs_node_argmax and logits is not None
         if wants_argmax and argmax is None:
-            argmax = logits.argmax(dim=-1).tolist()
+            argmax = argmax_of_rows(self.sampler, logits)
         for index, request_id in enumerate(self.input_batch.req_ids):
             tree = self._step_trees[index].tree
             node_argmax = None
@@ -232,10 +238,9 @@ class TreeRunnerMixin:
         *unused: Any,
         **unused_too: Any,
     ) -> list[list[int]]:
-        step_seconds = self._clock.stop()
-        if self._budget is not None and self._decode_tokens:
-            self._budget.observe_step(self._decode_tokens, step_seconds)
         start = time.perf_counter()
+        if self._budget is not None and self._decode_tokens:
+            self._budget.observe_step(self._decode_tokens, self._clock.stop())
         stats, guarded = self._tree_stats, self._guarded
         before = guarded.seconds
         budget = scheduler_output.num_spec_tokens_to_schedule
@@ -350,7 +355,7 @@ def _padded(sample: TreeSample, device: torch.device) -> SamplerOutput:
     """
     width = max(2, max(map(len, sample.token_ids)))
     rows = [[*tokens, *[-1] * (width - len(tokens))] for tokens in sample.token_ids]
-    token_ids = torch.tensor(rows, dtype=torch.int32, device=device)
+    token_ids = torch.from_numpy(np.array(rows, dtype=np.int32)).to(device)
     return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=sample.logprobs)
 
 

@@ -73,6 +73,18 @@ def is_plain_greedy(metadata: Any) -> bool:
     )
 
 
+def argmax_of_rows(sampler: Any, logits: torch.Tensor) -> list[int]:
+    """The token that greedy sampling takes from each row of logits.
+
+    On CPUs NumPy finds it several times faster than vLLM's operation does, with the same answer
+    for ties (the first), infinities and NaN.
+    """
+    logits = logits.to(torch.float32)
+    if logits.device.type == "cpu":
+        return logits.numpy().argmax(axis=-1).tolist()
+    return sampler.greedy_sample(logits).tolist()
+
+
 def sample_greedy(
     token_rows: Sequence[int], base: Sequence[int], trees: Sequence[PendingTree]
 ) -> TreeSample:
