@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_trie.drafters.medusa.constants import MIN_ORDER, TEXT, at_order
+from vllm_trie.drafters.medusa.constants import CONCENTRATION, DISCOUNT, MIN_ORDER
 from vllm_trie.native import load_library
 from vllm_trie.tree import TokenTree
 
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 
 _FOLDER = Path(__file__).parent / "core"
 _NGRAM_FOLDER = Path(__file__).parents[1] / "ngram_trie" / "core"
-_NUM_ORDERS = 16
 _NONE = -1
 
 
 class _Scoring(ctypes.Structure):
     _fields_ = [
-        ("concentration", c_double * _NUM_ORDERS),
-        ("discount", c_double * _NUM_ORDERS),
+        ("concentration", c_double),
+        ("discount", c_double),
         ("min_order", c_int32),
     ]
 
@@ -82,7 +81,7 @@ def select_batch(jobs: Sequence[Job]) -> list[TokenTree]:
     status = require_library().medusa_select(
         rows,
         len(jobs),
-        _scoring(),
+        _Scoring(CONCENTRATION, DISCOUNT, MIN_ORDER),
         stride,
         token_ids.ctypes.data,
         parents.ctypes.data,
@@ -133,11 +132,3 @@ def _library() -> ctypes.CDLL | None:
         function.restype = result
         function.argtypes = arguments
     return library
-
-
-@functools.cache
-def _scoring() -> _Scoring:
-    def by_order(values: tuple[float, ...]) -> Any:
-        return (c_double * _NUM_ORDERS)(*(at_order(values, k) for k in range(_NUM_ORDERS)))
-
-    return _Scoring(by_order(TEXT.concentration), by_order(TEXT.discount), MIN_ORDER)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.drafters.medusa.constants import MIN_LEFT, MIN_ORDER, TEXT, at_order
+from vllm_trie.drafters.medusa.constants import CONCENTRATION, DISCOUNT, MIN_LEFT, MIN_ORDER
 from vllm_trie.drafters.ngram_trie.index import NgramIndex, Node, Place
 from vllm_trie.tree import ROOT, TokenTree, depth_first_layout
 
@@ -130,15 +130,13 @@ def _blend(index: NgramIndex, contexts: list[Match]) -> tuple[dict[int, float], 
     shares: dict[int, float] = {}
     left = 1.0
     for order in range(len(contexts) - 1, MIN_ORDER - 1, -1):
-        concentration = at_order(TEXT.concentration, order)
-        discount = at_order(TEXT.discount, order)
         counts, num_types, num_children = _counts(index, contexts[order])
         if num_children == 0:
             continue
-        total = num_types + concentration
+        total = num_types + CONCENTRATION
         for token, count in counts:
-            shares[token] = shares.get(token, 0.0) + left * (count - discount) / total
-        left = left * (concentration + discount * num_children) / total
+            shares[token] = shares.get(token, 0.0) + left * (count - DISCOUNT) / total
+        left = left * (CONCENTRATION + DISCOUNT * num_children) / total
     return shares, left
 
 

@@ -26,10 +26,10 @@ constexpr double kMinLeft = 1e-6;
 
 extern "C" {
 
-// Constants of the blend by context length.
+// Constants of the blend, see constants.py.
 struct MedusaScoring {
-    double concentration[ngram::kMaxOrder + 1];
-    double discount[ngram::kMaxOrder + 1];
+    double concentration;
+    double discount;
     int32_t min_order;  // shorter contexts have no say
 };
 
@@ -197,10 +197,9 @@ class Selector {
 
     // The text's share of the probability of each successor; returns what it leaves to the heads.
     double blend(const View& view, const Contexts& contexts, const MedusaScoring& scoring) {
+        const double concentration = scoring.concentration, discount = scoring.discount;
         double left = 1.0;
         for (int32_t order = contexts.size - 1; order >= scoring.min_order; --order) {
-            const double concentration = scoring.concentration[order];
-            const double discount = scoring.discount[order];
             const Match& match = contexts.matches[order];
             if (match.node == kNone || view.nodes[match.node].pos != kNone) {
                 const int32_t doc = match.node == kNone ? match.doc : view.nodes[match.node].doc;
