@@ -58,6 +58,11 @@ BEAM_HOOKS: tuple[Hook, ...] = (
         "overridden: groups that wait count as unfinished",
         (),
     ),
+    _hook(
+        f"{_SCHEDULER}.reset_prefix_cache",
+        "overridden: copies that forks have queued give their blocks back first",
+        ("reset_running_requests", "reset_connector"),
+    ),
     _hook(f"{_SCHEDULER}._free_request", "called: frees dropped rows", ("request",)),
     _hook(
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",

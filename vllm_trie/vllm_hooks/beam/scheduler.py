@@ -200,7 +200,9 @@ class _BeamScheduling(Scheduler):
         if not self.waiting:
             return False
         head = self.waiting.peek_request()
-        return head.request_id not in self._group_of_row and head < group.prototype
+        if head in self.deferred_waiting or head.request_id in self._group_of_row:
+            return False
+        return head < group.prototype
 
     def _head_was_preempted(self) -> bool:
         return bool(self.waiting) and self.waiting.peek_request().status == RequestStatus.PREEMPTED
@@ -723,7 +725,7 @@ class AsyncTrieBeamScheduler(_BeamScheduling, AsyncScheduler):
                 row = self.requests[row_id]
                 row.num_output_placeholders = 0
                 row.spec_token_ids = []
-        if self._groups and not self.use_v2_model_runner:
+        if not self.use_v2_model_runner:
             self._mend_resumed(scheduler_output)
         if scheduled:
             self._last_scheduled = scheduled
