@@ -37,6 +37,8 @@ class Step(NamedTuple):
     num_tokens: int
     num_nodes: int
     draft_us: float
+    expected_tokens: float | None
+    """What the drafter's probabilities promise: one and the sum over the nodes."""
 
 
 def replay(method: Method, request_id: str, recording: Recording) -> list[Step]:
@@ -50,10 +52,17 @@ def replay(method: Method, request_id: str, recording: Recording) -> list[Step]:
         tree = method.draft(request_id, tokens[:position], num_prompt_tokens)
         draft_us = 1e6 * (time.perf_counter() - begin)
         num_tokens = min(count_accepted(tree, tokens[position:]) + 1, len(tokens) - position)
-        steps.append(Step(num_tokens, tree.num_nodes, draft_us))
+        steps.append(Step(num_tokens, tree.num_nodes, draft_us, expected_tokens(tree)))
         position += num_tokens
     method.finish(request_id, tokens, num_prompt_tokens)
     return steps
+
+
+def expected_tokens(tree: TokenTree) -> float | None:
+    """Tokens that the step gains if the tree's probabilities are right."""
+    if tree.probabilities is None:
+        return None if tree.num_nodes else 1.0
+    return 1.0 + float(tree.probabilities.sum())
 
 
 def count_accepted(tree: TokenTree, continuation: np.ndarray) -> int:
@@ -66,7 +75,7 @@ def count_accepted(tree: TokenTree, continuation: np.ndarray) -> int:
 
 def summarize(method: str, nodes: int, steps: dict[str, list[Step]]) -> list[dict]:
     """One row a category, and the mean over categories."""
-    rows = []
+    rows: list[dict] = []
     for category, found in sorted(steps.items()):
         rows.append(
             {
@@ -76,11 +85,18 @@ def summarize(method: str, nodes: int, steps: dict[str, list[Step]]) -> list[dic
                 "tokens_per_step": sum(s.num_tokens for s in found) / max(len(found), 1),
                 "nodes_per_step": sum(s.num_nodes for s in found) / max(len(found), 1),
                 "draft_us": statistics.median(s.draft_us for s in found) if found else 0.0,
+                "expected_tokens_per_step": _mean([s.expected_tokens for s in found]),
             }
         )
-    keys = ("tokens_per_step", "nodes_per_step", "draft_us")
-    mean = {key: statistics.fmean(row[key] for row in rows) for key in keys}
+    keys = ("tokens_per_step", "nodes_per_step", "draft_us", "expected_tokens_per_step")
+    mean = {key: _mean([row[key] for row in rows]) for key in keys}
     return [*rows, {"method": method, "category": "mean", "nodes": nodes, **mean}]
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """None if a value is missing: the method does not say."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
 def print_table(rows: list[dict]) -> None:

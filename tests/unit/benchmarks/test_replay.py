@@ -59,12 +59,14 @@ def test_the_last_step_is_not_counted_beyond_the_end(replay_module) -> None:
 def test_categories_pool_their_questions_and_the_mean_does_not(replay_module) -> None:
     step = replay_module.Step
     rows = replay_module.summarize(
-        "m", 8, {"qa": [step(4, 8, 1.0), step(2, 6, 3.0)], "rag": [step(1, 0, 2.0)]}
+        "m", 8, {"qa": [step(4, 8, 1.0, 2.5), step(2, 6, 3.0, 1.5)], "rag": [step(1, 0, 2.0, None)]}
     )
     found = {row["category"]: row for row in rows}
     assert found["qa"]["tokens_per_step"] == 3
     assert found["mean"]["tokens_per_step"] == 2
     assert found["mean"]["nodes_per_step"] == 3.5
+    assert found["qa"]["expected_tokens_per_step"] == 2
+    assert found["mean"]["expected_tokens_per_step"] is None
     assert {row["nodes"] for row in rows} == {8}
 
 
@@ -101,6 +103,7 @@ def test_the_command_writes_rows(tmp_path: Path) -> None:
             "tokens_per_step",
             "nodes_per_step",
             "draft_us",
+            "expected_tokens_per_step",
         }
         assert row["tokens_per_step"] > 1.5, "the answer is in the prompt"
         assert row["nodes_per_step"] <= 8
