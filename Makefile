@@ -5,6 +5,8 @@
 
 BIN := .venv/bin
 ARGS ?=
+# Processes that run tests side by side; each keeps its engines to itself.
+JOBS ?= 2
 
 # PYTHON chooses the interpreter of .venv; any Python 3 can run the set-up itself.
 ifdef PYTHON
@@ -32,7 +34,7 @@ demo: venv ## show speculation and beam search on the model that ships with the 
 
 test: export OMP_NUM_THREADS ?= 1
 test: venv ## all tests: unit tests, then those that start an engine
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 unit: export OMP_NUM_THREADS ?= 1
 unit: venv ## the unit tests only (under a minute)

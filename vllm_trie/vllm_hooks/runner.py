@@ -296,7 +296,7 @@ class TreeRunnerMixin:
             return None
         return DraftRequest(
             request_id=request_id,
-            token_ids=batch.token_ids_cpu[row, :num_tokens],
+            token_ids=_read_only(batch.token_ids_cpu[row, :num_tokens]),
             num_prompt_tokens=int(batch.num_prompt_tokens[row]),
             max_nodes=max_nodes,
             max_depth=limits.max_depth,
@@ -322,6 +322,12 @@ class TreeRunnerMixin:
             self._tree_stats = TreeStats()
         self._clock.leave()
         return output
+
+
+def _read_only(view: np.ndarray) -> np.ndarray:
+    """The view, so that a drafter that writes to it fails instead of changing the request."""
+    view.flags.writeable = False
+    return view
 
 
 def calibrate_step_cost(runner: Any, seconds: float = 2.0) -> None:

@@ -10,6 +10,11 @@ import numpy as np
 from vllm_trie.tree import TokenTree
 
 
+def tree_arrays(tree: TokenTree) -> tuple[np.ndarray | None, ...]:
+    """The arrays of a tree in the order of its constructor."""
+    return tree.token_ids, tree.parents, tree.probabilities, tree.never_accept
+
+
 class PendingTree(NamedTuple):
     """A tree that was proposed for a request, with the lists that the hot path reads."""
 
@@ -21,8 +26,10 @@ class PendingTree(NamedTuple):
 
     @classmethod
     def of(cls, tree: TokenTree) -> PendingTree:
+        """Of a copy of the tree: a drafter may use its arrays again."""
+        kept = TokenTree(*(None if a is None else a.copy() for a in tree_arrays(tree)))
         return cls(
-            tree, tree.token_ids.tolist(), tree.parents.tolist(), tree.depths().astype(np.int64)
+            kept, kept.token_ids.tolist(), kept.parents.tolist(), kept.depths().astype(np.int64)
         )
 
     def prefix(self, num_nodes: int) -> PendingTree:

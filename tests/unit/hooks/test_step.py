@@ -51,3 +51,12 @@ def test_rows_get_their_own_trees(first: TokenTree, second: TokenTree) -> None:
     trees = trees_of_step(stored, scheduled, {"b": 0, "quiet": 1, "a": 2}, 3)
     assert [t.token_ids for t in trees] == [scheduled["b"], [], scheduled["a"]]
     assert [t.parents for t in trees] == [second.parents.tolist(), [], first.parents.tolist()]
+
+
+def test_a_drafter_may_use_its_arrays_again() -> None:
+    drafted = TokenTree.from_lists([5, 6, 7], [-1, 0, 0], [0.9, 0.5, 0.4])
+    stored = PendingTree.of(drafted)
+    drafted.token_ids[:] = 0
+    drafted.parents[:] = -1
+    check(stored)
+    assert stored.parents == [-1, 0, 0]
