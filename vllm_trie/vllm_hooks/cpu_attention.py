@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
@@ -20,6 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm_trie.attention import TreeBatch, choose_kernels, tree_attention
 from vllm_trie.attention.cpu_cache import SUPPORTED_ISAS
 from vllm_trie.vllm_hooks import config
+from vllm_trie.vllm_hooks.rest_of_batch import RestOfBatch, rest_of_batch
 from vllm_trie.vllm_hooks.runner import TREE_ATTRIBUTE
 
 _REST_ATTRIBUTE = "vllm_trie_rest"
@@ -43,60 +42,6 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
                 f"attention does not read; it reads {' and '.join(SUPPORTED_ISAS)}. Run without "
                 "vllm-trie's speculative methods on this CPU"
             )
-
-
-@dataclass(frozen=True)
-class RestOfBatch:
-    """The requests of a step that have no tree, as a batch of their own for the stock kernel."""
-
-    metadata: CPUAttentionMetadata
-    rows: slice | torch.Tensor
-    """Token rows of these requests: a slice where they are neighbours, else int64 indices."""
-
-
-def rest_of_batch(
-    metadata: CPUAttentionMetadata, trees: TreeBatch, scheduler_options: dict[str, Any]
-) -> RestOfBatch:
-    """Leave the requests with trees out of a step's metadata.
-
-    Args:
-        metadata: of the whole step, with one row per request.
-        trees: the requests to leave out.
-        scheduler_options: what vLLM's ``cpu_attn_get_scheduler_metadata`` wants to know beside the
-            lengths.
-    """
-    starts = metadata.query_start_loc.numpy()
-    others = np.ones(len(starts) - 1, dtype=bool)
-    others[[row.batch_index for row in trees.rows]] = False
-    indices = np.flatnonzero(others)
-    lengths = (starts[1:] - starts[:-1])[indices]
-    new_starts = np.zeros(len(indices) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=new_starts[1:])
-    query_start_loc = torch.from_numpy(new_starts)
-    chosen = torch.from_numpy(indices)
-    seq_lens = metadata.seq_lens[chosen]
-    if indices[-1] - indices[0] + 1 == len(indices):
-        rows: slice | torch.Tensor = slice(int(starts[indices[0]]), int(starts[indices[-1] + 1]))
-    else:
-        offsets = np.repeat(starts[indices] - new_starts[:-1], lengths)
-        rows = torch.from_numpy(offsets + np.arange(new_starts[-1], dtype=np.int64))
-    rest = replace(
-        metadata,
-        num_actual_tokens=int(new_starts[-1]),
-        max_query_len=int(lengths.max()),
-        max_seq_len=int(seq_lens.max()),
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        block_table=metadata.block_table[chosen],
-        scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(indices),
-            seq_lens=seq_lens,
-            query_start_loc=query_start_loc,
-            causal=metadata.causal,
-            **scheduler_options,
-        ),
-    )
-    return RestOfBatch(rest, rows)
 
 
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
@@ -143,12 +88,11 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             )
         if not trees.covers_batch:
             rest = self._rest_of_batch(layer, query, attn_metadata, trees)
-            own_output = output[rest.rows]
+            own = rest.take(output)
             super().forward(
-                layer, query[rest.rows], key, value, kv_cache, rest.metadata, own_output, *scales
+                layer, rest.take(query), key, value, kv_cache, rest.metadata, own, *scales
             )
-            if not isinstance(rest.rows, slice):
-                output[rest.rows] = own_output  # indexing made a copy
+            rest.put_back(own, output)
         tree_attention(query, kv_cache, attn_metadata.block_table, trees, self.scale, output)
         return output
 
@@ -157,16 +101,20 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
     ) -> RestOfBatch:
         rest = getattr(metadata, _REST_ATTRIBUTE, None)
         if rest is None:
-            options = {
-                "num_heads": self.num_heads,
-                "num_kv_heads": self.num_kv_heads,
-                "head_dim": self.head_size,
-                "dtype": query.dtype,
-                "sliding_window_size": -1,
-                "isa": layer.isa,
-                "enable_kv_split": envs.VLLM_CPU_ATTN_SPLIT_KV,
-            }
-            rest = rest_of_batch(metadata, trees, options)
+            rest = rest_of_batch(metadata, trees)
+            rest.metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=len(rest.metadata.seq_lens),
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_size,
+                seq_lens=rest.metadata.seq_lens,
+                dtype=query.dtype,
+                query_start_loc=rest.metadata.query_start_loc,
+                causal=metadata.causal,
+                sliding_window_size=-1,
+                isa=layer.isa,
+                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            )
             setattr(metadata, _REST_ATTRIBUTE, rest)
         return rest
 
