@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,8 @@ def cache_folder() -> Path:
     else:
         if os.environ.get("XDG_CACHE_HOME"):
             candidates.append(Path(os.environ["XDG_CACHE_HOME"]) / "vllm_trie")
-        candidates.append(Path("~/.cache/vllm_trie").expanduser())
+        with suppress(RuntimeError):  # a user without a home, as in some containers
+            candidates.append(Path.home() / ".cache" / "vllm_trie")
         candidates.append(Path(tempfile.gettempdir()) / f"vllm_trie-{os.getuid()}")
     for folder in candidates:
         try:

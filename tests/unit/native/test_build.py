@@ -99,6 +99,17 @@ def test_a_folder_that_cannot_be_used_is_named(
         cache_folder()
 
 
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("VLLM_TRIE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(build_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert cache_folder() == tmp_path / f"vllm_trie-{os.getuid()}"
+
+
 def _answer_in_child(source: str) -> int:
     library = load_library("answer", [Path(source)])
     return -1 if library is None else int(library.answer())
