@@ -77,6 +77,23 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
         retire_when="attention metadata carries tree masks",
     ),
     Hook(
+        "vllm._custom_ops:cpu_attn_get_scheduler_metadata",
+        "called: plans the stock kernel's work for the rows without trees",
+        parameters=(
+            "num_reqs",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "seq_lens",
+            "dtype",
+            "query_start_loc",
+            "causal",
+            "sliding_window_size",
+            "isa",
+            "enable_kv_split",
+        ),
+    ),
+    Hook(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers",
         "called: the vector kernel in place of AMX, whose cache layout the plugin does not read",
         parameters=("layer_names",),
