@@ -18,6 +18,7 @@ _BUILT_IN = {
     "lookahead_trie": "vllm_trie.drafters.lookahead:LookaheadDrafter",
     "medusa_dynamic": "vllm_trie.drafters.medusa:MedusaDrafter",
     "ngram_trie": "vllm_trie.drafters.ngram_trie:NgramTrieDrafter",
+    "trie_union": "vllm_trie.drafters.union:TrieUnionDrafter",
 }
 
 

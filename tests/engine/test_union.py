@@ -1,0 +1,135 @@
+"""The union of drafters in the engine: output is plain vLLM's, whatever its parts propose."""
+
+from __future__ import annotations
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.compare import (
+    accepted_tokens,
+    differences,
+    generate,
+    register_test_drafters,
+    speculation,
+    tell_oracle,
+)
+from tests.engine.conftest import runner_of, scheduler_of
+from tests.engine.prompts import prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
+COUNT = 12
+# The oracle's trees put accepted nodes in all places; the others bring windows and long chains.
+# Not adaptive, so that no part rests while the others are tested.
+UNION = speculation(
+    "trie_union", 48, drafters=["test_oracle", "ngram_trie", "lookahead"], adaptive=False
+)
+
+
+@pytest.fixture(autouse=True)
+def _test_drafters(monkeypatch):
+    register_test_drafters(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def expected(_engines):
+    outputs = generate(_engines(), prompts(COUNT), GREEDY)
+    tell_oracle(outputs)
+    return outputs
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_greedy(engine, expected, batch_size):
+    llm = engine(**UNION)
+    before = accepted_tokens(llm)
+    count = COUNT if batch_size > 1 else 4
+    outputs = generate(llm, prompts(count), GREEDY, batch_size)
+    assert differences(expected[:count], outputs) == []
+    assert accepted_tokens(llm) - before > 0.2 * sum(len(o.outputs[0].token_ids) for o in outputs)
+    assert not any(runner_of(llm).drafter.guarded.failures.values())
+
+
+def test_the_window_moves_on_inside_the_union(engine, expected):
+    """The part gets its own nodes' argmax back, wherever they lie in the merged tree."""
+    llm = engine(**speculation("trie_union", 64, drafters=["ngram_trie", "lookahead"]))
+    union = runner_of(llm).drafter.guarded.drafter
+    lookahead = union.parts[1]
+    core = llm.llm_engine
+    core.add_request("window", prompts()[0], GREEDY)
+    filled = False
+    while core.has_unfinished_requests():
+        core.step()
+        filled |= any(state.window.is_filled for state in lookahead._states.values())
+    assert filled
+
+
+def test_adaptive(engine, expected):
+    llm = engine(**speculation("trie_union", 32))
+    assert differences(expected, generate(llm, prompts(COUNT), GREEDY)) == []
+    assert accepted_tokens(llm) > COUNT
+
+
+def test_chunked_prefill(engine, expected):
+    llm = engine(**UNION, max_num_batched_tokens=96, enable_chunked_prefill=True)
+    assert max(len(p["prompt_token_ids"]) for p in prompts(COUNT)) > 2 * 96
+    assert differences(expected, generate(llm, prompts(COUNT), GREEDY)) == []
+    assert accepted_tokens(llm) > COUNT
+
+
+def test_preemption(engine, expected):
+    llm = engine(**UNION, num_gpu_blocks_override=44, block_size=32, enable_prefix_caching=False)
+    preempted = []
+    scheduler = scheduler_of(llm)
+    stock = scheduler._preempt_request
+
+    def count(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return stock(request, *args, **kwargs)
+
+    scheduler._preempt_request = count
+    try:
+        outputs = generate(llm, prompts(COUNT), GREEDY)
+    finally:
+        del scheduler._preempt_request
+    assert differences(expected, outputs) == []
+    assert preempted
+
+
+def test_seeded_sampling(engine, expected):
+    each = [
+        SamplingParams(temperature=0.8, top_p=0.95, seed=100 + i, max_tokens=40, ignore_eos=True)
+        for i in range(COUNT)
+    ]
+    llm = engine(**UNION)
+    before = accepted_tokens(llm)
+    plain = generate(engine(), prompts(COUNT), each)
+    found = generate(llm, prompts(COUNT), each)
+    assert differences(plain, found) == []
+    assert accepted_tokens(llm) - before > COUNT
+
+
+def test_abort_midway(engine, expected):
+    llm = engine(**UNION)
+    core = llm.llm_engine
+    for index, prompt in enumerate(prompts(8)):
+        core.add_request(f"abort-{index}", prompt, GREEDY)
+    finished, steps = {}, 0
+    while core.has_unfinished_requests():
+        for output in core.step():
+            if output.finished:
+                finished[output.request_id] = output
+        steps += 1
+        if steps in (3, 6):
+            core.abort_request([f"abort-{i}" for i in range(8) if i % 4 == steps // 3])
+    survivors = [i for i in range(8) if i % 4 not in (1, 2)]
+    outputs = [finished[f"abort-{i}"] for i in survivors]
+    assert differences([expected[i] for i in survivors], outputs) == []
+    generate(llm, prompts(1), SamplingParams(temperature=0.0, max_tokens=2))  # lets it forget
+    union = runner_of(llm).drafter.guarded.drafter
+    assert not [request for request in union._states if request.startswith("abort-")]
+    lookahead = union.parts[2]
+    assert not [request for request in lookahead._states if request.startswith("abort-")]
+
+
+def test_a_wrong_part_is_refused(engine):
+    with pytest.raises(ValueError, match=r"'nonesuch' cannot be a part; allowed: .*ngram_trie"):
+        engine(**speculation("trie_union", 32, drafters=["nonesuch"]))

@@ -1,0 +1,8 @@
+"""The union of drafters: their candidates in one tree under one node budget."""
+
+from __future__ import annotations
+
+from vllm_trie.drafters.union.drafter import TrieUnionDrafter
+from vllm_trie.drafters.union.options import TrieUnionOptions
+
+__all__ = ["TrieUnionDrafter", "TrieUnionOptions"]
