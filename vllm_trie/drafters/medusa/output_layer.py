@@ -26,8 +26,15 @@ def target_output_layer(target_model: Any, context: DrafterContext) -> Tensor:
     """
     if context.tensor_parallel_size == 1:
         weight = getattr(getattr(target_model, "lm_head", None), "weight", None)
-        # Quantized layers keep something else under this name.
-        if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2:
+        # Quantized layers keep something else under this name, and vLLM's CPU kernels may have
+        # packed the weight away.
+        if (
+            isinstance(weight, Tensor)
+            and weight.is_floating_point()
+            and weight.ndim == 2
+            and weight.shape[0] >= context.vocab_size
+            and weight.shape[1] == context.hidden_size
+        ):
             return weight[: context.vocab_size].detach().cpu()  # vLLM pads the rows
     found = _from_files(Path(context.model))
     if found is not None:
