@@ -92,6 +92,7 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
             "isa",
             "enable_kv_split",
         ),
+        retire_when="tree attention also serves the rows without trees as fast as the stock kernel",
     ),
     Hook(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers",
