@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from random import Random
 
 import numpy as np
 import pytest
@@ -190,6 +191,19 @@ def test_long_prompts_take_linear_time_and_bounded_memory(kind: str) -> None:
     assert own.num_bytes <= 250 * size * 3
     if kind in ("constant", "periodic"):
         assert own.num_nodes < 100, "a text that repeats itself has few distinct n-grams"
+
+
+@needs_compiler
+@given(st.lists(texts, max_size=8), st.randoms(use_true_random=False), st.integers(1, 15))
+def test_nothing_is_left_of_removed_texts(
+    added: list[list[int]], random: Random, max_order: int
+) -> None:
+    index = native.NativeIndex(max_order)
+    numbers = [index.add_text(np.array(text, dtype=np.int32)) for text in added]
+    random.shuffle(numbers)
+    for number in numbers:
+        index.remove_text(number)
+    assert (index.num_nodes, index.num_tokens) == (1, 0)
 
 
 @needs_compiler
