@@ -6,8 +6,9 @@ of as many rows that do not search. All take the same float32 model, prompts and
 run in turns in this process, and start each run with an empty prefix cache. Times are medians.
 
 `computed_tokens` are the tokens that went through the model; `peak_blocks` the most KV blocks in
-use; `kv_bytes_per_token` the paper's Mem/Tok, peak KV bytes over input and output tokens. For `hf`,
-which has no blocks, both are what its cache holds: the prompt and the output, b times.
+use, beside `greedy_blocks`, those of as many greedy requests; `kv_bytes_per_token` is the paper's
+Mem/Tok, peak KV bytes over the tokens of the prompt and of one output. `hf` has no blocks: its
+cache holds the prompt and the output b times, which is also what b separate sequences would take.
 
     python benchmarks/beam.py --json beam.json
 """
@@ -37,6 +38,7 @@ COLUMNS = (
     "ratio_to_trie",
     "computed_tokens",
     "peak_blocks",
+    "greedy_blocks",
     "kv_bytes_per_token",
     "identical_to_hf",
 )
@@ -72,7 +74,6 @@ class Bench:
         self._torch = torch
         self._generation_config = GenerationConfig
         self._num_tokens = options.tokens
-        self._block_size = options.block_size
         self._source = AutoTokenizer.from_pretrained(options.model).encode(_text())
         longest = max(options.prompt_lens) + options.tokens
         most = max(options.widths) * max(options.num_prompts)
@@ -88,6 +89,7 @@ class Bench:
             kv_cache_memory_bytes=options.kv_cache_gib << 30,
         )
         self._scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        self.block_size = self._scheduler.block_size
         self._hf = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
         self._hf.generation_config.eos_token_id = None
         config = self._hf.config
@@ -165,7 +167,7 @@ class Bench:
         length = load.prompt_len + self._num_tokens
         rows = load.num_prompts * load.beam_width
         if method == "hf":
-            return Usage(rows * (length - 1), rows * -(-length // self._block_size))
+            return Usage(rows * (length - 1), rows * -(-length // self.block_size))
         pool = self._scheduler.kv_cache_manager.block_pool
         stock = self._scheduler.schedule
         computed, peak = 0, 0
@@ -205,7 +207,8 @@ def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
     timed = in_turns(runs, options.repeats)
     seconds = {name: median_seconds(timed[name]) for name in methods}
     tokens = load.num_prompts * load.beam_width * options.tokens
-    held = load.num_prompts * (load.prompt_len + load.beam_width * options.tokens)
+    length = load.prompt_len + options.tokens
+    block_bytes = bench.block_size * bench.kv_bytes
     rows = []
     for name in methods:
         found = timed[name][0][1]
@@ -215,14 +218,15 @@ def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
                 "method": name,
                 **load._asdict(),
                 "new_tokens": options.tokens,
-                "block_size": options.block_size,
+                "block_size": bench.block_size,
                 "compiled": options.compiled,
                 "total_ms": 1e3 * seconds[name],
                 "ms_per_step": 1e3 * seconds[name] / options.tokens,
                 "tokens_per_s": tokens / seconds[name],
                 "ratio_to_trie": seconds[name] / seconds["trie"] if "trie" in seconds else None,
                 **usage[name]._asdict(),
-                "kv_bytes_per_token": peak * options.block_size * bench.kv_bytes / held,
+                "greedy_blocks": load.num_prompts * -(-length // bench.block_size),
+                "kv_bytes_per_token": peak * block_bytes / (load.num_prompts * length),
                 "identical_to_hf": (
                     found == timed["hf"][0][1] if name == "trie" and "hf" in timed else None
                 ),
@@ -239,7 +243,7 @@ def main() -> None:
     parser.add_argument("--prompt-lens", nargs="+", type=int, default=[50, 1500])
     parser.add_argument("--num-prompts", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each hypothesis")
-    parser.add_argument("--block-size", type=int, default=32, help="tokens of a KV block")
+    parser.add_argument("--block-size", type=int, help="tokens of a KV block; vLLM's default")
     parser.add_argument("--kv-cache-gib", type=int, default=2)
     parser.add_argument("--compiled", action="store_true", help="let vLLM compile the model")
     options = parser.parse_args()
