@@ -42,7 +42,7 @@ class MedusaOptions(DrafterOptions):
         "supports.",
     )
     max_context_len: int = Field(
-        default=8,
+        default=15,
         ge=1,
         le=15,
         description="With joint='context': longest context that is looked up, in tokens.",

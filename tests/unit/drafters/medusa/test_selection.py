@@ -83,7 +83,7 @@ def test_algorithm1_has_every_parent(given_candidates, num_nodes):
 def test_compiled_selection_is_its_twin(given_candidates, limit, text, with_text):
     trees = []
     for backend in (NativeBackend(), PythonBackend()):
-        index = backend.new_index(8) if with_text else None
+        index = backend.new_index(15) if with_text else None
         job = Job(*given_candidates, limit, index, np.array(text, dtype=np.int32))
         trees.append(backend.select_batch([job])[0])
     assert same(*trees)
@@ -92,7 +92,7 @@ def test_compiled_selection_is_its_twin(given_candidates, limit, text, with_text
 @given(candidates(), limits, texts)
 @settings(max_examples=60, deadline=None)
 def test_trees_obey_the_limits(given_candidates, limit, text):
-    for index in (None, NgramIndex(8)):
+    for index in (None, NgramIndex(15)):
         tree = select(*given_candidates, limit, index, text)
         tree.validate(VOCAB, limit.max_nodes)
         assert tree.num_nodes > 0
@@ -106,7 +106,7 @@ def test_trees_obey_the_limits(given_candidates, limit, text):
 @settings(max_examples=40, deadline=None)
 def test_children_share_what_their_parent_has(given_candidates, text):
     """Probabilities are those of disjoint events: siblings add up to no more than the parent."""
-    tree = select(*given_candidates, Limits(64, 9), NgramIndex(8), text)
+    tree = select(*given_candidates, Limits(64, 9), NgramIndex(15), text)
     sums = np.zeros(tree.num_nodes + 1)
     for parent, probability in zip(tree.parents, tree.probabilities, strict=True):
         sums[parent] += probability
@@ -118,7 +118,7 @@ def test_without_repetition_the_text_changes_nothing():
     tokens = np.array([[30, 31], [32, 33]], dtype=np.int32)
     shares = np.array([[0.6, 0.3], [0.5, 0.2]], dtype=np.float32)
     plain = select(tokens, shares, Limits(6, 2))
-    assert same(plain, select(tokens, shares, Limits(6, 2), NgramIndex(8), list(range(20))))
+    assert same(plain, select(tokens, shares, Limits(6, 2), NgramIndex(15), list(range(20))))
 
 
 def test_the_text_corrects_the_heads():
@@ -133,20 +133,20 @@ def test_the_text_corrects_the_heads():
         return int(tree.token_ids[max(children, key=lambda i: tree.probabilities[i])])
 
     assert child_of_1(select(tokens, shares, Limits(6, 2))) == 3
-    assert child_of_1(select(tokens, shares, Limits(6, 2), NgramIndex(8), text)) == 4
+    assert child_of_1(select(tokens, shares, Limits(6, 2), NgramIndex(15), text)) == 4
 
 
 def test_the_text_goes_deeper_than_the_heads():
     text = list(range(10, 30)) * 3
     tokens, shares = np.array([[10]], dtype=np.int32), np.array([[0.9]], dtype=np.float32)
-    tree = select(tokens, shares, Limits(12, 12), NgramIndex(8), text)
+    tree = select(tokens, shares, Limits(12, 12), NgramIndex(15), text)
     assert tree.chain().token_ids.tolist()[:5] == [10, 11, 12, 13, 14]
 
 
 @pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
 def test_a_changed_text_is_indexed_anew():
     backend = NativeBackend()
-    index = backend.new_index(8)
+    index = backend.new_index(15)
     tokens, shares = np.array([[9]], dtype=np.int32), np.array([[0.01]], dtype=np.float32)
     first = np.array([1, 2, 3] * 10, dtype=np.int32)
     second = np.array([1, 4, 5] * 9, dtype=np.int32)
@@ -155,7 +155,7 @@ def test_a_changed_text_is_indexed_anew():
         return backend.select_batch([Job(tokens, shares, Limits(8, 8), index, text)])[0]
 
     draft(index, first)
-    assert same(draft(index, second), draft(backend.new_index(8), second))
+    assert same(draft(index, second), draft(backend.new_index(15), second))
 
 
 @pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
@@ -166,7 +166,7 @@ def test_a_batch_is_its_requests(batch):
 
     def jobs():
         return [
-            Job(*c, limit, backend.new_index(8), np.array(text, dtype=np.int32))
+            Job(*c, limit, backend.new_index(15), np.array(text, dtype=np.int32))
             for c, limit, text in batch
         ]
 
