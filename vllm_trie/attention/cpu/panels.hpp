@@ -49,6 +49,37 @@ struct Chunk {
   }
 };
 
+// Asks for a chunk's cache lines in equal shares, one at each call: while one chunk is multiplied,
+// the next one arrives.
+template <typename T>
+class Prefetcher {
+ public:
+  Prefetcher(const Chunk<T>& chunk, int num_calls) : chunk_(chunk), num_calls_(num_calls) {}
+
+  void operator()() {
+    constexpr int kLine = 64 / sizeof(T);
+    const int rows = chunk_.count ? chunk_.head_size : 0;
+    const int64_t block_size = chunk_.block_size, head_size = chunk_.head_size;
+    const int next = call_ < num_calls_ ? call_ + 1 : call_;
+    for (int d = rows * call_ / num_calls_; d < rows * next / num_calls_; ++d) {
+      for (int slot = 0; slot < chunk_.count; slot += kLine) {
+        __builtin_prefetch(chunk_.keys[slot / kSegment] + slot % kSegment + d * block_size, 0, 2);
+      }
+    }
+    for (int slot = chunk_.count * call_ / num_calls_; slot < chunk_.count * next / num_calls_;
+         ++slot) {
+      const T* from = chunk_.values[slot / kSegment] + slot % kSegment * head_size;
+      for (int d = 0; d < head_size; d += kLine) __builtin_prefetch(from + d, 0, 2);
+    }
+    call_ = next;
+  }
+
+ private:
+  const Chunk<T>& chunk_;
+  int num_calls_;
+  int call_ = 0;
+};
+
 // Keys of the slots [first, first + kStrip) of a chunk -> strip [head_size, kStrip]. Up to
 // kLanes - 1 slots behind the last one are copied too, whatever they hold; their scores are masked.
 template <typename T>
@@ -96,8 +127,9 @@ void pack_values(const Chunk<T>& chunk, int first, float* strip) {
 // Sums of this many products at most are added up one by one: shorter sums are more exact.
 constexpr int kDepth = 128;
 
-inline void multiply_key_strip(int rows, int columns, int head_size, const float* query,
-                               const float* strip, float* scores) {
+template <typename Meanwhile>
+void multiply_key_strip(int rows, int columns, int head_size, const float* query,
+                        const float* strip, float* scores, Meanwhile& meanwhile) {
   static const struct Ones {
     float values[kMaxRows];
     Ones() {
@@ -107,25 +139,27 @@ inline void multiply_key_strip(int rows, int columns, int head_size, const float
   for (int d = 0; d < head_size; d += kDepth) {
     multiply_strip(rows, columns, head_size - d < kDepth ? head_size - d : kDepth, query + d,
                    head_size, strip + d * kStrip, d ? ones.values : nullptr, scores,
-                   kChunk);
+                   kChunk, meanwhile);
   }
 }
 
 #if defined(VLLM_TRIE_BF16_PRODUCTS)
-inline void multiply_key_strip(int rows, int columns, int head_size, const BFloat16* query,
-                               const BFloat16* strip, float* scores) {
-  multiply_strip(rows, columns, head_size, query, head_size, strip, nullptr, scores,
-                 kChunk);
+template <typename Meanwhile>
+void multiply_key_strip(int rows, int columns, int head_size, const BFloat16* query,
+                        const BFloat16* strip, float* scores, Meanwhile& meanwhile) {
+  multiply_strip(rows, columns, head_size, query, head_size, strip, nullptr, scores, kChunk,
+                 meanwhile);
 }
 #endif
 
 // scores[rows, count] = query[rows, head_size] * keys; `strip` is scratch memory.
 template <typename T, typename Product>
 void multiply_keys(const Chunk<T>& chunk, int rows, const Product* query, Product* strip,
-                   float* scores) {
+                   float* scores, Prefetcher<T>& prefetch) {
   for (int first = 0; first < chunk.count; first += kStrip) {
     pack_keys(chunk, first, strip);
-    multiply_key_strip(rows, chunk.count - first, chunk.head_size, query, strip, scores + first);
+    multiply_key_strip(rows, chunk.count - first, chunk.head_size, query, strip, scores + first,
+                       prefetch);
   }
 }
 
@@ -133,11 +167,11 @@ void multiply_keys(const Chunk<T>& chunk, int rows, const Product* query, Produc
 // factors: one per row, or null to overwrite the sums.
 template <typename T>
 void multiply_values(const Chunk<T>& chunk, int rows, const float* weights, float* strip,
-                     const float* factors, float* sums) {
+                     const float* factors, float* sums, Prefetcher<T>& prefetch) {
   for (int first = 0; first < chunk.head_size; first += kStrip) {
     pack_values(chunk, first, strip);
     multiply_strip(rows, chunk.head_size - first, chunk.count, weights, kChunk, strip,
-                   factors, sums + first, chunk.head_size);
+                   factors, sums + first, chunk.head_size, prefetch);
   }
 }
 

@@ -99,18 +99,23 @@ void multiply_rows(int rows, const T* a, int64_t a_stride, const T* b, int64_t d
   }
 }
 
+inline int count_tiles(int rows) { return (rows + kTileRows - 1) / kTileRows; }
+
 // c[rows, kStrip] = a[rows, depth] * strip (+ c * factors), for a strip [depth, kStrip] of which
-// `columns` are wanted; c's columns up to the next multiple of kLanes are written.
-template <typename T>
+// `columns` are wanted; c's columns up to the next multiple of kLanes are written. `meanwhile` is
+// called before each of the num_tiles(rows) tiles.
+template <typename T, typename Meanwhile>
 void multiply_strip(int rows, int columns, int64_t depth, const T* a, int64_t a_stride,
-                    const T* strip, const float* factors, float* c, int64_t c_stride) {
-  const int num_tiles = (rows + kTileRows - 1) / kTileRows;
+                    const T* strip, const float* factors, float* c, int64_t c_stride,
+                    Meanwhile& meanwhile) {
+  const int num_tiles = count_tiles(rows);
   for (int tile = 0; tile < num_tiles; ++tile) {
     const int row = rows * tile / num_tiles;  // tiles of nearly equal height
     const int height = rows * (tile + 1) / num_tiles - row;
     const T* a_tile = a + row * a_stride;
     float* c_tile = c + row * c_stride;
     const float* tile_factors = factors ? factors + row : nullptr;
+    meanwhile();
     if (columns > kLanes) {
       multiply_rows<2>(height, a_tile, a_stride, strip, depth, tile_factors, c_tile, c_stride);
     } else {

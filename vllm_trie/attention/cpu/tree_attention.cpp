@@ -220,15 +220,20 @@ class Attention {
         arguments_.block_stride,
         arguments_.block_table + unit.row->batch_index * arguments_.block_table_stride,
         arguments_.block_size, head_size};
+    const int strips = kChunk / kStrip + (head_size + kStrip - 1) / kStrip;
+    Chunk<T> chunk(head, first * kChunk, unit.num_slots);
     for (int64_t index = first; index < last; ++index) {
-      const Chunk<T> chunk(head, index * kChunk, unit.num_slots);
-      multiply_keys(chunk, rows, query_rows, reinterpret_cast<Product*>(strip), scores);
+      const Chunk<T> next(head, (index + 1) * kChunk, index + 1 < last ? unit.num_slots : 0);
+      Prefetcher<T> prefetch(next, count_tiles(rows) * strips);
+      multiply_keys(chunk, rows, query_rows, reinterpret_cast<Product*>(strip), scores,
+                    prefetch);
       for (int row = 0; row < rows; ++row) {
         factors[row] = weigh(visibility(unit, row / group_), index * kChunk, chunk.count,
                              scores + row * kChunk, sums.maximum + row, sums.total + row);
       }
       multiply_values(chunk, rows, scores, strip, index == first ? nullptr : factors,
-                      sums.weighted);
+                      sums.weighted, prefetch);
+      chunk = next;
     }
     if (!partial) write(unit, 0, rows, sums);
   }
