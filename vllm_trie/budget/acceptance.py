@@ -23,7 +23,7 @@ class AcceptanceCalibration:
     verified and accepted and starts from the promise itself.
     """
 
-    def __init__(self, prior_weight: float = 30.0, memory: float = 2000.0) -> None:
+    def __init__(self, prior_weight: float = 30.0, memory: float = 1000.0) -> None:
         """
         Args:
             prior_weight: verified nodes that the promise counts for in each bin.

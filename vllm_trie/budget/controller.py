@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,24 +12,47 @@ from vllm_trie.budget.allocation import best_allocation
 from vllm_trie.budget.step_cost import StepCost
 from vllm_trie.tree import TokenTree
 
-_LONGEST_PAUSE = 8
-_ENOUGH = 256
+_LONGEST_PAUSE = 64
+_ENOUGH = 256  # verified nodes that are taken in together: one call for many costs that for few
+_DECAY = 0.9  # of a request's record, each step
+_BENEFIT_OF_DOUBT = 1.0  # accepted tokens that every request's record starts with
+_BEST_FACTOR = 1.5
+_CHEAP = 0.01  # share of a plain step below which drafting in vain does not matter
+
+
+@dataclass(slots=True)
+class _Record:
+    """What a request's nodes promised and brought lately."""
+
+    promised: float = 0.0
+    accepted: float = 0.0
+    in_flight: float = 0.0
+    """Expected accepted tokens of the tree that is being verified."""
+
+    @property
+    def factor(self) -> float:
+        """How much better or worse this request's drafts do than others of the same promise."""
+        ratio = (self.accepted + _BENEFIT_OF_DOUBT) / (self.promised + _BENEFIT_OF_DOUBT)
+        return min(ratio, _BEST_FACTOR)
 
 
 class NodeBudget:
     """Cuts the trees of a step to the nodes that pay.
 
-    Learns two things while the engine runs: what a step costs by its number of tokens, and how
-    often nodes are accepted by what their drafter promised. When no node of a step pays, drafting
-    itself pauses, for twice as many steps each time, and is tried again.
+    Learns while the engine runs: what a step costs by its number of tokens; how often nodes are
+    accepted by what their drafter promised, over all requests and for each of them; what drafting
+    itself costs. When speculation as a whole does not pay, drafting pauses, for twice as many steps
+    each time, and is tried again.
     """
 
     def __init__(self) -> None:
         self.cost = StepCost()
         self.acceptance = AcceptanceCalibration()
+        self._records: dict[str, _Record] = {}
         self._promised: list[np.ndarray] = []
         self._accepted: list[int] = []
         self._num_verified = 0
+        self._drafting_seconds = 0.0
         self._pause = 0
         self._next_pause = 1
 
@@ -39,52 +63,85 @@ class NodeBudget:
             return False
         return True
 
-    def cut(self, trees: Sequence[TokenTree], num_rows: int) -> list[TokenTree]:
+    def cut(
+        self, request_ids: Sequence[str], trees: Sequence[TokenTree], num_rows: int
+    ) -> list[TokenTree]:
         """The trees without the nodes that are not worth their time.
 
         Trees without probabilities stay whole, and so does everything until step costs are known.
 
         Args:
-            trees: one for each request that was drafted for.
+            request_ids: requests that were drafted for.
+            trees: their trees.
             num_rows: requests that get a token from the next step.
         """
-        whole = sum(tree.num_nodes for tree in trees if tree.probabilities is None)
-        open_to_cuts = [tree for tree in trees if tree.probabilities is not None]
-        total = sum(tree.num_nodes for tree in open_to_cuts)
-        if not self.cost.known or not total:
-            return list(trees)
+        cut = list(trees)
+        open_to_cuts = [
+            i for i, tree in enumerate(trees) if tree.probabilities is not None and tree.num_nodes
+        ]
+        if not self.cost.known or not open_to_cuts:
+            return cut
+        sizes = [trees[i].num_nodes for i in open_to_cuts]
+        whole = sum(tree.num_nodes for tree in trees) - sum(sizes)
+        records = [self._records.setdefault(request_ids[i], _Record()) for i in open_to_cuts]
+        promised = np.concatenate([trees[i].probabilities for i in open_to_cuts])
+        calibrated = self.acceptance(promised)
+        factors = np.repeat([record.factor for record in records], sizes)
+        starts = np.cumsum(sizes)[:-1]
+        seconds = self.cost.table(num_rows + whole + len(promised) + 1)[whole:]
         allocation = best_allocation(
-            [self.acceptance(tree.probabilities) for tree in open_to_cuts],
-            num_rows,
-            self.cost.table(num_rows + whole + total + 1)[whole:],
+            np.split(np.minimum(calibrated * factors, 1.0), starts), num_rows, seconds
         )
-        kept = iter(allocation.keep)
-        cut = [tree if tree.probabilities is None else _subtree(tree, next(kept)) for tree in trees]
-        if any(tree.num_nodes for tree in cut):
+        plain = seconds[num_rows]
+        pays = allocation.tokens_per_second * plain > num_rows * (
+            1.0 + self._drafting_seconds / plain
+        )
+        for i, record, keep, expected in zip(
+            open_to_cuts, records, allocation.keep, np.split(calibrated, starts), strict=True
+        ):
+            cut[i] = _subtree(trees[i], keep) if pays else TokenTree.empty()
+            record.in_flight = float(expected[keep].sum()) if pays else 0.0
+        if pays or whole:
             self._next_pause = 1
-        else:
+        elif self._drafting_seconds > _CHEAP * plain:
             self._pause = self._next_pause
             self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
         return cut
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Take in the measured time of one decoding step."""
+        """Take in the measured time of one decoding step, drafting left out."""
         self.cost.observe(num_tokens, seconds)
 
+    def observe_drafting(self, seconds: float) -> None:
+        """Take in what drafting for one step took, with everything around it."""
+        self._drafting_seconds += 0.05 * (seconds - self._drafting_seconds)
+
     def observe_verified(
-        self, trees: Sequence[TokenTree], accepted: Sequence[Sequence[int]]
+        self,
+        request_ids: Sequence[str],
+        trees: Sequence[TokenTree],
+        accepted: Sequence[Sequence[int]],
     ) -> None:
         """Take in which nodes of a step's trees were accepted."""
-        for tree, path in zip(trees, accepted, strict=True):
-            if tree.probabilities is not None and tree.num_nodes:
-                self._promised.append(tree.probabilities)
-                self._accepted += [self._num_verified + node for node in path]
-                self._num_verified += tree.num_nodes
-        if self._num_verified >= _ENOUGH:  # one call for many nodes costs what it costs for few
+        for request_id, tree, path in zip(request_ids, trees, accepted, strict=True):
+            if tree.probabilities is None or not tree.num_nodes:
+                continue
+            record = self._records.get(request_id)
+            if record is not None:
+                record.promised = _DECAY * record.promised + record.in_flight
+                record.accepted = _DECAY * record.accepted + len(path)
+            self._promised.append(tree.probabilities)
+            self._accepted += [self._num_verified + node for node in path]
+            self._num_verified += tree.num_nodes
+        if self._num_verified >= _ENOUGH:
             self.acceptance.observe(
                 np.concatenate(self._promised), np.array(self._accepted, dtype=np.int64)
             )
             self._promised, self._accepted, self._num_verified = [], [], 0
+
+    def release(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._records.pop(request_id, None)
 
 
 def _subtree(tree: TokenTree, keep: np.ndarray) -> TokenTree:

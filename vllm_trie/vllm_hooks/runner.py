@@ -89,6 +89,8 @@ class TreeRunnerMixin:
         self._stored_trees.pop(req_id, None)
         self._last_steps.pop(req_id, None)
         self._guarded.release(req_id)
+        if self._budget is not None:
+            self._budget.release(req_id)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         # Limits are kept per request; vLLM's answer is for the whole batch, so that one request
@@ -187,7 +189,11 @@ class TreeRunnerMixin:
         self._remember_steps(sample.accepted, base, logits, argmax)
         self._compact(sample.accepted)
         if self._budget is not None:
-            self._budget.observe_verified([tree.tree for tree in self._step_trees], sample.accepted)
+            self._budget.observe_verified(
+                self.input_batch.req_ids,
+                [tree.tree for tree in self._step_trees],
+                sample.accepted,
+            )
         output = _padded(sample, logits.device)
         self._tree_stats.verification_seconds += time.perf_counter() - start
         return output
@@ -269,7 +275,10 @@ class TreeRunnerMixin:
                 drafts[row] = pending.token_ids
         drafting = guarded.seconds - before
         stats.drafting_seconds += drafting
-        stats.bookkeeping_seconds += time.perf_counter() - start - drafting
+        elapsed = time.perf_counter() - start
+        stats.bookkeeping_seconds += elapsed - drafting
+        if self._budget is not None and drafting:
+            self._budget.observe_drafting(elapsed)
         return drafts
 
     def _draft(self, requests: list[DraftRequest], num_rows: int) -> list[TokenTree]:
@@ -280,7 +289,7 @@ class TreeRunnerMixin:
             return [TokenTree.empty()] * len(requests)
         trees = self._guarded.propose(requests) if requests else []
         if self._budget is not None:
-            trees = self._budget.cut(trees, num_rows)
+            trees = self._budget.cut([request.request_id for request in requests], trees, num_rows)
         return trees if alone else tree_exchange.same_on_all_ranks(trees)
 
     def _draft_request(

@@ -107,7 +107,7 @@ def _chain(probabilities):
 
 def test_nothing_is_cut_before_costs_are_known():
     tree = _chain([0.9, 0.8, 0.001])
-    assert NodeBudget().cut([tree], 1)[0].num_nodes == 3
+    assert NodeBudget().cut(["a"], [tree], 1)[0].num_nodes == 3
 
 
 def test_nodes_are_spent_while_they_are_cheap_and_saved_when_dear():
@@ -117,7 +117,7 @@ def test_nodes_are_spent_while_they_are_cheap_and_saved_when_dear():
         budget = NodeBudget()
         for num_tokens in (1, 2, 4, 8, 16):
             budget.observe_step(num_tokens, 1.0 + slope * (num_tokens - 1))
-        sizes.append(budget.cut([tree], 1)[0].num_nodes)
+        sizes.append(budget.cut(["a"], [tree], 1)[0].num_nodes)
     assert sizes[0] == 5
     assert sizes[-1] == 0
     assert sizes == sorted(sizes, reverse=True)
@@ -128,7 +128,7 @@ def test_cut_trees_are_the_likeliest_subtrees():
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8):
         budget.observe_step(num_tokens, 1.0 + 0.1 * (num_tokens - 1))
-    (cut,) = budget.cut([tree], 1)
+    (cut,) = budget.cut(["a"], [tree], 1)
     assert cut.token_ids.tolist() == [1, 3, 4]
     assert cut.parents.tolist() == [-1, -1, 1]
     cut.validate(10, 4)
@@ -139,24 +139,65 @@ def test_trees_without_probabilities_stay_whole():
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8):
         budget.observe_step(num_tokens, float(num_tokens))
-    kept = budget.cut([plain, _chain([0.1])], 2)
+    kept = budget.cut(["a", "b"], [plain, _chain([0.1])], 2)
     assert [tree.num_nodes for tree in kept] == [2, 0]
 
 
-def test_drafting_pauses_longer_and_longer_and_wakes_up():
+def _costly_engine(drafting_seconds: float) -> NodeBudget:
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8):
         budget.observe_step(num_tokens, float(num_tokens))
-    calls = 0
     for _ in range(200):
+        budget.observe_drafting(drafting_seconds)
+    return budget
+
+
+def test_drafting_pauses_longer_and_longer_and_wakes_up():
+    budget = _costly_engine(drafting_seconds=0.1)
+    calls = 0
+    for _ in range(300):
         if budget.should_draft():
             calls += 1
-            budget.cut([_chain([0.05])], 1)
-    assert 20 < calls < 50
+            budget.cut(["a"], [_chain([0.05])], 1)
+    assert 5 < calls < 20
     for _ in range(60):
         budget.observe_step(2, 1.0)
         budget.observe_step(4, 1.0)
     while not budget.should_draft():
         pass
-    budget.cut([_chain([0.99, 0.99])], 1)
+    budget.cut(["a"], [_chain([0.99, 0.99])], 1)
     assert budget.should_draft()
+
+
+def test_drafting_that_costs_nothing_goes_on():
+    budget = _costly_engine(drafting_seconds=0.001)
+    for _ in range(50):
+        assert budget.should_draft()
+        assert budget.cut(["a"], [_chain([0.05])], 1)[0].num_nodes == 0
+
+
+def test_a_gain_smaller_than_the_cost_of_drafting_is_none():
+    tree = _chain([0.2])
+    kept = []
+    for drafting_seconds in (0.01, 0.5):
+        budget = NodeBudget()
+        for num_tokens in (1, 2, 4):
+            budget.observe_step(num_tokens, 1.0 + 0.02 * num_tokens)
+        for _ in range(200):
+            budget.observe_drafting(drafting_seconds)
+        kept.append(budget.cut(["a"], [tree], 1)[0].num_nodes)
+    assert kept == [1, 0]
+
+
+def test_a_request_whose_drafts_fail_gets_fewer_nodes_than_one_whose_do_not():
+    budget = NodeBudget()
+    for num_tokens in (1, 2, 4, 8, 16):
+        budget.observe_step(num_tokens, 1.0 + 0.25 * (num_tokens - 1))
+    tree = _chain([0.8, 0.6, 0.5, 0.4])
+    for _ in range(15):
+        good, bad = budget.cut(["good", "bad"], [tree, tree], 2)
+        accepted = [list(range(good.num_nodes)), []]
+        budget.observe_verified(["good", "bad"], [good, bad], accepted)
+    assert good.num_nodes > bad.num_nodes
+    budget.release("bad")
+    assert budget.cut(["bad"], [tree], 1)[0].num_nodes > bad.num_nodes
