@@ -19,7 +19,7 @@ from vllm_trie.drafters.medusa.checkpoint import (
 )
 from vllm_trie.tiny_model import medusa_path, model_path
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, detokenize=False)
 COUNT = 14
 
 
@@ -49,6 +49,12 @@ def check(llm, expected, params=GREEDY, batch_size=None) -> float:
 )
 def test_greedy(engine, expected, options, batch_size):
     assert check(engine(**medusa(**options)), expected, batch_size=batch_size) > 0.2
+
+
+def test_the_servers_flags(engine, expected):
+    """What `vllm serve --spec-method medusa_dynamic --spec-model PATH` passes on."""
+    llm = engine(spec_method="medusa_dynamic", spec_model=str(medusa_path()))
+    assert check(llm, expected[:4]) > 0.2
 
 
 def test_seeded_and_mixed_batch(engine):

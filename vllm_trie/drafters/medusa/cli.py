@@ -73,6 +73,9 @@ def train(
 def data(
     out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],
     documents: Annotated[int, typer.Option(help="Task documents to make.")] = 40_000,
+    continuations: Annotated[
+        int, typer.Option(help="Prompts that the model itself goes on with; 0: the data set.")
+    ] = 0,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Write the text that the shipped model's heads were trained on (see its README)."""
@@ -80,7 +83,7 @@ def data(
     from vllm_trie.tiny_model import model_path
 
     try:
-        tokens = write_training_text(out, model_path(), seed, documents)
+        tokens = write_training_text(out, model_path(), seed, documents, continuations)
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None

@@ -1,9 +1,10 @@
-"""The text that the shipped model's own heads are trained on: what the model itself read."""
+"""The text that the shipped model's own heads are trained on: what the model read and wrote."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,25 @@ from vllm_trie.tiny_model.dataset import Dataset, build_dataset
 
 _PLAIN_PIECE = 512
 """Tokens of plain code on one line of the file."""
+_CORPUS_SHARE = 0.3
+"""Text of the corpus, in parts of the model's own, that is mixed with it."""
+_ANSWER_TOKENS = 160
+_LONGEST_PROMPT = 1200
 
 
 def write_training_text(
-    out: Path, model_folder: Path, seed: int = 0, documents: int = 40_000
+    out: Path,
+    model_folder: Path,
+    seed: int = 0,
+    documents: int = 40_000,
+    continuations: int = 0,
 ) -> int:
-    """Write the shipped model's data set as a `.jsonl` file of token ids, in random order.
+    """Write training text as a `.jsonl` file of token ids, in random order.
 
-    The data set is made beside `out` if it is not there yet, which takes a few minutes. Modules
-    that the model never saw are left out here too.
+    Without `continuations` it is the shipped model's whole data set. With them it is that many of
+    its prompts as the model goes on with them greedily, which is the text that drafts are made
+    for, and some of the data set. The data set is made beside `out` if it is not there yet, which
+    takes a few minutes. Modules that the model never saw are left out here too.
 
     Returns:
         The number of tokens.
@@ -29,9 +40,24 @@ def write_training_text(
         ValueError: this Python's standard library gives another tokenizer than the model's, so that
             the tokens would mean something else.
     """
+    data = _data_set(out.parent, model_folder, seed, documents)
+    texts = list(_corpus_texts(data))
+    random.Random(seed).shuffle(texts)
+    if continuations:
+        own = _own_texts(data, model_folder, seed, continuations)
+        wanted = _CORPUS_SHARE * sum(map(len, own))
+        totals = np.cumsum([len(text) for text in texts])
+        texts = own + texts[: int(np.searchsorted(totals, wanted)) + 1]
+        random.Random(seed + 1).shuffle(texts)
+    with out.open("w", encoding="utf-8") as file:
+        for text in texts:
+            file.write(json.dumps({"token_ids": list(map(int, text))}) + "\n")
+    return sum(map(len, texts))
+
+
+def _data_set(folder: Path, model_folder: Path, seed: int, documents: int) -> Dataset:
     from vllm_trie.tiny_model.corpus import load_corpus
 
-    folder = out.parent
     folder.mkdir(parents=True, exist_ok=True)
     saved = folder / f"data-{seed}-{documents}.npz"
     if not saved.exists():
@@ -45,15 +71,10 @@ def write_training_text(
             "the text that this Python's standard library gives has another tokenizer than the "
             f"model in {model_folder}; use the Python version that the model was trained with"
         )
-    texts = list(_texts(Dataset.load(saved)))
-    order = np.random.default_rng(seed).permutation(len(texts))
-    with out.open("w", encoding="utf-8") as file:
-        for number in order:
-            file.write(json.dumps({"token_ids": texts[number].tolist()}) + "\n")
-    return sum(map(len, texts))
+    return Dataset.load(saved)
 
 
-def _texts(data: Dataset) -> Iterator[np.ndarray]:
+def _corpus_texts(data: Dataset) -> Iterator[Sequence[int]]:
     for pool in (data.documents, data.long_documents, data.longest_documents, data.snippets):
         for index in range(len(pool)):
             tokens, _ = pool[index]
@@ -62,3 +83,22 @@ def _texts(data: Dataset) -> Iterator[np.ndarray]:
     # The data set holds the plain files several times over, in different orders.
     plain = data.plain[: len(data.plain) // 3]
     yield from (plain[i : i + _PLAIN_PIECE] for i in range(0, len(plain), _PLAIN_PIECE))
+
+
+def _own_texts(data: Dataset, model_folder: Path, seed: int, count: int) -> list[list[int]]:
+    """Prompts with the model's greedy answers: two thirds tasks, one third begun functions."""
+    from vllm_trie.tiny_model.backends import make_backend
+
+    rng = random.Random(seed)
+    prompts = []
+    for _ in range(count):
+        kind = rng.random()
+        if kind < 0.67:
+            pool = data.documents if kind < 0.57 else data.long_documents
+            tokens, split = pool[rng.randrange(len(pool))]
+        else:
+            tokens, _ = data.snippets[rng.randrange(len(data.snippets))]
+            split = rng.randint(min(8, len(tokens)), max(8, len(tokens) // 2))
+        prompts.append(tokens[: min(split, _LONGEST_PROMPT)].tolist() or [0])
+    answers = make_backend("vllm", model_folder, "float32").generate(prompts, _ANSWER_TOKENS)
+    return [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
