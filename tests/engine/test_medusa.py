@@ -131,10 +131,10 @@ def test_state_given_is_that_of_the_whole_text(engine, expected, monkeypatch):
         return stock(self, requests)
 
     monkeypatch.setattr(type(drafter), "propose", propose)
-    generate(llm, prompts(3), GREEDY)
+    generate(llm, prompts(10), GREEDY)
     model = load_model(model_path())
     assert len(seen) > 20
-    for tokens, hidden in seen[::4]:
+    for tokens, hidden in seen[::3]:
         # The last token was sampled from the state of the one before it.
         ids = torch.tensor([tokens[:-1]])
         with torch.no_grad():
