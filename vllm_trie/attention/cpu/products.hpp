@@ -69,7 +69,9 @@ inline void multiply_tile(const BFloat16* __restrict a, int64_t a_stride,
   }
 #pragma GCC unroll 16
   for (int row = 0; row < kRows; ++row) {
-    for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(c + row * c_stride + v * kLanes, sums[row][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      _mm512_storeu_ps(c + row * c_stride + v * kLanes, sums[row][v]);
+    }
   }
 }
 #endif

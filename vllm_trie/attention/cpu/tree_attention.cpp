@@ -290,8 +290,8 @@ class Attention {
       store(scores + column, weights);
       sums += weights;
     }
-    const float factor =
-        before == now ? 1.0f : (before == kMinusInfinity ? 0.0f : std::exp2((before - now) * scale));
+    // exp2(-infinity) is 0: nothing was seen before.
+    const float factor = before == now ? 1.0f : std::exp2((before - now) * scale);
     *maximum = now;
     *total = *total * factor + sum(sums);
     return factor;

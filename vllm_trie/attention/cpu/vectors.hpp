@@ -109,7 +109,9 @@ inline float to_float(Float16 value) {
   float result;
   std::memcpy(&result, &bits, 4);
   result *= 0x1p112f;
-  if ((value.bits & 0x7c00) == 0x7c00) result = (value.bits & 0x3ff) ? __builtin_nanf("") : __builtin_inff();
+  if ((value.bits & 0x7c00) == 0x7c00) {
+    result = (value.bits & 0x3ff) ? __builtin_nanf("") : __builtin_inff();
+  }
   return (value.bits & 0x8000) ? -result : result;
 #endif
 }
