@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,15 +185,8 @@ def test_calls_from_several_threads(native: NativeKernels) -> None:
 
 
 @pytest.fixture(scope="module")
-def stock_attention():
-    """vLLM's own CPU kernel; see test_reference.py on why its library is loaded by itself."""
-    level = "AVX512" if torch.cpu._is_avx512_supported() else "AVX2"
-    vllm = importlib.util.find_spec("vllm")
-    folder = Path(vllm.submodule_search_locations[0]) if vllm else Path()
-    libraries = list(folder.glob(f"_C_{level}*.so"))
-    if not libraries:
-        pytest.skip("only vLLM's build for x86 CPUs has the kernel")
-    torch.ops.load_library(libraries[0])
+def stock_attention(vllm_operations):
+    """vLLM's own CPU kernel."""
 
     def attend(case: PagedCase) -> torch.Tensor:
         rows = case.trees.rows

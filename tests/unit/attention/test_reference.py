@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -149,18 +146,8 @@ def test_masks_see_all_earlier_tokens() -> None:
 
 
 @pytest.fixture(scope="module")
-def write_as_vllm_does():
-    """vLLM's cache update on a cache in the shape that its CPU backend allocates.
-
-    Its library is loaded by itself: importing the whole of vLLM takes longer than all these tests.
-    """
-    level = "AVX512" if torch.cpu._is_avx512_supported() else "AVX2"
-    vllm = importlib.util.find_spec("vllm")
-    folder = Path(vllm.submodule_search_locations[0]) if vllm else Path()
-    libraries = list(folder.glob(f"_C_{level}*.so"))
-    if not libraries:
-        pytest.skip("only vLLM's build for x86 CPUs has the operation")
-    torch.ops.load_library(libraries[0])
+def write_as_vllm_does(vllm_operations):
+    """vLLM's cache update on a cache in the shape that its CPU backend allocates."""
 
     def update(
         cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, isa: str
