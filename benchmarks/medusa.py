@@ -198,6 +198,8 @@ def compare(options: Any) -> list[Row]:
             "method": "medusa_dynamic",
             "model": options.heads or str(medusa_path()),
             "num_speculative_tokens": budget,
+            # All methods shall verify all of their nodes.
+            "node_budget": "fixed",
         },
     )
     runner = engines.runner_of(llm)
@@ -303,6 +305,7 @@ def cost(options: Any) -> list[Row]:
                     "method": "medusa_dynamic",
                     "model": str(heads_folder),
                     "num_speculative_tokens": nodes,
+                    "node_budget": "fixed",
                 },
             )
             runner = engines.runner_of(llm)
