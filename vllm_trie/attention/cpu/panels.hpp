@@ -163,7 +163,7 @@ void multiply_keys(const Chunk<T>& chunk, int rows, const Product* query, Produc
   }
 }
 
-// sums[rows, head_size] = weights[rows, count] * values + sums * factors; `strip` is scratch memory.
+// sums[rows, head_size] = weights[rows, count] * values + sums * factors; `strip` is scratch.
 // factors: one per row, or null to overwrite the sums.
 template <typename T>
 void multiply_values(const Chunk<T>& chunk, int rows, const float* weights, float* strip,
