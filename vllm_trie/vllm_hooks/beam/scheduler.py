@@ -25,7 +25,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.logger import init_logger
@@ -33,54 +32,20 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.beam import Child, Hypothesis
-from vllm_trie.vllm_hooks.beam.blocks import fork_blocks, move_blocks
-from vllm_trie.vllm_hooks.beam.enabled import reason_off
 from vllm_trie.vllm_hooks.beam.group import BeamGroup, RowOutput
-from vllm_trie.vllm_hooks.beam.request_spec import SPEC_KEY, BeamSpec, beam_spec
+from vllm_trie.vllm_hooks.beam.request_spec import BeamSpec, beam_spec
+from vllm_trie.vllm_hooks.beam.results import BeamResults, Outputs
 from vllm_trie.vllm_hooks.beam.stop_strings import make_stop_string_finder
 
 logger = init_logger(__name__)
 
-Outputs = dict[int, list[EngineCoreOutput]]
-"""Client index to outputs."""
 
-
-@dataclass(slots=True)
-class BeamCounters:
-    """What the scheduler did for beam search since it was made; tests and benchmarks read it."""
-
-    groups: int = 0
-    steps: int = 0
-    rows_in_place: int = 0
-    rows_moved: int = 0
-    rows_forked: int = 0
-    rows_recomputed: int = 0
-    rows_dropped: int = 0
-    rows_preempted: int = 0
-    groups_parked: int = 0
-    groups_failed: int = 0
-
-
-class _BeamScheduling(Scheduler):
+class BeamScheduling(BeamResults):
     """Beam search on top of a scheduler class of vLLM; mixed in before it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.beam_counters = BeamCounters()
-        self._beam_off = reason_off(self.vllm_config)
-        self._groups: dict[str, BeamGroup] = {}
-        self._group_of_member: dict[str, BeamGroup] = {}
-        self._group_of_row: dict[str, BeamGroup] = {}
-        self._unsent: set[str] = set()  # rows that the worker does not know (any more)
-        self._refused: list[Request] = []
-        self._stalled = False
-        self._base_max_active = self.max_num_active_reqs
-        self._vocab_size = self.vllm_config.model_config.get_vocab_size()
 
     # ------------------------------------------------------------------ intake
 
@@ -481,203 +446,7 @@ class _BeamScheduling(Scheduler):
             if row.status != RequestStatus.RUNNING and not group.parked:
                 self.waiting.prepend_request(row)
 
-    def _extend_running(
-        self,
-        group: BeamGroup,
-        parent: Request,
-        sampled: int,
-        children: list[Child],
-        ranks: list[int],
-        new_rows: list[Request | None],
-    ) -> None:
-        """Children of a row that has its KV: one stays in its place, the others are forks."""
-        # The child of the token that the worker has appended itself costs nothing.
-        heir = next((rank for rank in ranks if children[rank].token_id == sampled), None)
-        in_place = heir is not None and parent.request_id not in self._unsent
-        if heir is None:
-            heir = ranks[0]
-        for rank in ranks:
-            if rank != heir:
-                new_rows[rank] = self._fork(group, parent, children[rank].token_id)
-        token_id = children[heir].token_id
-        if in_place:
-            parent.append_output_token_ids(token_id)
-            new_rows[heir] = parent
-            self.beam_counters.rows_in_place += 1
-        else:
-            new_rows[heir] = self._move(group, parent, token_id)
-
-    def _extend_suspended(
-        self,
-        group: BeamGroup,
-        parent: Request,
-        children: list[Child],
-        ranks: list[int],
-        new_rows: list[Request | None],
-    ) -> None:
-        """Children of a row that lost its KV: all of them are computed again."""
-        for rank in ranks:
-            new_rows[rank] = self._new_row(group, parent, children[rank].token_id)
-            self.beam_counters.rows_recomputed += 1
-        self._free_rows([parent])
-
-    def _new_row(self, group: BeamGroup, parent: Request, token_id: int) -> Request:
-        row = group.child_row(parent, token_id)
-        self.requests[row.request_id] = row
-        self._group_of_row[row.request_id] = group
-        self._unsent.add(row.request_id)
-        return row
-
-    def _fork(self, group: BeamGroup, parent: Request, token_id: int) -> Request:
-        row = self._new_row(group, parent, token_id)
-        num_computed = parent.num_computed_tokens
-        if self._num_running_rows_full() or not fork_blocks(
-            self.kv_cache_manager, parent.request_id, row.request_id, num_computed
-        ):
-            self.beam_counters.rows_recomputed += 1
-            return row  # stays preempted: computed again when there is room
-        row.num_computed_tokens = num_computed
-        row.status = RequestStatus.RUNNING
-        self.running.append(row)
-        self.beam_counters.rows_forked += 1
-        return row
-
-    def _num_running_rows_full(self) -> bool:
-        return len(self.running) >= self.max_num_running_reqs
-
-    def _move(self, group: BeamGroup, parent: Request, token_id: int) -> Request:
-        """Hand the parent's blocks to a child with another token than the worker appended.
-
-        A new row id, because under asynchronous scheduling the worker finds a row's last token by
-        its id.
-        """
-        row = self._new_row(group, parent, token_id)
-        move_blocks(self.kv_cache_manager, parent.request_id, row.request_id)
-        row.num_computed_tokens = parent.num_computed_tokens
-        row.status = RequestStatus.RUNNING
-        self.running[self.running.index(parent)] = row
-        self._free_rows([parent])
-        self.beam_counters.rows_moved += 1
-        return row
-
-    def _gather_running(self, group: BeamGroup) -> None:
-        """Keep the group's rows where the group was: vLLM preempts from the end of the list."""
-        mine = {row.request_id for row in group.rows}
-        first = next(
-            (i for i, row in enumerate(self.running) if row.request_id in mine), len(self.running)
-        )
-        rest = [row for row in self.running if row.request_id not in mine]
-        rows = [row for row in group.rows if row.status == RequestStatus.RUNNING]
-        self.running = [*rest[:first], *rows, *rest[first:]]
-
     # --------------------------------------------------------------------- end
-
-    def _free_rows(self, rows: list[Request]) -> None:
-        """Give back what rows hold, wherever they are."""
-        if not rows:
-            return
-        running = {row.request_id for row in rows if row.status == RequestStatus.RUNNING}
-        if running:
-            self.running = [row for row in self.running if row.request_id not in running]
-        self._unqueue(row for row in rows if row.status != RequestStatus.RUNNING)
-        for row in rows:
-            row.status = RequestStatus.FINISHED_ABORTED
-            self._free_request(row)
-            del self._group_of_row[row.request_id]
-            self._unsent.discard(row.request_id)
-        self.beam_counters.rows_dropped += len(rows)
-
-    def _unqueue(self, rows: Iterable[Request]) -> None:
-        waiting = list(rows)
-        if waiting:
-            self.waiting.remove_requests(waiting)
-            self.kv_holding_waiting.remove_requests(waiting)
-            self.deferred_waiting.difference_update(waiting)
-
-    def _finish(self, group: BeamGroup, outputs: Outputs) -> None:
-        hypotheses = group.search.hypotheses()
-        for index, member in sorted(group.members.items()):
-            if member.is_finished():
-                continue
-            hypothesis = hypotheses[index] if index < len(hypotheses) else None
-            self._emit(group, member, hypothesis, outputs)
-        self._remove(group)
-
-    def _emit(
-        self, group: BeamGroup, member: Request, hypothesis: Hypothesis | None, outputs: Outputs
-    ) -> None:
-        if hypothesis is None:  # a search that ended with fewer hypotheses than were asked for
-            hypothesis = Hypothesis([], [], float("-inf"), 0.0, "length", None, [])
-        by_token = hypothesis.reason == "stop" and not isinstance(hypothesis.stop, str)
-        params = member.sampling_params
-        assert params is not None
-        result: dict[str, Any] = {
-            "score": hypothesis.score,
-            "cumulative_logprob": sum(hypothesis.logprobs),
-            "steps": group.search.steps,
-        }
-        if group.search.trace is not None:
-            result["trace"] = group.search.trace.to_dict()
-        member.status = (
-            RequestStatus.FINISHED_STOPPED if by_token else RequestStatus.FINISHED_LENGTH_CAPPED
-        )
-        outputs.setdefault(member.client_index, []).append(
-            EngineCoreOutput(
-                request_id=member.request_id,
-                new_token_ids=hypothesis.token_ids,
-                new_logprobs=group.logprobs_of(hypothesis),
-                # A stop string is left to the front end, as for ordinary requests: it cuts the
-                # text, and reports the string as the stop reason.
-                finish_reason=FinishReason.STOP if by_token else FinishReason.LENGTH,
-                stop_reason=(
-                    hypothesis.stop if by_token and hypothesis.stop != params.eos_token_id else None
-                ),
-                events=member.take_events(),
-                prefill_stats=group.prefill_stats,
-                kv_transfer_params={SPEC_KEY: result},
-                trace_headers=member.trace_headers,
-            )
-        )
-
-    def _fail(self, group: BeamGroup, outputs: Outputs) -> None:
-        self.beam_counters.groups_failed += 1
-        for member in group.members.values():
-            if not member.is_finished():
-                self._emit_error(member, outputs)
-        self._remove(group)
-
-    def _emit_refusals(self, outputs: Outputs) -> None:
-        for member in self._refused:
-            if not member.is_finished():
-                self._emit_error(member, outputs)
-                self._forget_member(member)
-        self._refused = []
-
-    def _emit_error(self, member: Request, outputs: Outputs) -> None:
-        member.status = RequestStatus.FINISHED_ERROR
-        outputs.setdefault(member.client_index, []).append(
-            EngineCoreOutput(
-                request_id=member.request_id,
-                new_token_ids=[],
-                finish_reason=FinishReason.ERROR,
-                events=member.take_events(),
-                trace_headers=member.trace_headers,
-            )
-        )
-
-    def _remove(self, group: BeamGroup) -> None:
-        """Forget a group; its members are finished or about to be."""
-        mine = [row for row in self.requests.values() if row.request_id in self._group_of_row]
-        self._free_rows([row for row in mine if self._group_of_row[row.request_id] is group])
-        for member in group.members.values():
-            self._forget_member(member)
-        self._groups.pop(group.group_id, None)
-
-    def _forget_member(self, member: Request) -> None:
-        self.requests.pop(member.request_id, None)
-        self._group_of_member.pop(member.request_id, None)
-        if self.finished_req_ids_dict is not None:
-            self.finished_req_ids_dict[member.client_index].add(member.request_id)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -700,11 +469,11 @@ class _BeamScheduling(Scheduler):
         return finished
 
 
-class TrieBeamScheduler(_BeamScheduling, Scheduler):
+class TrieBeamScheduler(BeamScheduling, Scheduler):
     """vLLM's scheduler with native beam search."""
 
 
-class AsyncTrieBeamScheduler(_BeamScheduling, AsyncScheduler):
+class AsyncTrieBeamScheduler(BeamScheduling, AsyncScheduler):
     """vLLM's asynchronous scheduler with native beam search.
 
     Ordinary requests run ahead of their outputs as ever. A row cannot: what it computes next is
