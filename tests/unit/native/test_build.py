@@ -62,7 +62,8 @@ def test_no_compiler_is_one_log_line(
     with caplog.at_level(logging.WARNING, logger="vllm_trie"):
         assert load_library("answer", [source]) is None
         assert load_library("answer", [source]) is None
-    assert len(caplog.records) == 1
+    # With the plugin loaded the line also passes through vLLM's logger: one record, seen twice.
+    assert len({record.created for record in caplog.records}) == 1
     assert "no C++ compiler" in caplog.text
     monkeypatch.setenv("CXX", "nonesuch")
     with pytest.raises(NativeBuildError, match="CXX='nonesuch'"):
