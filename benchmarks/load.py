@@ -33,11 +33,13 @@ COLUMNS = (
 
 def speculative_configs(nodes: Sequence[int]) -> dict[tuple[str, int], dict[str, Any] | None]:
     """The contestants: name and node budget -> vLLM's `speculative_config`."""
+    memory = engines.without_memory("ngram_trie")
     fixed = {
         (f"ngram_trie fixed {n}", n): {
             "method": "ngram_trie",
             "num_speculative_tokens": n,
             "node_budget": "fixed",
+            **memory,
         }
         for n in nodes
     }
@@ -49,6 +51,7 @@ def speculative_configs(nodes: Sequence[int]) -> dict[tuple[str, int], dict[str,
         ("ngram_trie adaptive", widest): {
             "method": "ngram_trie",
             "num_speculative_tokens": widest,
+            **memory,
         },
     }
 

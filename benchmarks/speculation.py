@@ -1,7 +1,8 @@
 """Speculation in the real engine: speed beside plain vLLM and its own drafters, and what the
 plugin's hooks cost in a step.
 
-Rows of the methods named by `--methods` come from the demo's prompts, decoded to their end. Rows of
+Rows of the methods named by `--methods` come from the demo's prompts, decoded to their end; no
+drafter remembers finished requests, because every repeat asks for the same text again. Rows of
 `full_trees` come from a drafter whose trees always have exactly as many nodes as they may, so that
 `hook_ms_per_step` is the cost for that many nodes, moves of KV included; their tokens/s says
 nothing. All times are medians.
@@ -106,7 +107,12 @@ class Contestant:
         self.is_ours = method not in ("plain", *PEERS)
         config = None
         if method != "plain":
-            config = {"method": method, "num_speculative_tokens": nodes, **(extra or {})}
+            config = {
+                "method": method,
+                "num_speculative_tokens": nodes,
+                **engines.without_memory(method),
+                **(extra or {}),
+            }
         self.llm = engines.start_engine(model, **limits, speculative_config=config)
         self.hooks = watch_hooks(self.llm) if self.is_ours else []
 

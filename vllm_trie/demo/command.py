@@ -210,7 +210,11 @@ def _show(
 
 
 def _speculative_config(method: str, nodes: int) -> dict[str, Any]:
-    config: dict[str, Any] = {"method": method, "num_speculative_tokens": nodes}
+    config: dict[str, Any] = {
+        "method": method,
+        "num_speculative_tokens": nodes,
+        **engines.without_memory(method),
+    }
     if method.startswith("medusa"):
         from vllm_trie.tiny_model import medusa_path
 

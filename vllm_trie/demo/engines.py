@@ -68,6 +68,22 @@ def silence(active: bool = True) -> Iterator[None]:
                 sys.stderr.write(held.read().decode(errors="replace"))
 
 
+_WITHOUT_MEMORY: dict[str, dict[str, Any]] = {
+    "ngram_trie": {"store_tokens": 0},
+    "trie_union": {"options": {"ngram_trie": {"store_tokens": 0}}},
+    "suffix": {"suffix_decoding_max_cached_requests": 0},
+}
+
+
+def without_memory(method: str) -> dict[str, Any]:
+    """Options with which a method remembers no finished requests.
+
+    Measurements run the same prompts again and again; a drafter that remembers the answers of the
+    last time would look better than it is.
+    """
+    return _WITHOUT_MEMORY.get(method, {})
+
+
 def start_engine(
     model: str,
     *,
