@@ -14,11 +14,12 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_trie.beam import OPTION_NAMES, BeamOptions, SearchSettings, parse_options
+from vllm_trie.vllm_hooks.eligibility import SPECULATION
 
 SPEC_KEY = "vllm_trie_beam"
 """Key in ``extra_args`` of a member request, and of the result in ``kv_transfer_params``."""
 ROW_KEY = "vllm_trie_beam_row"
-"""Key in ``extra_args`` of an internal row: drafters need not draft for it."""
+"""Key in ``extra_args`` of an internal row."""
 
 
 class BeamRequestError(VLLMValidationError, ValueError):
@@ -121,7 +122,7 @@ def row_params(num_candidates: int, max_new_tokens: int) -> SamplingParams:
         logprobs=num_candidates,
         ignore_eos=True,
         detokenize=False,
-        extra_args={ROW_KEY: True},
+        extra_args={ROW_KEY: True, SPECULATION: False},
     )
 
 
