@@ -20,7 +20,7 @@ endif
 export OMP_WAIT_POLICY ?= passive
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help venv demo test unit lint format bench lock clean
+.PHONY: help venv demo test unit lint format docs docs-tools bench lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,7 +33,7 @@ demo: venv ## show speculation and beam search on the model that ships with the 
 	@$(BIN)/vllm-trie demo $(ARGS)
 
 test: export OMP_NUM_THREADS ?= 1
-test: venv ## all tests: unit tests, then those that start an engine
+test: venv docs-tools ## all tests: unit tests, then those that start an engine
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 unit: export OMP_NUM_THREADS ?= 1
@@ -46,6 +46,16 @@ lint: venv ## check style
 format: venv ## apply style
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
+docs: venv docs-tools ## build the documentation into site/; warnings are errors
+	@$(BIN)/python -m docs.generate
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+# Without a network the tests go on; the one that builds the site says what it lacks.
+docs-tools: venv
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
+		-r requirements/docs.txt || echo "no mkdocs: the site cannot be built here" >&2
+
 bench: venv ## run the benchmarks; results go to .bench/*.json
 	@mkdir -p .bench
 	@set -e; for script in benchmarks/*.py; do case "$$script" in */_*) continue;; esac; \
@@ -56,5 +66,5 @@ lock: venv ## resolve requirements/cpu.txt anew (ARGS=--upgrade for the newest v
 	@$(BIN)/python packaging/lock_cpu.py $(ARGS)
 
 clean: ## remove .venv and everything generated
-	rm -rf .venv .bench build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .bench site build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

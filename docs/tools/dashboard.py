@@ -1,0 +1,165 @@
+"""The Grafana dashboard, as JSON that Grafana imports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_WHERE = '{model_name=~"$model_name", engine=~"$engine"}'
+_WINDOW = "[$__rate_interval]"
+
+
+class _Panel(NamedTuple):
+    title: str
+    text: str
+    unit: str
+    queries: Mapping[str, str]
+    """Legend and PromQL."""
+
+
+def _rate(metric: str, by: str = "method") -> str:
+    return f"sum by ({by}) (rate({metric}{_WHERE}{_WINDOW}))"
+
+
+def _ratio(above: str, below: str) -> str:
+    return f"{_rate(above)} / {_rate(below)}"
+
+
+def _quantile(share: float, metric: str) -> str:
+    return f"histogram_quantile({share}, sum by (le) (rate({metric}_bucket{_WHERE}{_WINDOW})))"
+
+
+_STEPS = "vllm:trie_steps_total"
+_PANELS = (
+    _Panel(
+        "Tokens per step",
+        "New tokens of a request in one step of the model. 1 is plain decoding.",
+        "none",
+        {"{{method}}": _ratio("vllm:trie_tokens_total", _STEPS),
+         "{{method}}, last log line": f"avg by (method) (vllm:trie_tokens_per_step{_WHERE})"},
+    ),
+    _Panel(
+        "Output tokens per second",
+        "Of all requests, as vLLM counts them.",
+        "none",
+        {"tokens/s": f"sum(rate(vllm:generation_tokens_total{_WHERE}{_WINDOW}))"},
+    ),
+    _Panel(
+        "Nodes and accepted tokens of a tree",
+        "How large the verified trees are, and how much of them is accepted.",
+        "none",
+        {"nodes, {{method}}": _ratio("vllm:trie_draft_nodes_total",
+                                     "vllm:trie_verified_trees_total"),
+         "accepted, {{method}}": _ratio("vllm:trie_accepted_tokens_total",
+                                        "vllm:trie_verified_trees_total")},
+    ),
+    _Panel(
+        "Accepted nodes",
+        "Accepted tokens over verified nodes. Low values are normal for trees: most branches are "
+        "alternatives to one another.",
+        "percentunit",
+        {"{{method}}": _ratio("vllm:trie_accepted_tokens_total", "vllm:trie_draft_nodes_total")},
+    ),
+    _Panel(
+        "Steps with a tree",
+        "The rest were decoded plainly: nothing to guess, or not worth it to the node budget.",
+        "percentunit",
+        {"{{method}}": _ratio("vllm:trie_verified_trees_total", _STEPS)},
+    ),
+    _Panel(
+        "Time of a step and request",
+        "Drafting, walking trees and moving KV, placing trees and keeping books. The model's "
+        "forward pass is not included.",
+        "s",
+        {"drafting": _ratio("vllm:trie_drafting_seconds_total", _STEPS),
+         "verification": _ratio("vllm:trie_verification_seconds_total", _STEPS),
+         "overhead": _ratio("vllm:trie_overhead_seconds_total", _STEPS)},
+    ),
+    _Panel(
+        "Share of the engine's time",
+        "Seconds of each second.",
+        "percentunit",
+        {"drafting": _rate("vllm:trie_drafting_seconds_total"),
+         "verification": _rate("vllm:trie_verification_seconds_total"),
+         "overhead": _rate("vllm:trie_overhead_seconds_total")},
+    ),
+    _Panel(
+        "Failed drafts",
+        "By reason; any is a bug in a drafter. Output is not affected.",
+        "none",
+        {"{{reason}}": f"sum by (reason) (increase(vllm:trie_draft_failures_total{_WHERE}"
+                       f"{_WINDOW}))"},
+    ),
+    _Panel(
+        "Time between tokens",
+        "Of all requests, as vLLM measures it. Tokens of one step arrive together.",
+        "s",
+        {"median": _quantile(0.5, "vllm:inter_token_latency_seconds"),
+         "95 %": _quantile(0.95, "vllm:inter_token_latency_seconds")},
+    ),
+    _Panel(
+        "Requests and KV cache",
+        "What the node budget sees: the more requests run, the fewer nodes pay.",
+        "none",
+        {"running": f"sum(vllm:num_requests_running{_WHERE})",
+         "waiting": f"sum(vllm:num_requests_waiting{_WHERE})",
+         "KV cache used, %": f"100 * avg(vllm:kv_cache_usage_perc{_WHERE})"},
+    ),
+)  # fmt: skip
+
+
+def dashboard() -> str:
+    """The file's text."""
+    content = {
+        "title": "vllm-trie",
+        "uid": "vllm-trie",
+        "description": "Tree speculative decoding in vLLM: what is drafted, accepted and paid for.",
+        "tags": ["vllm", "speculative decoding"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": _variables()},
+        "panels": [_panel(number, panel) for number, panel in enumerate(_PANELS)],
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def _variables() -> list[dict[str, Any]]:
+    source = {"name": "datasource", "label": "Data source", "type": "datasource"}
+    labels = [
+        {
+            "name": label,
+            "label": title,
+            "type": "query",
+            "datasource": _SOURCE,
+            "query": f"label_values({_STEPS}, {label})",
+            "refresh": 2,
+            "includeAll": True,
+            "allValue": ".*",
+            "multi": True,
+            "current": {"text": "All", "value": "$__all"},
+        }
+        for label, title in (("model_name", "Model"), ("engine", "Engine"))
+    ]
+    return [source | {"query": "prometheus"}, *labels]
+
+
+def _panel(number: int, panel: _Panel) -> dict[str, Any]:
+    targets = [
+        {"refId": chr(ord("A") + i), "datasource": _SOURCE, "expr": query, "legendFormat": legend}
+        for i, (legend, query) in enumerate(panel.queries.items())
+    ]
+    return {
+        "id": number + 1,
+        "title": panel.title,
+        "description": panel.text,
+        "type": "timeseries",
+        "datasource": _SOURCE,
+        "gridPos": {"x": 12 * (number % 2), "y": 8 * (number // 2), "w": 12, "h": 8},
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}},
+        "targets": targets,
+    }

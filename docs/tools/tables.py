@@ -1,0 +1,153 @@
+"""Tables of the documentation that are read off the code: options and commands."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+OPTION_CLASSES = {
+    "EngineOptions": "vllm_trie.vllm_hooks.config",
+    "NgramTrieOptions": "vllm_trie.drafters.ngram_trie.options",
+    "MedusaOptions": "vllm_trie.drafters.medusa.options",
+    "LookaheadOptions": "vllm_trie.drafters.lookahead.options",
+    "TrieUnionOptions": "vllm_trie.drafters.union.options",
+    "BeamOptions": "vllm_trie.beam.settings",
+}
+"""Classes of options that the documentation has a table of, and their modules."""
+
+_MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def fill_in(markdown: str) -> str:
+    """The page with the text between its `<!-- generated: NAME -->` marks made anew."""
+    return _MARKED.sub(lambda found: found[1] + generate(found[2]) + found[3], markdown)
+
+
+def generate(name: str) -> str:
+    """The generated text called `name`: a class of options, or "commands"."""
+    if name == "commands":
+        return commands()
+    return option_table(option_class(name))
+
+
+def option_class(name: str) -> type[BaseModel]:
+    """A class of :data:`OPTION_CLASSES`."""
+    found: type[BaseModel] = getattr(importlib.import_module(OPTION_CLASSES[name]), name)
+    return found
+
+
+def option_table(options: type[BaseModel]) -> str:
+    """A Markdown table of a class of options: name, default, allowed values, effect."""
+    lines = ["| option | default | allowed | effect |", "| --- | --- | --- | --- |"]
+    for name, field in options.model_fields.items():
+        cells = [f"`{name}`", default_text(field), allowed_text(field), field.description or ""]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default as it would be written in JSON; "none" where an option may be left out."""
+    if field.is_required():
+        return "required"
+    if field.default is None:
+        return "none"
+    return f"`{json.dumps(field.default)}`"
+
+
+def allowed_text(field: FieldInfo) -> str:
+    """Type and bounds of an option."""
+    kinds = " or ".join(dict.fromkeys(_kinds(field.annotation)))
+    bounds = {
+        key: getattr(rule, key)
+        for rule in field.metadata
+        for key in ("ge", "gt", "le", "min_length", "max_length")
+        if getattr(rule, key, None) is not None
+    }
+    if "min_length" in bounds or "max_length" in bounds:
+        return f"{kinds}, {bounds.get('min_length', 0)} to {bounds['max_length']} of them"
+    low = (
+        f"{bounds['ge']:g}"
+        if "ge" in bounds
+        else f"above {bounds['gt']:g}"
+        if "gt" in bounds
+        else ""
+    )
+    if low and "le" in bounds:
+        return f"{kinds}, {low} to {_number(bounds['le'])}"
+    return f"{kinds}, at least {low}" if "ge" in bounds else f"{kinds}, {low}" if low else kinds
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _kinds(annotation: Any) -> Iterator[str]:
+    origin = get_origin(annotation)
+    if origin in (Union, UnionType):
+        for part in get_args(annotation):
+            yield from _kinds(part)
+    elif origin is Literal:
+        yield from (f"`{json.dumps(value)}`" for value in get_args(annotation))
+    elif origin is list:
+        inner = ", ".join(_kinds(get_args(annotation)[0]))
+        yield f"list of {inner}s" if not inner.startswith("list") else f"list of paths ({inner})"
+    elif origin is dict:
+        yield "mapping"
+    elif hasattr(annotation, "__metadata__"):
+        yield from _kinds(get_args(annotation)[0])
+    elif annotation is not NoneType:
+        names = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}
+        yield names[annotation]
+
+
+def commands() -> str:
+    """Every command of `vllm-trie` with its arguments and options."""
+    import typer
+
+    from vllm_trie.cli import GROUPS, app
+    from vllm_trie.demo.command import app as demo
+
+    root: Any = typer.main.get_command(app)
+    parts = []
+    for name, command in sorted(root.commands.items()):
+        shown = typer.main.get_command(demo) if name == "demo" else command
+        parts.append(_command_text(f"vllm-trie {name}", shown))
+    for group, module in sorted(GROUPS.items()):
+        below: Any = typer.main.get_command(importlib.import_module(module).app)
+        for name, command in below.commands.items():
+            parts.append(_command_text(f"vllm-trie {group} {name}", command))
+    return "\n".join(parts)
+
+
+def _command_text(name: str, command: Any) -> str:
+    summary = " ".join((command.help or "").split("\n\n")[0].split())
+    lines = [f"### {name}", "", summary, ""]
+    given = [p for p in command.params if p.name != "help"]
+    if given:
+        lines += ["| argument or option | default | meaning |", "| --- | --- | --- |"]
+    for parameter in given:
+        names = [*parameter.opts, *parameter.secondary_opts]
+        shown = ", ".join(f"`{one}`" for one in names)
+        if parameter.param_type_name == "argument":
+            shown = f"`{parameter.metavar or parameter.name.upper()}`"
+        default = parameter.default
+        if callable(default) or default in ("", None, ()) or _is_unset(default):
+            default_shown = "required" if parameter.required else "none"
+        else:
+            default_shown = f"`{getattr(default, 'value', default)}`"
+            if isinstance(default, bool):
+                default_shown = "on" if default else "off"
+        meaning = " ".join((getattr(parameter, "help", None) or "").split())
+        lines.append(f"| {shown} | {default_shown} | {meaning} |".replace("||", "| |"))
+    return "\n".join(lines) + "\n"
+
+
+def _is_unset(value: Any) -> bool:
+    return type(value).__name__ in ("Sentinel", "_MissingType")
