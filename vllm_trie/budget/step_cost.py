@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 
 from vllm_trie.budget.monotone import non_decreasing
@@ -25,37 +27,43 @@ class StepCost:
             memory: measurements that a knot's value is averaged over.
         """
         self._memory = memory
-        self._knots = np.array(_KNOTS, dtype=np.float64)
-        self._seconds = np.zeros(len(_KNOTS))
-        self._weights = np.zeros(len(_KNOTS))
+        # Lists: a step touches two of their entries, which arrays are slower at.
+        self._seconds = [0.0] * len(_KNOTS)
+        self._weights = [0.0] * len(_KNOTS)
+        self._num_known = 0
         self._table: np.ndarray | None = None
         self._unseen = 0  # measurements since the table was built
 
     @property
     def known(self) -> bool:
         """Whether anything was measured at two different sizes."""
-        return bool((self._weights > 0).sum() >= 2)
+        return self._num_known >= 2
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Take in one measured step; one that took five times the expected time is left out.
+        """Take in one measured step; one that took five times the expected time counts as five.
 
         Such a step was interrupted by something else, and one bad number must not steer a hundred
         steps.
         """
         num_tokens = min(max(num_tokens, 1), _KNOTS[-1])
-        if self.known and seconds > 5.0 * self(num_tokens):
-            seconds = 5.0 * self(num_tokens)
-        right = int(np.searchsorted(self._knots, num_tokens))
-        left = right if self._knots[right] == num_tokens else right - 1
-        span = self._knots[right] - self._knots[left]
-        share = 1.0 if span == 0 else (self._knots[right] - num_tokens) / span
-        for knot, weight in ((left, share), (right, 1.0 - share)):
-            if weight <= 0.0:
-                continue
-            self._weights[knot] = min(self._weights[knot] + weight, self._memory)
-            step = weight / self._weights[knot]
-            self._seconds[knot] += step * (seconds - self._seconds[knot])
+        right = bisect_left(_KNOTS, num_tokens)
+        left = right if _KNOTS[right] == num_tokens else right - 1
+        span = _KNOTS[right] - _KNOTS[left]
+        share = (_KNOTS[right] - num_tokens) / span if span else 1.0
+        if self._weights[left] and self._weights[right]:
+            expected = share * self._seconds[left] + (1.0 - share) * self._seconds[right]
+            seconds = min(seconds, 5.0 * expected)
+        elif self.known:  # a size that is seen for the first time
+            seconds = min(seconds, 5.0 * self(num_tokens))
+        self._move(left, share, seconds)
+        if left != right:
+            self._move(right, 1.0 - share, seconds)
         self._unseen += 1
+
+    def _move(self, knot: int, weight: float, seconds: float) -> None:
+        self._num_known += self._weights[knot] == 0.0
+        self._weights[knot] = min(self._weights[knot] + weight, self._memory)
+        self._seconds[knot] += weight / self._weights[knot] * (seconds - self._seconds[knot])
 
     def __call__(self, num_tokens: int) -> float:
         """Expected seconds of a step with so many tokens; needs :attr:`known`."""
@@ -72,12 +80,13 @@ class StepCost:
     @property
     def _settled(self) -> bool:
         """Whether one more measurement makes little difference."""
-        return bool(self._weights.sum() > 4 * _RENEWAL)
+        return sum(self._weights) > 4 * _RENEWAL
 
     def _build(self, size: int) -> np.ndarray:
-        seen = self._weights > 0
-        knots = self._knots[seen]
-        seconds = non_decreasing(self._seconds[seen], self._weights[seen])
+        weights = np.array(self._weights)
+        seen = weights > 0
+        knots = np.array(_KNOTS, dtype=np.float64)[seen]
+        seconds = non_decreasing(np.array(self._seconds)[seen], weights[seen])
         counts = np.arange(size, dtype=np.float64)
         table = np.interp(counts, knots, seconds)
         beyond = counts > knots[-1]
