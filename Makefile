@@ -56,10 +56,14 @@ docs-tools: venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
 		-r requirements/docs.txt || echo "no mkdocs: the site cannot be built here" >&2
 
+# replay.py has nothing to replay unless SPEC_BENCH_QUESTIONS and SPEC_BENCH_ANSWERS name files.
 bench: venv ## run the benchmarks; results go to .bench/*.json
 	@mkdir -p .bench
-	@set -e; for script in benchmarks/*.py; do case "$$script" in */_*) continue;; esac; \
-		name=$$(basename "$$script" .py); echo "== $$name"; \
+	@set -e; for script in benchmarks/[!_]*.py; do \
+		name=$$(basename "$$script" .py); \
+		if [ "$$name" = replay ] && [ -z "$$SPEC_BENCH_QUESTIONS" ]; then \
+			echo "== replay left out: SPEC_BENCH_QUESTIONS is not set"; continue; fi; \
+		echo "== $$name"; \
 		$(BIN)/python "$$script" --json ".bench/$$name.json" $(ARGS); done
 
 lock: venv ## resolve requirements/cpu.txt anew (ARGS=--upgrade for the newest versions)

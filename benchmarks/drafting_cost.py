@@ -17,7 +17,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from replay_data import DEFAULT_TOKENIZER, load_tokenizer
+from _replay_data import DEFAULT_TOKENIZER, load_tokenizer
 from rich.console import Console
 from rich.table import Table
 

@@ -21,9 +21,16 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
-from replay_data import DEFAULT_TOKENIZER, Recording, load_tokenizer, read_recordings
-from replay_methods import METHODS, Method
-from replay_variants import variants
+from _replay_data import (
+    ANSWERS_VARIABLE,
+    DEFAULT_TOKENIZER,
+    QUESTIONS_VARIABLE,
+    Recording,
+    load_tokenizer,
+    read_recordings,
+)
+from _replay_methods import METHODS, Method
+from _replay_variants import variants
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -120,15 +127,20 @@ def print_table(rows: list[dict]) -> None:
 
 
 def main(
-    questions: Annotated[Path, typer.Option(exists=True, help="Spec-Bench's questions, JSONL.")],
-    answers: Annotated[Path, typer.Option(exists=True, help="A model's answers, JSONL.")],
+    questions: Annotated[
+        Path,
+        typer.Option(exists=True, envvar=QUESTIONS_VARIABLE, help="Spec-Bench's questions, JSONL."),
+    ],
+    answers: Annotated[
+        Path, typer.Option(exists=True, envvar=ANSWERS_VARIABLE, help="A model's answers, JSONL.")
+    ],
     tokenizer: Annotated[
         str, typer.Option(help="A SentencePiece file, or a Hugging Face tokenizer.")
     ] = DEFAULT_TOKENIZER,
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"One of {', '.join(METHODS)} (default all), or a variant of replay_variants.py."
+            help=f"One of {', '.join(METHODS)} (default all), or a variant of _replay_variants.py."
         ),
     ] = None,
     nodes: Annotated[list[int] | None, typer.Option(help="Node limit of a draft.")] = None,

@@ -192,5 +192,5 @@ def test_reset_of_the_prefix_cache_with_rows_running(vllm_config):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_soak(vllm_config, seed):
-    """Thousands of random groups; benchmarks/beam_soak.py runs the same for longer."""
+    """Thousands of random groups; benchmarks/_beam_soak.py runs the same for longer."""
     random_run(vllm_config, seed, num_requests=120)

@@ -48,7 +48,7 @@ class BlendedDraft(NamedTuple):
 
 
 class Blend:
-    """The scoring with its parameters; benchmarks/replay_variants.py tries others."""
+    """The scoring with its parameters; benchmarks/_replay_variants.py tries others."""
 
     own: Source = OWN
     shared: Source = SHARED

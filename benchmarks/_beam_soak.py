@@ -6,7 +6,7 @@ asynchronous) under a random load of beam and ordinary requests with aborts and 
 worker that computes nothing but checks every KV slot; see `tests/engine/beam/simulation.py`. The
 suite runs a few of these; run this for longer after a change of the scheduler.
 
-    python benchmarks/beam_soak.py --minutes 10
+    python benchmarks/_beam_soak.py --minutes 10
 """
 
 from __future__ import annotations

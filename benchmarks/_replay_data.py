@@ -16,6 +16,9 @@ MULTI_TURN = "multi-turn"
 MT_BENCH_CATEGORIES = frozenset(
     {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 )
+QUESTIONS_VARIABLE = "SPEC_BENCH_QUESTIONS"
+ANSWERS_VARIABLE = "SPEC_BENCH_ANSWERS"
+"""Environment variables that name the two files where no option does."""
 DEFAULT_TOKENIZER = "mistral_common/data/tokenizer.model.v1"
 
 

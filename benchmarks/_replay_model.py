@@ -1,0 +1,138 @@
+"""A model of real size whose greedy output is a recorded answer; for benchmarks only.
+
+The class is vLLM's Llama with dummy weights: all layers, the attention and the vocabulary's
+projection are computed as for a trained model of that shape. Only then the logits of each row get
+a new maximum: the recorded token that follows the row's position. So a step costs what a step of
+such a model costs, while the text is a real model's.
+
+Rows are told apart by their position alone, so the engine may run one request at a time. A row
+whose token is not the recorded one of its position is off the recorded path; it gets some other
+token, so that nothing can be learned from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.registry import ModelRegistry
+
+ARCHITECTURE = "ReplayLlamaForCausalLM"
+SHAPES: dict[str, dict[str, int]] = {
+    # Weights in millions of the layers and the projection to a vocabulary of 32,000.
+    "tiny": {  # for tests
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 128,
+    },
+    "0.4b": {  # 377 + 33
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 4096,
+    },
+    "1b": {  # 973 + 66, Llama 3.2 1B but for its vocabulary
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+    },
+}
+_DIGIT = 256
+"""Integers up to here are exact in bfloat16: a token id travels as two digits."""
+_TOP = 1.0e4
+
+
+class Recorded:
+    """The text of the request that runs now, shared by all replay models of this process."""
+
+    tokens: ClassVar[torch.Tensor] = torch.zeros(2, dtype=torch.int64)
+
+    @classmethod
+    def play(cls, tokens: Sequence[int]) -> None:
+        """Make `tokens`, prompt and answer, the text of the next request."""
+        cls.tokens = torch.tensor(tokens, dtype=torch.int64)
+
+
+def next_tokens(
+    recorded: torch.Tensor, input_ids: torch.Tensor, positions: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """int64 [rows], the token after each row.
+
+    Args:
+        recorded: int64 [length], prompt and answer; after its end the last token goes on.
+        input_ids: int [rows], the rows' tokens.
+        positions: int [rows], the rows' positions.
+        vocab_size: token ids are below.
+    """
+    last = len(recorded) - 1
+    positions = positions.to(torch.int64)
+    follows = recorded[(positions + 1).clamp(max=last)]
+    on_path = input_ids == recorded[positions.clamp(max=last)]
+    elsewhere = (follows + 1 + (31 * input_ids + positions) % (vocab_size - 1)) % vocab_size
+    return torch.where(on_path, follows, elsewhere)
+
+
+class ReplayLlamaForCausalLM(LlamaForCausalLM):
+    """vLLM's Llama, whose argmax is the recorded text."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        hidden_states = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+        tokens = next_tokens(Recorded.tokens, input_ids, positions, self.config.vocab_size)
+        hidden_states[:, 0] = tokens // _DIGIT
+        hidden_states[:, 1] = tokens % _DIGIT
+        return hidden_states
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = super().compute_logits(hidden_states)
+        tokens = hidden_states[:, 0].to(torch.int64) * _DIGIT + hidden_states[:, 1].to(torch.int64)
+        # A dummy run's rows hold anything.
+        return logits.scatter_(1, tokens.clamp(0, logits.shape[1] - 1).unsqueeze(1), _TOP)
+
+
+def register() -> None:
+    """Make the class known to vLLM, in this process."""
+    ModelRegistry.register_model(ARCHITECTURE, ReplayLlamaForCausalLM)
+
+
+def write_config(folder: Path, shape: str, vocab_size: int, max_positions: int) -> str:
+    """Write the model's config.json; returns the folder's name as vLLM wants it.
+
+    Args:
+        folder: an existing folder.
+        shape: a key of `SHAPES`.
+        vocab_size: of the tokenizer that the recorded text was encoded with.
+        max_positions: the longest sequence.
+    """
+    sizes = SHAPES[shape]
+    config = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "max_position_embeddings": max_positions,
+        "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+        **sizes,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return str(folder)
