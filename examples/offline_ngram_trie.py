@@ -1,11 +1,13 @@
-"""N-gram-trie speculation with vLLM's offline API, on the model that ships with the package.
+"""N-gram-trie speculation with vLLM's offline API: a batch of chats.
 
-    python examples/offline_ngram_trie.py
+    python examples/offline_ngram_trie.py [--model PATH]
 
 The plugin needs no import: vLLM loads it by itself, and `method` switches it on.
 """
 
 from __future__ import annotations
+
+import argparse
 
 from vllm import LLM, SamplingParams
 
@@ -22,11 +24,13 @@ class Stack:
     def pop(self):
         return self.items.pop()
 """
+# Answers that reuse their context, as edits and summaries do, are where n-grams help most.
+REQUESTS = ("Rename `items` to `entries`.", "Show me `push`.", "Which classes are defined here?")
 
 
-def main() -> None:
+def main(model: str) -> None:
     llm = LLM(
-        str(model_path()),  # any model that vLLM serves
+        model,
         speculative_config={
             "method": "ngram_trie",
             "num_speculative_tokens": 32,  # nodes of a request's draft tree
@@ -34,14 +38,14 @@ def main() -> None:
             "index_output": True,
         },
         max_model_len=1024,
-        kv_cache_memory_bytes=64 << 20,  # the rest of the memory is yours
+        kv_cache_memory_bytes=1 << 30,  # the rest of the memory is yours
         enforce_eager=True,  # starts sooner; leave it out to serve
         disable_log_stats=False,  # keeps the counters that are read below
     )
-    # An answer that reuses its context, as edits and summaries do, is where n-grams help most.
-    messages = [{"role": "user", "content": f"{CODE}\nRename `items` to `entries`."}]
-    (output,) = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=128))
-    print(output.outputs[0].text)
+    chats = [[{"role": "user", "content": f"{CODE}\n{request}"}] for request in REQUESTS]
+    outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=96))
+    for request, output in zip(REQUESTS, outputs, strict=True):
+        print(f"\n--- {request}\n{output.outputs[0].text.strip()}")
 
     counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     steps, tokens = counts["vllm:trie_steps"], counts["vllm:trie_tokens"]
@@ -49,4 +53,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":  # vLLM starts its engine in another process, which imports this file
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(model_path()), help="any model that vLLM serves")
+    main(parser.parse_args().model)

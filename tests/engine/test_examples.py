@@ -1,0 +1,201 @@
+"""The examples as their users run them, and a drafter that comes from another package."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.serving import MODEL_NAME, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+OWN_METHOD = "prompt_lookup_tree"
+
+# These keep their engine in the process, so one process runs them all and imports vLLM once.
+IN_ONE_PROCESS = (
+    "offline_ngram_trie.py",
+    "rag_and_code_editing.py",
+    "beam_nbest.py",
+    "own_drafter/run.py",
+)
+RUN_ALL = """
+import runpy, sys
+for path in sys.argv[1:]:
+    print(f"<<< {path}", flush=True)
+    sys.argv = [path]
+    runpy.run_path(path, run_name="__main__")
+"""
+
+
+def run(*command: str, **environment: str) -> str:
+    """What a Python process with these arguments prints; it must end with status 0."""
+    variables = {
+        **os.environ,
+        "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM logs to the standard output
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS holds, as in all tests
+        **environment,
+    }
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=ROOT,
+        env=variables,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package of `own_drafter`, installed as any package."""
+    folder = tmp_path_factory.mktemp("own_drafter")
+    source = shutil.copytree(EXAMPLES / "own_drafter", folder / "source")  # builds leave traces
+    command = "pip install --quiet --no-index --no-deps --no-build-isolation --target"
+    run("-m", *command.split(), str(folder / "site"), str(source))
+    return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def printed(site: Path) -> dict[str, str]:
+    """What each example printed."""
+    paths = [str(EXAMPLES / name) for name in IN_ONE_PROCESS]
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(site)}
+    text = run("-c", RUN_ALL, *paths, **environment)
+    parts = dict(part.split("\n", 1) for part in text.split("<<< ")[1:])
+    assert list(parts) == paths
+    return {name: parts[path] for name, path in zip(IN_ONE_PROCESS, paths, strict=True)}
+
+
+def test_every_example_is_run_somewhere() -> None:
+    tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
+    readme = (EXAMPLES / "README.md").read_text()
+    found = [path for path in EXAMPLES.rglob("*.py") if path.name != f"{OWN_METHOD}.py"]
+    assert len(found) >= 7
+    for path in found:
+        name = path.relative_to(EXAMPLES).as_posix()
+        assert name in tests, f"no test runs examples/{name}"
+        assert path.parent != EXAMPLES or name in readme, f"examples/README.md misses {name}"
+
+
+def test_offline_ngram_trie(printed: dict[str, str]) -> None:
+    text = printed["offline_ngram_trie.py"]
+    assert text.count("\n--- ") == 3
+    assert "class Stack" in text
+    tokens, steps = map(int, re.findall(r"(\d+) tokens in (\d+) steps", text)[0])
+    assert 0 < steps < tokens
+
+
+def test_rag_and_code_editing(printed: dict[str, str]) -> None:
+    text = printed["rag_and_code_editing.py"]
+    rows = re.findall(r"^(RAG|editing) +(\d+) +(\d+) +([\d.]+)  (yes|no)$", text, re.MULTILINE)
+    assert [row[0] for row in rows] == ["RAG", "editing"]
+    for _, tokens, steps, rate, same in rows:
+        assert float(rate) == pytest.approx(int(tokens) / int(steps), abs=0.01)
+        assert float(rate) > 1.5
+        assert same == "yes"
+
+
+def test_beam_nbest(printed: dict[str, str]) -> None:
+    text, native = printed["beam_nbest.py"].split("=== LLM.beam_search")
+    lists = re.split(r"^(?:diverse )?beam, width 8:$", text, flags=re.MULTILINE)[1:]
+    assert len(lists) == 4
+    line = r"^  (\d)\. score +(-[\d.]+)   log p +(-[\d.]+) +(\d+) tokens   ('.*'|\".*\")$"
+    for index, part in enumerate(lists):
+        rows = re.findall(line, part, re.MULTILINE)
+        assert [row[0] for row in rows] == ["1", "2", "3", "4"]
+        scores = [float(row[1]) for row in rows]
+        assert scores == sorted(scores, reverse=True)
+        assert len({row[4] for row in rows}) == 4
+        if index % 2 == 0:  # the scores of diverse beams have paid for their diversity
+            for _, score, log_p, length, _ in rows:
+                assert float(score) == pytest.approx(float(log_p) / int(length) ** 0.6, abs=2e-4)
+    assert lists[0] != lists[1]
+    rows = re.findall(r"^  (\d)\. log p +(-[\d.]+) ", native, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+
+
+def test_own_drafter(printed: dict[str, str]) -> None:
+    text = printed["own_drafter/run.py"]
+    accepted, tokens = map(int, re.findall(r"(\d+) of (\d+) tokens came from drafts", text)[0])
+    assert tokens / 3 < accepted < tokens
+    assert "same as without drafts: yes" in text
+
+
+def test_own_drafter_served(site: Path, tmp_path: Path) -> None:
+    server = start(
+        tmp_path / "log",
+        *("--spec-method", OWN_METHOD, "--spec-tokens", "16"),
+        *("--additional-config", '{"vllm_trie": {"node_budget": "fixed", "match_tokens": 1}}'),
+        *("--distributed-executor-backend", "uni"),
+        PYTHONPATH=str(site),
+    )
+    try:
+        server.wait_until_ready()
+        body = {
+            "model": MODEL_NAME,
+            "prompt": "def main():\n    pass\n\ndef main():",
+            "max_tokens": 48,
+            "temperature": 0,
+        }
+        replies = [
+            server.http.post("/v1/completions", json={**body, **extra}).json()
+            for extra in ({}, {"vllm_xargs": {"speculation": False}})
+        ]
+        metrics = server.http.get("/metrics").text
+        counts = server.metrics()
+    finally:
+        server.stop()
+    texts = [reply["choices"][0]["text"] for reply in replies]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 20
+    assert counts["vllm:trie_accepted_tokens_total"] > 5
+    assert counts["vllm:trie_draft_failures_total"] == 0
+    assert f'method="{OWN_METHOD}"' in metrics
+
+
+def test_serve_openai_client() -> None:
+    text = run(
+        "examples/serve_openai_client.py", "--distributed-executor-backend", "uni",
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+    )  # fmt: skip
+    parts = re.split(r"^=== (.*)$", text, flags=re.MULTILINE)
+    titles, bodies = parts[1::2], parts[2::2]
+    assert titles == [
+        "chat", "the same, streamed, and without drafts", "completion", "beam search",
+    ]  # fmt: skip
+    chat, streamed, completion, beams = bodies
+    assert "--speculative-model ngram_trie" in parts[0]
+    assert "def count_words(lines):" in chat
+    assert chat.strip() in streamed
+    assert "equal: yes" in streamed
+    assert len(completion.strip()) > len("def main():")
+    found = re.findall(r"^  (\d)\. (.*)$", beams, re.MULTILINE)
+    assert [rank for rank, _ in found] == ["1", "2", "3"]
+    assert len({hypothesis for _, hypothesis in found}) == 3
+
+
+def test_medusa_train_and_serve() -> None:
+    text = run("examples/medusa_train_and_serve.py", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    assert "saved to " in text
+    assert re.findall(r"^head (\d): \d+% ", text, re.MULTILINE) == ["1", "2", "3", "4"]
+    accepted, tokens = map(int, re.findall(r"(\d+) of (\d+) tokens came from the heads", text)[0])
+    assert 0 < accepted < tokens
+    assert "same as without drafts: yes" in text
+
+
+def test_tensor_parallel() -> None:
+    text = run("examples/tensor_parallel.py", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    found = re.findall(r"on 2 ranks: (\d+) of (\d+) tokens came from drafts", text)
+    accepted, tokens = map(int, found[0])
+    assert tokens / 4 < accepted < tokens
+    assert "same as without drafts: yes" in text
