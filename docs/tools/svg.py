@@ -13,7 +13,7 @@ from typing import NamedTuple
 _LIGHT = {
     "page": "#ffffff", "ink": "#1f2430", "dim": "#667085", "line": "#98a2b3", "soft": "#f2f4f7",
     "blue": "#e0e7ff", "blue-line": "#4f5fd0", "green": "#d5f2df", "green-line": "#22834a",
-    "amber": "#fdebd2", "amber-line": "#b4690e", "red": "#fbe1df", "red-line": "#b42318",
+    "amber": "#fdebd2", "amber-line": "#9a5509", "red": "#fbe1df", "red-line": "#b42318",
 }  # fmt: skip
 _DARK = {
     "page": "#1b1e27", "ink": "#e8eaf0", "dim": "#a0a8b8", "line": "#667085", "soft": "#262a36",
@@ -99,7 +99,8 @@ class Canvas:
     ) -> None:
         """A token in its box, 26 pixels high."""
         self.box(x, y, width, 26, style)
-        self.text(x + width / 2, y + 17, content, "token", "middle")
+        if content:
+            self.text(x + width / 2, y + 17, content, "token", "middle")
 
     def edge(self, start: Point, end: Point, style: str = "edge") -> None:
         """A curve from left to right."""

@@ -1,0 +1,81 @@
+"""Links and anchors lead somewhere, on a forge and on the site."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.unit.docs.pages import ROOT, Page, all_pages, page
+
+PAGES = all_pages()
+
+
+def broken_links(found: Page) -> list[str]:
+    broken = []
+    for link in found.links():
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = found.path if not name else (found.path.parent / name).resolve()
+        known = target.exists() and target.is_relative_to(ROOT)
+        if known and anchor:
+            known = target.suffix == ".md" and anchor in Page(target).anchors()
+        if not known:
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("found", PAGES, ids=lambda p: p.name)
+def test_links(found: Page) -> None:
+    assert broken_links(found) == []
+
+
+def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.unit.docs.test_links.ROOT", tmp_path)
+    path = tmp_path / "page.md"
+    path.write_text("# A title\n[a](#a-title) [b](#b-title) [c](missing.md) `[d](code)`\n")
+    assert broken_links(Page(path)) == ["#b-title", "missing.md"]
+
+
+def test_every_page_is_in_the_navigation_and_can_be_reached() -> None:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
+    listed = [name for section in site["nav"] for names in section.values() for name in names]
+    listed = [next(iter(one.values())) if isinstance(one, dict) else one for one in listed]
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    # From the front page one comes to each page by links alone.
+    known, waiting = set(), ["docs/index.md"]
+    while waiting:
+        name = waiting.pop()
+        if name in known or not name.endswith(".md"):
+            continue
+        known.add(name)
+        for link in page(name).links():
+            if "://" not in link and not link.startswith("#"):
+                target = posixpath.join(posixpath.dirname(name), link.partition("#")[0])
+                waiting.append(posixpath.normpath(target))
+    assert {f"docs/{name}" for name in listed} <= known
+
+
+def test_drawings_are_shown_and_described() -> None:
+    shown = {link for found in PAGES for link in found.links() if link.endswith(".svg")}
+    for path in (ROOT / "docs" / "drawings").glob("*.svg"):
+        assert any(link.endswith(f"drawings/{path.name}") for link in shown), path.name
+    for found in PAGES:
+        assert "![](" not in found.text, f"{found.name}: an image without a description"
+
+
+def test_blocks_of_json_and_toml_can_be_read() -> None:
+    for found in PAGES:
+        for block in found.fenced("json"):
+            json.loads(block)
+        for block in found.fenced("toml"):
+            tomllib.loads(block)

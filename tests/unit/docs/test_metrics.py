@@ -1,0 +1,113 @@
+"""Metrics: the page, the dashboard and the code name the same ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.docs.pages import ROOT, all_pages, page
+
+DASHBOARD = json.loads((ROOT / "docs" / "grafana" / "vllm-trie.json").read_text())
+SUFFIXES = ("_total", "_bucket", "_sum", "_count")
+
+
+@pytest.fixture(scope="module")
+def ours() -> dict[str, tuple[str, ...]]:
+    """Name as `/metrics` has it -> labels."""
+    from vllm_trie.vllm_hooks import metrics
+
+    found = {}
+    for metric in vars(metrics._Metrics()).values():
+        (described,) = metric.describe()
+        name = described.name + ("_total" if described.type == "counter" else "")
+        found[name] = metric._labelnames
+    assert len(found) > 5
+    return found
+
+
+@pytest.fixture(scope="module")
+def stock() -> set[str]:
+    """Names that vLLM registers, without the suffixes that Prometheus adds."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    folder = Path(str(spec.origin)).parent / "v1"
+    names: set[str] = set()
+    for path in [*folder.glob("metrics/*.py"), *folder.glob("spec_decode/metrics.py")]:
+        names |= set(re.findall(r"[\"'](vllm:\w+)[\"']", path.read_text(encoding="utf-8")))
+    assert "vllm:generation_tokens" in names
+    return names
+
+
+def expressions() -> list[str]:
+    return [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+def test_page_lists_every_metric_with_its_type(ours: dict[str, Any]) -> None:
+    rows = {
+        row[0].strip("`"): row
+        for table in page("docs/metrics.md").tables()
+        if table.header[0] == "metric"
+        for row in table.rows
+    }
+    assert set(rows) == set(ours)
+    for name, row in rows.items():
+        assert row[1] == ("counter" if name.endswith("_total") else "gauge")
+
+
+def test_no_page_names_a_metric_that_does_not_exist(ours: dict[str, Any]) -> None:
+    for found in all_pages():
+        named = set(re.findall(r"vllm:trie_\w*[a-z]\b(?![*_])", found.text))
+        assert named <= set(ours), found.name
+
+
+def test_dashboard_names_metrics_that_exist(ours: dict[str, Any], stock: set[str]) -> None:
+    used: set[str] = set()
+    for expression in expressions():
+        used |= set(re.findall(r"vllm:\w+", expression))
+    for name in used - set(ours):
+        base = next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), name)
+        assert base in stock, name
+    assert set(ours) <= used, "a metric of ours is in no panel"
+
+
+def test_dashboard_groups_by_labels_that_exist(ours: dict[str, tuple[str, ...]]) -> None:
+    for expression in expressions():
+        labels = re.findall(r"by \(([\w, ]+)\)", expression)
+        matched = re.findall(r"[{,] ?(\w+)=~", expression)
+        named = {label.strip() for group in labels for label in group.split(",")} | set(matched)
+        for name in set(re.findall(r"vllm:trie_\w+", expression)):
+            assert named <= set(ours[name]), expression
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
+                assert f"by ({label})" in target["expr"]
+
+
+def test_dashboard_can_be_imported() -> None:
+    variables = {one["name"] for one in DASHBOARD["templating"]["list"]}
+    places = set()
+    for panel in DASHBOARD["panels"]:
+        assert panel["datasource"]["uid"] == "${datasource}"
+        assert panel["description"]
+        place = panel["gridPos"]
+        places.add((place["x"], place["y"]))
+        assert place["x"] + place["w"] <= 24
+    assert len(places) == len({panel["id"] for panel in DASHBOARD["panels"]})
+    assert len(places) == len(DASHBOARD["panels"])
+    for expression in expressions():
+        for opening, closing in ("()", "{}", "[]"):
+            assert expression.count(opening) == expression.count(closing), expression
+        for name in re.findall(r"\$(\w+)", expression):
+            assert name in variables | {"__rate_interval"}, expression
+
+
+def test_failure_reasons(ours: dict[str, Any]) -> None:
+    from vllm_trie.vllm_hooks.drafting import FAILURE_REASONS
+
+    text = page("docs/metrics.md").text
+    assert all(f"`{reason}`" in text for reason in FAILURE_REASONS)

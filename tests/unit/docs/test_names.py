@@ -1,0 +1,125 @@
+"""Files, commands, flags and make targets that the pages name exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from typing import Any
+
+import pytest
+
+from tests.unit.docs.messages import VARYING, is_quoted_rightly
+from tests.unit.docs.pages import ROOT, Page, all_pages
+
+PAGES = all_pages()
+FOLDERS = (
+    "vllm_trie", "tests", "docs", "examples", "benchmarks", "patches", "packaging", "requirements",
+)  # fmt: skip
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("found", PAGES, ids=lambda p: p.name)
+def test_files(found: Page) -> None:
+    missing = []
+    for span in found.code_spans():
+        is_path = re.fullmatch(rf"({'|'.join(FOLDERS)})/[\w./*-]*", span)
+        if is_path and not list(ROOT.glob(span.rstrip("/"))):
+            missing.append(span)
+        is_module = re.fullmatch(r"vllm_trie(\.\w+)+", span)
+        if is_module and importlib.util.find_spec(span.rpartition(".")[0]) is None:
+            missing.append(span)
+    for command in found.commands():
+        for script in re.findall(r"python ((?:benchmarks|examples)/[\w/]+\.py)", command):
+            if not (ROOT / script).is_file():
+                missing.append(script)
+    assert missing == []
+
+
+@pytest.mark.parametrize("found", PAGES, ids=lambda p: p.name)
+def test_make_targets(found: Page) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+    for command in found.commands():
+        for words in re.findall(r"(?:^|\s)make ([^#;&|`]*)", command.strip()):
+            named = [w for w in words.split() if re.fullmatch(r"[a-z-]+", w)]
+            if not command.strip().startswith(("make", "`", ".")) and " make " in command:
+                named = named[:1]
+            unknown = [name for name in named[:1] if name not in targets]
+            assert not unknown, f"{found.name}: make {unknown}"
+
+
+def test_help_lists_the_targets_for_people() -> None:
+    listed = set(re.findall(r"^([a-z]+):.*## ", MAKEFILE, re.MULTILINE))
+    assert {"demo", "test", "docs", "bench", "lint"} <= listed
+    phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
+    assert phony is not None
+    assert listed <= set(phony[1].split())
+
+
+@pytest.mark.parametrize("found", PAGES, ids=lambda p: p.name)
+def test_flags_of_benchmarks(found: Page) -> None:
+    shared = (ROOT / "benchmarks" / "_common.py").read_text()
+    for command in found.commands():
+        for script, rest in re.findall(r"python (benchmarks/\w+\.py)([^|;&`]*)", command):
+            source = shared + (ROOT / script).read_text()
+            for flag in re.findall(r"(?<!\S)(--[a-z][\w-]*)", rest):
+                parameter = flag.removeprefix("--").replace("-", "_")
+                known = f'"{flag}"' in source or re.search(rf"^    {parameter}:", source, re.M)
+                assert known, f"{found.name}: {script} {flag}"
+
+
+@pytest.fixture(scope="module")
+def cli() -> dict[str, set[str]]:
+    """Each command of `vllm-trie` and its options."""
+    import typer
+
+    from vllm_trie.cli import GROUPS, app
+    from vllm_trie.demo.command import app as demo
+
+    def options(command: Any) -> set[str]:
+        return {
+            option
+            for parameter in command.params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+            if option.startswith("-")
+        } | {"--help"}
+
+    root: Any = typer.main.get_command(app)
+    found = {name: options(command) for name, command in root.commands.items()}
+    found["demo"] = options(typer.main.get_command(demo))
+    for group, module in GROUPS.items():
+        below: Any = typer.main.get_command(importlib.import_module(module).app)
+        found |= {f"{group} {name}": options(command) for name, command in below.commands.items()}
+    return found
+
+
+@pytest.mark.parametrize("found", PAGES, ids=lambda p: p.name)
+def test_commands(found: Page, cli: dict[str, set[str]]) -> None:
+    for line in found.commands():
+        start = re.match(r"\s*(?:\$ )?(?:[\w./]*/)?vllm-trie(?= )(.*)", line)
+        if start is None:
+            continue
+        if (
+            is_quoted_rightly(line.strip())
+            or " tokens per step" in line
+            or VARYING in line.partition("#")[0]
+        ):
+            continue  # a message, not a command
+        words = shlex.split(start[1].partition(" #")[0])
+        if not words or words[0] in ("...", "--version"):
+            continue
+        name = " ".join(words[:2]) if " ".join(words[:2]) in cli else words[0]
+        if words[1:] in ([], ["..."]) and any(known.startswith(f"{name} ") for known in cli):
+            continue  # a group of commands
+        assert name in cli, f"{found.name}: {line}"
+        for word in words:
+            if word.startswith("-") and not re.fullmatch(r"-\d.*", word):
+                assert word.partition("=")[0] in cli[name], f"{found.name}: {line}"
+
+
+def test_the_generated_list_holds_every_command(cli: dict[str, set[str]]) -> None:
+    text = (ROOT / "docs" / "commands.md").read_text()
+    for name, options in cli.items():
+        section = text.partition(f"### vllm-trie {name}\n")[2].partition("\n### ")[0]
+        for option in options - {"--help"}:
+            assert f"`{option}`" in section, f"{name} {option}"

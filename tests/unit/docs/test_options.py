@@ -1,0 +1,149 @@
+"""Every option is documented with its default, and every documented option exists."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+
+import pytest
+from pydantic import BaseModel
+
+from docs.tools.tables import OPTION_CLASSES, option_class
+from tests.unit.docs.pages import ROOT, Page, Table, all_pages, page
+from vllm_trie.drafters import registry
+
+OPTIONS_PAGE = page("docs/options.md")
+
+
+def table_of(name: str) -> Table:
+    """The table behind a `<!-- generated: NAME -->` mark."""
+    text = OPTIONS_PAGE.text.partition(f"<!-- generated: {name} -->")[2].partition("<!-- end")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [re.split(r"(?<!\\)\|", line.strip("|")) for line in lines]
+    return Table(rows[0], [[cell.strip() for cell in row] for row in rows[2:]])
+
+
+@pytest.mark.parametrize("name", OPTION_CLASSES)
+def test_table_holds_every_field_with_its_default(name: str) -> None:
+    fields = option_class(name).model_fields
+    rows = {row[0].strip("`"): row for row in table_of(name).rows}
+    assert list(rows) == list(fields)
+    for option, field in fields.items():
+        default, effect = rows[option][1], rows[option][3]
+        if field.is_required():
+            assert default == "required"
+        elif field.default is None:
+            assert default == "none"
+        else:
+            assert json.loads(default.strip("`")) == field.default
+        assert len(effect) > 15, f"{option} has no description"
+
+
+@pytest.mark.parametrize("name", OPTION_CLASSES)
+def test_allowed_values_are_those_that_the_class_takes(name: str) -> None:
+    options = option_class(name)
+    for row in table_of(name).rows:
+        option, allowed = row[0].strip("`"), row[2]
+        bounds = re.search(r"(-?[\d.]+) to (\d+)", allowed)
+        if bounds is None or "list" in allowed:
+            continue
+        kind = float if "number," in allowed and "whole" not in allowed else int
+        low, high = (kind(float(bound)) for bound in bounds.groups())
+        assert not complains(options, option, high)
+        assert complains(options, option, high + 1)
+        if "above" not in allowed:
+            assert not complains(options, option, low)
+            assert complains(options, option, low - 1)
+
+
+def complains(options: type[BaseModel], option: str, value: object) -> bool:
+    """Whether this one value is refused, whatever it means beside the others' defaults."""
+    try:
+        options.model_validate({option: value, "beam_width": 1} if "Beam" in options.__name__
+                               else {option: value})  # fmt: skip
+    except ValueError as error:
+        return any(found["loc"][:1] == (option,) for found in error.errors())
+    return False
+
+
+def test_every_method_has_a_table() -> None:
+    shown = {option_class(name) for name in OPTION_CLASSES}
+    for method in registry._BUILT_IN:
+        assert registry.get_drafter_class(method).Options in shown, method
+        assert f"`{method}`" in OPTIONS_PAGE.text
+
+
+def test_node_budget() -> None:
+    from vllm_trie.vllm_hooks.config import DEFAULT_NODES, MAX_NODES
+
+    rows = [row for table in OPTIONS_PAGE.tables() for row in table.rows]
+    row = next(row for row in rows if "`num_speculative_tokens`" in row[0])
+    assert row[1] == f"`{DEFAULT_NODES}`"
+    assert f"1 to {MAX_NODES}" in row[2]
+
+
+def test_request_and_engine_keys() -> None:
+    from vllm_trie.vllm_hooks import config, eligibility
+    from vllm_trie.vllm_hooks.beam import enabled
+
+    for key in (eligibility.SPECULATION, enabled.OPTION, config.CONFIG_KEY):
+        assert key in OPTIONS_PAGE.text
+    assert set(config._OTHER_KEYS) == {enabled.OPTION}
+
+
+def test_environment_variables() -> None:
+    in_code = set()
+    for path in (ROOT / "vllm_trie").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                in_code |= set(re.findall(r"^VLLM_TRIE_[A-Z_]+$", node.value))
+    assert {"VLLM_TRIE_NATIVE", "VLLM_TRIE_BEAM"} <= in_code
+    rows = [row[0].strip("`") for table in OPTIONS_PAGE.tables() for row in table.rows]
+    assert {name for name in rows if name.startswith("VLLM_TRIE_")} == in_code
+    for found in all_pages():
+        named = set(re.findall(r"\bVLLM_TRIE_[A-Z_]+\b", found.text))
+        assert named <= in_code, found.name
+
+
+METHOD_PAGES = {
+    "README.md": ("EngineOptions", "NgramTrieOptions"),
+    "docs/ngram_trie.md": ("NgramTrieOptions",),
+    "docs/medusa.md": ("MedusaOptions",),
+    "docs/lookahead.md": ("LookaheadOptions",),
+    "docs/union.md": ("TrieUnionOptions",),
+    "docs/beam_search.md": ("BeamOptions",),
+}
+"""Pages whose own tables of options are checked too."""
+
+
+def stated_defaults(found: Page) -> list[tuple[str, str]]:
+    """Options and defaults of the tables with such columns; a row may hold several of both."""
+    stated = []
+    for table in found.tables():
+        if len(table.header) < 2 or table.header[1] != "default":
+            continue
+        for row in table.rows:
+            names = re.findall(r"`(\w+)`", row[0])
+            values = row[1].split(", ") if len(names) > 1 else [row[1]]
+            assert len(names) == len(values), row
+            stated += list(zip(names, values, strict=True))
+    return stated
+
+
+@pytest.mark.parametrize("name", [name for name in METHOD_PAGES if (ROOT / name).exists()])
+def test_tables_of_the_methods_pages(name: str) -> None:
+    fields = {
+        option: field
+        for options in METHOD_PAGES[name]
+        for option, field in option_class(options).model_fields.items()
+    }
+    for option, shown in stated_defaults(page(name)):
+        assert option in fields, f"{name} documents {option}, which does not exist"
+        field, shown = fields[option], shown.strip("`").replace(",", "")
+        try:
+            value = json.loads(shown.replace("False", "false").replace("True", "true"))
+        except ValueError:
+            value = None  # words, such as "none", "all" or "required"
+        expected = None if field.is_required() else field.default
+        assert value == expected, f"{name}: {option} defaults to {field.default!r}, not {shown}"

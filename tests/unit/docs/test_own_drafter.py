@@ -1,0 +1,82 @@
+"""The drafter that the documentation writes works as it says."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.docs.pages import page
+from tests.unit.drafters.support import make_context, make_request
+from vllm_trie.drafters import ENTRY_POINT_GROUP, Drafter, DraftRequest, parse_options, registry
+
+PAGE = page("docs/custom_drafter.md")
+
+
+@pytest.fixture(scope="module")
+def namespace() -> dict[str, Any]:
+    (code,) = [block for block in PAGE.fenced("python") if "class EchoDrafter" in block]
+    names: dict[str, Any] = {"__name__": "echo"}
+    exec(code, names)
+    return names
+
+
+def test_it_is_as_short_as_it_looks(namespace: dict[str, Any]) -> None:
+    (code,) = [block for block in PAGE.fenced("python") if "class EchoDrafter" in block]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 30
+    assert issubclass(namespace["EchoDrafter"], Drafter)
+
+
+def test_it_guesses_what_followed_before(namespace: dict[str, Any]) -> None:
+    drafter = namespace["EchoDrafter"](namespace["EchoOptions"](), make_context())
+    (tree,) = drafter.propose([make_request([5, 6, 7, 5, 8, 5], max_nodes=8)])
+    first = tree.token_ids[tree.parents == -1].tolist()
+    assert first == [8, 6]  # the latest place first
+    (chain,) = drafter.propose([make_request([5, 6, 7, 5, 8, 5], chain_only=True)])
+    assert chain.is_chain
+    assert chain.token_ids.tolist() == [8, 5]
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=40),
+    st.integers(1, 12),
+    st.integers(1, 6),
+    st.booleans(),
+)
+def test_it_obeys_the_rules(tokens: list[int], max_nodes: int, max_depth: int, chain: bool) -> None:
+    names: dict[str, Any] = {}
+    exec(next(b for b in PAGE.fenced("python") if "class EchoDrafter" in b), names)
+    drafter = names["EchoDrafter"](names["EchoOptions"](places=3), make_context())
+    request = make_request(tokens, max_nodes=max_nodes, max_depth=max_depth, chain_only=chain)
+    (tree,) = drafter.propose([request])
+    tree.validate(1000, max_nodes)
+    assert tree.depths().max(initial=0) <= max_depth
+    assert tree.is_chain or not chain
+
+
+def test_the_entry_point_makes_it_a_method(
+    namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (toml,) = PAGE.fenced("toml")
+    assert f'"{ENTRY_POINT_GROUP}"' in toml
+    found = re.search(r'^(\w+) = "([\w.]+):(\w+)"', toml, re.MULTILINE)
+    assert found is not None
+    assert found[3] in namespace
+    point = EntryPoint(found[1], f"{found[2]}:{found[3]}", ENTRY_POINT_GROUP)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: namespace[found[3]])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    assert found[1] in registry.available_methods()
+    assert parse_options(found[1], {"places": 2}).places == 2
+
+
+def test_every_field_of_a_request_is_explained() -> None:
+    for name in DraftRequest.__dataclass_fields__:
+        if name != "request_id":
+            assert f"`{name}`" in PAGE.text, name
+    for name in ("load_model", "release", "needs_hidden_states", "needs_node_argmax"):
+        assert hasattr(Drafter, name)
+        assert name in PAGE.text

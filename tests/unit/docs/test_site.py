@@ -1,0 +1,105 @@
+"""The site builds without a warning, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.unit.docs.pages import ROOT
+
+LACKING = [name for name in ("mkdocs", "material") if importlib.util.find_spec(name) is None]
+needs_mkdocs = pytest.mark.skipif(
+    bool(LACKING), reason="mkdocs-material is not installed; `make docs` installs it"
+)
+
+
+class _Html(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.ids |= {values[name] or "" for name in ("id", "name") if name in values}
+        if tag == "a" and values.get("href"):
+            self.links.append(values["href"] or "")
+        if tag in ("img", "script") and values.get("src"):
+            self.loaded.append(values["src"] or "")
+        if tag == "link" and values.get("rel") in ("stylesheet", "icon", "preload"):
+            self.loaded.append(values["href"] or "")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, _Html]:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    pages = {}
+    for path in folder.rglob("*.html"):
+        if path.name != "404.html":
+            pages[path] = _Html()
+            pages[path].feed(path.read_text(encoding="utf-8"))
+    return pages
+
+
+@needs_mkdocs
+def test_every_link_and_anchor(site: dict[Path, _Html]) -> None:
+    assert len(site) > 15
+    for path, html in site.items():
+        for link in [*html.links, *html.loaded]:
+            if link.startswith(("http://", "https://", "mailto:")):
+                continue
+            name, _, anchor = unquote(link).partition("#")
+            target = path if not name else Path(os.path.normpath(path.parent / name))
+            target = target / "index.html" if target.is_dir() else target
+            assert target.exists(), f"{path.name}: {link}"
+            if anchor and target in site and not anchor.startswith("__"):
+                assert anchor in site[target].ids, f"{path.name}: {link}"
+
+
+@needs_mkdocs
+def test_nothing_is_loaded_from_elsewhere(site: dict[Path, _Html]) -> None:
+    for path, html in site.items():
+        assert not [link for link in html.loaded if "://" in link], path.name
+
+
+@needs_mkdocs
+def test_drawings_are_on_the_pages(site: dict[Path, _Html]) -> None:
+    loaded = {Path(link).name for html in site.values() for link in html.loaded}
+    assert {path.name for path in (ROOT / "docs" / "drawings").glob("*.svg")} <= loaded
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    found = [Requirement(line) for line in lines if line and not line.lstrip().startswith("#")]
+    return {canonicalize_name(one.name): str(one.specifier) for one in found}
+
+
+def test_the_lock_fits_the_other_one() -> None:
+    """Both are installed into one environment."""
+    docs, cpu = pins("docs.txt"), pins("cpu.txt")
+    assert "mkdocs-material" in docs
+    assert {name: pin for name, pin in docs.items() if cpu.get(name, pin) != pin} == {}
+    for line in (ROOT / "requirements" / "docs.in").read_text().splitlines():
+        if line and not line.startswith("#"):
+            wanted = Requirement(line)
+            version = docs[canonicalize_name(wanted.name)].removeprefix("==")
+            assert wanted.specifier.contains(version)
