@@ -1,22 +1,23 @@
 """Generates on two tensor-parallel ranks: `python -m tests.engine.tensor_parallel_run FILE`.
 
-FILE holds prompts, the number of tokens and the speculative configuration as JSON; it is replaced
-by the outputs and the counters.
+FILE holds prompts, the number of tokens and the speculative configurations by name as JSON; it is
+replaced by the outputs and the counters of each. One engine runs after another.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from vllm import LLM, SamplingParams
 
 from vllm_trie.tiny_model import model_path
 
 
-def main(file: Path) -> None:
-    job = json.loads(file.read_text())
+def generate(job: dict[str, Any], speculative_config: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(
         str(model_path()),
         dtype="float32",
@@ -26,16 +27,26 @@ def main(file: Path) -> None:
         kv_cache_memory_bytes=40 << 20,
         tensor_parallel_size=2,
         disable_log_stats=False,
-        speculative_config=job["speculative_config"],
+        speculative_config=speculative_config,
     )
     params = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     counters: dict[str, float] = {}
     for metric in llm.get_metrics():
-        if metric.name.startswith("vllm:trie_"):
+        # An engine that ran before has left its counters, under its method's name.
+        ours = metric.name.startswith("vllm:trie_")
+        if ours and metric.labels["method"] == speculative_config["method"]:
             counters[metric.name] = counters.get(metric.name, 0) + metric.value
-    found = {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "counters": counters}
+    return {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "counters": counters}
+
+
+def main(file: Path) -> None:
+    job = json.loads(file.read_text())
+    found = {}
+    for name, speculative_config in job["engines"].items():
+        found[name] = generate(job, speculative_config)
+        gc.collect()  # ends the engine and its ranks
     file.write_text(json.dumps(found))
 
 

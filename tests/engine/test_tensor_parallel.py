@@ -17,12 +17,19 @@ from vllm import SamplingParams
 from tests.engine.compare import generate
 from tests.engine.prompts import prompts
 from tests.engine.rank_faults import FAULTS, METHOD, fault_of, write_entry_point
+from vllm_trie.tiny_model import medusa_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 MAX_TOKENS = 60
-LIMIT_S = 400
+LIMIT_S = 500
+ENGINES = {
+    METHOD: {},
+    "medusa_dynamic": {"model": str(medusa_path()), "joint": "product", "node_budget": "fixed"},
+    "lookahead_trie": {"node_budget": "fixed"},
+}
+"""Options of each method, beside the number of nodes."""
 
 
 def chosen_prompts() -> list[list[int]]:
@@ -41,7 +48,7 @@ def chosen_prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Outputs and counters of the engine with two ranks, and what its processes logged."""
+    """Outputs and counters of each engine with two ranks, and what its processes logged."""
     folder = tmp_path_factory.mktemp("ranks")
     write_entry_point(folder)
     job, log = folder / "job.json", folder / "log.txt"
@@ -50,7 +57,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             {
                 "prompts": chosen_prompts(),
                 "max_tokens": MAX_TOKENS,
-                "speculative_config": {"method": METHOD, "num_speculative_tokens": 16},
+                "engines": {
+                    method: {"method": method, "num_speculative_tokens": 16, **options}
+                    for method, options in ENGINES.items()
+                },
             }
         )
     )
@@ -83,22 +93,31 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**json.loads(job.read_text()), "log": text}
 
 
-def test_output_is_that_of_one_rank(engine, run):
+@pytest.fixture(scope="module")
+def expected(_engines) -> list[list[int]]:
+    """Plain vLLM's output tokens on one rank."""
     params = SamplingParams(
         temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False
     )
     some = [{"prompt_token_ids": tokens} for tokens in chosen_prompts()]
-    expected = [list(o.outputs[0].token_ids) for o in generate(engine(), some, params)]
+    return [list(o.outputs[0].token_ids) for o in generate(_engines(), some, params)]
+
+
+@pytest.mark.parametrize("method", ENGINES)
+def test_output_is_that_of_one_rank(expected, run, method):
     wrong = {
-        fault_of(len(prompt["prompt_token_ids"]))
-        for prompt, left, right in zip(some, expected, run["outputs"], strict=True)
+        fault_of(len(prompt))
+        for prompt, left, right in zip(
+            chosen_prompts(), expected, run[method]["outputs"], strict=True
+        )
         if left != right
     }
     assert wrong == set()
 
 
-def test_drafts_were_accepted(run):
-    counters = run["counters"]
+@pytest.mark.parametrize("method", ENGINES)
+def test_drafts_were_accepted(run, method):
+    counters = run[method]["counters"]
     assert counters["vllm:trie_tokens"] > 1.1 * counters["vllm:trie_steps"]
     assert counters["vllm:trie_draft_nodes"] > counters["vllm:trie_verified_trees"]
 
@@ -108,4 +127,5 @@ def test_faults_happened_on_both_ranks(run):
     for rank in (0, 1):
         assert f"a fault of rank {rank}" in run["log"]
     # The counter is rank 0's: its two requests.
-    assert run["counters"]["vllm:trie_draft_failures"] == 2
+    failures = {method: run[method]["counters"]["vllm:trie_draft_failures"] for method in ENGINES}
+    assert failures == {METHOD: 2, "medusa_dynamic": 0, "lookahead_trie": 0}
