@@ -14,10 +14,13 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_trie.drafters import available_methods, parse_options
+from vllm_trie.vllm_hooks.extension_points import offered
 
 CONFIG_KEY = "vllm_trie"
 """The plugin's key in vLLM's ``additional_config``."""
 PROPOSER_CLASS = "vllm_trie.vllm_hooks.proposer.TreeProposer"
+VERIFIER_CLASS = "vllm_trie.vllm_hooks.extensions.verifier.TreeDraftVerifier"
+"""The proposer for a patched vLLM, whose runner lets it verify its drafts."""
 CPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.TreeCPUWorker"
 DEFAULT_NODES = 32
 MAX_NODES = 256
@@ -90,7 +93,7 @@ def requested_method(engine_args: Any) -> str | None:
     for name in named:
         if name in methods:
             return str(name)
-    if PROPOSER_CLASS in named:
+    if PROPOSER_CLASS in named or VERIFIER_CLASS in named:
         carried = (engine_args.additional_config or {}).get(CONFIG_KEY)
         return carried.get("method") if isinstance(carried, Mapping) else None
     return None
@@ -106,6 +109,7 @@ def translate(engine_args: Any) -> None:
     """
     method = requested_method(engine_args)
     if method is None:
+        _refuse_options_without_method(engine_args)
         return
     request = _collect(engine_args, method)
     carried = {"method": method, **request.options}
@@ -116,7 +120,7 @@ def translate(engine_args: Any) -> None:
     engine_args.speculative_config = {
         **request.passed_on,
         "method": "custom_class",
-        "model": PROPOSER_CLASS,
+        "model": VERIFIER_CLASS if offered("draft_verifier") else PROPOSER_CLASS,
         "num_speculative_tokens": request.num_nodes,
     }
     additional = dict(engine_args.additional_config or {})
@@ -125,16 +129,28 @@ def translate(engine_args: Any) -> None:
     engine_args.additional_config = additional
 
 
+def _refuse_options_without_method(engine_args: Any) -> None:
+    additional = engine_args.additional_config
+    carried = additional.get(CONFIG_KEY) if isinstance(additional, Mapping) else None
+    idle = set(carried) - set(_OTHER_KEYS) if isinstance(carried, Mapping) else set()
+    if idle:
+        raise ValueError(
+            f"additional_config[{CONFIG_KEY!r}] sets {', '.join(sorted(idle))}, but no speculative "
+            "method of vllm-trie is asked for; name one with --spec-method or "
+            f"speculative_config={{'method': NAME}}: {', '.join(available_methods())}"
+        )
+
+
 def read(vllm_config: Any) -> TreeConfig | None:
     """The tree configuration that :func:`translate` wrote, ``None`` if there is none."""
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.model != PROPOSER_CLASS:
+    if speculative is None or speculative.model not in (PROPOSER_CLASS, VERIFIER_CLASS):
         return None
     carried = (vllm_config.additional_config or {}).get(CONFIG_KEY, {})
     if "method" not in carried:
         raise ValueError(
             f"additional_config[{CONFIG_KEY!r}] names no method, but the speculative model is "
-            f"{PROPOSER_CLASS}; set speculative_config={{'method': NAME}} with one of "
+            f"{speculative.model}; set speculative_config={{'method': NAME}} with one of "
             f"{', '.join(available_methods())} instead of naming the class"
         )
     return _parse({k: v for k, v in carried.items() if k not in _OTHER_KEYS})
@@ -181,7 +197,7 @@ def _collect(engine_args: Any, method: str) -> _Request:
             f"asked for; leave the model out or set method={method!r}"
         )
     draft_model = speculative.pop("model", None)
-    if draft_model in (method, PROPOSER_CLASS):
+    if draft_model in (method, PROPOSER_CLASS, VERIFIER_CLASS):
         draft_model = None
     carried_model = given.pop("draft_model", None)
     draft_model = carried_model if draft_model is None else draft_model

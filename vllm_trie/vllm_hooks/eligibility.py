@@ -68,5 +68,6 @@ def drafting_limits(
         max_nodes=room,
         max_depth=depth,
         chain_only=params.structured_outputs is not None,
-        cache_salt=extra.get(CACHE_SALT),
+        # A patched vLLM brings it by itself.
+        cache_salt=getattr(state, "cache_salt", None) or extra.get(CACHE_SALT),
     )

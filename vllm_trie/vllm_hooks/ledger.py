@@ -33,6 +33,9 @@ class Hook:
         upstream: Related issue or pull request of vLLM, empty if there is none.
         retire_when: What would make this line unnecessary.
         feature: ``"speculation"`` or ``"beam"``: the part that steps aside when the symbol is gone.
+        extension_point: The point of :mod:`vllm_trie.vllm_hooks.extension_points` that takes the
+            line's place in a patched vLLM; empty where nothing is patched because the plugin calls
+            vLLM, derives from its classes or relies on what it does.
     """
 
     target: str
@@ -41,6 +44,7 @@ class Hook:
     upstream: str = ""
     retire_when: str = ""
     feature: Literal["speculation", "beam"] = "speculation"
+    extension_point: str = ""
 
 
 @dataclass(frozen=True, slots=True)

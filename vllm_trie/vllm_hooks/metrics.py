@@ -22,6 +22,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_trie.vllm_hooks import config
 from vllm_trie.vllm_hooks.drafting import FAILURE_REASONS
+from vllm_trie.vllm_hooks.extension_points import offered
 from vllm_trie.vllm_hooks.stats import STATS_ATTRIBUTE, TreeStats
 
 logger = init_logger(__name__)
@@ -78,6 +79,11 @@ def install_in_scheduler() -> None:
 
 def install_in_front_end() -> None:
     """Let every stat logger manager start a :class:`TreeStatLogger` for tree engines."""
+    if offered("stat_loggers"):
+        from vllm.v1.metrics.loggers import register_stat_loggers
+
+        register_stat_loggers(stat_loggers)
+        return
     stock_init = StatLoggerManager.__init__
 
     @functools.wraps(stock_init)
@@ -89,11 +95,24 @@ def install_in_front_end() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        if config.read(vllm_config) is not None:
-            custom_stat_loggers = [*(custom_stat_loggers or ()), TreeStatLogger]
+        if ours := stat_loggers(vllm_config):
+            custom_stat_loggers = [*(custom_stat_loggers or ()), *ours]
         stock_init(self, vllm_config, engine_idxs, custom_stat_loggers, *args, **kwargs)
 
     StatLoggerManager.__init__ = __init__
+
+
+def stat_loggers(vllm_config: Any) -> list[type[TreeStatLogger]]:
+    """The stat loggers that an engine with this configuration needs."""
+    return [] if config.read(vllm_config) is None else [TreeStatLogger]
+
+
+def _worker_report(scheduler_stats: Any) -> TreeStats | None:
+    """What the workers reported, in the field of a patched vLLM or beside vLLM's own numbers."""
+    report = getattr(scheduler_stats, "proposer_stats", None)
+    if report is not None:
+        return TreeStats(**report)
+    return getattr(scheduler_stats.spec_decoding_stats, "tree", None)
 
 
 class _Metrics:
@@ -157,19 +176,21 @@ class TreeStatLogger(StatLoggerBase):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, *unused: Any, **unused_too: Any
     ) -> None:
-        shared = None if scheduler_stats is None else scheduler_stats.spec_decoding_stats
-        if shared is None:
+        if scheduler_stats is None:
+            return
+        shared, tree = scheduler_stats.spec_decoding_stats, _worker_report(scheduler_stats)
+        if shared is None and tree is None:
             return
         if self._metrics is None:
             self._metrics = _Metrics()
         metrics, labels = self._metrics, self._labels
-        metrics.draft_nodes.labels(*labels).inc(shared.num_draft_tokens)
-        metrics.accepted_tokens.labels(*labels).inc(shared.num_accepted_tokens)
-        metrics.verified_trees.labels(*labels).inc(shared.num_drafts)
-        self._interval_nodes += shared.num_draft_tokens
-        self._interval_accepted += shared.num_accepted_tokens
-        self._interval_trees += shared.num_drafts
-        tree: TreeStats | None = getattr(shared, "tree", None)
+        if shared is not None:
+            metrics.draft_nodes.labels(*labels).inc(shared.num_draft_tokens)
+            metrics.accepted_tokens.labels(*labels).inc(shared.num_accepted_tokens)
+            metrics.verified_trees.labels(*labels).inc(shared.num_drafts)
+            self._interval_nodes += shared.num_draft_tokens
+            self._interval_accepted += shared.num_accepted_tokens
+            self._interval_trees += shared.num_drafts
         if tree is None:
             return
         metrics.steps.labels(*labels).inc(tree.steps)

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_trie.vllm_hooks import arguments, config, ledger, support
 from vllm_trie.vllm_hooks.eligibility import check_request_options
+from vllm_trie.vllm_hooks.extension_points import offered
 
 _installed: dict[str, str] = {}
 """What this process has hooked: feature -> "ok" or why it stepped aside."""
@@ -78,12 +79,25 @@ def _install_speculation() -> None:
 
     from vllm_trie.vllm_hooks import cache_salt, metrics
 
-    _wrap_arguments(EngineArgs)
-    _wrap_speculative_config(EngineArgs)
-    _wrap_engine_config(EngineArgs)
-    _wrap_process_inputs(InputProcessor)
-    cache_salt.install_in_scheduler()
-    metrics.install_in_scheduler()
+    # Each hook stays away where a patched vLLM has an extension point for it.
+    if offered("speculative_methods"):
+        from vllm_trie.vllm_hooks.extensions import methods
+
+        methods.register()
+    else:
+        _wrap_arguments(EngineArgs)
+        _wrap_speculative_config(EngineArgs)
+        _wrap_engine_config(EngineArgs)
+    if offered("request_extension"):
+        from vllm_trie.vllm_hooks.extensions import requests
+
+        requests.register_speculation()
+    else:
+        _wrap_process_inputs(InputProcessor)
+    if not offered("cache_salt"):
+        cache_salt.install_in_scheduler()
+    if not offered("proposer_stats"):
+        metrics.install_in_scheduler()
     metrics.install_in_front_end()
 
 
@@ -112,13 +126,22 @@ def _wrap_speculative_config(engine_args: Any) -> None:
     def create_speculative_config(
         self: Any, target_model_config: Any, target_parallel_config: Any
     ) -> Any:
-        method = config.requested_method(self)
-        if method is not None:
-            config.translate(self)
-            _choose_worker(self, target_parallel_config, method)
+        configure(self, target_parallel_config)
         return stock(self, target_model_config, target_parallel_config)
 
     engine_args.create_speculative_config = create_speculative_config
+
+
+def configure(engine_args: Any, parallel_config: Any) -> None:
+    """Rewrite the engine arguments, in place, if they ask for one of our methods.
+
+    Raises:
+        ValueError: an option or a combination is not allowed.
+    """
+    method = config.requested_method(engine_args)
+    if method is not None:
+        config.translate(engine_args)
+        _choose_worker(engine_args, parallel_config, method)
 
 
 def _choose_worker(engine_args: Any, parallel_config: Any, method: str) -> None:
@@ -128,6 +151,8 @@ def _choose_worker(engine_args: Any, parallel_config: Any, method: str) -> None:
             f"speculative method {method!r} of vllm-trie and scheduler_cls="
             f"{engine_args.scheduler_cls!r} cannot be used together; leave scheduler_cls out"
         )
+    if offered("draft_verifier"):  # any worker's runner calls us
+        return
     if parallel_config.worker_cls not in ("auto", config.CPU_WORKER_CLASS):
         raise ValueError(
             f"speculative method {method!r} of vllm-trie brings its own worker class, but "
@@ -142,12 +167,21 @@ def _wrap_engine_config(engine_args: Any) -> None:
     @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         vllm_config = stock(self, *args, **kwargs)
-        tree_config = config.read(vllm_config)
-        if tree_config is not None:
-            support.check_supported(vllm_config, tree_config.method)
+        verify(vllm_config)
         return vllm_config
 
     engine_args.create_engine_config = create_engine_config
+
+
+def verify(vllm_config: Any) -> None:
+    """Refuse a complete configuration that the tree method it asks for cannot run with.
+
+    Raises:
+        ValueError: every reason at once.
+    """
+    tree_config = config.read(vllm_config)
+    if tree_config is not None:
+        support.check_supported(vllm_config, tree_config.method)
 
 
 def _wrap_process_inputs(input_processor: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch
 from vllm_trie.budget import NodeBudget
@@ -36,7 +37,7 @@ from vllm_trie.vllm_hooks.stats import STATS_ATTRIBUTE, TreeStats
 from vllm_trie.vllm_hooks.step import PendingTree, trees_of_step
 from vllm_trie.vllm_hooks.step_clock import StepClock
 
-TREE_ATTRIBUTE = "vllm_trie_trees"
+TREE_ATTRIBUTE = "draft_trees"
 """Attribute of the attention metadata that carries the step's :class:`TreeBatch`."""
 
 
@@ -153,6 +154,29 @@ class TreeRunnerMixin:
                 values
             ).to(self.device)
 
+    def _calc_spec_decode_metadata(
+        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
+    ) -> SpecDecodeMetadata:
+        # The walk needs to know of which rows there are logits. vLLM's own method also computes
+        # what its rejection sampler reads, which costs more than all of the plugin's work in a
+        # step without drafts.
+        num_sampled = num_draft_tokens + 1
+        rows = cu_num_scheduled_tokens - 1
+        if num_draft_tokens.any():
+            ends = np.cumsum(num_sampled)
+            rows = np.repeat(cu_num_scheduled_tokens - ends, num_sampled) + np.arange(ends[-1])
+        logits_indices = torch.from_numpy(rows.astype(np.int32)).to(self.device)
+        unused = logits_indices[:0]
+        return SpecDecodeMetadata(
+            draft_token_ids=unused,
+            num_draft_tokens=num_draft_tokens.tolist(),
+            cu_num_draft_tokens=unused,
+            cu_num_sampled_tokens=unused,
+            target_logits_indices=unused,
+            bonus_logits_indices=unused,
+            logits_indices=logits_indices,
+        )
+
     # -- 2. attention --------------------------------------------------------------------------
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +273,8 @@ class TreeRunnerMixin:
             self._budget.observe_step(self._decode_tokens, self._clock.stop())
         stats, guarded = self._tree_stats, self._guarded
         before = guarded.seconds
-        budget = scheduler_output.num_spec_tokens_to_schedule
+        max_nodes = scheduler_output.num_spec_tokens_to_schedule
+        is_drafting = self._is_drafting()
         requests, request_rows = [], []
         for row, (request_id, new_tokens) in enumerate(
             zip(self.input_batch.req_ids, sampled_token_ids, strict=True)
@@ -258,13 +283,17 @@ class TreeRunnerMixin:
                 continue
             stats.steps += 1
             stats.tokens += len(new_tokens)
-            request = self._draft_request(row, request_id, new_tokens[-1], budget)
+            if not is_drafting:
+                continue
+            request = self._draft_request(row, request_id, new_tokens[-1], max_nodes)
             if request is not None:
                 if guarded.drafter.needs_hidden_states:
                     request.hidden_state = sample_hidden_states[self._last_rows[row]]
                 requests.append(request)
                 request_rows.append(row)
-        trees = self._draft(requests, num_rows=sum(map(bool, sampled_token_ids)))
+        trees: list[TokenTree] = []
+        if is_drafting:
+            trees = self._draft(requests, num_rows=sum(map(bool, sampled_token_ids)))
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         for request_id in self.input_batch.req_ids:
             self._stored_trees.pop(request_id, None)
@@ -281,16 +310,20 @@ class TreeRunnerMixin:
             self._budget.observe_drafting(elapsed)
         return drafts
 
+    def _is_drafting(self) -> bool:
+        """Whether the next step may have drafts."""
+        # Ranks measure different times: only rank 0's choice counts, and all draft at every step.
+        alone = self.parallel_config.tensor_parallel_size == 1
+        return self._budget is None or not alone or self._budget.should_draft()
+
     def _draft(self, requests: list[DraftRequest], num_rows: int) -> list[TokenTree]:
         """The trees of the next step, the same on all ranks."""
-        alone = self.parallel_config.tensor_parallel_size == 1
-        # Ranks measure different times: only rank 0's choice counts, and all draft at every step.
-        if alone and self._budget is not None and not self._budget.should_draft():
-            return [TokenTree.empty()] * len(requests)
         trees = self._guarded.propose(requests) if requests else []
         if self._budget is not None:
             trees = self._budget.cut([request.request_id for request in requests], trees, num_rows)
-        return trees if alone else tree_exchange.same_on_all_ranks(trees)
+        if self.parallel_config.tensor_parallel_size == 1:
+            return trees
+        return tree_exchange.same_on_all_ranks(trees)
 
     def _draft_request(
         self, row: int, request_id: str, last_token: int, budget: int
@@ -320,12 +353,13 @@ class TreeRunnerMixin:
         output = super().sample_tokens(grammar_output)
         if self._tree_stats.steps:
             failures = self._guarded.failures
-            self._tree_stats.draft_failures = {
-                reason: count - self._reported_failures.get(reason, 0)
-                for reason, count in failures.items()
-                if count != self._reported_failures.get(reason, 0)
-            }
-            self._reported_failures = dict(failures)
+            if failures != self._reported_failures:
+                self._tree_stats.draft_failures = {
+                    reason: count - self._reported_failures.get(reason, 0)
+                    for reason, count in failures.items()
+                    if count != self._reported_failures.get(reason, 0)
+                }
+                self._reported_failures = dict(failures)
             setattr(output, STATS_ATTRIBUTE, self._tree_stats)
             self.tree_totals.add(self._tree_stats)
             self._tree_stats = TreeStats()

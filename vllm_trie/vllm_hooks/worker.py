@@ -10,14 +10,14 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_trie.vllm_hooks.runner import add_trees, calibrate_step_cost
 
-_CPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.cpu_attention.TreeCPUAttentionBackend"
+CPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.cpu_attention.TreeCPUAttentionBackend"
 
 
 class TreeCPUWorker(CPUWorker):
     """The CPU worker for tree speculation."""
 
     def init_device(self) -> None:
-        register_backend(AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND_CLASS)
+        register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_CLASS)
         # An engine that this process ran before may have left the stock backend in the cache.
         selector._cached_get_attn_backend.cache_clear()
         super().init_device()

@@ -17,6 +17,8 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
+from vllm_trie.vllm_hooks.extension_points import offered
+
 
 def fork_blocks(
     manager: KVCacheManager, parent_id: str, child_id: str, num_computed_tokens: int
@@ -28,6 +30,8 @@ def fork_blocks(
     Returns:
         False, and nothing has changed, if the pool has no room for the tail.
     """
+    if offered("fork_request"):
+        return manager.fork_request(parent_id, child_id, num_computed_tokens)
     pool = manager.block_pool
     parts = _parts(manager)
     needed = sum(1 for part in parts if num_computed_tokens % part.block_size)
@@ -54,6 +58,9 @@ def fork_blocks(
 
 def move_blocks(manager: KVCacheManager, old_id: str, new_id: str) -> None:
     """Hand a row's whole block table to another row id."""
+    if offered("fork_request"):
+        manager.rename_request(old_id, new_id)
+        return
     for part in _parts(manager):
         if old_id in part.req_to_blocks:
             part.req_to_blocks[new_id] = part.req_to_blocks.pop(old_id)

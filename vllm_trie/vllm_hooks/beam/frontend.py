@@ -20,13 +20,55 @@ from vllm_trie.vllm_hooks.beam.request_spec import (
 )
 
 
+def has_distinct_outputs(params: SamplingParams) -> bool:
+    """Whether this is a beam request, whose outputs differ at temperature 0 too."""
+    # Copies that the engine makes of a checked request carry the key in place of the options.
+    return asks_for_beam(params) or SPEC_KEY in (params.extra_args or {})
+
+
+def prepare_request(vllm_config: Any, params: SamplingParams) -> SamplingParams:
+    """Check a beam request's parameters and return a copy that the engine understands.
+
+    Raises:
+        BeamRequestError: The engine cannot serve it.
+    """
+    if reason := reason_off(vllm_config):
+        raise BeamRequestError(f"beam_width was given, but native beam search is off: {reason}")
+    prepared = prepare_params(params)
+    assert prepared.extra_args is not None
+    _check_slots(vllm_config, prepared.extra_args[SPEC_KEY]["options"]["beam_width"])
+    return prepared
+
+
+def check_processed(vllm_config: Any, request: Any) -> None:
+    """Refuse a processed beam request that the engine cannot hold.
+
+    Keeps the members of a request on one engine: may set its ``data_parallel_rank``.
+
+    Raises:
+        BeamRequestError: Why it cannot be served.
+    """
+    options = request.sampling_params.extra_args[SPEC_KEY]["options"]
+    _check_request(vllm_config, request, options["beam_width"])
+
+
+def complete_output(output: Any, result: dict[str, Any]) -> None:
+    """Give a hypothesis' ``CompletionOutput`` its ``cumulative_logprob``, ``score`` and ``beam``.
+
+    ``beam`` is a dictionary: ``score``, ``cumulative_logprob``, ``steps`` of the search and, if
+    asked for, ``trace``.
+    """
+    output.cumulative_logprob = result["cumulative_logprob"]
+    output.score = result["score"]
+    output.beam = result
+
+
 def wrap_verify_greedy_sampling(original: Any) -> Any:
     """Allow ``n > 1`` at temperature 0 for beam requests: their outputs differ all the same."""
 
     @functools.wraps(original)
     def _verify_greedy_sampling(self: SamplingParams) -> None:
-        # Copies that the engine makes of a checked request carry the key in place of the options.
-        if not asks_for_beam(self) and SPEC_KEY not in (self.extra_args or {}):
+        if not has_distinct_outputs(self):
             original(self)
 
     return _verify_greedy_sampling
@@ -41,13 +83,9 @@ def wrap_process_inputs(original: Any) -> Any:
     ) -> Any:
         if not asks_for_beam(params):
             return original(self, request_id, prompt, params, *args, **kwargs)
-        if reason := reason_off(self.vllm_config):
-            raise BeamRequestError(f"beam_width was given, but native beam search is off: {reason}")
-        params = prepare_params(params)
-        options = params.extra_args[SPEC_KEY]["options"]
-        _check_slots(self.vllm_config, options["beam_width"])
+        params = prepare_request(self.vllm_config, params)
         request = original(self, request_id, prompt, params, *args, **kwargs)
-        _check_request(self.vllm_config, request, options["beam_width"])
+        check_processed(self.vllm_config, request)
         return request
 
     return process_inputs
@@ -85,20 +123,14 @@ def wrap_make_request_output(original: Any) -> Any:
 
 
 def wrap_new_completion_output(original: Any) -> Any:
-    """Give a hypothesis' ``CompletionOutput`` its ``cumulative_logprob``, ``score`` and ``beam``.
-
-    ``beam`` is a dictionary: ``score``, ``cumulative_logprob``, ``steps`` of the search and, if
-    asked for, ``trace``.
-    """
+    """Attach the search's result to a hypothesis."""
 
     @functools.wraps(original)
     def _new_completion_output(self: RequestState, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
         result = self.__dict__.get("_beam_result")
         if result is not None:
-            output.cumulative_logprob = result["cumulative_logprob"]
-            output.score = result["score"]
-            output.beam = result
+            complete_output(output, result)
         return output
 
     return _new_completion_output

@@ -14,8 +14,11 @@ def _hook(
     parameters: tuple[str, ...] | None = None,
     upstream: str = _SLOW,
     retire_when: str = _NATIVE,
+    point: str = "",
 ) -> Hook:
-    return Hook(target, reason, parameters, upstream, retire_when, feature="beam")
+    return Hook(
+        target, reason, parameters, upstream, retire_when, feature="beam", extension_point=point
+    )
 
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -26,6 +29,7 @@ BEAM_HOOKS: tuple[Hook, ...] = (
         "vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",
         "wrapped: the schedulers with beam search take the place of vLLM's own",
         (),
+        point="scheduler_provider",
     ),
     _hook(f"{_SCHEDULER}.add_request", "overridden: takes beam requests in", ("request",)),
     _hook(
@@ -101,17 +105,24 @@ BEAM_HOOKS: tuple[Hook, ...] = (
         f"{_PART}.take_pending_cow_copies",
         "relied on: drains the copy-on-write queue that forks append to",
         (),
+        point="fork_request",
     ),
     _hook(
         "vllm.v1.core.kv_cache_manager:KVCacheManager.take_kv_cache_block_copies",
         "relied on: sends the queued copies to the worker",
         (),
     ),
-    _hook("vllm.v1.core.block_pool:BlockPool.touch", "called: shares blocks", ("blocks",)),
+    _hook(
+        "vllm.v1.core.block_pool:BlockPool.touch",
+        "called: shares blocks",
+        ("blocks",),
+        point="fork_request",
+    ),
     _hook(
         "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
         "called: the tail block of a fork",
         ("num_blocks",),
+        point="fork_request",
     ),
     _hook("vllm.v1.request:Request", "made: rows", ("request_id", "prompt_token_ids")),
     _hook(
@@ -123,11 +134,13 @@ BEAM_HOOKS: tuple[Hook, ...] = (
         "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
         "wrapped: n above 1 at temperature 0 is fine for beam requests",
         (),
+        point="distinct_outputs",
     ),
     _hook(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
         "wrapped: checks beam requests before they reach the engine",
         ("request_id", "prompt", "params"),
+        point="request_extension",
     ),
     _hook(
         "vllm.v1.engine.output_processor:RequestState.make_request_output",
@@ -139,31 +152,43 @@ BEAM_HOOKS: tuple[Hook, ...] = (
             "stop_reason",
             "kv_transfer_params",
         ),
+        point="extension_result",
     ),
     _hook(
         "vllm.v1.engine.output_processor:RequestState._new_completion_output",
         "wrapped: attaches score and cumulative log-probability",
         ("token_ids", "finish_reason", "stop_reason"),
+        point="extension_result",
     ),
     _hook(
         "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",
         "wrapped: LLM.beam_search on the native path",
         ("prompts", "params", "lora_request", "use_tqdm", "concurrency_limit"),
+        point="beam_search_route",
     ),
     _hook(
         "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
         "wrapped: use_beam_search of the server on the native path",
         ("prompt", "request_id", "params", "lora_request", "trace_headers", "session_id"),
+        point="beam_search_route",
     ),
     *(
-        _hook(f"vllm.entrypoints.openai.{protocol}.{name}", reason)
+        _hook(f"vllm.entrypoints.openai.{protocol}.{name}", reason, point=point)
         for protocol in (
             "completion.protocol:CompletionRequest",
             "chat_completion.protocol:ChatCompletionRequest",
         )
-        for name, reason in (
-            ("to_beam_search_params", "wrapped: keeps the request beside its parameters"),
-            ("to_sampling_params", "wrapped: refuses to stream a beam request"),
+        for name, reason, point in (
+            (
+                "to_beam_search_params",
+                "wrapped: keeps the request beside its parameters",
+                "beam_search_route",
+            ),
+            (
+                "to_sampling_params",
+                "wrapped: refuses to stream a beam request",
+                "request_extension",
+            ),
         )
     ),
 )

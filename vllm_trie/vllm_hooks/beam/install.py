@@ -10,6 +10,7 @@ from vllm.config.scheduler import SchedulerConfig
 from vllm.logger import init_logger
 
 from vllm_trie.vllm_hooks.beam.enabled import switched_off
+from vllm_trie.vllm_hooks.extension_points import offered
 from vllm_trie.vllm_hooks.ledger import resolve
 
 logger = init_logger(__name__)
@@ -25,29 +26,49 @@ def install() -> None:
     """
     from vllm_trie.vllm_hooks.beam import frontend, offline, online
 
-    _wrap(
-        "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
-        frontend.wrap_process_inputs,
-    )
-    _wrap(
-        "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
-        frontend.wrap_verify_greedy_sampling,
-    )
+    # Each hook stays away where a patched vLLM has an extension point for it.
+    if offered("request_extension"):
+        from vllm_trie.vllm_hooks.extensions import requests
+
+        requests.register_beam()
+    else:
+        _wrap(
+            "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+            frontend.wrap_process_inputs,
+        )
+    if not offered("distinct_outputs"):
+        _wrap(
+            "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
+            frontend.wrap_verify_greedy_sampling,
+        )
     if switched_off():
         return
-    _wrap("vllm.config.scheduler:SchedulerConfig.get_scheduler_cls", wrap_get_scheduler_cls)
-    state = "vllm.v1.engine.output_processor:RequestState"
-    _wrap(f"{state}.make_request_output", frontend.wrap_make_request_output)
-    _wrap(f"{state}._new_completion_output", frontend.wrap_new_completion_output)
-    search = "vllm.entrypoints.generate.beam_search"
-    _wrap(f"{search}.offline:BeamSearchOfflineMixin.beam_search", offline.wrap_beam_search)
-    _wrap(f"{search}.online:BeamSearchOnlineMixin.beam_search", online.wrap_beam_search)
+    if offered("scheduler_provider"):
+        from vllm_trie.vllm_hooks.extensions import beam
+
+        beam.register_scheduler()
+    else:
+        _wrap("vllm.config.scheduler:SchedulerConfig.get_scheduler_cls", wrap_get_scheduler_cls)
+    if not offered("extension_result"):
+        state = "vllm.v1.engine.output_processor:RequestState"
+        _wrap(f"{state}.make_request_output", frontend.wrap_make_request_output)
+        _wrap(f"{state}._new_completion_output", frontend.wrap_new_completion_output)
+    if offered("beam_search_route"):
+        from vllm_trie.vllm_hooks.extensions import beam
+
+        beam.register_route()
+    else:
+        search = "vllm.entrypoints.generate.beam_search"
+        _wrap(f"{search}.offline:BeamSearchOfflineMixin.beam_search", offline.wrap_beam_search)
+        _wrap(f"{search}.online:BeamSearchOnlineMixin.beam_search", online.wrap_beam_search)
     for request in (
         "vllm.entrypoints.openai.completion.protocol:CompletionRequest",
         "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
     ):
-        _wrap(f"{request}.to_beam_search_params", online.wrap_to_beam_search_params)
-        _wrap(f"{request}.to_sampling_params", online.wrap_to_sampling_params)
+        if not offered("beam_search_route"):
+            _wrap(f"{request}.to_beam_search_params", online.wrap_to_beam_search_params)
+        if not offered("request_extension"):
+            _wrap(f"{request}.to_sampling_params", online.wrap_to_sampling_params)
 
 
 def wrap_get_scheduler_cls(original: Any) -> Any:
@@ -62,11 +83,16 @@ def wrap_get_scheduler_cls(original: Any) -> Any:
                 self.scheduler_cls,
             )
             return original(self)
-        from vllm_trie.vllm_hooks.beam.scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
-
-        return AsyncTrieBeamScheduler if self.async_scheduling else TrieBeamScheduler
+        return scheduler_class(self)
 
     return get_scheduler_cls
+
+
+def scheduler_class(scheduler_config: SchedulerConfig) -> type:
+    """Our scheduler for synchronous or asynchronous scheduling."""
+    from vllm_trie.vllm_hooks.beam.scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
+
+    return AsyncTrieBeamScheduler if scheduler_config.async_scheduling else TrieBeamScheduler
 
 
 def _wrap(target: str, wrapper: Callable[[Any], Any]) -> None:

@@ -44,54 +44,66 @@ def wrap_beam_search(original: Any) -> Any:
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        engine_inputs = None
-        reason = reason_off(self.llm_engine.vllm_config)
-        if reason is None and params.structured_outputs is not None:
-            reason = "structured_outputs need vLLM's own search"
-        if reason is None:
-            engine_inputs = self._preprocess_cmpl(prompts)
-            if any(engine_input["type"] != "token" for engine_input in engine_inputs):
-                reason = "only text prompts and token ids are searched natively"
-        if reason is not None:
-            logger.info_once("LLM.beam_search runs vLLM's own beam search: %s", reason)
-            return original(self, prompts, params, lora_request, use_tqdm, concurrency_limit)
-
-        assert engine_inputs is not None
-        lora_requests = self._lora_request_to_seq(lora_request, len(engine_inputs))
-        if concurrency_limit is None:
-            concurrency_limit = max(len(engine_inputs), 1)
-        elif concurrency_limit < 1:
-            raise ValueError(f"concurrency_limit must be at least 1, got {concurrency_limit}")
-        sampling_params = SamplingParams(
-            n=params.beam_width,
-            temperature=params.temperature,
-            max_tokens=params.max_tokens,
-            ignore_eos=params.ignore_eos,
-            detokenize=False,
-            logprobs=0,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=beam_extra_args(params),
-        )
-        results: list[RequestOutput] = []
-        for start in range(0, len(engine_inputs), concurrency_limit):
-            chunk = slice(start, start + concurrency_limit)
-            inputs = engine_inputs[chunk]
-            results += self._render_and_run_requests(
-                prompts=(each for each in inputs),
-                params=self._params_to_seq(sampling_params, len(inputs)),
-                output_type=RequestOutput,
-                lora_requests=lora_requests[chunk],
-                use_tqdm=use_tqdm,
-            )
-        tokenizer = self.renderer.get_tokenizer()
-        return [
-            _to_beam_output(result, engine_input, lora, tokenizer, params)
-            for result, engine_input, lora in zip(
-                results, engine_inputs, lora_requests, strict=True
-            )
-        ]
+        arguments = (prompts, params, lora_request, use_tqdm, concurrency_limit)
+        outputs = native_beam_search(self, *arguments)
+        return original(self, *arguments) if outputs is None else outputs
 
     return beam_search
+
+
+def native_beam_search(
+    llm: Any,
+    prompts: Sequence[Any],
+    params: BeamSearchParams,
+    lora_request: Any,
+    use_tqdm: bool,
+    concurrency_limit: int | None,
+) -> list[BeamSearchOutput] | None:
+    """``LLM.beam_search`` by the scheduler; None where only vLLM's own search can serve it."""
+    engine_inputs = None
+    reason = reason_off(llm.llm_engine.vllm_config)
+    if reason is None and params.structured_outputs is not None:
+        reason = "structured_outputs need vLLM's own search"
+    if reason is None:
+        engine_inputs = llm._preprocess_cmpl(prompts)
+        if any(engine_input["type"] != "token" for engine_input in engine_inputs):
+            reason = "only text prompts and token ids are searched natively"
+    if reason is not None:
+        logger.info_once("LLM.beam_search runs vLLM's own beam search: %s", reason)
+        return None
+
+    assert engine_inputs is not None
+    lora_requests = llm._lora_request_to_seq(lora_request, len(engine_inputs))
+    if concurrency_limit is None:
+        concurrency_limit = max(len(engine_inputs), 1)
+    elif concurrency_limit < 1:
+        raise ValueError(f"concurrency_limit must be at least 1, got {concurrency_limit}")
+    sampling_params = SamplingParams(
+        n=params.beam_width,
+        temperature=params.temperature,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        detokenize=False,
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args=beam_extra_args(params),
+    )
+    results: list[RequestOutput] = []
+    for start in range(0, len(engine_inputs), concurrency_limit):
+        chunk = slice(start, start + concurrency_limit)
+        inputs = engine_inputs[chunk]
+        results += llm._render_and_run_requests(
+            prompts=(each for each in inputs),
+            params=llm._params_to_seq(sampling_params, len(inputs)),
+            output_type=RequestOutput,
+            lora_requests=lora_requests[chunk],
+            use_tqdm=use_tqdm,
+        )
+    tokenizer = llm.renderer.get_tokenizer()
+    return [
+        _to_beam_output(result, engine_input, lora, tokenizer, params)
+        for result, engine_input, lora in zip(results, engine_inputs, lora_requests, strict=True)
+    ]
 
 
 def _to_beam_output(

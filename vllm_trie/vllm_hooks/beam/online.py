@@ -39,13 +39,24 @@ _NO_STREAM = (
 )
 
 
+def refuse_stream(request: Any) -> None:
+    """Refuse a beam request, asked for in either way, that wants its output streamed.
+
+    Raises:
+        BeamRequestError: It does.
+    """
+    extra_args = getattr(request, "vllm_xargs", None) or {}
+    beam = getattr(request, "use_beam_search", False) or "beam_width" in extra_args
+    if beam and getattr(request, "stream", False):
+        raise BeamRequestError(_NO_STREAM)
+
+
 def wrap_to_beam_search_params(original: Any) -> Any:
     """Keep what a ``BeamSearchParams`` has no field for: the request itself."""
 
     @functools.wraps(original)
     def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> BeamSearchParams:
-        if getattr(self, "stream", False):
-            raise BeamRequestError(_NO_STREAM)
+        refuse_stream(self)
         params = original(self, *args, **kwargs)
         params.openai_request = self
         return params
@@ -58,9 +69,7 @@ def wrap_to_sampling_params(original: Any) -> Any:
 
     @functools.wraps(original)
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> SamplingParams:
-        extra_args = getattr(self, "vllm_xargs", None) or {}
-        if getattr(self, "stream", False) and "beam_width" in extra_args:
-            raise BeamRequestError(_NO_STREAM)
+        refuse_stream(self)
         return original(self, *args, **kwargs)
 
     return to_sampling_params
@@ -78,28 +87,49 @@ def wrap_beam_search(original: Any) -> Any:
         lora_request: Any = None,
         trace_headers: Any = None,
         session_id: str | None = None,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        if (
-            reason_off(self.engine_client.vllm_config) is not None
-            or params.structured_outputs is not None
-            or prompt["type"] != "token"
-        ):
-            outputs = original(
-                self, prompt, request_id, params, lora_request, trace_headers, session_id
-            )
-        else:
-            outputs = self.engine_client.generate(
-                prompt,
-                to_sampling_params(params),
-                request_id,
-                lora_request=lora_request,
-                trace_headers=trace_headers,
-                session_id=session_id,
-            )
+        arguments = (prompt, request_id, params, lora_request, trace_headers, session_id)
+        outputs = native_beam_search(self, *arguments, **options)
+        if outputs is None:
+            outputs = original(self, *arguments, **options)
         async for output in outputs:
             yield output
 
     return beam_search
+
+
+def native_beam_search(
+    serving: Any,
+    prompt: Any,
+    request_id: str,
+    params: BeamSearchParams,
+    lora_request: Any,
+    trace_headers: Any,
+    session_id: str | None,
+    **options: Any,
+) -> AsyncGenerator[RequestOutput, None] | None:
+    """The request's outputs; None where only vLLM's own search can serve it.
+
+    Args:
+        serving: vLLM's serving class.
+        options: what later versions of vLLM pass besides, for the engine client.
+    """
+    if (
+        reason_off(serving.engine_client.vllm_config) is not None
+        or params.structured_outputs is not None
+        or prompt["type"] != "token"
+    ):
+        return None
+    return serving.engine_client.generate(
+        prompt,
+        to_sampling_params(params),
+        request_id,
+        lora_request=lora_request,
+        trace_headers=trace_headers,
+        session_id=session_id,
+        **options,
+    )
 
 
 def to_sampling_params(params: BeamSearchParams) -> SamplingParams:

@@ -11,6 +11,10 @@ from vllm_trie.beam import Hypothesis
 from vllm_trie.vllm_hooks.beam.group import BeamGroup
 from vllm_trie.vllm_hooks.beam.request_spec import SPEC_KEY
 from vllm_trie.vllm_hooks.beam.rows import BeamRows
+from vllm_trie.vllm_hooks.extension_points import offered
+
+RESULT_FIELD = "extension_result" if offered("extension_result") else "kv_transfer_params"
+"""Field of an ``EngineCoreOutput`` in which a search's result travels to the front end."""
 
 Outputs = dict[int, list[EngineCoreOutput]]
 """Client index to outputs."""
@@ -59,8 +63,8 @@ class BeamResults(BeamRows):
                 ),
                 events=member.take_events(),
                 prefill_stats=group.prefill_stats,
-                kv_transfer_params={SPEC_KEY: result},
                 trace_headers=member.trace_headers,
+                **{RESULT_FIELD: {SPEC_KEY: result}},
             )
         )
 
