@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from vllm_trie.attention.tree_batch import TreeBatch
-from vllm_trie.native import load_library
+from vllm_trie.native import SHARED_HEADERS, load_library
 
 _FOLDER = Path(__file__).parent / "cpu"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -34,7 +34,7 @@ def load_kernels(march: str = "native") -> NativeKernels | None:
             "-ffp-contract=fast",
             "-fno-math-errno",
         ),
-        headers=sorted(_FOLDER.glob("*.hpp")),
+        headers=[*sorted(_FOLDER.glob("*.hpp")), *SHARED_HEADERS],
     )
     return None if library is None else NativeKernels(library)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm_trie.native.build import (
     DEFAULT_FLAGS,
+    SHARED_HEADERS,
     NativeBuildError,
     build_library,
     cache_folder,
@@ -12,6 +13,7 @@ from vllm_trie.native.build import (
 
 __all__ = [
     "DEFAULT_FLAGS",
+    "SHARED_HEADERS",
     "NativeBuildError",
     "build_library",
     "cache_folder",

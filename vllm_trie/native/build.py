@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off")
 """Contraction is off so that a multiply-add rounds as its Python twin does."""
 
+SHARED_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.hpp")))
+"""Vectors of floats and parallel regions, for the sources of any library."""
+
 _COMPILE_SECONDS = 300
 
 

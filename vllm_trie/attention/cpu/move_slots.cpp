@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "parallel.hpp"
+#include "../../native/parallel.hpp"
 
 namespace vllm_trie {
 namespace {
@@ -57,35 +57,41 @@ class Mover {
 
   void operator()(int thread, int team) const {
     const int64_t work = num_layers_ * num_kv_heads_;
+    const int64_t begin = work * thread / team, end = work * (thread + 1) / team;
     std::vector<T> read(moves_.size() * head_size_);
-    for (int64_t i = work * thread / team; i < work * (thread + 1) / team; ++i) {
-      T* head = static_cast<T*>(caches_[i / num_kv_heads_]) + i % num_kv_heads_ * head_stride_;
-      for (int d = 0; d < std::min(kAhead, head_size_); ++d) prefetch_key_row(head, d);
-      for (const int64_t line : value_lines_) __builtin_prefetch(head + line, 1);
-      move_keys(head, read.data());
-      move_values(head, read.data());
+    for (int d = 0; d < head_size_ && begin < end; ++d) prefetch_key_row(head(begin), d);
+    for (int64_t i = begin; i < end; ++i) {
+      const T* next = i + 1 < end ? head(i + 1) : nullptr;
+      for (const int64_t line : value_lines_) prefetch(head(i) + line);
+      move_keys(head(i), next, read.data());
+      move_values(head(i), read.data());
     }
   }
 
  private:
   // After a step the caches are in main memory, and no two elements of a key lie in one cache line:
-  // ask for the lines early.
+  // while one head is moved, the next one's lines come into the second-level cache.
   static constexpr int kLine = 64 / sizeof(T);
-  static constexpr int kAhead = 24;
+
+  T* head(int64_t i) const {
+    return static_cast<T*>(caches_[i / num_kv_heads_]) + i % num_kv_heads_ * head_stride_;
+  }
+
+  static void prefetch(const T* line) { __builtin_prefetch(line, 0, 2); }
 
   void prefetch_key_row(const T* head, int d) const {
     const T* row = head + static_cast<int64_t>(d) * block_size_;
-    for (const int64_t line : key_lines_) __builtin_prefetch(row + line, 1);
+    for (const int64_t line : key_lines_) prefetch(row + line);
   }
 
   // Every source is read before a target is written, unless no target is the source of a later
   // move: then one move after another does the same and is faster.
-  void move_keys(T* head, T* read) const {
+  void move_keys(T* head, const T* next, T* read) const {
     const size_t count = key_sources_.size();
     const int64_t* __restrict sources = key_sources_.data();
     const int64_t* __restrict targets = key_targets_.data();
     for (int d = 0; d < head_size_; ++d, head += block_size_) {
-      if (d + kAhead < head_size_) prefetch_key_row(head, kAhead);
+      if (next) prefetch_key_row(next, d);
       if (in_turn_) {
         for (size_t i = 0; i < count; ++i) head[targets[i]] = head[sources[i]];
       } else {

@@ -1,7 +1,7 @@
 // Small matrix products: a tile of rows times a strip of columns, accumulated in registers.
 #pragma once
 
-#include "vectors.hpp"
+#include "../../native/vectors.hpp"
 
 namespace vllm_trie {
 

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "panels.hpp"
-#include "parallel.hpp"
+#include "../../native/parallel.hpp"
 #include "visibility.hpp"
 
 namespace vllm_trie {

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm_trie.drafters.medusa import candidates
+
 
 @dataclass(frozen=True)
 class HeadsShape:
@@ -106,11 +108,9 @@ def top_candidates(
     Returns:
         Tokens int32 and probabilities float32, both [rows, K, num_tokens].
     """
-    logits = heads(hidden, len(temperatures)).float().transpose(0, 1)
-    values, tokens = logits.topk(min(num_tokens, logits.shape[-1]), dim=-1)
-    scale = 1.0 / temperatures[None, :, None]
-    total = torch.logsumexp(logits * scale, dim=-1, keepdim=True)
-    probabilities = torch.exp(values * scale - total).clamp_(max=1.0)
+    outputs, probabilities = candidates.top_candidates(
+        heads(hidden, len(temperatures)), num_tokens, temperatures
+    )
     if heads.token_map is not None:
-        tokens = heads.token_map[tokens]
-    return tokens.to(torch.int32), probabilities
+        outputs = heads.token_map[outputs.long()].to(torch.int32)
+    return outputs, probabilities

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from vllm_trie.drafters.medusa.constants import CONCENTRATION, DISCOUNT, MIN_ORDER
-from vllm_trie.native import load_library
+from vllm_trie.native import SHARED_HEADERS, load_library
 from vllm_trie.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -31,20 +33,10 @@ class _Scoring(ctypes.Structure):
     ]
 
 
-class _Job(ctypes.Structure):
-    _fields_ = [
-        ("own", c_void_p),
-        ("tokens", c_void_p),
-        ("num_tokens", c_int64),
-        ("head_tokens", c_void_p),
-        ("head_probabilities", c_void_p),
-        ("num_heads", c_int32),
-        ("num_candidates", c_int32),
-        ("max_nodes", c_int32),
-        ("max_depth", c_int32),
-        ("chain_only", c_int32),
-        ("num_nodes", c_int32),
-    ]
+_SCORING = _Scoring(CONCENTRATION, DISCOUNT, MIN_ORDER)
+_JOB_FIELDS = 11
+"""Members of C++'s `MedusaJob`, eight bytes each; the last one is the number of nodes."""
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class NativeIndex:
@@ -62,39 +54,85 @@ class NativeIndex:
 
 
 def select_batch(jobs: Sequence[Job]) -> list[TokenTree]:
-    """Select for every job in one native call; updates the jobs' own indexes."""
+    """Select for every job in one native call; updates the jobs' own indexes.
+
+    After a step of the model nothing of this is in the caches, and each new line of Python and each
+    object costs its way there: so all jobs go into one matrix, and all trees come out of one array.
+    """
     if not jobs:
         return []
-    rows = (_Job * len(jobs))()
-    stride = max(job.limits.max_nodes for job in jobs)
-    for row, job in zip(rows, jobs, strict=True):
-        row.own = None if job.index is None else job.index.handle
-        row.tokens = job.text.ctypes.data
-        row.num_tokens = len(job.text)
-        row.head_tokens = job.tokens.ctypes.data
-        row.head_probabilities = job.probabilities.ctypes.data
-        row.num_heads, row.num_candidates = job.tokens.shape
-        row.max_nodes, row.max_depth, row.chain_only = job.limits
-    token_ids = np.empty((len(jobs), stride), dtype=np.int32)
-    parents = np.empty((len(jobs), stride), dtype=np.int32)
-    probabilities = np.empty((len(jobs), stride), dtype=np.float32)
+    rows = np.array(
+        [
+            (
+                0 if index is None else index.handle,
+                _address(text),
+                len(text),
+                _address(tokens),
+                _address(probabilities),
+                *tokens.shape,
+                *limits,
+                0,
+            )
+            for tokens, probabilities, limits, index, text in jobs
+        ],
+        dtype=np.int64,
+    )
+    stride = max(job[2][0] for job in jobs)
+    trees = np.empty((3, len(jobs), stride), dtype=np.int32)
+    first = _address(trees)
+    size = trees.strides[0]
     status = require_library().medusa_select(
-        rows,
-        len(jobs),
-        _Scoring(CONCENTRATION, DISCOUNT, MIN_ORDER),
-        stride,
-        token_ids.ctypes.data,
-        parents.ctypes.data,
-        probabilities.ctypes.data,
+        _address(rows), len(jobs), _SCORING, stride, first, first + size, first + 2 * size
     )
     if status == _NONE:
         raise MemoryError("no memory for the n-grams of a request")
-    trees = []
-    for i, row in enumerate(rows):
-        size = row.num_nodes
-        tree = TokenTree(token_ids[i, :size], parents[i, :size], probabilities[i, :size])
-        trees.append(tree if size else TokenTree.empty())
-    return trees
+    token_ids, parents, probabilities = trees[0], trees[1], trees[2].view(np.float32)
+    return [
+        TokenTree(token_ids[row, :num], parents[row, :num], probabilities[row, :num])
+        if num
+        else TokenTree.empty()
+        for row, num in enumerate(rows[:, -1].tolist())
+    ]
+
+
+def top_candidates(
+    logits: Tensor, num_tokens: int, temperatures: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """What :func:`vllm_trie.drafters.medusa.candidates.top_candidates` promises, with the same
+    arguments; uses at most as many threads as torch.
+
+    Returns:
+        None where there is no compiled code for these tensors or the logits have no softmax.
+    """
+    dtype = _DTYPES.get(logits.dtype)
+    if dtype is None or not logits.is_cpu or logits.stride(2) != 1 or not is_available():
+        return None
+    num_heads, num_rows, num_outputs = logits.shape
+    num_tokens = min(num_tokens, num_outputs)
+    found = np.empty((2, num_rows, num_heads, num_tokens), dtype=np.int32)
+    first = _address(found)
+    status = require_library().medusa_top_candidates(
+        dtype,
+        logits.data_ptr(),
+        logits.stride(0),
+        logits.stride(1),
+        num_rows,
+        num_heads,
+        num_outputs,
+        num_tokens,
+        temperatures.data_ptr(),
+        first,
+        first + found.strides[0],
+        torch.get_num_threads(),
+    )
+    if status:
+        return None
+    return torch.from_numpy(found[0]), torch.from_numpy(found[1].view(np.float32))
+
+
+def _address(array: np.ndarray) -> int:
+    """Quicker than `array.ctypes.data`."""
+    return array.__array_interface__["data"][0]
 
 
 def is_available() -> bool:
@@ -113,8 +151,8 @@ def require_library() -> ctypes.CDLL:
 def _library() -> ctypes.CDLL | None:
     library = load_library(
         "medusa_select",
-        [_FOLDER / "select.cpp", _NGRAM_FOLDER / "index.cpp"],
-        headers=[_NGRAM_FOLDER / "index.hpp"],
+        [_FOLDER / "select.cpp", _FOLDER / "candidates.cpp", _NGRAM_FOLDER / "index.cpp"],
+        headers=[_NGRAM_FOLDER / "index.hpp", *SHARED_HEADERS],
     )
     if library is None:
         return None
@@ -124,7 +162,15 @@ def _library() -> ctypes.CDLL | None:
         "medusa_index_free": (None, [pointer]),
         "medusa_select": (
             c_int32,
-            [POINTER(_Job), c_int32, POINTER(_Scoring), c_int32, pointer, pointer, pointer],
+            [pointer, c_int32, POINTER(_Scoring), c_int32, pointer, pointer, pointer],
+        ),
+        "medusa_top_candidates": (
+            c_int32,
+            [
+                *(c_int32, pointer, c_int64, c_int64),  # logits
+                *(c_int32, c_int32, c_int32, c_int32),  # rows, heads, outputs, candidates
+                *(pointer, pointer, pointer, c_int32),  # temperatures, results, threads
+            ],
         ),
     }
     for name, (result, arguments) in signatures.items():

@@ -103,7 +103,10 @@ def test_without_a_compiler_the_trees_are_the_same(monkeypatch):
     monkeypatch.setattr(backend.native, "is_available", lambda: False)
     slow = make_medusa(heads)
     assert isinstance(slow._backend, backend.PythonBackend)
-    assert describe(slow.propose(make_requests())) == expected
+    found = describe(slow.propose(make_requests()))
+    assert [tree[:2] for tree in found] == [tree[:2] for tree in expected]
+    for tree, wanted in zip(found, expected, strict=True):
+        assert tree[2] == pytest.approx(wanted[2], rel=1e-4)
 
 
 def test_released_and_changed_requests():

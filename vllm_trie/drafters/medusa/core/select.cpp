@@ -33,20 +33,21 @@ struct MedusaScoring {
     int32_t min_order;  // shorter contexts have no say
 };
 
-// One request of a batch; the last member is a result.
+// One request of a batch, a row of an int64 matrix; the last member is a result.
 struct MedusaJob {
     Index* own;               // null: the product of the heads alone
     const int32_t* tokens;
     int64_t num_tokens;
     const int32_t* head_tokens;  // [num_heads, num_candidates], each row likeliest first
     const float* head_probabilities;
-    int32_t num_heads;
-    int32_t num_candidates;
-    int32_t max_nodes;
-    int32_t max_depth;
-    int32_t chain_only;
-    int32_t num_nodes;
+    int64_t num_heads;
+    int64_t num_candidates;
+    int64_t max_nodes;
+    int64_t max_depth;
+    int64_t chain_only;
+    int64_t num_nodes;
 };
+static_assert(sizeof(MedusaJob) == 11 * sizeof(int64_t), "native.py fills them as integers");
 
 }  // extern "C"
 
@@ -152,7 +153,7 @@ class Selector {
                 heap_.clear();
                 best_.clear();
             }
-            const int32_t count = static_cast<int32_t>(chosen_.size());
+            const auto count = static_cast<int32_t>(chosen_.size());
             if (guess.depth >= job.max_depth || count == job.max_nodes) continue;
             if (job.own != nullptr)
                 advance(job.own->view(), contexts_[guess.parent + 1], guess.token,
@@ -180,7 +181,10 @@ class Selector {
             const float* shares = job.head_probabilities + row;
             for (int32_t i = 0; i < job.num_candidates; ++i) {
                 const double share = left * static_cast<double>(shares[i]);
-                bool is_known = false;
+                // The rest is no likelier; but the text's own successors get their part of it.
+                const bool hopeless = best_.size() == limit && above * share <= best_.front();
+                if (hopeless && known == 0) break;
+                bool is_known = hopeless;
                 for (int32_t j = 0; j < known; ++j) {
                     if (successors_[j].token == tokens[i]) {
                         successors_[j].probability += share;
@@ -311,7 +315,7 @@ int32_t medusa_select(MedusaJob* jobs, int32_t num_jobs, const MedusaScoring* sc
         for (int32_t i = 0; i < num_jobs; ++i) {
             MedusaJob& job = jobs[i];
             selector.select(job, *scoring);
-            job.num_nodes = static_cast<int32_t>(selector.token_ids.size());
+            job.num_nodes = static_cast<int64_t>(selector.token_ids.size());
             const size_t offset = static_cast<size_t>(i) * stride;
             const size_t count = selector.token_ids.size();
             if (count == 0) continue;
