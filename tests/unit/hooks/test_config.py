@@ -239,6 +239,20 @@ def test_contradictions(engine_args: SimpleNamespace, said: list[str]) -> None:
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram"}])
+def test_options_without_a_method_are_refused(speculative: dict | None) -> None:
+    for option in ("method", "node_budget"):
+        with pytest.raises(ValueError, match=f"sets {option}, but no speculative method") as caught:
+            translate(arguments(speculative, {CONFIG_KEY: {option: "ngram_trie"}}))
+        assert "--spec-method" in str(caught.value)
+
+
+def test_options_of_beam_search_need_no_method() -> None:
+    engine_args = arguments(None, {CONFIG_KEY: {"beam_search": {"native": False}}})
+    translate(engine_args)
+    assert engine_args.speculative_config is None
+
+
 def test_a_path_is_the_drafters_own_model() -> None:
     engine_args = translated({"method": "ngram_trie", "model": "some/heads"})
     assert engine_args.speculative_config["model"] == PROPOSER_CLASS
