@@ -33,6 +33,7 @@ from vllm_trie.vllm_hooks.beam.request_spec import (
     prepare_params,
     search_settings,
 )
+from vllm_trie.vllm_hooks.beam.results import RESULT_FIELD
 from vllm_trie.vllm_hooks.beam.scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
 
 VOCAB = 24
@@ -314,8 +315,8 @@ class Simulation:
         if output.finish_reason is not None:
             entry.reason = str(output.finish_reason)
             self.open.discard(output.request_id)
-        if output.kv_transfer_params:
-            entry.score = output.kv_transfer_params[SPEC_KEY]["score"]
+        if carried := getattr(output, RESULT_FIELD):
+            entry.score = carried[SPEC_KEY]["score"]
 
     def run(self, max_steps: int = 20_000) -> None:
         """Run until nothing is left.

@@ -92,6 +92,9 @@ class TreeDraftVerifier(TreeProposer, DraftVerifier):
     def start_step(self) -> None:
         self.trees.execute_model()
 
+    def spec_decode_metadata(self, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> Any:
+        return self.trees._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
+
     def place_drafts(self, scheduler_output: Any, num_scheduled_tokens: Any) -> None:
         self.trees._prepare_inputs(scheduler_output, num_scheduled_tokens)
 
