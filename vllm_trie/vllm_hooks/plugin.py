@@ -136,11 +136,12 @@ def configure(engine_args: Any, parallel_config: Any) -> None:
     """Rewrite the engine arguments, in place, if they ask for one of our methods.
 
     Raises:
-        ValueError: an option or a combination is not allowed.
+        ValueError: an option or a combination is not allowed, or options stand there without a
+            method.
     """
     method = config.requested_method(engine_args)
+    config.translate(engine_args)
     if method is not None:
-        config.translate(engine_args)
         _choose_worker(engine_args, parallel_config, method)
 
 
