@@ -14,6 +14,7 @@ import pytest
 
 from tests.engine.prompts import texts
 from tests.engine.serving import MODEL_NAME, Server, running
+from vllm_trie.tiny_model import medusa_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,10 +31,14 @@ COMMANDS = {
         *("--speculative-config", '{"num_speculative_tokens": 16, "ngram_size": 10}'),
         *ONE_PROCESS,
     ],
+    "medusa": [
+        *("--spec-method", "medusa_dynamic", "--spec-model", str(medusa_path())),
+        *("--spec-tokens", str(NODES), *ONE_PROCESS),
+    ],
 }
 WITH_TREES = [name for name in COMMANDS if name != PLAIN]
-PAIRS = [list(COMMANDS)[:2], list(COMMANDS)[2:]]
-"""Started two at a time, for machines with two cores."""
+SIDE_BY_SIDE = [list(COMMANDS)[:2], list(COMMANDS)[2:]]
+"""Not all at a time, for machines with two cores."""
 
 SOURCE = """def count_words(lines):
     counts = {}
@@ -174,7 +179,7 @@ def interview(server: Server) -> Answers:
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Answers]]:
     found = {}
-    for names in PAIRS:
+    for names in SIDE_BY_SIDE:
         folder = tmp_path_factory.mktemp("servers")
         with running(folder, {name: COMMANDS[name] for name in names}) as servers:
             found.update({name: interview(server) for name, server in servers.items()})
@@ -240,7 +245,8 @@ def test_plain_server_has_no_counters_of_ours(answers: dict[str, Answers]) -> No
 
 @pytest.mark.parametrize("name", WITH_TREES)
 def test_line_in_the_log(answers: dict[str, Answers], name: str) -> None:
-    lines = [line for line in answers[name].log.splitlines() if "vllm-trie ngram_trie: " in line]
+    method = "medusa_dynamic" if name == "medusa" else "ngram_trie"
+    lines = [line for line in answers[name].log.splitlines() if f"vllm-trie {method}: " in line]
     assert lines
     assert "tokens per step" in lines[0]
     assert "failed drafts: 0" in lines[-1]
