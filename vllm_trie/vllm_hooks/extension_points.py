@@ -1,8 +1,9 @@
 """Extension points of a patched vLLM, which the plugin uses in place of run-time hooks.
 
 Stock vLLM has none of them; the patches in ``patches/`` add them one by one, and a vLLM that has
-taken one in needs no patch for it. The plugin looks for each point by itself: what is there is
-used, for what is missing the run-time hook stays. No setting is needed.
+taken one in needs no patch for it. The plugin looks for the points by itself: what is there is
+used, for what is missing the run-time hooks stay. No setting is needed. Any first part of the
+series will do.
 """
 
 from __future__ import annotations
@@ -29,6 +30,15 @@ EXTENSION_POINTS: dict[str, str] = {
 }
 """Name of each point, as the ledger uses it, and the symbol that shows that vLLM has it."""
 
+_OF_THE_RUNNER = (
+    "backend_overrides",
+    "request_proposer",
+    "draft_trees",
+    "draft_verifier",
+    "proposer_stats",
+)
+"""Points that serve the plugin together only: its mixin is in front of the runner, or it is not."""
+
 
 @functools.cache
 def offered(name: str) -> bool:
@@ -37,8 +47,10 @@ def offered(name: str) -> bool:
     Args:
         name: one of :data:`EXTENSION_POINTS`.
     """
-    if name == "draft_verifier" and not (offered("draft_trees") and offered("proposer_stats")):
-        return False  # the runner is left alone only if all that it needs is there
+    return all(map(_exists, _OF_THE_RUNNER if name in _OF_THE_RUNNER else [name]))
+
+
+def _exists(name: str) -> bool:
     try:
         resolve(EXTENSION_POINTS[name])
     except (ImportError, AttributeError):

@@ -115,10 +115,17 @@ def mismatch(feature: str) -> str:
     """Why a feature must step aside with the installed vLLM; empty if it need not."""
     import vllm
 
+    from vllm_trie.vllm_hooks.extension_points import offered
+
     version = vllm.__version__
     problems = [
         f"{found.target} is {found.status} ({found.detail})"
-        for found in check(hook for hook in all_hooks() if hook.feature == feature)
+        for found in check(
+            hook
+            for hook in all_hooks()
+            if hook.feature == feature
+            and not (hook.extension_point and offered(hook.extension_point))
+        )
         if found.status != "ok"
     ]
     if problems:

@@ -1,0 +1,114 @@
+"""What must hold on a patched vLLM; run by `test_patches.py`, in a process of its own.
+
+Its name keeps it out of the suite on stock vLLM, where every check would fail.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+from vllm import SamplingParams
+from vllm.sampling_params import BeamSearchParams
+
+from tests.engine.compare import differences, generate, speculation
+from tests.engine.conftest import runner_of, scheduler_of
+from tests.engine.prompts import prompts
+from vllm_trie.vllm_hooks import extension_points, ledger, plugin
+
+FOLDER = Path(os.environ["PATCHED_VLLM"])
+CALLABLES = [hook for hook in ledger.all_hooks() if callable(ledger.resolve(hook.target))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugin_is_loaded() -> None:
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+
+
+def test_this_is_the_patched_copy() -> None:
+    assert Path(vllm.__file__).parent == FOLDER / "vllm"
+    missing = [n for n in extension_points.EXTENSION_POINTS if not extension_points.offered(n)]
+    assert missing == []
+    assert plugin.status() == {"speculation": "ok", "beam": "ok"}
+
+
+def defined_in(target: Any) -> Path:
+    """The file of a function's code or of a class."""
+    code = getattr(target, "__code__", None)
+    return Path(inspect.getsourcefile(target) if code is None else code.co_filename)
+
+
+@pytest.mark.parametrize("hook", CALLABLES, ids=lambda hook: f"{hook.feature} {hook.target}")
+def test_nothing_is_replaced_at_run_time(hook: ledger.Hook) -> None:
+    found = ledger.resolve(hook.target)
+    if hook.target.endswith("cache_clear"):  # built-in, of a function of vLLM's
+        found = ledger.resolve(hook.target.rpartition(".")[0])
+    if hasattr(found, "cache_info"):
+        found = found.__wrapped__  # by functools.cache
+    assert not hasattr(found, "_vllm_trie_original")
+    original = inspect.unwrap(found)  # vLLM decorates some of its functions itself
+    assert defined_in(original).is_relative_to(FOLDER / "vllm")
+    while found is not original:
+        assert not defined_in(found).is_relative_to(Path(plugin.__file__).parents[1])
+        found = found.__wrapped__
+
+
+def test_statistics_keep_vllms_type() -> None:
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    assert SchedulerStats.__annotations__["spec_decoding_stats"] == SpecDecodingStats | None
+
+
+def test_speculation_runs_in_vllms_own_worker_and_runner(engine) -> None:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    llm = engine(**speculation("ngram_trie", 32))
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    assert type(worker) is CPUWorker
+    assert type(worker.model_runner) is CPUModelRunner
+    assert runner_of(llm) is worker.model_runner.drafter.trees
+    before = runner_of(llm).tree_totals.tokens - runner_of(llm).tree_totals.steps
+    greedy = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, detokenize=False)
+    outputs = generate(llm, prompts(6), greedy)
+    assert differences(generate(engine(), prompts(6), greedy), outputs) == []
+    assert runner_of(llm).tree_totals.tokens - runner_of(llm).tree_totals.steps > before + 50
+
+
+def test_drafters_get_the_cache_salt_in_a_field_of_vllms(engine) -> None:
+    llm = engine(**speculation("ngram_trie", 32))
+    drafter = runner_of(llm).drafter.guarded.drafter
+    stock, seen = drafter.propose, []
+
+    def propose(requests: Any) -> Any:
+        seen.extend(request.cache_salt for request in requests)
+        return stock(requests)
+
+    drafter.propose = propose
+    try:
+        short = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+        generate(llm, [{**prompts(1)[0], "cache_salt": "theirs"}], short)
+    finally:
+        del drafter.propose
+    assert seen
+    assert set(seen) == {"theirs"}
+
+
+def test_beam_search_runs_in_the_scheduler(engine) -> None:
+    llm = engine()
+    scheduler = scheduler_of(llm)
+    assert type(scheduler).__module__ == "vllm_trie.vllm_hooks.beam.scheduler"
+    groups = scheduler.beam_counters.groups
+    [output] = llm.beam_search(prompts(1), BeamSearchParams(beam_width=3, max_tokens=8))
+    assert scheduler.beam_counters.groups == groups + 1
+    assert len(output.sequences) == 3
+    assert [s.score for s in output.sequences] == sorted(
+        (s.score for s in output.sequences), reverse=True
+    )

@@ -1,0 +1,134 @@
+"""The patches against vLLM: they apply, and the plugin does the same on a patched vLLM.
+
+vLLM's Python files are copied, its libraries linked; the copy is patched and takes the installed
+package's place in processes of their own, which run the suite's own tests of exactness. There the
+plugin uses the patches' extension points, and `patched_checks.py` makes sure that it replaces
+nothing at run time.
+"""
+
+from __future__ import annotations
+
+import compileall
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PATCHES = ROOT / "patches"
+INSTALLED = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+
+
+def copy_installed_vllm(folder: Path) -> None:
+    """A copy that can be patched, in `folder`/vllm."""
+
+    def copy_or_link(source: str, target: str) -> None:
+        if source.endswith(".so"):
+            os.symlink(source, target)
+        else:
+            shutil.copy2(source, target)
+
+    shutil.copytree(INSTALLED, folder / "vllm", copy_function=copy_or_link)
+
+
+def series(version: str = "0.32.0") -> list[Path]:
+    return sorted((PATCHES / f"vllm-{version}").glob("*.patch"))
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a patched vLLM, made with the script that users are told to use."""
+    folder = tmp_path_factory.mktemp("patched")
+    copy_installed_vllm(folder)
+    script = [PATCHES / "apply.sh", "0.32.0", folder]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [Path(line).name for line in done.stdout.splitlines()] == [p.name for p in series()]
+    return folder
+
+
+def touched(patch: Path) -> set[str]:
+    return set(re.findall(r"^diff --git a/(\S+) b/\1$", patch.read_text(), re.MULTILINE))
+
+
+def test_every_patch_changes_what_it_says_and_nothing_is_left_over(patched: Path) -> None:
+    expected = set().union(*map(touched, series()))
+    found = set()
+    for path in (patched / "vllm").rglob("*"):
+        stock = INSTALLED / path.relative_to(patched / "vllm")
+        if path.is_symlink() or path.is_dir():
+            continue
+        if not stock.exists() or stock.read_bytes() != path.read_bytes():
+            found.add(str(path.relative_to(patched)))
+    assert found == expected
+    for name in sorted(found):
+        assert compileall.compile_file(patched / name, quiet=2), name
+
+
+def test_numbering_and_reasons() -> None:
+    assert [int(patch.name[:4]) for patch in series()] == list(range(1, len(series()) + 1))
+    names = {patch.name for patch in series()}
+    assert {patch.name for patch in series("0.33.0")} <= names
+    for patch in [*series(), *series("0.33.0")]:
+        head, _, _ = patch.read_text().partition("\ndiff --git ")
+        subject = re.search(r"^Subject: \[PATCH\] (\[\w+\] \S.*)$", head, re.MULTILINE)
+        assert subject, patch.name
+        assert len(head.partition("\n\n")[2].split()) > 15, f"{patch.name} gives no reason"
+
+
+def run_on(patched: Path, *arguments: str) -> str:
+    """Run pytest with the patched vLLM in place of the installed one; its output."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(patched),
+        "PATCHED_VLLM": str(patched),
+        "OMP_NUM_THREADS": "1",
+    }
+    for name in [name for name in environment if name.startswith("PYTEST_")]:
+        del environment[name]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+SPECULATION = [
+    "tests/engine/patched_checks.py",
+    "tests/engine/test_exactness.py",
+    # The rest of the file: more tree sizes, one request at a time, the compiled mode.
+    "--deselect=tests/engine/test_exactness.py::test_compiled_mode",
+    *(
+        f"--deselect=tests/engine/test_exactness.py::test_greedy[{method}-{batch}-{nodes}]"
+        for method in ("ngram_trie", "test_oracle")
+        for batch, nodes in ((1, 8), (1, 32), (1, 64), (8, 8))
+    ),
+    "--deselect=tests/engine/test_exactness.py::test_adaptive_budget[1]",
+]
+BEAM_SEARCH = [
+    "tests/engine/beam/test_against_transformers.py",
+    "tests/engine/beam/test_beside_speculation.py",
+    "tests/engine/beam/test_simulation.py",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tests", [SPECULATION, BEAM_SEARCH], ids=["speculation", "beam search"])
+def test_the_same_tests_pass_on_a_patched_vllm(patched: Path, tests: list[str]) -> None:
+    output = run_on(patched, *tests)
+    passed = re.search(r"^(\d+) passed", output.splitlines()[-1])
+    assert passed, output[-500:]
+    assert "skipped" not in output.splitlines()[-1]
+    assert int(passed[1]) > 15
