@@ -1,7 +1,7 @@
 #!/bin/sh
 # Apply the series to a vLLM source tree, or to the folder that holds an installed vLLM package:
 #   patches/apply.sh VERSION FOLDER          e.g. patches/apply.sh 0.32.0 ../vllm
-#   patches/apply.sh VERSION FOLDER --check  only say which files it would apply
+#   patches/apply.sh VERSION FOLDER --list   only say which files it would apply
 # The folder vllm-0.32.0 has the whole series. A later version's folder has only the patches that
 # differ there; the others are taken from vllm-0.32.0.
 set -eu
@@ -14,7 +14,7 @@ for stock in "$here"/vllm-0.32.0/*.patch; do
     patch=$here/vllm-$version/$(basename "$stock")
     [ -f "$patch" ] || patch=$stock
     echo "${patch#"$here"/}"
-    if [ "$mode" != --check ]; then
+    if [ "$mode" != --list ]; then
         # Without fuzz: a hunk whose surroundings have changed is refused. Outside of a repository's
         # view, so that it works in a checkout and in site-packages alike.
         (cd "$folder" && GIT_DIR=/dev/null git apply -p1 "$patch")
