@@ -81,6 +81,18 @@ def next_tokens(
     return torch.where(on_path, follows, elsewhere)
 
 
+def write_digits(hidden_states: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Let the hidden states [rows, hidden_size], in place, carry token ids below 65,536."""
+    hidden_states[:, 0] = tokens // _DIGIT
+    hidden_states[:, 1] = tokens % _DIGIT
+
+
+def read_digits(hidden_states: torch.Tensor) -> torch.Tensor:
+    """int64 [rows], the token ids that `write_digits` wrote."""
+    digits = hidden_states[:, :2].to(torch.int64)
+    return digits[:, 0] * _DIGIT + digits[:, 1]
+
+
 class ReplayLlamaForCausalLM(LlamaForCausalLM):
     """vLLM's Llama, whose argmax is the recorded text."""
 
@@ -93,15 +105,12 @@ class ReplayLlamaForCausalLM(LlamaForCausalLM):
     ) -> torch.Tensor:
         hidden_states = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
         tokens = next_tokens(Recorded.tokens, input_ids, positions, self.config.vocab_size)
-        hidden_states[:, 0] = tokens // _DIGIT
-        hidden_states[:, 1] = tokens % _DIGIT
+        write_digits(hidden_states, tokens)
         return hidden_states
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits = super().compute_logits(hidden_states)
-        tokens = hidden_states[:, 0].to(torch.int64) * _DIGIT + hidden_states[:, 1].to(torch.int64)
-        # A dummy run's rows hold anything.
-        return logits.scatter_(1, tokens.clamp(0, logits.shape[1] - 1).unsqueeze(1), _TOP)
+        return logits.scatter_(1, read_digits(hidden_states).unsqueeze(1), _TOP)
 
 
 def register() -> None:

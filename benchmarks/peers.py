@@ -1,0 +1,456 @@
+"""Plain vLLM, its own drafters and this project's, side by side: one command, one run.
+
+Two workloads. `shipped`: the demo's prompts on the model that ships with the project. `replay`:
+recorded answers of Spec-Bench on a replay model, which has the compute of a real shape with dummy
+weights and whose greedy output is the recorded answer, so that a real model's text meets a real
+step cost on the real engine. `replay` needs the two files of Spec-Bench, by option or by the
+environment variables SPEC_BENCH_QUESTIONS and SPEC_BENCH_ANSWERS; without them it is left out.
+A third, `beam`, runs beam.py's comparison of beam searches.
+
+Requests run one at a time, greedily; every method answers a question before the next one comes.
+Drafters that learn from finished requests begin empty and keep what they learn until the end of a
+repeat. Engines are compiled, as vLLM's are by default. tokens_per_s is output over the whole time
+of the requests, prefill included; ms_per_output_token counts the time after the first token only,
+and so does decode_ratio_to_plain. tokens_per_step: tokens after the first one by steps.
+
+    python benchmarks/peers.py --questions question.jsonl --answers vicuna-7b.jsonl \
+        --json peers.json --plot docs/img
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from _common import Row, finish, option_parser
+from _peers_engines import (
+    DEFAULT_METHODS,
+    METHODS,
+    MOST_NODES,
+    PARTS,
+    PEERS,
+    PLAIN,
+    Contestant,
+    Measured,
+    Question,
+    available,
+    replay_settings,
+    replaying,
+    run_in_turns,
+)
+from _replay_data import (
+    ANSWERS_VARIABLE,
+    DEFAULT_TOKENIZER,
+    MULTI_TURN,
+    QUESTIONS_VARIABLE,
+    Recording,
+    load_tokenizer,
+    read_recordings,
+)
+from rich.progress import Progress
+
+from vllm_trie.demo import engines
+
+WORKLOADS = ("shipped", "replay", "beam")
+SHAPES = ("tiny", "0.4b", "1b")
+COLUMNS = (
+    "method",
+    "workload",
+    "category",
+    "tokens_per_s",
+    "ratio_to_plain",
+    "decode_ratio_to_plain",
+    "ms_per_output_token",
+    "tokens_per_step",
+    "nodes_per_step",
+    "ms_per_step",
+    "identical",
+)
+MEAN = "mean"
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = option_parser(__doc__)
+    parser.set_defaults(repeats=1)
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT_METHODS))
+    for name, variable in (("questions", QUESTIONS_VARIABLE), ("answers", ANSWERS_VARIABLE)):
+        default = os.environ.get(variable)
+        parser.add_argument(
+            f"--{name}",
+            type=Path,
+            default=Path(default) if default else None,
+            help=f"Spec-Bench's file; {variable} if left out",
+        )
+    parser.add_argument("--tokenizer", default=DEFAULT_TOKENIZER, help="of the recorded text")
+    parser.add_argument("--categories", nargs="+", help="of Spec-Bench; all if left out")
+    parser.add_argument(
+        "--questions-per-category", type=int, default=6, help="spread over the file"
+    )
+    parser.add_argument("--max-tokens", type=int, default=256, help="longest output")
+    parser.add_argument("--shape", choices=SHAPES, default="0.4b", help="of the replay model")
+    parser.add_argument("--dtype", default="bfloat16", help="of the replay model")
+    parser.add_argument("--eager", action="store_true", help="do not let vLLM compile the model")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the ratios, as PNG and SVG")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        type=Path,
+        metavar="JSON",
+        help="measure nothing: take the rows of earlier runs, of different categories or workloads",
+    )
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure, print, write, draw."""
+    options = parse()
+    if options.rows:
+        rows = [row for path in options.rows for row in json.loads(path.read_text())]
+        rows = with_means([row for row in rows if row["category"] != MEAN])
+    elif len(options.workload) > 1:
+        rows = run_apart(options)
+    else:
+        rows = run(options)
+    finish(rows, options.json, COLUMNS)
+    print_breakdown(rows)
+    if options.plot is not None:
+        from _peers_plot import plot
+
+        plot(rows, options.plot, options.shape)
+
+
+def run_apart(options: argparse.Namespace) -> list[Row]:
+    """Each workload in a process of its own: they want different numbers of threads."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for workload in options.workload:
+            out = Path(folder) / f"{workload}.json"
+            command = [sys.executable, *sys.argv, "--workload", workload, "--json", str(out)]
+            if "--plot" in command:
+                place = command.index("--plot")
+                del command[place : place + 2]
+            subprocess.run(command, check=True)
+            rows += json.loads(out.read_text())
+    return rows
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    """The rows of one workload."""
+    [workload] = options.workload
+    if workload == "beam":
+        return run_beam(options)
+    if workload == "replay":
+        if options.questions is None or options.answers is None:
+            print(
+                "replay is left out: it needs --questions and --answers, or the environment "
+                f"variables {QUESTIONS_VARIABLE} and {ANSWERS_VARIABLE}"
+            )
+            return []
+        threads = str(os.cpu_count() or 1)
+        # numba, which vLLM's ngram method uses, sets OpenMP's number of threads for all engines.
+        own = {"OMP_NUM_THREADS": threads}
+        own["NUMBA_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads)
+        engines.set_environment(options.verbose, engines.ENVIRONMENT | own)
+        return run_replay(options)
+    engines.set_environment(options.verbose)
+    return run_shipped(options)
+
+
+def run_shipped(options: argparse.Namespace) -> list[Row]:
+    """The demo's prompts on the shipped model."""
+    from transformers import AutoTokenizer
+
+    from vllm_trie.demo.prompts import demo_prompts
+    from vllm_trie.tiny_model import model_path
+
+    model = str(model_path())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    questions = [
+        Question(
+            prompt.name,
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt.message}],
+                add_generation_prompt=True,
+                return_dict=False,
+            ),
+            None,
+            options.max_tokens,
+        )
+        for prompt in demo_prompts()
+    ]
+    return measure(options, "shipped", model, questions, {"dtype": "float32"})
+
+
+def run_replay(options: argparse.Namespace) -> list[Row]:
+    """Recorded answers on a replay model."""
+    encoder = load_tokenizer(options.tokenizer)
+    recordings = read_recordings(options.questions, options.answers, encoder)
+    chosen = choose(list(recordings), options.questions_per_category, options.categories)
+    questions = [
+        Question(
+            recording.category,
+            recording.prompt,
+            recording.output,
+            min(len(recording.output), options.max_tokens),
+        )
+        for recording in chosen
+    ]
+    with replaying(options.shape, encoder.vocab_size, 1 << 13) as model:
+        return measure(options, "replay", model, questions, dict(replay_settings(options.dtype)))
+
+
+def choose(
+    recordings: Sequence[Recording], per_category: int, categories: Sequence[str] | None
+) -> list[Recording]:
+    """Questions spread evenly over each category, category by category.
+
+    All turns of a question stay together, so half as many questions with two turns are taken.
+
+    Args:
+        recordings: all turns, in the order of the file.
+        per_category: about how many recordings of each category.
+        categories: those wanted; None for all.
+    """
+    found: dict[str, dict[int, list[Recording]]] = defaultdict(dict)
+    for recording in recordings:
+        found[recording.category].setdefault(recording.question_id, []).append(recording)
+    unknown = set(categories or ()) - set(found)
+    if unknown:
+        raise SystemExit(f"--categories {', '.join(sorted(unknown))}: there are {', '.join(found)}")
+    chosen: list[Recording] = []
+    for category, by_question in found.items():
+        if categories and category not in categories:
+            continue
+        turns = list(by_question.values())
+        number = min(len(turns), max(1, per_category // (2 if category == MULTI_TURN else 1)))
+        for i in range(number):
+            chosen += turns[i * len(turns) // number]
+    return chosen
+
+
+def measure(
+    options: argparse.Namespace,
+    workload: str,
+    model: str,
+    questions: Sequence[Question],
+    settings: dict[str, Any],
+) -> list[Row]:
+    """Start all engines, ask them all questions, and sum up."""
+    methods, missing = available(options.methods)
+    print(*missing, sep="\n", end="\n" if missing else "", flush=True)
+    longest = max(len(each.prompt) + each.max_tokens for each in questions)
+    settings |= {
+        "max_model_len": engines.room_for(longest, 0, MOST_NODES),
+        "enforce_eager": options.eager,
+    }
+    prepare = _prepare if workload == "replay" else _nothing
+    with Progress(transient=True) as progress:
+        starting = progress.add_task("engines", total=len(methods))
+        contestants = []
+        for method in methods:
+            with engines.silence(not options.verbose):
+                contestants.append(Contestant(method, model, **settings))
+            progress.advance(starting)
+        warm_up(contestants, questions[-1], prepare)
+        asking = progress.add_task(workload, total=options.repeats * len(questions))
+        found: dict[tuple[int, str], list[Measured]] = defaultdict(list)
+        for index, method, measured in run_in_turns(
+            contestants, questions, options.repeats, prepare, lambda: progress.advance(asking)
+        ):
+            found[index, method].append(measured)
+    return with_means(summarize(workload, methods, questions, found))
+
+
+def _prepare(question: Question) -> None:
+    from _replay_model import Recorded
+
+    assert question.answer is not None
+    Recorded.play([*question.prompt, *question.answer])
+
+
+def _nothing(question: Question) -> None:
+    """The model needs no help."""
+
+
+def warm_up(contestants: Sequence[Contestant], question: Question, prepare: Any) -> None:
+    """Run a part of a question on every engine; they forget it before anything is measured."""
+    short = question._replace(max_tokens=min(question.max_tokens, 32))
+    prepare(short)
+    for each in contestants:
+        each.run(short)
+
+
+def summarize(
+    workload: str,
+    methods: Sequence[str],
+    questions: Sequence[Question],
+    found: dict[tuple[int, str], list[Measured]],
+) -> list[Row]:
+    """A row for each category and method; a category's figure pools its questions.
+
+    Args:
+        workload: named in the rows.
+        methods: the baseline of the ratios is `plain`, if it is among them.
+        questions: as asked.
+        found: (question, method) -> one measurement a repeat.
+    """
+    rows = []
+    for category in dict.fromkeys(question.category for question in questions):
+        indices = [i for i, question in enumerate(questions) if question.category == category]
+        totals = {method: _total(found, indices, method) for method in methods}
+        plain = totals.get(PLAIN)
+        expected = {
+            i: questions[i].answer or (found[i, PLAIN][0].output if plain else None)
+            for i in indices
+        }
+        for method, total in totals.items():
+            tokens, steps = total["tokens"], max(total["steps"], 1)
+            decoded = max(tokens - len(indices), 1)
+            rows.append(
+                {
+                    "method": method,
+                    "workload": workload,
+                    "category": category,
+                    "tokens_per_s": tokens / total["seconds"],
+                    "tokens_per_step": decoded / steps,
+                    "ratio_to_plain": plain["seconds"] / total["seconds"] if plain else None,
+                    "decode_ratio_to_plain": plain["decode"] / total["decode"] if plain else None,
+                    "ms_per_output_token": 1e3 * total["decode"] / decoded,
+                    "first_token_ms": 1e3 * (total["seconds"] - total["decode"]) / len(indices),
+                    "nodes_per_step": total["nodes"] / steps,
+                    "ms_per_step": 1e3 * total["decode"] / steps,
+                    **{f"{part}_ms_per_step": 1e3 * total[part] / steps for part in PARTS},
+                    "questions": len(indices),
+                    "tokens": tokens,
+                    "identical": all(
+                        measured.output == (expected[i] or [])[: len(measured.output)]
+                        for i in indices
+                        for measured in found[i, method]
+                    )
+                    if all(answer is not None for answer in expected.values())
+                    else None,
+                }
+            )
+    return rows
+
+
+def _total(
+    found: dict[tuple[int, str], list[Measured]], indices: Sequence[int], method: str
+) -> dict[str, float]:
+    """Sums over the questions; times are medians over the repeats, the rest is from the first."""
+    total: dict[str, float] = dict.fromkeys(
+        ("seconds", "decode", "tokens", "steps", "nodes", *PARTS), 0.0
+    )
+    for index in indices:
+        repeats = found[index, method]
+        total["tokens"] += len(repeats[0].output)
+        total["steps"] += repeats[0].steps
+        total["nodes"] += repeats[0].nodes
+        total["seconds"] += median(each.seconds for each in repeats)
+        total["decode"] += median(each.seconds - each.first_token_seconds for each in repeats)
+        for part in PARTS:
+            total[part] += median(each.parts[part] for each in repeats)
+    return total
+
+
+def with_means(rows: Sequence[Row]) -> list[Row]:
+    """The rows and, for each workload and method, the mean over the categories.
+
+    In the rows of this project's methods, `ratio_to_best_peer` is the mean of a ratio to plain over
+    the largest such mean that one of vLLM's own drafters has (in a category: over the fastest).
+    """
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row["workload"], row["method"]].append(row)
+    means = []
+    for (workload, method), group in groups.items():
+        if workload == "beam":
+            continue
+        mean: Row = {"method": method, "workload": workload, "category": MEAN}
+        for key in group[0]:
+            if key in mean or key in ("questions", "tokens", "machine"):
+                continue
+            values = [row.get(key) for row in group]
+            if key == "identical":
+                mean[key] = None if None in values else all(values)
+            else:
+                mean[key] = None if None in values else fmean(values)
+        means.append(mean)
+    rows = [*rows, *means]
+    best: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row["method"] in PEERS and row["ratio_to_plain"]:
+            place = row["workload"], row["category"]
+            best[place] = max(best.get(place, 0.0), row["ratio_to_plain"])
+    for row in rows:
+        ratio, peer = row["ratio_to_plain"], best.get((row["workload"], row["category"]))
+        own = row["method"] not in (PLAIN, *PEERS)
+        row["ratio_to_best_peer"] = ratio / peer if own and ratio and peer else None
+    return rows
+
+
+def print_breakdown(rows: Sequence[Row]) -> None:
+    """Where a step's time goes, on average over the categories."""
+    from rich.console import Console
+    from rich.table import Table
+
+    means = [row for row in rows if row["category"] == MEAN]
+    if not means:
+        return
+    parts = [f"{part}_ms_per_step" for part in PARTS]
+    table = Table(title="Milliseconds of a step after the first token", title_justify="left")
+    for column in ("workload", "method", "nodes", "step", *PARTS, "rest", "against best peer"):
+        table.add_column(column, justify="left" if column in ("workload", "method") else "right")
+    for row in means:
+        values = [row[part] for part in parts]
+        versus = row["ratio_to_best_peer"]
+        table.add_row(
+            row["workload"],
+            row["method"],
+            f"{row['nodes_per_step']:.1f}",
+            f"{row['ms_per_step']:.2f}",
+            *(f"{value:.2f}" for value in values),
+            f"{row['ms_per_step'] - sum(values):.2f}",
+            f"{versus:.2f}" if versus else "-",
+        )
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def run_beam(options: argparse.Namespace) -> list[Row]:
+    """beam.py on few loads, as rows of this table; `plain` there is sampling with n = width."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "beam.json"
+        command = [sys.executable, str(Path(__file__).with_name("beam.py")), "--json", str(out)]
+        command += ["--widths", "4", "8", "--num-prompts", "1"]
+        command += ["--repeats", str(max(3, options.repeats))]
+        subprocess.run([*command, *["--eager"] * options.eager], check=True)
+        found = json.loads(out.read_text())
+    plain = {_load(row): row["total_ms"] for row in found if row["method"] == PLAIN}
+    return [
+        {
+            **row,
+            "workload": "beam",
+            "category": f"{row['prompt_len']} tokens, width {row['beam_width']}",
+            "tokens_per_step": None,
+            "ratio_to_plain": plain[_load(row)] / row["total_ms"],
+        }
+        for row in found
+    ]
+
+
+def _load(row: Row) -> tuple[int, int, int]:
+    return row["prompt_len"], row["beam_width"], row["num_prompts"]
+
+
+if __name__ == "__main__":
+    main()

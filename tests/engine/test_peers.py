@@ -1,0 +1,109 @@
+"""The replay model gives the recorded answers under every method, and the table has its keys."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import _peers_engines
+import peers
+
+PINNED = {
+    "method",
+    "workload",
+    "category",
+    "tokens_per_s",
+    "tokens_per_step",
+    "ratio_to_plain",
+}
+METHODS = ["plain", "ngram", "ngram_trie"]
+
+
+def write_recordings(folder: Path) -> list[str]:
+    """Answers that repeat parts of their questions, and new words in between."""
+    rng = random.Random(3)
+    words = [f"{a}{b}" for a in ("river", "cloud", "ember") for b in ("stone", "lantern", "side")]
+    questions, answers = [], []
+    for number, category in enumerate(("writing", "qa", "rag")):
+        text = " ".join(rng.choices(words, k=60))
+        turns = [f"Repeat: {text}", "Again."][: 2 if category == "writing" else 1]
+        answer = [" ".join(rng.choices(words, k=12)) + ". " + text[: 200 + 30 * number]] * len(
+            turns
+        )
+        questions.append({"question_id": number, "category": category, "turns": turns})
+        answers.append({"question_id": number, "choices": [{"turns": answer}]})
+    paths = folder / "questions.jsonl", folder / "answers.jsonl"
+    for path, lines in zip(paths, (questions, answers), strict=True):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return ["--questions", str(paths[0]), "--answers", str(paths[1])]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    files = write_recordings(tmp_path_factory.mktemp("recordings"))
+    options = ["--workload", "replay", "--shape", "tiny", "--eager", "--max-tokens", "80"]
+    return peers.run(peers.parse([*options, *files, "--methods", *METHODS, "--repeats", "2"]))
+
+
+def test_all_methods_give_the_recorded_answers(rows: list[dict[str, Any]]) -> None:
+    assert {row["method"] for row in rows} == set(METHODS)
+    assert {row["category"] for row in rows} == {"multi-turn", "qa", "rag", "mean"}
+    assert all(row["identical"] is True for row in rows)
+
+
+def test_rows_have_the_pinned_keys_and_plausible_values(rows: list[dict[str, Any]]) -> None:
+    by_method: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        assert set(row) >= PINNED
+        assert row["workload"] == "replay"
+        assert row["tokens_per_s"] > 0
+        assert 0 < row["ratio_to_plain"] < 20
+        if row["category"] == "mean":
+            by_method[row["method"]] = row
+    assert by_method["plain"]["tokens_per_step"] == 1
+    assert by_method["plain"]["ratio_to_plain"] == 1
+    assert by_method["plain"]["nodes_per_step"] == 0
+    # The answers are in the prompts: drafts succeed, and a tree has to be verified for it.
+    assert by_method["ngram"]["tokens_per_step"] > 1.5
+    assert by_method["ngram_trie"]["tokens_per_step"] > 1.5
+    assert by_method["ngram_trie"]["nodes_per_step"] > 1
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Iterator[Callable[[], _peers_engines.Measured]]:
+    """Ask one and the same question of an engine whose drafter learns from finished requests."""
+    rng = random.Random(5)
+    prompt, answer = ([rng.randrange(10, 30_000) for _ in range(n)] for n in (20, 60))
+    question = _peers_engines.Question("any", prompt, answer, len(answer))
+    with _peers_engines.replaying("tiny", 32_000, 512) as model:
+        contestant = _peers_engines.Contestant(
+            "ngram_trie",
+            model,
+            max_model_len=256,
+            enforce_eager=True,
+            **_peers_engines.replay_settings("bfloat16"),
+        )
+        peers._prepare(question)
+
+        def ask(forget: bool = False) -> _peers_engines.Measured:
+            if forget:
+                contestant.forget()
+            return contestant.run(question)
+
+        yield ask
+
+
+def test_engines_learn_and_forget(learner: Callable[..., _peers_engines.Measured]) -> None:
+    first, second, third = learner(), learner(), learner(forget=True)
+    assert first.steps == 59, "random text cannot be guessed"
+    assert second.steps < 20, "the answer was seen a moment ago"
+    assert third.steps == 59, "the engine was told to forget"
+    assert first.output == second.output == third.output

@@ -1,0 +1,162 @@
+"""What the table of peers is made of, without an engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+import _peers_engines
+import _peers_plot
+import _replay_model
+import peers
+from _replay_data import Recording
+
+VOCAB_SIZE = 1000
+TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=20)
+
+
+@given(recorded=TOKENS, data=st.data())
+def test_rows_on_the_recorded_path_predict_it_and_others_do_not(
+    recorded: list[int], data: st.DataObject
+) -> None:
+    positions = data.draw(st.lists(st.integers(0, len(recorded) + 3), min_size=1, max_size=10))
+    tokens = data.draw(
+        st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=len(positions), max_size=len(positions))
+    )
+    last = len(recorded) - 1
+    found = _replay_model.next_tokens(
+        torch.tensor(recorded), torch.tensor(tokens), torch.tensor(positions), VOCAB_SIZE
+    ).tolist()
+    for token, position, after in zip(tokens, positions, found, strict=True):
+        truth = recorded[min(position + 1, last)]
+        assert 0 <= after < VOCAB_SIZE
+        assert (after == truth) == (token == recorded[min(position, last)])
+
+
+@given(st.lists(st.integers(0, 65_535), min_size=1, max_size=20))
+def test_token_ids_survive_bfloat16_as_two_digits(tokens: list[int]) -> None:
+    digits = torch.zeros(len(tokens), 8, dtype=torch.bfloat16)
+    _replay_model.write_digits(digits, torch.tensor(tokens))
+    assert _replay_model.read_digits(digits).tolist() == tokens
+
+
+def test_the_shapes_have_the_parameters_that_their_names_say() -> None:
+    for shape, millions in (("0.4b", (380, 440)), ("1b", (950, 1100))):
+        sizes = _replay_model.SHAPES[shape]
+        hidden = sizes["hidden_size"]
+        head_size = hidden // sizes["num_attention_heads"]
+        attention = hidden * (2 * hidden + 2 * head_size * sizes["num_key_value_heads"])
+        layer = attention + 3 * hidden * sizes["intermediate_size"]
+        total = (sizes["num_hidden_layers"] * layer + 32_000 * hidden) / 1e6
+        assert millions[0] < total < millions[1]
+
+
+def recordings() -> list[Recording]:
+    multi = [Recording(i, "multi-turn", [1], [turn]) for i in range(10) for turn in (0, 1)]
+    return [*multi, *(Recording(100 + i, "qa", [1], [2]) for i in range(10))]
+
+
+def test_questions_are_spread_and_their_turns_stay_together() -> None:
+    chosen = peers.choose(recordings(), 4, None)
+    assert [(r.question_id, r.output[0]) for r in chosen] == [
+        (0, 0), (0, 1), (5, 0), (5, 1), (100, 2), (102, 2), (105, 2), (107, 2),
+    ]  # fmt: skip
+    assert {r.category for r in peers.choose(recordings(), 1, ["qa"])} == {"qa"}
+    assert len(peers.choose(recordings(), 99, None)) == 30
+    with pytest.raises(SystemExit, match="multi-turn, qa"):
+        peers.choose(recordings(), 1, ["rag"])
+
+
+def measured(output: list[int], seconds: float, first: float, steps: int) -> object:
+    parts = dict.fromkeys(_peers_engines.PARTS, 0.25)
+    return _peers_engines.Measured(output, seconds, first, steps, 8 * steps, parts)
+
+
+def example_rows() -> list[dict]:
+    questions = [
+        _peers_engines.Question("qa", [1], [5, 6, 7, 8, 9], 5),
+        _peers_engines.Question("rag", [1], [5, 6, 7], 3),
+    ]
+    found = {
+        (0, "plain"): [measured([5, 6, 7, 8, 9], s, 1.0, 4) for s in (5.0, 4.0, 9.0)],
+        (1, "plain"): [measured([5, 6, 7], 3.0, 1.0, 2)],
+        (0, "ngram"): [measured([5, 6, 7, 8, 9], 4.0, 1.0, 3)],
+        (1, "ngram"): [measured([5, 6, 7], 1.0, 0.5, 1)],
+        (0, "ngram_trie"): [measured([5, 6, 7, 8, 9], 2.5, 1.0, 2)],
+        (1, "ngram_trie"): [measured([5, 6, 1], 2.0, 1.0, 1)],
+    }
+    methods = ["plain", "ngram", "ngram_trie"]
+    return peers.with_means(peers.summarize("replay", methods, questions, found))
+
+
+def test_ratios_count_the_prefill_and_steps_do_not() -> None:
+    rows = {(row["category"], row["method"]): row for row in example_rows()}
+    ours = rows["qa", "ngram_trie"]
+    assert ours["ratio_to_plain"] == 2.0  # 5.0 is the median of plain's repeats
+    assert ours["decode_ratio_to_plain"] == pytest.approx(4 / 1.5)
+    assert ours["tokens_per_s"] == 2.0
+    assert ours["tokens_per_step"] == 2.0
+    assert ours["nodes_per_step"] == 8
+    assert ours["ms_per_output_token"] == 375
+    assert ours["first_token_ms"] == 1000
+    assert ours["identical"] is True
+    assert rows["rag", "ngram_trie"]["identical"] is False
+
+
+def test_means_are_over_categories_and_the_best_peer_is_the_one_with_the_best_mean() -> None:
+    rows = {(row["category"], row["method"]): row for row in example_rows()}
+    assert rows["mean", "ngram_trie"]["ratio_to_plain"] == pytest.approx((2.0 + 1.5) / 2)
+    assert rows["mean", "ngram"]["ratio_to_plain"] == pytest.approx((1.25 + 3.0) / 2)
+    assert rows["mean", "ngram_trie"]["ratio_to_best_peer"] == pytest.approx(1.75 / 2.125)
+    assert rows["rag", "ngram_trie"]["ratio_to_best_peer"] == 0.5
+    assert rows["mean", "ngram"]["ratio_to_best_peer"] is None
+    assert rows["mean", "ngram_trie"]["identical"] is False
+
+
+def test_rows_of_earlier_runs_are_joined_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = example_rows()
+    for category in ("qa", "rag"):
+        part = [row for row in rows if row["category"] in (category, "mean")]
+        (tmp_path / category).write_text(json.dumps(part))
+    joined, folder = tmp_path / "all.json", tmp_path / "img"
+    command = ["peers.py", "--rows", str(tmp_path / "qa"), str(tmp_path / "rag")]
+    monkeypatch.setattr(
+        sys, "argv", [*command, "--json", str(joined), "--plot", str(folder), "--shape", "0.4b"]
+    )
+    peers.main()
+    found = json.loads(joined.read_text())
+    key = lambda row: (row["category"], row["method"])  # noqa: E731
+    without_machine = [{k: v for k, v in row.items() if k != "machine"} for row in found]
+    assert sorted(without_machine, key=key) == sorted(rows, key=key)
+    drawing = (folder / "peers-replay.svg").read_text()
+    assert "dummy weights of a 0.4b shape" in drawing or (folder / "peers-replay.png").exists()
+
+
+def test_a_missing_peer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_peers_engines.importlib.util, "find_spec", lambda name: None)
+    methods, missing = _peers_engines.available(["plain", "suffix"])
+    assert methods == ["plain"]
+    assert "arctic-inference" in missing[0]
+
+
+def test_every_drawing_has_a_title() -> None:
+    assert set(_peers_plot.TITLES) == set(peers.WORKLOADS)
+
+
+def test_replay_is_left_out_without_its_data(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variable in (peers.QUESTIONS_VARIABLE, peers.ANSWERS_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    assert peers.run(peers.parse(["--workload", "replay"])) == []
+    assert "SPEC_BENCH_QUESTIONS" in capsys.readouterr().out
