@@ -378,16 +378,19 @@ llm = LLM(**SETTINGS)
 print("generated", len(output.outputs[0].token_ids))
 """
 
-ALIBI = """
+SOFT_CAP = """
 values = {
-    "architectures": ["BloomForCausalLM"], "model_type": "bloom", "vocab_size": 64,
-    "hidden_size": 64, "n_layer": 2, "n_head": 4, "seq_length": 128, "eos_token_id": 2,
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "vocab_size": 64,
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "eos_token_id": 2,
+    "layer_types": ["full_attention"] * 2, "sliding_window": None,
+    "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 32,
 }
 model = pathlib.Path(sys.argv[1]) / "model"
 model.mkdir()
 (model / "config.json").write_text(json.dumps(values))
 refused = build(speculative_config=TREES, model=str(model), load_format="dummy")
-assert "ALiBi slopes" in refused, refused
+assert "a soft cap on the logits" in refused, refused
 """
 """What only the layers know is refused when they are made."""
 
@@ -415,9 +418,9 @@ def build(**options):
     [
         (UNTOUCHED, {"VLLM_PLUGINS": ""}, []),
         (STEPPED_ASIDE, {}, ["steps aside", "_no_such_method is missing", "generated 12"]),
-        (ALIBI, {}, []),
+        (SOFT_CAP, {}, []),
     ],
-    ids=["plugins off", "symbol gone", "alibi"],
+    ids=["plugins off", "symbol gone", "soft cap"],
 )
 def test_processes(tmp_path: Path, script: str, environment: dict[str, str], said: list[str]):
     done = subprocess.run(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
 
 from tests.engine.compare import (
+    accepted_tokens,
     differences,
     generate,
     register_test_drafters,
@@ -15,8 +19,11 @@ from tests.engine.compare import (
 )
 from tests.engine.prompts import prompts
 from vllm_trie.attention import choose_kernels, kernels
+from vllm_trie.attention.native import load_kernels
 from vllm_trie.vllm_hooks import cpu_attention
 
+KERNELS = {"torch": "torch", "x86-64-v3": "AVX2", "x86-64": "SSE2"}
+"""Kernels beside the best one, which all other tests use."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
 
 
@@ -27,18 +34,32 @@ def _test_drafters(monkeypatch):
 
 @pytest.fixture(scope="module")
 def expected(_engines):
-    outputs = generate(_engines(), prompts(12), GREEDY)
+    outputs = generate(_engines(), prompts(24), GREEDY)
     tell_oracle(outputs)
     return outputs
 
 
 @pytest.fixture
-def no_compiler(monkeypatch):
+def use_kernel(monkeypatch):
+    """Use another kernel than the machine's best: "torch", or one for an instruction set."""
+
+    def use(name: str) -> None:
+        if name == "x86-64-v3" and not {"avx2", "fma"} <= _cpu_flags():
+            pytest.skip("this CPU has no AVX2")
+        loaded = None if name == "torch" else load_kernels(name)
+        if name != "torch" and loaded is None:
+            pytest.skip(f"no compiler here, or none for {name}")
+        choose_kernels.cache_clear()
+        monkeypatch.setattr(kernels, "load_kernels", lambda: loaded)
+        native = choose_kernels().native
+        assert (native.instructions if native else "torch") == KERNELS[name]
+
+    yield use
     choose_kernels.cache_clear()
-    monkeypatch.setattr(kernels, "load_kernels", lambda: None)
-    assert choose_kernels().native is None
-    yield
-    choose_kernels.cache_clear()
+
+
+def _cpu_flags() -> set[str]:
+    return set(Path("/proc/cpuinfo").read_text().split())
 
 
 def _some_without_drafts() -> list[SamplingParams]:
@@ -48,17 +69,58 @@ def _some_without_drafts() -> list[SamplingParams]:
     return params
 
 
-@pytest.mark.parametrize("num_nodes", [24, 100])
-def test_without_a_compiler(engine, expected, no_compiler, num_nodes):
-    llm = engine(**speculation("test_oracle", num_nodes))
-    outputs = generate(llm, prompts(12), _some_without_drafts(), 6)
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_greedy_with_each_kernel(engine, expected, use_kernel, kernel, batch_size):
+    """What test_exactness.py asks of the machine's best kernel."""
+    use_kernel(kernel)
+    llm = engine(**speculation("test_oracle", 32))
+    before = accepted_tokens(llm)
+    outputs = generate(llm, prompts(24), GREEDY, batch_size)
     assert differences(expected, outputs) == []
+    assert accepted_tokens(llm) - before > 0.2 * sum(len(o.outputs[0].token_ids) for o in outputs)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_mixed_batches_with_each_kernel(engine, expected, use_kernel, kernel):
+    """More than 64 nodes, and requests without drafts between the others."""
+    use_kernel(kernel)
+    llm = engine(**speculation("test_oracle", 100))
+    outputs = generate(llm, prompts(12), _some_without_drafts(), 6)
+    assert differences(expected[:12], outputs) == []
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 128])
 def test_block_sizes(engine, expected, block_size):
     llm = engine(**speculation("test_oracle", 24), block_size=block_size)
-    assert differences(expected, generate(llm, prompts(12), GREEDY, 6)) == []
+    assert differences(expected[:12], generate(llm, prompts(12), GREEDY, 6)) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chains_take_the_tree_kernel(engine, dtype, monkeypatch):
+    """Drafts of one path too: the native kernel is faster there, and rows without drafts stay."""
+    seen = {"chains": 0, "plain": 0}
+    ours = cpu_attention.tree_attention
+    stock = cpu_attention.CPUAttentionBackendImpl.forward
+
+    def tree_attention(query, kv_cache, block_table, trees, *rest):
+        seen["chains"] += len(trees.rows)
+        ours(query, kv_cache, block_table, trees, *rest)
+
+    def stock_forward(self, layer, query, key, value, kv_cache, metadata, *rest, **named):
+        if metadata is not None:
+            seen["plain"] += metadata.max_query_len == 1
+        return stock(self, layer, query, key, value, kv_cache, metadata, *rest, **named)
+
+    monkeypatch.setattr(cpu_attention, "tree_attention", tree_attention)
+    monkeypatch.setattr(cpu_attention.CPUAttentionBackendImpl, "forward", stock_forward)
+    plain = generate(engine(dtype=dtype), prompts(12), GREEDY)
+    tell_oracle(plain)
+    llm = engine(dtype=dtype, **speculation("test_oracle", 1))
+    found = generate(llm, prompts(12), _some_without_drafts(), 6)
+    assert len(differences(plain, found)) <= (0 if dtype == "float32" else 4)
+    assert seen["chains"] > 100
+    assert seen["plain"] > 0
 
 
 def test_several_threads(engine, expected):
@@ -66,7 +128,7 @@ def test_several_threads(engine, expected):
     torch.set_num_threads(3)
     try:
         llm = engine(**speculation("test_oracle", 24))
-        assert differences(expected, generate(llm, prompts(12), GREEDY, 6)) == []
+        assert differences(expected[:12], generate(llm, prompts(12), GREEDY, 6)) == []
     finally:
         torch.set_num_threads(before)
 
@@ -87,14 +149,14 @@ def test_no_row_is_computed_twice(engine, expected, monkeypatch):
             pending.append(metadata.num_actual_tokens)
         return stock(self, layer, query, key, value, kv_cache, metadata, output, *scales)
 
-    def tree_attention(query, kv_cache, block_table, trees, scale, output):
+    def tree_attention(query, kv_cache, block_table, trees, scale, output, *biases):
         own = sum(row.num_queries for row in trees.rows)
         if trees.covers_batch:
             assert own == len(query)
         else:
             counts["mixed"] += 1
             assert own + pending[-1] == len(query)
-        ours(query, kv_cache, block_table, trees, scale, output)
+        ours(query, kv_cache, block_table, trees, scale, output, *biases)
 
     def rest_of_batch(metadata, trees):
         rest = split(metadata, trees)
@@ -105,9 +167,55 @@ def test_no_row_is_computed_twice(engine, expected, monkeypatch):
     monkeypatch.setattr(cpu_attention, "tree_attention", tree_attention)
     monkeypatch.setattr(cpu_attention, "rest_of_batch", rest_of_batch)
     outputs = generate(llm, prompts(12), _some_without_drafts(), 6)
-    assert differences(expected, outputs) == []
+    assert differences(expected[:12], outputs) == []
     assert counts["mixed"] > 20
     assert counts["gathered"] > 0
+
+
+@pytest.fixture(scope="module")
+def bloom(tmp_path_factory) -> str:
+    """A small model with linear biases (ALiBi); random weights, large enough to say much."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 128, "n_layer": 2, "n_head": 4}
+    model = BloomForCausalLM(BloomConfig(**sizes, initializer_range=0.2, eos_token_id=2))
+    path = tmp_path_factory.mktemp("bloom")
+    model.save_pretrained(path)
+    return str(path)
+
+
+def _bloom_outputs(engine, bloom: str, **options) -> list:
+    settings = {"model": bloom, "skip_tokenizer_init": True, "max_model_len": 512}
+    rng = np.random.default_rng(0)
+    some = [{"prompt_token_ids": rng.integers(3, 500, 90 + i).tolist()} for i in range(8)]
+    return generate(engine(**settings, **options), some, GREEDY, 4)
+
+
+@pytest.fixture
+def bloom_expected(engine, bloom):
+    outputs = _bloom_outputs(engine, bloom)
+    assert len({token for o in outputs for token in o.outputs[0].token_ids}) > 20
+    tell_oracle(outputs)
+    return outputs
+
+
+def test_linear_biases(engine, bloom, bloom_expected):
+    found = _bloom_outputs(engine, bloom, **speculation("test_oracle", 24))
+    assert differences(bloom_expected, found) == []
+
+
+def test_linear_biases_without_a_compiler(engine, bloom, bloom_expected, use_kernel):
+    use_kernel("torch")
+    found = _bloom_outputs(engine, bloom, **speculation("test_oracle", 24))
+    assert differences(bloom_expected, found) == []
+
+
+def test_outputs_without_the_biases_are_others(engine, bloom, bloom_expected, monkeypatch):
+    ours = cpu_attention.tree_attention
+    monkeypatch.setattr(cpu_attention, "tree_attention", lambda *args: ours(*args[:6]))
+    found = _bloom_outputs(engine, bloom, **speculation("test_oracle", 24))
+    assert len(differences(bloom_expected, found)) > 4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -53,7 +53,7 @@ class NativeKernels:
             *(pointer, pointer, int64),  # trees
             *(pointer, int64),  # output
             *(integer, integer, integer, integer),  # heads, KV heads, head size, block size
-            *(ctypes.c_float, integer),  # scale, threads
+            *(ctypes.c_float, pointer, integer),  # scale, ALiBi slopes, threads
         ]
         self._move_slots = library.vllm_trie_move_slots
         self._move_slots.argtypes = [
@@ -79,6 +79,7 @@ class NativeKernels:
         trees: TreeBatch,
         scale: float,
         output: torch.Tensor,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> bool:
         """What :func:`vllm_trie.attention.tree_attention` promises, with the same arguments.
 
@@ -105,6 +106,7 @@ class NativeKernels:
             or output.stride()[1:] != (head_size, 1)
             or kv_cache.stride()[2:] != (double_head_size, 1)
             or block_table.stride(1) != 1
+            or not _is_plain(alibi_slopes, num_heads)
         ):
             return False
         rows, words = trees.packed()
@@ -127,6 +129,7 @@ class NativeKernels:
             head_size,
             block_size,
             scale,
+            None if alibi_slopes is None else alibi_slopes.data_ptr(),
             torch.get_num_threads(),
         )
         return status == 0
@@ -169,3 +172,11 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         return status == 0
+
+
+def _is_plain(alibi_slopes: torch.Tensor | None, num_heads: int) -> bool:
+    return alibi_slopes is None or (
+        alibi_slopes.dtype == torch.float32
+        and alibi_slopes.shape == (num_heads,)
+        and alibi_slopes.is_contiguous()
+    )

@@ -17,6 +17,7 @@ def tree_attention_portable(
     trees: TreeBatch,
     scale: float,
     output: torch.Tensor,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> None:
     """What :func:`vllm_trie.attention.tree_attention` promises, with the same arguments.
 
@@ -28,15 +29,22 @@ def tree_attention_portable(
     keys, values = split_cache(kv_cache)
     num_kv_heads, head_size = keys.shape[1], keys.shape[2]
     grouped = query.shape[1] != num_kv_heads
-    for row, mask in zip(trees.rows, trees.masks(), strict=True):
+    for index, (row, mask) in enumerate(zip(trees.rows, trees.masks(), strict=True)):
         num_blocks = -(-row.seq_len // block_size)
         blocks = block_table[row.batch_index, :num_blocks].long()
         # [blocks, heads, head_size, block] -> [heads, slots, head_size]
         key = keys[blocks].permute(1, 0, 3, 2).reshape(num_kv_heads, -1, head_size)
         value = values[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_size)
         rows = slice(row.query_start, row.query_start + row.num_queries)
+        own = query[rows]
+        if alibi_slopes is not None:
+            # In 16 bits the bias of a far token would be rounded to the next one's.
+            dtype = torch.promote_types(query.dtype, torch.float32)
+            own, key, value = own.to(dtype), key.to(dtype), value.to(dtype)
+            positions = torch.from_numpy(trees.key_positions(index)).to(dtype)
+            mask = torch.where(mask, alibi_slopes.to(dtype)[:, None, None] * positions, -torch.inf)
         attended = F.scaled_dot_product_attention(
-            query[rows].transpose(0, 1)[None],
+            own.transpose(0, 1)[None],
             key[None, :, : row.seq_len],
             value[None, :, : row.seq_len],
             attn_mask=mask,

@@ -8,7 +8,12 @@ from vllm_trie.tree import TokenTree
 
 
 def tree_attention_reference(
-    query: np.ndarray, keys: np.ndarray, values: np.ndarray, tree: TokenTree, scale: float
+    query: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    tree: TokenTree,
+    scale: float,
+    alibi_slopes: np.ndarray | None = None,
 ) -> np.ndarray:
     """Attention of one request's scheduled tokens, one query and one head at a time.
 
@@ -18,6 +23,8 @@ def tree_attention_reference(
         values: [seq_len, num_kv_heads, head_size].
         tree: the N nodes, N < num_queries <= seq_len.
         scale: factor on the scores.
+        alibi_slopes: [num_heads]; each times the distance between query and key in the text is
+            taken off the score.
 
     Returns:
         float64 [num_queries, num_heads, head_size].
@@ -32,14 +39,18 @@ def tree_attention_reference(
             visible = list(range(position + 1))
         else:
             visible = list(range(committed))
-            node = position - committed
+            node, path = position - committed, []
             while node >= 0:
-                visible.append(committed + node)
+                path.append(committed + node)
                 node = int(tree.parents[node])
+            visible += reversed(path)
         for head in range(num_heads):
             kv_head = head * num_kv_heads // num_heads
             q = query[row, head].astype(np.float64)
             scores = scale * (keys[visible, kv_head].astype(np.float64) @ q)
+            if alibi_slopes is not None:
+                distances = np.arange(len(visible))[::-1]
+                scores -= float(alibi_slopes[head]) * distances
             weights = np.exp(scores - scores.max())
             output[row, head] = weights / weights.sum() @ values[visible, kv_head]
     return output

@@ -75,6 +75,16 @@ class TreeBatch:
                 self._masks.append(torch.from_numpy(mask))
         return self._masks
 
+    def key_positions(self, index: int) -> np.ndarray:
+        """int64 [seq_len]: where the tokens of row `index` stand in its text, the first level of
+        the tree at 0 and what is committed before it."""
+        row, words = self.rows[index], self.ancestor_words[index]
+        positions = np.arange(row.seq_len, dtype=np.int64) - (row.seq_len - row.num_nodes)
+        if row.num_nodes:
+            bits = np.unpackbits(words.view(np.uint8).reshape(row.num_nodes, -1), axis=1)
+            positions[-row.num_nodes :] = bits.sum(axis=1, dtype=np.int64) - 1
+        return positions
+
     def packed(self) -> PackedTrees:
         """The batch as two arrays, built at the first call, for native kernels."""
         if not self._packed:

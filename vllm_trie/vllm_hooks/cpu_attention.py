@@ -54,7 +54,6 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         if config.read(get_current_vllm_config()) is None:
             return
         unsupported = {
-            "ALiBi slopes": self.alibi_slopes is not None,
             "a sliding window": self.sliding_window != -1,
             "attention sinks": self.sinks is not None,
             "a soft cap on the logits": bool(self.logits_soft_cap),
@@ -93,7 +92,15 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
                 layer, rest.take(query), key, value, kv_cache, rest.metadata, own, *scales
             )
             rest.put_back(own, output)
-        tree_attention(query, kv_cache, attn_metadata.block_table, trees, self.scale, output)
+        tree_attention(
+            query,
+            kv_cache,
+            attn_metadata.block_table,
+            trees,
+            self.scale,
+            output,
+            self.alibi_slopes,
+        )
         return output
 
     def _rest_of_batch(

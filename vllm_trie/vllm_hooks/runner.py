@@ -19,7 +19,7 @@ import torch
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch
+from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch, prefers_chains
 from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import DraftRequest, VerifiedStep
 from vllm_trie.tree import TokenTree
@@ -127,6 +127,7 @@ class TreeRunnerMixin:
         ends = self.query_start_loc.np[1:]
         computed = self.input_batch.num_computed_tokens_cpu
         rows, words, positions = [], [], []
+        takes_chains = prefers_chains(self.device, self.dtype, self.kv_cache_dtype)
         for index, tree in enumerate(self._step_trees):
             num_nodes = len(tree.token_ids)
             if not num_nodes:
@@ -135,8 +136,8 @@ class TreeRunnerMixin:
             if tree.token_ids[-1] < 0:
                 # Placeholders of the scheduler: no token, but the embedding must find one.
                 self.input_ids.gpu[end - num_nodes : end].clamp_(min=0)
-            if tree.tree.is_chain:
-                continue
+            if not takes_chains and tree.tree.is_chain:
+                continue  # to vLLM's kernel
             num_queries = int(num_scheduled_tokens[index])
             seq_len = int(computed[index]) + num_queries
             rows.append(TreeRow(index, end - num_queries, num_queries, num_nodes, seq_len))

@@ -38,6 +38,7 @@ class PagedCase:
     trees: TreeBatch
     scale: float
     largest_value: float
+    alibi_slopes: torch.Tensor | None = None
 
     def expected(self) -> np.ndarray:
         """float64 [num_tokens, num_heads, head_size]."""
@@ -49,6 +50,7 @@ class PagedCase:
             self.trees,
             self.scale,
             output,
+            self.alibi_slopes,
         )
         return output.numpy()
 
@@ -72,6 +74,7 @@ def paged_case(
     block_size: int,
     seed: int,
     chains: bool = False,
+    alibi: bool = False,
 ) -> PagedCase:
     """A batch with these shapes and standard normal values; slots not in use hold NaN.
 
@@ -112,4 +115,5 @@ def paged_case(
         build_tree_batch(rows, words, start),
         head_size**-0.5,
         largest,
+        2.0 ** -torch.linspace(0.5, 8, num_heads) if alibi else None,
     )

@@ -63,7 +63,13 @@ def _restore_threads() -> Iterator[None]:
 def run(native: NativeKernels, case: PagedCase) -> torch.Tensor:
     output = torch.full(case.query.shape, torch.nan, dtype=case.query.dtype)
     assert native.tree_attention(
-        case.query, case.kv_cache, case.block_table, case.trees, case.scale, output
+        case.query,
+        case.kv_cache,
+        case.block_table,
+        case.trees,
+        case.scale,
+        output,
+        case.alibi_slopes,
     )
     return output
 
@@ -105,6 +111,7 @@ def cases(draw: st.DrawFn) -> PagedCase:
         block_size,
         draw(st.integers(0, 2**32)),
         chains=draw(st.booleans()),
+        alibi=draw(st.booleans()),
     )
 
 

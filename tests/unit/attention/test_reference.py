@@ -65,6 +65,7 @@ def attention_cases(draw: st.DrawFn) -> dict:
         "requests": requests,
         "with_tree": [draw(st.booleans()) for _ in requests],
         "seed": draw(st.integers(0, 2**31)),
+        "alibi": draw(st.booleans()),
     }
 
 
@@ -82,6 +83,7 @@ def test_equals_the_definition(case: dict) -> None:
     rows, words, expected = [], [], []
     block_table = torch.zeros(len(case["requests"]), 8, dtype=torch.int32)
     scale, start = head_size**-0.5, 0
+    slopes = 2.0 ** -torch.arange(1.0, case["num_heads"] + 1) if case["alibi"] else None
     queries = []
     for index, (tree, committed, computed) in enumerate(case["requests"]):
         num_queries = committed + tree.num_nodes
@@ -100,15 +102,13 @@ def test_equals_the_definition(case: dict) -> None:
             rows.append(TreeRow(index, start, num_queries, tree.num_nodes, seq_len))
             words.append(tree.ancestor_words())
             as_numpy = [t.double().numpy() for t in (query, keys, values)]
-            expected.append(
-                (start, tree_attention_reference(as_numpy[0], *as_numpy[1:], tree, scale))
-            )
+            expected.append((start, tree_attention_reference(*as_numpy, tree, scale, slopes)))
         start += num_queries
     query = torch.cat(queries)
     output = torch.full_like(query, 7.0)
     trees = build_tree_batch(rows, words, start)
     assert trees.covers_batch == (sum(row.num_queries for row in rows) == start)
-    tree_attention(query, cache, block_table, trees, scale, output)
+    tree_attention(query, cache, block_table, trees, scale, output, slopes)
 
     untouched = torch.ones(start, dtype=torch.bool)
     for first, reference in expected:

@@ -62,6 +62,9 @@ class Mover {
     for (int d = 0; d < head_size_ && begin < end; ++d) prefetch_key_row(head(begin), d);
     for (int64_t i = begin; i < end; ++i) {
       const T* next = i + 1 < end ? head(i + 1) : nullptr;
+      if (next && kWholeHeads) {
+        for (int d = 0; d < head_size_; ++d) prefetch_key_row(next, d);
+      }
       for (const int64_t line : value_lines_) prefetch(head(i) + line);
       move_keys(head(i), next, read.data());
       move_values(head(i), read.data());
@@ -72,6 +75,9 @@ class Mover {
   // After a step the caches are in main memory, and no two elements of a key lie in one cache line:
   // while one head is moved, the next one's lines come into the second-level cache.
   static constexpr int kLine = 64 / sizeof(T);
+  // Asking for them before the moves or between them: as measured, from main memory, on Zen 4
+  // (32 bits 0.8 against 1.3 ms, 16 bits 0.6 against 0.4 ms for 8 tokens in 32 layers).
+  static constexpr bool kWholeHeads = sizeof(T) == 4;
 
   T* head(int64_t i) const {
     return static_cast<T*>(caches_[i / num_kv_heads_]) + i % num_kv_heads_ * head_stride_;
@@ -91,7 +97,7 @@ class Mover {
     const int64_t* __restrict sources = key_sources_.data();
     const int64_t* __restrict targets = key_targets_.data();
     for (int d = 0; d < head_size_; ++d, head += block_size_) {
-      if (next) prefetch_key_row(next, d);
+      if (next && !kWholeHeads) prefetch_key_row(next, d);
       if (in_turn_) {
         for (size_t i = 0; i < count; ++i) head[targets[i]] = head[sources[i]];
       } else {

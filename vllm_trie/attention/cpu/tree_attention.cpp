@@ -40,6 +40,7 @@ struct Arguments {
   int64_t output_stride;
   int num_heads, num_kv_heads, head_size, block_size;
   float scale;
+  const float* alibi_slopes;  // of each head, or null
   int num_threads;
 };
 
@@ -222,11 +223,19 @@ class Attention {
         arguments_.block_size, head_size};
     const int strips = kChunk / kStrip + (head_size + kStrip - 1) / kStrip;
     Chunk<T> chunk(head, first * kChunk, unit.num_slots);
+    float positions[kChunk];
     for (int64_t index = first; index < last; ++index) {
       const Chunk<T> next(head, (index + 1) * kChunk, index + 1 < last ? unit.num_slots : 0);
       Prefetcher<T> prefetch(next, count_tiles(rows) * strips);
       multiply_keys(chunk, rows, query_rows, reinterpret_cast<Product*>(strip), scores,
                     prefetch);
+      if (arguments_.alibi_slopes) {
+        place_slots(unit, index * kChunk, chunk.count, positions);
+        for (int row = 0; row < rows; ++row) {
+          add_bias(slope(unit, row), position_of_query(unit, row / group_), positions,
+                   chunk.count, scores + row * kChunk);
+        }
+      }
       for (int row = 0; row < rows; ++row) {
         factors[row] = weigh(visibility(unit, row / group_), index * kChunk, chunk.count,
                              scores + row * kChunk, sums.maximum + row, sums.total + row);
@@ -259,6 +268,44 @@ class Attention {
     if (node < 0) return {row.seq_len - row.num_nodes + node + 1, nullptr, 0};
     const int64_t num_words = (row.num_nodes + 63) / 64;
     return {row.seq_len - row.num_nodes, unit.words + node * num_words, num_words};
+  }
+
+  // Positions in the text, counted from a tree's first level.
+  static int64_t position_of_node(const Unit& unit, int64_t node) {
+    const int64_t num_words = (unit.row->num_nodes + 63) / 64;
+    int64_t ancestors = -1;  // a node is among its own
+    for (int64_t word = 0; word < num_words; ++word) {
+      ancestors += __builtin_popcountll(unit.words[node * num_words + word]);
+    }
+    return ancestors;
+  }
+
+  static float position_of_query(const Unit& unit, int64_t query) {
+    const int64_t node = unit.first_query + query - (unit.row->num_queries - unit.row->num_nodes);
+    return static_cast<float>(node < 0 ? node : position_of_node(unit, node));
+  }
+
+  static void place_slots(const Unit& unit, int64_t start, int count, float* positions) {
+    const int64_t committed = unit.row->seq_len - unit.row->num_nodes;
+    for (int i = 0; i < count; ++i) {
+      const int64_t node = start + i - committed;
+      positions[i] = static_cast<float>(node < 0 ? node : position_of_node(unit, node));
+    }
+    std::fill(positions + count, positions + kChunk, 0.0f);
+  }
+
+  // In units of scores before scaling.
+  float slope(const Unit& unit, int row) const {
+    return arguments_.alibi_slopes[unit.kv_head * group_ + row % group_] / arguments_.scale;
+  }
+
+  // Distances are exact, and those that matter are short.
+  static void add_bias(float slope, float own, const float* positions, int count, float* scores) {
+    const Floats slopes = broadcast(slope), from = broadcast(own);
+    for (int column = 0; column < count; column += kLanes) {
+      const Floats bias = slopes * (load(positions + column) - from);
+      store(scores + column, load(scores + column) + bias);
+    }
   }
 
   // One row's scores of a chunk -> weights relative to the row's new maximum, in place. Updates
@@ -361,7 +408,7 @@ int vllm_trie_tree_attention(int dtype, const void* query, int64_t query_stride,
                              int64_t block_table_stride, const void* rows, const uint64_t* words,
                              int64_t num_rows, void* output, int64_t output_stride, int num_heads,
                              int num_kv_heads, int head_size, int block_size, float scale,
-                             int num_threads) {
+                             const float* alibi_slopes, int num_threads) {
   using namespace vllm_trie;
   if (head_size % kSegment || block_size % kSegment || num_heads % num_kv_heads ||
       num_heads / num_kv_heads > kMaxRows || !(scale > 0.0f)) {
@@ -372,7 +419,8 @@ int vllm_trie_tree_attention(int dtype, const void* query, int64_t query_stride,
                             block_table_stride, static_cast<const Row*>(rows), words,
                             num_rows,   output,       output_stride,
                             num_heads,  num_kv_heads, head_size,
-                            block_size, scale,        num_threads};
+                            block_size, scale,        alibi_slopes,
+                            num_threads};
   switch (dtype) {
     case 0:
       Attention<float>(arguments).run();
