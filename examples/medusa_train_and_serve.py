@@ -63,7 +63,7 @@ def main(model: str, data: Path | None, steps: int) -> None:
                 client.chat.completions.create(**chat, extra_body={"vllm_xargs": extra})
                 for extra in ({}, {"speculation": False})
             )
-            metrics = httpx.get(client.base_url.join("/metrics"), trust_env=False).text
+            metrics = httpx.get(str(client.base_url.join("/metrics")), trust_env=False).text
         accepted = sum(
             float(line.split()[-1])
             for line in metrics.splitlines()

@@ -1,15 +1,16 @@
 """Draft trees on two tensor-parallel ranks.
 
-    VLLM_CPU_OMP_THREADS_BIND=nobind python examples/tensor_parallel.py [--model PATH]
+    python examples/tensor_parallel.py [--model PATH]
 
 Nothing changes but `tensor_parallel_size`: each rank holds half of the model, rank 0's trees are
-verified by both. On CPUs vLLM gives each rank a NUMA node of its own; the variable above is for
-machines that have one only.
+verified by both.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
 from vllm import LLM, SamplingParams
 
@@ -27,6 +28,9 @@ REQUESTS = ("Rename `items` to `stock`.", "Add docstrings to the functions.")
 
 
 def main(model: str) -> None:
+    if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
+        # On CPUs vLLM gives each rank a NUMA node of its own, and refuses if there are too few.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     llm = LLM(
         model,
         tensor_parallel_size=2,
