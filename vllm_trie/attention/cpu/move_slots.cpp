@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "../../native/parallel.hpp"
@@ -16,6 +17,9 @@ struct Move {
   int64_t source_key, target_key;  // first element of the key's column
   int64_t source_value, target_value;
 };
+
+template <size_t kSize>
+using Size = std::integral_constant<size_t, kSize>;
 
 template <typename T>
 class Mover {
@@ -42,13 +46,6 @@ class Mover {
       }
       for (const int64_t first : {move.source_value, move.target_value}) {
         for (int d = 0; d < head_size; d += kLine) value_lines_.push_back(first + d);
-      }
-    }
-    for (int64_t i = 0; i < num_moves; ++i) {
-      key_sources_.push_back(moves_[i].source_key);
-      key_targets_.push_back(moves_[i].target_key);
-      for (int64_t later = i + 1; later < num_moves; ++later) {
-        if (targets[i] == sources[later]) in_turn_ = false;
       }
     }
     std::sort(key_lines_.begin(), key_lines_.end());
@@ -90,21 +87,39 @@ class Mover {
     for (const int64_t line : key_lines_) prefetch(row + line);
   }
 
-  // Every source is read before a target is written, unless no target is the source of a later
-  // move: then one move after another does the same and is faster.
+  // Every source is read before a target is written.
   void move_keys(T* head, const T* next, T* read) const {
-    const size_t count = key_sources_.size();
-    const int64_t* __restrict sources = key_sources_.data();
-    const int64_t* __restrict targets = key_targets_.data();
-    for (int d = 0; d < head_size_; ++d, head += block_size_) {
-      if (next && !kWholeHeads) prefetch_key_row(next, d);
-      if (in_turn_) {
-        for (size_t i = 0; i < count; ++i) head[targets[i]] = head[sources[i]];
-      } else {
-        for (size_t i = 0; i < count; ++i) read[i] = head[sources[i]];
-        for (size_t i = 0; i < count; ++i) head[targets[i]] = read[i];
+    const size_t count = moves_.size();
+    for (size_t i = 0; i < count;) i += read_keys(i, head, next, read + i * head_size_);
+    for (size_t i = 0; i < count;) i += write_keys(i, head, read + i * head_size_);
+  }
+
+  // As many keys at a time as registers can hold the places of. Returns their number.
+  static constexpr size_t kGroup = 8;
+
+  size_t read_keys(size_t first, const T* row, const T* next, T* to) const {
+    const auto run = [&](auto size) {
+      int64_t from[size];
+      for (size_t i = 0; i < size; ++i) from[i] = moves_[first + i].source_key;
+      for (int d = 0; d < head_size_; ++d, row += block_size_, to += size) {
+        if (next && !kWholeHeads && first == 0) prefetch_key_row(next, d);
+        for (size_t i = 0; i < size; ++i) to[i] = row[from[i]];
       }
-    }
+      return size();
+    };
+    return first + kGroup <= moves_.size() ? run(Size<kGroup>()) : run(Size<1>());
+  }
+
+  size_t write_keys(size_t first, T* row, const T* from) const {
+    const auto run = [&](auto size) {
+      int64_t to[size];
+      for (size_t i = 0; i < size; ++i) to[i] = moves_[first + i].target_key;
+      for (int d = 0; d < head_size_; ++d, row += block_size_, from += size) {
+        for (size_t i = 0; i < size; ++i) row[to[i]] = from[i];
+      }
+      return size();
+    };
+    return first + kGroup <= moves_.size() ? run(Size<kGroup>()) : run(Size<1>());
   }
 
   void move_values(T* head, T* read) const {
@@ -121,8 +136,6 @@ class Mover {
   int64_t num_layers_, head_stride_;
   int num_kv_heads_, block_size_, head_size_;
   std::vector<Move> moves_;
-  std::vector<int64_t> key_sources_, key_targets_;
-  bool in_turn_ = true;
   std::vector<int64_t> key_lines_, value_lines_;  // distinct ones that hold sources or targets
 };
 
