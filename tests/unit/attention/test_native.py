@@ -248,6 +248,20 @@ def test_move_slots(native: NativeKernels, dtype: torch.dtype, num_threads: int)
         assert torch.equal(cache, wanted)
 
 
+def test_move_slots_of_other_caches(native: NativeKernels) -> None:
+    """What is remembered of one call's caches is not believed of another's."""
+    caches = [torch.randn(2, 1, 32, 64) for _ in range(3)]
+    source, target = torch.tensor([5, 40]), torch.tensor([40, 2])
+    assert native.move_slots(caches, source, target)
+    for others in (caches[:2], [*caches[:2], torch.randn(2, 1, 32, 64)]):
+        expected = [cache.clone() for cache in others]
+        for cache in expected:
+            move_slots(cache, source, target)
+        assert native.move_slots(others, source, target)
+        assert all(map(torch.equal, others, expected))
+    assert not native.move_slots([caches[0], torch.randn(2, 2, 32, 64)], source, target)
+
+
 def test_falls_back_on_what_the_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that no vLLM kernel has, and a machine without a compiler."""
     odd = paged_case([RequestShape(20, 1, 5)], torch.float32, 2, 1, 24, 8, seed=8)
