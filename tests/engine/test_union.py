@@ -50,7 +50,8 @@ def test_greedy(engine, expected, batch_size):
 
 def test_the_window_moves_on_inside_the_union(engine, expected):
     """The part gets its own nodes' argmax back, wherever they lie in the merged tree."""
-    llm = engine(**speculation("trie_union", 64, drafters=["ngram_trie", "lookahead"]))
+    config = {"drafters": ["ngram_trie", "lookahead"], "adaptive": False}
+    llm = engine(**speculation("trie_union", 64, **config))
     union = runner_of(llm).drafter.guarded.drafter
     lookahead = union.parts[1]
     core = llm.llm_engine

@@ -3,55 +3,72 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-_RATE = 0.1
+_RATE = 0.05
 _LIMIT = 6.0
 """Log-odds are believed up to here, 0.25 % and 99.75 %."""
+# What is expected before anything is learned (docs/union.md tells how it was chosen).
+_DOUBTED = 1.25
+"""Weight of a part whose token no other part proposes: guesses, mostly below one half, that the
+others do not share are less likely than the part thinks."""
+_SHARED = 1.1
+"""Sum of the weights of parts that agree."""
+_AGREEMENT = 0.6
+"""Log-odds that each further part adds by agreeing."""
 
 
 class Calibrator:
     """Logistic regression of "the node is accepted, given its parent" on the parts' log-odds.
 
-    Which parts propose a node says as much as the probabilities they give it, so there is one
-    regression for each set of parts. It begins with the parts' average log-odds, that is with the
-    part's own probability where only one proposes. Learned by stochastic gradient with Adagrad's
-    step sizes (Duchi et al. 2011, section 1.3), in plain floats and in the order of the calls:
-    equal on every rank.
+    Which parts propose a node, and which drafted and do not, says as much as the probabilities they
+    give it, so there is one regression for each such pair of sets. A part that drafts alone is
+    believed at first. Learned by stochastic gradient with Adagrad's step sizes (Duchi et al. 2011,
+    section 1.3), in plain floats and in the order of the calls: equal on every rank.
     """
 
     def __init__(self) -> None:
-        self._models: dict[tuple[int, ...], _Model] = {}
+        self._models: dict[tuple[tuple[int, ...], int], _Model] = {}
 
-    def probability(self, edges: Mapping[int, float]) -> float:
-        """Probability of an edge that the parts `edges.keys()` propose, at least one."""
-        parts = tuple(edges)
-        model = self._models.get(parts)
-        if model is None:
-            model = self._models[parts] = _Model(len(parts))
+    def probability(self, edges: Mapping[int, float], num_drafting: int) -> float:
+        """Probability of a node, given its parent.
+
+        Args:
+            edges: what the parts that propose it say, at least one.
+            num_drafting: number of parts that drafted in this step.
+        """
+        model = self._model(edges, num_drafting)
         return _sigmoid(model.log_odds([_log_odds(p) for p in edges.values()]))
 
-    def learn(self, edges: Mapping[int, float], was_accepted: bool) -> None:
-        """Take in what became of an edge whose parent was right."""
-        parts = tuple(edges)
-        model = self._models.get(parts)
-        if model is None:
-            model = self._models[parts] = _Model(len(parts))
+    def learn(self, edges: Mapping[int, float], num_drafting: int, was_accepted: bool) -> None:
+        """Take in what became of a node whose parent was right."""
+        model = self._model(edges, num_drafting)
         model.learn([_log_odds(p) for p in edges.values()], float(was_accepted))
+
+    def _model(self, edges: Mapping[int, float], num_drafting: int) -> _Model:
+        key = tuple(edges), num_drafting
+        model = self._models.get(key)
+        if model is None:
+            model = self._models[key] = _Model(len(edges), num_drafting)
+        return model
 
 
 class _Model:
-    def __init__(self, num_parts: int) -> None:
-        self._weights = [1.0 / num_parts] * num_parts + [0.0]
-        self._squares = [1.0] * (num_parts + 1)
+    def __init__(self, num_proposing: int, num_drafting: int) -> None:
+        if num_proposing > 1:
+            weight, bias = _SHARED / num_proposing, _AGREEMENT * (num_proposing - 1)
+        else:
+            weight, bias = (_DOUBTED if num_drafting > 1 else 1.0), 0.0
+        self._weights = [weight] * num_proposing + [bias]
+        self._squares = [1.0] * (num_proposing + 1)
 
-    def log_odds(self, features: list[float]) -> float:
+    def log_odds(self, features: Sequence[float]) -> float:
         total = self._weights[-1]
         for weight, feature in zip(self._weights, features, strict=False):
             total += weight * feature
         return total
 
-    def learn(self, features: list[float], outcome: float) -> None:
+    def learn(self, features: Sequence[float], outcome: float) -> None:
         error = _sigmoid(self.log_odds(features)) - outcome
         for i, feature in enumerate((*features, 1.0)):
             gradient = error * feature

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from vllm_trie.drafters import registry
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest, VerifiedStep
 from vllm_trie.drafters.union.calibration import Calibrator
-from vllm_trie.drafters.union.hindsight import HORIZON, Draft, gains
+from vllm_trie.drafters.union.hindsight import HORIZON, Draft, judge
 from vllm_trie.drafters.union.merge import merge
 from vllm_trie.drafters.union.options import METHOD, TrieUnionOptions
 from vllm_trie.drafters.union.roster import Roster, SharedRecord
@@ -69,7 +69,10 @@ class TrieUnionDrafter(Drafter):
         self.needs_hidden_states = any(part.needs_hidden_states for part in self.parts)  # type: ignore[misc]
         self.needs_node_argmax = any(part.needs_node_argmax for part in self.parts)  # type: ignore[misc]
         self.calibrator = Calibrator()
-        self.shared = SharedRecord(len(self.parts))
+        # What a part takes for a window is learned when it first drafts.
+        is_costly = [part.needs_node_argmax for part in self.parts]
+        self._usual_overhead = [context.num_nodes * 3 // 4 * costly for costly in is_costly]
+        self.shared = SharedRecord(is_costly)
         self._states: dict[str, _State] = {}
 
     def load_model(self, target_model: Any) -> None:
@@ -123,9 +126,14 @@ class TrieUnionDrafter(Drafter):
                 continue
             depth[node] = depth[parent] + 1
             if depth[node] <= len(continuation):
-                self.calibrator.learn(merged.edges[node], node in right)
+                self.calibrator.learn(merged.edges[node], len(draft.overhead), node in right)
         if self.options.adaptive:
-            state.roster.record(gains(draft, continuation))
+            resting = {
+                part: self._usual_overhead[part]
+                for part in range(len(self.parts))
+                if part not in draft.overhead
+            }
+            state.roster.record(judge(draft, continuation, resting))
 
     def _merged_tree(
         self, request: DraftRequest, state: _State, trees: dict[int, TokenTree]
@@ -135,8 +143,12 @@ class TrieUnionDrafter(Drafter):
         probabilities: list[float] = []
         for node, parent in enumerate(merged.parents):
             above = 1.0 if parent < 0 else probabilities[parent]
-            probabilities.append(above * self.calibrator.probability(merged.edges[node]))
+            edge = self.calibrator.probability(merged.edges[node], len(trees))
+            probabilities.append(above * edge)
         overhead = _overhead(trees, request.max_nodes)
+        for part, nodes in overhead.items():
+            if nodes:
+                self._usual_overhead[part] = nodes
         draft = Draft(merged, probabilities, overhead, request.max_nodes, len(request.token_ids))
         state.drafts.append(draft)
         state.parts = trees

@@ -1,80 +1,140 @@
-"""Which parts draft: one that brings nothing beside the others rests, and is tried again.
+"""Which parts draft: one that is not worth its place rests, and is tried again.
 
-A part's gain is what `hindsight.gains` found, in tokens per step. Each request has its own roster,
-because what pays differs from text to text; it begins with what earlier requests have shown. Parts
-leave one at a time, and the others are judged anew after it: of two that propose the same, neither
-gains anything beside the other.
+A part is worth its `gross` (tokens per step that only its candidates bring) less its `cost` (tokens
+per step that others' candidates would bring in the place of what it never wants accepted). Both are
+judged in hindsight, see `hindsight.judge`; the cost is known even while the part rests.
+
+Parts leave one at a time, and the others are judged anew after it: of two that propose the same,
+neither brings anything beside the other. Parts that cost something begin at rest. A trial may cost
+no more than a share of the tokens generated since the last one, so it comes soon where the others
+find little and seldom where they find much; one that costs more than was expected ends early. After
+a trial that failed the next has to wait longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-LEAST_GAIN = 0.01
+from vllm_trie.drafters.union.hindsight import Judgement
+
+LEAST_WORTH = 0.01
 """Tokens per step that a part must bring, to be worth its time."""
-PRIOR_GAIN = 0.3
+PRIOR_GROSS = 0.3
 """What is expected of a part that nothing is known about."""
+PRIOR_COST = 1.0
+"""What a part with a window is expected to cost, tokens per step."""
 PRIOR_STEPS = 8
 """How many of its own steps a request must see to outweigh what earlier ones have shown."""
-REQUEST_STEPS = 12
+FEW_STEPS = 4
+"""Judged steps of a request before its costs are believed; `PRIOR_COST` counts for as many."""
+REQUEST_STEPS = 24
 """Judged steps of a request before a part may leave it."""
-SHARED_STEPS = 48
+SHARED_STEPS = 256
 """Judged steps of all requests before a part leaves for requests to come."""
 TRIAL_STEPS = 24
 """Judged steps of a trial; the first third is not counted, a part may need to warm up."""
-FIRST_WAIT = 128
-LAST_WAIT = 4096
+TRIAL_SHARE = 0.001
+"""Share of the generated tokens that trials of a part may cost."""
+FIRST_ALLOWANCE = 1.0
+"""Tokens that trials of a part may cost from the beginning."""
+FIRST_WAIT = 32
+LAST_WAIT = 512
 """Steps without a part before it is tried again; doubled after each trial that fails."""
-_MEMORY = 64.0
+_MEMORY = 256.0
 
 
 class SharedRecord:
-    """What all requests together have shown of each part."""
+    """What all requests together have shown of each part.
 
-    def __init__(self, num_parts: int) -> None:
-        self.active = [True] * num_parts
-        self.gain = [PRIOR_GAIN] * num_parts
+    Args:
+        is_costly: whether each part takes nodes for what is never accepted.
+    """
+
+    def __init__(self, is_costly: Sequence[bool]) -> None:
+        self.is_costly = list(is_costly)
+        self.active = [not costly for costly in is_costly]
+        if not any(self.active):
+            self.active[0] = True
+        num_parts = len(self.active)
+        self.gross: list[float | None] = [None] * num_parts
         self.wait = [FIRST_WAIT] * num_parts
         self.rested = [0] * num_parts
         """Steps without the part since its last trial."""
+        self.allowance = [FIRST_ALLOWANCE] * num_parts
+        """Tokens that trials of the part may cost now, beside those that are under way."""
         self.returns = [0] * num_parts
-        """How often the part has come back."""
+        """How often a trial has paid."""
         self._steps = 0
 
-    def record(self, gains: Mapping[int, float]) -> None:
-        """Take in a judged step."""
-        for part, gain in gains.items():
-            self.gain[part] += (gain - self.gain[part]) / _MEMORY
+    def expected(self, part: int) -> float:
+        """Gross worth of a part, tokens per step."""
+        known = self.gross[part]
+        return PRIOR_GROSS if known is None else known
+
+    def record(self, judgement: Judgement, drafted: Sequence[int]) -> None:
+        """Take in a judged step; `drafted` are the parts that drafted as a matter of course."""
+        for part in range(len(self.active)):
+            self.allowance[part] += TRIAL_SHARE * judgement.num_tokens
+        for part in drafted:
+            gross = judgement.worth[part].gross
+            if gross is not None:
+                expected = self.expected(part)
+                self.gross[part] = expected + (gross - expected) / _MEMORY
         self._steps += 1
         if self._steps < SHARED_STEPS:
             return
-        part = _worst(self.active, self.gain)
+        worth = {
+            part: self.expected(part)
+            for part, active in enumerate(self.active)
+            if active and not self.is_costly[part]
+        }
+        part = worst(worth)
         if part is not None:
             self.active[part] = False
-            self._expect_again()
+            self._steps = 0
+            for other in worth:
+                self.gross[other] = max(self.expected(other), PRIOR_GROSS)
 
-    def bring_back(self, part: int, gain: float) -> None:
+    def bring_back(self, part: int, gross: float) -> None:
         """A trial has paid."""
-        self.active[part] = True
-        self.gain[part] = gain
+        self.active[part] = not self.is_costly[part]
+        self.gross[part] = gross
         self.wait[part] = FIRST_WAIT
         self.returns[part] += 1
 
-    def keep_out(self, part: int) -> None:
+    def keep_out(self, part: int, gross: float) -> None:
         """A trial has not paid."""
+        self.gross[part] = gross
         self.wait[part] = min(2 * self.wait[part], LAST_WAIT)
-
-    def _expect_again(self) -> None:
-        self._steps = 0
-        for part, active in enumerate(self.active):
-            if active:
-                self.gain[part] = max(self.gain[part], PRIOR_GAIN)
 
 
 @dataclass(slots=True)
 class _Tally:
-    total: float = 0.0
+    """Sums over judged steps of a part that drafts as a matter of course, or rests."""
+
+    gross: float = 0.0
+    gross_steps: int = 0
+    cost: float = 0.0
+    steps: int = 0
+
+    @property
+    def mean_cost(self) -> float:
+        return self.cost / max(self.steps, 1)
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Sums over the judged steps of a trial."""
+
+    reserve: float
+    """What it may cost, tokens."""
+    spent: float = 0.0
+    """What it has cost, less what it has brought, tokens."""
+    gross: float = 0.0
+    """What its candidates brought after the warm-up, tokens."""
+    net: float = 0.0
+    """The same, less the cost."""
     steps: int = 0
 
 
@@ -85,89 +145,129 @@ class Roster:
     shared: SharedRecord
     active: list[bool] = field(init=False)
     _tallies: list[_Tally] = field(init=False)
-    _trials: dict[int, _Tally] = field(init=False)
+    _trials: dict[int, _Trial] = field(init=False)
+    _barred: set[int] = field(init=False)
+    """Parts that have left; only a trial brings them back."""
     _returns: list[int] = field(init=False)
     _steps: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.active = list(self.shared.active)
+        shared = self.shared
+        self.active = list(shared.active)
         self._tallies = [_Tally() for _ in self.active]
         self._trials = {}
-        self._returns = list(self.shared.returns)
+        self._barred = {
+            p for p, active in enumerate(self.active) if not active and not shared.is_costly[p]
+        }
+        self._returns = list(shared.returns)
         self._steps = 0
 
     def next_step(self) -> list[int]:
         """The parts that draft now."""
-        shared = self.shared
         for part, active in enumerate(self.active):
-            if active or part in self._trials:
-                continue
-            if shared.returns[part] != self._returns[part]:
-                self._admit(part)
-                continue
-            shared.rested[part] += 1
-            if shared.rested[part] >= shared.wait[part]:
-                shared.rested[part] = 0
-                self._trials[part] = _Tally()
+            if not active and part not in self._trials:
+                self._consider(part)
         return [p for p, active in enumerate(self.active) if active or p in self._trials]
 
-    def record(self, gains: Mapping[int, float]) -> None:
+    def record(self, judgement: Judgement) -> None:
         """Take in a judged step of this request."""
-        regular = {part: gain for part, gain in gains.items() if self.active[part]}
-        self.shared.record(regular)
-        for part, gain in regular.items():
-            self._tallies[part].total += gain
-            self._tallies[part].steps += 1
-        for part, trial in list(self._trials.items()):
-            if part in gains:
-                self._judge_trial(part, trial, gains[part])
+        regular = [p for p, active in enumerate(self.active) if active and p in judgement.worth]
+        self.shared.record(judgement, regular)
         self._steps += 1
+        for part, (gross, cost) in judgement.worth.items():
+            tally = self._tallies[part]
+            tally.cost += cost
+            tally.steps += 1
+            if gross is None:
+                continue
+            if part in regular:
+                tally.gross += gross
+                tally.gross_steps += 1
+            elif part in self._trials:
+                self._record_trial(part, gross, cost)
+            else:  # drafted in a trial that was over before this step was judged
+                self.shared.allowance[part] -= cost - gross
         if self._steps < REQUEST_STEPS:
             return
-        worst = _worst(self.active, [self._estimate(part) for part in range(len(self.active))])
-        if worst is not None:
-            self.active[worst] = False
+        leaving = worst({p: self._worth(p) for p, active in enumerate(self.active) if active})
+        if leaving is not None:
+            self.active[leaving] = False
+            self._barred.add(leaving)
             self._begin_anew()
 
     def end(self) -> None:
         """The request has ended; an unfinished trial goes to another one."""
-        for part in self._trials:
+        for part, trial in self._trials.items():
             self.shared.rested[part] = self.shared.wait[part]
+            self.shared.allowance[part] += trial.reserve - trial.spent
+        self._trials.clear()
 
-    def _judge_trial(self, part: int, trial: _Tally, gain: float) -> None:
+    def _consider(self, part: int) -> None:
+        """Whether a resting part should draft again."""
+        shared, tally = self.shared, self._tallies[part]
+        if shared.returns[part] != self._returns[part]:
+            self._returns[part] = shared.returns[part]
+            self._barred.discard(part)
+        shared.rested[part] += 1
+        if shared.is_costly[part] and tally.steps < FEW_STEPS:
+            return
+        is_known = part not in self._barred and shared.gross[part] is not None
+        if is_known and self._worth(part) >= LEAST_WORTH:
+            self._admit(part)
+            return
+        cost = 0.0
+        if shared.is_costly[part]:
+            known = PRIOR_COST * FEW_STEPS + tally.cost
+            cost = TRIAL_STEPS * known / (FEW_STEPS + tally.steps)
+        if shared.rested[part] >= shared.wait[part] and cost <= shared.allowance[part]:
+            shared.rested[part] = 0
+            shared.allowance[part] -= cost
+            self._trials[part] = _Trial(cost)
+
+    def _record_trial(self, part: int, gross: float, cost: float) -> None:
+        trial, warm_up = self._trials[part], TRIAL_STEPS // 3
         trial.steps += 1
-        warm_up = TRIAL_STEPS // 3
+        trial.spent += cost - gross
         if trial.steps > warm_up:
-            trial.total += gain
-        if trial.steps < TRIAL_STEPS:
+            trial.gross += gross
+            trial.net += gross - cost
+        is_too_dear = trial.spent > trial.reserve and trial.spent > 0
+        if trial.steps < TRIAL_STEPS and not is_too_dear:
             return
         del self._trials[part]
-        mean = trial.total / (TRIAL_STEPS - warm_up)
-        if mean > LEAST_GAIN:
-            self.shared.bring_back(part, mean)
-            self._admit(part)
-        else:
-            self.shared.keep_out(part)
+        self.shared.allowance[part] += trial.reserve - trial.spent
+        counted = max(trial.steps - warm_up, 1)
+        if is_too_dear or trial.net / counted < LEAST_WORTH:
+            self.shared.keep_out(part, trial.gross / counted)
+            self._barred.add(part)
+            return
+        self.shared.bring_back(part, trial.gross / counted)
+        self._returns[part] = self.shared.returns[part]
+        self._admit(part)
 
     def _admit(self, part: int) -> None:
+        self._barred.discard(part)
         self.active[part] = True
         self._begin_anew()
 
-    def _begin_anew(self) -> None:
-        self._steps = 0
-        self._returns = list(self.shared.returns)
-        self._tallies = [_Tally() for _ in self.active]
-
-    def _estimate(self, part: int) -> float:
+    def _worth(self, part: int) -> float:
+        """Gross less cost of a part in this request, tokens per step."""
         tally = self._tallies[part]
-        prior = PRIOR_STEPS * self.shared.gain[part]
-        return (prior + tally.total) / (PRIOR_STEPS + tally.steps)
+        prior = PRIOR_STEPS * self.shared.expected(part)
+        gross = (prior + tally.gross) / (PRIOR_STEPS + tally.gross_steps)
+        return gross - tally.mean_cost
+
+    def _begin_anew(self) -> None:
+        """Others' worth has changed with the parts that draft; costs are kept a little."""
+        self._steps = 0
+        for tally in self._tallies:
+            tally.gross, tally.gross_steps = 0.0, 0
+            tally.cost, tally.steps = FEW_STEPS * tally.mean_cost, min(tally.steps, FEW_STEPS)
 
 
-def _worst(active: list[bool], gain: list[float]) -> int | None:
-    """The active part that gains least, if that is too little and another one stays."""
-    parts = [part for part, is_active in enumerate(active) if is_active]
-    if len(parts) < 2:
+def worst(worth: Mapping[int, float]) -> int | None:
+    """The part that is worth least, the last of equals, if that is too little and others stay."""
+    if len(worth) < 2:
         return None
-    worst = min(parts, key=lambda part: (gain[part], -part))
-    return worst if gain[worst] < LEAST_GAIN else None
+    part = min(worth, key=lambda part: (worth[part], -part))
+    return part if worth[part] < LEAST_WORTH else None

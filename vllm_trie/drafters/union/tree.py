@@ -52,7 +52,7 @@ def build_tree(draft: Draft, trees: Sequence[TokenTree]) -> UnionTree:
         trees: one for each part, empty for parts that did not draft.
     """
     merged = draft.merged
-    selected = draft.selected(sum(draft.overhead.values()))
+    selected = draft.selected()
     index = {node: i for i, node in enumerate(selected)}
     candidates = TokenTree.from_lists(
         [merged.token_ids[node] for node in selected],
