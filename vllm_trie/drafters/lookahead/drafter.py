@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest, VerifiedStep
 from vllm_trie.drafters.lookahead.candidates import candidate_trie
 from vllm_trie.drafters.lookahead.options import LookaheadOptions, Shape, fit
-from vllm_trie.drafters.lookahead.pool import CONTEXT_LEN, NgramPool
+from vllm_trie.drafters.lookahead.pool import CONTEXT_LEN, Candidate, NgramPool
 from vllm_trie.drafters.lookahead.window import Window
 from vllm_trie.tree import TokenTree
 
@@ -83,7 +83,7 @@ class LookaheadDrafter(Drafter):
         )
         last_token = int(request.token_ids[-1])
         candidates = state.pool.after(request.token_ids[-CONTEXT_LEN - 1 :].tolist())
-        trie = candidate_trie(
+        trie = self.verification_branch(
             candidates[:1] if request.chain_only else candidates,
             min(
                 self.shape.max_candidate_nodes,
@@ -97,6 +97,12 @@ class LookaheadDrafter(Drafter):
         state.proposed = _with_window(trie, window)
         state.proposed_after = last_token
         return state.proposed
+
+    def verification_branch(
+        self, candidates: Sequence[Candidate], max_nodes: int, max_depth: int
+    ) -> TokenTree:
+        """Candidates, the best first, as the tree that verifies them."""
+        return candidate_trie(candidates, max_nodes, max_depth, self.options.min_probability)
 
     def _updated_state(self, request: DraftRequest) -> _State:
         """The request's state with its new tokens and the window's results taken in."""
@@ -142,6 +148,8 @@ def _with_window(trie: TokenTree, window: Window) -> TokenTree:
     if trie.probabilities is not None:
         probabilities[:num_candidates] = trie.probabilities
     never_accept = np.zeros(num_nodes, dtype=bool)
+    if trie.never_accept is not None:
+        never_accept[:num_candidates] = trie.never_accept
     never_accept[num_candidates:] = True
     tokens = np.concatenate([trie.token_ids, np.array(token_ids, dtype=np.int32)])
     return TokenTree(tokens, parents, probabilities, never_accept)

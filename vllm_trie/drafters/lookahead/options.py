@@ -45,6 +45,13 @@ class LookaheadOptions(DrafterOptions):
         ge=1,
         description="B, node limit of the candidates' trie; left out: what the window leaves.",
     )
+    min_probability: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="Nodes of the candidates' trie that are less likely than this are not "
+        "verified; 0 verifies all that fit.",
+    )
     pool_size: int = Field(
         default=4096,
         ge=1,

@@ -286,3 +286,17 @@ def test_the_trie_holds_the_likeliest_prefixes(
         assert tree.probabilities is not None
         best = sorted(full.probabilities.tolist(), reverse=True)[: tree.num_nodes]
         assert sorted(tree.probabilities.tolist(), reverse=True) == best
+
+
+@given(CANDIDATES, st.integers(0, 12), st.floats(0.0, 1.0))
+def test_unlikely_nodes_are_left_out(
+    candidates: list[Candidate], max_nodes: int, least: float
+) -> None:
+    full = candidate_trie(candidates, max_nodes, 3)
+    tree = candidate_trie(candidates, max_nodes, 3, least)
+    tree.validate(VOCAB, max_nodes)
+    expected = [] if full.probabilities is None else full.probabilities.tolist()
+    found = [] if tree.probabilities is None else tree.probabilities.tolist()
+    # The tree's probabilities are rounded to 32 bits, the comparison is not.
+    assert all(p >= least - 1e-6 for p in found)
+    assert len(found) >= sum(p > least + 1e-6 for p in expected)
