@@ -1,4 +1,4 @@
-"""The demo, the benchmark of speculation and the example as their users run them."""
+"""The demo and the benchmark of speculation as their users run them."""
 
 from __future__ import annotations
 
@@ -67,10 +67,3 @@ def test_speculation_benchmark(tmp_path: Path) -> None:
         sum(full[f"{part}_ms_per_step"] for part in ("preparation", "verification", "bookkeeping")),
         rel=0.5,  # medians do not add up
     )
-
-
-@pytest.mark.slow
-def test_offline_example() -> None:
-    done = run("examples/offline_ngram_trie.py")
-    tokens, steps = map(int, re.findall(r"(\d+) tokens in (\d+) steps", done.stdout)[0])
-    assert 0 < steps < tokens
