@@ -104,6 +104,6 @@ def learner(tmp_path: Path) -> Iterator[Callable[[], _peers_engines.Measured]]:
 def test_engines_learn_and_forget(learner: Callable[..., _peers_engines.Measured]) -> None:
     first, second, third = learner(), learner(), learner(forget=True)
     assert first.steps == 59, "random text cannot be guessed"
-    assert second.steps < 20, "the answer was seen a moment ago"
+    assert second.steps < 50, "the answer was seen a moment ago"
     assert third.steps == 59, "the engine was told to forget"
     assert first.output == second.output == third.output
