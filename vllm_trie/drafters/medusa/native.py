@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Sequence
-from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,8 @@ class _Scoring(ctypes.Structure):
 
 
 _SCORING = _Scoring(CONCENTRATION, DISCOUNT, MIN_ORDER)
-_JOB_FIELDS = 11
-"""Members of C++'s `MedusaJob`, eight bytes each; the last one is the number of nodes."""
+_PACK = struct.Struct("10q").pack
+"""Makes C++'s `MedusaJob` of its members."""
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -57,41 +58,38 @@ def select_batch(jobs: Sequence[Job]) -> list[TokenTree]:
     """Select for every job in one native call; updates the jobs' own indexes.
 
     After a step of the model nothing of this is in the caches, and each new line of Python and each
-    object costs its way there: so all jobs go into one matrix, and all trees come out of one array.
+    object costs its way there: so all jobs go in as one array, and all trees come out as one.
     """
     if not jobs:
         return []
-    rows = np.array(
-        [
-            (
-                0 if index is None else index.handle,
-                _address(text),
-                len(text),
-                _address(tokens),
-                _address(probabilities),
-                *tokens.shape,
-                *limits,
-                0,
-            )
-            for tokens, probabilities, limits, index, text in jobs
-        ],
-        dtype=np.int64,
+    rows = b"".join(
+        _PACK(
+            0 if index is None else index.handle,
+            _address(text),
+            len(text),
+            _address(tokens),
+            _address(probabilities),
+            *tokens.shape,
+            *limits,
+        )
+        for tokens, probabilities, limits, index, text in jobs
     )
     stride = max(job[2][0] for job in jobs)
-    trees = np.empty((3, len(jobs), stride), dtype=np.int32)
-    first = _address(trees)
-    size = trees.strides[0]
-    status = require_library().medusa_select(
-        _address(rows), len(jobs), _SCORING, stride, first, first + size, first + 2 * size
-    )
+    trees = np.empty((len(jobs), 1 + 3 * stride), dtype=np.int32)
+    status = require_library().medusa_select(rows, len(jobs), _SCORING, stride, _address(trees))
     if status == _NONE:
         raise MemoryError("no memory for the n-grams of a request")
-    token_ids, parents, probabilities = trees[0], trees[1], trees[2].view(np.float32)
+    shares = trees.view(np.float32)
+    second, third = 1 + stride, 1 + 2 * stride
     return [
-        TokenTree(token_ids[row, :num], parents[row, :num], probabilities[row, :num])
-        if num
+        TokenTree(
+            trees[i, 1 : 1 + size],
+            trees[i, second : second + size],
+            shares[i, third : third + size],
+        )
+        if size
         else TokenTree.empty()
-        for row, num in enumerate(rows[:, -1].tolist())
+        for i, size in enumerate(trees[:, 0].tolist())
     ]
 
 
@@ -162,7 +160,7 @@ def _library() -> ctypes.CDLL | None:
         "medusa_index_free": (None, [pointer]),
         "medusa_select": (
             c_int32,
-            [pointer, c_int32, POINTER(_Scoring), c_int32, pointer, pointer, pointer],
+            [c_char_p, c_int32, POINTER(_Scoring), c_int32, pointer],
         ),
         "medusa_top_candidates": (
             c_int32,

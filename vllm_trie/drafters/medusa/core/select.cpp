@@ -33,7 +33,7 @@ struct MedusaScoring {
     int32_t min_order;  // shorter contexts have no say
 };
 
-// One request of a batch, a row of an int64 matrix; the last member is a result.
+// One request of a batch.
 struct MedusaJob {
     Index* own;               // null: the product of the heads alone
     const int32_t* tokens;
@@ -45,9 +45,8 @@ struct MedusaJob {
     int64_t max_nodes;
     int64_t max_depth;
     int64_t chain_only;
-    int64_t num_nodes;
 };
-static_assert(sizeof(MedusaJob) == 11 * sizeof(int64_t), "native.py fills them as integers");
+static_assert(sizeof(MedusaJob) == 10 * sizeof(int64_t), "native.py packs them as integers");
 
 }  // extern "C"
 
@@ -163,10 +162,26 @@ class Selector {
         lay_out();
     }
 
+    // Ask for the memory of earlier calls: a step of the model has pushed it out of the caches.
+    void fetch() const {
+        fetch(contexts_);
+        fetch(heap_);
+        fetch(chosen_);
+        fetch(best_);
+        fetch(successors_);
+    }
+
     std::vector<int32_t> token_ids, parents;
     std::vector<float> probabilities;
 
    private:
+    template <typename T>
+    static void fetch(const std::vector<T>& memory) {
+        const char* begin = reinterpret_cast<const char*>(memory.data());
+        const size_t bytes = std::min(memory.capacity() * sizeof(T), size_t{16384});
+        for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(begin + i, 1);
+    }
+
     // Discover the children of a node: what the text says, then the heads.
     void expand(const MedusaJob& job, const MedusaScoring& scoring, int32_t context, double above,
                 int32_t parent, int32_t depth) {
@@ -305,24 +320,24 @@ Index* medusa_index_new(int32_t max_order) {
 
 void medusa_index_free(Index* index) { delete index; }
 
-// Select for a batch. Row i of the outputs, `stride` entries long, holds the tree of job i.
-// Returns 0, or kNone without memory.
-int32_t medusa_select(MedusaJob* jobs, int32_t num_jobs, const MedusaScoring* scoring,
-                      int32_t stride, int32_t* token_ids, int32_t* parents,
-                      float* probabilities) {
+// Select for a batch. trees: for each job the number of nodes, and then three times `stride`
+// entries: tokens, parents and probabilities (as floats). Returns 0, or kNone without memory.
+int32_t medusa_select(const MedusaJob* jobs, int32_t num_jobs, const MedusaScoring* scoring,
+                      int32_t stride, int32_t* trees) {
     static thread_local Selector selector;
     try {
+        selector.fetch();
         for (int32_t i = 0; i < num_jobs; ++i) {
-            MedusaJob& job = jobs[i];
-            selector.select(job, *scoring);
-            job.num_nodes = static_cast<int64_t>(selector.token_ids.size());
-            const size_t offset = static_cast<size_t>(i) * stride;
+            selector.select(jobs[i], *scoring);
             const size_t count = selector.token_ids.size();
-            if (count == 0) continue;
-            std::memcpy(token_ids + offset, selector.token_ids.data(), count * sizeof(int32_t));
-            std::memcpy(parents + offset, selector.parents.data(), count * sizeof(int32_t));
-            std::memcpy(probabilities + offset, selector.probabilities.data(),
-                        count * sizeof(float));
+            *trees++ = static_cast<int32_t>(count);
+            if (count) {
+                std::memcpy(trees, selector.token_ids.data(), count * sizeof(int32_t));
+                std::memcpy(trees + stride, selector.parents.data(), count * sizeof(int32_t));
+                std::memcpy(trees + 2 * static_cast<size_t>(stride),
+                            selector.probabilities.data(), count * sizeof(float));
+            }
+            trees += 3 * static_cast<size_t>(stride);
         }
         return 0;
     } catch (const std::bad_alloc&) {
