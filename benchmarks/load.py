@@ -107,7 +107,7 @@ def run(options: Any) -> list[Row]:
         "max_num_seqs": max(options.batch_sizes),
     }
     if options.dummy_shape:
-        limits |= dummy_shape(options.dummy_shape)
+        limits |= dummy_shape(options.dummy_shape, **limits)
     llms = {}
     for key, config in speculative_configs(options.nodes).items():
         llms[key] = engines.start_engine(model, **limits, speculative_config=config)
@@ -164,11 +164,21 @@ def compare(
     ]
 
 
-def dummy_shape(text: str) -> dict[str, Any]:
-    """Engine options for random weights of a Llama-like shape."""
+def dummy_shape(text: str, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
+    """Engine options for random weights of a Llama-like shape.
+
+    Args:
+        text: hidden size and number of layers, like ``1024x24``.
+        max_model_len: length limit of a sequence.
+        max_num_seqs: largest batch; the KV cache holds that many of the longest sequences.
+    """
     hidden, layers = map(int, text.split("x"))
     heads = hidden // 64
+    bytes_per_token = 2 * 2 * layers * hidden // 2  # keys and values, bfloat16, half the heads
     return {
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "kv_cache_memory_bytes": bytes_per_token * (max_model_len + 256) * (max_num_seqs + 1),
         "load_format": "dummy",
         "dtype": "bfloat16",
         "hf_overrides": {

@@ -17,8 +17,6 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # The shipped model is so small that more threads cost more than they bring.
     "OMP_NUM_THREADS": "1",
-    # vLLM's ngram method uses numba, which would set OpenMP's number of threads for all engines.
-    "NUMBA_NUM_THREADS": "1",
     # Threads that spin while they wait slow a busy machine down many times.
     "OMP_WAIT_POLICY": "passive",
     "TOKENIZERS_PARALLELISM": "false",
@@ -33,6 +31,8 @@ def set_environment(verbose: bool, defaults: Mapping[str, str] = ENVIRONMENT) ->
     """Set what the user has not set; must run before torch and vLLM are imported."""
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    # vLLM's ngram method uses numba, which would set OpenMP's number of threads for all engines.
+    os.environ.setdefault("NUMBA_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     if not verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
