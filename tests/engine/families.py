@@ -1,4 +1,4 @@
-"""Tiny configurations of model families that tree speculation does not serve; no weights."""
+"""Tiny configurations of model families: those that tree speculation serves, and those not."""
 
 from __future__ import annotations
 
@@ -18,6 +18,41 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+_WITH_ROTARY: dict[str, Any] = {**_SMALL, "vocab_size": 128, "hidden_size": 128}
+_WITHOUT: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+SUPPORTED: dict[str, dict[str, Any]] = {
+    "Llama": {"model_type": "llama", **_WITH_ROTARY},
+    "Qwen 2": {"model_type": "qwen2", **_WITH_ROTARY},
+    "Qwen 3": {"model_type": "qwen3", "head_dim": 32, **_WITH_ROTARY},
+    "Mistral without a window": {"model_type": "mistral", "sliding_window": None, **_WITH_ROTARY},
+    "Gemma": {"model_type": "gemma", "head_dim": 32, **_WITH_ROTARY},
+    "Phi 3": {"model_type": "phi3", "pad_token_id": 0, **_WITH_ROTARY},
+    "Granite": {"model_type": "granite", **_WITH_ROTARY},
+    "OLMo 2": {"model_type": "olmo2", **_WITH_ROTARY},
+    "GPT-2": {
+        "model_type": "gpt2",
+        "vocab_size": 128,
+        "n_embd": 128,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "OPT": {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 128, **_WITHOUT},
+    "GPT-NeoX": {"model_type": "gpt_neox", "intermediate_size": 96, **_WITHOUT},
+}
+"""Values of a Transformers configuration, by family."""
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "sliding window": (

@@ -71,7 +71,13 @@ class Page:
 
     def commands(self) -> list[str]:
         """Everything that may be typed into a shell, continued lines joined."""
-        blocks = [*self.fenced("bash"), *self.fenced("console"), *self.fenced(""), *self.indented()]
+        blocks = [
+            *self.fenced("bash"),
+            *self.fenced("sh"),
+            *self.fenced("console"),
+            *self.fenced(""),
+            *self.indented(),
+        ]
         joined = "\n".join(blocks).replace("\\\n", " ")
         return [*joined.splitlines(), *self.code_spans()]
 

@@ -123,3 +123,30 @@ def test_the_generated_list_holds_every_command(cli: dict[str, set[str]]) -> Non
         section = text.partition(f"### vllm-trie {name}\n")[2].partition("\n### ")[0]
         for option in options - {"--help"}:
             assert f"`{option}`" in section, f"{name} {option}"
+
+
+def test_the_table_of_families_is_that_of_the_tests() -> None:
+    from tests.engine.families import SUPPORTED, UNSUPPORTED
+
+    text = (ROOT / "docs" / "compatibility.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    tested = " ".join(line.partition("test_model_families")[0] for line in rows if "tested" in line)
+    words = set(tested.replace(",", " ").replace("|", " ").split())
+    for family in SUPPORTED:
+        assert set(family.split()) - {"a", "without"} <= words, family
+    refused = " ".join(line for line in rows if "refused" in line)
+    for values, _ in UNSUPPORTED.values():
+        name = values["architectures"][0]
+        stem = next(s for s in ("Mistral", "Gemma", "Deepseek", "Mamba", "Llama", "Whisper", "Bert")
+                    if name.startswith(s))  # fmt: skip
+        assert stem.lower() in refused.lower(), name
+
+
+def test_what_layers_refuse_is_in_the_limits() -> None:
+    source = (ROOT / "vllm_trie" / "vllm_hooks" / "cpu_attention.py").read_text()
+    block = source.partition("unsupported = {")[2].partition("}")[0]
+    refused = re.findall(r'"(?:an? )?([\w ]+?)(?: on the logits)?":', block)
+    assert len(refused) >= 3
+    text = " ".join((ROOT / "docs" / "limits.md").read_text().split()).lower()
+    for name in refused:
+        assert name.lower() in text, name
