@@ -43,10 +43,11 @@ def wrap_beam_search(original: Any) -> Any:
         lora_request: Any = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
+        **options: Any,
     ) -> list[BeamSearchOutput]:
         arguments = (prompts, params, lora_request, use_tqdm, concurrency_limit)
-        outputs = native_beam_search(self, *arguments)
-        return original(self, *arguments) if outputs is None else outputs
+        outputs = native_beam_search(self, *arguments, **options)
+        return original(self, *arguments, **options) if outputs is None else outputs
 
     return beam_search
 
@@ -58,12 +59,20 @@ def native_beam_search(
     lora_request: Any,
     use_tqdm: bool,
     concurrency_limit: int | None,
+    priority: int | Sequence[int] | None = None,
 ) -> list[BeamSearchOutput] | None:
-    """``LLM.beam_search`` by the scheduler; None where only vLLM's own search can serve it."""
+    """``LLM.beam_search`` by the scheduler; None where only vLLM's own search can serve it.
+
+    Args:
+        llm: vLLM's ``LLM``.
+        priority: of all requests or of each, an argument since vLLM 0.33.
+    """
     engine_inputs = None
     reason = reason_off(llm.llm_engine.vllm_config)
     if reason is None and params.structured_outputs is not None:
         reason = "structured_outputs need vLLM's own search"
+    if reason is None and getattr(params, "allowed_token_ids", None) is not None:  # since 0.33
+        reason = "allowed_token_ids need vLLM's own search"
     if reason is None:
         engine_inputs = llm._preprocess_cmpl(prompts)
         if any(engine_input["type"] != "token" for engine_input in engine_inputs):
@@ -74,6 +83,7 @@ def native_beam_search(
 
     assert engine_inputs is not None
     lora_requests = llm._lora_request_to_seq(lora_request, len(engine_inputs))
+    priorities = llm._priority_to_seq(priority, len(engine_inputs))
     if concurrency_limit is None:
         concurrency_limit = max(len(engine_inputs), 1)
     elif concurrency_limit < 1:
@@ -97,6 +107,7 @@ def native_beam_search(
             params=llm._params_to_seq(sampling_params, len(inputs)),
             output_type=RequestOutput,
             lora_requests=lora_requests[chunk],
+            priorities=priorities[chunk],
             use_tqdm=use_tqdm,
         )
     tokenizer = llm.renderer.get_tokenizer()

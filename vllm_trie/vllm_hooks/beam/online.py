@@ -118,6 +118,7 @@ def native_beam_search(
     if (
         reason_off(serving.engine_client.vllm_config) is not None
         or params.structured_outputs is not None
+        or getattr(params, "allowed_token_ids", None) is not None  # since vLLM 0.33
         or prompt["type"] != "token"
     ):
         return None
