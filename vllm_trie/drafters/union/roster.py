@@ -18,18 +18,20 @@ from dataclasses import dataclass, field
 
 from vllm_trie.drafters.union.hindsight import Judgement
 
-LEAST_WORTH = 0.01
+LEAST_WORTH = 0.02
 """Tokens per step that a part must bring, to be worth its time."""
 PRIOR_GROSS = 0.3
 """What is expected of a part that nothing is known about."""
 PRIOR_COST = 1.0
 """What a part with a window is expected to cost, tokens per step."""
-PRIOR_STEPS = 8
+PRIOR_STEPS = 4
 """How many of its own steps a request must see to outweigh what earlier ones have shown."""
 FEW_STEPS = 4
 """Judged steps of a request before its costs are believed; `PRIOR_COST` counts for as many."""
 REQUEST_STEPS = 24
 """Judged steps of a request before a part may leave it."""
+REQUEST_MEMORY = 128
+"""Judged steps that a request remembers, the older ones less and less."""
 SHARED_STEPS = 256
 """Judged steps of all requests before a part leaves for requests to come."""
 TRIAL_STEPS = 24
@@ -122,6 +124,14 @@ class _Tally:
     def mean_cost(self) -> float:
         return self.cost / max(self.steps, 1)
 
+    def add_cost(self, cost: float) -> None:
+        """Take in what the part costs, or would cost, in a step."""
+        self.cost, self.steps = _with_memory(self.cost, self.steps, cost)
+
+    def add_gross(self, gross: float) -> None:
+        """Take in what the part's candidates brought in a step."""
+        self.gross, self.gross_steps = _with_memory(self.gross, self.gross_steps, gross)
+
 
 @dataclass(slots=True)
 class _Trial:
@@ -176,13 +186,11 @@ class Roster:
         self._steps += 1
         for part, (gross, cost) in judgement.worth.items():
             tally = self._tallies[part]
-            tally.cost += cost
-            tally.steps += 1
+            tally.add_cost(cost)
             if gross is None:
                 continue
             if part in regular:
-                tally.gross += gross
-                tally.gross_steps += 1
+                tally.add_gross(gross)
             elif part in self._trials:
                 self._record_trial(part, gross, cost)
             else:  # drafted in a trial that was over before this step was judged
@@ -263,6 +271,13 @@ class Roster:
         for tally in self._tallies:
             tally.gross, tally.gross_steps = 0.0, 0
             tally.cost, tally.steps = FEW_STEPS * tally.mean_cost, min(tally.steps, FEW_STEPS)
+
+
+def _with_memory(total: float, steps: int, value: float) -> tuple[float, int]:
+    """A sum and its number of steps with another value; beyond the memory's end old values fade."""
+    if steps >= REQUEST_MEMORY:
+        return total * (1.0 - 1.0 / REQUEST_MEMORY) + value, steps
+    return total + value, steps + 1
 
 
 def worst(worth: Mapping[int, float]) -> int | None:

@@ -1,0 +1,100 @@
+"""Trees to merge, and parts with a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from hypothesis import strategies as st
+
+from tests.unit.drafters.support import make_context
+from vllm_trie.drafters import Drafter, DraftRequest
+from vllm_trie.drafters.base import DrafterOptions
+from vllm_trie.drafters.union import TrieUnionDrafter, TrieUnionOptions
+from vllm_trie.drafters.union.roster import SharedRecord
+from vllm_trie.tree import TokenTree
+
+VOCAB = 40
+
+
+@st.composite
+def trees(draw: st.DrawFn, max_nodes: int = 8, with_window: bool = True) -> TokenTree:
+    """A trie over few tokens with path probabilities, perhaps with a window behind it."""
+    paths = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=5))
+    tree = TokenTree.from_paths(paths, max_nodes)
+    edges = draw(st.lists(st.floats(0.01, 0.99), min_size=tree.num_nodes, max_size=tree.num_nodes))
+    probabilities: list[float] = []
+    for parent, edge in zip(tree.parents.tolist(), edges, strict=True):
+        probabilities.append(edge * (probabilities[parent] if parent >= 0 else 1.0))
+    num_window = draw(st.integers(0, 4)) if with_window else 0
+    return window_behind(
+        TokenTree.from_lists(tree.token_ids.tolist(), tree.parents.tolist(), probabilities),
+        num_window,
+    )
+
+
+def window_behind(tree: TokenTree, num_window: int) -> TokenTree:
+    """The tree and a chain of nodes that are never accepted."""
+    if not num_window:
+        return tree
+    size = tree.num_nodes
+    chain = [-1, *range(size, size + num_window - 1)]
+    known = [] if tree.probabilities is None else tree.probabilities.tolist()
+    built = TokenTree.from_lists(
+        [*tree.token_ids.tolist(), *[7] * num_window],
+        [*tree.parents.tolist(), *chain],
+        [*known, *[0.0] * num_window],
+    )
+    never = np.arange(size + num_window) >= size
+    return TokenTree(built.token_ids, built.parents, built.probabilities, never)
+
+
+def prefixes(tree: TokenTree) -> set[tuple[int, ...]]:
+    """The token sequences that its nodes stand for, those that are never accepted left out."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
+        found.append((*found[parent], token) if parent >= 0 else (token,))
+    never = tree.never_accept
+    return {path for node, path in enumerate(found) if never is None or not never[node]}
+
+
+class NoOptions(DrafterOptions):
+    """None."""
+
+
+class Scripted(Drafter):
+    """Drafts what a function of the request says; notes its calls and what it must forget."""
+
+    name: ClassVar[str] = "scripted"
+    Options = NoOptions
+
+    def __init__(
+        self, script: Callable[[DraftRequest], TokenTree], needs_node_argmax: bool = False
+    ) -> None:
+        super().__init__(NoOptions(), make_context(vocab_size=VOCAB))
+        self.script = script
+        self.needs_node_argmax = needs_node_argmax  # type: ignore[misc]
+        self.calls: list[str] = []
+        self.released: list[str] = []
+        self.last_requests: dict[str, DraftRequest] = {}
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        self.calls += [request.request_id for request in requests]
+        self.last_requests.update({request.request_id: request for request in requests})
+        return [self.script(request) for request in requests]
+
+    def release(self, request_id: str) -> None:
+        self.released.append(request_id)
+
+
+def make_union(parts: Sequence[Drafter], num_nodes: int = 32, **options: Any) -> TrieUnionDrafter:
+    """A union of these parts."""
+    context = make_context(num_nodes=num_nodes, vocab_size=VOCAB)
+    # Two real parts are made and replaced; the roster must know how many there are.
+    union = TrieUnionDrafter(TrieUnionOptions.model_validate(options), context)
+    union.parts = list(parts)
+    is_costly = [part.needs_node_argmax for part in parts]
+    union.shared = SharedRecord(is_costly)
+    union._usual_overhead = [num_nodes * 3 // 4 * costly for costly in is_costly]
+    return union

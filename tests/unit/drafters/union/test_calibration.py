@@ -1,0 +1,78 @@
+"""What parts say becomes what is true."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_trie.drafters.union.calibration import Calibrator
+
+PROBABILITIES = st.floats(0.0, 1.0)
+
+
+def test_a_part_alone_is_believed_at_first() -> None:
+    assert Calibrator().probability({3: 0.3}, 1) == pytest.approx(0.3)
+
+
+@given(st.dictionaries(st.integers(0, 2), PROBABILITIES, min_size=1))
+def test_probabilities_stay_within_bounds(edges: dict[int, float]) -> None:
+    assert 0.0 < Calibrator().probability(edges, 3) < 1.0
+
+
+@given(PROBABILITIES, PROBABILITIES)
+def test_likelier_edges_stay_likelier(low: float, high: float) -> None:
+    low, high = sorted((low, high))
+    calibrator = Calibrator()
+    assert calibrator.probability({0: low}, 2) <= calibrator.probability({0: high}, 2)
+
+
+def test_agreement_counts_and_doubt_too() -> None:
+    calibrator = Calibrator()
+    alone = calibrator.probability({0: 0.4}, 1)
+    assert calibrator.probability({0: 0.4, 1: 0.4}, 2) > alone
+    assert calibrator.probability({0: 0.4}, 2) < alone
+
+
+@pytest.mark.parametrize("said", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("true", [0.2, 0.7])
+def test_a_part_that_is_wrong_is_corrected(said: float, true: float) -> None:
+    calibrator, rng = Calibrator(), random.Random(0)
+    found = []
+    for step in range(6000):
+        calibrator.learn({0: said}, 1, rng.random() < true)
+        if step >= 3000:
+            found.append(calibrator.probability({0: said}, 1))
+    assert sum(found) / len(found) == pytest.approx(true, abs=0.06)
+
+
+def test_the_part_that_knows_is_followed() -> None:
+    """One part knows what is right in each case, the other guesses at random."""
+    calibrator, rng = Calibrator(), random.Random(1)
+    for _ in range(4000):
+        true = rng.choice([0.1, 0.9])
+        edges = {0: true, 1: rng.choice([0.1, 0.9])}
+        calibrator.learn(edges, 2, rng.random() < true)
+    assert calibrator.probability({0: 0.9, 1: 0.1}, 2) > 0.75
+    assert calibrator.probability({0: 0.1, 1: 0.9}, 2) < 0.25
+
+
+def test_what_is_learned_of_some_parts_says_nothing_of_others() -> None:
+    calibrator = Calibrator()
+    for _ in range(200):
+        calibrator.learn({0: 0.5}, 1, False)
+    assert calibrator.probability({0: 0.5}, 1) < 0.3
+    assert calibrator.probability({1: 0.5}, 1) == pytest.approx(0.5)
+    assert calibrator.probability({0: 0.5, 1: 0.5}, 2) > 0.5
+
+
+def test_ranks_learn_alike() -> None:
+    left, right, rng = Calibrator(), Calibrator(), random.Random(2)
+    for _ in range(300):
+        edges = {part: rng.random() for part in range(rng.randint(1, 3))}
+        outcome = rng.random() < 0.5
+        left.learn(edges, 3, outcome)
+        right.learn(edges, 3, outcome)
+        assert left.probability(edges, 3) == right.probability(edges, 3)

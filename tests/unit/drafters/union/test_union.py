@@ -1,0 +1,212 @@
+"""The union as a whole: what its parts are told, what it forgets, what it keeps."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.drafters.lookahead.driver import Decoding, verify
+from tests.unit.drafters.lookahead.reference import toy_target
+from tests.unit.drafters.support import make_context, make_request
+from tests.unit.drafters.union.support import VOCAB, Scripted, make_union, trees, window_behind
+from vllm_trie.drafters import VerifiedStep
+from vllm_trie.drafters.lookahead import LookaheadDrafter
+from vllm_trie.drafters.union import TrieUnionDrafter, TrieUnionOptions
+from vllm_trie.drafters.union.hindsight import HORIZON
+from vllm_trie.tree import TokenTree
+
+
+def _real_union(num_nodes: int = 48, **options: object) -> TrieUnionDrafter:
+    context = make_context(num_nodes=num_nodes, vocab_size=VOCAB)
+    return TrieUnionDrafter(TrieUnionOptions.model_validate(options), context)
+
+
+def _plain(prompt: list[int], target, length: int) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < length:
+        tokens.append(target(tokens))
+    return tokens
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_any_schedule_gives_the_same_text(data: st.DataObject) -> None:
+    target = toy_target(VOCAB)
+    prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
+    decoding = Decoding(_real_union(adaptive=data.draw(st.booleans())), prompt, target)
+    for _ in range(25):
+        match data.draw(st.integers(0, 4)):
+            case 0:
+                decoding.step(keep=data.draw(st.integers(0, 48)))
+            case 1:
+                decoding.step(max_nodes=data.draw(st.integers(1, 48)))
+            case 2:
+                decoding.step(max_depth=data.draw(st.integers(1, 12)))
+            case 3:
+                decoding.last_step = None
+                decoding.step()
+            case _:
+                decoding.step(chain_only=data.draw(st.booleans()))
+    assert decoding.tokens == _plain(prompt, target, len(decoding.tokens))
+
+
+@given(st.lists(trees(), min_size=2, max_size=2), st.data())
+def test_parts_hear_of_their_own_nodes(parts: list[TokenTree], data: st.DataObject) -> None:
+    """As if each had drafted alone, for the nodes that were verified."""
+    scripted = [Scripted(lambda request, tree=tree: tree, True) for tree in parts]
+    union = make_union(scripted, num_nodes=32, adaptive=False)
+    [tree] = union.propose([make_request([5, 6])])
+    scheduled = tree.prefix(data.draw(st.integers(0, tree.num_nodes)))
+    target = toy_target(3)
+    step = verify(scheduled, [5, 6], target)
+    new = [int(scheduled.token_ids[node]) for node in step.accepted]
+    union.propose([make_request([5, 6, *new, 9], num_prompt_tokens=2, last_step=step)])
+    for part, own in zip(scripted, parts, strict=True):
+        heard = part.last_requests["a"].last_step
+        alone = verify(own, [5, 6], target)
+        assert heard is not None
+        assert heard.tree is own
+        assert heard.node_argmax is not None
+        assert alone.node_argmax is not None
+        known = heard.node_argmax >= 0
+        assert known[0]
+        assert (heard.node_argmax[known] == alone.node_argmax[known]).all()
+        assert set(heard.accepted) <= set(alone.accepted) | set(range(own.num_nodes))
+        tokens = [int(own.token_ids[node]) for node in heard.accepted]
+        assert tokens == new[: len(tokens)]
+        if scheduled.num_nodes == tree.num_nodes:
+            assert known.sum() == own.num_nodes + 1
+
+
+def test_a_resting_part_is_not_asked() -> None:
+    right = TokenTree.from_lists([1], [-1], [0.5])
+    useful, idle = Scripted(lambda request: right), Scripted(lambda request: TokenTree.empty())
+    union = make_union([useful, idle])
+    tokens, last = [1], None
+    for _ in range(400):
+        [tree] = union.propose([make_request(tokens, num_prompt_tokens=1, last_step=last)])
+        last = verify(tree, tokens, lambda seen: 1)
+        tokens += [1] * (len(last.accepted) + 1)
+    assert len(useful.calls) == 400
+    assert len(idle.calls) < 200
+    always = make_union([useful, idle], adaptive=False)
+    idle.calls.clear()
+    for length in range(1, 300):
+        always.propose([make_request([1] * length, num_prompt_tokens=1)])
+    assert len(idle.calls) == 299
+
+
+def test_wrong_candidates_lose_their_room() -> None:
+    """Calibration: of two parts that are sure of themselves the one that is wrong ends last."""
+    wrong = Scripted(lambda request: TokenTree.from_lists([2], [-1], [0.9]))
+    right = Scripted(lambda request: TokenTree.from_lists([1], [-1], [0.6]))
+    union = make_union([wrong, right], adaptive=False)
+    for length in range(1, HORIZON + 200):
+        [tree] = union.propose([make_request([1] * length, num_prompt_tokens=1)])
+        if length == 1:
+            assert tree.token_ids[0] == 2
+    assert tree.token_ids[0] == 1
+    [tree] = union.propose([make_request([1] * 300, num_prompt_tokens=1, max_nodes=1)])
+    assert tree.token_ids.tolist() == [1]
+
+
+def test_a_preempted_request_that_comes_back_shorter_begins_anew() -> None:
+    target = toy_target(VOCAB)
+    union = _real_union()
+    decoding = Decoding(union, [1, 2, 3], target)
+    for _ in range(15):
+        decoding.step()
+    state = union._states["a"]
+    [tree] = union.propose([make_request(decoding.tokens[:5], num_prompt_tokens=3)])
+    tree.validate(VOCAB, 32)
+    assert union._states["a"] is not state
+    again = Decoding(union, [1, 2, 3], target)
+    for _ in range(15):
+        again.step()
+    assert again.tokens == _plain([1, 2, 3], target, len(again.tokens))
+
+
+def test_a_preempted_request_that_comes_back_whole_goes_on() -> None:
+    union = _real_union()
+    decoding = Decoding(union, [1, 2, 3], toy_target(VOCAB))
+    for _ in range(10):
+        decoding.step()
+    state = union._states["a"]
+    decoding.last_step = None  # what was verified last is forgotten by the engine
+    decoding.step()
+    assert union._states["a"] is state
+
+
+def test_ranks_draft_alike() -> None:
+    target = toy_target(VOCAB)
+    left, right = (Decoding(_real_union(), [5, 6], target) for _ in range(2))
+    for _ in range(60):
+        left.step()
+        right.step()
+        assert left.tree.token_ids.tolist() == right.tree.token_ids.tolist()
+        assert left.tree.parents.tolist() == right.tree.parents.tolist()
+
+
+def test_release_reaches_all_parts_and_unknown_requests_are_fine() -> None:
+    parts = [Scripted(lambda request: TokenTree.empty()) for _ in range(2)]
+    union = make_union(parts)
+    union.propose([make_request([1, 2])])
+    union.release("a")
+    union.release("a")
+    union.release("never seen")
+    assert not union._states
+    assert all(part.released == ["a", "a", "never seen"] for part in parts)
+
+
+def test_thousands_of_requests_leave_nothing_behind() -> None:
+    """Lookahead's pools and the union's states: bounded while requests run, gone afterwards."""
+    rng = random.Random(0)
+    window = TokenTree.from_lists([3, 4], [-1, 0], [0.4, 0.2])
+    cheap = Scripted(lambda request: window_behind(window, 3), True)
+    lookahead = LookaheadDrafter(
+        LookaheadDrafter.Options(window_size=2, ngram_size=3, pool_size=20),
+        make_context(num_nodes=16, vocab_size=VOCAB),
+    )
+    union = make_union([lookahead, cheap], num_nodes=16, adaptive=False)
+    running: dict[str, tuple[list[int], VerifiedStep | None]] = {}
+    most_drafts = 0
+    for number in range(3000):
+        running[f"r{number}"] = ([rng.randrange(VOCAB) for _ in range(3)], None)
+        if len(running) > 4:
+            gone = rng.choice(list(running))
+            del running[gone]
+            union.release(gone)
+        ids = rng.sample(list(running), min(2, len(running)))
+        requests = [
+            make_request(running[i][0], i, 3, max_nodes=16, last_step=running[i][1]) for i in ids
+        ]
+        for request_id, tree in zip(ids, union.propose(requests), strict=True):
+            argmax = np.full(tree.num_nodes + 1, rng.randrange(VOCAB), dtype=np.int32)
+            tokens = [*running[request_id][0], int(argmax[0])]
+            running[request_id] = (tokens, VerifiedStep(tree, (), argmax))
+        most_drafts = max(most_drafts, *(len(s.drafts) for s in union._states.values()))
+        assert set(union._states) <= set(running)
+        assert set(lookahead._states) <= set(running)
+        assert lookahead.num_ngrams <= 20 * len(running)
+    for request_id in running:
+        union.release(request_id)
+    assert 0 < most_drafts <= HORIZON
+    assert not union._states
+    assert not lookahead._states
+    assert lookahead.num_ngrams == 0
+    # One small regression for each set of parts that proposes a node.
+    assert len(union.calibrator._models) <= 3
+
+
+def test_states_stay_small_in_a_long_request() -> None:
+    union = _real_union(options={"lookahead": {"pool_size": 100}})
+    decoding = Decoding(union, [1, 2, 3], toy_target(VOCAB, 3))
+    for _ in range(400):
+        decoding.step()
+    state = union._states["a"]
+    assert len(state.drafts) <= HORIZON
+    assert len(state.tail[1]) <= 8
+    assert union.parts[1].num_ngrams <= 100  # type: ignore[attr-defined]
