@@ -1,0 +1,50 @@
+"""Three drafters in one tree, on the model and the Medusa heads that ship with the package.
+
+    python examples/trie_union.py
+
+Text that repeats its context, n-grams that the model makes itself and trained heads find different
+tokens. `trie_union` merges what they find, verifies a token that several propose once, and keeps
+the likeliest nodes.
+"""
+
+from __future__ import annotations
+
+from vllm import LLM, SamplingParams
+
+from vllm_trie.tiny_model import medusa_path, model_path
+
+REQUESTS = (
+    # An answer that copies, an answer that hardly does, and text to be continued.
+    "def area(width, height):\n    return width * height\n\nRename `width` to `breadth`.",
+    "What is a dictionary in Python?",
+    "Write a class `Timer` with methods `start` and `stop`.",
+)
+
+
+def main() -> None:
+    llm = LLM(
+        str(model_path()),  # any model that vLLM serves
+        speculative_config={
+            "method": "trie_union",
+            "drafters": ["ngram_trie", "lookahead", "medusa"],
+            "model": str(medusa_path()),  # Medusa heads trained for the model
+            "num_speculative_tokens": 32,  # nodes of a request's tree, for all drafters together
+            # Options of a drafter go under its name; this is a default.
+            "options": {"medusa": {"joint": "context"}},
+        },
+        max_model_len=1024,
+        kv_cache_memory_bytes=64 << 20,  # the rest of the memory is yours
+        enforce_eager=True,  # starts sooner; leave it out to serve
+        disable_log_stats=False,  # keeps the counters that are read below
+    )
+    messages = [[{"role": "user", "content": request}] for request in REQUESTS]
+    for output in llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=96)):
+        print(output.outputs[0].text, end="\n\n")
+
+    counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    steps, tokens = counts["vllm:trie_steps"], counts["vllm:trie_tokens"]
+    print(f"{tokens:.0f} tokens in {steps:.0f} steps of the model")
+
+
+if __name__ == "__main__":  # vLLM starts its engine in another process, which imports this file
+    main()

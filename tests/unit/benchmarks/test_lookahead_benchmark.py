@@ -1,0 +1,63 @@
+"""The lookahead benchmark's independent verification computes more and accepts the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.drafters.lookahead.driver import Decoding, verify
+from tests.unit.drafters.lookahead.reference import toy_target
+from tests.unit.drafters.support import make_context
+from vllm_trie.drafters.lookahead import LookaheadOptions
+from vllm_trie.drafters.lookahead.candidates import candidate_trie
+from vllm_trie.drafters.lookahead.pool import Candidate
+
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+VOCAB = 40
+CANDIDATES = st.lists(
+    st.builds(Candidate, st.tuples(*[st.integers(0, 2)] * 3), st.integers(0, 3)),
+    max_size=5,
+    unique_by=lambda candidate: candidate.tokens,
+)
+
+
+@pytest.fixture(scope="module")
+def module():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        import _lookahead
+
+        yield _lookahead
+
+
+@given(candidates=CANDIDATES, depth=st.integers(1, 3))
+def test_every_candidate_has_a_branch_of_its_own(module, candidates, depth: int) -> None:
+    trie = candidate_trie(candidates, 100, depth)
+    tree = module.repeat_shared_prefixes(trie, candidates, depth)
+    tree.validate(VOCAB, 100)
+    assert tree.num_nodes == sum(len(c.tokens[:depth]) for c in candidates)
+    target = toy_target(3)
+    accepted = verify(tree, [1, 2], target).accepted
+    assert accepted == verify(trie, [1, 2], target).accepted
+
+
+def test_both_accept_the_same_and_are_counted(module) -> None:
+    options = LookaheadOptions(window_size=4, pool_from_text=False)
+    context = make_context(num_nodes=64, vocab_size=VOCAB)
+    decodings = [
+        Decoding(drafter(options, context), [1, 2, 3], toy_target(VOCAB))
+        for drafter in (module.CountedLookahead, module.IndependentLookahead)
+    ]
+    sums = [0, 0]
+    for _ in range(60):
+        new = [decoding.step() for decoding in decodings]
+        assert new[0] == new[1]
+        trie, independent = (decoding.tree for decoding in decodings)
+        counts = [decoding.drafter.verification_nodes["a"] for decoding in decodings]
+        window = int(trie.never_accept.sum())
+        assert counts == [trie.num_nodes - window, independent.num_nodes - window]
+        sums = [a + b for a, b in zip(sums, counts, strict=True)]
+    assert 0 < sums[0] < sums[1]
