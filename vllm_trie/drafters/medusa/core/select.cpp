@@ -162,26 +162,10 @@ class Selector {
         lay_out();
     }
 
-    // Ask for the memory of earlier calls: a step of the model has pushed it out of the caches.
-    void fetch() const {
-        fetch(contexts_);
-        fetch(heap_);
-        fetch(chosen_);
-        fetch(best_);
-        fetch(successors_);
-    }
-
     std::vector<int32_t> token_ids, parents;
     std::vector<float> probabilities;
 
    private:
-    template <typename T>
-    static void fetch(const std::vector<T>& memory) {
-        const char* begin = reinterpret_cast<const char*>(memory.data());
-        const size_t bytes = std::min(memory.capacity() * sizeof(T), size_t{16384});
-        for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(begin + i, 1);
-    }
-
     // Discover the children of a node: what the text says, then the heads.
     void expand(const MedusaJob& job, const MedusaScoring& scoring, int32_t context, double above,
                 int32_t parent, int32_t depth) {
@@ -326,7 +310,6 @@ int32_t medusa_select(const MedusaJob* jobs, int32_t num_jobs, const MedusaScori
                       int32_t stride, int32_t* trees) {
     static thread_local Selector selector;
     try {
-        selector.fetch();
         for (int32_t i = 0; i < num_jobs; ++i) {
             selector.select(jobs[i], *scoring);
             const size_t count = selector.token_ids.size();
