@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import runner_of
+from tests.engine.conftest import runner_of, scheduler_of
 from tests.engine.drafters import DRAFTERS, OracleDrafter
 from vllm_trie.drafters import registry
 
@@ -73,3 +74,21 @@ def accepted_tokens(llm: Any) -> int:
     """Draft tokens that this engine has accepted so far: all output but one token a step."""
     totals = runner_of(llm).tree_totals
     return totals.tokens - totals.steps
+
+
+@contextmanager
+def preemptions(llm: Any) -> Iterator[list[str]]:
+    """The requests that are preempted within the block."""
+    preempted: list[str] = []
+    scheduler = scheduler_of(llm)
+    stock = scheduler._preempt_request
+
+    def note(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return stock(request, *args, **kwargs)
+
+    scheduler._preempt_request = note
+    try:
+        yield preempted
+    finally:
+        del scheduler._preempt_request

@@ -9,6 +9,7 @@ from tests.engine.compare import (
     accepted_tokens,
     differences,
     generate,
+    preemptions,
     register_test_drafters,
     speculation,
     tell_oracle,
@@ -91,19 +92,8 @@ def test_preemption(engine, expected, method):
         block_size=32,
         enable_prefix_caching=False,
     )
-    preempted = []
-    scheduler = scheduler_of(llm)
-    stock = scheduler._preempt_request
-
-    def count(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return stock(request, *args, **kwargs)
-
-    scheduler._preempt_request = count
-    try:
+    with preemptions(llm) as preempted:
         outputs = generate(llm, prompts(), GREEDY)
-    finally:
-        del scheduler._preempt_request
     assert differences(expected, outputs) == []
     assert preempted
 

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.compare import accepted_tokens, differences, generate, speculation
-from tests.engine.conftest import runner_of, scheduler_of
+from tests.engine.compare import (
+    accepted_tokens,
+    differences,
+    generate,
+    preemptions,
+    speculation,
+)
+from tests.engine.conftest import runner_of
 from tests.engine.prompts import prompts
 from vllm_trie.tree import TokenTree
 
@@ -58,19 +64,8 @@ def test_preemption(engine, expected):
     llm = engine(
         **LOOKAHEAD, num_gpu_blocks_override=44, block_size=32, enable_prefix_caching=False
     )
-    preempted = []
-    scheduler = scheduler_of(llm)
-    stock = scheduler._preempt_request
-
-    def count(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return stock(request, *args, **kwargs)
-
-    scheduler._preempt_request = count
-    try:
+    with preemptions(llm) as preempted:
         outputs = generate(llm, prompts(COUNT), GREEDY)
-    finally:
-        del scheduler._preempt_request
     assert differences(expected, outputs) == []
     assert preempted
     assert accepted_tokens(llm) > COUNT

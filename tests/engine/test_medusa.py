@@ -9,8 +9,14 @@ import torch
 from typer.testing import CliRunner
 from vllm import SamplingParams
 
-from tests.engine.compare import accepted_tokens, differences, generate, speculation
-from tests.engine.conftest import runner_of, scheduler_of
+from tests.engine.compare import (
+    accepted_tokens,
+    differences,
+    generate,
+    preemptions,
+    speculation,
+)
+from tests.engine.conftest import runner_of
 from tests.engine.prompts import prompts
 from vllm_trie.drafters.medusa.checkpoint import (
     CheckpointError,
@@ -85,19 +91,8 @@ def test_chunked_prefill_and_preemption(engine, expected):
         block_size=32,
         enable_prefix_caching=False,
     )
-    preempted = []
-    scheduler = scheduler_of(llm)
-    stock = scheduler._preempt_request
-
-    def count(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return stock(request, *args, **kwargs)
-
-    scheduler._preempt_request = count
-    try:
+    with preemptions(llm) as preempted:
         check(llm, expected)
-    finally:
-        del scheduler._preempt_request
     assert preempted
 
 

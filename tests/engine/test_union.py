@@ -9,11 +9,12 @@ from tests.engine.compare import (
     accepted_tokens,
     differences,
     generate,
+    preemptions,
     register_test_drafters,
     speculation,
     tell_oracle,
 )
-from tests.engine.conftest import runner_of, scheduler_of
+from tests.engine.conftest import runner_of
 from tests.engine.prompts import prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
@@ -78,19 +79,8 @@ def test_chunked_prefill(engine, expected):
 
 def test_preemption(engine, expected):
     llm = engine(**UNION, num_gpu_blocks_override=44, block_size=32, enable_prefix_caching=False)
-    preempted = []
-    scheduler = scheduler_of(llm)
-    stock = scheduler._preempt_request
-
-    def count(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return stock(request, *args, **kwargs)
-
-    scheduler._preempt_request = count
-    try:
+    with preemptions(llm) as preempted:
         outputs = generate(llm, prompts(COUNT), GREEDY)
-    finally:
-        del scheduler._preempt_request
     assert differences(expected, outputs) == []
     assert preempted
 
