@@ -44,7 +44,7 @@ def test_accepted_nodes_end_in_the_slots_behind_the_committed_tokens(step) -> No
     for index, (committed, tree, path) in enumerate(batch):
         accepted.append(path)
         num_queries = committed + tree.num_nodes
-        if tree.num_nodes and not tree.is_chain:  # chains are never described as trees
+        if tree.num_nodes:
             rows.append(TreeRow(index, start, num_queries, tree.num_nodes, 100 + num_queries))
         start += num_queries
     num_blocks = -(-(max(slots) + 1) // BLOCK)
