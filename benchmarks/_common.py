@@ -87,7 +87,7 @@ def finish(rows: Sequence[Row], json_path: Path | None, columns: Sequence[str]) 
     # Redirected output has no width of its own; do not fold it.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     if json_path is not None:
-        described = [{**row, "machine": machine()} for row in rows]
+        described = [{"machine": machine(), **row} for row in rows]
         json_path.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
 
 

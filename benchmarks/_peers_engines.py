@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, NamedTuple
 
 from speculation import keep_kernel_overrides
@@ -172,6 +173,22 @@ class Contestant:
         end = time.perf_counter()
         parts = {part: watch.seconds[part] - before.get(part, 0.0) for part in PARTS}
         return Measured(output, end - start, first_token - start, steps, watch.nodes - nodes, parts)
+
+
+def step_milliseconds(
+    contestant: Contestant, sizes: Sequence[int], repeats: int = 5
+) -> dict[int, float]:
+    """Tokens in a step -> milliseconds of the model and its logits, without attention; medians."""
+    runner = engines.runner_of(contestant.llm)
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    for repeat in range(repeats + 1):
+        for size in sizes:
+            start = time.perf_counter()
+            hidden_states, _ = runner._dummy_run(size)
+            runner.model.compute_logits(hidden_states[:size])
+            if repeat:  # the first one warms up
+                seconds[size].append(time.perf_counter() - start)
+    return {size: 1e3 * median(values) for size, values in seconds.items()}
 
 
 def available(methods: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -46,6 +46,7 @@ from _peers_engines import (
     replay_settings,
     replaying,
     run_in_turns,
+    step_milliseconds,
 )
 from _replay_data import (
     ANSWERS_VARIABLE,
@@ -71,11 +72,10 @@ COLUMNS = (
     "decode_ratio_to_plain",
     "ms_per_output_token",
     "tokens_per_step",
-    "nodes_per_step",
-    "ms_per_step",
     "identical",
 )
 MEAN = "mean"
+CURVE = (1, 3, 5, 9, 13, 17, 25, 33, 49, 65)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -102,6 +102,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="do not let vLLM compile the model")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the ratios, as PNG and SVG")
     parser.add_argument(
+        "--curve",
+        action="store_true",
+        help="measure only what a step of the replay model costs by its number of tokens",
+    )
+    parser.add_argument(
         "--rows",
         nargs="+",
         type=Path,
@@ -114,6 +119,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write, draw."""
     options = parse()
+    if options.curve:
+        print_curve(options)
+        return
     if options.rows:
         rows = [row for path in options.rows for row in json.loads(path.read_text())]
         rows = with_means([row for row in rows if row["category"] != MEAN])
@@ -156,14 +164,33 @@ def run(options: argparse.Namespace) -> list[Row]:
                 f"variables {QUESTIONS_VARIABLE} and {ANSWERS_VARIABLE}"
             )
             return []
-        threads = str(os.cpu_count() or 1)
-        # numba, which vLLM's ngram method uses, sets OpenMP's number of threads for all engines.
-        own = {"OMP_NUM_THREADS": threads}
-        own["NUMBA_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads)
-        engines.set_environment(options.verbose, engines.ENVIRONMENT | own)
+        use_all_cores(options)
         return run_replay(options)
     engines.set_environment(options.verbose)
     return run_shipped(options)
+
+
+def use_all_cores(options: argparse.Namespace) -> None:
+    """Set the environment for a model of real size; before torch is imported."""
+    threads = str(os.cpu_count() or 1)
+    # numba, which vLLM's ngram method uses, sets OpenMP's number of threads for all engines.
+    own = {"OMP_NUM_THREADS": threads}
+    own["NUMBA_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads)
+    engines.set_environment(options.verbose, engines.ENVIRONMENT | own)
+
+
+def print_curve(options: argparse.Namespace) -> None:
+    """What a step of the replay model costs, by its number of tokens."""
+    from _common import machine
+
+    use_all_cores(options)
+    settings = dict(replay_settings(options.dtype), enforce_eager=options.eager)
+    with engines.silence(not options.verbose), replaying(options.shape, 32_000, 1 << 13) as model:
+        contestant = Contestant(PLAIN, model, max_model_len=2048, **settings)
+        found = step_milliseconds(contestant, CURVE)
+    print(machine())
+    for size, milliseconds in found.items():
+        print(f"{size:3} tokens {milliseconds:7.1f} ms")
 
 
 def run_shipped(options: argparse.Namespace) -> list[Row]:
