@@ -137,11 +137,11 @@ def _print_report(report: Report) -> None:
     show("platform", report.platform)
     show("supported", report.supported)
     fits = sum(hook.status == "ok" for hook in report.hooks)
-    absent = sum(hook.status == "absent" for hook in report.hooks)
-    note = f", {absent} not in this vLLM and not needed" if absent else ""
+    replaced = sum(hook.status == "replaced" for hook in report.hooks)
+    note = f", {replaced} replaced by extension points of a patched vLLM" if replaced else ""
     console.print(f"hooks: {fits} of {len(report.hooks)} fit{note}")
     for hook in report.hooks:
-        mark = {"ok": "[green]✓[/]", "absent": "[dim]–[/]"}.get(hook.status, "[red]✗[/]")
+        mark = {"ok": "[green]✓[/]", "replaced": "[dim]–[/]"}.get(hook.status, "[red]✗[/]")
         console.print(f"  {mark} {escape(hook.target)}", soft_wrap=True)
     for problem in report.problems:
         color = "red" if problem.level == "error" else "yellow"

@@ -142,7 +142,7 @@ def test_demo_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_exit_code_and_text(
     monkeypatch: pytest.MonkeyPatch, problems: tuple[doctor.Problem, ...], exit_code: int
 ) -> None:
-    hooks = (make_hook("ok"), make_hook("absent"), make_hook("missing"))
+    hooks = (make_hook("ok"), make_hook("replaced"), make_hook("missing"))
     monkeypatch.setattr(doctor, "collect", lambda: make_report(problems=problems, hooks=hooks))
     result = runner.invoke(cli.app, ["doctor"])
     assert result.exit_code == exit_code
@@ -164,10 +164,10 @@ def test_doctor_json_is_the_whole_report(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_missing_and_changed_hooks_are_errors_that_name_them() -> None:
     findings = [
-        make_hook(status, detail="why") for status in ("ok", "absent", "missing", "changed")
+        make_hook(status, detail="why") for status in ("ok", "replaced", "missing", "changed")
     ]
     hooks, problems = doctor.check_hooks(findings)
-    assert [hook.status for hook in hooks] == ["ok", "absent", "missing", "changed"]
+    assert [hook.status for hook in hooks] == ["ok", "replaced", "missing", "changed"]
     assert [problem.level for problem in problems] == ["error", "error"]
     assert all("vllm.x:Y.z" in problem.text and "beam" in problem.text for problem in problems)
     assert doctor.describe_support(hooks)["beam"] is False

@@ -17,7 +17,8 @@ from typing import Any, Literal
 SUPPORTED_VLLM_VERSIONS = ("0.32", "0.33")
 """Release series of vLLM that the hooks were written for."""
 
-Status = Literal["ok", "missing", "changed"]
+Status = Literal["ok", "replaced", "missing", "changed"]
+"""``replaced``: a patched vLLM has an extension point that the plugin uses instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class LedgerFinding:
-    """What :func:`check` found for one :class:`Hook`; ``detail`` is empty if all is well."""
+    """What :func:`check` found for one :class:`Hook`; ``detail`` is empty if it fits."""
 
     target: str
     reason: str
@@ -76,12 +77,15 @@ def resolve(target: str) -> Any:
 
 def check_hook(hook: Hook) -> LedgerFinding:
     """Compare one line of the ledger with the installed vLLM."""
+    from vllm_trie.vllm_hooks.extension_points import offered
 
     def finding(status: Status, detail: str = "") -> LedgerFinding:
         return LedgerFinding(
             hook.target, hook.reason, status, detail, hook.upstream, hook.retire_when, hook.feature
         )
 
+    if hook.extension_point and offered(hook.extension_point):
+        return finding("replaced", f"by the extension point {hook.extension_point}")
     try:
         found = resolve(hook.target)
     except (ImportError, AttributeError) as error:
@@ -115,18 +119,11 @@ def mismatch(feature: str) -> str:
     """Why a feature must step aside with the installed vLLM; empty if it need not."""
     import vllm
 
-    from vllm_trie.vllm_hooks.extension_points import offered
-
     version = vllm.__version__
     problems = [
         f"{found.target} is {found.status} ({found.detail})"
-        for found in check(
-            hook
-            for hook in all_hooks()
-            if hook.feature == feature
-            and not (hook.extension_point and offered(hook.extension_point))
-        )
-        if found.status != "ok"
+        for found in check(hook for hook in all_hooks() if hook.feature == feature)
+        if found.status in ("missing", "changed")
     ]
     if problems:
         return f"vLLM {version}: " + "; ".join(problems)
