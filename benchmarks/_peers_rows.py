@@ -1,0 +1,148 @@
+"""From measured requests to the rows of peers.py."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean, median
+
+from _common import Row
+from _peers_engines import PARTS, PEERS, PLAIN, Measured, Question
+from rich.console import Console
+from rich.table import Table
+
+MEAN = "mean"
+
+
+def summarize(
+    workload: str,
+    methods: Sequence[str],
+    questions: Sequence[Question],
+    found: dict[tuple[int, str], list[Measured]],
+) -> list[Row]:
+    """A row for each category and method; a category's figure pools its questions.
+
+    Args:
+        workload: named in the rows.
+        methods: the baseline of the ratios is `plain`, if it is among them.
+        questions: as asked.
+        found: (question, method) -> one measurement a repeat.
+    """
+    rows = []
+    for category in dict.fromkeys(question.category for question in questions):
+        indices = [i for i, question in enumerate(questions) if question.category == category]
+        totals = {method: _total(found, indices, method) for method in methods}
+        plain = totals.get(PLAIN)
+        expected = {
+            i: questions[i].answer or (found[i, PLAIN][0].output if plain else None)
+            for i in indices
+        }
+        for method, total in totals.items():
+            tokens, steps = total["tokens"], max(total["steps"], 1)
+            decoded = max(tokens - len(indices), 1)
+            rows.append(
+                {
+                    "method": method,
+                    "workload": workload,
+                    "category": category,
+                    "tokens_per_s": tokens / total["seconds"],
+                    "tokens_per_step": decoded / steps,
+                    "ratio_to_plain": plain["seconds"] / total["seconds"] if plain else None,
+                    "decode_ratio_to_plain": plain["decode"] / total["decode"] if plain else None,
+                    "ms_per_output_token": 1e3 * total["decode"] / decoded,
+                    "first_token_ms": 1e3 * (total["seconds"] - total["decode"]) / len(indices),
+                    "nodes_per_step": total["nodes"] / steps,
+                    "ms_per_step": 1e3 * total["decode"] / steps,
+                    **{f"{part}_ms_per_step": 1e3 * total[part] / steps for part in PARTS},
+                    "questions": len(indices),
+                    "tokens": tokens,
+                    "identical": all(
+                        measured.output == (expected[i] or [])[: len(measured.output)]
+                        for i in indices
+                        for measured in found[i, method]
+                    )
+                    if all(answer is not None for answer in expected.values())
+                    else None,
+                }
+            )
+    return rows
+
+
+def _total(
+    found: dict[tuple[int, str], list[Measured]], indices: Sequence[int], method: str
+) -> dict[str, float]:
+    """Sums over the questions; times are medians over the repeats, the rest is from the first."""
+    total: dict[str, float] = dict.fromkeys(
+        ("seconds", "decode", "tokens", "steps", "nodes", *PARTS), 0.0
+    )
+    for index in indices:
+        repeats = found[index, method]
+        total["tokens"] += len(repeats[0].output)
+        total["steps"] += repeats[0].steps
+        total["nodes"] += repeats[0].nodes
+        total["seconds"] += median(each.seconds for each in repeats)
+        total["decode"] += median(each.seconds - each.first_token_seconds for each in repeats)
+        for part in PARTS:
+            total[part] += median(each.parts[part] for each in repeats)
+    return total
+
+
+def with_means(rows: Sequence[Row]) -> list[Row]:
+    """The rows and, for each workload and method, the mean over the categories.
+
+    In the rows of this project's methods, `ratio_to_best_peer` is the mean of a ratio to plain over
+    the largest such mean that one of vLLM's own drafters has (in a category: over the fastest).
+    """
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row["workload"], row["method"]].append(row)
+    means = []
+    for (workload, method), group in groups.items():
+        if workload == "beam":
+            continue
+        mean: Row = {"method": method, "workload": workload, "category": MEAN}
+        for key in group[0]:
+            if key in mean or key in ("questions", "tokens", "machine"):
+                continue
+            values = [row.get(key) for row in group]
+            if key == "identical":
+                mean[key] = None if None in values else all(values)
+            else:
+                mean[key] = None if None in values else fmean(values)
+        means.append(mean)
+    rows = [*rows, *means]
+    best: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row["method"] in PEERS and row["ratio_to_plain"]:
+            place = row["workload"], row["category"]
+            best[place] = max(best.get(place, 0.0), row["ratio_to_plain"])
+    for row in rows:
+        ratio, peer = row["ratio_to_plain"], best.get((row["workload"], row["category"]))
+        own = row["method"] not in (PLAIN, *PEERS)
+        row["ratio_to_best_peer"] = ratio / peer if own and ratio and peer else None
+    return rows
+
+
+def print_breakdown(rows: Sequence[Row]) -> None:
+    """Where a step's time goes, on average over the categories."""
+    means = [row for row in rows if row["category"] == MEAN]
+    if not means:
+        return
+    parts = [f"{part}_ms_per_step" for part in PARTS]
+    table = Table(title="Milliseconds of a step after the first token", title_justify="left")
+    for column in ("workload", "method", "nodes", "step", *PARTS, "rest", "against best peer"):
+        table.add_column(column, justify="left" if column in ("workload", "method") else "right")
+    for row in means:
+        values = [row[part] for part in parts]
+        versus = row["ratio_to_best_peer"]
+        table.add_row(
+            row["workload"],
+            row["method"],
+            f"{row['nodes_per_step']:.1f}",
+            f"{row['ms_per_step']:.2f}",
+            *(f"{value:.2f}" for value in values),
+            f"{row['ms_per_step'] - sum(values):.2f}",
+            f"{versus:.2f}" if versus else "-",
+        )
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
