@@ -23,6 +23,7 @@ OWN_METHOD = "prompt_lookup_tree"
 IN_ONE_PROCESS = (
     "offline_ngram_trie.py",
     "rag_and_code_editing.py",
+    "trie_union.py",
     "beam_nbest.py",
     "own_drafter/run.py",
 )
@@ -103,6 +104,13 @@ def test_rag_and_code_editing(printed: dict[str, str]) -> None:
         assert float(rate) == pytest.approx(int(tokens) / int(steps), abs=0.01)
         assert float(rate) > 1.5
         assert same == "yes"
+
+
+def test_trie_union(printed: dict[str, str]) -> None:
+    text = printed["trie_union.py"]
+    tokens, steps = map(int, re.findall(r"(\d+) tokens in (\d+) steps", text)[0])
+    assert 0 < steps < tokens <= 3 * 96
+    assert len(set(text.split("\n\n"))) > 3
 
 
 def test_beam_nbest(printed: dict[str, str]) -> None:
