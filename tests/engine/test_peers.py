@@ -24,7 +24,9 @@ PINNED = {
     "tokens_per_step",
     "ratio_to_plain",
 }
-METHODS = ["plain", "ngram", "ngram_trie"]
+FIXED = "ngram_trie_fixed_8"
+"""The tests count its drafts: what the adaptive budget drafts depends on measured times."""
+METHODS = ["plain", "ngram", "ngram_trie", FIXED]
 
 
 def write_recordings(folder: Path) -> list[str]:
@@ -73,8 +75,9 @@ def test_rows_have_the_pinned_keys_and_plausible_values(rows: list[dict[str, Any
     assert by_method["plain"]["nodes_per_step"] == 0
     # The answers are in the prompts: drafts succeed, and a tree has to be verified for it.
     assert by_method["ngram"]["tokens_per_step"] > 1.5
-    assert by_method["ngram_trie"]["tokens_per_step"] > 1.5
-    assert by_method["ngram_trie"]["nodes_per_step"] > 1
+    assert by_method[FIXED]["tokens_per_step"] > 1.5
+    assert by_method[FIXED]["nodes_per_step"] > 1
+    assert by_method["ngram_trie"]["tokens_per_step"] >= 1
 
 
 @pytest.fixture
@@ -85,7 +88,7 @@ def learner(tmp_path: Path) -> Iterator[Callable[[], _peers_engines.Measured]]:
     question = _peers_engines.Question("any", prompt, answer, len(answer))
     with _peers_engines.replaying("tiny", 32_000, 512) as model:
         contestant = _peers_engines.Contestant(
-            "ngram_trie",
+            FIXED,
             model,
             max_model_len=256,
             enforce_eager=True,
@@ -104,6 +107,6 @@ def learner(tmp_path: Path) -> Iterator[Callable[[], _peers_engines.Measured]]:
 def test_engines_learn_and_forget(learner: Callable[..., _peers_engines.Measured]) -> None:
     first, second, third = learner(), learner(), learner(forget=True)
     assert first.steps == 59, "random text cannot be guessed"
-    assert second.steps < 50, "the answer was seen a moment ago"
+    assert second.steps < 30, "the answer was seen a moment ago"
     assert third.steps == 59, "the engine was told to forget"
     assert first.output == second.output == third.output
