@@ -199,6 +199,11 @@ def _collect(engine_args: Any, method: str) -> _Request:
     draft_model = speculative.pop("model", None)
     if draft_model in (method, PROPOSER_CLASS, VERIFIER_CLASS):
         draft_model = None
+    elif draft_model in available_methods():
+        raise ValueError(
+            f"the methods {method!r} and {draft_model!r} (as the speculative model) differ; give "
+            "one of them, or ask for trie_union with both among its drafters"
+        )
     carried_model = given.pop("draft_model", None)
     draft_model = carried_model if draft_model is None else draft_model
     num_nodes = _check_num_nodes(speculative.pop("num_speculative_tokens", None))

@@ -222,6 +222,14 @@ def test_wrong_options(place: str, option: str, value: Any, said: list[str]) -> 
             ["'ngram_trie'", "method='eagle'", "leave the model out"],
         ),
         (
+            arguments({"method": "ngram_trie", "model": "lookahead_trie"}),
+            ["'ngram_trie'", "'lookahead_trie'", "differ", "trie_union"],
+        ),
+        (
+            arguments(None, spec_method="ngram_trie", spec_model="lookahead_trie"),
+            ["'ngram_trie'", "'lookahead_trie'", "differ", "trie_union"],
+        ),
+        (
             arguments({"method": "ngram_trie"}, {CONFIG_KEY: {"method": "other"}}),
             ["'ngram_trie'", "'other'", "differ", "give one"],
         ),

@@ -173,6 +173,7 @@ def _run(trainer: Trainer, state_path: Path, save_every: int, step_tokens: int) 
         unit="token",
         unit_scale=True,
         desc="training heads",
+        disable=None,  # where the output is no terminal
     ) as bar:
         while trainer.step < steps:
             losses = trainer.run_step()
