@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "repository"
 """Where the site keeps the files from outside of docs/."""
 
-_WORDS = r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]"
-_OUTSIDE = re.compile(_WORDS + r"\((?:\.\./)+([^)#\s]*)(#[^)\s]*)?\)")
-_ANY = re.compile(_WORDS + r"\(([^)\s]+)\)")
+_WORDS = r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]"
+_OUTSIDE = re.compile("(?<!!)" + _WORDS + r"\((?:\.\./)+([^)#\s]*)(#[^)\s]*)?\)")
+_ANY = re.compile("(!?)" + _WORDS + r"\(([^)\s]+)\)")
 
 
 METHODS = "Methods and measurements"
@@ -84,14 +84,14 @@ def _inside_site(markdown: str, source: str) -> str:
     """A repository file's text with its own relative links led to the site, or taken out."""
 
     def lead(found: re.Match[str]) -> str:
-        words, target = found[1], found[2]
+        image, words, target = found.groups()
         if "://" in target or target.startswith(("#", "mailto:")):
             return found[0]
         name, _, anchor = target.partition("#")
         full = posixpath.normpath(posixpath.join(posixpath.dirname(source), name))
         if full.startswith("docs/"):
             page = "../" * (source.count("/") + 1) + full.removeprefix("docs/")
-            return f"[{words}]({page}{'#' + anchor if anchor else ''})"
+            return f"{image}[{words}]({page}{'#' + anchor if anchor else ''})"
         return words
 
     return _ANY.sub(lead, markdown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,14 +59,20 @@ def test_help_lists_the_targets_for_people() -> None:
 
 @pytest.mark.parametrize("found", PAGES, ids=lambda p: p.name)
 def test_flags_of_benchmarks(found: Page) -> None:
-    shared = (ROOT / "benchmarks" / "_common.py").read_text()
     for command in found.commands():
         for script, rest in re.findall(r"python (benchmarks/\w+\.py)([^|;&`]*)", command):
-            source = shared + (ROOT / script).read_text()
+            source = _with_modules(ROOT / script)
             for flag in re.findall(r"(?<!\S)(--[a-z][\w-]*)", rest):
                 parameter = flag.removeprefix("--").replace("-", "_")
                 known = f'"{flag}"' in source or re.search(rf"^    {parameter}:", source, re.M)
                 assert known, f"{found.name}: {script} {flag}"
+
+
+def _with_modules(script: Path) -> str:
+    """A benchmark's source and that of the benchmarks' modules it imports from."""
+    source = script.read_text()
+    modules = re.findall(r"^from (_[a-z]\w*) import", source, re.M)
+    return source + "".join((script.parent / f"{name}.py").read_text() for name in modules)
 
 
 @pytest.fixture(scope="module")
