@@ -80,10 +80,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(repeats=1)
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT_METHODS))
-    for name, variable in (("questions", QUESTIONS_VARIABLE), ("answers", ANSWERS_VARIABLE)):
+    for flag, variable in (("--questions", QUESTIONS_VARIABLE), ("--answers", ANSWERS_VARIABLE)):
         default = os.environ.get(variable)
         parser.add_argument(
-            f"--{name}",
+            flag,
             type=Path,
             default=Path(default) if default else None,
             help=f"Spec-Bench's file; {variable} if left out",
