@@ -101,19 +101,19 @@ def test_hidden_state_of_the_last_accepted_node(engine, expected, monkeypatch):
     llm = engine(**medusa(joint="product"))
     runner = runner_of(llm)
     right = check(llm, expected)
-    stock = type(runner)._draft_request
+    stock = type(runner)._remember_steps
     wrong_rows = {
         "first": lambda base, size: base,
         "last": lambda base, size: base + size,
     }
     for name, wrong_row in wrong_rows.items():
 
-        def draft_request(self, row, *args, wrong_row=wrong_row):
+        def remember_steps(self, accepted, base, *args, wrong_row=wrong_row):
             sizes = [len(tree.token_ids) for tree in self._step_trees]
-            self._last_rows[row] = wrong_row(sum(sizes[:row]) + row, sizes[row])
-            return stock(self, row, *args)
+            self._last_rows = [wrong_row(*row) for row in zip(base, sizes, strict=True)]
+            stock(self, accepted, base, *args)
 
-        monkeypatch.setattr(type(runner), "_draft_request", draft_request)
+        monkeypatch.setattr(type(runner), "_remember_steps", remember_steps)
         assert check(llm, expected) < 0.85 * right, name
 
 

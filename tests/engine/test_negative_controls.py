@@ -15,7 +15,7 @@ from tests.engine.compare import (
 )
 from tests.engine.prompts import prompts
 from vllm_trie.attention import move_slots_in_layers, split_cache
-from vllm_trie.vllm_hooks import compaction, runner
+from vllm_trie.vllm_hooks import compaction, placement, runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
 
@@ -44,20 +44,21 @@ def test_without_compaction(engine, monkeypatch):
 
 
 def test_with_flat_positions(engine, monkeypatch):
-    stock = runner.TreeRunnerMixin._place_trees
+    stock = runner.place_trees
 
-    def place_trees_flat(self, *args):
-        flat = self.positions.clone()
-        stock(self, *args)
-        self.positions.copy_(flat)
+    def place_trees_flat(model_runner, *args):
+        flat = model_runner.positions.clone()
+        batch = stock(model_runner, *args)
+        model_runner.positions.copy_(flat)
+        return batch
 
-    monkeypatch.setattr(runner.TreeRunnerMixin, "_place_trees", place_trees_flat)
+    monkeypatch.setattr(runner, "place_trees", place_trees_flat)
     assert _num_wrong(engine) > 6
 
 
 def _draw_trees_as(monkeypatch, ancestor_mask) -> None:
     """Let nodes see what `ancestor_mask`, a function of their number (at most 64), says."""
-    stock = runner.build_tree_batch
+    stock = placement.build_tree_batch
 
     def build(rows, ancestor_words, num_tokens):
         bits = 1 << np.arange(64, dtype=np.uint64)
@@ -67,7 +68,7 @@ def _draw_trees_as(monkeypatch, ancestor_mask) -> None:
         ]
         return stock(rows, words, num_tokens)
 
-    monkeypatch.setattr(runner, "build_tree_batch", build)
+    monkeypatch.setattr(placement, "build_tree_batch", build)
 
 
 def test_with_a_causal_mask(engine, monkeypatch):

@@ -24,7 +24,7 @@ class GuardedDrafter:
 
     Attributes:
         seconds: time spent in the drafter.
-        failures: number of failures by reason.
+        failures: number of failures by reason, since the start.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class GuardedDrafter:
         self._failed_requests: set[str] = set()
         self._switched_off = False
         self._reported = False
+        self._new_failures: dict[FailureReason, int] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         """A valid tree for each request, empty where the drafter has none or failed."""
@@ -64,6 +65,11 @@ class GuardedDrafter:
             self._switch_off(error)
         except Exception:
             self._report("error", f"forgetting request {request_id}")
+
+    def take_new_failures(self) -> dict[FailureReason, int]:
+        """Number of failures by reason since the last call, without reasons that had none."""
+        taken, self._new_failures = self._new_failures, {}
+        return taken
 
     def _propose_guarded(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         if self._switched_off:  # by another request of this very batch
@@ -114,6 +120,7 @@ class GuardedDrafter:
     def _report(self, reason: FailureReason, consequence: str) -> None:
         """Count a failure; the first is logged with its traceback, the rest at debug level."""
         self.failures[reason] += 1
+        self._new_failures[reason] = self._new_failures.get(reason, 0) + 1
         level = logging.DEBUG if self._reported else logging.ERROR
         self._reported = True
         self._logger.log(

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
@@ -34,6 +35,16 @@ class TreeSample(NamedTuple):
     """Accepted node indices, root first."""
     logprobs: LogprobsTensors | None
     """For ``[num_rows * width]`` tokens, width = the longest row, padded with any values."""
+
+    def padded(self, device: torch.device) -> SamplerOutput:
+        """vLLM's form of the sample: rows padded with -1, at least two columns.
+
+        vLLM reads a single column as the output of a step without speculation.
+        """
+        width = max(2, max(map(len, self.token_ids)))
+        rows = [[*tokens, *[-1] * (width - len(tokens))] for tokens in self.token_ids]
+        token_ids = torch.from_numpy(np.array(rows, dtype=np.int32)).to(device)
+        return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=self.logprobs)
 
 
 class _MinTokensBelow:

@@ -9,6 +9,10 @@ import numpy as np
 
 from vllm_trie.tree import TokenTree
 
+TREE_ATTRIBUTE = "draft_trees"
+"""Attribute of the attention metadata that carries the step's
+:class:`~vllm_trie.attention.TreeBatch` to the attention backend."""
+
 
 def tree_arrays(tree: TokenTree) -> tuple[np.ndarray | None, ...]:
     """The arrays of a tree in the order of its constructor."""

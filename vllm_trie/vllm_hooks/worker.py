@@ -8,7 +8,8 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_trie.vllm_hooks.runner import add_trees, calibrate_step_cost
+from vllm_trie.vllm_hooks.calibration import calibrate_step_cost
+from vllm_trie.vllm_hooks.runner import add_trees
 
 CPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.cpu_attention.TreeCPUAttentionBackend"
 

@@ -16,8 +16,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.spec_decode.draft_verifier import DraftVerifier
 
 from vllm_trie.attention import TreeBatch
+from vllm_trie.vllm_hooks.calibration import calibrate_step_cost
 from vllm_trie.vllm_hooks.proposer import TreeProposer
-from vllm_trie.vllm_hooks.runner import TreeRunnerMixin, calibrate_step_cost
+from vllm_trie.vllm_hooks.runner import TreeRunnerMixin
 from vllm_trie.vllm_hooks.stats import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker import CPU_BACKEND_CLASS
 

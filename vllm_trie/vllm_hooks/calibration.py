@@ -1,0 +1,34 @@
+"""A first idea of what the tokens of a step cost, for the adaptive node budget."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+_NUM_TOKENS = (1, 2, 5, 9, 17, 33, 65)
+_REPEATS = 3
+
+
+def calibrate_step_cost(runner: Any, seconds: float = 2.0) -> None:
+    """Let the budget observe forward passes on no request; nothing to do for a fixed budget.
+
+    Attention is left out; what the steps really take is learned as they come.
+
+    Args:
+        runner: a runner with the mixin, ready to run; its budget is changed.
+        seconds: about the longest time to spend.
+    """
+    budget = runner.drafter.node_budget
+    if budget is None:
+        return
+    start = time.perf_counter()
+    sizes = [n for n in _NUM_TOKENS if n <= runner.max_num_tokens]
+    for repeat in range(_REPEATS):
+        for num_tokens in sizes:
+            begin = time.perf_counter()
+            hidden_states, _ = runner._dummy_run(num_tokens)
+            runner.model.compute_logits(hidden_states[:num_tokens])
+            if repeat:  # the first one warms up
+                budget.observe_step(num_tokens, time.perf_counter() - begin)
+        if repeat and time.perf_counter() - start > seconds:
+            return
