@@ -68,10 +68,15 @@ def move_blocks(manager: KVCacheManager, old_id: str, new_id: str) -> None:
             part.num_cached_block[new_id] = part.num_cached_block.pop(old_id)
 
 
+def num_blocks(manager: KVCacheManager) -> int:
+    """Blocks that requests can hold."""
+    # One block of the pool is the null block, which nobody owns.
+    return manager.block_pool.num_gpu_blocks - 1
+
+
 def num_used_blocks(manager: KVCacheManager) -> int:
     """Blocks that requests hold now."""
-    # One block of the pool is the null block, which nobody owns.
-    return manager.block_pool.num_gpu_blocks - 1 - manager.block_pool.get_num_free_blocks()
+    return num_blocks(manager) - manager.block_pool.get_num_free_blocks()
 
 
 def _parts(manager: KVCacheManager) -> tuple[Any, ...]:

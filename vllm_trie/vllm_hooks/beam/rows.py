@@ -9,7 +9,6 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.beam import Child
 from vllm_trie.vllm_hooks.beam.blocks import fork_blocks, move_blocks
 from vllm_trie.vllm_hooks.beam.enabled import reason_off
 from vllm_trie.vllm_hooks.beam.group import BeamGroup
@@ -48,46 +47,48 @@ class BeamRows(Scheduler):
         self._vocab_size = self.vllm_config.model_config.get_vocab_size()
 
     def _extend_running(
-        self,
-        group: BeamGroup,
-        parent: Request,
-        sampled: int,
-        children: list[Child],
-        ranks: list[int],
-        new_rows: list[Request | None],
-    ) -> None:
-        """Children of a row that has its KV: one stays in its place, the others are forks."""
+        self, group: BeamGroup, parent: Request, sampled: int, tokens: dict[int, int]
+    ) -> dict[int, Request]:
+        """Children of a row that has its KV: one stays in its place, the others are forks.
+
+        Args:
+            group: of the row.
+            parent: the row.
+            sampled: the token that the worker has appended to it.
+            tokens: the children's tokens by rank.
+
+        Returns:
+            The children's rows by rank.
+        """
         # The child of the token that the worker has appended itself costs nothing.
-        heir = next((rank for rank in ranks if children[rank].token_id == sampled), None)
+        heir = next((rank for rank, token_id in tokens.items() if token_id == sampled), None)
         in_place = heir is not None and parent.request_id not in self._unsent
         if heir is None:
-            heir = ranks[0]
-        for rank in ranks:
-            if rank != heir:
-                new_rows[rank] = self._fork(group, parent, children[rank].token_id)
-        token_id = children[heir].token_id
+            heir = next(iter(tokens))
+        rows = {
+            rank: self._fork(group, parent, token_id)
+            for rank, token_id in tokens.items()
+            if rank != heir
+        }
         if in_place:
-            parent.append_output_token_ids(token_id)
-            new_rows[heir] = parent
+            parent.append_output_token_ids(tokens[heir])
+            rows[heir] = parent
             self.beam_counters.rows_in_place += 1
         else:
-            new_rows[heir] = self._move(group, parent, token_id)
+            rows[heir] = self._move(group, parent, tokens[heir])
+        return rows
 
     def _extend_suspended(
-        self,
-        group: BeamGroup,
-        parent: Request,
-        children: list[Child],
-        ranks: list[int],
-        new_rows: list[Request | None],
-    ) -> None:
-        """Children of a row that lost its KV: all of them are computed again."""
-        for rank in ranks:
-            new_rows[rank] = self._new_row(group, parent, children[rank].token_id)
-            self.beam_counters.rows_recomputed += 1
+        self, group: BeamGroup, parent: Request, tokens: dict[int, int]
+    ) -> dict[int, Request]:
+        """Children of a row that lost its KV, by rank: all of them are computed again."""
+        rows = {rank: self._new_row(group, parent, token_id) for rank, token_id in tokens.items()}
+        self.beam_counters.rows_recomputed += len(rows)
         self._free_rows([parent])
+        return rows
 
     def _new_row(self, group: BeamGroup, parent: Request, token_id: int) -> Request:
+        """A child without KV, which the worker does not know."""
         row = group.child_row(parent, token_id)
         self.requests[row.request_id] = row
         self._group_of_row[row.request_id] = group
@@ -95,9 +96,11 @@ class BeamRows(Scheduler):
         return row
 
     def _fork(self, group: BeamGroup, parent: Request, token_id: int) -> Request:
+        """A child that shares the parent's KV, or one to be computed if there is no room."""
         row = self._new_row(group, parent, token_id)
         num_computed = parent.num_computed_tokens
-        if self._num_running_rows_full() or not fork_blocks(
+        has_slot = len(self.running) < self.max_num_running_reqs
+        if not has_slot or not fork_blocks(
             self.kv_cache_manager, parent.request_id, row.request_id, num_computed
         ):
             self.beam_counters.rows_recomputed += 1
@@ -107,9 +110,6 @@ class BeamRows(Scheduler):
         self.running.append(row)
         self.beam_counters.rows_forked += 1
         return row
-
-    def _num_running_rows_full(self) -> bool:
-        return len(self.running) >= self.max_num_running_reqs
 
     def _move(self, group: BeamGroup, parent: Request, token_id: int) -> Request:
         """Hand the parent's blocks to a child with another token than the worker appended.
@@ -152,6 +152,7 @@ class BeamRows(Scheduler):
         self.beam_counters.rows_dropped += len(rows)
 
     def _unqueue(self, rows: Iterable[Request]) -> None:
+        """Take rows out of the queues of those that wait."""
         waiting = list(rows)
         if waiting:
             self.waiting.remove_requests(waiting)
