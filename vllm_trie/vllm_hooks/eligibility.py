@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from vllm.exceptions import VLLMValidationError
+
 CACHE_SALT = "vllm_trie_cache_salt"
 """Key of ``SamplingParams.extra_args`` that brings a request's cache salt to the worker."""
 SPECULATION = "speculation"
 """Key of ``SamplingParams.extra_args`` that switches a request's drafts off."""
 
 
+class SpeculationRequestError(VLLMValidationError, ValueError):
+    """A request with options that make no sense; the server answers 400 with its message."""
+
+
 def check_request_options(params: Any) -> None:
     """Refuse a request whose own speculation options make no sense.
 
     Raises:
-        ValueError: naming the option, its value and what is allowed.
+        SpeculationRequestError: naming the option, its value and what is allowed.
     """
     value = (getattr(params, "extra_args", None) or {}).get(SPECULATION, True)
     # JSON's booleans reach vLLM's extra arguments as 0 and 1.
     if not isinstance(value, int | float) or value not in (0, 1):
-        raise ValueError(
+        raise SpeculationRequestError(
             f"extra_args[{SPECULATION!r}]={value!r} must be true (the default) or false; false "
             "decodes the request without drafts"
         )
