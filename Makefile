@@ -29,7 +29,7 @@ venv: ## create or refresh .venv (vLLM for the CPU, the plugin, test tools)
 	@command -v $(SETUP_PYTHON) >/dev/null || { echo "error: $(SETUP_PYTHON) not found; Python 3.11 is needed" >&2; exit 1; }
 	@$(SETUP_PYTHON) packaging/setup_cpu.py
 
-demo: venv ## show speculation and beam search on the model that ships with the project
+demo: venv ## run plain vLLM and draft trees side by side on the model that ships
 	@$(BIN)/vllm-trie demo $(ARGS)
 
 test: export OMP_NUM_THREADS ?= 1

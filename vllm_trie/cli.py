@@ -93,7 +93,7 @@ def model_path(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def demo(ctx: typer.Context) -> None:
-    """Show speculation and beam search at work on the shipped model."""
+    """Decode prompts with plain vLLM and with draft trees, side by side; see `demo --help`."""
     if importlib.util.find_spec("vllm_trie.demo") is None:
         typer.echo("error: this build has no demo", err=True)
         raise typer.Exit(1)
