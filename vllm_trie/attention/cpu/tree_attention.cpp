@@ -5,10 +5,11 @@
 // "Online normalizer calculation for softmax", Algorithm 3). The prefix is dense; only the last
 // chunks, where the tree's own slots lie, look at ancestor words. Sums are float32.
 //
-// Threads share the work by its cost. Where a thread's share ends inside a unit, each thread
-// leaves a partial result (maximum, sum, weighted values), and these are joined at the end.
+// Threads take one task after another, small ones last, so that a thread that was held up leaves
+// its share to the others. A task is a unit or, towards the end, a part of one: these leave a
+// partial result each (maximum, sum, weighted values), and whoever ends the last part joins them.
 
-#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
@@ -17,45 +18,11 @@
 
 #include "panels.hpp"
 #include "../../native/parallel.hpp"
+#include "tasks.hpp"
 #include "visibility.hpp"
 
 namespace vllm_trie {
 namespace {
-
-struct Row {  // as tree_batch.TreeRow
-  int64_t batch_index, query_start, num_queries, num_nodes, seq_len;
-};
-
-struct Arguments {
-  const void* query;
-  int64_t query_stride;  // between tokens; heads lie side by side
-  const void* cache;
-  int64_t block_stride, head_stride;
-  const int32_t* block_table;
-  int64_t block_table_stride;
-  const Row* rows;
-  const uint64_t* words;  // of all rows, one after another
-  int64_t num_rows;
-  void* output;
-  int64_t output_stride;
-  int num_heads, num_kv_heads, head_size, block_size;
-  float scale;
-  const float* alibi_slopes;  // of each head, or null
-  int num_threads;
-};
-
-struct Unit {
-  const Row* row;
-  const uint64_t* words;  // of the row's first node
-  int kv_head;
-  int64_t first_query, num_queries;
-  int64_t num_slots;  // that any of the queries sees
-  int64_t num_chunks;
-  int64_t cost_before;  // of all units before this one
-
-  int64_t cost_per_chunk() const { return num_queries; }
-  int64_t cost() const { return num_chunks * cost_per_chunk(); }
-};
 
 // Memory that a thread keeps between calls, aligned for the widest vectors.
 class Workspace {
@@ -91,49 +58,6 @@ struct Partial {
   }
 };
 
-// Rows of a unit: as many as keep its sums in the second-level cache.
-int max_rows(int head_size) { return std::clamp(32768 / head_size, 64, kMaxRows); }
-
-std::vector<Unit> make_units(const Arguments& arguments) {
-  std::vector<Unit> units;
-  const int group = arguments.num_heads / arguments.num_kv_heads;
-  const int64_t max_queries = std::max(1, max_rows(arguments.head_size) / group);
-  const uint64_t* words = arguments.words;
-  int64_t cost = 0;
-  for (int64_t index = 0; index < arguments.num_rows; ++index) {
-    const Row& row = arguments.rows[index];
-    const int64_t num_parts = (row.num_queries + max_queries - 1) / max_queries;
-    for (int kv_head = 0; kv_head < arguments.num_kv_heads; ++kv_head) {
-      for (int64_t part = 0; part < num_parts; ++part) {
-        const int64_t first = row.num_queries * part / num_parts;
-        const int64_t last = row.num_queries * (part + 1) / num_parts;
-        const bool has_nodes = last > row.num_queries - row.num_nodes;
-        const int64_t slots = has_nodes ? row.seq_len : row.seq_len - row.num_queries + last;
-        const int64_t chunks = (slots + kChunk - 1) / kChunk;
-        units.push_back({&row, words, kv_head, first, last - first, slots, chunks, cost});
-        cost += units.back().cost();
-      }
-    }
-    words += row.num_nodes * ((row.num_nodes + 63) / 64);
-  }
-  return units;
-}
-
-// A place in the work: chunk `chunk` of unit `unit`.
-struct Place {
-  size_t unit;
-  int64_t chunk;
-};
-
-Place place_at(const std::vector<Unit>& units, int64_t cost) {
-  const auto after = std::upper_bound(
-      units.begin(), units.end(), cost,
-      [](int64_t value, const Unit& unit) { return value < unit.cost_before + unit.cost(); });
-  if (after == units.end()) return {units.size(), 0};
-  return {static_cast<size_t>(after - units.begin()),
-          (cost - after->cost_before) / after->cost_per_chunk()};
-}
-
 template <typename T>
 class Attention {
  public:
@@ -150,51 +74,41 @@ class Attention {
         rows_(std::max(max_rows(arguments.head_size), group_)) {}
 
   void run() {
-    if (units_.empty()) return;
-    const int64_t work = units_.back().cost_before + units_.back().cost();
+    int64_t work = 0;
+    for (const Unit& unit : units_) work += unit.cost();
+    if (!work) return;
     // So little that starting another thread costs more is left to one.
     const int num_threads = static_cast<int>(
         std::clamp<int64_t>(work * group_ / 16, 1, std::max(1, arguments_.num_threads)));
-    pieces_.resize(2 * num_threads);
+    const std::vector<Task> tasks = make_tasks(units_, num_threads);
+    const Task& last = tasks.back();
+    const int num_partials = last.first_partial + (last.num_parts > 1 ? last.num_parts : 0);
     static thread_local Workspace shared;
-    const size_t floats = Partial::floats(rows_, arguments_.head_size);
-    if (num_threads > 1) partials_ = shared.take(pieces_.size() * floats);
-    auto attend = [&](int thread, int team) {
-      const Place begin = place_at(units_, work * thread / team);
-      const Place end = place_at(units_, work * (thread + 1) / team);
-      attend_between(begin, end, thread);
+    if (num_partials) partials_ = shared.take(num_partials * partial_floats());
+    parts_left_ = std::vector<std::atomic<int>>(units_.size());
+    for (const Task& task : tasks) parts_left_[task.unit] = task.num_parts;
+    std::atomic<size_t> next{0};
+    auto attend = [&](int, int) {
+      for (size_t index; (index = next++) < tasks.size();) attend_task(tasks[index]);
     };
     run_parallel(num_threads, attend);
-    pieces_.erase(std::remove_if(pieces_.begin(), pieces_.end(),
-                                 [](const Piece& piece) { return !piece.unit; }),
-                  pieces_.end());
-    if (pieces_.empty()) return;
-    auto join = [&](int thread, int team) { join_pieces(thread, team); };
-    run_parallel(num_threads, join);
   }
 
  private:
-  struct Piece {
-    const Unit* unit = nullptr;
-    Partial partial;
-  };
+  size_t partial_floats() const { return Partial::floats(rows_, arguments_.head_size); }
 
-  void attend_between(Place begin, Place end, int thread) {
-    int num_pieces = 0;
-    for (Place place = begin; place.unit < end.unit || place.chunk < end.chunk;) {
-      const Unit& unit = units_[place.unit];
-      const int64_t last = place.unit < end.unit ? unit.num_chunks : end.chunk;
-      const bool whole = place.chunk == 0 && last == unit.num_chunks;
-      float* memory = nullptr;
-      if (!whole) {
-        const int slot = 2 * thread + num_pieces++;
-        memory = partials_ + slot * Partial::floats(rows_, arguments_.head_size);
-        pieces_[slot] = {&unit, Partial::at(memory, rows_)};
-      }
-      attend_unit(unit, place.chunk, last, memory);
-      if (place.unit == end.unit) break;
-      place = {place.unit + 1, 0};
+  float* partial(const Task& task, int part) const {
+    return partials_ + (task.first_partial + part) * partial_floats();
+  }
+
+  void attend_task(const Task& task) {
+    const Unit& unit = units_[task.unit];
+    if (task.num_parts == 1) {
+      attend_unit(unit, 0, unit.num_chunks, nullptr);
+      return;
     }
+    attend_unit(unit, task.first_chunk, task.last_chunk, partial(task, task.part));
+    if (--parts_left_[task.unit] == 0) join(task);
   }
 
   // The chunks [first, last) of a unit; writes the output if `partial` is null.
@@ -244,7 +158,7 @@ class Attention {
                       sums.weighted, prefetch);
       chunk = next;
     }
-    if (!partial) write(unit, 0, rows, sums);
+    if (!partial) write(unit, sums);
   }
 
   void load_query(const Unit& unit, Product* to) const {
@@ -344,10 +258,11 @@ class Attention {
     return factor;
   }
 
-  // Output of the rows [first, last) of a unit, rounded once.
-  void write(const Unit& unit, int first, int last, const Partial& sums) const {
+  // Output of a unit's rows, rounded once.
+  void write(const Unit& unit, const Partial& sums) const {
     const int head_size = arguments_.head_size;
-    for (int row = first; row < last; ++row) {
+    const int rows = static_cast<int>(unit.num_queries) * group_;
+    for (int row = 0; row < rows; ++row) {
       const int64_t token = unit.row->query_start + unit.first_query + row / group_;
       T* to = static_cast<T*>(arguments_.output) + token * arguments_.output_stride +
               (static_cast<int64_t>(unit.kv_head) * group_ + row % group_) * head_size;
@@ -357,44 +272,37 @@ class Attention {
     }
   }
 
-  // Pieces of one unit are neighbours in pieces_. Threads take rows of every unit in turn.
-  void join_pieces(int thread, int team) {
+  // The partial results of the task's unit into the first of them, and its output.
+  void join(const Task& task) const {
+    const Unit& unit = units_[task.unit];
     const int head_size = arguments_.head_size;
     const float scale = arguments_.scale * 1.44269504f;
-    for (size_t begin = 0, end; begin < pieces_.size(); begin = end) {
-      const Unit& unit = *pieces_[begin].unit;
-      for (end = begin + 1; end < pieces_.size() && pieces_[end].unit == &unit;) ++end;
-      const int rows = static_cast<int>(unit.num_queries) * group_;
-      const int first = rows * thread / team, last = rows * (thread + 1) / team;
-      const Partial& target = pieces_[begin].partial;
-      for (int row = first; row < last; ++row) {
-        float maximum = target.maximum[row];
-        for (size_t i = begin + 1; i < end; ++i) {
-          maximum = std::max(maximum, pieces_[i].partial.maximum[row]);
-        }
-        float total = 0.0f;
-        float* joined = target.weighted + static_cast<int64_t>(row) * head_size;
-        for (size_t i = begin; i < end; ++i) {
-          const Partial& piece = pieces_[i].partial;
-          const float weight = std::exp2((piece.maximum[row] - maximum) * scale);
-          const float* from = piece.weighted + static_cast<int64_t>(row) * head_size;
-          total += weight * piece.total[row];
-          for (int d = 0; d < head_size; ++d) {
-            joined[d] = weight * from[d] + (i == begin ? 0.0f : joined[d]);
-          }
-        }
-        target.total[row] = total;
+    const int rows = static_cast<int>(unit.num_queries) * group_;
+    const Partial joined = Partial::at(partial(task, 0), rows_);
+    for (int part = 1; part < task.num_parts; ++part) {
+      const Partial other = Partial::at(partial(task, part), rows_);
+      for (int row = 0; row < rows; ++row) {
+        const float maximum = std::max(joined.maximum[row], other.maximum[row]);
+        // A row may have seen nothing of either part.
+        const float shift = maximum == kMinusInfinity ? 0.0f : maximum;
+        const float own_weight = std::exp2((joined.maximum[row] - shift) * scale);
+        const float other_weight = std::exp2((other.maximum[row] - shift) * scale);
+        float* to = joined.weighted + static_cast<int64_t>(row) * head_size;
+        const float* from = other.weighted + static_cast<int64_t>(row) * head_size;
+        for (int d = 0; d < head_size; ++d) to[d] = to[d] * own_weight + from[d] * other_weight;
+        joined.total[row] = joined.total[row] * own_weight + other.total[row] * other_weight;
+        joined.maximum[row] = maximum;
       }
-      write(unit, first, last, target);
     }
+    write(unit, joined);
   }
 
   const Arguments& arguments_;
   std::vector<Unit> units_;
   int group_;
   int rows_;  // of the largest unit
-  std::vector<Piece> pieces_;
   float* partials_ = nullptr;
+  std::vector<std::atomic<int>> parts_left_;  // of each unit
 };
 
 }  // namespace
