@@ -1,0 +1,147 @@
+"""Files of a checkpoint: found or downloaded, read, written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FILE_NAMES = (
+    "model.safetensors",
+    "medusa_lm_head.safetensors",
+    "medusa_lm_head.pt",
+    "pytorch_model.bin",
+)
+TEMPERATURES_KEY = "head_temperatures"
+"""Our key in `config.json`: one temperature a head."""
+
+
+class CheckpointError(ValueError):
+    """A Medusa checkpoint cannot be used; the message says why and what to do."""
+
+
+def locate(path: str | Path) -> tuple[Path, Path]:
+    """The checkpoint's folder and its file of weights.
+
+    Args:
+        path: a folder, a file of weights in it, or a repository's name on the Hugging Face hub.
+
+    Raises:
+        CheckpointError: there is no such file.
+    """
+    given = Path(path).expanduser()
+    if given.is_file():
+        return given.parent, given
+    if not given.is_dir():
+        given = _download(str(path))
+    for name in FILE_NAMES:
+        if (given / name).is_file():
+            return given, given / name
+    raise CheckpointError(
+        f"model={str(path)!r} holds no Medusa heads: none of {', '.join(FILE_NAMES)} is there; "
+        "give the folder of a checkpoint, such as `vllm-trie model-path --medusa` prints"
+    )
+
+
+def _download(name: str) -> Path:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise CheckpointError(
+            f"model={name!r} is neither a folder nor the name of a repository; give the path of a "
+            "Medusa checkpoint"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["config.json", *FILE_NAMES]))
+    except Exception as error:
+        raise CheckpointError(
+            f"model={name!r} is no folder here, and it could not be downloaded: {error}"
+        ) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's `config.json`, empty if there is none.
+
+    Raises:
+        CheckpointError: it holds something else than an object.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} must hold an object, found a {type(config).__name__}")
+    return config
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """All tensors of a file by name, on the CPU.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds something else.
+    """
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            tensors = load_file(str(file))
+        else:
+            # Without weights_only a file of weights may run any code it carries.
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} holds more than tensors, so it is not read: it could run code. Convert it to "
+            "safetensors where you trust it"
+        ) from error
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(v, Tensor) for v in tensors.values()):
+        raise CheckpointError(f"{file} must hold a mapping of names to tensors")
+    return tensors
+
+
+def write_checkpoint(
+    folder: Path,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    config: dict[str, Any],
+    temperatures: tuple[float, ...] | None,
+) -> None:
+    """Write tensors and `config.json`.
+
+    Args:
+        folder: made if it is missing.
+        name: of the file of tensors; its ending says in which format.
+        tensors: by name.
+        dtype: of floating-point tensors in the file; others keep theirs.
+        config: the configuration; the temperatures are added to it.
+        temperatures: one a head.
+    """
+    from safetensors.torch import save_file
+
+    stored = {key: _stored(value, dtype) for key, value in tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    if name.endswith(".safetensors"):
+        save_file(stored, str(folder / name), metadata={"format": "pt"})
+    else:
+        torch.save(stored, folder / name)
+    (folder / name).chmod(0o644)
+    if temperatures is not None:
+        config[TEMPERATURES_KEY] = [round(value, 4) for value in temperatures]
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
+    # A copy: safetensors refuses views of one storage.
+    kept = dtype if value.is_floating_point() else value.dtype
+    return value.detach().to("cpu", kept, copy=True).contiguous()
