@@ -7,6 +7,7 @@ from typing import Any
 
 _NUM_TOKENS = (1, 2, 5, 9, 17, 33, 65)
 _REPEATS = 3
+_REPEATS_OF_RANKS = 2
 
 
 def calibrate_step_cost(runner: Any, seconds: float = 2.0) -> None:
@@ -16,19 +17,22 @@ def calibrate_step_cost(runner: Any, seconds: float = 2.0) -> None:
 
     Args:
         runner: a runner with the mixin, ready to run; its budget is changed.
-        seconds: about the longest time to spend.
+        seconds: about the longest time to spend. Several ranks do the same number of passes
+            instead: their clocks differ, and a rank that stopped alone would leave the others
+            waiting for it.
     """
     budget = runner.drafter.node_budget
     if budget is None:
         return
+    alone = runner.parallel_config.world_size_across_dp == 1
     start = time.perf_counter()
     sizes = [n for n in _NUM_TOKENS if n <= runner.max_num_tokens]
-    for repeat in range(_REPEATS):
+    for repeat in range(_REPEATS if alone else _REPEATS_OF_RANKS):
         for num_tokens in sizes:
             begin = time.perf_counter()
             hidden_states, _ = runner._dummy_run(num_tokens)
             runner.model.compute_logits(hidden_states[:num_tokens])
             if repeat:  # the first one warms up
                 budget.observe_step(num_tokens, time.perf_counter() - begin)
-        if repeat and time.perf_counter() - start > seconds:
+        if alone and repeat and time.perf_counter() - start > seconds:
             return

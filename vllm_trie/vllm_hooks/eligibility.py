@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
@@ -74,6 +75,17 @@ def drafting_limits(
         max_nodes=room,
         max_depth=depth,
         chain_only=params.structured_outputs is not None,
-        # A patched vLLM brings it by itself.
-        cache_salt=getattr(state, "cache_salt", None) or extra.get(CACHE_SALT),
+        cache_salt=_shared_with(state, extra),
     )
+
+
+def _shared_with(state: Any, extra: Mapping[str, Any]) -> str | None:
+    """The salt that tells whose text the request may draft from.
+
+    Adapters keep their text to themselves, as they do in vLLM's prefix cache: another's says little
+    about what this one writes, and its speed nothing about what another's requests said.
+    """
+    # A patched vLLM brings the salt by itself.
+    salt: str | None = getattr(state, "cache_salt", None) or extra.get(CACHE_SALT)
+    adapter = getattr(state, "lora_request", None)
+    return salt if adapter is None else f"{adapter.lora_name}\0{salt or ''}"

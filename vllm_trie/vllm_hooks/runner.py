@@ -27,6 +27,7 @@ from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks import compaction, tree_exchange
 from vllm_trie.vllm_hooks.draft_requests import draft_requests
 from vllm_trie.vllm_hooks.drafting import GuardedDrafter
+from vllm_trie.vllm_hooks.model_layers import check_layers
 from vllm_trie.vllm_hooks.placement import logits_metadata, place_trees
 from vllm_trie.vllm_hooks.sampling import (
     argmax_of_rows,
@@ -72,19 +73,7 @@ class TreeRunnerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        layers = self.compilation_config.static_forward_context
-        unaware = [
-            f"{name} ({type(layer.impl).__name__})"
-            for name, layer in layers.items()
-            if hasattr(layer, "impl") and not getattr(layer.impl, "attends_to_trees", False)
-        ]
-        if unaware:
-            # A backend that ignores the trees would give wrong output without any error.
-            raise ValueError(
-                "these attention layers use a backend that knows nothing of draft trees: "
-                f"{', '.join(unaware)}; leave attention_backend at its default or run without "
-                "vllm-trie's speculative methods"
-            )
+        check_layers(self.vllm_config, self.compilation_config.static_forward_context)
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)

@@ -1,0 +1,61 @@
+"""The first measurement of what tokens cost."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_trie.vllm_hooks.calibration import calibrate_step_cost
+
+
+class Budget:
+    def __init__(self) -> None:
+        self.observed: list[int] = []
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        assert seconds > 0
+        self.observed.append(num_tokens)
+
+
+class Runner:
+    """Counts the forward passes, each of which takes `seconds`."""
+
+    max_num_tokens = 64
+
+    def __init__(self, num_ranks: int, seconds: float, budget: Budget | None) -> None:
+        self.passes: list[int] = []
+        self.seconds = seconds
+        self.drafter = SimpleNamespace(node_budget=budget)
+        self.parallel_config = SimpleNamespace(world_size_across_dp=num_ranks)
+        self.model = SimpleNamespace(compute_logits=lambda hidden_states: hidden_states)
+
+    def _dummy_run(self, num_tokens: int) -> tuple[torch.Tensor, None]:
+        self.passes.append(num_tokens)
+        time.sleep(self.seconds)
+        return torch.zeros(num_tokens, 1), None
+
+
+def passes(num_ranks: int, seconds: float, limit: float) -> list[int]:
+    runner = Runner(num_ranks, seconds, Budget())
+    calibrate_step_cost(runner, limit)
+    assert len(runner.drafter.node_budget.observed) < len(runner.passes)
+    return runner.passes
+
+
+def test_one_rank_stops_when_it_takes_long() -> None:
+    assert len(passes(1, 0.002, limit=1e-6)) < len(passes(1, 0.0, limit=60.0))
+    assert max(passes(1, 0.0, limit=60.0)) <= Runner.max_num_tokens
+
+
+@pytest.mark.parametrize("limit", [1e-6, 60.0])
+def test_ranks_do_the_same_whatever_their_clocks_say(limit: float) -> None:
+    assert passes(2, 0.0, limit) == passes(2, 0.001, 60.0)
+
+
+def test_a_fixed_budget_learns_nothing() -> None:
+    runner = Runner(1, 0.0, None)
+    calibrate_step_cost(runner)
+    assert runner.passes == []
