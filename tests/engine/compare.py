@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,6 +74,63 @@ def accepted_tokens(llm: Any) -> int:
     """Draft tokens that this engine has accepted so far: all output but one token a step."""
     totals = runner_of(llm).tree_totals
     return totals.tokens - totals.steps
+
+
+def check_same_outputs(
+    llm: Any,
+    expected: Sequence[Any],
+    params: SamplingParams | Sequence[SamplingParams],
+    batch_size: int | None = None,
+) -> float:
+    """The same prompts must bring the same outputs; returns draft tokens accepted per output token.
+
+    Args:
+        llm: an engine with trees.
+        expected: plain vLLM's outputs.
+        params, batch_size: as for :func:`generate`.
+    """
+    before = accepted_tokens(llm)
+    some: list[Prompt] = [{"prompt_token_ids": list(o.prompt_token_ids)} for o in expected]
+    outputs = generate(llm, some, params, batch_size)
+    assert differences(expected, outputs) == []
+    accepted = accepted_tokens(llm) - before
+    return accepted / sum(len(o.outputs[0].token_ids) for o in outputs)
+
+
+def check_outputs_beside_aborts(
+    llm: Any,
+    expected: Sequence[Any],
+    params: SamplingParams,
+    aborts: Mapping[int, Sequence[int]],
+) -> None:
+    """Requests that stay must bring the same outputs while others are aborted midway.
+
+    Their ids start with `abort-`; afterwards the engine has had occasion to forget them.
+
+    Args:
+        llm, expected: as for :func:`check_same_outputs`.
+        params: of all requests.
+        aborts: indices of the requests to abort, by the number of steps after which.
+    """
+    core = llm.llm_engine
+    for index, plain in enumerate(expected):
+        prompt = {"prompt_token_ids": list(plain.prompt_token_ids)}
+        core.add_request(f"abort-{index}", prompt, params)
+    finished, steps = {}, 0
+    ended_before: list[str] = []
+    while core.has_unfinished_requests():
+        finished |= {o.request_id: o for o in core.step() if o.finished}
+        steps += 1
+        now = [f"abort-{i}" for i in aborts.get(steps, ())]
+        ended_before += [name for name in now if name in finished]
+        core.abort_request(now)
+    assert not ended_before
+    gone = {i for some in aborts.values() for i in some}
+    survivors = [i for i in range(len(expected)) if i not in gone]
+    outputs = [finished[f"abort-{i}"] for i in survivors]
+    assert differences([expected[i] for i in survivors], outputs) == []
+    # Requests that have ended are forgotten in the next step.
+    generate(llm, [prompt], SamplingParams(temperature=0.0, max_tokens=2))
 
 
 @contextmanager

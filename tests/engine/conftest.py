@@ -76,3 +76,11 @@ def engine(_engines: Engines) -> Iterator[Callable[..., Any]]:
     """Start (or share) an engine; afterwards no block may be missing in any of them."""
     yield _engines
     _engines.check_blocks()
+
+
+@pytest.fixture
+def test_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test drafters are methods while the test runs."""
+    from tests.engine.compare import register_test_drafters
+
+    register_test_drafters(monkeypatch)

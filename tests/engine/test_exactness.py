@@ -7,22 +7,19 @@ from vllm import SamplingParams
 
 from tests.engine.compare import (
     accepted_tokens,
+    check_outputs_beside_aborts,
+    check_same_outputs,
     differences,
     generate,
     preemptions,
-    register_test_drafters,
     speculation,
     tell_oracle,
 )
 from tests.engine.conftest import runner_of, scheduler_of
 from tests.engine.prompts import prompts
 
+pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, detokenize=False)
-
-
-@pytest.fixture(autouse=True)
-def _test_drafters(monkeypatch):
-    register_test_drafters(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +36,7 @@ def expected(_engines):
 @pytest.mark.parametrize("method", ["ngram_trie", "test_oracle"])
 def test_greedy(engine, expected, method, num_nodes, batch_size):
     llm = engine(**speculation(method, num_nodes))
-    before = accepted_tokens(llm)
-    outputs = generate(llm, prompts(24), GREEDY, batch_size)
-    assert differences(expected[:24], outputs) == []
-    assert accepted_tokens(llm) - before > 0.2 * sum(len(o.outputs[0].token_ids) for o in outputs)
+    assert check_same_outputs(llm, expected[:24], GREEDY, batch_size) > 0.2
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
@@ -150,25 +144,9 @@ def test_compiled_mode(engine, expected):
 
 def test_abort_midway(engine, expected):
     llm = engine(**speculation("test_oracle", 32))
-    core = llm.llm_engine
-    survivors = list(range(0, 12, 2))
-    for index, prompt in enumerate(prompts(12)):
-        core.add_request(f"abort-{index}", prompt, GREEDY)
-    finished, steps = {}, 0
-    while core.has_unfinished_requests():
-        for output in core.step():
-            if output.finished:
-                finished[output.request_id] = output
-        steps += 1
-        if steps in (3, 6):
-            gone = [f"abort-{i}" for i in range(12) if i not in survivors and i % 4 == steps % 4]
-            core.abort_request(gone)
-    assert steps > 6
-    outputs = [finished[f"abort-{i}"] for i in survivors]
-    assert differences([expected[i] for i in survivors], outputs) == []
-    runner = runner_of(llm)
-    generate(llm, prompts(1), SamplingParams(temperature=0.0, max_tokens=2))  # lets it forget
-    assert not [r for r in runner._stored_trees if r.startswith("abort-")]
+    aborts = {3: range(1, 12, 4), 6: range(3, 12, 4)}
+    check_outputs_beside_aborts(llm, expected[:12], GREEDY, aborts)
+    assert not [r for r in runner_of(llm)._stored_trees if r.startswith("abort-")]
 
 
 def test_same_request_id_again_after_an_abort(engine, expected):

@@ -11,7 +11,6 @@ from tests.engine.compare import (
     accepted_tokens,
     differences,
     generate,
-    register_test_drafters,
     speculation,
     tell_oracle,
 )
@@ -19,12 +18,8 @@ from tests.engine.conftest import runner_of
 from tests.engine.drafters import HiddenStateDrafter
 from tests.engine.prompts import prompts
 
+pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, detokenize=False)
-
-
-@pytest.fixture(autouse=True)
-def _test_drafters(monkeypatch):
-    register_test_drafters(monkeypatch)
 
 
 @pytest.fixture(scope="module")

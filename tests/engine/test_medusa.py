@@ -11,6 +11,7 @@ from vllm import SamplingParams
 
 from tests.engine.compare import (
     accepted_tokens,
+    check_same_outputs,
     differences,
     generate,
     preemptions,
@@ -39,22 +40,13 @@ def expected(_engines):
     return generate(_engines(), prompts(COUNT), GREEDY)
 
 
-def check(llm, expected, params=GREEDY, batch_size=None) -> float:
-    """Same outputs; returns the draft tokens accepted per output token."""
-    before = accepted_tokens(llm)
-    outputs = generate(llm, prompts(len(expected)), params, batch_size)
-    assert differences(expected, outputs) == []
-    accepted = accepted_tokens(llm) - before
-    return accepted / sum(len(o.outputs[0].token_ids) for o in outputs)
-
-
 @pytest.mark.parametrize(
     ("options", "batch_size"),
     [({}, 8), ({"joint": "product"}, 8), ({"joint": "product"}, 1), ({"tree": "fixed"}, None)],
     ids=str,
 )
 def test_greedy(engine, expected, options, batch_size):
-    assert check(engine(**medusa(**options)), expected, batch_size=batch_size) > 0.2
+    assert check_same_outputs(engine(**medusa(**options)), expected, GREEDY, batch_size) > 0.2
 
 
 def test_the_servers_flags(engine, expected):
@@ -65,7 +57,7 @@ def test_the_servers_flags(engine, expected):
         # Whether speculation pays on this machine is not the question here.
         additional_config={"vllm_trie": {"node_budget": "fixed"}},
     )
-    assert check(llm, expected[:4]) > 0.2
+    assert check_same_outputs(llm, expected[:4], GREEDY) > 0.2
 
 
 def test_seeded_and_mixed_batch(engine):
@@ -79,7 +71,7 @@ def test_seeded_and_mixed_batch(engine):
     ]
     params = [kinds[i % len(kinds)] for i in range(COUNT)]
     reference = generate(engine(), prompts(COUNT), params)
-    check(engine(**medusa()), reference, params)
+    check_same_outputs(engine(**medusa()), reference, params)
 
 
 def test_chunked_prefill_and_preemption(engine, expected):
@@ -92,7 +84,7 @@ def test_chunked_prefill_and_preemption(engine, expected):
         enable_prefix_caching=False,
     )
     with preemptions(llm) as preempted:
-        check(llm, expected)
+        check_same_outputs(llm, expected, GREEDY)
     assert preempted
 
 
@@ -100,7 +92,7 @@ def test_hidden_state_of_the_last_accepted_node(engine, expected, monkeypatch):
     """The state of any other node is a worse one: of the last committed token, of the last node."""
     llm = engine(**medusa(joint="product"))
     runner = runner_of(llm)
-    right = check(llm, expected)
+    right = check_same_outputs(llm, expected, GREEDY)
     stock = type(runner)._remember_steps
     wrong_rows = {
         "first": lambda base, size: base,
@@ -114,7 +106,7 @@ def test_hidden_state_of_the_last_accepted_node(engine, expected, monkeypatch):
             stock(self, accepted, base, *args)
 
         monkeypatch.setattr(type(runner), "_remember_steps", remember_steps)
-        assert check(llm, expected) < 0.85 * right, name
+        assert check_same_outputs(llm, expected, GREEDY) < 0.85 * right, name
 
 
 def test_state_given_is_that_of_the_whole_text(engine, expected, monkeypatch):

@@ -9,7 +9,6 @@ from vllm import SamplingParams
 from tests.engine.compare import (
     differences,
     generate,
-    register_test_drafters,
     speculation,
     tell_oracle,
 )
@@ -17,12 +16,8 @@ from tests.engine.prompts import prompts
 from vllm_trie.attention import move_slots_in_layers, split_cache
 from vllm_trie.vllm_hooks import compaction, placement, runner
 
+pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
-
-
-@pytest.fixture(autouse=True)
-def _test_drafters(monkeypatch):
-    register_test_drafters(monkeypatch)
 
 
 def _num_wrong(engine) -> int:

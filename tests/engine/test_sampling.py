@@ -14,17 +14,13 @@ from tests.engine.compare import (
     accepted_tokens,
     differences,
     generate,
-    register_test_drafters,
     speculation,
     tell_oracle,
 )
 from tests.engine.drafters import AnswerSetDrafter
 from tests.engine.prompts import prompts, tokenizer
 
-
-@pytest.fixture(autouse=True)
-def _test_drafters(monkeypatch):
-    register_test_drafters(monkeypatch)
+pytestmark = pytest.mark.usefixtures("test_drafters")
 
 
 def _compare(engine, params, count=12, **options):
