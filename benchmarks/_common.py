@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from vllm_trie.demo import engines
+
 Key = TypeVar("Key", bound=Hashable)
 Row = dict[str, Any]
 
@@ -75,6 +77,18 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def quietly(
+    run: Callable[[argparse.Namespace], list[Row]], options: argparse.Namespace
+) -> list[Row]:
+    """The rows that `run` measures; nothing that engines print is shown, unless asked for.
+
+    The environment is set first: torch and vLLM must be imported by `run`, not before.
+    """
+    engines.set_environment(options.verbose)
+    with engines.silence(not options.verbose):
+        return run(options)
 
 
 def finish(rows: Sequence[Row], json_path: Path | None, columns: Sequence[str]) -> None:

@@ -13,11 +13,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from _common import Row, finish, in_turns, median_seconds, option_parser
+from _common import Row, finish, in_turns, median_seconds, option_parser, quietly
 from speculation import keep_kernel_overrides
 
 from vllm_trie.demo import engines, measure
-from vllm_trie.demo.prompts import demo_prompts
+from vllm_trie.demo.prompts import chat_tokens, demo_prompts
 
 COLUMNS = (
     "method",
@@ -73,10 +73,7 @@ def main() -> None:
         "for the step cost of a real model; only the random workload makes sense then",
     )
     options = parser.parse_args()
-    engines.set_environment(options.verbose)
-    with engines.silence(not options.verbose):
-        rows = run(options)
-    finish(rows, options.json, COLUMNS)
+    finish(quietly(run, options), options.json, COLUMNS)
 
 
 def run(options: Any) -> list[Row]:
@@ -88,14 +85,7 @@ def run(options: Any) -> list[Row]:
 
     model = options.model or str(model_path())
     tokenizer = AutoTokenizer.from_pretrained(model)
-    matching = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt.message}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        for prompt in demo_prompts()
-    ]
+    matching = [chat_tokens(tokenizer, prompt.message) for prompt in demo_prompts()]
     rng = random.Random(0)
     noise = [
         [rng.randrange(10, len(tokenizer)) for _ in range(rng.randint(60, 160))] for _ in range(64)

@@ -13,8 +13,9 @@ prompts written by hand. `tokens_per_step` counts tokens for each verification o
     context_deep the default of `medusa_dynamic`: as deep as the text supports
 
 With `--cost`, a model of 0.4 B parameters with random weights (hidden size 1024, 24 layers, 32,000
-tokens) tells what drafting costs beside a model step: `select_us` is the choice of the tree alone
-for one request, `draft_ms` includes the heads.
+tokens) tells what drafting costs beside a model step: `select_us` is the way from the heads' logits
+to the tree of one request (likeliest tokens, softmax, choice of the nodes), `draft_ms` includes the
+heads.
 
     python benchmarks/medusa.py --json medusa.json
     python benchmarks/medusa.py --cost
@@ -31,7 +32,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from _common import Row, finish, in_turns, median_seconds, option_parser
+from _common import Row, finish, in_turns, median_seconds, option_parser, quietly
 
 from vllm_trie.demo import engines
 
@@ -93,16 +94,17 @@ class TurnTaker:
 
 
 def time_selection(drafter: Any, sink: list[float]) -> None:
-    """Let the drafter's backend note how long it takes for one request."""
-    stock = drafter._backend.select_batch
+    """Let the drafter's backend note how long it takes for one request: from the heads' logits to
+    the tree."""
+    stock = drafter._backend.draft_batch
 
-    def select_batch(jobs: Any) -> Any:
+    def draft_batch(logits: Any, jobs: Any) -> Any:
         start = time.perf_counter()
-        trees = stock(jobs)
+        trees = stock(logits, jobs)
         sink.append((time.perf_counter() - start) / len(jobs))
         return trees
 
-    drafter._backend.select_batch = select_batch
+    drafter._backend.draft_batch = draft_batch
 
 
 def time_model(runner: Any) -> list[float]:
@@ -126,7 +128,7 @@ def make_drafter(first: Any, options: dict[str, Any]) -> Any:
     from vllm_trie.drafters.medusa import MedusaDrafter
 
     drafter = MedusaDrafter(parse_options("medusa_dynamic", options), first.context)
-    drafter._heads, drafter._temperatures = first._heads, first._temperatures
+    drafter._heads, drafter._reading = first._heads, first._reading
     return drafter
 
 
@@ -146,11 +148,11 @@ def rank_accuracies(first: Any, llm: Any, prompts: list[list[int]], max_tokens: 
     """How often each head's candidate of each rank is what plain decoding then says: [K, 32]."""
     import torch
 
-    from vllm_trie.drafters.medusa.heads import top_candidates
+    from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
     from vllm_trie.tiny_model.model import load_model
 
     model = load_model(Path(first.context.model))
-    heads, num_heads = first._heads, len(first._temperatures)
+    heads, num_heads = first._heads, len(first._reading[0])
     found = np.zeros((num_heads, 32))
     places = 0
     for prompt, output in zip(prompts, generate(llm, prompts, max_tokens, 8), strict=True):
@@ -159,12 +161,13 @@ def rank_accuracies(first: Any, llm: Any, prompts: list[list[int]], max_tokens: 
         ids = torch.tensor([prompt + output])
         with torch.inference_mode():
             hidden = model.hidden(ids, *model.rotary(ids.shape[1]))[0, len(prompt) - 1 :]
-            tokens, _ = top_candidates(heads, hidden.float(), 32, first._temperatures)
+            logits = heads(hidden.float(), num_heads)
+            tokens, _ = top_candidates(HeadLogits(logits, *first._reading))
         count = len(output) - num_heads - 1
         places += count
         for head in range(num_heads):
             right = np.array(output[head + 1 : head + 1 + count])
-            found[head] += (tokens[:count, head].numpy() == right[:, None]).sum(axis=0)
+            found[head] += (tokens[:count, head] == right[:, None]).sum(axis=0)
     return found / max(places, 1)
 
 
@@ -347,9 +350,7 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true", help="cost beside a 0.4 B model instead")
     parser.set_defaults(repeats=3)
     options = parser.parse_args()
-    engines.set_environment(options.verbose)
-    with engines.silence(not options.verbose):
-        rows = cost(options) if options.cost else compare(options)
+    rows = quietly(cost if options.cost else compare, options)
     columns = (*COLUMNS, "select_over_model") if options.cost else COLUMNS
     present = [name for name in columns if any(name in row for row in rows)]
     finish(rows, options.json, present)

@@ -194,7 +194,7 @@ def run_shipped(options: argparse.Namespace) -> list[Row]:
     """The demo's prompts on the shipped model."""
     from transformers import AutoTokenizer
 
-    from vllm_trie.demo.prompts import demo_prompts
+    from vllm_trie.demo.prompts import chat_tokens, demo_prompts
     from vllm_trie.tiny_model import model_path
 
     model = str(model_path())
@@ -202,11 +202,7 @@ def run_shipped(options: argparse.Namespace) -> list[Row]:
     questions = [
         Question(
             prompt.name,
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt.message}],
-                add_generation_prompt=True,
-                return_dict=False,
-            ),
+            chat_tokens(tokenizer, prompt.message),
             None,
             options.max_tokens,
         )

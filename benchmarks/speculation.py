@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from _common import Row, finish, in_turns, median_seconds, option_parser
+from _common import Row, finish, in_turns, median_seconds, option_parser, quietly
 
 from vllm_trie.demo import engines, measure
-from vllm_trie.demo.prompts import demo_prompts
+from vllm_trie.demo.prompts import chat_tokens, demo_prompts
 
 PEERS = ("ngram", "suffix")
 """vLLM's own drafters that need no second model."""
@@ -170,23 +170,37 @@ def compare(
 
     timed = in_turns({i: runner(each) for i, each in enumerate(contestants)}, repeats)
     plain_seconds, expected = median_seconds(timed[0]), timed[0][0][1]
-    rows = []
-    for index, each in enumerate(contestants):
-        seconds = median_seconds(timed[index])
-        num_tokens = sum(map(len, timed[index][0][1]))
-        rows.append(
-            {
-                "method": each.method,
-                "nodes": each.nodes,
-                "batch_size": batch_size,
-                "tokens_per_s": num_tokens / seconds,
-                "ratio_to_plain": plain_seconds / seconds,
-                **counted[index],
-                **each.hook_times(None),
-                "identical": all(outputs == expected for _, outputs in timed[index]),
-            }
-        )
-    return rows
+    return [
+        _row(each, batch_size, timed[index], expected)
+        | {"ratio_to_plain": plain_seconds / median_seconds(timed[index])}
+        | counted[index]
+        | each.hook_times(None)
+        for index, each in enumerate(contestants)
+    ]
+
+
+def _row(
+    each: Contestant,
+    batch_size: int,
+    timed: Sequence[tuple[float, list[list[int]]]],
+    expected: list[list[int]],
+) -> Row:
+    """What all rows say.
+
+    Args:
+        each: the contestant.
+        batch_size: prompts that ran together.
+        timed: seconds and outputs of its repeats.
+        expected: plain vLLM's outputs.
+    """
+    num_tokens = sum(map(len, timed[0][1]))
+    return {
+        "method": each.method,
+        "nodes": each.nodes,
+        "batch_size": batch_size,
+        "tokens_per_s": num_tokens / median_seconds(timed),
+        "identical": all(outputs == expected for _, outputs in timed),
+    }
 
 
 def full_tree_rows(
@@ -210,16 +224,10 @@ def full_tree_rows(
         each.hooks.clear()
         timed = in_turns({0: lambda e=each: e.run(prompts, params, batch_size)}, repeats)[0]
         rows.append(
-            {
-                "method": each.method,
-                "nodes": each.nodes,
-                "batch_size": batch_size,
-                "tokens_per_s": sum(map(len, answers)) / median_seconds(timed),
-                "ratio_to_plain": None,
-                **counted,
-                **each.hook_times(batch_size),
-                "identical": all(outputs == answers for _, outputs in timed),
-            }
+            _row(each, batch_size, timed, answers)
+            | {"ratio_to_plain": None}
+            | counted
+            | each.hook_times(batch_size)
         )
     return rows
 
@@ -237,10 +245,7 @@ def main() -> None:
         "--full-trees", action="store_true", help="measure the cost of the hooks alone"
     )
     options = parser.parse_args()
-    engines.set_environment(options.verbose)
-    with engines.silence(not options.verbose):
-        rows = run(options)
-    finish(rows, options.json, COLUMNS)
+    finish(quietly(run, options), options.json, COLUMNS)
 
 
 def run(options: Any) -> list[Row]:
@@ -254,14 +259,7 @@ def run(options: Any) -> list[Row]:
     _full_trees.register()
     model = options.model or str(model_path())
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt.message}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        for prompt in demo_prompts()
-    ]
+    prompts = [chat_tokens(tokenizer, prompt.message) for prompt in demo_prompts()]
     limits = {
         "max_model_len": engines.room_for(
             max(map(len, prompts)), options.max_tokens, max(options.nodes)

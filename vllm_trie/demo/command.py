@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_trie.demo import engines
-from vllm_trie.demo.prompts import demo_prompts
+from vllm_trie.demo.prompts import chat_tokens, demo_prompts
 
 if TYPE_CHECKING:
     from vllm_trie.demo.measure import ObservedStep, Row
@@ -161,13 +161,7 @@ def _tokenized(path: str, messages: Sequence[str]) -> tuple[Any, list[list[int]]
         raise typer.BadParameter(
             f"{path!r} has no chat template; take a chat model", param_hint="--model"
         )
-    token_ids = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], add_generation_prompt=True, return_dict=False
-        )
-        for message in messages
-    ]
-    return tokenizer, token_ids
+    return tokenizer, [chat_tokens(tokenizer, message) for message in messages]
 
 
 def _checked_length(path: str, longest: int, max_tokens: int, nodes: int) -> int:

@@ -92,3 +92,15 @@ def demo_prompts() -> list[Prompt]:
             "Write a function `largest(numbers)` that returns the largest number in a list.",
         ),
     ]
+
+
+def chat_tokens(tokenizer: Any, message: str) -> list[int]:
+    """A user's message as token ids, up to where the model's answer begins.
+
+    Args:
+        tokenizer: Hugging Face's, with a chat template.
+        message: one turn.
+    """
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": message}], add_generation_prompt=True, return_dict=False
+    )
