@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from vllm_trie.tiny_model.excerpts import (
     IDENTIFIER,
     Excerpt,
+    Function,
     join,
     strip_comments,
     strip_docstring,
@@ -75,24 +76,31 @@ def rename(excerpt: Excerpt, rng: random.Random, names: Names) -> Edit | None:
 
 
 def remove_comments(excerpt: Excerpt, rng: random.Random, names: Names) -> Edit | None:
-    answer = _joined([strip_comments(f) for f in excerpt.functions])
-    if answer is None or answer == excerpt.source:
-        return None
     phrases = (
         "remove the comments", "delete all comments", "strip the comments from this code",
         "write the code without comments",
     )  # fmt: skip
-    return Edit(rng.choice(phrases), excerpt.source, answer)
+    return _stripped(excerpt, strip_comments, rng, phrases)
 
 
 def remove_docstrings(excerpt: Excerpt, rng: random.Random, names: Names) -> Edit | None:
-    answer = _joined([strip_docstring(f) for f in excerpt.functions])
-    if answer is None or answer == excerpt.source:
-        return None
     phrases = (
         "remove the docstrings", "delete every docstring", "strip the docstrings",
         "write the code without docstrings",
     )  # fmt: skip
+    return _stripped(excerpt, strip_docstring, rng, phrases)
+
+
+def _stripped(
+    excerpt: Excerpt,
+    strip: Callable[[Function], str | None],
+    rng: random.Random,
+    phrases: Sequence[str],
+) -> Edit | None:
+    """The edit that `strip` makes of each function; None if it changes nothing or fails."""
+    answer = _joined([strip(f) for f in excerpt.functions])
+    if answer is None or answer == excerpt.source:
+        return None
     return Edit(rng.choice(phrases), excerpt.source, answer)
 
 
