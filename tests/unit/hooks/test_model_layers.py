@@ -1,0 +1,65 @@
+"""Layers that would not see the trees, or not rightly, are refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from vllm_trie.vllm_hooks.model_layers import check_layers
+
+SHAPE: dict[str, Any] = {
+    "block_size": 32,
+    "num_kv_heads": 2,
+    "head_size": 64,
+    "dtype": torch.float32,
+}
+
+
+class Layer:
+    def __init__(self, spec: Any, attends_to_trees: bool = True) -> None:
+        self.impl = SimpleNamespace(attends_to_trees=attends_to_trees)
+        self._spec = spec
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        return self._spec
+
+
+FULL = FullAttentionSpec(**SHAPE)
+
+
+def test_full_attention_is_taken() -> None:
+    no_attention = SimpleNamespace()
+    without_cache = Layer(None)
+    check_layers(None, {"a": Layer(FULL), "b": no_attention, "c": without_cache})
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
+        SlidingWindowSpec(**SHAPE, sliding_window=64),
+        # What vLLM makes of them where it keeps one kind of cache for all layers.
+        FullAttentionSpec(**SHAPE, attention_chunk_size=64),
+        FullAttentionSpec(**SHAPE, sliding_window=64),
+        FullAttentionSpec(**SHAPE, non_causal=True),
+    ],
+    ids=repr,
+)
+def test_other_kinds_are_refused(spec: Any) -> None:
+    with pytest.raises(ValueError, match="full causal attention") as caught:
+        check_layers(None, {"full": Layer(FULL), "other": Layer(spec)})
+    assert ": other (Layer);" in str(caught.value)
+
+
+def test_backends_that_know_no_trees_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"two \(SimpleNamespace\)") as caught:
+        check_layers(None, {"one": Layer(FULL), "two": Layer(FULL, attends_to_trees=False)})
+    assert "attention_backend" in str(caught.value)
