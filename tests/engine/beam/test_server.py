@@ -146,6 +146,8 @@ BAD = [
     ({"use_beam_search": True, "length_penalty": 1e9}, {"n": 2}, "length_penalty"),
     ({"use_beam_search": True}, {"n": 2, "logit_bias": {"5": 1}}, "logit_bias"),
     ({"use_beam_search": "perhaps"}, {"n": 2}, "boolean"),
+    ({"use_beam_search": True, "structured_outputs": {"regex": "a+"}}, {"n": 2}, "structured"),
+    ({"use_beam_search": True, "prompt_logprobs": 1}, {"n": 2}, "prompt_logprobs"),
     ({"vllm_xargs": {"beam_width": 0}}, {}, "beam_width"),
     ({"vllm_xargs": {"beam_width": -4}}, {}, "beam_width"),
     ({"vllm_xargs": {"beam_width": 10**6}}, {}, "max_num_seqs=32"),

@@ -28,6 +28,10 @@ _FIELDS = (
     "top_p",
     "top_k",
     "seed",
+    "prompt_logprobs",
+    "structured_outputs",
+    "thinking_token_budget",
+    "repetition_detection",
 )
 """Fields of an OpenAI request that vLLM's own beam search ignores; the native one honours them, or
 refuses the request."""
