@@ -12,6 +12,7 @@ import numpy as np
 
 from vllm_trie.drafters import DraftRequest
 from vllm_trie.drafters.lookahead import LookaheadDrafter
+from vllm_trie.drafters.lookahead.candidates import CandidateTrie
 from vllm_trie.drafters.lookahead.pool import Candidate
 from vllm_trie.tree import ROOT, TokenTree
 
@@ -72,10 +73,8 @@ class CountedLookahead(LookaheadDrafter):
         self.verification_nodes: dict[str, int] = {}
         self._branch = TokenTree.empty()
 
-    def verification_branch(
-        self, candidates: Sequence[Candidate], max_nodes: int, max_depth: int
-    ) -> TokenTree:
-        self._branch = super().verification_branch(candidates, max_nodes, max_depth)
+    def verification_branch(self, trie: CandidateTrie, max_nodes: int) -> TokenTree:
+        self._branch = super().verification_branch(trie, max_nodes)
         return self._branch
 
     def _propose_one(self, request: DraftRequest) -> TokenTree:
@@ -95,11 +94,9 @@ class IndependentLookahead(CountedLookahead):
     because the first of the equal nodes is. So both drafters accept the same tokens.
     """
 
-    def verification_branch(
-        self, candidates: Sequence[Candidate], max_nodes: int, max_depth: int
-    ) -> TokenTree:
-        trie = super().verification_branch(candidates, max_nodes, max_depth)
-        self._branch = repeat_shared_prefixes(trie, candidates, max_depth)
+    def verification_branch(self, trie: CandidateTrie, max_nodes: int) -> TokenTree:
+        merged = super().verification_branch(trie, max_nodes)
+        self._branch = repeat_shared_prefixes(merged, trie.candidates, trie.max_depth)
         return self._branch
 
 

@@ -12,8 +12,9 @@ from tests.unit.drafters.lookahead.driver import Decoding, verify
 from tests.unit.drafters.lookahead.reference import toy_target
 from tests.unit.drafters.support import make_context
 from vllm_trie.drafters.lookahead import LookaheadOptions
-from vllm_trie.drafters.lookahead.candidates import candidate_trie
+from vllm_trie.drafters.lookahead.candidates import CandidateTrie
 from vllm_trie.drafters.lookahead.pool import Candidate
+from vllm_trie.drafters.lookahead.rates import Rates
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 VOCAB = 40
@@ -35,7 +36,7 @@ def module():
 
 @given(candidates=CANDIDATES, depth=st.integers(1, 3))
 def test_every_candidate_has_a_branch_of_its_own(module, candidates, depth: int) -> None:
-    trie = candidate_trie(candidates, 100, depth)
+    trie = CandidateTrie(candidates, depth, Rates()).tree(100)
     tree = module.repeat_shared_prefixes(trie, candidates, depth)
     tree.validate(VOCAB, 100)
     assert tree.num_nodes == sum(len(c.tokens[:depth]) for c in candidates)
@@ -45,7 +46,7 @@ def test_every_candidate_has_a_branch_of_its_own(module, candidates, depth: int)
 
 
 def test_both_accept_the_same_and_are_counted(module) -> None:
-    options = LookaheadOptions(window_size=4, pool_from_text=False)
+    options = LookaheadOptions(window_size=4, pool_from_text=False, min_probability=0.0)
     context = make_context(num_nodes=64, vocab_size=VOCAB)
     decodings = [
         Decoding(drafter(options, context), [1, 2, 3], toy_target(VOCAB))

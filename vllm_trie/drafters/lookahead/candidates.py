@@ -4,77 +4,107 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_trie.drafters.lookahead.pool import CONTEXT_LEN, Candidate
+from vllm_trie.drafters.lookahead.pool import Candidate
+from vllm_trie.drafters.lookahead.rates import Rate, Rates, subclass_of_ngram, subclass_of_token
 from vllm_trie.tree import ROOT, TokenTree, depth_first_layout
 
-# How often a candidate is right where those before it do not say so already, measured on the
-# shipped model (docs/lookahead.md). First tokens by rank, where the best one and this one share
-# with the text before them the whole context, ...
-_FULL_CONTEXT = (0.85, 0.45)
-_PART_OF_CONTEXT = (0.55, 0.35)
-"""... a part of it, as long as the best one's, ..."""
-_NO_CONTEXT = (0.27, 0.16, 0.1, 0.07, 0.05)
-"""... or nothing at all."""
-# First tokens with a shorter common context than the best one's, by the length of the best one's.
-_BESIDE_LONGER_CONTEXT = (0.0, 0.07, 0.015, 0.012)
-# Next tokens by the length of the common context and the number of right tokens before them.
-_CONTINUED = ((0.6, 0.7, 0.75), (0.75, 0.85, 0.9), (0.8, 0.85, 0.9), (0.9, 0.92, 0.95))
 
+class CandidateTrie:
+    """All candidates of a step, each common prefix once.
 
-def candidate_trie(
-    candidates: Sequence[Candidate], max_nodes: int, max_depth: int, min_probability: float = 0.0
-) -> TokenTree:
-    """Merge candidates, the best first, into a trie of the likeliest nodes.
-
-    A common prefix is verified once, and is as likely as one of its candidates being right there.
-    Laid out depth-first, the likeliest child first.
+    A node belongs to the class of the best candidate that goes through it, and its probability is
+    that of being right with all nodes above it.
 
     Args:
-        candidates: as `NgramPool.after` gives them.
-        max_nodes: B, the least likely nodes beyond it are dropped.
-        max_depth: D.
-        min_probability: nodes that are less likely are dropped.
+        candidates: the best first, as `NgramPool.after` gives them.
+        max_depth: D, tokens of a candidate that are looked at.
+        rates: how often they are right; changed by `learn` only.
+        window_tokens: the tokens of the lookahead window.
     """
-    token_ids: list[int] = []
-    parents: list[int] = []
-    wrong: list[float] = []
-    """Probability that no candidate through the node is right up to it."""
-    child_of: dict[tuple[int, int], int] = {}
-    for rank, candidate in enumerate(candidates):
-        node, share = ROOT, first_token_probability(rank, candidate, candidates[0])
-        for depth, token in enumerate(candidate.tokens[:max_depth]):
-            if depth > 0:
-                share *= _at(_CONTINUED[candidate.num_matched], depth - 1)
-            child = child_of.get((node, token))
-            if child is None:
-                child = child_of[node, token] = len(token_ids)
-                token_ids.append(token)
-                parents.append(node)
-                wrong.append(1.0)
-            wrong[child] *= 1.0 - share
-            node = child
-    kept = sorted(range(len(wrong)), key=lambda node: (wrong[node], node))[: max(max_nodes, 0)]
-    kept = sorted(node for node in kept if 1.0 - wrong[node] >= min_probability)
-    if not kept:
-        return TokenTree.empty()
-    new_index = {node: index for index, node in enumerate(kept)} | {ROOT: ROOT}
-    tree = TokenTree.from_lists(
-        [token_ids[node] for node in kept],
-        [new_index[parents[node]] for node in kept],
-        [1.0 - wrong[node] for node in kept],
+
+    __slots__ = (
+        "_rates",
+        "_subclasses",
+        "candidates",
+        "max_depth",
+        "parents",
+        "probabilities",
+        "token_ids",
     )
-    return depth_first_layout(tree)
 
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        max_depth: int,
+        rates: Rates,
+        window_tokens: Sequence[int] = (),
+    ) -> None:
+        self.candidates = candidates
+        self.max_depth = max_depth
+        self.token_ids: list[int] = []
+        self.parents: list[int] = []
+        """Parents come before their children, better candidates' nodes before others'."""
+        self.probabilities: list[float] = []
+        self._rates: list[Rate] = []
+        self._subclasses: list[int] = []
+        child_of: dict[tuple[int, int], int] = {}
+        num_children: dict[int, int] = {}
+        for candidate in candidates:
+            matched, of_ngram = candidate.num_matched, subclass_of_ngram(candidate)
+            node, above = ROOT, 1.0
+            for depth, token in enumerate(candidate.tokens[:max_depth]):
+                child = child_of.get((node, token))
+                if child is None:
+                    rank = num_children.get(node, 0)
+                    num_children[node] = rank + 1
+                    if depth == 0:
+                        rate = rates.of_first_token(rank, matched, candidates[0].num_matched)
+                    else:
+                        rate = rates.of_next_token(rank, matched, depth)
+                    sub = subclass_of_token(of_ngram, window_tokens.count(token))
+                    child = child_of[node, token] = len(self.token_ids)
+                    self.token_ids.append(token)
+                    self.parents.append(node)
+                    self.probabilities.append(above * rate.probability(sub))
+                    self._rates.append(rate)
+                    self._subclasses.append(sub)
+                node, above = child, self.probabilities[child]
 
-def first_token_probability(rank: int, candidate: Candidate, best: Candidate) -> float:
-    """Probability that a candidate's first token is right and no better candidate says so."""
-    if candidate.num_matched < best.num_matched:
-        return _BESIDE_LONGER_CONTEXT[best.num_matched]
-    if candidate.num_matched == CONTEXT_LEN:
-        return _at(_FULL_CONTEXT, rank)
-    return _at(_PART_OF_CONTEXT if candidate.num_matched else _NO_CONTEXT, rank)
+    def tree(self, max_nodes: int, min_probability: float = 0.0) -> TokenTree:
+        """The likeliest nodes, depth-first with the likeliest child first.
 
+        Args:
+            max_nodes: B, the least likely nodes beyond it are left out.
+            min_probability: nodes that are less likely are left out.
+        """
+        known = self.probabilities
+        kept = [node for node, probability in enumerate(known) if probability >= min_probability]
+        if len(kept) > max_nodes:
+            likeliest = sorted(kept, key=lambda node: (-known[node], node))
+            kept = sorted(likeliest[: max(max_nodes, 0)])
+        if not kept:
+            return TokenTree.empty()
+        new_index = {node: index for index, node in enumerate(kept)} | {ROOT: ROOT}
+        tree = TokenTree.from_lists(
+            [self.token_ids[node] for node in kept],
+            [new_index[self.parents[node]] for node in kept],
+            [known[node] for node in kept],
+        )
+        return depth_first_layout(tree)
 
-def _at(values: Sequence[float], index: int) -> float:
-    """A value, the last one beyond the end."""
-    return values[min(index, len(values) - 1)]
+    def learn(self, continuation: Sequence[int]) -> None:
+        """Count which nodes were right, also those that were not verified.
+
+        Args:
+            continuation: the tokens that followed. Nodes deeper than it is long are not counted.
+        """
+        right: set[int] = {ROOT}
+        depth = {ROOT: 0}
+        for node, parent in enumerate(self.parents):
+            if parent not in right or depth[parent] >= len(continuation):
+                continue
+            was_right = self.token_ids[node] == continuation[depth[parent]]
+            self._rates[node].count(self._subclasses[node], was_right)
+            if was_right:
+                right.add(node)
+                depth[node] = depth[parent] + 1

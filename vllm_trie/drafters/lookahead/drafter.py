@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -16,9 +17,10 @@ import numpy as np
 from pydantic import BaseModel
 
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest, VerifiedStep
-from vllm_trie.drafters.lookahead.candidates import candidate_trie
+from vllm_trie.drafters.lookahead.candidates import CandidateTrie
 from vllm_trie.drafters.lookahead.options import LookaheadOptions, Shape, fit
-from vllm_trie.drafters.lookahead.pool import CONTEXT_LEN, Candidate, NgramPool
+from vllm_trie.drafters.lookahead.pool import CONTEXT_LEN, NgramPool
+from vllm_trie.drafters.lookahead.rates import Rates
 from vllm_trie.drafters.lookahead.window import Window
 from vllm_trie.tree import TokenTree
 
@@ -39,6 +41,24 @@ class _State:
         """The tree proposed last, if the window was part of it."""
         self.proposed_after = -1
         """The last token it was proposed after."""
+        self._waiting: deque[tuple[int, CandidateTrie]] = deque()
+        """Candidates whose text is not known yet, at most one for each token of their depth, with
+        the length of the text that they were drafted after."""
+
+    def wait_for_text(self, num_tokens: int, trie: CandidateTrie) -> None:
+        """Keep candidates that were drafted after `num_tokens` tokens until they can be judged."""
+        if self._waiting and self._waiting[-1][0] == num_tokens:  # nothing was decoded since
+            self._waiting.pop()
+        self._waiting.append((num_tokens, trie))
+
+    def judge(self, token_ids: np.ndarray) -> None:
+        """Count how far candidates were right whose text has become known."""
+        while self._waiting:
+            num_tokens, trie = self._waiting[0]
+            if num_tokens + trie.max_depth > len(token_ids):
+                return
+            trie.learn(token_ids[num_tokens : num_tokens + trie.max_depth].tolist())
+            self._waiting.popleft()
 
 
 class LookaheadDrafter(Drafter):
@@ -50,7 +70,10 @@ class LookaheadDrafter(Drafter):
     order and follow the text. A window that was not verified whole (the scheduler cut the draft, or
     the request was preempted) stays as it was and is verified again.
 
-    State: window and n-gram pool of each request.
+    Candidates have probabilities, which are learned: once the text has gone on it is known of each
+    candidate how far it was right, whether it was verified or not (see `rates`).
+
+    State: window, n-gram pool and last candidates of each request, and the rates of all.
     """
 
     name: ClassVar[str] = "lookahead_trie"
@@ -60,6 +83,7 @@ class LookaheadDrafter(Drafter):
     def __init__(self, options: LookaheadOptions, context: DrafterContext) -> None:
         super().__init__(options, context)
         self.shape = fit(options, context.num_nodes)
+        self.rates = Rates()
         self._states: dict[str, _State] = {}
 
     @property
@@ -81,28 +105,31 @@ class LookaheadDrafter(Drafter):
             and window.num_nodes <= request.max_nodes
             and window.depth <= request.max_depth
         )
-        last_token = int(request.token_ids[-1])
         candidates = state.pool.after(request.token_ids[-CONTEXT_LEN - 1 :].tolist())
-        trie = self.verification_branch(
+        trie = CandidateTrie(
             candidates[:1] if request.chain_only else candidates,
+            min(self.shape.max_candidate_depth, request.max_depth),
+            self.rates,
+            window.token_ids,
+        )
+        state.wait_for_text(len(request.token_ids), trie)
+        branch = self.verification_branch(
+            trie,
             min(
                 self.shape.max_candidate_nodes,
                 request.max_nodes - (window.num_nodes if with_window else 0),
             ),
-            min(self.shape.max_candidate_depth, request.max_depth),
         )
         if not with_window:
             state.proposed = None
-            return trie
-        state.proposed = _with_window(trie, window)
-        state.proposed_after = last_token
+            return branch
+        state.proposed = _with_window(branch, window)
+        state.proposed_after = int(request.token_ids[-1])
         return state.proposed
 
-    def verification_branch(
-        self, candidates: Sequence[Candidate], max_nodes: int, max_depth: int
-    ) -> TokenTree:
-        """Candidates, the best first, as the tree that verifies them."""
-        return candidate_trie(candidates, max_nodes, max_depth, self.options.min_probability)
+    def verification_branch(self, trie: CandidateTrie, max_nodes: int) -> TokenTree:
+        """The tree that verifies candidates."""
+        return trie.tree(max_nodes, self.options.min_probability)
 
     def _updated_state(self, request: DraftRequest) -> _State:
         """The request's state with its new tokens and the window's results taken in."""
@@ -110,7 +137,10 @@ class LookaheadDrafter(Drafter):
         state = self._states.get(request.request_id)
         if state is None or not np.array_equal(tokens[: len(state.seen)], state.seen):
             state = self._states[request.request_id] = _State(request, self.shape, self.options)
-        elif request.last_step is not None:
+        state.judge(tokens)
+        if len(tokens) > len(state.seen):
+            state.pool.begin_step()
+        if request.last_step is not None:
             self._take_in_window(state, request.last_step)
         if self.options.pool_from_text:
             size = self.shape.ngram_size

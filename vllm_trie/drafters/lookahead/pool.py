@@ -17,6 +17,15 @@ class Candidate(NamedTuple):
     num_matched: int
     """How many tokens before the n-gram were the same where it stood in the text, at most
     `CONTEXT_LEN`; 0 for n-grams of the window."""
+    age: int = 0
+    """Steps since it was taken in last."""
+    is_repeated: bool = False
+    """Whether it was taken in more than once."""
+
+
+_Known = tuple[tuple[int, ...], int, bool]
+"""What the pool knows of an n-gram: the text before it, the step when it was taken in last, and
+whether it was taken in more than once. Plain, because there are ten new ones at each step."""
 
 
 class NgramPool:
@@ -31,10 +40,14 @@ class NgramPool:
     def __init__(self, max_per_token: int, max_ngrams: int) -> None:
         self._max_per_token = max_per_token
         self._max_ngrams = max_ngrams
-        # Both dictionaries are in order of age, the newest entry last. The inner ones hold the
-        # tokens before the n-gram.
-        self._by_first: OrderedDict[int, dict[tuple[int, ...], tuple[int, ...]]] = OrderedDict()
+        # Both dictionaries are in order of age, the newest entry last.
+        self._by_first: OrderedDict[int, dict[tuple[int, ...], _Known]] = OrderedDict()
+        self._step = 0
         self.num_ngrams = 0
+
+    def begin_step(self) -> None:
+        """What is taken in from now on is a step younger."""
+        self._step += 1
 
     def add(self, first: int, rest: tuple[int, ...], before: tuple[int, ...] = ()) -> None:
         """Take in the n-gram `(first, *rest)`; a known one becomes the newest.
@@ -44,12 +57,12 @@ class NgramPool:
         """
         known = self._by_first.setdefault(first, {})
         self._by_first.move_to_end(first)
-        if rest in known:
-            before = before or known[rest]
-            del known[rest]
-        else:
+        same = known.pop(rest, None)
+        if same is None:
             self.num_ngrams += 1
-        known[rest] = before
+            known[rest] = (before, self._step, False)
+        else:
+            known[rest] = (before or same[0], self._step, True)
         if len(known) > self._max_per_token:
             self._drop_oldest(known)
         elif self.num_ngrams > self._max_ngrams:
@@ -75,14 +88,15 @@ class NgramPool:
         known = self._by_first.get(token_ids[-1])
         if not known:
             return []
+        context = token_ids[:-1]
         candidates = [
-            Candidate(rest, _common_suffix(before, token_ids[:-1]))
-            for rest, before in reversed(known.items())
+            Candidate(rest, _common_suffix(before, context), self._step - step, is_repeated)
+            for rest, (before, step, is_repeated) in reversed(known.items())
         ]
         candidates.sort(key=lambda candidate: -candidate.num_matched)
         return candidates
 
-    def _drop_oldest(self, known: dict[tuple[int, ...], tuple[int, ...]]) -> None:
+    def _drop_oldest(self, known: dict[tuple[int, ...], _Known]) -> None:
         del known[next(iter(known))]
         self.num_ngrams -= 1
 

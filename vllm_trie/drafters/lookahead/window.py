@@ -59,6 +59,11 @@ class Window:
         return len(self._levels) == self._num_levels
 
     @property
+    def token_ids(self) -> list[int]:
+        """The nodes' tokens, level by level."""
+        return [token for level in self._levels for token in level]
+
+    @property
     def num_nodes(self) -> int:
         return sum(map(len, self._levels))
 
@@ -74,8 +79,7 @@ class Window:
 
     def comb(self) -> Comb:
         """The window as a tree after the last committed token."""
-        tokens = [token for level in self._levels for token in level]
-        return Comb(tokens, _comb_parents(len(self._levels[0]), len(self._levels)))
+        return Comb(self.token_ids, _comb_parents(len(self._levels[0]), len(self._levels)))
 
     def advance(self, last_token: int, argmax: Sequence[int]) -> list[tuple[int, ...]]:
         """Move on by one position.

@@ -12,9 +12,10 @@ from tests.unit.drafters.lookahead.reference import TwoBranchDecoder, toy_target
 from tests.unit.drafters.support import make_context, make_request
 from vllm_trie.drafters import VerifiedStep
 from vllm_trie.drafters.lookahead import LookaheadDrafter, LookaheadOptions
-from vllm_trie.drafters.lookahead.candidates import candidate_trie
+from vllm_trie.drafters.lookahead.candidates import CandidateTrie
 from vllm_trie.drafters.lookahead.options import fit, window_nodes
 from vllm_trie.drafters.lookahead.pool import Candidate
+from vllm_trie.drafters.lookahead.rates import Rates
 
 VOCAB = 40
 
@@ -273,8 +274,8 @@ CANDIDATES = st.lists(
 def test_the_trie_holds_the_likeliest_prefixes(
     candidates: list[Candidate], max_nodes: int, max_depth: int
 ) -> None:
-    full = candidate_trie(candidates, 100, max_depth)
-    tree = candidate_trie(candidates, max_nodes, max_depth)
+    full = CandidateTrie(candidates, max_depth, Rates()).tree(100)
+    tree = CandidateTrie(candidates, max_depth, Rates()).tree(max_nodes)
     tree.validate(VOCAB, max_nodes)
     prefixes = {c.tokens[:n] for c in candidates for n in range(1, min(3, max_depth) + 1)}
     assert full.num_nodes == len(prefixes)
@@ -292,8 +293,8 @@ def test_the_trie_holds_the_likeliest_prefixes(
 def test_unlikely_nodes_are_left_out(
     candidates: list[Candidate], max_nodes: int, least: float
 ) -> None:
-    full = candidate_trie(candidates, max_nodes, 3)
-    tree = candidate_trie(candidates, max_nodes, 3, least)
+    trie = CandidateTrie(candidates, 3, Rates())
+    full, tree = trie.tree(max_nodes), trie.tree(max_nodes, least)
     tree.validate(VOCAB, max_nodes)
     expected = [] if full.probabilities is None else full.probabilities.tolist()
     found = [] if tree.probabilities is None else tree.probabilities.tolist()

@@ -13,10 +13,11 @@ from tests.unit.drafters.lookahead.reference import (
     toy_target,
     visible,
 )
-from vllm_trie.drafters.lookahead.candidates import candidate_trie
+from vllm_trie.drafters.lookahead.candidates import CandidateTrie
 from vllm_trie.drafters.lookahead.drafter import _with_window
 from vllm_trie.drafters.lookahead.options import window_nodes
 from vllm_trie.drafters.lookahead.pool import Candidate
+from vllm_trie.drafters.lookahead.rates import Rates
 from vllm_trie.drafters.lookahead.window import Window
 
 SIZES = st.tuples(st.integers(1, 7), st.integers(3, 6))
@@ -56,7 +57,7 @@ def test_comb_and_candidates_have_the_two_branch_mask(sizes: tuple[int, int], st
     what comes before it in its candidate, and neither branch sees the other."""
     window, reference = _filled(*sizes, steps)
     candidates = [(5, 6, 7), (5, 6, 8), (9, 5, 6)]
-    trie = candidate_trie([Candidate(c, 0) for c in candidates], max_nodes=20, max_depth=3)
+    trie = CandidateTrie([Candidate(c, 0) for c in candidates], 3, Rates()).tree(20)
     tree = _with_window(trie, window)
     mask, depths = tree.ancestor_mask(), tree.depths()
 

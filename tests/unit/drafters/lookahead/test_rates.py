@@ -1,0 +1,257 @@
+"""What is learned of candidates while decoding."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.drafters.lookahead.driver import Decoding
+from tests.unit.drafters.lookahead.reference import toy_target
+from tests.unit.drafters.support import make_context, make_request
+from vllm_trie.drafters.lookahead import LookaheadDrafter, LookaheadOptions
+from vllm_trie.drafters.lookahead.candidates import CandidateTrie
+from vllm_trie.drafters.lookahead.pool import Candidate
+from vllm_trie.drafters.lookahead.rates import (
+    NUM_SUBCLASSES,
+    Rate,
+    Rates,
+    subclass_of_ngram,
+    subclass_of_token,
+)
+
+VOCAB = 40
+CANDIDATES = st.lists(
+    st.builds(
+        Candidate,
+        st.tuples(*[st.integers(0, 2)] * 3),
+        st.integers(0, 3),
+        st.integers(0, 20),
+        st.booleans(),
+    ),
+    max_size=5,
+    unique_by=lambda candidate: candidate.tokens,
+).map(lambda found: sorted(found, key=lambda candidate: -candidate.num_matched))
+
+
+def _drafter(**options: object) -> LookaheadDrafter:
+    context = make_context(num_nodes=64, vocab_size=VOCAB)
+    return LookaheadDrafter(LookaheadOptions.model_validate(options), context)
+
+
+@pytest.mark.parametrize("true_rate", [0.02, 0.3, 0.9])
+@pytest.mark.parametrize("expected", [0.05, 0.7])
+def test_a_rate_becomes_what_is_seen(true_rate: float, expected: float) -> None:
+    rng, rate = random.Random(1), Rate(expected)
+    assert rate.probability(0) == pytest.approx(expected)
+    for _ in range(3000):
+        rate.count(rng.randrange(2), rng.random() < true_rate)
+    for sub in range(NUM_SUBCLASSES):  # those never seen have their class's
+        assert rate.probability(sub) == pytest.approx(true_rate, abs=0.05)
+
+
+def test_subclasses_differ_where_they_do() -> None:
+    rng, rate = random.Random(2), Rate(0.5)
+    for _ in range(2000):
+        sub = rng.randrange(2)
+        rate.count(sub, rng.random() < (0.1, 0.6)[sub])
+    assert rate.probability(0) == pytest.approx(0.1, abs=0.05)
+    assert rate.probability(1) == pytest.approx(0.6, abs=0.05)
+
+
+def test_a_rate_follows_another_text() -> None:
+    rate = Rate(0.5)
+    for _ in range(100_000):
+        rate.count(0, True)
+    for _ in range(4000):
+        rate.count(0, False)
+    assert rate.probability(0) < 0.05
+
+
+@given(st.lists(st.tuples(st.integers(0, NUM_SUBCLASSES - 1), st.booleans()), max_size=300))
+def test_rates_stay_probabilities(seen: list[tuple[int, bool]]) -> None:
+    rate = Rate(0.3)
+    for sub, was_right in seen:
+        rate.count(sub, was_right)
+        assert all(0.0 < rate.probability(sub) < 1.0 for sub in range(NUM_SUBCLASSES))
+
+
+def test_subclasses_tell_apart_what_is_known() -> None:
+    found = {
+        subclass_of_token(subclass_of_ngram(Candidate((1,), 0, age, is_repeated)), in_window)
+        for age in range(30)
+        for is_repeated in (False, True)
+        for in_window in range(9)
+    }
+    assert found == set(range(NUM_SUBCLASSES))
+
+
+class _Counted:
+    """Stands in for the rates: the same probability for all, and counts what it is told."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[tuple[object, ...]] = Counter()
+
+    def of_first_token(self, *key: int) -> _Class:
+        return _Class(self.seen, ("first", *key))
+
+    def of_next_token(self, *key: int) -> _Class:
+        return _Class(self.seen, ("next", *key))
+
+
+class _Class:
+    def __init__(self, seen: Counter[tuple[object, ...]], key: tuple[object, ...]) -> None:
+        self.seen, self.key = seen, key
+
+    def probability(self, sub: int) -> float:
+        return 0.5
+
+    def count(self, sub: int, was_right: bool) -> None:
+        self.seen[*self.key, sub, was_right] += 1
+
+
+TEXT = st.lists(st.integers(0, 2), max_size=4)
+
+
+@given(CANDIDATES, TEXT, TEXT, st.integers(1, 3))
+def test_what_is_counted(
+    candidates: list[Candidate], continuation: list[int], window: list[int], max_depth: int
+) -> None:
+    """Against every distinct prefix on its own: those whose predecessors were right count, once,
+    for the class of the best candidate that has them."""
+    counted = _Counted()
+    trie = CandidateTrie(candidates, max_depth, counted, window)  # type: ignore[arg-type]
+    trie.learn(continuation)
+    expected: Counter[tuple[object, ...]] = Counter()
+    prefixes: list[tuple[int, ...]] = []
+    for candidate in candidates:
+        for length in range(1, max_depth + 1):
+            prefix = candidate.tokens[:length]
+            if prefix in prefixes:
+                continue
+            rank = sum(len(p) == length and p[:-1] == prefix[:-1] for p in prefixes)
+            prefixes.append(prefix)
+            if list(prefix[:-1]) != continuation[: length - 1] or length > len(continuation):
+                continue
+            key: tuple[object, ...] = ("next", rank, candidate.num_matched, length - 1)
+            if length == 1:
+                key = ("first", rank, candidate.num_matched, candidates[0].num_matched)
+            sub = subclass_of_token(subclass_of_ngram(candidate), window.count(prefix[-1]))
+            expected[*key, sub, prefix[-1] == continuation[length - 1]] += 1
+    assert counted.seen == expected
+
+
+def test_probabilities_become_those_of_a_simulated_text() -> None:
+    """Drafting with full knowledge of the text: promised and observed rates agree, far from what
+    was expected at first."""
+    rng, rates = random.Random(3), Rates()
+    promised, observed, at_first = [0.0] * 3, [0] * 3, [0.0] * 3
+    # Candidates for a text that follows the first in 20 % of all cases, the second in 60 %, and
+    # goes on as they say in half of those.
+    candidates = [Candidate((1, 2), 0), Candidate((3, 4), 0, age=5)]
+    for trial in range(4000):
+        trie = CandidateTrie(candidates, 2, rates)
+        first = rng.choices([1, 3, 9], [0.2, 0.6, 0.2])[0]
+        text = [first, first + 1 if rng.random() < 0.5 else 9]
+        right = [text[0] == 1, text == [1, 2], text[0] == 3]
+        if trial == 0:
+            at_first = trie.probabilities[:3]
+        if trial >= 1000:
+            promised = [p + q for p, q in zip(promised, trie.probabilities, strict=False)]
+            observed = [n + was for n, was in zip(observed, right, strict=True)]
+        trie.learn(text)
+    assert np.array(promised) / 3000 == pytest.approx(np.array(observed) / 3000, abs=0.03)
+    assert at_first[0] > 0.3 > 0.2 > at_first[2]
+
+
+def test_what_the_window_guesses_is_likelier() -> None:
+    rates = Rates()
+    for trial in range(400):
+        in_window = trial % 2 == 0
+        trie = CandidateTrie([Candidate((1,), 0)], 1, rates, [1, 1] if in_window else [])
+        trie.learn([1 if in_window else 2])
+    guessed = CandidateTrie([Candidate((1,), 0)], 1, rates, [1, 2, 1]).probabilities
+    other = CandidateTrie([Candidate((1,), 0)], 1, rates, [2, 3]).probabilities
+    assert guessed[0] > 0.8 > 0.2 > other[0]
+
+
+def test_candidates_are_judged_by_the_text_and_not_by_what_was_verified() -> None:
+    """Whatever share of the tree is verified, the same text teaches the same."""
+    target = toy_target(VOCAB)
+    tokens = [1, 2, 3]
+    while len(tokens) < 200:
+        tokens.append(target(tokens))
+    drafters = [_drafter(min_probability=0.0), _drafter(min_probability=1.0)]
+    for end in range(4, 200):
+        requests = [make_request(tokens[:end], num_prompt_tokens=3, max_nodes=64)]
+        trees = [drafter.propose(requests)[0] for drafter in drafters]
+    assert trees[0].num_nodes > trees[1].num_nodes
+    assert _all_probabilities(drafters[0].rates) == _all_probabilities(drafters[1].rates)
+    assert _all_probabilities(drafters[0].rates) != _all_probabilities(Rates())
+
+
+def test_a_step_that_is_drafted_again_counts_once() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1]
+    once, twice = _drafter(), _drafter()
+    for drafter, times in ((once, 1), (twice, 3)):
+        for _ in range(times):
+            drafter.propose([make_request(tokens)])
+        drafter.propose([make_request([*tokens, 2, 3, 4, 5])])
+    assert _all_probabilities(once.rates) == _all_probabilities(twice.rates)
+    assert _all_probabilities(once.rates) != _all_probabilities(Rates())
+
+
+def test_what_one_request_teaches_serves_the_next() -> None:
+    """Deterministic on two drafters that are fed the same, and shared by their requests."""
+    target = toy_target(VOCAB)
+    left, right = _drafter(), _drafter()
+    fresh_tree = None
+    for request_id in ("a", "b", "c"):
+        pair = [Decoding(drafter, [5, 6, 7], target, request_id) for drafter in (left, right)]
+        for _ in range(40):
+            for decoding in pair:
+                decoding.step()
+            trees = [decoding.tree for decoding in pair]
+            assert np.array_equal(trees[0].token_ids, trees[1].token_ids)
+            assert np.array_equal(trees[0].parents, trees[1].parents)
+            assert np.array_equal(trees[0].probabilities, trees[1].probabilities)
+        if fresh_tree is None:
+            fresh_tree = trees[0]
+        for drafter in (left, right):
+            drafter.release(request_id)
+    assert not np.array_equal(trees[0].probabilities, fresh_tree.probabilities)
+
+
+def test_memory_does_not_grow() -> None:
+    target = toy_target(VOCAB, 3)
+    drafter = _drafter(pool_size=50)
+    sizes = []
+    for start in range(12):
+        decoding = Decoding(drafter, [start, 7, 8], target, str(start))
+        for _ in range(30):
+            decoding.step()
+            assert len(drafter._states[str(start)]._waiting) <= 4
+        drafter.release(str(start))
+        sizes.append(_size(drafter.rates))
+    assert len(set(sizes)) == 1
+
+
+def _all_rates(rates: Rates) -> list[Rate]:
+    tables = (rates._first, rates._next)
+    return [rate for table in tables for rows in table for row in rows for rate in row]
+
+
+def _all_probabilities(rates: Rates) -> list[float]:
+    return [rate.probability(s) for rate in _all_rates(rates) for s in range(NUM_SUBCLASSES)]
+
+
+def _size(rates: Rates) -> int:
+    return sum(
+        sum(sys.getsizeof(getattr(rate, name)) for name in rate.__slots__)
+        for rate in _all_rates(rates)
+    )
