@@ -16,7 +16,8 @@ from vllm_trie.drafters.union.calibration import Calibrator
 from vllm_trie.drafters.union.hindsight import HORIZON, Draft, judge
 from vllm_trie.drafters.union.merge import merge
 from vllm_trie.drafters.union.options import METHOD, TrieUnionOptions
-from vllm_trie.drafters.union.roster import Roster, SharedRecord
+from vllm_trie.drafters.union.record import SharedRecord
+from vllm_trie.drafters.union.roster import Roster
 from vllm_trie.drafters.union.tree import UnionTree, build_tree
 from vllm_trie.tree import ROOT, TokenTree
 

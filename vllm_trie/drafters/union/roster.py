@@ -13,15 +13,11 @@ a trial that failed the next has to wait longer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vllm_trie.drafters.union.hindsight import Judgement
+from vllm_trie.drafters.union.record import LEAST_WORTH, SharedRecord, worst
 
-LEAST_WORTH = 0.02
-"""Tokens per step that a part must bring, to be worth its time."""
-PRIOR_GROSS = 0.3
-"""What is expected of a part that nothing is known about."""
 PRIOR_COST = 1.0
 """What a part with a window is expected to cost, tokens per step."""
 PRIOR_STEPS = 4
@@ -32,83 +28,8 @@ REQUEST_STEPS = 24
 """Judged steps of a request before a part may leave it."""
 REQUEST_MEMORY = 128
 """Judged steps that a request remembers, the older ones less and less."""
-SHARED_STEPS = 256
-"""Judged steps of all requests before a part leaves for requests to come."""
 TRIAL_STEPS = 24
 """Judged steps of a trial; the first third is not counted, a part may need to warm up."""
-TRIAL_SHARE = 0.001
-"""Share of the generated tokens that trials of a part may cost."""
-FIRST_ALLOWANCE = 1.0
-"""Tokens that trials of a part may cost from the beginning."""
-FIRST_WAIT = 32
-LAST_WAIT = 512
-"""Steps without a part before it is tried again; doubled after each trial that fails."""
-_MEMORY = 256.0
-
-
-class SharedRecord:
-    """What all requests together have shown of each part.
-
-    Args:
-        is_costly: whether each part takes nodes for what is never accepted.
-    """
-
-    def __init__(self, is_costly: Sequence[bool]) -> None:
-        self.is_costly = list(is_costly)
-        self.active = [not costly for costly in is_costly]
-        if not any(self.active):
-            self.active[0] = True
-        num_parts = len(self.active)
-        self.gross: list[float | None] = [None] * num_parts
-        self.wait = [FIRST_WAIT] * num_parts
-        self.rested = [0] * num_parts
-        """Steps without the part since its last trial."""
-        self.allowance = [FIRST_ALLOWANCE] * num_parts
-        """Tokens that trials of the part may cost now, beside those that are under way."""
-        self.returns = [0] * num_parts
-        """How often a trial has paid."""
-        self._steps = 0
-
-    def expected(self, part: int) -> float:
-        """Gross worth of a part, tokens per step."""
-        known = self.gross[part]
-        return PRIOR_GROSS if known is None else known
-
-    def record(self, judgement: Judgement, drafted: Sequence[int]) -> None:
-        """Take in a judged step; `drafted` are the parts that drafted as a matter of course."""
-        for part in range(len(self.active)):
-            self.allowance[part] += TRIAL_SHARE * judgement.num_tokens
-        for part in drafted:
-            gross = judgement.worth[part].gross
-            if gross is not None:
-                expected = self.expected(part)
-                self.gross[part] = expected + (gross - expected) / _MEMORY
-        self._steps += 1
-        if self._steps < SHARED_STEPS:
-            return
-        worth = {
-            part: self.expected(part)
-            for part, active in enumerate(self.active)
-            if active and not self.is_costly[part]
-        }
-        part = worst(worth)
-        if part is not None:
-            self.active[part] = False
-            self._steps = 0
-            for other in worth:
-                self.gross[other] = max(self.expected(other), PRIOR_GROSS)
-
-    def bring_back(self, part: int, gross: float) -> None:
-        """A trial has paid."""
-        self.active[part] = not self.is_costly[part]
-        self.gross[part] = gross
-        self.wait[part] = FIRST_WAIT
-        self.returns[part] += 1
-
-    def keep_out(self, part: int, gross: float) -> None:
-        """A trial has not paid."""
-        self.gross[part] = gross
-        self.wait[part] = min(2 * self.wait[part], LAST_WAIT)
 
 
 @dataclass(slots=True)
@@ -148,24 +69,20 @@ class _Trial:
     steps: int = 0
 
 
-@dataclass(slots=True)
 class Roster:
-    """The parts that draft for one request."""
+    """The parts that draft for one request.
 
-    shared: SharedRecord
-    active: list[bool] = field(init=False)
-    _tallies: list[_Tally] = field(init=False)
-    _trials: dict[int, _Trial] = field(init=False)
-    _barred: set[int] = field(init=False)
-    """Parts that have left; only a trial brings them back."""
-    _returns: list[int] = field(init=False)
-    _steps: int = field(init=False)
+    Attributes:
+        shared: what all requests have shown; changed as this one is judged.
+        active: whether each part drafts as a matter of course, not in a trial.
+    """
 
-    def __post_init__(self) -> None:
-        shared = self.shared
+    def __init__(self, shared: SharedRecord) -> None:
+        self.shared = shared
         self.active = list(shared.active)
         self._tallies = [_Tally() for _ in self.active]
-        self._trials = {}
+        self._trials: dict[int, _Trial] = {}
+        # Parts that have left; only a trial brings them back.
         self._barred = {
             p for p, active in enumerate(self.active) if not active and not shared.is_costly[p]
         }
@@ -278,11 +195,3 @@ def _with_memory(total: float, steps: int, value: float) -> tuple[float, int]:
     if steps >= REQUEST_MEMORY:
         return total * (1.0 - 1.0 / REQUEST_MEMORY) + value, steps
     return total + value, steps + 1
-
-
-def worst(worth: Mapping[int, float]) -> int | None:
-    """The part that is worth least, the last of equals, if that is too little and others stay."""
-    if len(worth) < 2:
-        return None
-    part = min(worth, key=lambda part: (worth[part], -part))
-    return part if worth[part] < LEAST_WORTH else None

@@ -12,7 +12,7 @@ from tests.unit.drafters.support import make_context
 from vllm_trie.drafters import Drafter, DraftRequest
 from vllm_trie.drafters.base import DrafterOptions
 from vllm_trie.drafters.union import TrieUnionDrafter, TrieUnionOptions
-from vllm_trie.drafters.union.roster import SharedRecord
+from vllm_trie.drafters.union.record import SharedRecord
 from vllm_trie.tree import TokenTree
 
 VOCAB = 40

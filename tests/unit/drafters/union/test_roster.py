@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from vllm_trie.drafters.union import roster as module
 from vllm_trie.drafters.union.hindsight import Judgement, Worth
-from vllm_trie.drafters.union.roster import Roster, SharedRecord
+from vllm_trie.drafters.union.record import LAST_WAIT, SHARED_STEPS, SharedRecord
+from vllm_trie.drafters.union.roster import TRIAL_STEPS, Roster
 
 WINDOW_COST = 2
 
@@ -59,7 +59,7 @@ def test_a_starved_part_comes_back_when_it_pays() -> None:
     text = Text(SharedRecord([False, False]), [1.0, 0.0], [0, 0])
     text.step(3000)
     text.gross[1] = 0.6
-    text.step(module.LAST_WAIT + 2 * module.TRIAL_STEPS)
+    text.step(LAST_WAIT + 2 * TRIAL_STEPS)
     text.step(200)
     assert text.share(1, 200) == 1
     assert text.roster.shared.returns[1] == 1
@@ -89,7 +89,7 @@ def test_a_request_can_differ_from_the_others() -> None:
     shared = SharedRecord([False, False])
     Text(shared, [1.0, 0.8], [0, 0]).step(1000)
     odd = Text(shared, [1.0, 0.0], [0, 0])
-    odd.step(module.SHARED_STEPS * 3)
+    odd.step(SHARED_STEPS * 3)
     assert not odd.roster.active[1] or odd.share(1, 100) < 1
     assert Roster(SharedRecord([False, False])).active == [True, True]
 
@@ -123,8 +123,8 @@ def test_a_trial_that_costs_too_much_ends_early() -> None:
         text.step()
         assert len(text.drafted) < 20_000
     text.cost[1] = 5.0
-    text.step(module.TRIAL_STEPS)
-    assert sum(1 in drafting for drafting in text.drafted) < module.TRIAL_STEPS // 2
+    text.step(TRIAL_STEPS)
+    assert sum(1 in drafting for drafting in text.drafted) < TRIAL_STEPS // 2
 
 
 def test_a_trial_that_its_request_does_not_finish_goes_to_another() -> None:
