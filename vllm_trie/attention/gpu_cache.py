@@ -9,19 +9,28 @@ The last dimension is contiguous; the order of the others in memory is vLLM's ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
-def move_rows(kv_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy the keys and values of some slots to others, in place.
+def move_rows_in_layers(
+    kv_caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor
+) -> None:
+    """Copy the keys and values of some slots to others in every layer, in place.
 
-    All sources are read before the first target is written, so the two sets may overlap.
+    In each layer all sources are read before a target is written, so the two sets may overlap.
 
     Args:
-        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], changed.
-        source: int64 [n] on the cache's device, slot = block * block_size + offset.
+        kv_caches: one tensor [num_blocks, num_kv_heads, block_size, 2 * head_size] per layer,
+            changed. All have the same block size.
+        source: int64 [n] on the caches' device, slot = block * block_size + offset.
         target: int64 [n], distinct slots.
     """
-    block_size = kv_cache.shape[2]
-    moved = kv_cache[source // block_size, :, source % block_size]
-    kv_cache[target // block_size, :, target % block_size] = moved
+    if not kv_caches:
+        return
+    block_size = kv_caches[0].shape[2]
+    from_block, from_offset = source // block_size, source % block_size
+    to_block, to_offset = target // block_size, target % block_size
+    for kv_cache in kv_caches:
+        kv_cache[to_block, :, to_offset] = kv_cache[from_block, :, from_offset]

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from vllm_trie.attention.cpu_cache import move_slots
-from vllm_trie.attention.gpu_cache import move_rows
 from vllm_trie.attention.native import NativeKernels, load_kernels
 from vllm_trie.attention.portable import tree_attention_portable
 from vllm_trie.attention.tree_batch import TreeBatch
@@ -92,17 +91,13 @@ def move_slots_in_layers(
     In each layer all sources are read before a target is written, so the two sets may overlap.
 
     Args:
-        kv_caches: one tensor [num_blocks, num_kv_heads, block_size, 2 * head_size] per layer; in
-            the CPU's memory laid out as :mod:`vllm_trie.attention.cpu_cache` says, on a device as
-            :mod:`vllm_trie.attention.gpu_cache` does.
+        kv_caches: one tensor [num_blocks, num_kv_heads, block_size, 2 * head_size] per layer, laid
+            out as :mod:`vllm_trie.attention.cpu_cache` says, changed. For GPUs there is
+            :func:`vllm_trie.attention.gpu_cache.move_rows_in_layers`.
         source: int64 [n], slot = block * block_size + offset.
         target: int64 [n], distinct slots.
     """
     if not kv_caches or not len(source):
-        return
-    if kv_caches[0].device.type != "cpu":
-        for kv_cache in kv_caches:
-            move_rows(kv_cache, source, target)
         return
     native = choose_kernels().native
     if native is None or not native.move_slots(kv_caches, source, target):

@@ -18,8 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_trie.attention.device_copy import to_device
 from vllm_trie.attention.tree_batch import TreeBatch
 
+NUM_SPLITS = (1, 2, 4, 8, 16)
+"""Into how many parts a request's slots can be divided; each is compiled on its own."""
 _MIN_ROWS = 16
 """Rows of the smallest matrix product that Triton takes."""
 _LOG2_E = 1.4426950408889634
@@ -54,14 +57,10 @@ def trees_on_device(trees: TreeBatch, group: int, device: torch.device) -> Devic
         for index, row in enumerate(trees.rows)
         for first in range(0, row.num_queries, queries_per_block)
     ]
-
-    def to_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
     return DeviceTrees(
-        to_device(np.column_stack([rows, starts]).astype(np.int32)),
-        to_device(np.append(words, np.uint64(0)).astype("<u8").view(np.int32)),
-        to_device(np.array(blocks, dtype=np.int32).reshape(-1, 2)),
+        to_device(np.column_stack([rows, starts]).astype(np.int32), device),
+        to_device(np.append(words, np.uint64(0)).astype("<u8").view(np.int32), device),
+        to_device(np.array(blocks, dtype=np.int32).reshape(-1, 2), device),
         queries_per_block,
     )
 
@@ -86,12 +85,16 @@ def tree_attention_triton(
         trees: see :func:`trees_on_device`.
         scale: positive factor on the scores.
         output: [num_tokens, num_heads, head_size], written.
-        num_splits: programs that share a request's slots.
+        num_splits: programs that share a request's slots, one of :data:`NUM_SPLITS`.
+
+    Raises:
+        ValueError: the cache is not laid out so, or has another dtype than the queries.
 
     Scores and sums are float32. Weights are rounded to the cache's dtype for the product with the
     values, as vLLM's Triton kernel does.
     """
     num_tokens, num_heads, head_size = query.shape
+    _check_cache(kv_cache, head_size, query.dtype)
     _, num_kv_heads, block_size, _ = kv_cache.shape
     num_blocks = len(trees.blocks)
     if not num_blocks:
@@ -131,7 +134,7 @@ def tree_attention_triton(
         BLOCK_SIZE=block_size,
         QUERIES=trees.queries_per_block,
         ROWS=rows_per_block,
-        TILE=64 if padded_head <= 128 else 32,
+        TILE=_tile(padded_head, kv_cache.element_size()),
         SPLITS=num_splits,
         # Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
         WIDEN=triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
@@ -153,7 +156,23 @@ def tree_attention_triton(
         )
 
 
-@triton.jit
+def _check_cache(kv_cache: torch.Tensor, head_size: int, dtype: torch.dtype) -> None:
+    if kv_cache.shape[3] != 2 * head_size or kv_cache.stride(3) != 1 or kv_cache.dtype != dtype:
+        raise ValueError(
+            f"the KV cache is {kv_cache.dtype} {tuple(kv_cache.shape)} with strides "
+            f"{kv_cache.stride()}; tree attention reads {dtype} [num_blocks, num_kv_heads, "
+            f"block_size, {2 * head_size}] whose last dimension is contiguous"
+        )
+
+
+def _tile(padded_head: int, element_size: int) -> int:
+    """Slots of one pass. Keys and values of several passes are in shared memory at a time, of which
+    a device has 64 KiB to 227 KiB."""
+    return min(64, max(16, 16384 // (padded_head * element_size)))
+
+
+# Sizes that change from step to step: a kernel for each kind of them would be compiled in service.
+@triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def _attend(
     query_ptr,
     cache_ptr,
@@ -243,13 +262,15 @@ def _attend(
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        seen = slot[None, :] < dense[:, None]
+        # Scores, not a mask, leave the branch: Triton's compiler fails on tensors of booleans that
+        # change their layout for devices before Ampere.
+        masked = tl.where(slot[None, :] < dense[:, None], scores, float("-inf"))
         if (tile + 1) * TILE > seq_len - num_queries:
             bit = slot[None, :] - (seq_len - num_nodes)
             is_node = (bit >= 0) & in_use[None, :] & (node >= 0)[:, None] & used[:, None]
             word = tl.load(node_words[:, None] + bit // 32, mask=is_node, other=0)
-            seen = seen | (is_node & (((word >> (bit & 31)) & 1) != 0))
-        scores = tl.where(seen, scores, float("-inf"))
+            masked = tl.where(is_node & (((word >> (bit & 31)) & 1) != 0), scores, masked)
+        scores = masked
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         # A row may see nothing of a tile: its maximum must not be subtracted from itself then.
         shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -275,7 +296,7 @@ def _attend(
         tl.store(state_ptr + place * 2 + 1, total, mask=used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _join(
     rows_ptr,
     blocks_ptr,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_trie.attention import TreeRow, move_slots_in_layers
+from vllm_trie.attention.device_copy import to_device
+
+MoveSlots = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
+"""Copies slots to others in the caches of several layers, see
+:func:`vllm_trie.attention.move_slots_in_layers`."""
 
 
 class CacheGroup(NamedTuple):
@@ -17,7 +22,9 @@ class CacheGroup(NamedTuple):
     index: int
     """Index of vLLM's KV cache group."""
     caches: tuple[torch.Tensor, ...]
-    """The group's cache tensors, each once, in the layout of :mod:`vllm_trie.attention`."""
+    """The group's cache tensors, each once."""
+    move: MoveSlots | None = None
+    """What moves slots in their layout; ``None`` for that of vLLM's CPU backend."""
 
 
 def cache_groups(kv_cache_config: Any, forward_context: Any) -> list[CacheGroup]:
@@ -30,13 +37,14 @@ def cache_groups(kv_cache_config: Any, forward_context: Any) -> list[CacheGroup]
     seen: set[int] = set()
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        caches = []
+        caches, move = [], None
         for name in group.layer_names:
             cache = forward_context[name].kv_cache
+            move = getattr(getattr(forward_context[name], "impl", None), "move_slots", None)
             if cache.data_ptr() not in seen:
                 seen.add(cache.data_ptr())
                 caches.append(cache)
-        groups.append(CacheGroup(index, tuple(caches)))
+        groups.append(CacheGroup(index, tuple(caches), move))
     return groups
 
 
@@ -77,7 +85,8 @@ def compact(
     """
     if not sources:
         return
-    pairs = torch.from_numpy(np.array([sources, targets], dtype=np.int64))
+    rows = np.array([sources, targets], dtype=np.int64)
+    pairs = to_device(rows, slot_mappings[groups[0].index].device)
     for group in groups:
         slots = slot_mappings[group.index][pairs].long()
-        move_slots_in_layers(group.caches, slots[0], slots[1])
+        (group.move or move_slots_in_layers)(group.caches, slots[0], slots[1])

@@ -19,10 +19,7 @@ from vllm_trie.attention import TreeBatch, choose_kernels, tree_attention
 from vllm_trie.attention.cpu_cache import SUPPORTED_ISAS
 from vllm_trie.vllm_hooks import config
 from vllm_trie.vllm_hooks.rest_of_batch import RestOfBatch, rest_of_batch
-from vllm_trie.vllm_hooks.runner import TREE_ATTRIBUTE
-
-_REST_ATTRIBUTE = "vllm_trie_rest"
-"""Attribute of the attention metadata that keeps its :class:`RestOfBatch` for later layers."""
+from vllm_trie.vllm_hooks.tree_attention import TreeAttention
 
 
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -44,85 +41,50 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             )
 
 
-class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
+class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):
     """Attention of one layer."""
-
-    attends_to_trees = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if config.read(get_current_vllm_config()) is None:
-            return
         unsupported = {
             "a sliding window": self.sliding_window != -1,
             "attention sinks": self.sinks is not None,
             "a soft cap on the logits": bool(self.logits_soft_cap),
             "a quantized KV cache": self.is_fp8_kv_cache,
         }
-        found = [name for name, present in unsupported.items() if present]
-        if found:
-            raise ValueError(
-                f"the model's attention has {' and '.join(found)}, which tree attention does not "
-                "support; run this model without vllm-trie's speculative methods"
-            )
-        choose_kernels()  # compiles at start-up, not in the first step
+        self.refuse(unsupported)
+        if config.read(get_current_vllm_config()) is not None:
+            choose_kernels()  # compiles at start-up, not in the first step
 
-    def forward(
+    def attend_to_trees(
         self,
-        layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: Any,
+        metadata: CPUAttentionMetadata,
+        trees: TreeBatch,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        trees: TreeBatch | None = getattr(attn_metadata, TREE_ATTRIBUTE, None)
-        scales = (output_scale, output_block_scale)
-        if trees is None:
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, *scales
-            )
-        if not trees.covers_batch:
-            rest = self._rest_of_batch(layer, query, attn_metadata, trees)
-            own = rest.take(output)
-            super().forward(
-                layer, rest.take(query), key, value, kv_cache, rest.metadata, own, *scales
-            )
-            rest.put_back(own, output)
+    ) -> None:
         tree_attention(
-            query,
-            kv_cache,
-            attn_metadata.block_table,
-            trees,
-            self.scale,
-            output,
-            self.alibi_slopes,
+            query, kv_cache, metadata.block_table, trees, self.scale, output, self.alibi_slopes
         )
-        return output
 
-    def _rest_of_batch(
+    def rest_of_batch(
         self, layer: Any, query: torch.Tensor, metadata: CPUAttentionMetadata, trees: TreeBatch
     ) -> RestOfBatch:
-        rest = getattr(metadata, _REST_ATTRIBUTE, None)
-        if rest is None:
-            rest = rest_of_batch(metadata, trees)
-            rest.metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
-                num_reqs=len(rest.metadata.seq_lens),
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_size,
-                seq_lens=rest.metadata.seq_lens,
-                dtype=query.dtype,
-                query_start_loc=rest.metadata.query_start_loc,
-                causal=metadata.causal,
-                sliding_window_size=-1,
-                isa=layer.isa,
-                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-            )
-            setattr(metadata, _REST_ATTRIBUTE, rest)
+        rest = rest_of_batch(metadata, trees)
+        rest.metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(rest.metadata.seq_lens),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            seq_lens=rest.metadata.seq_lens,
+            dtype=query.dtype,
+            query_start_loc=rest.metadata.query_start_loc,
+            causal=metadata.causal,
+            sliding_window_size=-1,
+            isa=layer.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        )
         return rest
 
 

@@ -18,6 +18,7 @@ import torch
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch, prefers_chains
+from vllm_trie.attention.device_copy import to_device
 from vllm_trie.vllm_hooks.step import PendingTree
 
 
@@ -69,9 +70,8 @@ def _set_positions(runner: Any, token_rows: np.ndarray, values: np.ndarray) -> N
     if runner.positions.device.type == "cpu":
         runner.positions.numpy()[token_rows] = values
     else:
-        runner.positions[torch.from_numpy(token_rows).to(runner.device)] = torch.from_numpy(
-            values
-        ).to(runner.device)
+        device = runner.positions.device
+        runner.positions[to_device(token_rows, device)] = to_device(values, device)
 
 
 def logits_metadata(
@@ -92,7 +92,7 @@ def logits_metadata(
     if num_draft_tokens.any():
         ends = np.cumsum(num_sampled)
         rows = np.repeat(cu_num_scheduled_tokens - ends, num_sampled) + np.arange(ends[-1])
-    logits_indices = torch.from_numpy(rows.astype(np.int32)).to(device)
+    logits_indices = to_device(rows.astype(np.int32), device)
     unused = logits_indices[:0]
     return SpecDecodeMetadata(
         draft_token_ids=unused,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from vllm_trie.attention import TreeBatch
+from vllm_trie.attention.device_copy import to_device
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,19 @@ class RestOfBatch:
             tokens[self.rows] = own
 
 
-def rest_of_batch(metadata: Any, trees: TreeBatch) -> RestOfBatch:
+def rest_of_batch(metadata: Any, trees: TreeBatch, starts: np.ndarray | None = None) -> RestOfBatch:
     """Leave the requests with trees out of a step's metadata.
 
     Args:
         metadata: a dataclass with vLLM's fields for lengths and blocks, one row per request. What
             else it holds is taken over as it is.
         trees: the requests to leave out; at least one request must remain.
+        starts: int32 [num_requests + 1], ``metadata.query_start_loc`` where it need not be waited
+            for; read from the metadata if left out.
     """
     device = metadata.query_start_loc.device
-    starts = metadata.query_start_loc.cpu().numpy()
+    if starts is None:
+        starts = metadata.query_start_loc.cpu().numpy()
     others = np.ones(len(starts) - 1, dtype=bool)
     others[[row.batch_index for row in trees.rows]] = False
     indices = np.flatnonzero(others)
@@ -55,13 +59,13 @@ def rest_of_batch(metadata: Any, trees: TreeBatch) -> RestOfBatch:
         rows = slice(int(starts[indices[0]]), int(starts[indices[-1] + 1]))
     else:
         offsets = np.repeat(starts[indices] - new_starts[:-1], lengths)
-        rows = torch.from_numpy(offsets + np.arange(new_starts[-1], dtype=np.int64)).to(device)
-    chosen = torch.from_numpy(indices).to(device)
+        rows = to_device(offsets + np.arange(new_starts[-1], dtype=np.int64), device)
+    chosen = to_device(indices, device)
     rest = replace(
         metadata,
         num_actual_tokens=int(new_starts[-1]),
         max_query_len=int(lengths.max()),
-        query_start_loc=torch.from_numpy(new_starts).to(device),
+        query_start_loc=to_device(new_starts, device),
         seq_lens=metadata.seq_lens[chosen],
         block_table=metadata.block_table[chosen],
     )

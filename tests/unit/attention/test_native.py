@@ -23,7 +23,7 @@ from vllm_trie.attention import (
     split_cache,
     tree_attention,
 )
-from vllm_trie.attention.gpu_cache import move_rows
+from vllm_trie.attention.gpu_cache import move_rows_in_layers
 from vllm_trie.attention.native import NativeKernels, load_kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -332,7 +332,7 @@ def test_packed_trees() -> None:
     assert packed.words.tolist() == [1, 3] + [5] * 140
 
 
-def test_move_rows_of_a_gpu_cache() -> None:
+def test_move_rows_of_gpu_caches() -> None:
     keys, values = split_cache(torch.randn(4, 3, 16, 2 * 32))
     cpu_cache = torch.empty(4, 3, 16, 2 * 32)
     split_cache(cpu_cache)[0].copy_(keys)
@@ -340,6 +340,10 @@ def test_move_rows_of_a_gpu_cache() -> None:
     cache = torch.cat([keys.transpose(2, 3), values], dim=-1)
     source, target = torch.tensor([5, 40, 41, 63]), torch.tensor([40, 41, 2, 17])
     move_slots(cpu_cache, source, target)
-    move_rows(cache, source, target)
+    other = cache.flip(0)
+    before = other.clone()
+    move_rows_in_layers([cache, other], source, target)
     moved_keys, moved_values = split_cache(cpu_cache)
     assert torch.equal(cache, torch.cat([moved_keys.transpose(2, 3), moved_values], dim=-1))
+    move_rows_in_layers([before], source, target)
+    assert torch.equal(other, before)

@@ -1,0 +1,320 @@
+"""Does the GPU kernel give the right results on this device? Asked before it serves anybody.
+
+The inputs make mistakes large. Each query looks for one slot: the key there is the query itself,
+stretched, so that the right answer is nearly that slot's value. Half of the heads look for a slot
+that they may see; the other half for one that they may not, such as a node of another branch, whose
+value would take the place of everything else if the mask let it through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_trie.attention.tree_batch import TreeBatch, TreeRow, build_tree_batch, query_mask
+from vllm_trie.tree import TokenTree
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Largest error of tree attention, relative to the largest value in the cache."""
+_UNUSED = 500.0
+"""What unused slots hold: finite, and far from anything that is right."""
+
+
+class LayerShape(NamedTuple):
+    """What decides which kernel runs for a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{self.num_heads} heads, {self.num_kv_heads} KV heads of size {self.head_size}, "
+            f"block size {self.block_size}, {dtype}"
+        )
+
+    @property
+    def min_capability(self) -> tuple[int, int]:
+        """The least compute capability that multiplies this dtype."""
+        return (8, 0) if self.dtype == torch.bfloat16 else (7, 5)
+
+
+TYPICAL_LAYERS = (
+    LayerShape(32, 8, 128, 16, torch.bfloat16),
+    LayerShape(28, 4, 128, 16, torch.float16),
+    LayerShape(16, 16, 64, 32, torch.float32),
+)
+"""What is checked where no model is at hand."""
+
+
+class RequestShape(NamedTuple):
+    """One request of a step."""
+
+    computed: int
+    """Tokens of earlier steps."""
+    committed: int
+    """Causal tokens of this step."""
+    num_nodes: int
+    """Nodes of its tree; 0 for a request without one."""
+
+    @property
+    def seq_len(self) -> int:
+        return self.computed + self.committed + self.num_nodes
+
+
+BATCHES: tuple[tuple[RequestShape, ...], ...] = (
+    (RequestShape(0, 1, 1),),
+    (RequestShape(3, 1, 12), RequestShape(40, 1, 31), RequestShape(15, 1, 64)),
+    (RequestShape(17, 1, 65), RequestShape(9, 2, 130)),
+    (RequestShape(600, 1, 32), RequestShape(1, 1, 8)),
+    (RequestShape(30, 20, 10), RequestShape(63, 1, 0), RequestShape(70, 1, 20)),
+    (RequestShape(0, 33, 0), RequestShape(5, 3, 40), RequestShape(90, 1, 0), RequestShape(2, 1, 5)),
+)
+"""Steps that are checked: short and long contexts, trees of more than a word, requests without."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step over a paged cache, on the CPU.
+
+    Attributes:
+        query: [num_tokens, num_heads, head_size].
+        keys, values: [sum of the lengths, num_kv_heads, head_size], request by request.
+        slots: int64 [sum of the lengths], where they belong: block * block_size + offset.
+        block_table: int32 [num_requests, max_blocks].
+        starts: int32 [num_requests + 1], first query row of each request.
+        seq_lens: int32 [num_requests].
+        trees: of the requests that have one.
+        tree_rows: bool [num_tokens], query rows that belong to them.
+        scale: of the scores.
+    """
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: np.ndarray
+    block_table: np.ndarray
+    starts: np.ndarray
+    seq_lens: np.ndarray
+    trees: TreeBatch
+    tree_rows: np.ndarray
+    scale: float
+
+    def step_slots(self) -> np.ndarray:
+        """int64 [num_tokens]: the slots of the step's own tokens."""
+        ends = np.cumsum(self.seq_lens)
+        counts = np.diff(self.starts)
+        return np.concatenate(
+            [self.slots[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        )
+
+    def expected(self) -> torch.Tensor:
+        """float64 [num_tokens, num_heads, head_size]."""
+        group = self.query.shape[1] // self.keys.shape[1]
+        words = {row.batch_index: w for row, w in zip(*self._trees(), strict=True)}
+        output = torch.empty(self.query.shape, dtype=torch.float64)
+        end = 0
+        for index, seq_len in enumerate(self.seq_lens):
+            rows = slice(int(self.starts[index]), int(self.starts[index + 1]))
+            own = slice(end, end + int(seq_len))
+            end = own.stop
+            mask = _mask(words.get(index, _NO_WORDS), rows.stop - rows.start, int(seq_len))
+            key = self.keys[own].double().repeat_interleave(group, dim=1)
+            value = self.values[own].double().repeat_interleave(group, dim=1)
+            scores = torch.einsum("qhd,shd->hqs", self.query[rows].double(), key) * self.scale
+            scores.masked_fill_(~torch.from_numpy(mask), -torch.inf)
+            output[rows] = torch.einsum("hqs,shd->qhd", scores.softmax(-1), value)
+        return output
+
+    def _trees(self) -> tuple[tuple[TreeRow, ...], tuple[np.ndarray, ...]]:
+        return self.trees.rows, self.trees.ancestor_words
+
+
+_NO_WORDS = np.empty((0, 1), dtype=np.uint64)
+
+
+def _mask(words: np.ndarray, num_queries: int, seq_len: int) -> np.ndarray:
+    mask = np.ones((num_queries, seq_len), dtype=bool)
+    mask[:, seq_len - num_queries :] = query_mask(words, num_queries)
+    return mask
+
+
+def random_step(
+    shape: LayerShape,
+    requests: Sequence[RequestShape],
+    num_blocks: int,
+    generator: np.random.Generator,
+) -> Step | None:
+    """A step with these requests; ``None`` if a cache of so many blocks cannot hold it.
+
+    Args:
+        shape: of the layer.
+        requests: of the step, in batch order.
+        num_blocks: of the cache.
+        generator: draws the numbers, the trees and the blocks.
+    """
+    blocks_of = [-(-request.seq_len // shape.block_size) for request in requests]
+    if sum(blocks_of) > num_blocks:
+        return None
+
+    def normal(*size: int) -> torch.Tensor:
+        drawn = generator.standard_normal(size, dtype=np.float32)
+        return torch.from_numpy(drawn).to(shape.dtype)
+
+    free = generator.permutation(num_blocks).astype(np.int32)
+    block_table = np.zeros((len(requests), max(blocks_of)), dtype=np.int32)
+    rows, words, slots, masks = [], [], [], []
+    starts = np.zeros(len(requests) + 1, dtype=np.int32)
+    for index, request in enumerate(requests):
+        mine, free = free[: blocks_of[index]], free[blocks_of[index] :]
+        block_table[index, : len(mine)] = mine
+        position = np.arange(request.seq_len)
+        blocks = mine[position // shape.block_size].astype(np.int64)
+        slots.append(blocks * shape.block_size + position % shape.block_size)
+        num_queries = request.committed + request.num_nodes
+        starts[index + 1] = starts[index] + num_queries
+        tree_words = _NO_WORDS
+        if request.num_nodes:
+            tree_words = random_tree(generator, request.num_nodes).ancestor_words()
+            rows.append(
+                TreeRow(index, int(starts[index]), num_queries, request.num_nodes, request.seq_len)
+            )
+            words.append(tree_words)
+        masks.append(_mask(tree_words, num_queries, request.seq_len))
+    num_slots = sum(len(some) for some in slots)
+    keys = normal(num_slots, shape.num_kv_heads, shape.head_size)
+    query = torch.empty(int(starts[-1]), shape.num_heads, shape.head_size, dtype=shape.dtype)
+    sought = _sought_slots(masks, shape.num_heads, generator)
+    stretch = 10.0 / shape.head_size**0.5
+    kv_head = np.arange(shape.num_heads) // (shape.num_heads // shape.num_kv_heads)
+    query[:] = (stretch * keys[sought, kv_head].float()).to(shape.dtype)
+    trees = build_tree_batch(rows, words, int(starts[-1]))
+    tree_rows = np.zeros(int(starts[-1]), dtype=bool)
+    for row in rows:
+        tree_rows[row.query_start : row.query_start + row.num_queries] = True
+    return Step(
+        query,
+        keys,
+        normal(num_slots, shape.num_kv_heads, shape.head_size),
+        np.concatenate(slots),
+        block_table,
+        starts,
+        np.array([request.seq_len for request in requests], dtype=np.int32),
+        trees,
+        tree_rows,
+        shape.head_size**-0.5,
+    )
+
+
+def random_tree(generator: np.random.Generator, num_nodes: int) -> TokenTree:
+    """A tree whose shape ranges from a chain to a star; its tokens do not matter."""
+    reach = int(generator.integers(1, num_nodes + 1))
+    parents = [max(-1, node - int(generator.integers(1, reach + 1))) for node in range(num_nodes)]
+    return TokenTree.from_lists(list(range(num_nodes)), parents)
+
+
+def _sought_slots(
+    masks: Sequence[np.ndarray], num_heads: int, generator: np.random.Generator
+) -> np.ndarray:
+    """int64 [num_tokens, num_heads]: which of all slots each query and head looks for."""
+    sought, first = [], 0
+    for mask in masks:
+        for row in mask:
+            seen, unseen = np.flatnonzero(row), np.flatnonzero(~row)
+            of_row = generator.choice(seen, num_heads)
+            if len(unseen):
+                of_row[1::2] = generator.choice(unseen, num_heads // 2)
+                if num_heads == 1 and generator.random() < 0.5:
+                    of_row[:] = generator.choice(unseen)
+            sought.append(first + of_row)
+        first += mask.shape[1]
+    return np.array(sought)
+
+
+def fill_cache(kv_cache: torch.Tensor, step: Step) -> None:
+    """Write a step's keys and values where they belong, and something wrong everywhere else.
+
+    Args:
+        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], changed.
+        step: in a cache of so many blocks.
+    """
+    kv_cache.fill_(_UNUSED)
+    block_size = kv_cache.shape[2]
+    slots = torch.from_numpy(step.slots).to(kv_cache.device)
+    written = torch.cat([step.keys, step.values], dim=-1).to(kv_cache.device)
+    kv_cache[slots // block_size, :, slots % block_size] = written
+
+
+def relative_error(output: torch.Tensor, expected: torch.Tensor, step: Step) -> float:
+    """Largest error, relative to the largest value in the cache; infinite if anything is NaN."""
+    error = (output.double().cpu() - expected).abs().max().item() if output.numel() else 0.0
+    return float("inf") if error != error else error / step.values.abs().max().item()
+
+
+class KernelCheck(NamedTuple):
+    """What :func:`check_kernel` found."""
+
+    num_steps: int
+    largest_error: float
+    """Relative to the largest value in the cache."""
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.largest_error <= self.tolerance
+
+
+def check_kernel(
+    shape: LayerShape,
+    device: torch.device,
+    batches: Sequence[Sequence[RequestShape]] = BATCHES,
+    splits: Sequence[int] = (),
+) -> KernelCheck:
+    """Run the kernel on random steps in a cache of its own.
+
+    Args:
+        shape: of the layer.
+        device: to run on.
+        batches: one step each.
+        splits: into how many parts the requests' slots are divided, one after another; all that
+            there are if left out.
+
+    Raises:
+        Exception: whatever the kernel's compiler or the device raises.
+    """
+    from vllm_trie.attention.triton_kernel import (
+        NUM_SPLITS,
+        tree_attention_triton,
+        trees_on_device,
+    )
+
+    generator = np.random.default_rng(0)
+    largest, num_steps = 0.0, 0
+    for requests in batches:
+        num_blocks = sum(-(-request.seq_len // shape.block_size) for request in requests) + 2
+        step = random_step(shape, requests, num_blocks, generator)
+        assert step is not None
+        expected = step.expected()[step.tree_rows]
+        size = (num_blocks, shape.block_size, shape.num_kv_heads, 2 * shape.head_size)
+        kv_cache = torch.empty(size, dtype=shape.dtype, device=device).transpose(1, 2)
+        fill_cache(kv_cache, step)
+        group = shape.num_heads // shape.num_kv_heads
+        trees = trees_on_device(step.trees, group, device)
+        query = step.query.to(device)
+        block_table = torch.from_numpy(step.block_table).to(device)
+        for num_splits in splits or NUM_SPLITS:
+            output = torch.full_like(query, _UNUSED)
+            tree_attention_triton(
+                query, kv_cache, block_table, trees, step.scale, output, num_splits
+            )
+            found = output.cpu()[torch.from_numpy(step.tree_rows)]
+            largest = max(largest, relative_error(found, expected, step))
+            num_steps += 1
+    return KernelCheck(num_steps, largest, TOLERANCE[shape.dtype])
