@@ -11,7 +11,7 @@ import platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, entry_points, version
 from pathlib import Path
@@ -254,8 +254,12 @@ def describe_platform() -> tuple[dict[str, Any], list[Problem]]:
 
         machine["torch_cpu_capability"] = torch.backends.cpu.get_cpu_capability()
         if torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability(0)
             machine |= {"device": "cuda", "gpu": torch.cuda.get_device_name(0)}
-            machine |= {"cuda": torch.version.cuda}
+            machine |= {"cuda": torch.version.cuda, "compute_capability": capability}
+            found, gpu_problems = check_gpu(torch.device("cuda", 0), capability)
+            machine |= {"tree_attention": found}
+            problems += gpu_problems
     except Exception as error:  # a torch of the wrong build fails with OSError and others
         problems.append(Problem("error", f"torch does not import: {error}"))
     if machine["device"] == "cpu":
@@ -265,6 +269,51 @@ def describe_platform() -> tuple[dict[str, Any], list[Problem]]:
             text = f"no {' and no '.join(lacking)}: the CPU kernels cannot be compiled"
             problems.append(Problem("warning", text))
     return machine, problems
+
+
+def check_gpu(
+    device: Any, capability: tuple[int, int], check: Callable[..., Any] | None = None
+) -> tuple[str, list[Problem]]:
+    """Run the GPU kernel on random trees, for the layers of three kinds of models.
+
+    Args:
+        device: the torch device.
+        capability: its compute capability.
+        check: what to run on each; None for the kernel's own check.
+
+    Returns:
+        What was found, in words, and the problems.
+    """
+    problems = [
+        Problem(
+            "warning",
+            "tree speculation has never run on a GPU where it was written; it starts only with "
+            "allow_untested_gpu=True beside the method, and checks itself before it serves. "
+            "Please report how it goes, with this report",
+        )
+    ]
+    failed = "tree attention does not work on this GPU, so speculation will not start: "
+    try:
+        from vllm_trie.attention.kernel_check import TYPICAL_LAYERS, check_kernel
+
+        layers = [one for one in TYPICAL_LAYERS if capability >= one.min_capability]
+        found = [(one, (check or check_kernel)(one, device)) for one in layers]
+    except Exception as error:  # compilers and drivers fail in their own ways
+        return "failed", [
+            *problems,
+            Problem("error", f"{failed}{type(error).__name__}: {error}"),
+        ]
+    problems += [
+        Problem(
+            "error",
+            f"{failed}its error is {result.largest_error:.2g} of the largest value, allowed is "
+            f"{result.tolerance:.2g} ({one})",
+        )
+        for one, result in found
+        if not result.passed
+    ]
+    errors = ", ".join(f"{result.largest_error:.1g} ({one})" for one, result in found)
+    return f"largest errors {errors}", problems
 
 
 def bin_folder() -> str:

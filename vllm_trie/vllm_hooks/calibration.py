@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
+
 _NUM_TOKENS = (1, 2, 5, 9, 17, 33, 65)
 _REPEATS = 3
 _REPEATS_OF_RANKS = 2
 
 
+@torch.inference_mode()
 def calibrate_step_cost(runner: Any, seconds: float = 2.0) -> None:
     """Let the budget observe forward passes on no request; nothing to do for a fixed budget.
 
@@ -32,6 +35,7 @@ def calibrate_step_cost(runner: Any, seconds: float = 2.0) -> None:
             begin = time.perf_counter()
             hidden_states, _ = runner._dummy_run(num_tokens)
             runner.model.compute_logits(hidden_states[:num_tokens])
+            runner._sync_device()  # a GPU has only been told what to do so far
             if repeat:  # the first one warms up
                 budget.observe_step(num_tokens, time.perf_counter() - begin)
         if alone and repeat and time.perf_counter() - start > seconds:

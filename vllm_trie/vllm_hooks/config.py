@@ -22,6 +22,7 @@ PROPOSER_CLASS = "vllm_trie.vllm_hooks.proposer.TreeProposer"
 VERIFIER_CLASS = "vllm_trie.vllm_hooks.extensions.verifier.TreeDraftVerifier"
 """The proposer for a patched vLLM, whose runner lets it verify its drafts."""
 CPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.TreeCPUWorker"
+GPU_WORKER_CLASS = "vllm_trie.vllm_hooks.cuda_worker.TreeGPUWorker"
 DEFAULT_NODES = 32
 MAX_NODES = 256
 """Largest node budget: beyond it a tree costs more than it can bring on any hardware we know."""
@@ -46,6 +47,12 @@ class EngineOptions(BaseModel):
         le=600.0,
         description="Longest time that one call of the drafter may take, seconds; a drafter that "
         "takes longer is switched off for the engine's lifetime.",
+    )
+    allow_untested_gpu: bool = Field(
+        default=False,
+        description="Start on an NVIDIA GPU, where this has never run. The engine compares tree "
+        "attention with exact results on your device at start-up and does not start if they "
+        "differ. Does nothing on a CPU.",
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 SUPPORTED_VLLM_VERSIONS = ("0.32", "0.33")
 """Release series of vLLM that the hooks were written for."""
 
+Feature = Literal["speculation", "gpu", "beam"]
 Status = Literal["ok", "replaced", "missing", "changed"]
 """``replaced``: a patched vLLM has an extension point that the plugin uses instead."""
 
@@ -33,7 +34,8 @@ class Hook:
             must exist under these names and in this order. ``None`` if the symbol is not called.
         upstream: Related issue or pull request of vLLM, empty if there is none.
         retire_when: What would make this line unnecessary.
-        feature: ``"speculation"`` or ``"beam"``: the part that steps aside when the symbol is gone.
+        feature: The part that steps aside when the symbol is gone. Lines of ``"speculation"``
+            concern every platform, those of ``"gpu"`` no CPU.
         extension_point: The point of :mod:`vllm_trie.vllm_hooks.extension_points` that takes the
             line's place in a patched vLLM; empty where nothing is patched because the plugin calls
             vLLM, derives from its classes or relies on what it does.
@@ -44,7 +46,7 @@ class Hook:
     parameters: tuple[str, ...] | None = None
     upstream: str = ""
     retire_when: str = ""
-    feature: Literal["speculation", "beam"] = "speculation"
+    feature: Feature = "speculation"
     extension_point: str = ""
 
 
@@ -102,9 +104,10 @@ def check_hook(hook: Hook) -> LedgerFinding:
 def all_hooks() -> tuple[Hook, ...]:
     """The whole ledger, speculation first."""
     from vllm_trie.vllm_hooks.beam.hooks import BEAM_HOOKS
+    from vllm_trie.vllm_hooks.gpu_hooks import GPU_HOOKS
     from vllm_trie.vllm_hooks.speculation_hooks import SPECULATION_HOOKS
 
-    return (*SPECULATION_HOOKS, *BEAM_HOOKS)
+    return (*SPECULATION_HOOKS, *GPU_HOOKS, *BEAM_HOOKS)
 
 
 def check(hooks: Iterable[Hook] | None = None) -> list[LedgerFinding]:

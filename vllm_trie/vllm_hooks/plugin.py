@@ -154,12 +154,15 @@ def _choose_worker(engine_args: Any, parallel_config: Any, method: str) -> None:
         )
     if offered("draft_verifier"):  # any worker's runner calls us
         return
-    if parallel_config.worker_cls not in ("auto", config.CPU_WORKER_CLASS):
+    from vllm.platforms import current_platform
+
+    ours = config.CPU_WORKER_CLASS if current_platform.is_cpu() else config.GPU_WORKER_CLASS
+    if parallel_config.worker_cls not in ("auto", ours):
         raise ValueError(
             f"speculative method {method!r} of vllm-trie brings its own worker class, but "
             f"worker_cls={parallel_config.worker_cls!r} was set; leave worker_cls at 'auto'"
         )
-    parallel_config.worker_cls = config.CPU_WORKER_CLASS
+    parallel_config.worker_cls = ours
 
 
 def _wrap_engine_config(engine_args: Any) -> None:
@@ -182,7 +185,9 @@ def verify(vllm_config: Any) -> None:
     """
     tree_config = config.read(vllm_config)
     if tree_config is not None:
-        support.check_supported(vllm_config, tree_config.method)
+        support.check_supported(
+            vllm_config, tree_config.method, tree_config.engine_options.allow_untested_gpu
+        )
 
 
 def _wrap_process_inputs(input_processor: Any) -> None:

@@ -25,6 +25,9 @@ from vllm.v1.sample.logits_processor.builtin import (
 from vllm_trie.tree import accept_greedy
 from vllm_trie.vllm_hooks.step import PendingTree
 
+_ARGMAX_ROWS = 512
+"""Rows of logits that are widened at a time on a GPU."""
+
 
 class TreeSample(NamedTuple):
     """What a step brought, row by row of the batch."""
@@ -90,10 +93,11 @@ def argmax_of_rows(sampler: Any, logits: torch.Tensor) -> list[int]:
     On CPUs NumPy finds it several times faster than vLLM's operation does, with the same answer
     for ties (the first), infinities and NaN.
     """
-    logits = logits.to(torch.float32)
     if logits.device.type == "cpu":
-        return logits.numpy().argmax(axis=-1).tolist()
-    return sampler.greedy_sample(logits).tolist()
+        return logits.to(torch.float32).numpy().argmax(axis=-1).tolist()
+    # A step of many trees has thousands of rows, whose copy in float32 would take gigabytes.
+    parts = [sampler.greedy_sample(part.to(torch.float32)) for part in logits.split(_ARGMAX_ROWS)]
+    return torch.cat(parts).tolist()
 
 
 def sample_greedy(

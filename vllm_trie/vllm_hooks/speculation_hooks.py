@@ -134,6 +134,12 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
         retire_when=_TREE_DRAFTS,
     ),
     Hook(
+        f"{_RUNNER}._sync_device",
+        "called at start-up: waits until a pass is done, to time it",
+        parameters=(),
+        retire_when=_TREE_DRAFTS,
+    ),
+    Hook(
         "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
         "overridden in a subclass: measures these costs once the model is ready",
         parameters=(),

@@ -14,10 +14,12 @@ from vllm_trie.vllm_hooks.calibration import calibrate_step_cost
 class Budget:
     def __init__(self) -> None:
         self.observed: list[int] = []
+        self.seconds: list[float] = []
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         assert seconds > 0
         self.observed.append(num_tokens)
+        self.seconds.append(seconds)
 
 
 class Runner:
@@ -34,8 +36,10 @@ class Runner:
 
     def _dummy_run(self, num_tokens: int) -> tuple[torch.Tensor, None]:
         self.passes.append(num_tokens)
-        time.sleep(self.seconds)
         return torch.zeros(num_tokens, 1), None
+
+    def _sync_device(self) -> None:
+        time.sleep(self.seconds)  # a GPU works while the CPU goes on
 
 
 def passes(num_ranks: int, seconds: float, limit: float) -> list[int]:
@@ -53,6 +57,12 @@ def test_one_rank_stops_when_it_takes_long() -> None:
 @pytest.mark.parametrize("limit", [1e-6, 60.0])
 def test_ranks_do_the_same_whatever_their_clocks_say(limit: float) -> None:
     assert passes(2, 0.0, limit) == passes(2, 0.001, 60.0)
+
+
+def test_it_waits_for_the_device() -> None:
+    budget = Budget()
+    calibrate_step_cost(Runner(1, 0.002, budget))
+    assert min(budget.seconds) >= 0.002
 
 
 def test_a_fixed_budget_learns_nothing() -> None:

@@ -1,0 +1,203 @@
+"""Runs an engine whose layers use the GPU's attention classes, on a CPU, in Triton's interpreter.
+
+A program of its own, as TRITON_INTERPRET=1 must be set before Triton is imported. vLLM disables
+Triton on CPUs; here its Triton backend, the stock one that the tree backend derives from, is
+imported with the real Triton. Prints one JSON object: the tokens of two engines, what was done on
+the way, and what the check at start-up says to broken parts.
+"""
+
+# What is set up here must stand before the imports that it is for.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import pytest
+import torch
+import triton
+import triton.language
+import vllm.triton_utils
+
+NODES = 12
+TOKENS = 14
+PROMPTS = [
+    [5, 6, 7, 8, 9, 10, 11, 5, 6, 7],
+    list(range(40, 80)),
+    [3, 4] * 12,
+    [9],
+]
+
+
+@contextlib.contextmanager
+def real_triton() -> Iterator[None]:
+    """vLLM's modules that are imported inside get Triton instead of its placeholder."""
+    names = {"triton": triton, "tl": triton.language}
+    placeholders = {name: getattr(vllm.triton_utils, name) for name in names}
+    for name, module in names.items():
+        setattr(vllm.triton_utils, name, module)
+    try:
+        yield
+    finally:
+        for name, module in placeholders.items():
+            setattr(vllm.triton_utils, name, module)
+
+
+with real_triton():
+    import vllm.v1.attention.backends.triton_attn
+
+# vLLM's cache update asks the device what it can do.
+torch.cuda.get_device_capability = lambda *device: (9, 0)
+
+from vllm import LLM, SamplingParams
+from vllm.plugins import load_general_plugins
+
+from tests.engine.compare import register_test_drafters, speculation
+from tests.engine.conftest import runner_of
+from tests.engine.drafters import OracleDrafter
+from vllm_trie.attention import triton_kernel
+from vllm_trie.attention.kernel_check import RequestShape
+from vllm_trie.tiny_model import model_path
+from vllm_trie.vllm_hooks import compaction, cuda_attention, gpu_check, placement, worker
+from vllm_trie.vllm_hooks.cuda_attention import TreeTritonAttentionImpl
+
+CHECKED = [
+    [RequestShape(20, 1, 9), RequestShape(33, 1, 0), RequestShape(2, 3, 66)],  # more than a word
+    [RequestShape(0, 5, 4)],
+]
+GPU_BACKEND = "vllm_trie.vllm_hooks.cuda_attention.TreeTritonAttentionBackend"
+
+
+def engine(**options: Any) -> LLM:
+    settings: dict[str, Any] = {
+        "model": str(model_path()),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 12 << 20,
+        "block_size": 32,
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "seed": 0,
+        **options,
+    }
+    return LLM(**settings)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def broken_parts(patch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Break one part after another; the parts before are whole again."""
+    impl = cuda_attention.TreeTritonAttentionImpl
+
+    def all_seen(trees: Any, *arguments: Any) -> Any:
+        on_device = stock_trees(trees, *arguments)
+        return on_device._replace(words=torch.full_like(on_device.words, -1))
+
+    def other_blocks(metadata: Any, *arguments: Any) -> Any:
+        rest = stock_rest(metadata, *arguments)
+        rest.metadata.block_table = metadata.block_table[: len(rest.metadata.seq_lens)]
+        return rest
+
+    def keys_only(kv_caches: Any, source: Any, target: Any) -> None:
+        values = [cache[..., cache.shape[3] // 2 :] for cache in kv_caches]
+        before = [value.clone() for value in values]
+        stock_move(kv_caches, source, target)
+        for value, kept in zip(values, before, strict=True):
+            value.copy_(kept)
+
+    def values_first(self: Any, layer: Any, key: Any, value: Any, *arguments: Any) -> None:
+        stock_update(self, layer, value, key, *arguments)
+
+    def fault(self: Any, *arguments: Any) -> None:
+        raise RuntimeError("a fault of the device")
+
+    stock_trees = triton_kernel.trees_on_device
+    stock_rest = cuda_attention.rest_of_batch
+    stock_move = impl.move_slots
+    stock_update = impl.do_kv_cache_update
+    for owner, name, replacement in (
+        (triton_kernel, "trees_on_device", all_seen),
+        (cuda_attention, "trees_on_device", all_seen),
+        (cuda_attention, "rest_of_batch", other_blocks),
+        (impl, "move_slots", staticmethod(keys_only)),
+        (impl, "do_kv_cache_update", values_first),
+        (impl, "attend_to_trees", fault),
+    ):
+        with patch.context() as context:
+            context.setattr(owner, name, replacement)
+            yield replacement.__name__
+
+
+def refusals(runner: Any) -> dict[str, str]:
+    """What the check says to each broken part; empty where it lets one pass."""
+    found = {}
+    for number, part in enumerate(broken_parts(pytest.MonkeyPatch())):
+        try:
+            gpu_check.check_device(runner, CHECKED[:1], splits=(1,))
+            found[f"{number} {part}"] = ""
+        except RuntimeError as error:
+            found[f"{number} {part}"] = str(error)
+    return found
+
+
+def count_work(counts: dict[str, int]) -> None:
+    """Count rows with trees, layers that see a mixed batch, and tokens whose KV is moved."""
+    stock_attend = TreeTritonAttentionImpl.attend_to_trees
+    stock_moved = compaction.moved_rows
+
+    def attend_to_trees(self: Any, query: Any, kv_cache: Any, metadata: Any, trees: Any, out: Any):
+        counts["rows"] += len(trees.rows)
+        counts["mixed"] += not trees.covers_batch
+        stock_attend(self, query, kv_cache, metadata, trees, out)
+
+    def moved_rows(rows: Any, accepted: Any) -> Any:
+        moved = stock_moved(rows, accepted)
+        counts["moved"] += len(moved[0])
+        return moved
+
+    TreeTritonAttentionImpl.attend_to_trees = attend_to_trees
+    compaction.moved_rows = moved_rows
+
+
+def main() -> int:
+    register_test_drafters(pytest.MonkeyPatch())
+    load_general_plugins()
+    result: dict[str, Any] = {"plain": tokens(engine())}
+    OracleDrafter.answers = {
+        tuple(prompt): output for prompt, output in zip(PROMPTS, result["plain"], strict=True)
+    }
+    worker.CPU_BACKEND_CLASS = GPU_BACKEND
+    placement.prefers_chains = lambda *kernels: False  # as on a GPU
+    llm = engine(**speculation("test_oracle", NODES))
+    runner = runner_of(llm)
+    layers = runner.compilation_config.static_forward_context.values()
+    assert all(type(layer.impl) is TreeTritonAttentionImpl for layer in layers)
+    check = gpu_check.check_device(runner, CHECKED, splits=(1, 2))
+    result["check"] = check.largest_error
+    result["checked_steps"] = check.num_steps
+    result["refusals"] = refusals(runner)
+    assert not any(layer.kv_cache.any() for layer in layers)
+    counts = {"mixed": 0, "rows": 0, "moved": 0}
+    count_work(counts)
+    result["trees"] = tokens(llm)
+    result |= counts
+    result["tokens_per_step"] = runner.tree_totals.tokens / runner.tree_totals.steps
+    print("RESULT " + json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

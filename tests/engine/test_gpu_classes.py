@@ -1,0 +1,216 @@
+"""The GPU's classes in an engine, as far as a CPU can run them, and the way to a GPU's engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.platforms import current_platform
+
+from vllm_trie.vllm_hooks import config, cuda_worker, ledger, plugin, support
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def result(pytestconfig: pytest.Config) -> dict[str, Any]:
+    """What the program in Triton's interpreter found; it takes half a minute."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.gpu_classes_run"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=pytestconfig.rootpath,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))
+
+
+@needs_triton
+def test_tokens_are_those_of_plain_decoding(result) -> None:
+    assert result["trees"] == result["plain"]
+    assert result["tokens_per_step"] > 1.5
+
+
+@needs_triton
+def test_every_part_had_work(result) -> None:
+    assert result["rows"] > 20  # of all layers
+    assert result["mixed"] > 5
+    assert result["moved"] > 5
+
+
+@needs_triton
+def test_the_check_passes_what_works(result) -> None:
+    assert result["checked_steps"] == 2 * 2 + 2
+    assert result["check"] < 1e-6
+
+
+@needs_triton
+def test_the_check_refuses_what_is_broken(result) -> None:
+    said = dict(
+        zip(
+            ("kernel", "layers", "others", "moves", "layout", "fault"),
+            result["refusals"].values(),
+            strict=True,
+        )
+    )
+    words = {
+        "kernel": "the kernel's error is",
+        "layers": "in rows with trees",
+        "others": "in the others",
+        "moves": "moving KV in the cache",
+        "layout": "lays out the KV cache",
+        "fault": "a fault of the device",
+    }
+    for part, message in said.items():
+        assert words[part] in message, part
+        assert "the engine does not start" in message
+
+
+@needs_triton
+def test_kernels_compile_for_the_devices_that_vllm_takes(pytestconfig, tmp_path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.gpu_compile_run"],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},  # nothing from an earlier run
+        cwd=pytestconfig.rootpath,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.stdout.count("COMPILED") == 11
+
+
+@needs_triton
+@pytest.mark.parametrize("programs", [1, 8, 40, 64, 131, 132, 1000])
+@pytest.mark.parametrize("seq_len", [1, 300, 1000, 5000])
+def test_splits_fill_the_device_and_leave_each_some_slots(programs, seq_len) -> None:
+    from vllm_trie.attention.triton_kernel import NUM_SPLITS
+    from vllm_trie.vllm_hooks.cuda_attention import num_splits
+
+    splits = num_splits(programs, seq_len, 132)
+    assert splits in NUM_SPLITS
+    assert splits == 1 or (splits * programs <= 2 * 132 and splits * 256 <= seq_len)
+    finer = splits * 2
+    assert finer not in NUM_SPLITS or finer * programs > 2 * 132 or finer * 256 > seq_len
+
+
+# -- a platform that says it is a GPU --------------------------------------------------------------
+
+
+@pytest.fixture
+def as_gpu(monkeypatch):
+    """vLLM's platform says that it is CUDA; only the checks of the configuration run."""
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+
+
+def gpu_config() -> Any:
+    from tests.engine.test_configuration import engine_config
+
+    found = engine_config()
+    return found
+
+
+def test_a_gpu_is_refused_unless_the_user_allows_it(monkeypatch) -> None:
+    found = gpu_config()
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    with pytest.raises(ValueError, match="allow_untested_gpu=True") as caught:
+        support.check_supported(found, "ngram_trie")
+    assert "never run on a GPU" in str(caught.value)
+    support.check_supported(found, "ngram_trie", allow_untested_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"backend": SimpleNamespace(name="FLASH_ATTN")}, "attention_backend='FLASH_ATTN'"),
+        ({"cache_dtype": "float16"}, "kv_cache_dtype='float16'"),
+    ],
+)
+def test_settings_that_a_gpu_cannot_have(monkeypatch, changes, said) -> None:
+    found = gpu_config()
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    for name, value in changes.items():
+        part = found.attention_config if name == "backend" else found.cache_config
+        object.__setattr__(part, name, value)
+    with pytest.raises(ValueError, match=said):
+        support.check_supported(found, "ngram_trie", allow_untested_gpu=True)
+
+
+def test_other_accelerators_are_refused(monkeypatch) -> None:
+    found = gpu_config()
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    with pytest.raises(ValueError, match="has no tree attention"):
+        support.check_supported(found, "ngram_trie", allow_untested_gpu=True)
+
+
+def test_the_gpu_gets_its_own_worker(as_gpu) -> None:
+    arguments = SimpleNamespace(scheduler_cls=None)
+    parallel = SimpleNamespace(worker_cls="auto")
+    plugin._choose_worker(arguments, parallel, "ngram_trie")
+    assert parallel.worker_cls == config.GPU_WORKER_CLASS
+    module, _, name = config.GPU_WORKER_CLASS.rpartition(".")
+    assert getattr(sys.modules[module], name) is cuda_worker.TreeGPUWorker
+
+
+def test_the_ledger_fits_the_gpus_symbols() -> None:
+    assert ledger.mismatch("gpu") == ""
+
+
+def test_nothing_serves_before_the_check(monkeypatch) -> None:
+    done = []
+    worker = object.__new__(cuda_worker.TreeGPUWorker)
+    worker.model_runner = object()
+    monkeypatch.setattr(
+        cuda_worker.Worker, "compile_or_warm_up_model", lambda self: done.append("warm-up")
+    )
+    monkeypatch.setattr(cuda_worker, "calibrate_step_cost", lambda runner: done.append("costs"))
+    monkeypatch.setattr(cuda_worker, "check_device", lambda runner: done.append("check"))
+    worker.compile_or_warm_up_model()
+    assert done == ["check", "warm-up", "costs"]
+
+    def fail(runner: Any) -> None:
+        raise RuntimeError("wrong results")
+
+    done.clear()
+    monkeypatch.setattr(cuda_worker, "check_device", fail)
+    with pytest.raises(RuntimeError, match="wrong results"):
+        worker.compile_or_warm_up_model()
+    assert done == []
+
+
+def test_profiling_sees_the_logits_of_a_step_with_trees() -> None:
+    import torch
+
+    rows = []
+
+    class Model:
+        def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
+            rows.append(len(states))
+            return states.new_zeros(len(states), 7)
+
+    runner = SimpleNamespace(
+        model=Model(), sampler=None, max_num_reqs=8, num_spec_tokens=32, max_num_tokens=200
+    )
+    runner._dummy_sampler_run = lambda hidden_states: "sampled"
+    cuda_worker.reserve_for_verification(runner)
+    assert runner._dummy_sampler_run(torch.zeros(8, 4)) == "sampled"
+    assert rows == [200]
+    runner.max_num_tokens = 8192
+    runner._dummy_sampler_run(torch.zeros(8, 4))
+    assert rows[1:] == [8 * 33]
