@@ -23,7 +23,13 @@ def check_request_options(params: Any) -> None:
     Raises:
         SpeculationRequestError: naming the option, its value and what is allowed.
     """
-    value = (getattr(params, "extra_args", None) or {}).get(SPECULATION, True)
+    extra = getattr(params, "extra_args", None) or {}
+    if CACHE_SALT in extra:
+        raise SpeculationRequestError(
+            f"extra_args[{CACHE_SALT!r}] is for vllm-trie's own use; leave it out, and give the "
+            "request a cache_salt"
+        )
+    value = extra.get(SPECULATION, True)
     # JSON's booleans reach vLLM's extra arguments as 0 and 1.
     if not isinstance(value, int | float) or value not in (0, 1):
         raise SpeculationRequestError(

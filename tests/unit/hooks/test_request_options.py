@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.exceptions import VLLMClientError
 
-from vllm_trie.vllm_hooks.eligibility import check_request_options
+from vllm_trie.vllm_hooks.beam.request_spec import SPEC_KEY, refuse_own_key
+from vllm_trie.vllm_hooks.eligibility import CACHE_SALT, check_request_options
 
 
 @pytest.mark.parametrize("value", ["nonsense", 5, [1, 2], None, 0.5])
@@ -23,3 +25,20 @@ def test_nonsense_is_the_clients_error(value: Any) -> None:
 @pytest.mark.parametrize("extra_args", [None, {}, {"speculation": True}, {"speculation": 0}])
 def test_what_makes_sense_passes(extra_args: dict[str, Any] | None) -> None:
     check_request_options(SimpleNamespace(extra_args=extra_args))
+
+
+@pytest.mark.parametrize("value", ["tenant", 5, [1, 2]])
+@pytest.mark.parametrize(
+    ("key", "check", "instead"),
+    [(CACHE_SALT, check_request_options, "cache_salt"), (SPEC_KEY, refuse_own_key, "beam_width")],
+)
+def test_what_the_plugin_tells_itself_is_not_for_requests(
+    key: str, check: Callable[[Any], None], instead: str, value: Any
+) -> None:
+    """It is believed without checks where it arrives: in the worker, and in the scheduler."""
+    params = SimpleNamespace(extra_args={key: value})
+    with pytest.raises(VLLMClientError, match=key) as error:
+        check(params)
+    assert f" {instead}" in str(error.value).replace("'", "")
+    check(SimpleNamespace(extra_args={"something": value}))
+    check(SimpleNamespace(extra_args=None))

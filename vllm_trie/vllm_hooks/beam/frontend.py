@@ -17,6 +17,7 @@ from vllm_trie.vllm_hooks.beam.request_spec import (
     asks_for_beam,
     min_blocks,
     prepare_params,
+    refuse_own_key,
 )
 
 
@@ -81,6 +82,7 @@ def wrap_process_inputs(original: Any) -> Any:
     def process_inputs(
         self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        refuse_own_key(params)
         if not asks_for_beam(params):
             return original(self, request_id, prompt, params, *args, **kwargs)
         params = prepare_request(self.vllm_config, params)

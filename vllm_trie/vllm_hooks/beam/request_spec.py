@@ -39,6 +39,19 @@ def asks_for_beam(params: Any) -> bool:
     return bool(extra_args) and "beam_width" in extra_args
 
 
+def refuse_own_key(params: Any) -> None:
+    """Refuse a request that brings the description which only the plugin may write.
+
+    Raises:
+        BeamRequestError: It does; the engine would take it for a checked one.
+    """
+    if SPEC_KEY in (getattr(params, "extra_args", None) or {}):
+        raise BeamRequestError(
+            f"extra_args[{SPEC_KEY!r}] is for vllm-trie's own use; leave it out, and ask for a "
+            "beam search with 'beam_width'"
+        )
+
+
 def prepare_params(params: SamplingParams) -> SamplingParams:
     """Check a beam request and return a copy that the engine understands.
 

@@ -12,7 +12,7 @@ from vllm.plugins.request_extension import (
 
 from vllm_trie.vllm_hooks.beam import frontend, online
 from vllm_trie.vllm_hooks.beam.enabled import switched_off
-from vllm_trie.vllm_hooks.beam.request_spec import SPEC_KEY, asks_for_beam
+from vllm_trie.vllm_hooks.beam.request_spec import SPEC_KEY, asks_for_beam, refuse_own_key
 from vllm_trie.vllm_hooks.eligibility import check_request_options
 
 
@@ -35,6 +35,7 @@ class BeamRequests(RequestExtension):
         return frontend.has_distinct_outputs(params)
 
     def prepare_params(self, vllm_config: Any, params: Any) -> Any:
+        refuse_own_key(params)
         return frontend.prepare_request(vllm_config, params) if asks_for_beam(params) else params
 
     def check_request(self, vllm_config: Any, request: Any) -> None:
