@@ -93,7 +93,7 @@ def tree_attention_triton(
     Scores and sums are float32. Weights are rounded to the cache's dtype for the product with the
     values, as vLLM's Triton kernel does.
     """
-    num_tokens, num_heads, head_size = query.shape
+    _, num_heads, head_size = query.shape
     _check_cache(kv_cache, head_size, query.dtype)
     _, num_kv_heads, block_size, _ = kv_cache.shape
     num_blocks = len(trees.blocks)
@@ -104,8 +104,10 @@ def tree_attention_triton(
     rows_per_block = max(_MIN_ROWS, trees.queries_per_block * padded_group)
     padded_head = max(16, triton.next_power_of_2(head_size))
     partial, state = output, output
+    # Rows of the trees alone: a prefill in the same batch has thousands of others.
+    num_rows = num_blocks * trees.queries_per_block
     if num_splits > 1:
-        shape = (num_splits, num_tokens, num_heads)
+        shape = (num_splits, num_rows, num_heads)
         partial = torch.empty(*shape, head_size, dtype=torch.float32, device=query.device)
         state = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
     _attend[(num_blocks, num_kv_heads, num_splits)](
@@ -119,7 +121,7 @@ def tree_attention_triton(
         partial,
         state,
         scale * _LOG2_E,
-        num_tokens,
+        num_rows,
         num_heads,
         query.stride(0),
         output.stride(0),
@@ -140,13 +142,13 @@ def tree_attention_triton(
         WIDEN=triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
     )
     if num_splits > 1:
-        _join[(num_blocks * trees.queries_per_block, num_heads)](
+        _join[(num_rows, num_heads)](
             trees.rows,
             trees.blocks,
             partial,
             state,
             output,
-            num_tokens,
+            num_rows,
             num_heads,
             output.stride(0),
             HEAD_SIZE=head_size,
@@ -172,7 +174,7 @@ def _tile(padded_head: int, element_size: int) -> int:
 
 
 # Sizes that change from step to step: a kernel for each kind of them would be compiled in service.
-@triton.jit(do_not_specialize=["num_tokens", "table_stride"])
+@triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _attend(
     query_ptr,
     cache_ptr,
@@ -184,7 +186,7 @@ def _attend(
     partial_ptr,
     state_ptr,
     scale,
-    num_tokens,
+    num_rows,
     num_heads,
     query_stride,
     output_stride,
@@ -290,20 +292,21 @@ def _attend(
             mask=wanted,
         )
     else:
-        place = (split * num_tokens + token) * num_heads + head
+        own = block * QUERIES + row // PADDED_GROUP
+        place = (split * num_rows + own).to(tl.int64) * num_heads + head
         tl.store(partial_ptr + place[:, None] * HEAD_SIZE + d[None, :], weighted, mask=wanted)
         tl.store(state_ptr + place * 2, maximum, mask=used)
         tl.store(state_ptr + place * 2 + 1, total, mask=used)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _join(
     rows_ptr,
     blocks_ptr,
     partial_ptr,
     state_ptr,
     output_ptr,
-    num_tokens,
+    num_rows,
     num_heads,
     output_stride,
     HEAD_SIZE: tl.constexpr,
@@ -311,22 +314,23 @@ def _join(
     QUERIES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    block = tl.program_id(0) // QUERIES
+    own = tl.program_id(0)
+    block = own // QUERIES
     head = tl.program_id(1)
     tree = rows_ptr + tl.load(blocks_ptr + 2 * block) * 6
-    query = tl.load(blocks_ptr + 2 * block + 1) + tl.program_id(0) % QUERIES
+    query = tl.load(blocks_ptr + 2 * block + 1) + own % QUERIES
     if query < tl.load(tree + 2):
         token = (tl.load(tree + 1) + query).to(tl.int64)
         d = tl.arange(0, PADDED_HEAD)
         in_head = d < HEAD_SIZE
         maximum = float("-inf")
         for split in range(SPLITS):
-            place = (split * num_tokens + token) * num_heads + head
+            place = (split * num_rows + own).to(tl.int64) * num_heads + head
             maximum = tl.maximum(maximum, tl.load(state_ptr + place * 2))
         total = 0.0
         weighted = tl.zeros([PADDED_HEAD], tl.float32)
         for split in range(SPLITS):
-            place = (split * num_tokens + token) * num_heads + head
+            place = (split * num_rows + own).to(tl.int64) * num_heads + head
             factor = tl.exp2(tl.load(state_ptr + place * 2) - maximum)
             total += factor * tl.load(state_ptr + place * 2 + 1)
             some = tl.load(partial_ptr + place * HEAD_SIZE + d, mask=in_head, other=0.0)

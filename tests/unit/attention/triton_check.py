@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tests.unit.attention.paged_cases import PagedCase, RequestShape, paged_case
-from vllm_trie.attention import split_cache
+from vllm_trie.attention import kernel_check, split_cache
 from vllm_trie.attention.triton_kernel import tree_attention_triton, trees_on_device
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -26,6 +26,16 @@ CASES = [  # requests, dtype, heads, KV heads, head size, block size, splits, he
     ([RequestShape(30, 20, 10)], torch.float32, 2, 1, 64, 48, 1, True),
     ([RequestShape(5, 3, 65)], torch.float32, 3, 1, 256, 16, 1, False),
 ]
+
+DEVICE_CHECKS = [  # what a GPU is asked before it serves: shape, splits
+    (kernel_check.LayerShape(4, 2, 64, 16, torch.float32), (1, 2)),
+    (kernel_check.LayerShape(2, 1, 128, 16, torch.bfloat16), (1, 16)),
+    (kernel_check.LayerShape(3, 3, 32, 32, torch.float16), (4,)),
+]
+DEVICE_BATCHES = (
+    (kernel_check.RequestShape(3, 1, 12), kernel_check.RequestShape(0, 1, 1)),
+    (kernel_check.RequestShape(90, 1, 6), kernel_check.RequestShape(40, 1, 0)),
+)
 
 
 def gpu_cache(case: PagedCase, head_first: bool) -> torch.Tensor:
@@ -58,6 +68,10 @@ def main() -> int:
         good = error <= TOLERANCE[dtype]
         bad += not good
         print("ok " if good else "BAD", requests, dtype, shape, num_splits, error)
+    for layer, splits in DEVICE_CHECKS:
+        check = kernel_check.check_kernel(layer, torch.device("cpu"), DEVICE_BATCHES, splits)
+        bad += not check.passed
+        print("ok " if check.passed else "BAD", layer, splits, check.largest_error)
     return min(bad, 1)
 
 
