@@ -74,10 +74,5 @@ def num_blocks(manager: KVCacheManager) -> int:
     return manager.block_pool.num_gpu_blocks - 1
 
 
-def num_used_blocks(manager: KVCacheManager) -> int:
-    """Blocks that requests hold now."""
-    return num_blocks(manager) - manager.block_pool.get_num_free_blocks()
-
-
 def _parts(manager: KVCacheManager) -> tuple[Any, ...]:
     return manager.coordinator.single_type_managers

@@ -35,6 +35,17 @@ def reason_off(vllm_config: Any) -> str | None:
     return _model_reason(vllm_config.model_config) or _engine_reason(vllm_config)
 
 
+def reason_for_stock_search(vllm_config: Any, params: Any) -> str | None:
+    """Why only vLLM's own search can serve a ``BeamSearchParams``, None if the native one can."""
+    if reason := reason_off(vllm_config):
+        return reason
+    if params.structured_outputs is not None:
+        return "structured_outputs need vLLM's own search"
+    if getattr(params, "allowed_token_ids", None) is not None:  # since vLLM 0.33
+        return "allowed_token_ids need vLLM's own search"
+    return None
+
+
 def _is_ours(scheduler_cls: Any) -> bool:
     name = scheduler_cls if isinstance(scheduler_cls, str) else scheduler_cls.__module__
     return name.startswith("vllm_trie.vllm_hooks.beam")
@@ -51,6 +62,8 @@ def _model_reason(model: Any) -> str | None:
         return "models with state-space or recurrent layers are not supported"
     if model.get_sliding_window() is not None:
         return "sliding-window attention is not supported"
+    if getattr(model, "attention_chunk_size", None):
+        return "attention in chunks (attention_chunk_size) is not supported"
     if model.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
         return (
             f"logprobs_mode={model.logprobs_mode!r} yields no log-probabilities; use 'raw_logprobs'"

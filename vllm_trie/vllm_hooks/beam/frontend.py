@@ -15,6 +15,7 @@ from vllm_trie.vllm_hooks.beam.request_spec import (
     SPEC_KEY,
     BeamRequestError,
     asks_for_beam,
+    check_inputs,
     min_blocks,
     prepare_params,
     refuse_own_key,
@@ -49,8 +50,10 @@ def check_processed(vllm_config: Any, request: Any) -> None:
     Raises:
         BeamRequestError: Why it cannot be served.
     """
+    check_inputs(request)
     options = request.sampling_params.extra_args[SPEC_KEY]["options"]
-    _check_request(vllm_config, request, options["beam_width"])
+    _check_blocks(vllm_config, request, options["beam_width"])
+    _keep_members_together(vllm_config.parallel_config, request)
 
 
 def complete_output(output: Any, result: dict[str, Any]) -> None:
@@ -150,30 +153,29 @@ def _check_slots(vllm_config: Any, beam_width: int) -> None:
         )
 
 
-def _check_request(vllm_config: Any, request: Any, beam_width: int) -> None:
-    """Refuse what the engine cannot hold; keep the members of a request on one engine."""
-    params = request.sampling_params
-    if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        raise BeamRequestError("beam search: prompt embeddings are not supported; send token ids")
-    if request.mm_features:
-        raise BeamRequestError("beam search: multimodal prompts are not supported with beam_width")
-    if request.resumable:
-        raise BeamRequestError("beam search: streaming input is not supported with beam_width")
-    parallel = vllm_config.parallel_config
-    num_prompt_tokens = len(request.prompt_token_ids)
-    max_new = min(params.max_tokens, vllm_config.model_config.max_model_len - num_prompt_tokens)
+def _check_blocks(vllm_config: Any, request: Any, beam_width: int) -> None:
     cache = vllm_config.cache_config
-    if cache.num_gpu_blocks:
-        # Data-parallel engines report the sum of their blocks.
-        blocks = cache.num_gpu_blocks // parallel.data_parallel_size - 1
-        needed = min_blocks(num_prompt_tokens, beam_width, max_new, cache.block_size)
-        if needed > blocks:
-            raise BeamRequestError(
-                f"beam_width={beam_width} with a prompt of {num_prompt_tokens} tokens needs at "
-                f"least {needed} KV blocks of {cache.block_size} tokens, the engine has {blocks}; "
-                "lower beam_width, shorten the prompt or give the engine more KV cache memory"
-            )
-    if parallel.data_parallel_size > 1 and request.data_parallel_rank is None and params.n > 1:
+    if not cache.num_gpu_blocks:  # not known here
+        return
+    # Data-parallel engines report the sum of their blocks.
+    blocks = cache.num_gpu_blocks // vllm_config.parallel_config.data_parallel_size - 1
+    num_prompt_tokens = len(request.prompt_token_ids)
+    room = vllm_config.model_config.max_model_len - num_prompt_tokens
+    max_new = min(request.sampling_params.max_tokens, room)
+    needed = min_blocks(num_prompt_tokens, beam_width, max_new, cache.block_size)
+    if needed > blocks:
+        raise BeamRequestError(
+            f"beam_width={beam_width} with a prompt of {num_prompt_tokens} tokens needs at "
+            f"least {needed} KV blocks of {cache.block_size} tokens, the engine has {blocks}; "
+            "lower beam_width, shorten the prompt or give the engine more KV cache memory"
+        )
+
+
+def _keep_members_together(parallel: Any, request: Any) -> None:
+    """Send all members of a request to one of several data-parallel engines: to be one group."""
+    if parallel.data_parallel_size == 1 or request.data_parallel_rank is not None:
+        return
+    if request.sampling_params.n > 1:
         ranks = (
             parallel.data_parallel_size_local
             if parallel.local_engines_only

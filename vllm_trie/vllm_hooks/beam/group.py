@@ -14,6 +14,7 @@ from vllm_trie.beam import BeamSearch, Hypothesis, num_raw_candidates
 from vllm_trie.beam.search import StopStringFinder
 from vllm_trie.vllm_hooks.beam.request_spec import (
     BeamSpec,
+    check_inputs,
     min_blocks,
     row_params,
     search_settings,
@@ -54,13 +55,9 @@ class BeamGroup:
     ) -> None:
         params = member.sampling_params
         assert params is not None
+        check_inputs(member)
         prompt = member.prompt_token_ids
-        if prompt is None or member.prompt_embeds is not None:
-            raise ValueError("beam search: prompt embeddings are not supported; send token ids")
-        if member.mm_features:
-            raise ValueError("beam search: multimodal prompts are not supported")
-        if member.resumable:
-            raise ValueError("beam search: streaming input is not supported")
+        assert prompt is not None
         self.group_id = group_id
         self.n = spec.n
         self.beam_width = spec.options.beam_width

@@ -83,16 +83,11 @@ def wrap_get_scheduler_cls(original: Any) -> Any:
                 self.scheduler_cls,
             )
             return original(self)
+        from vllm_trie.vllm_hooks.beam.scheduler import scheduler_class
+
         return scheduler_class(self)
 
     return get_scheduler_cls
-
-
-def scheduler_class(scheduler_config: SchedulerConfig) -> type:
-    """Our scheduler for synchronous or asynchronous scheduling."""
-    from vllm_trie.vllm_hooks.beam.scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
-
-    return AsyncTrieBeamScheduler if scheduler_config.async_scheduling else TrieBeamScheduler
 
 
 def _wrap(target: str, wrapper: Callable[[Any], Any]) -> None:

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.logprobs import Logprob
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
-from vllm_trie.vllm_hooks.beam.enabled import reason_off
+from vllm_trie.vllm_hooks.beam.enabled import reason_for_stock_search
 
 logger = init_logger(__name__)
 
@@ -68,11 +68,7 @@ def native_beam_search(
         priority: of all requests or of each, an argument since vLLM 0.33.
     """
     engine_inputs = None
-    reason = reason_off(llm.llm_engine.vllm_config)
-    if reason is None and params.structured_outputs is not None:
-        reason = "structured_outputs need vLLM's own search"
-    if reason is None and getattr(params, "allowed_token_ids", None) is not None:  # since 0.33
-        reason = "allowed_token_ids need vLLM's own search"
+    reason = reason_for_stock_search(llm.llm_engine.vllm_config, params)
     if reason is None:
         engine_inputs = llm._preprocess_cmpl(prompts)
         if any(engine_input["type"] != "token" for engine_input in engine_inputs):

@@ -10,7 +10,7 @@ from vllm import RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 from vllm_trie.beam import OPTION_NAMES
-from vllm_trie.vllm_hooks.beam.enabled import reason_off
+from vllm_trie.vllm_hooks.beam.enabled import reason_for_stock_search
 from vllm_trie.vllm_hooks.beam.offline import beam_extra_args
 from vllm_trie.vllm_hooks.beam.request_spec import BeamRequestError
 
@@ -119,12 +119,8 @@ def native_beam_search(
         serving: vLLM's serving class.
         options: what later versions of vLLM pass besides, for the engine client.
     """
-    if (
-        reason_off(serving.engine_client.vllm_config) is not None
-        or params.structured_outputs is not None
-        or getattr(params, "allowed_token_ids", None) is not None  # since vLLM 0.33
-        or prompt["type"] != "token"
-    ):
+    reason = reason_for_stock_search(serving.engine_client.vllm_config, params)
+    if reason is not None or prompt["type"] != "token":
         return None
     return serving.engine_client.generate(
         prompt,

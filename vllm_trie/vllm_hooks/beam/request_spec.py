@@ -18,8 +18,6 @@ from vllm_trie.vllm_hooks.eligibility import SPECULATION
 
 SPEC_KEY = "vllm_trie_beam"
 """Key in ``extra_args`` of a member request, and of the result in ``kv_transfer_params``."""
-ROW_KEY = "vllm_trie_beam_row"
-"""Key in ``extra_args`` of an internal row."""
 
 
 class BeamRequestError(VLLMValidationError, ValueError):
@@ -76,6 +74,23 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
     prepared.extra_args = extra_args
     prepared.watermarking = False
     return prepared
+
+
+def check_inputs(request: Any) -> None:
+    """Refuse a beam request with inputs that the search cannot continue.
+
+    Args:
+        request: vLLM's ``EngineCoreRequest`` or ``Request``.
+
+    Raises:
+        BeamRequestError: It has embeddings, images or an open end.
+    """
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        raise BeamRequestError("beam search: prompt embeddings are not supported; send token ids")
+    if request.mm_features:
+        raise BeamRequestError("beam search: multimodal prompts are not supported with beam_width")
+    if request.resumable:
+        raise BeamRequestError("beam search: streaming input is not supported with beam_width")
 
 
 def beam_spec(params: SamplingParams | None) -> BeamSpec | None:
@@ -135,7 +150,7 @@ def row_params(num_candidates: int, max_new_tokens: int) -> SamplingParams:
         logprobs=num_candidates,
         ignore_eos=True,
         detokenize=False,
-        extra_args={ROW_KEY: True, SPECULATION: False},
+        extra_args={SPECULATION: False},
     )
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from vllm.config.scheduler import SchedulerConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -144,3 +145,8 @@ class AsyncTrieBeamScheduler(BeamScheduling, AsyncScheduler):
             request = self.requests[request_id]
             if request_id in self._last_scheduled and request.is_prefill_chunk:
                 request.num_computed_tokens -= 1
+
+
+def scheduler_class(scheduler_config: SchedulerConfig) -> type[BeamScheduling]:
+    """The scheduler with beam search for synchronous or asynchronous scheduling."""
+    return AsyncTrieBeamScheduler if scheduler_config.async_scheduling else TrieBeamScheduler

@@ -14,7 +14,6 @@ from vllm.entrypoints.generate.beam_search.route import (
 from vllm.v1.core.sched.provider import register_scheduler_provider
 
 from vllm_trie.vllm_hooks.beam import offline, online
-from vllm_trie.vllm_hooks.beam.install import scheduler_class
 
 _scheduler_is_registered = False
 
@@ -55,6 +54,9 @@ def register_scheduler() -> None:
         _scheduler_is_registered = True
 
         def provide(scheduler_config: SchedulerConfig) -> type:
+            # Not before an engine asks for it: plain processes need no scheduler.
+            from vllm_trie.vllm_hooks.beam.scheduler import scheduler_class
+
             return scheduler_class(scheduler_config)
 
         register_scheduler_provider(provide)
