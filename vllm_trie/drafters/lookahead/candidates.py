@@ -24,7 +24,6 @@ class CandidateTrie:
 
     __slots__ = (
         "_rates",
-        "_subclasses",
         "candidates",
         "max_depth",
         "parents",
@@ -45,13 +44,13 @@ class CandidateTrie:
         self.parents: list[int] = []
         """Parents come before their children, better candidates' nodes before others'."""
         self.probabilities: list[float] = []
-        self._rates: list[Rate] = []
-        self._subclasses: list[int] = []
+        self._rates: list[tuple[Rate, int]] = []
+        """Of each node, with its subclass."""
         child_of: dict[tuple[int, int], int] = {}
         num_children: dict[int, int] = {}
         for candidate in candidates:
             matched, of_ngram = candidate.num_matched, subclass_of_ngram(candidate)
-            node, above = ROOT, 1.0
+            node, probability = ROOT, 1.0
             for depth, token in enumerate(candidate.tokens[:max_depth]):
                 child = child_of.get((node, token))
                 if child is None:
@@ -62,13 +61,15 @@ class CandidateTrie:
                     else:
                         rate = rates.of_next_token(rank, matched, depth)
                     sub = subclass_of_token(of_ngram, window_tokens.count(token))
+                    probability *= rate.probability(sub)
                     child = child_of[node, token] = len(self.token_ids)
                     self.token_ids.append(token)
                     self.parents.append(node)
-                    self.probabilities.append(above * rate.probability(sub))
-                    self._rates.append(rate)
-                    self._subclasses.append(sub)
-                node, above = child, self.probabilities[child]
+                    self.probabilities.append(probability)
+                    self._rates.append((rate, sub))
+                else:
+                    probability = self.probabilities[child]
+                node = child
 
     def tree(self, max_nodes: int, min_probability: float = 0.0) -> TokenTree:
         """The likeliest nodes, depth-first with the likeliest child first.
@@ -104,7 +105,8 @@ class CandidateTrie:
             if parent not in right or depth[parent] >= len(continuation):
                 continue
             was_right = self.token_ids[node] == continuation[depth[parent]]
-            self._rates[node].count(self._subclasses[node], was_right)
+            rate, sub = self._rates[node]
+            rate.count(sub, was_right)
             if was_right:
                 right.add(node)
                 depth[node] = depth[parent] + 1

@@ -46,17 +46,17 @@ class LookaheadOptions(DrafterOptions):
         description="B, node limit of the candidates' trie; left out: what the window leaves.",
     )
     min_probability: float = Field(
-        default=0.0,
+        default=0.03,
         ge=0.0,
         le=1.0,
-        description="Nodes of the candidates' trie that are less likely than this are not "
-        "verified; 0 verifies all that fit.",
+        description="Nodes of the candidates' trie that are less likely to be accepted than this "
+        "are not verified; 0 verifies all that fit. How likely they are is learned while decoding.",
     )
     pool_size: int = Field(
         default=4096,
         ge=1,
         le=1 << 20,
-        description="Most n-grams that are kept for a request (about 300 bytes each); those of "
+        description="Most n-grams that are kept for a request (about 450 bytes each); those of "
         "the first token that was longest without a new one go first.",
     )
     pool_from_text: bool = Field(

@@ -22,20 +22,31 @@ _BESIDE_CONTINUED = (0.09, 0.2, 0.25, 0.4)
 """Next tokens that differ from a better candidate's, by the length of the common context; halved
 for each further one."""
 
+# How much likelier or less likely than its class a token is, as factors of its odds: by the age of
+# its n-gram (found in this step, in the two before, earlier), ...
+_AGES = (0, 2)
+_OF_AGE = (1.6, 1.2, 0.8)
+_OF_REPEATED = 1.7
+"""... if its n-gram was found more than once, ..."""
+_OF_WINDOW = (0.75, 1.2, 1.7)
+"""... and by how often the window has it (never, once, more often)."""
+
 _MOST_RANKS = 5
 _MOST_RIGHT = 3
-# Chosen by replay on the same prompts; twice and half as much made no difference.
+# Chosen by replay on the same prompts; half and twice as much made little difference.
 _PRIOR_WEIGHT = 20.0
-"""Tokens that the expected rate of a class counts for."""
-_CLASS_WEIGHT = 10.0
-"""Tokens that the rate of a class counts for in each of its subclasses."""
+"""Tokens that the expected rate of a class counts for, and that of a subclass."""
 _MEMORY = 1000.0
 """Tokens that a class remembers; where it has more, all of them count half."""
 
-_AGES = (0, 2)
-_MOST_IN_WINDOW = 2
-_OF_NGRAM = 2 * (len(_AGES) + 1)
-NUM_SUBCLASSES = _OF_NGRAM * (_MOST_IN_WINDOW + 1)
+_OF_NGRAM = 2 * len(_OF_AGE)
+_ODDS = [
+    of_window * of_age * of_repeated
+    for of_window in _OF_WINDOW
+    for of_age in _OF_AGE
+    for of_repeated in (1.0, _OF_REPEATED)
+]
+NUM_SUBCLASSES = len(_ODDS)
 
 
 def subclass_of_ngram(candidate: Candidate) -> int:
@@ -51,14 +62,15 @@ def subclass_of_token(of_ngram: int, num_in_window: int) -> int:
     makes a token likelier: of first tokens without common context, 20 % were right that the window
     did not have, and 49 % of those that it had twice.
     """
-    return of_ngram + _OF_NGRAM * min(num_in_window, _MOST_IN_WINDOW)
+    return of_ngram + _OF_NGRAM * min(num_in_window, len(_OF_WINDOW) - 1)
 
 
 class Rate:
     """How often the tokens of a class were right.
 
-    A subclass begins with the rate of its class, and the class with what is expected, so both say
-    something from the first token on and tell what was seen in the end.
+    A class begins with the rate that is expected of it, and a subclass with that of its class and
+    the odds that are expected of it there. So both say something from the first token on, and tell
+    what was seen in the end.
     """
 
     __slots__ = ("_expected", "_right", "_right_in", "_seen", "_seen_in")
@@ -73,8 +85,10 @@ class Rate:
     def probability(self, sub: int) -> float:
         """Probability that a token of this subclass is right, if those before it are."""
         of_class = (self._right + self._expected) / (self._seen + _PRIOR_WEIGHT)
-        return (self._right_in[sub] + _CLASS_WEIGHT * of_class) / (
-            self._seen_in[sub] + _CLASS_WEIGHT
+        odds = of_class * _ODDS[sub]
+        expected = odds / (1.0 - of_class + odds)
+        return (self._right_in[sub] + _PRIOR_WEIGHT * expected) / (
+            self._seen_in[sub] + _PRIOR_WEIGHT
         )
 
     def count(self, sub: int, was_right: bool) -> None:
