@@ -52,5 +52,7 @@ def _load_hugging_face(name: str) -> CorpusTokenizer:
 
     tokenizer = AutoTokenizer.from_pretrained(name)
     return CorpusTokenizer(
-        lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.get_vocab()
+        # It would warn of texts that are longer than the model's context.
+        lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
+        tokenizer.get_vocab(),
     )

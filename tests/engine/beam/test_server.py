@@ -151,6 +151,7 @@ BAD = [
     ({"vllm_xargs": {"beam_width": 0}}, {}, "beam_width"),
     ({"vllm_xargs": {"beam_width": -4}}, {}, "beam_width"),
     ({"vllm_xargs": {"beam_width": 10**6}}, {}, "max_num_seqs=32"),
+    ({"vllm_xargs": {"vllm_trie_beam": "x"}}, {}, "vllm_trie_beam"),
     ({"vllm_xargs": {"beam_width": "four"}}, {}, "beam_width"),
     ({"vllm_xargs": {"beam_width": [4]}}, {}, "beam_width"),
     ({"vllm_xargs": {"beam_width": 4.5}}, {}, "beam_width"),
