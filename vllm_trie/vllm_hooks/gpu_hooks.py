@@ -11,7 +11,7 @@ _TREE_DRAFTS = "vLLM verifies trees of drafts itself"
 _TREE_MASKS = "attention metadata carries tree masks"
 _TESTED = "tree attention has been run on enough devices"
 
-_hook = partial(Hook, feature="gpu")
+_hook = partial(Hook, platform="cuda")
 
 GPU_HOOKS: tuple[Hook, ...] = (
     _hook(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 SUPPORTED_VLLM_VERSIONS = ("0.32", "0.33")
 """Release series of vLLM that the hooks were written for."""
 
-Feature = Literal["speculation", "gpu", "beam"]
+Platform = Literal["any", "cpu", "cuda"]
 Status = Literal["ok", "replaced", "missing", "changed"]
 """``replaced``: a patched vLLM has an extension point that the plugin uses instead."""
 
@@ -34,8 +34,9 @@ class Hook:
             must exist under these names and in this order. ``None`` if the symbol is not called.
         upstream: Related issue or pull request of vLLM, empty if there is none.
         retire_when: What would make this line unnecessary.
-        feature: The part that steps aside when the symbol is gone. Lines of ``"speculation"``
-            concern every platform, those of ``"gpu"`` no CPU.
+        feature: ``"speculation"`` or ``"beam"``: the part that steps aside when the symbol is gone.
+        platform: The only platform that the line is for. On others its module must not even be
+            imported: vLLM's CPU worker puts placeholders into ``torch.cuda`` when it is.
         extension_point: The point of :mod:`vllm_trie.vllm_hooks.extension_points` that takes the
             line's place in a patched vLLM; empty where nothing is patched because the plugin calls
             vLLM, derives from its classes or relies on what it does.
@@ -46,7 +47,8 @@ class Hook:
     parameters: tuple[str, ...] | None = None
     upstream: str = ""
     retire_when: str = ""
-    feature: Feature = "speculation"
+    feature: Literal["speculation", "beam"] = "speculation"
+    platform: Platform = "any"
     extension_point: str = ""
 
 
@@ -102,7 +104,7 @@ def check_hook(hook: Hook) -> LedgerFinding:
 
 
 def all_hooks() -> tuple[Hook, ...]:
-    """The whole ledger, speculation first."""
+    """The whole ledger, speculation first, for all platforms."""
     from vllm_trie.vllm_hooks.beam.hooks import BEAM_HOOKS
     from vllm_trie.vllm_hooks.gpu_hooks import GPU_HOOKS
     from vllm_trie.vllm_hooks.speculation_hooks import SPECULATION_HOOKS
@@ -110,12 +112,20 @@ def all_hooks() -> tuple[Hook, ...]:
     return (*SPECULATION_HOOKS, *GPU_HOOKS, *BEAM_HOOKS)
 
 
+def hooks_here() -> tuple[Hook, ...]:
+    """The lines for vLLM's present platform."""
+    from vllm.platforms import current_platform
+
+    here = ("any", "cpu" if current_platform.is_cpu() else "cuda")
+    return tuple(hook for hook in all_hooks() if hook.platform in here)
+
+
 def check(hooks: Iterable[Hook] | None = None) -> list[LedgerFinding]:
-    """Compare the ledger with the installed vLLM, line by line.
+    """Compare the ledger with the installed vLLM, line by line; this platform's if left out.
 
     Imports vLLM's modules; nothing is changed in them.
     """
-    return [check_hook(hook) for hook in (all_hooks() if hooks is None else hooks)]
+    return [check_hook(hook) for hook in (hooks_here() if hooks is None else hooks)]
 
 
 def mismatch(feature: str) -> str:
@@ -125,7 +135,7 @@ def mismatch(feature: str) -> str:
     version = vllm.__version__
     problems = [
         f"{found.target} is {found.status} ({found.detail})"
-        for found in check(hook for hook in all_hooks() if hook.feature == feature)
+        for found in check(hook for hook in hooks_here() if hook.feature == feature)
         if found.status in ("missing", "changed")
     ]
     if problems:

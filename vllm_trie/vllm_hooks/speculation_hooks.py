@@ -48,6 +48,7 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
         parameters=(),
         retire_when=_TREE_DRAFTS,
         extension_point="draft_verifier",
+        platform="cpu",
     ),
     Hook(
         "vllm.v1.attention.backends.registry:register_backend",
@@ -82,6 +83,7 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
             "output_block_scale",
         ),
         retire_when="attention metadata carries tree masks",
+        platform="cpu",
     ),
     Hook(
         "vllm._custom_ops:cpu_attn_get_scheduler_metadata",
@@ -100,12 +102,14 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
             "enable_kv_split",
         ),
         retire_when="tree attention also serves the rows without trees as fast as the stock kernel",
+        platform="cpu",
     ),
     Hook(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers",
         "called: the vector kernel in place of AMX, whose cache layout the plugin does not read",
         parameters=("layer_names",),
         retire_when="tree attention reads the AMX layout",
+        platform="cpu",
     ),
     Hook(
         f"{_RUNNER}._prepare_inputs",
@@ -145,6 +149,7 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
         parameters=(),
         retire_when=_TREE_DRAFTS,
         extension_point="draft_verifier",
+        platform="cpu",
     ),
     Hook(
         f"{_RUNNER}._build_attention_metadata",

@@ -6,11 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vllm_trie.attention.cpu_cache import SUPPORTED_ISAS
-from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.extension_points import offered
 
-GPU_FEATURE = "gpu"
-"""The ledger's lines that only a GPU needs."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _REPLACED_BACKENDS = ("TRITON_ATTN", "CUSTOM")
 """Attention backends in whose place ours goes."""
@@ -92,9 +89,6 @@ def _gpu_problems(config: Any, allowed: bool) -> Iterator[str]:
         return
     if offered("draft_verifier"):
         yield "a patched vLLM verifies trees on CPUs only; on a GPU, run stock vLLM"
-        return
-    if reason := ledger.mismatch(GPU_FEATURE):
-        yield f"the GPU's attention is not the one that the plugin was written for: {reason}"
         return
     if not allowed:
         yield (
