@@ -110,7 +110,7 @@ class LookaheadDrafter(Drafter):
             candidates[:1] if request.chain_only else candidates,
             min(self.shape.max_candidate_depth, request.max_depth),
             self.rates,
-            window.token_ids,
+            window.token_ids if with_window else (),
         )
         state.wait_for_text(len(request.token_ids), trie)
         branch = self.verification_branch(

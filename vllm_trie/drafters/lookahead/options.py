@@ -46,7 +46,7 @@ class LookaheadOptions(DrafterOptions):
         description="B, node limit of the candidates' trie; left out: what the window leaves.",
     )
     min_probability: float = Field(
-        default=0.03,
+        default=0.05,
         ge=0.0,
         le=1.0,
         description="Nodes of the candidates' trie that are less likely to be accepted than this "
