@@ -20,12 +20,11 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def result(pytestconfig: pytest.Config) -> dict[str, Any]:
-    """What the program in Triton's interpreter found; it takes half a minute."""
+def run_program(pytestconfig: pytest.Config, module: str, **environment: str) -> dict[str, Any]:
+    """The JSON object that a program prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.gpu_classes_run"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", module],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         cwd=pytestconfig.rootpath,
         capture_output=True,
         text=True,
@@ -35,6 +34,12 @@ def result(pytestconfig: pytest.Config) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return json.loads(line.removeprefix("RESULT "))
+
+
+@pytest.fixture(scope="module")
+def result(pytestconfig: pytest.Config) -> dict[str, Any]:
+    """What the program in Triton's interpreter found; it takes half a minute."""
+    return run_program(pytestconfig, "tests.engine.gpu_classes_run", TRITON_INTERPRET="1")
 
 
 @needs_triton
@@ -174,38 +179,42 @@ def test_the_ledger_fits_the_gpus_symbols() -> None:
     assert len(findings) > 10
 
 
-PLUGIN_ON_A_GPU = """
-import sys
-import torch
-from vllm.platforms import current_platform
-
-type(current_platform).is_cpu = lambda self: False  # is_cuda would look for compiled extensions
-stock = (torch.Tensor.pin_memory, torch.cuda.Event, torch.cuda.current_stream)
-from vllm_trie.vllm_hooks import gpu_check, ledger, plugin
-
-plugin.register()
-ledger.check()
-import vllm_trie.doctor
-import vllm_trie.vllm_hooks.cuda_worker
-assert stock == (torch.Tensor.pin_memory, torch.cuda.Event, torch.cuda.current_stream)
-loaded = [name for name in sys.modules if name.startswith("vllm.v1.worker.cpu")]
-print("LOADED", loaded, "STATUS", plugin.status())
-"""
+@pytest.fixture(scope="module")
+def pretended(pytestconfig: pytest.Config) -> dict[str, Any]:
+    """What the plugin does to engines' configurations where vLLM's platform is CUDA."""
+    return run_program(pytestconfig, "tests.engine.pretended_cuda_run")
 
 
-def test_the_plugin_leaves_the_cpus_worker_alone_on_a_gpu(pytestconfig) -> None:
+@needs_triton
+def test_the_plugin_leaves_the_cpus_worker_alone_on_a_gpu(pretended) -> None:
     # vLLM's CPU worker replaces torch.cuda's events and streams, and pinned memory, when it is
     # imported: whoever does so in a process that serves from a GPU breaks it, speculation or not.
-    done = subprocess.run(
-        [sys.executable, "-c", PLUGIN_ON_A_GPU],
-        cwd=pytestconfig.rootpath,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "LOADED [] STATUS {'speculation': 'ok', 'beam': 'ok'}" in done.stdout
+    assert pretended["status"] == {"speculation": "ok", "beam": "ok"}
+    assert pretended["cpu_modules"] == []
+    assert pretended["torch_as_it_was"]
+    assert pretended["cuda_starts"] == 0  # a front end that starts CUDA cannot fork
+
+
+@needs_triton
+def test_configurations_on_a_gpu(pretended) -> None:
+    assert "allow_untested_gpu=True" in pretended["not_allowed"]["refused"]
+    allowed = pretended["allowed"]
+    for name in ("default", "TRITON_ATTN"):
+        assert allowed[name]["worker"] == config.GPU_WORKER_CLASS
+        assert not allowed[name]["v2"]
+        assert not allowed[name]["async"]
+    assert "attention_backend='FLASH_ATTN'" in allowed["FLASH_ATTN"]["refused"]
+    assert "cudagraph_mode='FULL'" in allowed["FULL"]["refused"]
+    assert "kv_cache_dtype='fp8'" in allowed["fp8"]["refused"]
+
+
+@needs_triton
+def test_vllm_takes_the_backend_and_keeps_attention_out_of_graphs(pretended) -> None:
+    assert pretended["allowed"]["default"]["graphs"] == "FULL_AND_PIECEWISE"
+    chosen = pretended["chosen"]
+    assert chosen["backend"] == "TreeTritonAttentionBackend"
+    assert chosen["graphs"] == "PIECEWISE"
+    assert "not supported" in chosen["mm_prefix"]
 
 
 def test_nothing_serves_before_the_check(monkeypatch) -> None:

@@ -17,14 +17,14 @@ from vllm_trie.vllm_hooks.gpu_check import check_device
 from vllm_trie.vllm_hooks.runner import add_trees
 from vllm_trie.vllm_hooks.sampling import argmax_of_rows
 
-_GPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.cuda_attention.TreeTritonAttentionBackend"
+GPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.cuda_attention.TreeTritonAttentionBackend"
 
 
 class TreeGPUWorker(Worker):
     """The GPU worker for tree speculation."""
 
     def init_device(self) -> None:
-        register_backend(AttentionBackendEnum.CUSTOM, _GPU_BACKEND_CLASS)
+        register_backend(AttentionBackendEnum.CUSTOM, GPU_BACKEND_CLASS)
         self.vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
         # An engine that this process ran before may have left another backend in the cache.
         selector._cached_get_attn_backend.cache_clear()

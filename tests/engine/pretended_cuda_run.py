@@ -1,0 +1,160 @@
+"""Configures engines on a machine that pretends to have an H100; nothing runs on it.
+
+A program of its own: vLLM decides once per process what its platform is. Its CUDA platform is the
+real one, with answers in place of the driver's; compiled extensions are stood in for. Prints one
+JSON object.
+"""
+
+# What is set up here must stand before the imports that it is for.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest.mock import MagicMock
+
+EXTENSIONS = (
+    "vllm._C_stable_libtorch",
+    "vllm._moe_C_stable_libtorch",
+    "vllm.vllm_flash_attn",
+    "vllm.vllm_flash_attn.flash_attn_interface",
+)
+sys.modules |= {name: MagicMock() for name in EXTENSIONS}
+
+import torch
+import triton
+import triton.language
+import triton.language.extra.libdevice
+import vllm.platforms
+import vllm.triton_utils
+from vllm.platforms.cuda import CudaPlatformBase
+from vllm.platforms.interface import DeviceCapability
+
+
+class PretendedCuda(CudaPlatformBase):
+    """vLLM's CUDA platform, with the driver's answers made up."""
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+        return DeviceCapability(9, 0)
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return "pretended"
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return 80 << 30
+
+    @classmethod
+    def is_fully_connected(cls, device_ids: list[int]) -> bool:
+        return True
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        pass
+
+
+vllm.platforms._current_platform = PretendedCuda()
+vllm.triton_utils.HAS_TRITON = vllm.triton_utils.importing.HAS_TRITON = True
+vllm.triton_utils.triton = triton
+vllm.triton_utils.tl = triton.language
+vllm.triton_utils.tldevice = triton.language.extra.libdevice
+
+cuda_starts: list[str] = []
+
+
+def start_cuda() -> None:
+    cuda_starts.append("started")
+    raise RuntimeError("there is no device")
+
+
+torch.cuda._lazy_init = start_cuda
+
+import vllm._custom_ops
+
+for name in dir(vllm._custom_ops):
+    if "support" in name:  # asks a compiled extension
+        setattr(vllm._custom_ops, name, lambda *arguments: False)
+
+stock_torch = (torch.Tensor.pin_memory, torch.cuda.Event, torch.cuda.current_stream)
+
+from vllm_trie.vllm_hooks import plugin
+
+plugin.register()
+
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import get_attn_backend
+
+from vllm_trie.tiny_model import model_path
+from vllm_trie.vllm_hooks.cuda_worker import GPU_BACKEND_CLASS
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "TRITON_ATTN": {"attention_backend": "TRITON_ATTN"},
+    "FLASH_ATTN": {"attention_backend": "FLASH_ATTN"},
+    "FULL": {"compilation_config": {"cudagraph_mode": "FULL"}},
+    "fp8": {"kv_cache_dtype": "fp8"},
+}
+
+
+def configure(allow: bool, **settings: Any) -> Any:
+    speculation = {"method": "ngram_trie", "allow_untested_gpu": allow}
+    return EngineArgs(
+        model=str(model_path()), max_model_len=512, speculative_config=speculation, **settings
+    ).create_engine_config()
+
+
+def described(allow: bool, **settings: Any) -> dict[str, Any]:
+    try:
+        config = configure(allow, **settings)
+    except ValueError as error:
+        return {"refused": str(error)}
+    return {
+        "worker": config.parallel_config.worker_cls,
+        "v2": bool(config.use_v2_model_runner),
+        "async": bool(config.scheduler_config.async_scheduling),
+        "graphs": config.compilation_config.cudagraph_mode.name,
+    }
+
+
+def chosen_backend() -> dict[str, Any]:
+    """What vLLM makes of the backend in the worker."""
+    config = configure(True)
+    register_backend(AttentionBackendEnum.CUSTOM, GPU_BACKEND_CLASS)
+    config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    with set_current_vllm_config(config):
+        backend = get_attn_backend(64, torch.bfloat16, "auto")
+        support = backend.get_builder_cls().get_cudagraph_support(config, None)
+        graphs = config.compilation_config.resolve_cudagraph_mode_and_sizes(
+            support, backend.__name__, 33
+        )
+        try:
+            get_attn_backend(64, torch.bfloat16, "auto", use_mm_prefix=True)
+            prefix = ""
+        except ValueError as error:
+            prefix = str(error)
+    return {"backend": backend.__name__, "graphs": graphs.name, "mm_prefix": prefix}
+
+
+def main() -> int:
+    result = {
+        "status": plugin.status(),
+        "not_allowed": described(False),
+        "allowed": {name: described(True, **values) for name, values in SETTINGS.items()},
+        "chosen": chosen_backend(),
+        "cuda_starts": len(cuda_starts),
+        "torch_as_it_was": stock_torch
+        == (torch.Tensor.pin_memory, torch.cuda.Event, torch.cuda.current_stream),
+        "cpu_modules": [name for name in sys.modules if name.startswith("vllm.v1.worker.cpu")],
+    }
+    print("RESULT " + json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
