@@ -70,6 +70,29 @@ def differences(expected: Sequence[Any], found: Sequence[Any]) -> list[str]:
     return problems
 
 
+def margins(expected: Sequence[Any], found: Sequence[Any]) -> list[float | None]:
+    """How close a call the first token that differs was, for each request; None if none differs.
+
+    In low precision a tree step rounds otherwise than a plain one, which may only decide near-ties.
+
+    Args:
+        expected: outputs with two logprobs for each token; the margin is the difference of the
+            better two.
+        found: outputs for the same prompts.
+    """
+    close_calls: list[float | None] = []
+    for left, right in zip(expected, found, strict=True):
+        a, b = left.outputs[0], right.outputs[0]
+        pairs = enumerate(zip(a.token_ids, b.token_ids, strict=True))
+        at = next((i for i, (x, y) in pairs if x != y), None)
+        if at is None:
+            close_calls.append(None)
+            continue
+        best, second = sorted((p.logprob for p in a.logprobs[at].values()), reverse=True)[:2]
+        close_calls.append(best - second)
+    return close_calls
+
+
 def accepted_tokens(llm: Any) -> int:
     """Draft tokens that this engine has accepted so far: all output but one token a step."""
     totals = runner_of(llm).tree_totals

@@ -1,0 +1,160 @@
+"""Engines with little room, and requests that ask for a lot: greedy output stays as it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from vllm import SamplingParams
+
+from tests.engine.compare import (
+    accepted_tokens,
+    check_same_outputs,
+    differences,
+    generate,
+    preemptions,
+    speculation,
+    tell_oracle,
+)
+from tests.engine.prompts import prompts
+from vllm_trie.tiny_model import model_path
+
+COUNT, NODES = 8, 32
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 80, "ignore_eos": True}
+TREES = speculation("test_oracle", NODES)
+
+pytestmark = pytest.mark.usefixtures("test_drafters")
+
+
+@pytest.fixture(scope="module")
+def expected(_engines: Any) -> list[Any]:
+    return generate(_engines(), prompts(COUNT), SamplingParams(**GREEDY))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        # Less than a tree, and no more than one token for each request.
+        {"max_num_batched_tokens": 8, "max_num_seqs": 8, "enable_chunked_prefill": True},
+        {"max_num_batched_tokens": NODES + 1, "max_num_seqs": 4, "enable_chunked_prefill": True},
+        {"max_num_seqs": 1},
+        {"block_size": 256},
+    ],
+    ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
+)
+def test_little_room(engine: Any, expected: list[Any], options: dict[str, Any]) -> None:
+    tell_oracle(expected)
+    llm = engine(**TREES, **options)
+    least = 0.0 if options.get("max_num_batched_tokens") == 8 else 0.2
+    assert check_same_outputs(llm, expected, SamplingParams(**GREEDY)) >= least
+
+
+@pytest.mark.parametrize("length", [6, 33])
+def test_short_length_limit(engine: Any, length: int) -> None:
+    """Prompts up to the limit, which leaves room for a node or two at most."""
+    options = {"max_model_len": length, "max_num_seqs": 4}
+    some = [
+        {"prompt_token_ids": p["prompt_token_ids"][: max(1, length - 1 - i)]}
+        for i, p in enumerate(prompts(6))
+    ]
+    endless = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    plain = generate(engine(**options), some, endless)
+    tell_oracle(plain)
+    check_same_outputs(engine(**TREES, **options), plain, endless)
+
+
+def test_priorities(engine: Any, expected: list[Any]) -> None:
+    llm = engine(
+        **TREES,
+        scheduling_policy="priority",
+        num_gpu_blocks_override=36,
+        block_size=32,
+        enable_prefix_caching=False,
+    )
+    tell_oracle(expected)
+    priorities = [2, 1, 0, 2, 1, 0, 2, 1]
+    params = SamplingParams(**GREEDY)
+    with preemptions(llm) as preempted:
+        found = llm.generate(prompts(COUNT), params, use_tqdm=False, priority=priorities)
+    assert differences(expected, found) == []
+    assert preempted
+
+
+def test_prefix_cache_that_is_reset(engine: Any, expected: list[Any]) -> None:
+    llm = engine(**TREES)
+    tell_oracle(expected)
+    for _ in range(2):
+        assert llm.reset_prefix_cache()
+        check_same_outputs(llm, expected, SamplingParams(**GREEDY))
+
+
+def test_several_outputs_of_a_prompt(engine: Any) -> None:
+    params = SamplingParams(n=3, temperature=0.8, top_p=0.9, seed=7, max_tokens=40, ignore_eos=True)
+    plain = generate(engine(), prompts(6), params)
+    assert all(len({tuple(c.token_ids) for c in o.outputs}) > 1 for o in plain)
+    tell_oracle(plain)
+    assert check_same_outputs(engine(**TREES), plain, params) > 0.1
+
+
+def test_logprobs_of_prompt_and_output(engine: Any) -> None:
+    """Of the whole vocabulary, with prompts that come in several parts."""
+    options = {
+        "max_logprobs": -1,
+        "max_num_batched_tokens": 32,
+        "enable_chunked_prefill": True,
+    }
+    some = [{"prompt_token_ids": p["prompt_token_ids"][:50]} for p in prompts(3)]
+    short = {**GREEDY, "max_tokens": 20, "detokenize": False}
+    params = SamplingParams(**short, prompt_logprobs=-1, logprobs=-1)
+    plain = generate(engine(**options), some, params)
+    tell_oracle(plain)
+    tree = engine(**TREES, **options)
+    found = generate(tree, some, params)
+    assert differences(plain, found) == []
+    assert accepted_tokens(tree) > 20
+    for left, right in zip(plain, found, strict=True):
+        assert left.prompt_logprobs[0] is right.prompt_logprobs[0] is None
+        for a, b in zip(
+            [*left.prompt_logprobs[1:], *left.outputs[0].logprobs],
+            [*right.prompt_logprobs[1:], *right.outputs[0].logprobs],
+            strict=True,
+        ):
+            assert len(a) == len(b) == 2048
+            worst = max(abs(a[token].logprob - b[token].logprob) for token in a)
+            assert worst < 1e-3
+
+
+def test_several_reasons_to_stop_in_one_path(engine: Any, expected: list[Any]) -> None:
+    """Stop strings, stop tokens and EOS may all lie in one accepted path; the first one counts."""
+    frequent = Counter(token for o in expected for token in set(o.outputs[0].token_ids[5:60]))
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=120,
+        min_tokens=12,
+        stop=["return", ":\n", "self", ")"],
+        stop_token_ids=[token for token, _ in frequent.most_common(30)[24:]],
+        include_stop_str_in_output=True,
+    )
+    plain = generate(engine(), prompts(24), params)
+    reasons = Counter(type(o.outputs[0].stop_reason) for o in plain)
+    assert reasons[str] > 2
+    assert reasons[int] > 2
+    free = SamplingParams(**{**GREEDY, "max_tokens": 120})
+    tell_oracle(generate(engine(), prompts(24), free))  # paths lead past the stops
+    check_same_outputs(engine(**TREES), plain, params)
+
+
+def test_prompts_of_embeddings_beside_tokens(engine: Any, expected: list[Any]) -> None:
+    """Requests whose prompt has no tokens are decoded without drafts, the others with them."""
+    table = load_file(model_path() / "model.safetensors")["model.embed_tokens.weight"].float()
+    mixed = [
+        prompt if index % 2 else {"prompt_embeds": table[prompt["prompt_token_ids"]]}
+        for index, prompt in enumerate(prompts(COUNT))
+    ]
+    llm = engine(**TREES, enable_prompt_embeds=True)
+    tell_oracle(expected)
+    before = accepted_tokens(llm)
+    assert differences(expected, generate(llm, mixed, SamplingParams(**GREEDY))) == []
+    assert accepted_tokens(llm) - before > 0.2 * COUNT / 2 * GREEDY["max_tokens"]

@@ -1,0 +1,45 @@
+"""Trees on models with quantized weights, which vLLM's CPU kernels multiply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.compare import accepted_tokens, generate, margins, speculation, tell_oracle
+from tests.engine.prompts import prompts
+from tests.engine.quantized import write_quantized
+from vllm_trie.tiny_model import medusa_path, model_path
+
+COUNT, NUM_TOKENS = 8, 50
+GREEDY = SamplingParams(
+    temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, logprobs=2
+)
+
+pytestmark = pytest.mark.usefixtures("test_drafters")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    # vLLM takes weights of 4 bits in 16-bit floating point only.
+    [("int8", "float32"), ("gptq", "bfloat16"), ("awq", "bfloat16")],
+)
+def test_greedy(
+    engine: Any, tmp_path_factory: pytest.TempPathFactory, kind: str, dtype: str
+) -> None:
+    options = {
+        "model": write_quantized(tmp_path_factory.mktemp(kind), kind),
+        "tokenizer": str(model_path()),
+        "dtype": dtype,
+    }
+    expected = generate(engine(**options), prompts(COUNT), GREEDY)
+    assert len({tuple(o.outputs[0].token_ids) for o in expected}) > COUNT // 2
+    tell_oracle(expected)
+    medusa = {"model": str(medusa_path())}
+    for method, more in (("test_oracle", {}), ("medusa_dynamic", medusa)):
+        llm = engine(**speculation(method, 16, **more), **options)
+        found = margins(expected, generate(llm, prompts(COUNT), GREEDY))
+        assert found.count(None) > COUNT // 2
+        assert all(margin is None or margin < 0.15 for margin in found)
+        assert accepted_tokens(llm) > 0.2 * COUNT * NUM_TOKENS
