@@ -10,11 +10,13 @@ from vllm_trie.native.build import (
     cache_folder,
     load_library,
 )
+from vllm_trie.native.library import NativeLibrary
 
 __all__ = [
     "DEFAULT_FLAGS",
     "SHARED_HEADERS",
     "NativeBuildError",
+    "NativeLibrary",
     "build_library",
     "cache_folder",
     "load_library",

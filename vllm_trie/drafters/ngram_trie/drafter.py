@@ -11,8 +11,9 @@ import numpy as np
 from pydantic import BaseModel
 
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
-from vllm_trie.drafters.ngram_trie.backend import Backend, Index, Job, choose_backend
+from vllm_trie.drafters.ngram_trie.backend import choose_backend
 from vllm_trie.drafters.ngram_trie.frequency import FrequencyTrie
+from vllm_trie.drafters.ngram_trie.interface import Backend, Index, Job
 from vllm_trie.drafters.ngram_trie.native import NativeCorpus
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafters.ngram_trie.store import RequestStore

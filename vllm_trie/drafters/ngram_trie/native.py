@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_trie.drafters.ngram_trie.constants import OWN, SHARED
-from vllm_trie.native import load_library
+from vllm_trie.drafters.ngram_trie.interface import Job
+from vllm_trie.native import NativeLibrary
 from vllm_trie.tree import TokenTree
-
-if TYPE_CHECKING:
-    from vllm_trie.drafters.ngram_trie.backend import Job
 
 _FOLDER = Path(__file__).parent / "core"
 _NONE = -1
@@ -53,6 +49,35 @@ class _DraftJob(ctypes.Structure):
         ("num_nodes", c_int32),
         ("used_text", c_int32),
     ]
+
+
+_LIBRARY = NativeLibrary(
+    "ngram_trie",
+    "n-gram core",
+    {
+        "ngram_index_new": (c_void_p, [c_int32]),
+        "ngram_index_free": (None, [c_void_p]),
+        "ngram_index_num_bytes": (c_int64, [c_void_p]),
+        "ngram_index_num_tokens": (c_int64, [c_void_p]),
+        "ngram_index_num_nodes": (c_int64, [c_void_p]),
+        "ngram_index_add": (c_int32, [c_void_p, c_void_p, c_int64]),
+        "ngram_index_remove": (c_int32, [c_void_p, c_int32]),
+        "ngram_index_arrays": (None, [c_void_p] * 5),
+        "ngram_corpus_open": (
+            c_void_p,
+            [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int32, c_int32],
+        ),
+        "ngram_corpus_close": (None, [c_void_p]),
+        "ngram_draft": (
+            c_int32,
+            [POINTER(_DraftJob), c_int32, POINTER(_Scoring), c_int32, c_void_p, c_void_p, c_void_p],
+        ),
+    },
+    sorted(_FOLDER.glob("*.cpp")),
+    sorted(_FOLDER.glob("*.hpp")),
+)
+is_available = _LIBRARY.is_available
+require_library = _LIBRARY.require
 
 
 class NativeIndex:
@@ -189,51 +214,3 @@ def draft_batch(jobs: Sequence[Job]) -> list[tuple[TokenTree, int]]:
         tree = TokenTree(token_ids[i, :size], parents[i, :size], probabilities[i, :size])
         drafts.append((tree if size else TokenTree.empty(), row.used_text))
     return drafts
-
-
-def is_available() -> bool:
-    """Whether the compiled core can be used; compiles it at the first call."""
-    return _library() is not None
-
-
-def require_library() -> ctypes.CDLL:
-    library = _library()
-    if library is None:
-        raise RuntimeError("the compiled n-gram core is not available; see the log for the reason")
-    return library
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = load_library(
-        "ngram_trie",
-        [_FOLDER / name for name in ("index.cpp", "draft.cpp", "api.cpp")],
-        headers=[_FOLDER / name for name in ("index.hpp", "draft.hpp")],
-    )
-    if library is None:
-        return None
-    pointer = c_void_p
-    signatures: dict[str, tuple[Any, list[Any]]] = {
-        "ngram_index_new": (pointer, [c_int32]),
-        "ngram_index_free": (None, [pointer]),
-        "ngram_index_num_bytes": (c_int64, [pointer]),
-        "ngram_index_num_tokens": (c_int64, [pointer]),
-        "ngram_index_num_nodes": (c_int64, [pointer]),
-        "ngram_index_add": (c_int32, [pointer, pointer, c_int64]),
-        "ngram_index_remove": (c_int32, [pointer, c_int32]),
-        "ngram_index_arrays": (None, [pointer] * 5),
-        "ngram_corpus_open": (
-            pointer,
-            [pointer, c_int64, pointer, c_int64, pointer, c_int64, c_int32, c_int32],
-        ),
-        "ngram_corpus_close": (None, [pointer]),
-        "ngram_draft": (
-            c_int32,
-            [POINTER(_DraftJob), c_int32, POINTER(_Scoring), c_int32, pointer, pointer, pointer],
-        ),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    return library

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from ctypes import ArgumentError, c_int32, c_int64
+from pathlib import Path
+
+import pytest
+
+from vllm_trie.native import NativeLibrary
+from vllm_trie.native import build as build_module
+
+SOURCE = 'extern "C" long long twice(long long value) { return 2 * value; }\n'
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NativeLibrary:
+    monkeypatch.setenv("VLLM_TRIE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("VLLM_TRIE_NATIVE", raising=False)
+    build_module._log_once.cache_clear()
+    source = tmp_path / "twice.cpp"
+    source.write_text(SOURCE)
+    return NativeLibrary("twice", "doubling", {"twice": (c_int64, [c_int64])}, [source])
+
+
+def test_functions_have_their_types(library: NativeLibrary) -> None:
+    assert library.is_available()
+    assert library.require().twice(1 << 40) == 1 << 41  # more than ctypes' default, an int
+    with pytest.raises(ArgumentError):
+        library.require().twice("1")
+
+
+def test_nothing_is_compiled_before_it_is_used(library: NativeLibrary, tmp_path: Path) -> None:
+    assert not (tmp_path / "cache").exists()
+    library.require()
+    assert list((tmp_path / "cache").glob("twice-*.so"))
+
+
+def test_a_missing_library_is_told_by_its_subject(
+    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_TRIE_NATIVE", "0")
+    assert not library.is_available()
+    with pytest.raises(RuntimeError, match="the compiled doubling is not available; see the log"):
+        library.require()
+
+
+def test_a_function_that_is_not_there_is_an_error(library: NativeLibrary, tmp_path: Path) -> None:
+    other = NativeLibrary("twice", "doubling", {"thrice": (c_int32, [])}, [tmp_path / "twice.cpp"])
+    with pytest.raises(AttributeError, match="thrice"):
+        other.is_available()
