@@ -1,8 +1,8 @@
 """Lookahead on the shipped model: the trie against independent verification, and the union of
 drafters against each of its parts.
 
-Rows of the first kind (`prompt_set` is "lookahead": the demo's prompts and those written by hand)
-are means over prompts that generate `--max-tokens` tokens each, end or no end:
+Rows of the first kind (`prompt_set` is "lookahead": the demo's prompts and those written by hand,
+or `--sets`) are means over prompts that generate `--max-tokens` tokens each, end or no end:
 
     plain                    vLLM without speculation
     lookahead_independent    every candidate verified in its own branch, as LADE does
@@ -47,6 +47,7 @@ COLUMNS = (
     "over_best_part",
     "identical",
 )
+BY_HAND = ("demo", "edit", "question", "write", "continue")
 
 
 def lookahead_rows(plain: Any, stage: Stage, prompts: list[list[int]], options: Any) -> list[Row]:
@@ -116,14 +117,20 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=32, help="node budget of the union's rows")
     parser.add_argument("--union-batch-size", type=int, default=8)
     parser.add_argument(
-        "--sets", nargs="*", help="prompt sets of the union's rows; all if left out"
+        "--sets",
+        nargs="+",
+        help="prompt sets; if left out, those written by hand for the first kind of rows, and all "
+        "for the second",
     )
     parser.add_argument("--prompts", type=int, help="at most so many prompts of a set")
     options = parser.parse_args()
     engines.set_environment(options.verbose)
     with engines.silence(not options.verbose):
         rows = run(options)
-    finish(rows, options.json, COLUMNS)
+    columns = [column for column in COLUMNS if any(row.get(column) is not None for row in rows)]
+    if options.only == "lookahead":
+        columns.remove("prompt_set")  # leaves room for the methods' names
+    finish(rows, options.json, columns)
 
 
 def run(options: Any) -> list[Row]:
@@ -145,11 +152,10 @@ def run(options: Any) -> list[Row]:
     stage = Stage(model, str(medusa_path()), budget, **limits)
     rows = []
     if options.only != "union":
-        by_hand = ("demo", "edit", "question", "write", "continue")
-        prompts = [prompt for name in by_hand for prompt in sets[name]]
+        prompts = [prompt for name in options.sets or BY_HAND for prompt in sets[name]]
         rows += lookahead_rows(plain, stage, prompts, options)
     if options.only != "lookahead":
-        for name in options.sets if options.sets is not None else sets:
+        for name in options.sets or sets:
             rows += union_rows(plain, stage, name, sets[name], options)
     return rows
 
