@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm.platforms import current_platform
 
-from vllm_trie.vllm_hooks import config, cuda_worker, gpu_hooks, ledger, plugin, support
+from vllm_trie.vllm_hooks import cuda_worker, gpu_hooks, ledger, support
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -115,13 +115,6 @@ def test_splits_fill_the_device_and_leave_each_some_slots(programs, seq_len) -> 
 # -- a platform that says it is a GPU --------------------------------------------------------------
 
 
-@pytest.fixture
-def as_gpu(monkeypatch):
-    """vLLM's platform says that it is CUDA; only the checks of the configuration run."""
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-
-
 def gpu_config() -> Any:
     from tests.engine.test_configuration import engine_config
 
@@ -164,15 +157,6 @@ def test_other_accelerators_are_refused(monkeypatch) -> None:
         support.check_supported(found, "ngram_trie", allow_untested_gpu=True)
 
 
-def test_the_gpu_gets_its_own_worker(as_gpu) -> None:
-    arguments = SimpleNamespace(scheduler_cls=None)
-    parallel = SimpleNamespace(worker_cls="auto")
-    plugin._choose_worker(arguments, parallel, "ngram_trie")
-    assert parallel.worker_cls == config.GPU_WORKER_CLASS
-    module, _, name = config.GPU_WORKER_CLASS.rpartition(".")
-    assert getattr(sys.modules[module], name) is cuda_worker.TreeGPUWorker
-
-
 def test_the_ledger_fits_the_gpus_symbols() -> None:
     findings = ledger.check(gpu_hooks.GPU_HOOKS)
     assert [found for found in findings if found.status != "ok"] == []
@@ -200,7 +184,8 @@ def test_configurations_on_a_gpu(pretended) -> None:
     assert "allow_untested_gpu=True" in pretended["not_allowed"]["refused"]
     allowed = pretended["allowed"]
     for name in ("default", "TRITON_ATTN"):
-        assert allowed[name]["worker"] == config.GPU_WORKER_CLASS
+        module, _, worker = allowed[name]["worker"].rpartition(".")
+        assert getattr(sys.modules[module], worker) is cuda_worker.TreeGPUWorker
         assert not allowed[name]["v2"]
         assert not allowed[name]["async"]
     assert "attention_backend='FLASH_ATTN'" in allowed["FLASH_ATTN"]["refused"]

@@ -118,7 +118,8 @@ class Step:
     def expected(self) -> torch.Tensor:
         """float64 [num_tokens, num_heads, head_size]."""
         group = self.query.shape[1] // self.keys.shape[1]
-        words = {row.batch_index: w for row, w in zip(*self._trees(), strict=True)}
+        indices = [row.batch_index for row in self.trees.rows]
+        words = dict(zip(indices, self.trees.ancestor_words, strict=True))
         output = torch.empty(self.query.shape, dtype=torch.float64)
         end = 0
         for index, seq_len in enumerate(self.seq_lens):
@@ -132,9 +133,6 @@ class Step:
             scores.masked_fill_(~torch.from_numpy(mask), -torch.inf)
             output[rows] = torch.einsum("hqs,shd->qhd", scores.softmax(-1), value)
         return output
-
-    def _trees(self) -> tuple[tuple[TreeRow, ...], tuple[np.ndarray, ...]]:
-        return self.trees.rows, self.trees.ancestor_words
 
 
 _NO_WORDS = np.empty((0, 1), dtype=np.uint64)

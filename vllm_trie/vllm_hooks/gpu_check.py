@@ -81,10 +81,11 @@ def check_device(
         result = _check(runner, batches, splits, start)
         runner._sync_device()  # a fault of the device may show only now
     except Exception as error:
+        kind = "" if isinstance(error, _WrongResult) else f"{type(error).__name__}: "
         raise RuntimeError(
             "vllm-trie's tree attention does not work on this device, so the engine does not "
-            f"start: {error}. Run without vllm-trie's speculative methods, and please report this "
-            "with the output of `vllm-trie doctor`"
+            f"start: {kind}{error}. Run without vllm-trie's speculative methods, and please report "
+            "this with the output of `vllm-trie doctor`"
         ) from error
     logger.info(
         "vllm-trie: tree attention checked on %s: %d random steps through the model's layers (%s), "
