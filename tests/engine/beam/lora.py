@@ -14,11 +14,11 @@ from vllm_trie.tiny_model import model_path
 RANK = 4
 
 
-def make_adapter(adapter: Path, merged: Path) -> None:
+def make_adapter(adapter: Path, merged: Path, seed: int = 1) -> None:
     """Write the adapter in PEFT's format to `adapter` and the merged model to `merged`."""
     source = Path(model_path())
     weights = load_file(source / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     low_rank: dict[str, torch.Tensor] = {}
     names = [name for name in weights if name.endswith(("q_proj.weight", "v_proj.weight"))]
     for name in names:

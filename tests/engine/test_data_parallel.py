@@ -1,0 +1,84 @@
+"""Two engines behind two API servers: trees and beam search are what they are with one of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from vllm import SamplingParams
+
+from tests.engine.beam.cases import prompt
+from tests.engine.beam.oracle import Case, search
+from tests.engine.compare import generate
+from tests.engine.prompts import texts, tokenizer
+from tests.engine.serving import MODEL_NAME, Server, running
+from vllm_trie.tiny_model import model_path
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+COMMAND = [
+    *("--data-parallel-size", "2", "--api-server-count", "2"),
+    *("--distributed-executor-backend", "uni", "--enable-log-requests"),
+    *("--spec-method", "ngram_trie", "--spec-tokens", "16"),
+]
+TEXTS = list(texts()[::2])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("servers"), {"both": COMMAND}) as servers:
+        yield servers["both"]
+
+
+def post(server: Server, path: str, **body: Any) -> Any:
+    return server.http.post(path, json={"model": MODEL_NAME, **body})
+
+
+def complete(server: Server, text: Any, **body: Any) -> list[str]:
+    options = {"prompt": text, "max_tokens": 60, "temperature": 0.0, **body}
+    reply = post(server, "/v1/completions", **options).raise_for_status()
+    return [choice["text"] for choice in reply.json()["choices"]]
+
+
+def test_speculation(engine: Any, server: Server) -> None:
+    prompts = [{"prompt_token_ids": tokenizer().encode(text)} for text in TEXTS]
+    plain = generate(engine(), prompts, SamplingParams(temperature=0.0, max_tokens=60))
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda text: complete(server, text), TEXTS))
+    assert found == [[output.outputs[0].text] for output in plain]
+
+    accepted: dict[str, float] = {}
+    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name == "vllm:trie_accepted_tokens_total":
+                accepted[sample.labels["engine"]] = sample.value
+    assert sorted(accepted) == ["0", "1"]
+    assert min(accepted.values()) > 20
+
+
+def test_beam_search(server: Server) -> None:
+    cases = [Case(prompt(number, 40), 3) for number in range(4)]
+
+    def ask(case: Case) -> list[str]:
+        options = {"use_beam_search": True, "n": 3, "max_tokens": case.max_tokens}
+        return complete(server, list(case.prompt_token_ids), **options)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ask, cases))
+    for case, hypotheses in zip(cases, found, strict=True):
+        expected = [each.token_ids for each in search(str(model_path()), case)]
+        assert hypotheses == tokenizer().batch_decode(expected, skip_special_tokens=True)
+
+
+def test_what_else_is_served(server: Server) -> None:
+    counted = post(server, "/tokenize", prompt=TEXTS[0]).json()
+    assert counted["tokens"] == tokenizer().encode(TEXTS[0])
+    assert post(server, "/detokenize", tokens=counted["tokens"]).json()["prompt"] == TEXTS[0]
+    assert post(server, "/v1/embeddings", input="text").status_code in (400, 404)
+    assert post(server, "/pooling", input="text").status_code in (400, 404)
+    assert len(set(complete(server, TEXTS[0], n=3, temperature=1.0, seed=1))) > 1
+    assert complete(server, TEXTS[0]) == complete(server, TEXTS[0])
+    assert server.is_healthy()
