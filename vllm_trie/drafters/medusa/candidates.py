@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_trie.drafters.medusa import native
 
 
-def top_candidates(logits: Tensor, num_tokens: int, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """The `num_tokens` likeliest outputs of each head, likeliest first, all if it has fewer.
+class HeadLogits(NamedTuple):
+    """What the heads say, and how to read it."""
 
-    On a CPU this is one native call; torch's operations, which take the vocabulary apart several
-    times, would cost more than everything else in the choice of a tree.
+    data: Tensor
+    """[K, rows, num_outputs] in any float dtype, the last dimension contiguous."""
+    temperatures: Tensor
+    """float32 [K], positive, on the same device: what calibrates each head's probabilities."""
+    token_map: Tensor | None
+    """int64 [num_outputs] on the same device, the token of each output, all different; None if they
+    are the same."""
+    num_candidates: int
+    """m, tokens to take from each head, likeliest first; all if it has fewer."""
 
-    Args:
-        logits: [K, rows, num_outputs] in any float dtype.
-        temperatures: float32 [K], positive, what calibrates each head's probabilities.
+
+def top_candidates(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:
+    """The candidates of each head and their probabilities.
+
+    Where a head's logits have no softmax (NaN or infinity among them), its candidates have
+    probability 0, so that no tree takes them. On a CPU this is one native call; torch's
+    operations, which take the vocabulary apart several times, would cost more than everything else
+    in the choice of a tree.
 
     Returns:
-        Outputs int32 and probabilities float32, both [rows, K, num_tokens].
+        Tokens int32 and probabilities float32, both [rows, K, num_candidates], contiguous.
     """
-    found = native.top_candidates(logits, num_tokens, temperatures)
-    return found or top_candidates_torch(logits, num_tokens, temperatures)
+    if native.reads(logits.data.device, logits.data.dtype):
+        return native.top_candidates(logits)
+    return top_candidates_torch(logits)
 
 
-def top_candidates_torch(
-    logits: Tensor, num_tokens: int, temperatures: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The readable twin of core/candidates.cpp, with the same arguments, for any device."""
-    logits = logits.float().transpose(0, 1)
-    values, outputs = logits.topk(min(num_tokens, logits.shape[-1]), dim=-1)
-    scale = 1.0 / temperatures[None, :, None]
-    total = torch.logsumexp(logits * scale, dim=-1, keepdim=True)
-    probabilities = torch.exp(values * scale - total).clamp_(max=1.0)
-    return outputs.to(torch.int32), probabilities
+def top_candidates_torch(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:
+    """The readable twin of core/candidates.cpp, for any device and dtype."""
+    data = logits.data.float().transpose(0, 1)
+    values, outputs = data.topk(min(logits.num_candidates, data.shape[-1]), dim=-1)
+    scale = 1.0 / logits.temperatures[None, :, None]
+    total = torch.logsumexp(data * scale, dim=-1, keepdim=True)
+    probabilities = torch.exp(values * scale - total).nan_to_num_(nan=0.0).clamp_(max=1.0)
+    tokens = outputs if logits.token_map is None else logits.token_map[outputs]
+    return (
+        np.ascontiguousarray(tokens.to(torch.int32).cpu().numpy()),
+        np.ascontiguousarray(probabilities.cpu().numpy()),
+    )

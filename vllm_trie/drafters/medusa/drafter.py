@@ -13,11 +13,11 @@ from torch import Tensor
 
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
 from vllm_trie.drafters.medusa.backend import Job, choose_backend
+from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
 from vllm_trie.drafters.medusa.checkpoint import CheckpointError, load_checkpoint
-from vllm_trie.drafters.medusa.heads import MedusaHeads, top_candidates
+from vllm_trie.drafters.medusa.heads import MedusaHeads
 from vllm_trie.drafters.medusa.options import MedusaOptions
 from vllm_trie.drafters.medusa.output_layer import target_output_layer
-from vllm_trie.drafters.medusa.selection import Limits
 from vllm_trie.drafters.medusa.trees import template
 from vllm_trie.tree import TokenTree
 
@@ -43,12 +43,15 @@ class MedusaDrafter(Drafter):
                 "speculative_config (--spec-model) to the folder of a Medusa checkpoint"
             )
         self._fixed_paths = options.fixed_paths()
-        self._backend = choose_backend()
+        self._device = torch.device(context.device)
+        self._dtype = getattr(torch, context.dtype)
+        self._backend = choose_backend(self._device, self._dtype)
         self._indexes: dict[str, Any] | None = None
         if self._fixed_paths is None and options.joint == "context":
             self._indexes = {}
+        self._max_depth = options.max_depth or context.max_model_len
         self._heads: MedusaHeads | None = None
-        self._temperatures: Tensor | None = None
+        self._reading: tuple[Tensor, Tensor | None, int] | None = None
 
     def load_model(self, target_model: Any) -> None:
         """Load the heads onto the target's device, in its dtype.
@@ -72,15 +75,19 @@ class MedusaDrafter(Drafter):
     def set_heads(self, heads: MedusaHeads, temperatures: Sequence[float]) -> None:
         """Use these heads, as many as there are temperatures; moves them to the target's device
         and dtype."""
-        device = torch.device(self.context.device)
-        self._heads = heads.to(device, getattr(torch, self.context.dtype))
+        self._heads = heads.to(self._device, self._dtype).requires_grad_(False)
         if not self.options.calibrate:
             temperatures = [1.0] * len(temperatures)
-        self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)
+        self._reading = (
+            torch.tensor(temperatures, dtype=torch.float32, device=self._device),
+            self._heads.token_map,
+            self.options.top_tokens,
+        )
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        tokens, probabilities = self.candidates(requests)
+        logits = self._logits(requests)
         if self._fixed_paths is not None:
+            tokens, probabilities = top_candidates(logits)
             return [
                 template(
                     self._fixed_paths, request.max_nodes, self._depth(request), request.chain_only
@@ -89,40 +96,29 @@ class MedusaDrafter(Drafter):
             ]
         jobs = [
             Job(
-                tokens[row],
-                probabilities[row],
-                Limits(request.max_nodes, self._depth(request), request.chain_only),
                 self._index(request.request_id),
                 self._text(request),
+                request.max_nodes,
+                self._depth(request),
+                request.chain_only,
             )
-            for row, request in enumerate(requests)
+            for request in requests
         ]
-        return self._backend.select_batch(jobs)
+        return self._backend.draft_batch(logits, jobs)
 
-    @torch.inference_mode()
-    def candidates(self, requests: Sequence[DraftRequest]) -> tuple[np.ndarray, np.ndarray]:
-        """Each head's likeliest tokens, int32, and their probabilities, float32:
-        [requests, K, m]."""
-        if self._heads is None or self._temperatures is None:
+    def _logits(self, requests: Sequence[DraftRequest]) -> HeadLogits:
+        if self._heads is None or self._reading is None:
             raise RuntimeError("the Medusa heads are not loaded: call load_model first")
-        hidden = torch.stack([request.hidden_state for request in requests])
-        tokens, probabilities = top_candidates(
-            self._heads,
-            hidden.to(self._heads.output_weight.dtype),
-            self.options.top_tokens,
-            self._temperatures,
-        )
-        return (
-            np.ascontiguousarray(tokens.cpu().numpy()),
-            np.ascontiguousarray(probabilities.cpu().numpy()),
-        )
+        hidden = torch.stack([request.hidden_state for request in requests]).to(self._dtype)
+        num_heads = len(self._reading[0])
+        return HeadLogits(self._heads(hidden, num_heads), *self._reading)
 
     def release(self, request_id: str) -> None:
         if self._indexes is not None:
             self._indexes.pop(request_id, None)
 
     def _depth(self, request: DraftRequest) -> int:
-        return min(request.max_depth, self.options.max_depth or request.max_depth)
+        return min(request.max_depth, self._max_depth)
 
     def _index(self, request_id: str) -> Any | None:
         if self._indexes is None:
@@ -136,7 +132,7 @@ class MedusaDrafter(Drafter):
     def _text(self, request: DraftRequest) -> np.ndarray:
         if self._indexes is None:
             return _NO_TEXT
-        return np.ascontiguousarray(request.token_ids, dtype=np.int32)
+        return request.token_ids
 
     def _check_options(self, heads: MedusaHeads, num_heads: int) -> None:
         where = f"the checkpoint {Path(str(self.context.draft_model)).name!r}"

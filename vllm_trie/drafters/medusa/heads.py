@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_trie.drafters.medusa import candidates
-
 
 @dataclass(frozen=True)
 class HeadsShape:
@@ -90,27 +88,3 @@ class MedusaHeads(nn.Module):
             x = x + F.silu(F.linear(x, self.block_weight[index, layer].to(x.dtype), bias))
         output = self.output_weight[0 if self.shape.shares_output else index]
         return F.linear(x, output.to(x.dtype))
-
-
-def top_candidates(
-    heads: MedusaHeads,
-    hidden: Tensor,
-    num_tokens: int,
-    temperatures: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The `num_tokens` likeliest tokens of each head, likeliest first.
-
-    Args:
-        hidden: [rows, hidden_size], in the heads' dtype.
-        temperatures: float32 [K], what calibrates each head's probabilities; its length is the
-            number of heads that are used.
-
-    Returns:
-        Tokens int32 and probabilities float32, both [rows, K, num_tokens].
-    """
-    outputs, probabilities = candidates.top_candidates(
-        heads(hidden, len(temperatures)), num_tokens, temperatures
-    )
-    if heads.token_map is not None:
-        outputs = heads.token_map[outputs.long()].to(torch.int32)
-    return outputs, probabilities

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from vllm_trie.drafters.medusa.constants import CONCENTRATION, DISCOUNT, MIN_ORDER
 from vllm_trie.native import SHARED_HEADERS, load_library
@@ -20,10 +19,12 @@ from vllm_trie.tree import TokenTree
 
 if TYPE_CHECKING:
     from vllm_trie.drafters.medusa.backend import Job
+    from vllm_trie.drafters.medusa.candidates import HeadLogits
 
 _FOLDER = Path(__file__).parent / "core"
 _NGRAM_FOLDER = Path(__file__).parents[1] / "ngram_trie" / "core"
 _NONE = -1
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 class _Scoring(ctypes.Structure):
@@ -35,8 +36,9 @@ class _Scoring(ctypes.Structure):
 
 
 _SCORING = _Scoring(CONCENTRATION, DISCOUNT, MIN_ORDER)
-_PACK = struct.Struct("10q").pack
-"""Makes C++'s `MedusaJob` of its members."""
+_PACK_JOB = struct.Struct("q4i").pack
+_PACK_LOGITS = struct.Struct("11q").pack
+"""Make C++'s `Job` and `HeadLogits` of their members."""
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -54,83 +56,110 @@ class NativeIndex:
             self._library.medusa_index_free(self.handle)
 
 
-def select_batch(jobs: Sequence[Job]) -> list[TokenTree]:
-    """Select for every job in one native call; updates the jobs' own indexes.
-
-    After a step of the model nothing of this is in the caches, and each new line of Python and each
-    object costs its way there: so all jobs go in as one array, and all trees come out as one.
-    """
-    if not jobs:
-        return []
-    rows = b"".join(
-        _PACK(
-            0 if index is None else index.handle,
-            _address(text),
-            len(text),
-            _address(tokens),
-            _address(probabilities),
-            *tokens.shape,
-            *limits,
-        )
-        for tokens, probabilities, limits, index, text in jobs
+def select_batch(
+    tokens: np.ndarray, probabilities: np.ndarray, jobs: Sequence[Job]
+) -> list[TokenTree]:
+    """Select for every job in one native call; see :class:`Backend` for the arguments."""
+    packed, stride = _pack_jobs(jobs)
+    trees = _room_for_trees(len(jobs), stride)
+    status = require_library().medusa_select(
+        tokens.ctypes.data,
+        probabilities.ctypes.data,
+        *tokens.shape[1:],
+        packed,
+        len(jobs),
+        _SCORING,
+        stride,
+        trees,
     )
-    stride = max(job[2][0] for job in jobs)
-    trees = np.empty((len(jobs), 1 + 3 * stride), dtype=np.int32)
-    status = require_library().medusa_select(rows, len(jobs), _SCORING, stride, _address(trees))
-    if status == _NONE:
-        raise MemoryError("no memory for the n-grams of a request")
-    shares = trees.view(np.float32)
-    second, third = 1 + stride, 1 + 2 * stride
-    return [
-        TokenTree(
-            trees[i, 1 : 1 + size],
-            trees[i, second : second + size],
-            shares[i, third : third + size],
-        )
-        if size
-        else TokenTree.empty()
-        for i, size in enumerate(trees[:, 0].tolist())
-    ]
+    return _read_trees(status, trees, len(jobs), stride)
 
 
-def top_candidates(
-    logits: Tensor, num_tokens: int, temperatures: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """What :func:`vllm_trie.drafters.medusa.candidates.top_candidates` promises, with the same
-    arguments; uses at most as many threads as torch.
+def draft_batch(logits: HeadLogits, jobs: Sequence[Job]) -> list[TokenTree]:
+    """Find the candidates and select, in one native call; see :class:`Backend` for the arguments.
 
-    Returns:
-        None where there is no compiled code for these tensors or the logits have no softmax.
+    The logits must be of a kind that :func:`reads` accepts. After a step of the model nothing of
+    this is in the caches, and each new line of Python and each object costs its way there: so all
+    goes in as bytes, and all trees come out in one array.
     """
-    dtype = _DTYPES.get(logits.dtype)
-    if dtype is None or not logits.is_cpu or logits.stride(2) != 1 or not is_available():
-        return None
-    num_heads, num_rows, num_outputs = logits.shape
-    num_tokens = min(num_tokens, num_outputs)
-    found = np.empty((2, num_rows, num_heads, num_tokens), dtype=np.int32)
-    first = _address(found)
+    packed, stride = _pack_jobs(jobs)
+    trees = _room_for_trees(len(jobs), stride)
+    status = require_library().medusa_draft(_pack_logits(logits), packed, _SCORING, stride, trees)
+    return _read_trees(status, trees, len(jobs), stride)
+
+
+def top_candidates(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:
+    """What :func:`vllm_trie.drafters.medusa.candidates.top_candidates` promises, for logits that
+    :func:`reads` accepts; uses at most as many threads as torch."""
+    num_heads, num_rows, num_outputs = logits.data.shape
+    shape = (num_rows, num_heads, min(logits.num_candidates, num_outputs))
+    tokens = np.empty(shape, dtype=np.int32)
+    probabilities = np.empty(shape, dtype=np.float32)
     status = require_library().medusa_top_candidates(
-        dtype,
-        logits.data_ptr(),
-        logits.stride(0),
-        logits.stride(1),
-        num_rows,
-        num_heads,
-        num_outputs,
-        num_tokens,
+        _pack_logits(logits), tokens.ctypes.data, probabilities.ctypes.data
+    )
+    if status == _NONE:
+        raise MemoryError("no memory for the heads' candidates")
+    return tokens, probabilities
+
+
+def reads(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there is compiled code for logits of this kind; their last dimension must be
+    contiguous."""
+    return device.type == "cpu" and dtype in _DTYPES and is_available()
+
+
+def _pack_jobs(jobs: Sequence[Job]) -> tuple[bytes, int]:
+    """The jobs as C++ reads them, and the most nodes that a tree may have."""
+    parts, most = [], 0
+    for index, text, max_nodes, max_depth, chain_only in jobs:
+        handle = 0 if index is None else index.handle
+        parts.append(_PACK_JOB(handle, max_nodes, max_depth, chain_only, len(text)))
+        parts.append(text.tobytes())
+        most = max(most, max_nodes)
+    return b"".join(parts), most
+
+
+def _pack_logits(logits: HeadLogits) -> bytes:
+    data, temperatures, token_map, num_candidates = logits
+    num_heads, num_rows, num_outputs = data.shape
+    return _PACK_LOGITS(
+        data.data_ptr(),
+        _DTYPES[data.dtype],
+        *data.stride()[:2],
+        *(num_heads, num_rows, num_outputs),
         temperatures.data_ptr(),
-        first,
-        first + found.strides[0],
+        0 if token_map is None else token_map.data_ptr(),
+        min(num_candidates, num_outputs),
         torch.get_num_threads(),
     )
-    if status:
-        return None
-    return torch.from_numpy(found[0]), torch.from_numpy(found[1].view(np.float32))
 
 
-def _address(array: np.ndarray) -> int:
-    """Quicker than `array.ctypes.data`."""
-    return array.__array_interface__["data"][0]
+def _room_for_trees(num_trees: int, stride: int) -> ctypes.Array[c_int32]:
+    return (c_int32 * (num_trees * (1 + 3 * stride)))()
+
+
+def _read_trees(
+    status: int, trees: ctypes.Array[c_int32], num_trees: int, stride: int
+) -> list[TokenTree]:
+    if status == _NONE:
+        raise MemoryError("no memory to choose the nodes of a tree")
+    found = []
+    step = 1 + 3 * stride
+    for start in range(0, num_trees * step, step):
+        size = trees[start]
+        if not size:
+            found.append(TokenTree.empty())
+            continue
+        first = 4 * (start + 1)
+        found.append(
+            TokenTree(
+                np.frombuffer(trees, _INT32, size, first),
+                np.frombuffer(trees, _INT32, size, first + 4 * stride),
+                np.frombuffer(trees, _FLOAT32, size, first + 8 * stride),
+            )
+        )
+    return found
 
 
 def is_available() -> bool:
@@ -149,8 +178,8 @@ def require_library() -> ctypes.CDLL:
 def _library() -> ctypes.CDLL | None:
     library = load_library(
         "medusa_select",
-        [_FOLDER / "select.cpp", _FOLDER / "candidates.cpp", _NGRAM_FOLDER / "index.cpp"],
-        headers=[_NGRAM_FOLDER / "index.hpp", *SHARED_HEADERS],
+        [*sorted(_FOLDER.glob("*.cpp")), _NGRAM_FOLDER / "index.cpp"],
+        headers=[*sorted([*_FOLDER.glob("*.hpp"), *_NGRAM_FOLDER.glob("*.hpp")]), *SHARED_HEADERS],
     )
     if library is None:
         return None
@@ -158,17 +187,17 @@ def _library() -> ctypes.CDLL | None:
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "medusa_index_new": (pointer, [c_int32]),
         "medusa_index_free": (None, [pointer]),
+        "medusa_top_candidates": (c_int32, [c_char_p, pointer, pointer]),
         "medusa_select": (
             c_int32,
-            [c_char_p, c_int32, POINTER(_Scoring), c_int32, pointer],
-        ),
-        "medusa_top_candidates": (
-            c_int32,
             [
-                *(c_int32, pointer, c_int64, c_int64),  # logits
-                *(c_int32, c_int32, c_int32, c_int32),  # rows, heads, outputs, candidates
-                *(pointer, pointer, pointer, c_int32),  # temperatures, results, threads
+                *(pointer, pointer, c_int64, c_int64),  # candidates
+                *(c_char_p, c_int32, POINTER(_Scoring), c_int32, pointer),
             ],
+        ),
+        "medusa_draft": (
+            c_int32,
+            [c_char_p, c_char_p, POINTER(_Scoring), c_int32, pointer],
         ),
     }
     for name, (result, arguments) in signatures.items():

@@ -52,6 +52,7 @@ def select(
 
     Args:
         tokens, probabilities: int32 and float32 [K, m], each head's candidates, likeliest first.
+            What has no probability is no candidate.
         index: of the request's own text, None for the product of the heads alone; brought up to
             date with `text` here.
     """
@@ -75,6 +76,8 @@ def select(
             for token, probability in row:
                 shares[token] = shares.get(token, 0.0) + left * probability
         for token, share in shares.items():
+            if not above * share > 0.0:
+                continue
             heapq.heappush(heap, (-(above * share), discovered, token, parent, depth))
             discovered += 1
 

@@ -90,6 +90,8 @@ class Blend:
                 if depth > 1:
                     probability *= (1.0 + self.path_trust) / (1.0 + self.path_trust * share)
                 guess = above * probability
+                if guess <= 0.0:  # too small for a float
+                    continue
                 heapq.heappush(heap, (-guess, discovered, token, parent, depth, contexts))
                 discovered += 1
                 if len(best) < max_nodes:

@@ -16,9 +16,9 @@ from tests.unit.drafters.medusa.support import (
 )
 from tests.unit.drafters.support import make_context
 from vllm_trie.drafters.medusa import backend
+from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
 from vllm_trie.drafters.medusa.checkpoint import CheckpointError, save_vllm
 from vllm_trie.drafters.medusa.drafter import MedusaDrafter
-from vllm_trie.drafters.medusa.heads import top_candidates
 from vllm_trie.drafters.registry import parse_options
 
 
@@ -41,7 +41,9 @@ def test_heads_compute_what_the_paper_says(has_bias, shares_output):
 def test_candidates_are_the_calibrated_softmax():
     heads, hidden = random_heads(), torch.randn(4, 16)
     temperatures = torch.tensor([0.7, 1.5])
-    tokens, shares = top_candidates(heads, hidden, 8, temperatures)
+    tokens, shares = map(
+        torch.from_numpy, top_candidates(HeadLogits(heads(hidden, 2), temperatures, None, 8))
+    )
     assert tokens.shape == shares.shape == (4, 2, 8)
     expected = torch.softmax(heads(hidden, 2).transpose(0, 1) / temperatures[:, None], dim=-1)
     torch.testing.assert_close(shares, expected.gather(-1, tokens.long()))

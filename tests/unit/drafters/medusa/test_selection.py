@@ -48,6 +48,12 @@ def brute_force(probabilities: np.ndarray, num_nodes: int) -> list[float]:
     return sorted(values, reverse=True)[:num_nodes]
 
 
+def select_one(backend, candidates_of_one, limit, index, text=()) -> TokenTree:
+    tokens, probabilities = candidates_of_one
+    job = Job(index, np.array(text, dtype=np.int32), *limit)
+    return backend.select_batch(tokens[None], probabilities[None], [job])[0]
+
+
 def same(left: TokenTree, right: TokenTree) -> bool:
     return all(
         getattr(left, name).tolist() == getattr(right, name).tolist()
@@ -84,8 +90,7 @@ def test_compiled_selection_is_its_twin(given_candidates, limit, text, with_text
     trees = []
     for backend in (NativeBackend(), PythonBackend()):
         index = backend.new_index(15) if with_text else None
-        job = Job(*given_candidates, limit, index, np.array(text, dtype=np.int32))
-        trees.append(backend.select_batch([job])[0])
+        trees.append(select_one(backend, given_candidates, limit, index, text))
     assert same(*trees)
 
 
@@ -147,29 +152,29 @@ def test_the_text_goes_deeper_than_the_heads():
 def test_a_changed_text_is_indexed_anew():
     backend = NativeBackend()
     index = backend.new_index(15)
-    tokens, shares = np.array([[9]], dtype=np.int32), np.array([[0.01]], dtype=np.float32)
-    first = np.array([1, 2, 3] * 10, dtype=np.int32)
-    second = np.array([1, 4, 5] * 9, dtype=np.int32)
+    head = np.array([[9]], dtype=np.int32), np.array([[0.01]], dtype=np.float32)
+    first = [1, 2, 3] * 10
+    second = [1, 4, 5] * 9
 
     def draft(index, text):
-        return backend.select_batch([Job(tokens, shares, Limits(8, 8), index, text)])[0]
+        return select_one(backend, head, Limits(8, 8), index, text)
 
     draft(index, first)
     assert same(draft(index, second), draft(backend.new_index(15), second))
 
 
 @pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
-@given(st.lists(st.tuples(candidates(4, 8), limits, texts), min_size=1, max_size=4))
+@given(st.lists(st.tuples(limits, texts), min_size=1, max_size=4), candidates(4, 8))
 @settings(max_examples=20, deadline=None)
-def test_a_batch_is_its_requests(batch):
+def test_a_batch_is_its_requests(batch, given_candidates):
     backend = NativeBackend()
-
-    def jobs():
-        return [
-            Job(*c, limit, backend.new_index(15), np.array(text, dtype=np.int32))
-            for c, limit, text in batch
-        ]
-
-    together = backend.select_batch(jobs())
-    alone = [backend.select_batch([job])[0] for job in jobs()]
-    assert all(same(a, b) for a, b in zip(together, alone, strict=True))
+    shift = np.arange(len(batch), dtype=np.int32)[:, None, None]  # other tokens for each request
+    tokens = (given_candidates[0] + shift) % VOCAB
+    probabilities = np.repeat(given_candidates[1][None], len(batch), axis=0)
+    jobs = [
+        Job(backend.new_index(15), np.array(text, dtype=np.int32), *limit) for limit, text in batch
+    ]
+    together = backend.select_batch(tokens, probabilities, jobs)
+    for i, (limit, text) in enumerate(batch):
+        alone = (tokens[i], probabilities[i])
+        assert same(together[i], select_one(backend, alone, limit, backend.new_index(15), text))

@@ -1,9 +1,9 @@
-// The C interface that native.py calls through ctypes. Nothing throws across it: what runs out of
-// memory returns an error instead.
+// The C interface that native.py calls through ctypes.
 
 #include <new>
 
 #include "draft.hpp"
+#include "no_throw.hpp"
 
 using ngram::Index;
 using ngram::kNone;
@@ -52,21 +52,6 @@ bool is_sound(const View& view, int64_t num_nodes, int64_t table_size, int64_t n
     return true;
 }
 
-// Bring a request's index up to date: `size` tokens of which it may know some, or other ones.
-void synchronize(Index& index, const int32_t* tokens, int64_t size) {
-    if (index.is_empty()) index.begin_text();
-    const std::vector<int32_t>* text = &index.text(0);
-    const int64_t known = static_cast<int64_t>(text->size());
-    if (known > size || std::memcmp(text->data(), tokens, known * sizeof(int32_t)) != 0) {
-        index.clear();
-        index.begin_text();
-        text = &index.text(0);
-    }
-    const int64_t first = static_cast<int64_t>(text->size());
-    if (first == 0) index.reserve(static_cast<int32_t>(size));
-    for (int64_t i = first; i < size; ++i) index.append(tokens[i]);
-}
-
 }  // namespace
 
 extern "C" {
@@ -84,14 +69,8 @@ struct DraftJob {
     int32_t used_text;       // text of `store` that matched, kNone if none
 };
 
-Index* ngram_index_new(int32_t max_order) {
-    if (max_order < 1 || max_order > ngram::kMaxOrder) return nullptr;
-    try {
-        return new Index(max_order);
-    } catch (const std::bad_alloc&) {
-        return nullptr;
-    }
-}
+// Returns null without memory or if no index can have contexts of that length.
+Index* ngram_index_new(int32_t max_order) { return ngram::new_index(max_order); }
 
 void ngram_index_free(Index* index) { delete index; }
 int64_t ngram_index_num_bytes(const Index* index) { return index->num_bytes(); }
@@ -100,24 +79,20 @@ int64_t ngram_index_num_nodes(const Index* index) { return index->num_nodes(); }
 
 // Add a text; negative tokens separate. Returns its number, or kNone without memory.
 int32_t ngram_index_add(Index* index, const int32_t* tokens, int64_t num_tokens) {
-    try {
+    return ngram::without_throwing([&] {
         const int32_t doc = index->begin_text();
-        index->reserve(static_cast<int32_t>(num_tokens));
+        index->reserve(num_tokens);
         for (int64_t i = 0; i < num_tokens; ++i) index->append(tokens[i]);
         return doc;
-    } catch (const std::bad_alloc&) {
-        return kNone;
-    }
+    });
 }
 
 int32_t ngram_index_remove(Index* index, int32_t doc) {
     if (!index->has_text(doc)) return kNone;
-    try {
+    return ngram::without_throwing([&] {
         index->remove_text(doc);
         return 0;
-    } catch (const std::bad_alloc&) {
-        return kNone;
-    }
+    });
 }
 
 // The arrays of an index, for writing them to a file.
@@ -155,18 +130,17 @@ void ngram_corpus_close(Corpus* corpus) { delete corpus; }
 // Returns 0, or kNone without memory.
 int32_t ngram_draft(DraftJob* jobs, int32_t num_jobs, const ngram::Scoring* scoring,
                     int32_t stride, int32_t* token_ids, int32_t* parents, float* probabilities) {
-    static thread_local ngram::Drafter drafter;
-    try {
+    return ngram::without_throwing([&] {
+        static thread_local ngram::Drafter drafter;
         for (int32_t i = 0; i < num_jobs; ++i) {
             DraftJob& job = jobs[i];
-            synchronize(*job.own, job.tokens, job.num_indexed);
+            job.own->synchronize(job.tokens, job.num_indexed);
             View sources[ngram::kMaxSources];
             int32_t num_sources = 0;
             sources[num_sources++] = job.own->view();
             if (job.store != nullptr) sources[num_sources++] = job.store->view();
             if (job.corpus != nullptr) sources[num_sources++] = job.corpus->view;
             drafter.draft(sources, num_sources, *scoring, job.tokens, job.num_tokens, job.limits);
-            job.num_nodes = drafter.num_nodes();
             job.used_text = kNone;
             if (job.store != nullptr) {
                 const ngram::Match* match = drafter.longest_match(1, kUseLength);
@@ -174,18 +148,12 @@ int32_t ngram_draft(DraftJob* jobs, int32_t num_jobs, const ngram::Scoring* scor
                     job.used_text =
                         match->pos != kNone ? match->doc : job.store->last_text(match->node);
             }
-            const size_t offset = static_cast<size_t>(i) * stride;
-            const size_t count = static_cast<size_t>(job.num_nodes);
-            if (count == 0) continue;
-            std::memcpy(token_ids + offset, drafter.token_ids.data(), count * sizeof(int32_t));
-            std::memcpy(parents + offset, drafter.parents.data(), count * sizeof(int32_t));
-            std::memcpy(probabilities + offset, drafter.probabilities.data(),
-                        count * sizeof(float));
+            const size_t row = static_cast<size_t>(i) * stride;
+            job.num_nodes = drafter.tree().size();
+            drafter.tree().lay_out(token_ids + row, parents + row, probabilities + row);
         }
         return 0;
-    } catch (const std::bad_alloc&) {
-        return kNone;
-    }
+    });
 }
 
 }  // extern "C"

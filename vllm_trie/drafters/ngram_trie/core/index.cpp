@@ -11,13 +11,26 @@ int64_t Index::num_bytes() const {
     return bytes;
 }
 
-void Index::reserve(int32_t num_tokens) {
+void Index::reserve(int64_t num_tokens) {
     owned_[current_].reserve(owned_[current_].size() + num_tokens);
     const size_t wanted = nodes_.size() - free_nodes_.size() + num_tokens + num_tokens / 2;
     if (wanted <= nodes_.capacity()) return;
     // Growing by a little each time would copy all nodes each time.
     nodes_.reserve(std::max(wanted, nodes_.capacity() + nodes_.capacity() / 2));
     upkeep_.reserve(nodes_.capacity());
+}
+
+void Index::synchronize(const int32_t* tokens, int64_t size) {
+    const bool has_one = owned_.size() == 1;
+    const int64_t known = has_one ? static_cast<int64_t>(owned_[0].size()) : 0;
+    if (!has_one || known > size ||
+        !std::equal(owned_[0].begin(), owned_[0].end(), tokens)) {
+        clear();
+        begin_text();
+    }
+    const int64_t first = static_cast<int64_t>(owned_[0].size());
+    if (first == 0) reserve(size);
+    for (int64_t i = first; i < size; ++i) append(tokens[i]);
 }
 
 int32_t Index::begin_text() {

@@ -116,11 +116,14 @@ class Index {
     int32_t num_nodes() const { return static_cast<int32_t>(nodes_.size() - free_nodes_.size()); }
     int64_t num_bytes() const;
 
+    // Make `tokens` the only text, appending what is new. Of a text that is not a beginning of them
+    // nothing is kept.
+    void synchronize(const int32_t* tokens, int64_t size);
     // A new, empty text; the next tokens belong to it. Returns its number.
     int32_t begin_text();
     // Append a token to the text begun last; a negative one separates: no n-gram spans it.
     void append(int32_t token);
-    void reserve(int32_t num_tokens);
+    void reserve(int64_t num_tokens);
     // Take a text out again, as if it had never been added.
     void remove_text(int32_t doc);
     const std::vector<int32_t>& text(int32_t doc) const { return owned_[doc]; }
