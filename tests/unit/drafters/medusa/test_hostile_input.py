@@ -1,0 +1,103 @@
+"""What no well-behaved model or scheduler says must neither crash the compiled code nor part it
+from its twin."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.drafters.medusa.support import make_medusa, make_requests, random_heads
+from vllm_trie.drafters.medusa import native
+from vllm_trie.drafters.medusa.backend import Job, NativeBackend, PythonBackend
+from vllm_trie.drafters.medusa.candidates import HeadLogits
+from vllm_trie.tree import TokenTree
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
+
+BACKENDS = [NativeBackend, PythonBackend]
+NO_TEXT = np.empty(0, dtype=np.int32)
+
+
+def draft(backend_class: type, logits: torch.Tensor, *jobs: tuple, m: int = 8) -> list[TokenTree]:
+    """Trees of (text, max_nodes, max_depth) for each row of logits."""
+    backend = backend_class()
+    made = [
+        Job(backend.new_index(15), np.array(text, dtype=np.int32), nodes, depth, False)
+        for text, nodes, depth in jobs
+    ]
+    return backend.draft_batch(HeadLogits(logits, torch.ones(len(logits)), None, m), made)
+
+
+values = st.one_of(
+    st.floats(width=32, allow_nan=True, allow_infinity=True),
+    st.sampled_from([0.0, 1.0, float("nan"), float("inf"), float("-inf")]),
+)
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_trees_stay_valid_for_any_logits(data):
+    heads, size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 80))
+    flat = data.draw(st.lists(values, min_size=heads * size, max_size=heads * size))
+    logits = torch.tensor(flat, dtype=torch.float32).view(heads, 1, size)
+    text = data.draw(st.lists(st.integers(0, size - 1), max_size=30))
+    job = (text, data.draw(st.integers(1, 70)), data.draw(st.integers(1, 9)))
+    for backend in BACKENDS:
+        [tree] = draft(backend, logits, job, m=data.draw(st.integers(1, 100)))
+        tree.validate(size, job[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_a_softmax_the_text_drafts_alone(backend):
+    logits = torch.full((2, 2, 50), torch.nan)
+    alone, nothing = draft(backend, logits, ([7, 8, 9] * 5, 6, 6), ([], 6, 6))
+    assert alone.chain().token_ids.tolist()[:3] == [7, 8, 9]
+    assert nothing.num_nodes == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_vocabulary_of_one_token(backend):
+    [tree] = draft(backend, torch.zeros(3, 1, 1), ([0, 0, 0], 64, 5), m=32)
+    assert tree.token_ids.tolist() == [0] * 5
+    assert tree.is_chain
+
+
+def test_no_room_is_no_tree():
+    trees = draft(NativeBackend, torch.randn(2, 3, 9), ([1], 0, 4), ([1], 4, 0), ([1], -3, 4))
+    assert [tree.num_nodes for tree in trees] == [0, 0, 0]
+    assert (
+        NativeBackend().draft_batch(HeadLogits(torch.randn(2, 0, 9), torch.ones(2), None, 4), [])
+        == []
+    )
+
+
+def test_more_nodes_than_there_are_paths():
+    for backend in BACKENDS:
+        [tree] = draft(backend, torch.zeros(2, 1, 3), ([], 100_000, 9))
+        assert tree.num_nodes == 3 + 9
+
+
+def test_ties_are_broken_alike():
+    """The candidates of equal logits are the first ones for the compiled code, any for torch."""
+    tokens = np.arange(12, dtype=np.int32).reshape(1, 3, 4)
+    shares = np.full((1, 3, 4), 0.25, dtype=np.float32)
+    found = []
+    for backend in (NativeBackend(), PythonBackend()):
+        job = Job(None, NO_TEXT, 50, 3, False)
+        [tree] = backend.select_batch(tokens, shares, [job])
+        found.append((tree.token_ids.tolist(), tree.parents.tolist()))
+    assert found[0] == found[1]
+
+
+def test_thousands_of_requests_come_and_go():
+    drafter = make_medusa(random_heads())
+    requests = make_requests(3)
+    for number in range(2000):
+        requests[number % 3].request_id = f"{number}"
+        drafter.propose(requests)
+        drafter.release(f"{number - 2}")
+        drafter.release("never seen")
+    assert len(drafter._indexes) <= 5
