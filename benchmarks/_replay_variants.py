@@ -39,7 +39,50 @@ class RawCountBackend(PythonBackend):
         return RawCountIndex(max_order)
 
 
-class ByLength(Blend):
+class Stepwise(Blend):
+    """The default's prediction, with what the variants below change as methods of their own."""
+
+    def predict(
+        self,
+        sources: Sequence[tuple[NgramIndex, Source]],
+        contexts: Sequence[list[Match]],
+        cut: float,
+    ) -> dict[int, float]:
+        successors: dict[int, float] = {}
+        left = 1.0
+        longest = max(len(known) for known in contexts) - 1
+        for order in range(longest, -1, -1):
+            if left < max(MIN_LEFT, CUT_LEFT * cut):
+                break
+            for source, counted in self.heard_before(order, longest, sources, contexts):
+                left = give_shares(counted, source, left, cut, successors)
+            for i, ((index, source), known) in enumerate(zip(sources, contexts, strict=True)):
+                if order < len(known):
+                    source = self.source_of(i, order, source)
+                    counted = self.count(i, index, known[order])
+                    left = give_shares(counted, source, left, cut, successors)
+        return successors
+
+    def source_of(self, i: int, order: int, source: Source) -> Source:
+        """Parameters of source `i` for contexts of `order` tokens."""
+        return source
+
+    def count(self, i: int, index: NgramIndex, match: Match) -> Counted:
+        """What followed a context of source `i`."""
+        return count_successors(index, match)
+
+    def heard_before(
+        self,
+        order: int,
+        longest: int,
+        sources: Sequence[tuple[NgramIndex, Source]],
+        contexts: Sequence[list[Match]],
+    ) -> list[tuple[Source, Counted]]:
+        """What has a say before the contexts of `order` tokens."""
+        return []
+
+
+class ByLength(Stepwise):
     """Parameters for each context length, found by a random search over the whole shared half."""
 
     own_by_length = (
@@ -51,51 +94,21 @@ class ByLength(Blend):
         (0.95, 0.8, 0.8, 0.87, 0.5, 0.5, 0.8, 0.8, 0.8),
     )
 
-    def predict(
-        self,
-        sources: Sequence[tuple[NgramIndex, Source]],
-        contexts: Sequence[list[Match]],
-        cut: float,
-    ) -> dict[int, float]:
-        successors: dict[int, float] = {}
-        left = 1.0
-        for order in range(max(len(known) for known in contexts) - 1, -1, -1):
-            if left < max(MIN_LEFT, CUT_LEFT * cut):
-                break
-            for i, ((index, _), known) in enumerate(zip(sources, contexts, strict=True)):
-                if order < len(known):
-                    thetas, discounts = self.shared_by_length if i else self.own_by_length
-                    counted = count_successors(index, known[order])
-                    source = Source(thetas[order], discounts[order])
-                    left = give_shares(counted, source, left, cut, successors)
-        return successors
+    def source_of(self, i: int, order: int, source: Source) -> Source:
+        concentrations, discounts = self.shared_by_length if i else self.own_by_length
+        return Source(concentrations[order], discounts[order])
 
 
-class Recency(Blend):
+class Recency(Stepwise):
     """The successor that was seen last in a context counts once more."""
 
-    def predict(
-        self,
-        sources: Sequence[tuple[NgramIndex, Source]],
-        contexts: Sequence[list[Match]],
-        cut: float,
-    ) -> dict[int, float]:
-        successors: dict[int, float] = {}
-        left = 1.0
-        for order in range(max(len(known) for known in contexts) - 1, -1, -1):
-            if left < max(MIN_LEFT, CUT_LEFT * cut):
-                break
-            for i, ((index, source), known) in enumerate(zip(sources, contexts, strict=True)):
-                if order >= len(known):
-                    continue
-                match = known[order]
-                counted = count_successors(index, match)
-                if isinstance(index, TimedIndex) and i == 0 and _has_children(match):
-                    newest = max(match.hot, key=lambda node: index.last_seen.get(node, -1)).token
-                    likeliest = [(t, c + (t == newest)) for t, c in counted.likeliest]
-                    counted = Counted(likeliest, counted.num_types + 1, counted.num_successors)
-                left = give_shares(counted, source, left, cut, successors)
-        return successors
+    def count(self, i: int, index: NgramIndex, match: Match) -> Counted:
+        counted = count_successors(index, match)
+        if i or not isinstance(index, TimedIndex) or not _has_children(match):
+            return counted
+        newest = max(match.hot, key=lambda node: index.last_seen.get(node, -1)).token
+        likeliest = [(t, c + (t == newest)) for t, c in counted.likeliest]
+        return Counted(likeliest, counted.num_types + 1, counted.num_successors)
 
 
 def _has_children(match: Match) -> TypeGuard[Node]:
@@ -123,7 +136,7 @@ class TimedBackend(PythonBackend):
         return TimedIndex(max_order)
 
 
-class Gapped(Blend):
+class Gapped(Stepwise):
     """When no context of two tokens is known, contexts with the last token left open have a say:
     what followed the token that followed the tokens before it."""
 
@@ -140,28 +153,19 @@ class Gapped(Blend):
         longer.previous = contexts
         return longer
 
-    def predict(
+    def heard_before(
         self,
+        order: int,
+        longest: int,
         sources: Sequence[tuple[NgramIndex, Source]],
         contexts: Sequence[list[Match]],
-        cut: float,
-    ) -> dict[int, float]:
-        successors: dict[int, float] = {}
-        left = 1.0
-        asked = False
-        for order in range(max(len(known) for known in contexts) - 1, -1, -1):
-            if left < max(MIN_LEFT, CUT_LEFT * cut):
-                break
-            if order <= 2 and not asked:
-                asked = True
-                for (index, _), known in zip(sources, contexts, strict=True):
-                    counted = self.count_over_gap(index, known.previous)  # type: ignore[attr-defined]
-                    left = give_shares(counted, self.gap, left, cut, successors)
-            for (index, source), known in zip(sources, contexts, strict=True):
-                if order < len(known):
-                    counted = count_successors(index, known[order])
-                    left = give_shares(counted, source, left, cut, successors)
-        return successors
+    ) -> list[tuple[Source, Counted]]:
+        if order != min(2, longest):
+            return []
+        return [
+            (self.gap, self.count_over_gap(index, known.previous))  # type: ignore[attr-defined]
+            for (index, _), known in zip(sources, contexts, strict=True)
+        ]
 
     def count_over_gap(self, index: NgramIndex, previous: list[Match]) -> Counted:
         """What came two tokens after the longest context that ends before the last token."""
