@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 
-from vllm_trie.vllm_hooks.ledger import resolve
+from vllm_trie.vllm_hooks.hook import resolve
 
 EXTENSION_POINTS: dict[str, str] = {
     "speculative_methods": "vllm.v1.spec_decode.method_registry:register_speculative_methods",

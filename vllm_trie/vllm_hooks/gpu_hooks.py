@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from vllm_trie.vllm_hooks.ledger import Hook
+from vllm_trie.vllm_hooks.hook import Hook
 
 _TRITON = "vllm.v1.attention.backends.triton_attn:TritonAttention"
 _TREE_DRAFTS = "vLLM verifies trees of drafts itself"

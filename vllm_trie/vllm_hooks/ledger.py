@@ -8,48 +8,22 @@ failing in a request.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from vllm_trie.vllm_hooks.beam.hooks import BEAM_HOOKS
+from vllm_trie.vllm_hooks.extension_points import offered
+from vllm_trie.vllm_hooks.gpu_hooks import GPU_HOOKS
+from vllm_trie.vllm_hooks.hook import Hook, resolve
+from vllm_trie.vllm_hooks.speculation_hooks import SPECULATION_HOOKS
 
 SUPPORTED_VLLM_VERSIONS = ("0.32", "0.33")
 """Release series of vLLM that the hooks were written for."""
 
-Platform = Literal["any", "cpu", "cuda"]
 Status = Literal["ok", "replaced", "missing", "changed"]
 """``replaced``: a patched vLLM has an extension point that the plugin uses instead."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hook:
-    """One line of the ledger.
-
-    Attributes:
-        target: ``package.module:Class.attribute``; the attribute path may be empty for a whole
-            module.
-        reason: Why the plugin touches it, one sentence.
-        parameters: Parameter names that the plugin passes or expects, without ``self``; all of them
-            must exist under these names and in this order. ``None`` if the symbol is not called.
-        upstream: Related issue or pull request of vLLM, empty if there is none.
-        retire_when: What would make this line unnecessary.
-        feature: ``"speculation"`` or ``"beam"``: the part that steps aside when the symbol is gone.
-        platform: The only platform that the line is for. On others its module must not even be
-            imported: vLLM's CPU worker puts placeholders into ``torch.cuda`` when it is.
-        extension_point: The point of :mod:`vllm_trie.vllm_hooks.extension_points` that takes the
-            line's place in a patched vLLM; empty where nothing is patched because the plugin calls
-            vLLM, derives from its classes or relies on what it does.
-    """
-
-    target: str
-    reason: str
-    parameters: tuple[str, ...] | None = None
-    upstream: str = ""
-    retire_when: str = ""
-    feature: Literal["speculation", "beam"] = "speculation"
-    platform: Platform = "any"
-    extension_point: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +39,8 @@ class LedgerFinding:
     feature: str
 
 
-def resolve(target: str) -> Any:
-    """Return the object that ``package.module:attribute.path`` names.
-
-    Raises:
-        ImportError: The module cannot be imported.
-        AttributeError: An attribute on the path does not exist.
-    """
-    module_name, _, path = target.partition(":")
-    found: Any = importlib.import_module(module_name)
-    for name in path.split(".") if path else ():
-        found = getattr(found, name)
-    return found
-
-
 def check_hook(hook: Hook) -> LedgerFinding:
     """Compare one line of the ledger with the installed vLLM."""
-    from vllm_trie.vllm_hooks.extension_points import offered
 
     def finding(status: Status, detail: str = "") -> LedgerFinding:
         return LedgerFinding(
@@ -105,10 +64,6 @@ def check_hook(hook: Hook) -> LedgerFinding:
 
 def all_hooks() -> tuple[Hook, ...]:
     """The whole ledger, speculation first, for all platforms."""
-    from vllm_trie.vllm_hooks.beam.hooks import BEAM_HOOKS
-    from vllm_trie.vllm_hooks.gpu_hooks import GPU_HOOKS
-    from vllm_trie.vllm_hooks.speculation_hooks import SPECULATION_HOOKS
-
     return (*SPECULATION_HOOKS, *GPU_HOOKS, *BEAM_HOOKS)
 
 

@@ -6,7 +6,7 @@ import functools
 import logging
 from typing import Any
 
-from vllm_trie.vllm_hooks import arguments, config, ledger, support
+from vllm_trie.vllm_hooks import arguments, engine_setup, ledger
 from vllm_trie.vllm_hooks.eligibility import check_request_options
 from vllm_trie.vllm_hooks.extension_points import offered
 
@@ -126,43 +126,10 @@ def _wrap_speculative_config(engine_args: Any) -> None:
     def create_speculative_config(
         self: Any, target_model_config: Any, target_parallel_config: Any
     ) -> Any:
-        configure(self, target_parallel_config)
+        engine_setup.configure(self, target_parallel_config)
         return stock(self, target_model_config, target_parallel_config)
 
     engine_args.create_speculative_config = create_speculative_config
-
-
-def configure(engine_args: Any, parallel_config: Any) -> None:
-    """Rewrite the engine arguments, in place, if they ask for one of our methods.
-
-    Raises:
-        ValueError: an option or a combination is not allowed, or options stand there without a
-            method.
-    """
-    method = config.requested_method(engine_args)
-    config.translate(engine_args)
-    if method is not None:
-        _choose_worker(engine_args, parallel_config, method)
-
-
-def _choose_worker(engine_args: Any, parallel_config: Any, method: str) -> None:
-    """Set the worker class if the user left it to vLLM; refuse to fight over it otherwise."""
-    if engine_args.scheduler_cls is not None:
-        raise ValueError(
-            f"speculative method {method!r} of vllm-trie and scheduler_cls="
-            f"{engine_args.scheduler_cls!r} cannot be used together; leave scheduler_cls out"
-        )
-    if offered("draft_verifier"):  # any worker's runner calls us
-        return
-    from vllm.platforms import current_platform
-
-    ours = config.CPU_WORKER_CLASS if current_platform.is_cpu() else config.GPU_WORKER_CLASS
-    if parallel_config.worker_cls not in ("auto", ours):
-        raise ValueError(
-            f"speculative method {method!r} of vllm-trie brings its own worker class, but "
-            f"worker_cls={parallel_config.worker_cls!r} was set; leave worker_cls at 'auto'"
-        )
-    parallel_config.worker_cls = ours
 
 
 def _wrap_engine_config(engine_args: Any) -> None:
@@ -171,23 +138,10 @@ def _wrap_engine_config(engine_args: Any) -> None:
     @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         vllm_config = stock(self, *args, **kwargs)
-        verify(vllm_config)
+        engine_setup.verify(vllm_config)
         return vllm_config
 
     engine_args.create_engine_config = create_engine_config
-
-
-def verify(vllm_config: Any) -> None:
-    """Refuse a complete configuration that the tree method it asks for cannot run with.
-
-    Raises:
-        ValueError: every reason at once.
-    """
-    tree_config = config.read(vllm_config)
-    if tree_config is not None:
-        support.check_supported(
-            vllm_config, tree_config.method, tree_config.engine_options.allow_untested_gpu
-        )
 
 
 def _wrap_process_inputs(input_processor: Any) -> None:

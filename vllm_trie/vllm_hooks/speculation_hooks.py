@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_trie.vllm_hooks.ledger import Hook
+from vllm_trie.vllm_hooks.hook import Hook
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _PLUGGABLE = "speculative methods can be registered by plugins"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 
 from vllm_trie.vllm_hooks.beam import BEAM_HOOKS, install
-from vllm_trie.vllm_hooks.ledger import check_hook, resolve
+from vllm_trie.vllm_hooks.hook import resolve
+from vllm_trie.vllm_hooks.ledger import check_hook
 
 
 def wrapped_targets() -> set[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vllm_trie.vllm_hooks import ledger
-from vllm_trie.vllm_hooks.ledger import Hook, check, check_hook
+from vllm_trie.vllm_hooks.hook import Hook
+from vllm_trie.vllm_hooks.ledger import check, check_hook
 
 
 class Subject:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_trie.vllm_hooks.ledger import Hook
+from vllm_trie.vllm_hooks.hook import Hook
 
 _SLOW = "vllm-project/vllm issues 14426, 20316, 49197"
 _NATIVE = "vLLM serves beam search inside its scheduler"

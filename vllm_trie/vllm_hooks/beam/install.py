@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 
 from vllm_trie.vllm_hooks.beam.enabled import switched_off
 from vllm_trie.vllm_hooks.extension_points import offered
-from vllm_trie.vllm_hooks.ledger import resolve
+from vllm_trie.vllm_hooks.hook import resolve
 
 logger = init_logger(__name__)
 

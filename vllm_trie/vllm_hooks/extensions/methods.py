@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.spec_decode.method_registry import SpeculativeMethods, register_speculative_methods
 
 from vllm_trie.drafters import available_methods
-from vllm_trie.vllm_hooks import plugin
+from vllm_trie.vllm_hooks import engine_setup
 
 
 class TreeMethods(SpeculativeMethods):
@@ -18,10 +18,10 @@ class TreeMethods(SpeculativeMethods):
         return available_methods()
 
     def configure(self, engine_args: Any, parallel_config: Any) -> None:
-        plugin.configure(engine_args, parallel_config)
+        engine_setup.configure(engine_args, parallel_config)
 
     def verify(self, vllm_config: Any) -> None:
-        plugin.verify(vllm_config)
+        engine_setup.verify(vllm_config)
 
 
 def register() -> None:
