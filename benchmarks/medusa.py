@@ -13,9 +13,9 @@ prompts written by hand. `tokens_per_step` counts tokens for each verification o
     context_deep the default of `medusa_dynamic`: as deep as the text supports
 
 With `--cost`, a model of 0.4 B parameters with random weights (hidden size 1024, 24 layers, 32,000
-tokens) tells what drafting costs beside a model step: `select_us` is the way from the heads' logits
-to the tree of one request (likeliest tokens, softmax, choice of the nodes), `draft_ms` includes the
-heads.
+tokens) tells what drafting costs beside a model step: `select_us` is what it takes to make the
+tree of one request out of the heads' logits (likeliest tokens, softmax, choice of the nodes),
+`draft_ms` includes the heads.
 
     python benchmarks/medusa.py --json medusa.json
     python benchmarks/medusa.py --cost
@@ -94,14 +94,23 @@ class TurnTaker:
 
 
 def time_selection(drafter: Any, sink: list[float]) -> None:
-    """Let the drafter's backend note how long it takes for one request: from the heads' logits to
-    the tree."""
+    """Let the drafter's backend note how long it takes for one request, without the heads: the
+    likeliest tokens, the softmax, the choice of the nodes, the tree."""
     stock = drafter._backend.draft_batch
 
-    def draft_batch(logits: Any, jobs: Any) -> Any:
+    def draft_batch(jobs: Any, ask_heads: Any) -> Any:
+        heads_seconds = 0.0
+
+        def timed_heads() -> Any:
+            nonlocal heads_seconds
+            start = time.perf_counter()
+            logits = ask_heads()
+            heads_seconds = time.perf_counter() - start
+            return logits
+
         start = time.perf_counter()
-        trees = stock(logits, jobs)
-        sink.append((time.perf_counter() - start) / len(jobs))
+        trees = stock(jobs, timed_heads)
+        sink.append((time.perf_counter() - start - heads_seconds) / len(jobs))
         return trees
 
     drafter._backend.draft_batch = draft_batch

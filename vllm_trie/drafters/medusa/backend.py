@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -42,8 +42,14 @@ class Backend(Protocol):
         """
         ...
 
-    def draft_batch(self, logits: HeadLogits, jobs: Sequence[Job]) -> list[TokenTree]:
-        """Find the candidates, then select from them; row i of the logits is job i's."""
+    def draft_batch(
+        self, jobs: Sequence[Job], ask_heads: Callable[[], HeadLogits]
+    ) -> list[TokenTree]:
+        """Find the candidates, then select from them.
+
+        Args:
+            ask_heads: is called once; row i of the logits that it returns is job i's.
+        """
         ...
 
 
@@ -66,10 +72,12 @@ class NativeBackend:
     ) -> list[TokenTree]:
         return native.select_batch(tokens, probabilities, jobs)
 
-    def draft_batch(self, logits: HeadLogits, jobs: Sequence[Job]) -> list[TokenTree]:
+    def draft_batch(
+        self, jobs: Sequence[Job], ask_heads: Callable[[], HeadLogits]
+    ) -> list[TokenTree]:
         if self._reads_logits:
-            return native.draft_batch(logits, jobs)
-        return native.select_batch(*top_candidates_torch(logits), jobs)
+            return native.draft_batch(jobs, ask_heads)
+        return native.select_batch(*top_candidates_torch(ask_heads()), jobs)
 
 
 class PythonBackend:
@@ -86,8 +94,10 @@ class PythonBackend:
             for i, (index, text, *limits) in enumerate(jobs)
         ]
 
-    def draft_batch(self, logits: HeadLogits, jobs: Sequence[Job]) -> list[TokenTree]:
-        return self.select_batch(*top_candidates_torch(logits), jobs)
+    def draft_batch(
+        self, jobs: Sequence[Job], ask_heads: Callable[[], HeadLogits]
+    ) -> list[TokenTree]:
+        return self.select_batch(*top_candidates_torch(ask_heads()), jobs)
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:

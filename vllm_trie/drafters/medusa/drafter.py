@@ -85,9 +85,8 @@ class MedusaDrafter(Drafter):
         )
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        logits = self._logits(requests)
         if self._fixed_paths is not None:
-            tokens, probabilities = top_candidates(logits)
+            tokens, probabilities = top_candidates(self._ask_heads(requests))
             return [
                 template(
                     self._fixed_paths, request.max_nodes, self._depth(request), request.chain_only
@@ -104,9 +103,9 @@ class MedusaDrafter(Drafter):
             )
             for request in requests
         ]
-        return self._backend.draft_batch(logits, jobs)
+        return self._backend.draft_batch(jobs, lambda: self._ask_heads(requests))
 
-    def _logits(self, requests: Sequence[DraftRequest]) -> HeadLogits:
+    def _ask_heads(self, requests: Sequence[DraftRequest]) -> HeadLogits:
         if self._heads is None or self._reading is None:
             raise RuntimeError("the Medusa heads are not loaded: call load_model first")
         hidden = torch.stack([request.hidden_state for request in requests]).to(self._dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,16 +75,18 @@ def select_batch(
     return _read_trees(status, trees, len(jobs), stride)
 
 
-def draft_batch(logits: HeadLogits, jobs: Sequence[Job]) -> list[TokenTree]:
+def draft_batch(jobs: Sequence[Job], ask_heads: Callable[[], HeadLogits]) -> list[TokenTree]:
     """Find the candidates and select, in one native call; see :class:`Backend` for the arguments.
 
-    The logits must be of a kind that :func:`reads` accepts. After a step of the model nothing of
-    this is in the caches, and each new line of Python and each object costs its way there: so all
-    goes in as bytes, and all trees come out in one array.
+    The logits must be of a kind that :func:`reads` accepts. The heads push everything else out of
+    the caches, and then each new line of Python and each object costs its way there: so all that
+    can be is prepared before, goes in as bytes, and all trees come out in one array.
     """
     packed, stride = _pack_jobs(jobs)
     trees = _room_for_trees(len(jobs), stride)
-    status = require_library().medusa_draft(_pack_logits(logits), packed, _SCORING, stride, trees)
+    draft = require_library().medusa_draft
+    logits = ask_heads()  # what is packed are addresses: keep the tensors
+    status = draft(_pack_logits(logits), packed, _SCORING, stride, trees)
     return _read_trees(status, trees, len(jobs), stride)
 
 

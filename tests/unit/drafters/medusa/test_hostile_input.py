@@ -28,7 +28,7 @@ def draft(backend_class: type, logits: torch.Tensor, *jobs: tuple, m: int = 8) -
         Job(backend.new_index(15), np.array(text, dtype=np.int32), nodes, depth, False)
         for text, nodes, depth in jobs
     ]
-    return backend.draft_batch(HeadLogits(logits, torch.ones(len(logits)), None, m), made)
+    return backend.draft_batch(made, lambda: HeadLogits(logits, torch.ones(len(logits)), None, m))
 
 
 values = st.one_of(
@@ -68,10 +68,8 @@ def test_a_vocabulary_of_one_token(backend):
 def test_no_room_is_no_tree():
     trees = draft(NativeBackend, torch.randn(2, 3, 9), ([1], 0, 4), ([1], 4, 0), ([1], -3, 4))
     assert [tree.num_nodes for tree in trees] == [0, 0, 0]
-    assert (
-        NativeBackend().draft_batch(HeadLogits(torch.randn(2, 0, 9), torch.ones(2), None, 4), [])
-        == []
-    )
+    empty = HeadLogits(torch.randn(2, 0, 9), torch.ones(2), None, 4)
+    assert NativeBackend().draft_batch([], lambda: empty) == []
 
 
 def test_more_nodes_than_there_are_paths():
