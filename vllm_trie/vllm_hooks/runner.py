@@ -39,8 +39,6 @@ from vllm_trie.vllm_hooks.stats import STATS_ATTRIBUTE, TreeStats
 from vllm_trie.vllm_hooks.step import TREE_ATTRIBUTE, PendingTree, trees_of_step
 from vllm_trie.vllm_hooks.step_clock import StepClock
 
-__all__ = ["TREE_ATTRIBUTE", "TreeRunnerMixin", "add_trees"]
-
 
 class TreeRunnerMixin:
     """Overrides of ``GPUModelRunner`` (and of the CPU runner that derives from it)."""
