@@ -26,11 +26,14 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_trie.drafters.medusa.constants import CONCENTRATION, DISCOUNT, MIN_LEFT, MIN_ORDER
-from vllm_trie.drafters.ngram_trie.index import NgramIndex, Node, Place
+from vllm_trie.drafters.ngram_trie.contexts import (
+    Match,
+    advance,
+    count_successors,
+    match_suffix,
+)
+from vllm_trie.drafters.ngram_trie.index import NgramIndex
 from vllm_trie.tree import ROOT, TokenTree, depth_first_layout
-
-Match = Node | Place
-"""A context that occurred: its node, or, past the end of the nodes, its last token's place."""
 
 
 class Limits(NamedTuple):
@@ -59,7 +62,7 @@ def select(
     known: list[list[Match]] = []
     if index is not None:
         index.synchronize(list(text))
-        known.append(_match_suffix(index, text))
+        known.append(match_suffix(index, text))
     nodes: list[tuple[int, int, float]] = []
     # (-probability, order of discovery, token, parent, depth)
     heap: list[tuple[float, int, int, int, int]] = []
@@ -88,7 +91,7 @@ def select(
         if limits.chain_only:
             heap.clear()
         if index is not None:
-            known.append(_advance(index, known[parent + 1], token))
+            known.append(advance(index, known[parent + 1], token))
         if depth < limits.max_depth:
             discover(len(nodes) - 1, -negative, depth + 1)
     if not nodes:
@@ -133,7 +136,7 @@ def _blend(index: NgramIndex, contexts: list[Match]) -> tuple[dict[int, float], 
     shares: dict[int, float] = {}
     left = 1.0
     for order in range(len(contexts) - 1, MIN_ORDER - 1, -1):
-        counts, num_types, num_children = _counts(index, contexts[order])
+        counts, num_types, num_children = count_successors(index, contexts[order])
         if num_children == 0:
             continue
         total = num_types + CONCENTRATION
@@ -141,45 +144,3 @@ def _blend(index: NgramIndex, contexts: list[Match]) -> tuple[dict[int, float], 
             shares[token] = shares.get(token, 0.0) + left * (count - DISCOUNT) / total
         left = left * (CONCENTRATION + DISCOUNT * num_children) / total
     return shares, left
-
-
-def _match_suffix(index: NgramIndex, text: Sequence[int]) -> list[Match]:
-    """The contexts at the end of the text, by length. If one occurred, so did all shorter ones."""
-    matches: list[Match] = [index.root]
-    for length in range(1, min(index.max_order, len(text)) + 1):
-        match: Match | None = index.root
-        for token in text[len(text) - length :]:
-            match = _follow(index, match, int(token))
-            if match is None:
-                return matches
-        matches.append(match)
-    return matches
-
-
-def _advance(index: NgramIndex, contexts: list[Match], token: int) -> list[Match]:
-    """The contexts that end one token later."""
-    longer: list[Match] = [index.root]
-    for match in contexts[: index.max_order]:
-        child = _follow(index, match, token)
-        if child is None:
-            break
-        longer.append(child)
-    return longer
-
-
-def _follow(index: NgramIndex, match: Match, token: int) -> Match | None:
-    place = match if isinstance(match, Place) else match.once
-    if place is not None:
-        after = Place(place.text, place.position + 1)
-        return after if index.token_at(after) == token else None
-    return match.children.get(token)
-
-
-def _counts(index: NgramIndex, match: Match) -> tuple[list[tuple[int, int]], int, int]:
-    """(successor, count) of the likeliest successors; sum of all counts; number of successors."""
-    place = match if isinstance(match, Place) else match.once
-    if place is not None:
-        token = index.token_at(Place(place.text, place.position + 1))
-        return ([(token, 1)], 1, 1) if token >= 0 else ([], 0, 0)
-    successors = [(child.token, child.types) for child in match.hot]
-    return successors, match.child_types, len(match.children)

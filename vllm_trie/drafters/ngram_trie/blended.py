@@ -24,11 +24,15 @@ from vllm_trie.drafters.ngram_trie.constants import (
     SHARED,
     Source,
 )
-from vllm_trie.drafters.ngram_trie.index import NgramIndex, Node, Place
+from vllm_trie.drafters.ngram_trie.contexts import (
+    Counted,
+    Match,
+    advance,
+    count_successors,
+    match_suffix,
+)
+from vllm_trie.drafters.ngram_trie.index import NgramIndex
 from vllm_trie.tree import ROOT, TokenTree, depth_first_layout
-
-Match = Node | Place
-"""A context that occurred: its node, or, past the end of the nodes, its last token's place."""
 
 
 class LongestMatch(NamedTuple):
@@ -121,26 +125,12 @@ class Blend:
         )
 
     def match_suffix(self, index: NgramIndex, token_ids: Sequence[int]) -> list[Match]:
-        """The contexts at the end of a text, by length. If one occurred, so did all shorter."""
-        matches: list[Match] = [index.root]
-        for length in range(1, min(index.max_order, len(token_ids)) + 1):
-            match: Match | None = index.root
-            for token in token_ids[len(token_ids) - length :]:
-                match = _follow(index, match, int(token))
-                if match is None:
-                    return matches
-            matches.append(match)
-        return matches
+        """The contexts at the end of a text."""
+        return match_suffix(index, token_ids)
 
     def advance(self, index: NgramIndex, contexts: list[Match], token: int) -> list[Match]:
         """The contexts that end one token later."""
-        longer: list[Match] = [index.root]
-        for match in contexts[: index.max_order]:
-            child = _follow(index, match, token)
-            if child is None:
-                break
-            longer.append(child)
-        return longer
+        return advance(index, contexts, token)
 
     def predict(
         self,
@@ -164,26 +154,6 @@ class Blend:
         return successors
 
 
-class Counted(NamedTuple):
-    """What followed a context."""
-
-    likeliest: list[tuple[int, int]]
-    """(successor, its types) of the likeliest."""
-    num_types: int
-    """Sum over all successors."""
-    num_successors: int
-
-
-def count_successors(index: NgramIndex, match: Match) -> Counted:
-    """What followed a context."""
-    place = match if isinstance(match, Place) else match.once
-    if place is not None:
-        token = index.token_at(Place(place.text, place.position + 1))
-        return Counted([(token, 1)], 1, 1) if token >= 0 else Counted([], 0, 0)
-    successors = [(child.token, child.types) for child in match.hot]
-    return Counted(successors, match.child_types, len(match.children))
-
-
 def give_shares(
     counted: Counted, source: Source, left: float, cut: float, successors: dict[int, float]
 ) -> float:
@@ -197,11 +167,3 @@ def give_shares(
             break
         successors[token] = successors.get(token, 0.0) + share
     return left * (source.concentration + source.discount * counted.num_successors) / total
-
-
-def _follow(index: NgramIndex, match: Match, token: int) -> Match | None:
-    place = match if isinstance(match, Place) else match.once
-    if place is not None:
-        after = Place(place.text, place.position + 1)
-        return after if index.token_at(after) == token else None
-    return match.children.get(token)
