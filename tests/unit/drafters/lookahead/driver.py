@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from tests.unit.drafters.lookahead.reference import Target
 from tests.unit.drafters.support import make_request
@@ -65,3 +66,26 @@ class Decoding:
         new = new_tokens(self.last_step)
         self.tokens += new
         return new
+
+    def step_anyhow(self, data: st.DataObject) -> None:
+        """A step as schedulers may make it: a draft that is cut, other limits, none at all."""
+        most_nodes = self.drafter.context.num_nodes
+        match data.draw(st.integers(0, 4)):
+            case 0:
+                self.step(keep=data.draw(st.integers(0, most_nodes)))
+            case 1:
+                self.step(max_nodes=data.draw(st.integers(1, most_nodes)))
+            case 2:
+                self.step(max_depth=data.draw(st.integers(1, 12)))
+            case 3:
+                self.last_step = None
+                self.step()
+            case _:
+                self.step(chain_only=data.draw(st.booleans()))
+
+    def check_text(self) -> None:
+        """The text must be what the target says by itself."""
+        expected = self.tokens[: self.num_prompt_tokens]
+        while len(expected) < len(self.tokens):
+            expected.append(self.target(expected))
+        assert self.tokens == expected
