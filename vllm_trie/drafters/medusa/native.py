@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_trie.drafters.medusa.constants import CONCENTRATION, DISCOUNT, MIN_ORDER
-from vllm_trie.native import SHARED_HEADERS, load_library
+from vllm_trie.native import SHARED_HEADERS, NativeLibrary
 from vllm_trie.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -40,6 +39,32 @@ _PACK_JOB = struct.Struct("q4i").pack
 _PACK_LOGITS = struct.Struct("11q").pack
 """Make C++'s `Job` and `HeadLogits` of their members."""
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+_LIBRARY = NativeLibrary(
+    "medusa_select",
+    "selection",
+    {
+        "medusa_index_new": (c_void_p, [c_int32]),
+        "medusa_index_free": (None, [c_void_p]),
+        "medusa_top_candidates": (c_int32, [c_char_p, c_void_p, c_void_p]),
+        "medusa_select": (
+            c_int32,
+            [
+                *(c_void_p, c_void_p, c_int64, c_int64),  # candidates
+                *(c_char_p, c_int32, POINTER(_Scoring), c_int32, c_void_p),
+            ],
+        ),
+        "medusa_draft": (
+            c_int32,
+            [c_char_p, c_char_p, POINTER(_Scoring), c_int32, c_void_p],
+        ),
+    },
+    [*sorted(_FOLDER.glob("*.cpp")), _NGRAM_FOLDER / "index.cpp"],
+    [*sorted([*_FOLDER.glob("*.hpp"), *_NGRAM_FOLDER.glob("*.hpp")]), *SHARED_HEADERS],
+)
+is_available = _LIBRARY.is_available
+require_library = _LIBRARY.require
 
 
 class NativeIndex:
@@ -162,48 +187,3 @@ def _read_trees(
             )
         )
     return found
-
-
-def is_available() -> bool:
-    """Whether the compiled selection can be used; compiles it at the first call."""
-    return _library() is not None
-
-
-def require_library() -> ctypes.CDLL:
-    library = _library()
-    if library is None:
-        raise RuntimeError("the compiled selection is not available; see the log for the reason")
-    return library
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = load_library(
-        "medusa_select",
-        [*sorted(_FOLDER.glob("*.cpp")), _NGRAM_FOLDER / "index.cpp"],
-        headers=[*sorted([*_FOLDER.glob("*.hpp"), *_NGRAM_FOLDER.glob("*.hpp")]), *SHARED_HEADERS],
-    )
-    if library is None:
-        return None
-    pointer = c_void_p
-    signatures: dict[str, tuple[Any, list[Any]]] = {
-        "medusa_index_new": (pointer, [c_int32]),
-        "medusa_index_free": (None, [pointer]),
-        "medusa_top_candidates": (c_int32, [c_char_p, pointer, pointer]),
-        "medusa_select": (
-            c_int32,
-            [
-                *(pointer, pointer, c_int64, c_int64),  # candidates
-                *(c_char_p, c_int32, POINTER(_Scoring), c_int32, pointer),
-            ],
-        ),
-        "medusa_draft": (
-            c_int32,
-            [c_char_p, c_char_p, POINTER(_Scoring), c_int32, pointer],
-        ),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    return library
