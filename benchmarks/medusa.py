@@ -181,12 +181,16 @@ def rank_accuracies(first: Any, llm: Any, prompts: list[list[int]], max_tokens: 
 
 
 def generate(
-    llm: Any, prompts: Sequence[list[int]], max_tokens: int, batch_size: int
+    llm: Any,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    batch_size: int,
+    temperature: float = 0.0,
 ) -> list[list[int]]:
-    """Greedy outputs, `batch_size` requests at a time."""
+    """Outputs, `batch_size` requests at a time."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False)
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, detokenize=False)
     outputs = []
     for start in range(0, len(prompts), batch_size):
         part = [{"prompt_token_ids": prompt} for prompt in prompts[start : start + batch_size]]
@@ -328,7 +332,8 @@ def cost(options: Any) -> list[Row]:
             model_seconds = time_model(runner)
             rng = np.random.default_rng(0)
             prompts = [rng.integers(0, 32_000, 512).tolist() for _ in range(options.batch_size)]
-            generate(llm, prompts, 4 + 10 * options.repeats, options.batch_size)
+            # The argmax of random weights runs in a loop, which a few steps would be through.
+            generate(llm, prompts, 4 + 10 * options.repeats, options.batch_size, temperature=1.0)
             row = {
                 "method": "cost_0.4b",
                 "nodes": nodes,

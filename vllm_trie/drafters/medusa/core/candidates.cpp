@@ -102,19 +102,23 @@ class Softmax {
     static constexpr float kRange = 126.0f;  // powers of two that a float has below 1
 
     // A value that at least `count` groups reach, and hardly more; minus infinity if there are not
-    // as many within `range` below the maximum. Bisection, unlike selection, has no branches that
-    // depend on the logits.
+    // as many within `range` below the maximum. Bisection, unlike selection, has hardly a branch
+    // that depends on the logits.
     float find_bound(float maximum, float range, int32_t count) const {
-        const auto reaches = [&](float bound) {
+        const auto reaching = [&](float bound) {
             int32_t groups = 0;
             for (const float value : largest_) groups += value >= bound;
-            return groups >= count;
+            return groups;
         };
-        if (!reaches(maximum - range)) return kMinusInfinity;
-        float low = maximum - range, high = maximum;
-        for (int step = 0; step < 16; ++step) {
+        float smallest = maximum;
+        for (const float value : largest_) smallest = std::min(smallest, value);
+        float low = std::max(smallest, maximum - range), high = maximum;
+        if (reaching(low) < count) return kMinusInfinity;
+        for (int step = 0; step < 24; ++step) {
             const float middle = 0.5f * (low + high);
-            (reaches(middle) ? low : high) = middle;
+            const int32_t groups = reaching(middle);
+            (groups >= count ? low : high) = middle;
+            if (groups >= count && groups <= count + count / 8) break;
         }
         return low;
     }
