@@ -79,7 +79,7 @@ class Stage:
             drafter = (cls or get_drafter_class(method))(parse_options(method, options), context)
             for part in getattr(drafter, "parts", [drafter]):
                 if part.name == "medusa_dynamic":
-                    part._heads, part._temperatures = medusa._heads, medusa._temperatures
+                    part._heads, part._reading = medusa._heads, medusa._reading
             return drafter
 
         return new
