@@ -99,14 +99,12 @@ class CandidateTrie:
         Args:
             continuation: the tokens that followed. Nodes deeper than it is long are not counted.
         """
-        right: set[int] = {ROOT}
-        depth = {ROOT: 0}
+        depth = {ROOT: 0}  # of the nodes that were right
         for node, parent in enumerate(self.parents):
-            if parent not in right or depth[parent] >= len(continuation):
+            if parent not in depth or depth[parent] >= len(continuation):
                 continue
             was_right = self.token_ids[node] == continuation[depth[parent]]
             rate, sub = self._rates[node]
             rate.count(sub, was_right)
             if was_right:
-                right.add(node)
                 depth[node] = depth[parent] + 1
