@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from vllm_trie.vllm_hooks.hook import Hook
+from vllm_trie.vllm_hooks.speculation_hooks import ATTENTION_FORWARD
 
 _TRITON = "vllm.v1.attention.backends.triton_attn:TritonAttention"
 _TREE_DRAFTS = "vLLM verifies trees of drafts itself"
@@ -40,17 +41,7 @@ GPU_HOOKS: tuple[Hook, ...] = (
     _hook(
         f"{_TRITON}Impl.forward",
         "overridden in a subclass: rows with trees get tree attention",
-        parameters=(
-            "layer",
-            "query",
-            "key",
-            "value",
-            "kv_cache",
-            "attn_metadata",
-            "output",
-            "output_scale",
-            "output_block_scale",
-        ),
+        parameters=ATTENTION_FORWARD,
         retire_when=_TREE_MASKS,
     ),
     _hook(

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from vllm_trie.vllm_hooks.hook import Hook
 
+ATTENTION_FORWARD = (
+    "layer",
+    "query",
+    "key",
+    "value",
+    "kv_cache",
+    "attn_metadata",
+    "output",
+    "output_scale",
+    "output_block_scale",
+)
+"""Parameters of an attention implementation's ``forward``, whatever the device."""
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _PLUGGABLE = "speculative methods can be registered by plugins"
 _TREE_DRAFTS = "vLLM verifies trees of drafts itself"
@@ -71,17 +83,7 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
     Hook(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
         "overridden in a subclass: rows with trees get tree attention",
-        parameters=(
-            "layer",
-            "query",
-            "key",
-            "value",
-            "kv_cache",
-            "attn_metadata",
-            "output",
-            "output_scale",
-            "output_block_scale",
-        ),
+        parameters=ATTENTION_FORWARD,
         retire_when="attention metadata carries tree masks",
         platform="cpu",
     ),
