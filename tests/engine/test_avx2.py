@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -54,14 +53,4 @@ assert not {"_C.abi3.so", "_C_AVX512.abi3.so"} & libraries
 def test_without_avx512() -> None:
     if not {"avx2", "fma"} <= set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip("this CPU has no AVX2")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-4000:]
+    run_python("-c", SCRIPT, timeout=240, VLLM_ENABLE_V1_MULTIPROCESSING="0")

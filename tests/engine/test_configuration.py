@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from tests.engine.compare import (
 from tests.engine.conftest import runner_of
 from tests.engine.families import UNSUPPORTED, write_config
 from tests.engine.prompts import prompts
+from tests.processes import run_python
 from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks import config, ledger, plugin, support
 from vllm_trie.vllm_hooks.beam.enabled import reason_off
@@ -440,16 +438,10 @@ def build(**options):
     ids=["plugins off", "symbol gone", "soft cap"],
 )
 def test_processes(tmp_path: Path, script: str, environment: dict[str, str], said: list[str]):
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + script, str(tmp_path), str(model_path())],
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    arguments = ("-c", PRELUDE + script, str(tmp_path), str(model_path()))
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
+    done = run_python(*arguments, timeout=240, **variables)
     output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-4000:]
     for words in said:
         # One message for the feature that needs the symbol, not one for each attempt.
         assert output.count(words) == 1, output[-4000:]

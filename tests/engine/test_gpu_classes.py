@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from vllm.platforms import current_platform
 
+from tests.processes import run_python
 from vllm_trie.vllm_hooks import cuda_worker, gpu_hooks, ledger, support
 
 needs_triton = pytest.mark.skipif(
@@ -20,26 +19,17 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def run_program(pytestconfig: pytest.Config, module: str, **environment: str) -> dict[str, Any]:
+def run_program(module: str, **environment: str) -> dict[str, Any]:
     """The JSON object that a program prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", module],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        cwd=pytestconfig.rootpath,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    done = run_python("-m", module, OMP_NUM_THREADS="1", **environment)
     [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return json.loads(line.removeprefix("RESULT "))
 
 
 @pytest.fixture(scope="module")
-def result(pytestconfig: pytest.Config) -> dict[str, Any]:
+def result() -> dict[str, Any]:
     """What the program in Triton's interpreter found; it takes half a minute."""
-    return run_program(pytestconfig, "tests.engine.gpu_classes_run", TRITON_INTERPRET="1")
+    return run_program("tests.engine.gpu_classes_run", TRITON_INTERPRET="1")
 
 
 @needs_triton
@@ -84,17 +74,9 @@ def test_the_check_refuses_what_is_broken(result) -> None:
 
 
 @needs_triton
-def test_kernels_compile_for_the_devices_that_vllm_takes(pytestconfig, tmp_path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.gpu_compile_run"],
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},  # nothing from an earlier run
-        cwd=pytestconfig.rootpath,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+def test_kernels_compile_for_the_devices_that_vllm_takes(tmp_path) -> None:
+    nothing_earlier = {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = run_python("-m", "tests.engine.gpu_compile_run", **nothing_earlier)
     assert done.stdout.count("COMPILED") == 4
 
 
@@ -164,9 +146,9 @@ def test_the_ledger_fits_the_gpus_symbols() -> None:
 
 
 @pytest.fixture(scope="module")
-def pretended(pytestconfig: pytest.Config) -> dict[str, Any]:
+def pretended() -> dict[str, Any]:
     """What the plugin does to engines' configurations where vLLM's platform is CUDA."""
-    return run_program(pytestconfig, "tests.engine.pretended_cuda_run")
+    return run_program("tests.engine.pretended_cuda_run")
 
 
 @needs_triton

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.processes import run_python
+
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_equals_float64_in_the_interpreter(pytestconfig: pytest.Config) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.unit.attention.triton_check"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=pytestconfig.rootpath,
-        capture_output=True,
-        text=True,
+def test_equals_float64_in_the_interpreter() -> None:
+    result = run_python(
+        *("-m", "tests.unit.attention.triton_check"),
         timeout=250,
-        check=False,
+        TRITON_INTERPRET="1",
+        OMP_NUM_THREADS="1",
     )
-    assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("ok ") >= 11
