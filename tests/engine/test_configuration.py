@@ -12,7 +12,6 @@ import pytest
 import vllm
 from vllm import SamplingParams, envs
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.model_executor.models import registry as model_registry
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -28,8 +27,9 @@ from tests.engine.conftest import runner_of
 from tests.engine.families import UNSUPPORTED, write_config
 from tests.engine.prompts import prompts
 from tests.processes import run_python
+from vllm_trie.drafters import available_methods
 from vllm_trie.tiny_model import model_path
-from vllm_trie.vllm_hooks import config, ledger, plugin, support
+from vllm_trie.vllm_hooks import config, ledger, misspelled, plugin, support
 from vllm_trie.vllm_hooks.beam.enabled import reason_off
 
 TREES = {"method": "ngram_trie", "num_speculative_tokens": 8}
@@ -155,6 +155,10 @@ def test_unknown_method_on_the_command_line(capsys):
 
 
 def test_help_of_the_server():
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # since 0.33
+        from vllm.entrypoints.common.cli_args import make_arg_parser
     said = make_arg_parser(FlexibleArgumentParser()).format_help()
     assert "--speculative-model" in said
     assert "ngram_trie" in said
@@ -267,6 +271,27 @@ def test_an_unknown_method_is_vllms_to_refuse():
     with pytest.raises(Exception, match="no_such_method") as caught:
         engine_config(speculative_config={"method": "no_such_method", "num_speculative_tokens": 4})
     assert "vllm-trie" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["medusa-dynamic", "medusa_dynamik"])
+def test_a_misspelled_method(name):
+    message = refusal(speculative_config={"method": name})
+    for words in (repr(name), "did you mean 'medusa_dynamic'?", *available_methods()):
+        assert words in message
+
+
+def test_a_misspelled_method_on_the_command_line(capsys):
+    with pytest.raises(SystemExit):
+        from_command_line("--spec-method", "ngram_tri")
+    assert "did you mean 'ngram_trie'?" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"did you mean 'ngram_trie'\?"):
+        from_command_line("--speculative-model", "ngram_tri")
+
+
+def test_every_method_of_vllm_is_known():
+    assert "ngram" in misspelled.vllm_methods()
+    for name in misspelled.vllm_methods():
+        assert misspelled.meant(name, misspelled.vllm_methods()) == ""
 
 
 def test_methods_of_vllm_stay_as_they_are():

@@ -118,7 +118,8 @@ def test_a_gpu_is_refused_unless_the_user_allows_it(monkeypatch) -> None:
     ("changes", "said"),
     [
         ({"backend": SimpleNamespace(name="FLASH_ATTN")}, "attention_backend='FLASH_ATTN'"),
-        ({"cache_dtype": "float16"}, "kv_cache_dtype='float16'"),
+        ({"cache_dtype": "float16"}, "kv_cache_dtype='float16' is not the model's"),
+        ({"cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not supported"),
     ],
 )
 def test_settings_that_a_gpu_cannot_have(monkeypatch, changes, said) -> None:
@@ -128,8 +129,9 @@ def test_settings_that_a_gpu_cannot_have(monkeypatch, changes, said) -> None:
     for name, value in changes.items():
         part = found.attention_config if name == "backend" else found.cache_config
         object.__setattr__(part, name, value)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=said) as caught:
         support.check_supported(found, "ngram_trie", allow_untested_gpu=True)
+    assert str(caught.value).count("\n- ") == 1
 
 
 def test_other_accelerators_are_refused(monkeypatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_trie.drafters import available_methods, parse_options
+from vllm_trie.vllm_hooks import misspelled
 from vllm_trie.vllm_hooks.extension_points import offered
 
 CONFIG_KEY = "vllm_trie"
@@ -112,10 +113,11 @@ def translate(engine_args: Any) -> None:
     Does nothing if they ask for no method of ours; may be called again on its own result.
 
     Raises:
-        ValueError: an option or a combination is not allowed.
+        ValueError: an option or a combination is not allowed, or a method is misspelled.
     """
     method = requested_method(engine_args)
     if method is None:
+        misspelled.refuse(engine_args)
         _refuse_options_without_method(engine_args)
         return
     request = _collect(engine_args, method)

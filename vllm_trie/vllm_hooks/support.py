@@ -59,8 +59,8 @@ def _problems(config: Any, allow_untested_gpu: bool) -> Iterator[str]:
         )
     if config.cache_config.kv_sharing_fast_prefill:
         yield "kv_sharing_fast_prefill is not supported; switch it off"
-    if config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
-        yield (f"kv_cache_dtype={config.cache_config.cache_dtype!r} is not supported; use 'auto'")
+    if config.cache_config.cache_dtype not in ("auto", *_DTYPES):
+        yield f"kv_cache_dtype={config.cache_config.cache_dtype!r} is not supported; use 'auto'"
     if config.use_v2_model_runner:
         yield (
             "Model Runner V2 is not supported; unset VLLM_USE_V2_MODEL_RUNNER (vLLM then chooses "
@@ -115,7 +115,8 @@ def _gpu_setting_problems(config: Any) -> Iterator[str]:
     if attention.backend_per_kind:
         yield f"backend_per_kind={attention.backend_per_kind!r} is not supported; leave it out"
     cache_dtype = config.cache_config.cache_dtype
-    if cache_dtype not in ("auto", str(config.model_config.dtype).removeprefix("torch.")):
+    model_dtype = str(config.model_config.dtype).removeprefix("torch.")
+    if cache_dtype in _DTYPES and cache_dtype != model_dtype:  # others are refused everywhere
         yield (
             f"kv_cache_dtype={cache_dtype!r} is not the model's {config.model_config.dtype}; use "
             "'auto'"

@@ -29,6 +29,14 @@ def test_an_unknown_method_is_refused(parser: argparse.ArgumentParser) -> None:
         parser.parse_args(["--spec-method", "no_such_method"])
 
 
+def test_a_misspelled_method_is_recognized(parser: argparse.ArgumentParser) -> None:
+    with pytest.raises(argparse.ArgumentError, match="did you mean 'ngram_trie'") as caught:
+        parser.parse_args(["--spec-method", "ngram_tri"])
+    assert "--spec-method" in str(caught.value)
+    with pytest.raises(argparse.ArgumentError, match="invalid choice: 'eagel'"):
+        parser.parse_args(["--spec-method", "eagel"])
+
+
 def test_the_alias_sets_the_model(parser: argparse.ArgumentParser) -> None:
     assert parser.parse_args(["--speculative-model", "ngram_trie"]).spec_model == "ngram_trie"
     assert parser.parse_args(["--spec-model", "ngram_trie"]).spec_model == "ngram_trie"
