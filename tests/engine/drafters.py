@@ -115,7 +115,8 @@ class FaultyDrafter(OracleDrafter):
         return tree
 
     def release(self, request_id: str) -> None:
-        if hash(request_id) % 3 == 0:
+        number = request_id.partition("-")[0]  # vLLM appends something random
+        if number.endswith(("0", "3", "6")):
             raise KeyError(request_id)
 
 
