@@ -13,6 +13,7 @@ from vllm_trie.budget.step_cost import StepCost
 from vllm_trie.tree import TokenTree
 
 _LONGEST_PAUSE = 64
+_TRUST = 4  # how much shorter the next pause becomes by a draft that pays
 _ENOUGH = 256  # verified nodes that are taken in together: one call for many costs that for few
 _DECAY = 0.9  # of a request's record, each step
 _BENEFIT_OF_DOUBT = 1.0  # accepted tokens that every request's record starts with
@@ -102,7 +103,8 @@ class NodeBudget:
             cut[i] = _subtree(trees[i], keep) if pays else TokenTree.empty()
             record.in_flight = float(expected[keep].sum()) if pays else 0.0
         if pays or whole:
-            self._next_pause = 1
+            # One lucky draft does not end the caution, a few in a row do.
+            self._next_pause = max(self._next_pause // _TRUST, 1)
         elif self._drafting_seconds > _CHEAP * plain:
             self._pause = self._next_pause
             self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)

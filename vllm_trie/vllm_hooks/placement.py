@@ -79,8 +79,7 @@ def logits_metadata(
 ) -> SpecDecodeMetadata:
     """Of which token rows there are logits; all that the walk down the trees needs to know.
 
-    vLLM's own method also computes what its rejection sampler reads, which costs more than all of
-    the plugin's work in a step without drafts. Those fields are empty here.
+    vLLM's own method also computes what its rejection sampler reads. Those fields are empty here.
 
     Args:
         num_draft_tokens: int [batch rows], nodes of each row's tree.
@@ -88,10 +87,8 @@ def logits_metadata(
         device: of the indices.
     """
     num_sampled = num_draft_tokens + 1
-    rows = cu_num_scheduled_tokens - 1
-    if num_draft_tokens.any():
-        ends = np.cumsum(num_sampled)
-        rows = np.repeat(cu_num_scheduled_tokens - ends, num_sampled) + np.arange(ends[-1])
+    ends = np.cumsum(num_sampled)
+    rows = np.repeat(cu_num_scheduled_tokens - ends, num_sampled) + np.arange(ends[-1])
     logits_indices = to_device(rows.astype(np.int32), device)
     unused = logits_indices[:0]
     return SpecDecodeMetadata(

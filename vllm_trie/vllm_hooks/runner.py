@@ -7,12 +7,15 @@ One step, in the order in which vLLM calls the overridden methods:
 3. ``_sample``: the lossless walk, then the accepted nodes' KV moves to its final slots.
 4. ``propose_draft_token_ids``: the drafter fills the trees of the next step.
 5. ``sample_tokens``: the step's statistics ride along to the scheduler.
+
+A step without drafts goes vLLM's way without speculation as far as it can: on a small model what
+vLLM does for drafts that are not there would be a noticeable part of the step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,8 +39,15 @@ from vllm_trie.vllm_hooks.sampling import (
     sample_levels,
 )
 from vllm_trie.vllm_hooks.stats import STATS_ATTRIBUTE, TreeStats
-from vllm_trie.vllm_hooks.step import TREE_ATTRIBUTE, PendingTree, trees_of_step
+from vllm_trie.vllm_hooks.step import (
+    EMPTY_TREE,
+    TREE_ATTRIBUTE,
+    PendingTree,
+    trees_of_step,
+)
 from vllm_trie.vllm_hooks.step_clock import StepClock
+
+_NO_DRAFT = VerifiedStep(EMPTY_TREE.tree, (), None)
 
 
 class TreeRunnerMixin:
@@ -51,8 +61,11 @@ class TreeRunnerMixin:
         # Of the step that runs, by batch row: its tree, and the row of logits that its bonus token
         # was sampled from.
         self._step_trees: list[PendingTree] = []
-        self._last_rows: list[int] = []
+        self._last_rows: Sequence[int] = []
         self._tree_batch: TreeBatch | None = None
+        self._has_drafts = False
+        self._is_pausing = False
+        """Whether no drafts are wanted after the step that runs."""
         self._cache_groups: list[compaction.CacheGroup] | None = None
         self._clock = StepClock()
         self._decode_tokens = 0
@@ -88,26 +101,46 @@ class TreeRunnerMixin:
 
     # -- 1. inputs -----------------------------------------------------------------------------
 
+    def _without_speculation(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of vLLM's that would do more if the engine speculates."""
+        config, self.speculative_config = self.speculative_config, None
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self.speculative_config = config
+
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         self._clock.start()
+        self._is_pausing = not self._is_drafting()
         return super().execute_model(*args, **kwargs)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        num_requests = self.input_batch.num_reqs
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        self._has_drafts = bool(drafts)
+        if not drafts:
+            self._step_trees = [EMPTY_TREE] * num_requests
+            self._tree_batch = None
+            self._decode_tokens = num_tokens if num_tokens == num_requests else 0
+            return self._without_speculation(
+                super()._prepare_inputs, scheduler_output, num_scheduled_tokens
+            )
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         start = time.perf_counter()
-        batch = self.input_batch
-        num_tokens = scheduler_output.total_num_scheduled_tokens
         self._step_trees = trees_of_step(
-            self._stored_trees,
-            scheduler_output.scheduled_spec_decode_tokens,
-            batch.req_id_to_index,
-            batch.num_reqs,
+            self._stored_trees, drafts, self.input_batch.req_id_to_index, num_requests
         )
         self._tree_batch = place_trees(self, self._step_trees, num_scheduled_tokens, num_tokens)
-        decoding = batch.num_reqs + sum(len(tree.token_ids) for tree in self._step_trees)
+        decoding = num_requests + sum(len(tree.token_ids) for tree in self._step_trees)
         self._decode_tokens = num_tokens if num_tokens == decoding else 0
         self._tree_stats.preparation_seconds += time.perf_counter() - start
         return prepared
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        if self._has_drafts:
+            return super()._preprocess(*args, **kwargs)
+        return self._without_speculation(super()._preprocess, *args, **kwargs)
 
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
@@ -126,17 +159,20 @@ class TreeRunnerMixin:
     # -- 3. verification -----------------------------------------------------------------------
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
-        start = time.perf_counter()
         trees = self._step_trees
         sampling_metadata = self.input_batch.sampling_metadata
+        if not self._has_drafts:
+            self._last_rows = range(len(trees))
+            if self._guarded.drafter.needs_node_argmax:
+                self._remember_steps([()] * len(trees), self._last_rows, logits)
+            else:
+                self._last_steps.update(dict.fromkeys(self.input_batch.req_ids, _NO_DRAFT))
+            return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
+
+        start = time.perf_counter()
         base = [0] * len(trees)
         for index in range(1, len(trees)):
             base[index] = base[index - 1] + len(trees[index - 1].token_ids) + 1
-        if spec_decode_metadata is None or spec_decode_metadata.max_spec_len == 0:
-            self._last_rows = base
-            self._remember_steps([[]] * len(trees), base, logits)
-            return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
-
         argmax = None
         if is_plain_greedy(sampling_metadata):
             argmax = argmax_of_rows(self.sampler, logits)
@@ -211,15 +247,10 @@ class TreeRunnerMixin:
         **unused_too: Any,
     ) -> list[list[int]]:
         start = time.perf_counter()
-        if self._budget is not None and self._decode_tokens:
-            self._budget.observe_step(self._decode_tokens, self._clock.stop())
         before = self._guarded.seconds
-        num_rows = sum(map(bool, sampled_token_ids))  # a prefill that goes on has no token
-        self._tree_stats.steps += num_rows
-        self._tree_stats.tokens += sum(map(len, sampled_token_ids))
-        self._forget_stored_trees()
+        num_rows = self._end_step(sampled_token_ids)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        if self._is_drafting():
+        if not self._is_pausing:  # a patched vLLM asks all the same
             max_nodes = scheduler_output.num_spec_tokens_to_schedule
             requests = draft_requests(self, sampled_token_ids, max_nodes, self._last_steps)
             if self._guarded.drafter.needs_hidden_states:
@@ -239,16 +270,28 @@ class TreeRunnerMixin:
             self._budget.observe_drafting(elapsed)
         return drafts
 
-    def _forget_stored_trees(self) -> None:
-        """Drop the trees of the batch's requests: their drafts have been verified.
+    def _end_step(self, new_tokens: Sequence[Sequence[int]]) -> int:
+        """Take in the step's time and tokens, and drop its trees, whose drafts have been verified.
 
-        Those of other requests stay, the scheduler may still send their drafts.
+        Trees of requests outside the batch stay, the scheduler may still send their drafts.
+
+        Args:
+            new_tokens: of each batch row; none if its prefill goes on.
+
+        Returns:
+            How many requests got tokens.
         """
+        if self._budget is not None and self._decode_tokens:
+            self._budget.observe_step(self._decode_tokens, self._clock.stop())
+        num_rows = sum(map(bool, new_tokens))
+        self._tree_stats.steps += num_rows
+        self._tree_stats.tokens += sum(map(len, new_tokens))
         for request_id in self.input_batch.req_ids:
             self._stored_trees.pop(request_id, None)
+        return num_rows
 
     def _is_drafting(self) -> bool:
-        """Whether the next step may have drafts."""
+        """Whether the step after the one that begins may have drafts; counts down a pause."""
         # Ranks measure different times: only rank 0's choice counts, and all draft at every step.
         alone = self.parallel_config.tensor_parallel_size == 1
         return self._budget is None or not alone or self._budget.should_draft()
@@ -270,7 +313,13 @@ class TreeRunnerMixin:
     # -- 5. statistics -------------------------------------------------------------------------
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        output = super().sample_tokens(grammar_output)
+        if self._is_pausing:
+            output = self._without_speculation(super().sample_tokens, grammar_output)
+            new_tokens = getattr(output, "sampled_token_ids", None)
+            if new_tokens:
+                self._end_step(new_tokens)
+        else:
+            output = super().sample_tokens(grammar_output)
         if self._tree_stats.steps:
             self._tree_stats.draft_failures = self._guarded.take_new_failures()
             setattr(output, STATS_ATTRIBUTE, self._tree_stats)

@@ -115,8 +115,15 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         f"{_RUNNER}._prepare_inputs",
-        "overridden: positions of tree nodes follow their depth",
+        "overridden: positions of tree nodes follow their depth; a step without drafts is prepared "
+        "as if speculative_config were None",
         parameters=("scheduler_output", "num_scheduled_tokens"),
+        retire_when=_TREE_DRAFTS,
+        extension_point="draft_verifier",
+    ),
+    Hook(
+        f"{_RUNNER}._preprocess",
+        "overridden: nothing to look for in a step without drafts",
         retire_when=_TREE_DRAFTS,
         extension_point="draft_verifier",
     ),
@@ -181,7 +188,8 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         f"{_RUNNER}.sample_tokens",
-        "overridden: hangs the worker's statistics on its output",
+        "overridden: hangs the worker's statistics on its output; runs as if speculative_config "
+        "were None where no drafts are wanted",
         parameters=("grammar_output",),
         retire_when="proposers can report statistics",
         extension_point="proposer_stats",
