@@ -1,0 +1,103 @@
+"""Steps without drafts go vLLM's way without speculation, and nothing is lost between the two."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.compare import differences, generate, speculation, tell_oracle
+from tests.engine.conftest import runner_of
+from tests.engine.prompts import prompts
+from vllm_trie.budget import NodeBudget
+from vllm_trie.tiny_model import medusa_path
+
+pytestmark = pytest.mark.usefixtures("test_drafters")
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
+METHODS = {
+    "test_oracle": {},
+    "lookahead_trie": {},
+    "medusa_dynamic": {"model": str(medusa_path())},
+}
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """Drafting is wanted after some steps and not after others, and every node is verified."""
+    wanted = itertools.cycle([True] * 3 + [False] * 4 + [True] + [False])
+    monkeypatch.setattr(NodeBudget, "should_draft", lambda self: next(wanted))
+    monkeypatch.setattr(NodeBudget, "cut", lambda self, request_ids, trees, num_rows: list(trees))
+
+
+def count_calls(monkeypatch, runner, *names: str) -> Counter[str]:
+    """How often methods of the runner are called from now on."""
+    calls: Counter[str] = Counter()
+
+    def counted(name, method):
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(runner, name, counted(name, getattr(runner, name)))
+    return calls
+
+
+def test_pausing_steps_do_nothing_for_drafts(engine, pauses, monkeypatch):
+    expected = generate(engine(), prompts(8), GREEDY)
+    tell_oracle(expected)
+    llm = engine(**speculation("test_oracle", 16, node_budget="adaptive"))
+    runner = runner_of(llm)
+    calls = count_calls(
+        monkeypatch,
+        runner,
+        "_prepare_inputs",
+        "_calc_spec_decode_metadata",
+        "propose_draft_token_ids",
+    )
+    before = runner.tree_totals.steps, runner.tree_totals.tokens
+    assert differences(expected, generate(llm, prompts(8), GREEDY, 1)) == []
+    assert 0 < calls["_calc_spec_decode_metadata"] <= calls["propose_draft_token_ids"]
+    # Four of nine steps draft.
+    assert calls["propose_draft_token_ids"] / calls["_prepare_inputs"] == pytest.approx(
+        4 / 9, abs=0.1
+    )
+    assert runner.tree_totals.steps - before[0] == calls["_prepare_inputs"]
+    assert runner.tree_totals.tokens - before[1] == sum(
+        len(o.outputs[0].token_ids) for o in expected
+    )
+    assert runner.speculative_config is not None
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 48}], ids=["whole", "chunked"])
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy(engine, pauses, method, options):
+    expected = generate(engine(**options), prompts(12), GREEDY)
+    tell_oracle(expected)
+    tree = engine(**speculation(method, 24, node_budget="adaptive", **METHODS[method]), **options)
+    totals = runner_of(tree).tree_totals
+    before = totals.tokens - totals.steps
+    assert differences(expected, generate(tree, prompts(12), GREEDY, 5)) == []
+    assert totals.tokens - totals.steps > before + 12  # drafts were accepted in between
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.9, "seed": 7},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "logprobs": 3},
+    ],
+    ids=lambda p: "-".join(p),
+)
+def test_sampling_parameters(engine, pauses, params):
+    params = SamplingParams(max_tokens=60, ignore_eos=True, **params)
+    expected = generate(engine(), prompts(10), params)
+    tell_oracle(expected)
+    tree = engine(**speculation("test_oracle", 24, node_budget="adaptive"))
+    assert differences(expected, generate(tree, prompts(10), params)) == []
