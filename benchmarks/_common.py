@@ -55,6 +55,15 @@ def median_seconds(timed: Sequence[tuple[float, Any]]) -> float:
     return median(seconds for seconds, _ in timed)
 
 
+def median_ratio(base: Sequence[tuple[float, Any]], timed: Sequence[tuple[float, Any]]) -> float:
+    """Speed over another's, of what `in_turns` measured in the same turns.
+
+    The median of the turns' ratios: the machine's speed drifts, and less within a turn than over
+    all of them.
+    """
+    return median(theirs / ours for (theirs, _), (ours, _) in zip(base, timed, strict=True))
+
+
 def machine() -> str:
     """The machine and the versions, in one line."""
     parts = [_processor(), f"{os.cpu_count()} cores"]

@@ -13,7 +13,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from _common import Row, finish, in_turns, median_seconds, option_parser, quietly
+from _common import Row, finish, in_turns, median_ratio, median_seconds, option_parser, quietly
 from speculation import keep_kernel_overrides
 
 from vllm_trie.demo import engines, measure
@@ -138,16 +138,14 @@ def compare(
         {key: lambda llm=llm: measure.generate(llm, batch, params) for key, llm in llms.items()},
         repeats,
     )
-    seconds = {key: median_seconds(runs) for key, runs in timed.items()}
-    plain = seconds["plain", 0]
     return [
         {
             "method": method,
             "nodes": nodes,
             "prompts": workload,
             "batch_size": len(batch),
-            "tokens_per_s": len(batch) * params.max_tokens / seconds[method, nodes],
-            "ratio_to_plain": plain / seconds[method, nodes],
+            "tokens_per_s": len(batch) * params.max_tokens / median_seconds(timed[method, nodes]),
+            "ratio_to_plain": median_ratio(timed["plain", 0], timed[method, nodes]),
             **counts[method, nodes],
         }
         for method, nodes in llms

@@ -97,6 +97,8 @@ def test_runs_take_turns() -> None:
     assert "".join(order) == "abbaab"
     assert [result for _, result in timed["b"]] == ["B"] * 3
     assert _common.median_seconds([(3.0, None), (1.0, None), (2.0, None)]) == 2.0
+    slower = [(3.0, None), (4.0, None), (20.0, None)]
+    assert _common.median_ratio(slower, [(1.0, None), (2.0, None), (4.0, None)]) == 3.0
 
 
 def test_rows_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
