@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shutil
-import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +19,15 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from vllm_trie._version import __version__
+from vllm_trie.native import NativeBuildError, find_compiler
 
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "vllm_trie"
 PACKAGES = ("torch", "transformers", "triton", "xformers", "numpy", "pydantic")
+_NO_TORCH_COMPILER = (
+    "vLLM's CPU build starts only with enforce_eager=True, and computes log-probabilities and beam "
+    "searches only with TORCHDYNAMO_DISABLE=1 in the environment"
+)
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
 
 
@@ -234,7 +237,10 @@ def describe_support(hooks: Sequence[HookState]) -> dict[str, Any]:
 def describe_platform() -> tuple[dict[str, Any], list[Problem]]:
     """The machine: device, instruction sets, and whether C++ kernels can be compiled."""
     problems = []
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    try:
+        compiler, lacking = " ".join(find_compiler()), ""
+    except NativeBuildError as error:
+        compiler, lacking = None, str(error)
     headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
     machine: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
@@ -244,9 +250,6 @@ def describe_platform() -> tuple[dict[str, Any], list[Problem]]:
         "isa": cpu_flags(),
         "cxx": compiler,
         "python_headers": headers,
-        "ninja": shutil.which(
-            "ninja", path=os.pathsep.join([bin_folder(), os.environ.get("PATH", "")])
-        ),
         "device": "cpu",
     }
     try:
@@ -262,12 +265,11 @@ def describe_platform() -> tuple[dict[str, Any], list[Problem]]:
             problems += gpu_problems
     except Exception as error:  # a torch of the wrong build fails with OSError and others
         problems.append(Problem("error", f"torch does not import: {error}"))
-    if machine["device"] == "cpu":
-        lacking = [] if compiler else ["a C++ compiler (g++ or CXX)"]
-        lacking += [] if headers else ["Python.h (python3-dev)"]
-        if lacking:
-            text = f"no {' and no '.join(lacking)}: the CPU kernels cannot be compiled"
-            problems.append(Problem("warning", text))
+    if machine["device"] == "cpu" and lacking:
+        text = f"{lacking}: the plugin's kernels run as slower Python, and {_NO_TORCH_COMPILER}"
+        problems.append(Problem("warning", text))
+    elif machine["device"] == "cpu" and not headers:
+        problems.append(Problem("warning", f"no Python.h (python3-dev): {_NO_TORCH_COMPILER}"))
     return machine, problems
 
 
@@ -314,11 +316,6 @@ def check_gpu(
     ]
     errors = ", ".join(f"{result.largest_error:.1g} ({one})" for one, result in found)
     return f"largest errors {errors}", problems
-
-
-def bin_folder() -> str:
-    """Where this environment's commands lie; not on PATH when it is not activated."""
-    return str(Path(sys.executable).parent)
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:

@@ -8,6 +8,7 @@ from vllm_trie.native.build import (
     NativeBuildError,
     build_library,
     cache_folder,
+    find_compiler,
     load_library,
 )
 from vllm_trie.native.library import NativeLibrary
@@ -19,5 +20,6 @@ __all__ = [
     "NativeLibrary",
     "build_library",
     "cache_folder",
+    "find_compiler",
     "load_library",
 ]

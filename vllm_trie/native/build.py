@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -78,7 +79,7 @@ def build_library(
     Raises:
         NativeBuildError: no compiler, or it failed (its message is included).
     """
-    compiler = _find_compiler()
+    compiler = find_compiler()
     digest = _digest(compiler, [*sources, *headers], flags)
     folder = cache_folder()
     library = folder / f"{name}-{digest}.so"
@@ -133,21 +134,31 @@ def _load(
         return ctypes.CDLL(str(build_library(name, sources, flags, headers, rebuild=True)))
 
 
-def _find_compiler() -> str:
+def find_compiler() -> tuple[str, ...]:
+    """The command that calls the C++ compiler: `CXX`, which may have arguments, or the first found.
+
+    Links are not followed: `g++` may be one to ccache, and clang goes by the name it is called.
+
+    Raises:
+        NativeBuildError: there is none.
+    """
     chosen = os.environ.get("CXX")
-    for candidate in [chosen] if chosen else ["g++", "clang++", "c++"]:
-        found = shutil.which(candidate)
-        if found:
-            return os.path.realpath(found)
     if chosen:
+        with suppress(ValueError):  # a quotation mark without its fellow
+            program, *arguments = shlex.split(chosen) or [""]
+            if found := shutil.which(program):
+                return (os.path.abspath(found), *arguments)
         raise NativeBuildError(f"CXX={chosen!r} is not a program")
+    for candidate in ("g++", "clang++", "c++"):
+        if found := shutil.which(candidate):
+            return (os.path.abspath(found),)
     raise NativeBuildError("no C++ compiler (g++, clang++ or c++) on PATH")
 
 
-def _digest(compiler: str, files: Sequence[Path], flags: Sequence[str]) -> str:
+def _digest(compiler: Sequence[str], files: Sequence[Path], flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    status = os.stat(compiler)
-    for part in (compiler, status.st_size, status.st_mtime_ns, *flags, _cpu_description()):
+    status = os.stat(compiler[0])
+    for part in (*compiler, status.st_size, status.st_mtime_ns, *flags, _cpu_description()):
         digest.update(f"{part}\0".encode())
     for file in files:
         content = file.read_bytes()
@@ -169,11 +180,13 @@ def _cpu_description() -> str:
     )
 
 
-def _compile(compiler: str, sources: Sequence[Path], flags: Sequence[str], library: Path) -> None:
+def _compile(
+    compiler: Sequence[str], sources: Sequence[Path], flags: Sequence[str], library: Path
+) -> None:
     logger.info("compiling %s", library.name)
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
-    command = [compiler, *flags, "-shared", "-fPIC", *map(str, sources), "-o", temporary]
+    command = [*compiler, *flags, "-shared", "-fPIC", *map(str, sources), "-o", temporary]
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False
@@ -182,7 +195,9 @@ def _compile(compiler: str, sources: Sequence[Path], flags: Sequence[str], libra
             raise NativeBuildError(f"{' '.join(command)} failed: {result.stderr.strip()[-2000:]}")
         os.replace(temporary, library)
     except subprocess.TimeoutExpired as error:
-        raise NativeBuildError(f"{compiler} took more than {_COMPILE_SECONDS} s") from error
+        raise NativeBuildError(
+            f"{' '.join(compiler)} took more than {_COMPILE_SECONDS} s"
+        ) from error
     finally:
         Path(temporary).unlink(missing_ok=True)
 

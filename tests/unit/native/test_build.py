@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_trie.native import NativeBuildError, build_library, cache_folder, load_library
+from vllm_trie.native import (
+    NativeBuildError,
+    build_library,
+    cache_folder,
+    find_compiler,
+    load_library,
+)
 from vllm_trie.native import build as build_module
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -68,6 +74,32 @@ def test_no_compiler_is_one_log_line(
     monkeypatch.setenv("CXX", "nonesuch")
     with pytest.raises(NativeBuildError, match="CXX='nonesuch'"):
         build_library("answer", [source])
+
+
+def test_a_compiler_behind_a_link(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ccache and clang do what the name says that they are called by."""
+    real = find_compiler()[0]
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(f'#!/bin/sh\ncase $0 in */g++) exec {real} "$@";; esac\nexit 3\n')
+    wrapper.chmod(0o755)
+    (tmp_path / "g++").symlink_to(wrapper)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CXX", raising=False)
+    assert find_compiler() == (str(tmp_path / "g++"),)
+    assert load_library("answer", [source]) is not None
+
+
+def test_a_compiler_with_arguments(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f"env VARIABLE='a b' {find_compiler()[0]} -Wall")
+    library = load_library("answer", [source])
+    assert library is not None
+    assert library.answer() == 42
+    for wrong in ("g++ 'unbalanced", " "):
+        monkeypatch.setenv("CXX", wrong)
+        with pytest.raises(NativeBuildError, match="is not a program"):
+            find_compiler()
 
 
 def test_compiler_errors_are_told(source: Path, caplog: pytest.LogCaptureFixture) -> None:
