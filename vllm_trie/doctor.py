@@ -25,8 +25,8 @@ PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "vllm_trie"
 PACKAGES = ("torch", "transformers", "triton", "xformers", "numpy", "pydantic")
 _NO_TORCH_COMPILER = (
-    "vLLM's CPU build starts only with enforce_eager=True, and computes log-probabilities and beam "
-    "searches only with TORCHDYNAMO_DISABLE=1 in the environment"
+    "vLLM's CPU build starts only with enforce_eager=True, and samples, computes log-probabilities "
+    "and searches with beams only with TORCHDYNAMO_DISABLE=1 in the environment"
 )
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
 
