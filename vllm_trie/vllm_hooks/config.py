@@ -30,6 +30,8 @@ MAX_NODES = 256
 
 # Keys of ``additional_config["vllm_trie"]`` that belong to other parts of the plugin.
 _OTHER_KEYS = frozenset({"beam_search"})
+# Native beam search reads this one too, with a speculative method or without.
+_SHARED_KEY = "allow_untested_gpu"
 
 
 class EngineOptions(BaseModel):
@@ -141,7 +143,12 @@ def translate(engine_args: Any) -> None:
 def _refuse_options_without_method(engine_args: Any) -> None:
     additional = engine_args.additional_config
     carried = additional.get(CONFIG_KEY) if isinstance(additional, Mapping) else None
-    idle = set(carried) - set(_OTHER_KEYS) if isinstance(carried, Mapping) else set()
+    idle = set(carried) - _OTHER_KEYS - {_SHARED_KEY} if isinstance(carried, Mapping) else set()
+    if isinstance(carried, Mapping) and not isinstance(carried.get(_SHARED_KEY, False), bool):
+        raise ValueError(
+            f"additional_config[{CONFIG_KEY!r}][{_SHARED_KEY!r}]={carried[_SHARED_KEY]!r} must be "
+            "True or False"
+        )
     if idle:
         raise ValueError(
             f"additional_config[{CONFIG_KEY!r}] sets {', '.join(sorted(idle))}, but no speculative "

@@ -44,3 +44,10 @@ def test_overridden_methods_are_in_the_ledger():
             overridden = {name for name in overridden if not name.startswith("__")}
             overridden -= {"_abc_impl"}
             assert overridden <= listed, overridden - listed
+
+
+def test_install_may_be_called_again_by_its_name():
+    from vllm_trie.vllm_hooks import beam
+
+    beam.install()
+    beam.install()

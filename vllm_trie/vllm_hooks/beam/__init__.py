@@ -9,6 +9,6 @@ __all__ = ["BEAM_HOOKS", "install"]
 
 def install() -> None:
     """Put native beam search into the vLLM of this process; idempotent."""
-    from vllm_trie.vllm_hooks.beam.install import install as install_hooks
+    from vllm_trie.vllm_hooks.beam.installing import install as install_hooks
 
     install_hooks()

@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
 ENV_SWITCH = "VLLM_TRIE_BEAM"
 OPTION = "beam_search"
 """Key in ``additional_config["vllm_trie"]``: False turns native beam search off."""
+ALLOW_GPU_OPTION = "allow_untested_gpu"
+"""Key in ``additional_config["vllm_trie"]``: True switches it on where it has never run."""
 
 
 def switched_off() -> str | None:
@@ -26,13 +32,57 @@ def reason_off(vllm_config: Any) -> str | None:
     """
     if reason := switched_off():
         return reason
-    plugin = (vllm_config.additional_config or {}).get("vllm_trie") or {}
-    if isinstance(plugin, dict) and plugin.get(OPTION) is False:
+    plugin = _plugin_config(vllm_config)
+    if plugin.get(OPTION) is False:
         return f'additional_config["vllm_trie"]["{OPTION}"]=False turns it off'
     scheduler_cls = vllm_config.scheduler_config.scheduler_cls
     if scheduler_cls is not None and not _is_ours(scheduler_cls):
         return f"scheduler_cls={scheduler_cls!r} is not one of ours; leave scheduler_cls out"
-    return _model_reason(vllm_config.model_config) or _engine_reason(vllm_config)
+    return (
+        _platform_reason(plugin)
+        or _model_reason(vllm_config.model_config)
+        or _engine_reason(vllm_config)
+    )
+
+
+def say_where_untested(vllm_config: Any) -> None:
+    """One log line at start-up where the platform is none that beam search was tested on."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return
+    reason = reason_off(vllm_config)
+    if reason is None:
+        logger.warning(
+            "Native beam search is on by %s=True. It has never run on a GPU: compare results with "
+            "vLLM's own beam search before you rely on them.",
+            ALLOW_GPU_OPTION,
+        )
+    elif reason == _platform_reason(_plugin_config(vllm_config)):
+        logger.info("Native beam search is off, vLLM's own serves: %s", reason)
+
+
+def cache_reason(kv_cache_config: Any) -> str | None:
+    """Why KV blocks of this cache cannot be shared and copied by rows, None if they can.
+
+    What a model's configuration does not say, its cache does: only groups that keep every token of
+    a request, one state each, can be forked block by block.
+    """
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        UniformTypeKVCacheSpecs,
+    )
+
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        several = isinstance(spec, UniformTypeKVCacheSpecs)
+        for each in spec.kv_cache_specs.values() if several else (spec,):
+            if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
+                return f"KV cache of kind {type(each).__name__} is not supported"
+            if getattr(each, "tokens_per_state", 1) != 1:
+                return "compressed KV cache (several tokens in one state) is not supported"
+    return None
 
 
 def reason_for_stock_search(vllm_config: Any, params: Any) -> str | None:
@@ -43,6 +93,26 @@ def reason_for_stock_search(vllm_config: Any, params: Any) -> str | None:
         return "structured_outputs need vLLM's own search"
     if getattr(params, "allowed_token_ids", None) is not None:  # since vLLM 0.33
         return "allowed_token_ids need vLLM's own search"
+    return None
+
+
+def _plugin_config(vllm_config: Any) -> dict[str, Any]:
+    plugin = (vllm_config.additional_config or {}).get("vllm_trie") or {}
+    return plugin if isinstance(plugin, dict) else {}
+
+
+def _platform_reason(plugin: dict[str, Any]) -> str | None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return None
+    if not current_platform.is_cuda():
+        return f"platform {current_platform.device_type!r} is neither a CPU nor an NVIDIA GPU"
+    if plugin.get(ALLOW_GPU_OPTION) is not True:
+        return (
+            "it has never run on a GPU; to try it, set "
+            f'additional_config={{"vllm_trie": {{"{ALLOW_GPU_OPTION}": True}}}}'
+        )
     return None
 
 

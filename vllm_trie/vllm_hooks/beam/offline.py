@@ -123,6 +123,10 @@ def _to_beam_output(
     prompt_token_ids = engine_input["prompt_token_ids"]
     sequences = []
     for output in result.outputs:
+        if output.finish_reason == "error":
+            raise RuntimeError(
+                f"beam search failed for request {result.request_id}; the engine's log says why"
+            )
         # As vLLM's own search returns them: tokens and text begin with the prompt.
         tokens = [*prompt_token_ids, *output.token_ids]
         logprobs: list[dict[int, Logprob]] = list(output.logprobs or [])

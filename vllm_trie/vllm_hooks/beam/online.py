@@ -7,12 +7,15 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from vllm import RequestOutput
+from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 from vllm_trie.beam import OPTION_NAMES
 from vllm_trie.vllm_hooks.beam.enabled import reason_for_stock_search
 from vllm_trie.vllm_hooks.beam.offline import beam_extra_args
 from vllm_trie.vllm_hooks.beam.request_spec import BeamRequestError
+
+logger = init_logger(__name__)
 
 _FIELDS = (
     "stop",
@@ -60,7 +63,6 @@ def wrap_to_beam_search_params(original: Any) -> Any:
 
     @functools.wraps(original)
     def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> BeamSearchParams:
-        refuse_stream(self)
         params = original(self, *args, **kwargs)
         params.openai_request = self
         return params
@@ -83,7 +85,7 @@ def wrap_beam_search(original: Any) -> Any:
     """The serving classes' ``beam_search``: one native request in place of one per token."""
 
     @functools.wraps(original)
-    async def beam_search(
+    def beam_search(
         self: Any,
         prompt: Any,
         request_id: str,
@@ -94,11 +96,9 @@ def wrap_beam_search(original: Any) -> Any:
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         arguments = (prompt, request_id, params, lora_request, trace_headers, session_id)
+        # At once, not when the first output is asked for: what is refused gets a 400.
         outputs = native_beam_search(self, *arguments, **options)
-        if outputs is None:
-            outputs = original(self, *arguments, **options)
-        async for output in outputs:
-            yield output
+        return original(self, *arguments, **options) if outputs is None else outputs
 
     return beam_search
 
@@ -118,10 +118,18 @@ def native_beam_search(
     Args:
         serving: vLLM's serving class.
         options: what later versions of vLLM pass besides, for the engine client.
+
+    Raises:
+        BeamRequestError: The native search would serve it, but for something that it refuses.
     """
     reason = reason_for_stock_search(serving.engine_client.vllm_config, params)
-    if reason is not None or prompt["type"] != "token":
+    if reason is None and prompt["type"] != "token":
+        reason = "only text prompts and token ids are searched natively"
+    if reason is not None:
+        logger.info_once("use_beam_search runs vLLM's own beam search: %s", reason)
         return None
+    if (request := getattr(params, "openai_request", None)) is not None:
+        refuse_stream(request)
     return serving.engine_client.generate(
         prompt,
         to_sampling_params(params),

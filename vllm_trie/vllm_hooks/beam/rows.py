@@ -10,7 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.vllm_hooks.beam.blocks import fork_blocks, move_blocks
-from vllm_trie.vllm_hooks.beam.enabled import reason_off
+from vllm_trie.vllm_hooks.beam.enabled import cache_reason, reason_off, say_where_untested
 from vllm_trie.vllm_hooks.beam.group import BeamGroup
 
 
@@ -36,7 +36,8 @@ class BeamRows(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.beam_counters = BeamCounters()
-        self._beam_off = reason_off(self.vllm_config)
+        self._beam_off = reason_off(self.vllm_config) or cache_reason(self.kv_cache_config)
+        say_where_untested(self.vllm_config)
         self._groups: dict[str, BeamGroup] = {}
         self._group_of_member: dict[str, BeamGroup] = {}
         self._group_of_row: dict[str, BeamGroup] = {}

@@ -120,6 +120,8 @@ class AsyncTrieBeamScheduler(BeamScheduling, AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
+        if self._beam_off is not None:
+            return
         scheduled = scheduler_output.num_scheduled_tokens
         for row_id in self._group_of_row:
             if row_id in scheduled:

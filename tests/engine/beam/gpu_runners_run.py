@@ -1,0 +1,151 @@
+"""Beam search on the classes that run it on a GPU, on a CPU, with random load and aborts.
+
+A program of its own, as TRITON_INTERPRET=1 must be set before Triton is imported::
+
+    python -m tests.engine.beam.gpu_runners_run v2 --asynchronous --num-blocks 9
+
+``v2`` is Model Runner V2, vLLM's default on GPUs: the class is the GPU's own, its Triton kernels
+run in Triton's interpreter. ``v1`` is Model Runner V1 with its buffers on the host and on the
+device apart, as on a GPU. Asynchronous scheduling has stand-ins for streams and events. Attention
+is the CPU's. Prints one JSON object.
+"""
+
+# What is set up here must stand before the imports that it is for.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+from types import SimpleNamespace
+from typing import Any
+
+parser = argparse.ArgumentParser()
+parser.add_argument("runner", choices=["v1", "v2"])
+parser.add_argument("--asynchronous", action="store_true")
+parser.add_argument("--num-blocks", type=int)
+parser.add_argument("--no-prefix-caching", action="store_true")
+parser.add_argument("--overcommit", action="store_true")
+parser.add_argument("--searches", type=int, default=8)
+arguments = parser.parse_args()
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["TORCH_COMPILE_DISABLE"] = "1"  # its own Triton code would want a device
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(arguments.runner == "v2"))
+
+import triton.backends
+
+# vLLM's CPU build takes Triton only with a backend for CPUs; the interpreter needs none.
+triton.backends.backends["cpu"] = SimpleNamespace(
+    driver=SimpleNamespace(is_active=lambda: True), compiler=None
+)
+
+from tests.engine.beam.async_on_cpu import force_async_scheduling
+
+if arguments.asynchronous:
+    force_async_scheduling()
+
+from vllm import LLM
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu import model_runner as gpu_model_runner_v2
+
+from tests.engine.beam.cases import check_case, greedy_requests, prompt, request_of
+from tests.engine.beam.oracle import Case
+from tests.engine.conftest import free_blocks, scheduler_of
+from vllm_trie.tiny_model import model_path
+from vllm_trie.vllm_hooks.beam.group import BeamGroup
+
+
+def random_case(rng: random.Random, number: int) -> Case:
+    return Case(
+        prompt(number, rng.randint(5, 60)),
+        rng.choice([1, 2, 3, 5, 7]),
+        rng.choice([True, False, "never"]),
+        rng.choice([0.0, 0.6, 1.0]),
+        rng.randint(1, 16),
+    )
+
+
+def run(llm: LLM, rng: random.Random) -> dict[str, Any]:
+    """Searches and ordinary requests come at random times, some searches are aborted."""
+    cases = {f"case {i}": random_case(rng, i) for i in range(arguments.searches)}
+    victims = {f"victim {i}": random_case(rng, 30 + i) for i in range(3)}
+    greedy = {f"greedy {i}": each for i, each in enumerate(greedy_requests(3, max_tokens=12))}
+    alone = {
+        name: llm.generate([text], params, use_tqdm=False)[0].outputs[0].token_ids
+        for name, (text, params) in greedy.items()
+    }
+    requests = {name: request_of(case) for name, case in (cases | victims).items()} | greedy
+    for _, params in requests.values():
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+    names = list(requests)
+    rng.shuffle(names)
+    engine = llm.llm_engine
+    finished: dict[str, Any] = {}
+
+    def step() -> None:
+        finished.update((result.request_id, result) for result in engine.step())
+
+    for name in names:
+        engine.add_request(name, *requests[name])
+        for _ in range(rng.choice([0, 1, 3])):
+            step()
+        if name in victims:
+            engine.abort_request([name])
+    while engine.has_unfinished_requests():
+        step()
+    assert all(finished[name].outputs[0].token_ids == alone[name] for name in greedy)
+    path = str(model_path())
+    return {"compared": sum(check_case(path, cases[name], finished[name]) for name in cases)}
+
+
+def main() -> None:
+    if arguments.runner == "v1":
+        # The CPU's runner makes one buffer of each pair; on a GPU they stay two.
+        CPUModelRunner._postprocess_tensors = lambda self: None
+    if arguments.overcommit:
+        # Groups are admitted whatever runs, and fight for blocks.
+        BeamGroup.expected_blocks = property(lambda self: 0, lambda self, value: None)
+    llm = LLM(
+        model=str(model_path()),
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=64 << 20,
+        num_gpu_blocks_override=arguments.num_blocks,
+        block_size=32,
+        max_model_len=160,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=not arguments.no_prefix_caching,
+        disable_log_stats=False,
+        seed=0,
+    )
+    scheduler = scheduler_of(llm)
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    expected = {"v1": gpu_model_runner, "v2": gpu_model_runner_v2}[arguments.runner]
+    assert isinstance(runner, expected.GPUModelRunner)
+    assert type(scheduler).__name__.startswith("Async") == arguments.asynchronous
+    before = free_blocks(llm)
+    result = run(llm, random.Random(arguments.searches))
+    for _ in range(3):  # let the worker hear of the last ones
+        if scheduler.has_requests():
+            llm.llm_engine.step()
+    result["blocks_lost"] = before - free_blocks(llm)
+    result["requests_left"] = len(scheduler.requests) + len(runner_requests(runner))
+    counters = scheduler.beam_counters
+    result |= {name: getattr(counters, name) for name in type(counters).__slots__}
+    print("RESULT " + json.dumps(result))
+
+
+def runner_requests(runner: Any) -> Any:
+    """What the worker still knows."""
+    return runner.requests if arguments.runner == "v1" else runner.req_states.req_id_to_index
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Beam search and GPUs: off unless the user allows it, and what of it a CPU can run."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.engine.beam.cases import prompt
+from tests.engine.beam.test_entrances import beam_params
+from tests.engine.conftest import scheduler_of
+from tests.processes import run_python
+from vllm_trie.vllm_hooks.beam import enabled, rows
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+def run_program(module: str, *arguments: str) -> dict[str, Any]:
+    """The JSON object that a program prints."""
+    done = run_python("-m", module, *arguments, OMP_NUM_THREADS="1")
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))
+
+
+# -- a platform that says it is a GPU --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pretended() -> dict[str, Any]:
+    return run_program("tests.engine.beam.pretended_gpu_run")
+
+
+@needs_triton
+def test_off_on_a_gpu_with_one_line_that_says_how_to_switch_it_on(pretended) -> None:
+    off = pretended["default"]
+    assert "never run on a GPU" in off["reason"]
+    assert '{"vllm_trie": {"allow_untested_gpu": True}}' in off["reason"]
+    assert off["scheduler"] == off["reason"]
+    assert off["lines"] == [f"Native beam search is off, vLLM's own serves: {off['reason']}"]
+
+
+@needs_triton
+def test_on_where_the_user_allows_it(pretended) -> None:
+    on = pretended["allowed"]
+    assert on["reason"] is on["scheduler"] is None
+    (line,) = on["lines"]
+    assert "never run on a GPU" in line
+    # What vLLM chooses on a GPU, and what the other tests here therefore run.
+    assert on["v2"]
+    assert on["asynchronous"]
+
+
+@needs_triton
+def test_the_option_beside_others(pretended) -> None:
+    assert '"beam_search"]=False' in pretended["off"]["reason"]
+    assert pretended["off"]["lines"] == []
+    assert "'yes' must be True or False" in pretended["yes"]["refused"]
+    with_trees = pretended["with_trees"]
+    assert with_trees["reason"] is None
+    assert not with_trees["v2"]
+    assert "neither a CPU nor an NVIDIA GPU" in pretended["other"]
+
+
+@needs_triton
+def test_caches_that_rows_cannot_share(pretended) -> None:
+    caches = pretended["caches"]
+    assert caches["full"] is caches["mla"] is None
+    assert "SlidingWindowSpec" in caches["window"]
+    assert "compressed" in caches["compressed"]
+
+
+@needs_triton
+def test_nothing_of_cuda_is_started_or_replaced(pretended) -> None:
+    assert pretended["cuda_starts"] == 0
+    assert pretended["torch_as_it_was"]
+    assert pretended["cpu_modules"] == []
+
+
+def test_vllms_own_search_serves_where_the_native_one_is_untested(engine, monkeypatch) -> None:
+    from vllm.sampling_params import BeamSearchParams
+
+    options = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 8}
+    source = [{"prompt_token_ids": list(prompt(2, 40))}]
+    params = BeamSearchParams(beam_width=3, max_tokens=6)
+    stock = engine(additional_config={"vllm_trie": {"beam_search": False}}, **options)
+    expected = stock.beam_search(source, params)
+    monkeypatch.setattr(enabled, "_platform_reason", lambda plugin: "never run on a GPU")
+    # Its own engine: the scheduler learns of it when it is made.
+    untested = engine(additional_config={"for": "this test"}, **options)
+    found = untested.beam_search(source, params)
+    assert [(each.tokens, each.cum_logprob) for each in found[0].sequences] == [
+        (each.tokens, each.cum_logprob) for each in expected[0].sequences
+    ]
+    assert scheduler_of(untested).beam_counters.groups == 0
+    with pytest.raises(ValueError, match=r"native beam search is off: never run on a GPU"):
+        untested.generate(source, beam_params(3), use_tqdm=False)
+
+
+def test_the_server_hands_searches_and_their_streams_to_vllm(monkeypatch) -> None:
+    """Streams too: vLLM's own search takes them where it can."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_trie.vllm_hooks.beam import install, online
+
+    async def own(self: Any, *arguments: Any) -> Any:
+        yield "vLLM's own"
+
+    install()
+    search = online.wrap_beam_search(own)
+    reason: list[str | None] = ["never run on a GPU"]
+    monkeypatch.setattr(online, "reason_for_stock_search", lambda *arguments: reason[0])
+    request = ChatCompletionRequest(
+        messages=[{"role": "user", "content": "x"}], use_beam_search=True, n=2, stream=True
+    )
+    serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=None))
+    params = request.to_beam_search_params(8, {})
+
+    async def outputs() -> list[str]:
+        return [each async for each in search(serving, {"type": "token"}, "id", params)]
+
+    assert asyncio.run(outputs()) == ["vLLM's own"]
+    reason[0] = None
+    with pytest.raises(VLLMValidationError, match="stream=true is not supported"):
+        search(serving, {"type": "token"}, "id", params)
+
+
+def test_a_cache_that_cannot_be_shared_is_an_error_not_a_wrong_result(engine, monkeypatch) -> None:
+    from vllm.sampling_params import BeamSearchParams
+
+    monkeypatch.setattr(rows, "cache_reason", lambda config: "KV cache of kind X")
+    llm = engine(additional_config={"for": "a strange cache"}, block_size=32, max_num_seqs=8)
+    source = [{"prompt_token_ids": list(prompt(2, 40))}]
+    with pytest.raises(RuntimeError, match="beam search failed"):
+        llm.beam_search(source, BeamSearchParams(beam_width=3, max_tokens=6))
+
+
+# -- the classes of a GPU's engine -----------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["v2", "--asynchronous", "--num-blocks", "9", "--overcommit"], id="default"),
+        pytest.param(["v2", "--no-prefix-caching"], id="no prefix caching, synchronous"),
+        pytest.param(["v1", "--asynchronous", "--num-blocks", "9", "--overcommit"], id="V1"),
+    ],
+)
+def test_hypotheses_are_those_of_transformers_on_a_gpus_runner(arguments) -> None:
+    result = run_program("tests.engine.beam.gpu_runners_run", *arguments)
+    assert result["compared"] >= 20
+    assert result["rows_forked"] > 20
+    assert result["groups_failed"] == result["blocks_lost"] == result["requests_left"] == 0
+    if "--overcommit" in arguments:
+        assert result["rows_preempted"] > 0
