@@ -12,9 +12,11 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
+from vllm_trie.drafters.medusa import native
 from vllm_trie.drafters.medusa.backend import Job, choose_backend
 from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
 from vllm_trie.drafters.medusa.checkpoint import CheckpointError, load_checkpoint
+from vllm_trie.drafters.medusa.compiled_heads import CompiledHeads, in_huge_pages
 from vllm_trie.drafters.medusa.heads import MedusaHeads
 from vllm_trie.drafters.medusa.options import MedusaOptions
 from vllm_trie.drafters.medusa.output_layer import target_output_layer
@@ -52,6 +54,7 @@ class MedusaDrafter(Drafter):
         self._max_depth = options.max_depth or context.max_model_len
         self._heads: MedusaHeads | None = None
         self._reading: tuple[Tensor, Tensor | None, int] | None = None
+        self._compiled: CompiledHeads | None = None
 
     def load_model(self, target_model: Any) -> None:
         """Load the heads onto the target's device, in its dtype.
@@ -76,6 +79,12 @@ class MedusaDrafter(Drafter):
         """Use these heads, as many as there are temperatures; moves them to the target's device
         and dtype."""
         self._heads = heads.to(self._device, self._dtype).requires_grad_(False)
+        self._compiled = None
+        if native.reads(self._device, self._dtype):
+            for name in ("block_weight", "output_weight"):
+                if not (name == "output_weight" and heads.shape.shares_output):
+                    weight = getattr(self._heads, name)
+                    weight.data = in_huge_pages(weight.data)
         if not self.options.calibrate:
             temperatures = [1.0] * len(temperatures)
         self._reading = (
@@ -85,8 +94,15 @@ class MedusaDrafter(Drafter):
         )
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        if self._heads is None or self._reading is None:
+            raise RuntimeError("the Medusa heads are not loaded: call load_model first")
+        states = [request.hidden_state for request in requests]
+        compiled = self._compiled_for(states)
         if self._fixed_paths is not None:
-            tokens, probabilities = top_candidates(self._ask_heads(requests))
+            if compiled is not None:
+                tokens, probabilities = compiled.top_candidates(states)
+            else:
+                tokens, probabilities = top_candidates(self._ask_heads(states))
             return [
                 template(
                     self._fixed_paths, request.max_nodes, self._depth(request), request.chain_only
@@ -103,14 +119,22 @@ class MedusaDrafter(Drafter):
             )
             for request in requests
         ]
-        return self._backend.draft_batch(jobs, lambda: self._ask_heads(requests))
+        if compiled is not None:
+            return compiled.draft_batch(jobs, states)
+        return self._backend.draft_batch(jobs, lambda: self._ask_heads(states))
 
-    def _ask_heads(self, requests: Sequence[DraftRequest]) -> HeadLogits:
-        if self._heads is None or self._reading is None:
-            raise RuntimeError("the Medusa heads are not loaded: call load_model first")
-        hidden = torch.stack([request.hidden_state for request in requests]).to(self._dtype)
-        num_heads = len(self._reading[0])
-        return HeadLogits(self._heads(hidden, num_heads), *self._reading)
+    def _compiled_for(self, states: Sequence[Tensor]) -> CompiledHeads | None:
+        """The compiled heads, if there are any and these states are for them."""
+        if self._compiled is None:
+            if not native.reads(self._device, self._dtype):
+                return None
+            temperatures, _, num_candidates = self._reading
+            self._compiled = CompiledHeads(self._heads, temperatures, num_candidates)
+        return self._compiled if self._compiled.takes(states) else None
+
+    def _ask_heads(self, states: Sequence[Tensor]) -> HeadLogits:
+        hidden = torch.stack(list(states)).to(self._dtype)
+        return HeadLogits(self._heads(hidden, len(self._reading[0])), *self._reading)
 
     def release(self, request_id: str) -> None:
         if self._indexes is not None:

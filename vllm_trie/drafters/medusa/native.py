@@ -14,6 +14,7 @@ import torch
 
 from vllm_trie.drafters.medusa.constants import CONCENTRATION, DISCOUNT, MIN_ORDER
 from vllm_trie.native import SHARED_HEADERS, NativeLibrary
+from vllm_trie.native.library import Signature
 from vllm_trie.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -38,31 +39,30 @@ _SCORING = _Scoring(CONCENTRATION, DISCOUNT, MIN_ORDER)
 _PACK_JOB = struct.Struct("q4i").pack
 _PACK_LOGITS = struct.Struct("11q").pack
 """Make C++'s `Job` and `HeadLogits` of their members."""
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Numbers that stand for the dtypes of which there is compiled code."""
+_HEADS = (c_char_p, c_char_p, c_int64, c_int64)
+"""Types of arguments: heads, addresses of hidden states, their number, threads."""
+_TREES = (POINTER(_Scoring), c_int64, c_void_p, c_void_p)
 
-
-_LIBRARY = NativeLibrary(
-    "medusa_select",
-    "selection",
-    {
-        "medusa_index_new": (c_void_p, [c_int32]),
-        "medusa_index_free": (None, [c_void_p]),
-        "medusa_top_candidates": (c_int32, [c_char_p, c_void_p, c_void_p]),
-        "medusa_select": (
-            c_int32,
-            [
-                *(c_void_p, c_void_p, c_int64, c_int64),  # candidates
-                *(c_char_p, c_int32, POINTER(_Scoring), c_int32, c_void_p),
-            ],
-        ),
-        "medusa_draft": (
-            c_int32,
-            [c_char_p, c_char_p, POINTER(_Scoring), c_int32, c_void_p],
-        ),
-    },
-    [*sorted(_FOLDER.glob("*.cpp")), _NGRAM_FOLDER / "index.cpp"],
-    [*sorted([*_FOLDER.glob("*.hpp"), *_NGRAM_FOLDER.glob("*.hpp")]), *SHARED_HEADERS],
+SIGNATURES: dict[str, Signature] = {
+    "medusa_index_new": (c_void_p, [c_int32]),
+    "medusa_index_free": (None, [c_void_p]),
+    "medusa_top_candidates": (c_int32, [c_char_p, c_void_p, c_void_p]),
+    "medusa_head_candidates": (c_int32, [*_HEADS, c_void_p, c_void_p, POINTER(c_int64)]),
+    "medusa_select": (
+        c_int32,
+        [c_void_p, c_void_p, c_int64, c_int64, c_char_p, c_int64, *_TREES],
+    ),
+    "medusa_draft": (c_int32, [c_char_p, c_char_p, *_TREES]),
+    "medusa_draft_with_heads": (c_int32, [*_HEADS, c_char_p, *_TREES, POINTER(c_int64)]),
+}
+SOURCES = (*sorted(_FOLDER.glob("*.cpp")), _NGRAM_FOLDER / "index.cpp")
+HEADERS = (
+    *sorted([*_FOLDER.glob("*.hpp"), *_NGRAM_FOLDER.glob("*.hpp")]),
+    *SHARED_HEADERS,
 )
+_LIBRARY = NativeLibrary("medusa_select", "selection", SIGNATURES, SOURCES, HEADERS)
 is_available = _LIBRARY.is_available
 require_library = _LIBRARY.require
 
@@ -81,70 +81,105 @@ class NativeIndex:
             self._library.medusa_index_free(self.handle)
 
 
+class PackedJobs:
+    """The jobs of a batch as C++ reads them, and their trees, as large as they may become.
+
+    The heads push everything else out of the caches, and then each new line of Python and each
+    object costs its way there: so all of this is made before they are asked, and what is left to do
+    afterwards is to cut the trees that did not become that large.
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        parts, most = [], 0
+        for index, text, max_nodes, max_depth, chain_only in jobs:
+            handle = 0 if index is None else index.handle
+            parts.append(_PACK_JOB(handle, max_nodes, max_depth, chain_only, len(text)))
+            parts.append(text.tobytes())
+            most = max(most, max_nodes)
+        self.data = b"".join(parts)
+        self.num_jobs = len(jobs)
+        self._stride = most
+        self._numbers = (c_int32 * (3 * len(jobs) * most))()
+        self._sizes = (c_int32 * len(jobs))()
+        numbers = np.frombuffer(self._numbers, _INT32).reshape(3, len(jobs), most)
+        self._trees = list(map(TokenTree, numbers[0], numbers[1], numbers[2].view(_FLOAT32)))
+        self.room = (_SCORING, most, self._numbers, self._sizes)
+        """Arguments of a native function."""
+
+    def read(self, status: int) -> list[TokenTree]:
+        """The trees that a native function has written.
+
+        Raises:
+            MemoryError: by its status it had no memory.
+        """
+        if status == _NONE:
+            raise MemoryError("no memory to choose the nodes of a tree")
+        stride = self._stride
+        return [
+            tree if size == stride else tree.prefix(size) if size else TokenTree.empty()
+            for tree, size in zip(self._trees, self._sizes, strict=True)
+        ]
+
+
 def select_batch(
     tokens: np.ndarray, probabilities: np.ndarray, jobs: Sequence[Job]
 ) -> list[TokenTree]:
     """Select for every job in one native call; see :class:`Backend` for the arguments."""
-    packed, stride = _pack_jobs(jobs)
-    trees = _room_for_trees(len(jobs), stride)
+    packed = PackedJobs(jobs)
     status = require_library().medusa_select(
         tokens.ctypes.data,
         probabilities.ctypes.data,
         *tokens.shape[1:],
-        packed,
-        len(jobs),
-        _SCORING,
-        stride,
-        trees,
+        packed.data,
+        packed.num_jobs,
+        *packed.room,
     )
-    return _read_trees(status, trees, len(jobs), stride)
+    return packed.read(status)
 
 
 def draft_batch(jobs: Sequence[Job], ask_heads: Callable[[], HeadLogits]) -> list[TokenTree]:
     """Find the candidates and select, in one native call; see :class:`Backend` for the arguments.
 
-    The logits must be of a kind that :func:`reads` accepts. The heads push everything else out of
-    the caches, and then each new line of Python and each object costs its way there: so all that
-    can be is prepared before, goes in as bytes, and all trees come out in one array.
+    The logits must be of a kind that :func:`reads` accepts.
     """
-    packed, stride = _pack_jobs(jobs)
-    trees = _room_for_trees(len(jobs), stride)
+    packed = PackedJobs(jobs)
     draft = require_library().medusa_draft
     logits = ask_heads()  # what is packed are addresses: keep the tensors
-    status = draft(_pack_logits(logits), packed, _SCORING, stride, trees)
-    return _read_trees(status, trees, len(jobs), stride)
+    return packed.read(draft(_pack_logits(logits), packed.data, *packed.room))
 
 
 def top_candidates(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:
     """What :func:`vllm_trie.drafters.medusa.candidates.top_candidates` promises, for logits that
     :func:`reads` accepts; uses at most as many threads as torch."""
     num_heads, num_rows, num_outputs = logits.data.shape
-    shape = (num_rows, num_heads, min(logits.num_candidates, num_outputs))
-    tokens = np.empty(shape, dtype=np.int32)
-    probabilities = np.empty(shape, dtype=np.float32)
+    tokens, probabilities = room_for_candidates(
+        num_rows, num_heads, min(logits.num_candidates, num_outputs)
+    )
     status = require_library().medusa_top_candidates(
         _pack_logits(logits), tokens.ctypes.data, probabilities.ctypes.data
     )
+    check_candidates(status)
+    return tokens, probabilities
+
+
+def room_for_candidates(
+    num_rows: int, num_heads: int, num_candidates: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens int32 and probabilities float32, both [num_rows, num_heads, num_candidates]."""
+    shape = (num_rows, num_heads, num_candidates)
+    return np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float32)
+
+
+def check_candidates(status: int) -> None:
+    """Raise MemoryError if a native function that looks for candidates had no memory."""
     if status == _NONE:
         raise MemoryError("no memory for the heads' candidates")
-    return tokens, probabilities
 
 
 def reads(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there is compiled code for logits of this kind; their last dimension must be
     contiguous."""
-    return device.type == "cpu" and dtype in _DTYPES and is_available()
-
-
-def _pack_jobs(jobs: Sequence[Job]) -> tuple[bytes, int]:
-    """The jobs as C++ reads them, and the most nodes that a tree may have."""
-    parts, most = [], 0
-    for index, text, max_nodes, max_depth, chain_only in jobs:
-        handle = 0 if index is None else index.handle
-        parts.append(_PACK_JOB(handle, max_nodes, max_depth, chain_only, len(text)))
-        parts.append(text.tobytes())
-        most = max(most, max_nodes)
-    return b"".join(parts), most
+    return device.type == "cpu" and dtype in DTYPES and is_available()
 
 
 def _pack_logits(logits: HeadLogits) -> bytes:
@@ -152,7 +187,7 @@ def _pack_logits(logits: HeadLogits) -> bytes:
     num_heads, num_rows, num_outputs = data.shape
     return _PACK_LOGITS(
         data.data_ptr(),
-        _DTYPES[data.dtype],
+        DTYPES[data.dtype],
         *data.stride()[:2],
         *(num_heads, num_rows, num_outputs),
         temperatures.data_ptr(),
@@ -160,30 +195,3 @@ def _pack_logits(logits: HeadLogits) -> bytes:
         min(num_candidates, num_outputs),
         torch.get_num_threads(),
     )
-
-
-def _room_for_trees(num_trees: int, stride: int) -> ctypes.Array[c_int32]:
-    return (c_int32 * (num_trees * (1 + 3 * stride)))()
-
-
-def _read_trees(
-    status: int, trees: ctypes.Array[c_int32], num_trees: int, stride: int
-) -> list[TokenTree]:
-    if status == _NONE:
-        raise MemoryError("no memory to choose the nodes of a tree")
-    found = []
-    step = 1 + 3 * stride
-    for start in range(0, num_trees * step, step):
-        size = trees[start]
-        if not size:
-            found.append(TokenTree.empty())
-            continue
-        first = 4 * (start + 1)
-        found.append(
-            TokenTree(
-                np.frombuffer(trees, _INT32, size, first),
-                np.frombuffer(trees, _INT32, size, first + 4 * stride),
-                np.frombuffer(trees, _FLOAT32, size, first + 8 * stride),
-            )
-        )
-    return found

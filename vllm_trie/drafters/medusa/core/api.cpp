@@ -2,30 +2,56 @@
 
 #include "../../ngram_trie/core/no_throw.hpp"
 #include "candidates.hpp"
+#include "heads.hpp"
 #include "select.hpp"
 
 using ngram::Index;
 
 namespace {
 
+// Where trees are written: tokens, parents and probabilities (as floats), each [num_jobs, stride].
+struct Room {
+    int32_t* numbers;
+    int64_t num_jobs, stride;
+
+    int32_t* array(int64_t which, int64_t job) const {
+        return numbers + (which * num_jobs + job) * stride;
+    }
+};
+
 // Selects the tree of every job from candidates [num_jobs, num_heads, num_candidates].
-void select_all(const char* jobs, int32_t num_jobs, medusa::Candidates candidates,
-                const medusa::Scoring& scoring, int32_t stride, int32_t* trees) {
+void select_all(const char* jobs, medusa::Candidates candidates, const medusa::Scoring& scoring,
+                const Room& room, int32_t* sizes) {
     static thread_local medusa::Selector selector;
-    for (int32_t i = 0; i < num_jobs; ++i) {
+    for (int64_t i = 0; i < room.num_jobs; ++i) {
         medusa::Job job;
         std::memcpy(&job, jobs, sizeof(job));
         const auto* tokens = reinterpret_cast<const int32_t*>(jobs + sizeof(job));
         jobs += sizeof(job) + sizeof(int32_t) * job.num_tokens;
         ngram::BestFirstTree& tree = selector.select(job, tokens, candidates, scoring);
-        int32_t* nodes = trees + 1;
-        trees[0] = tree.size();
-        tree.lay_out(nodes, nodes + stride,
-                     reinterpret_cast<float*>(nodes + 2 * static_cast<size_t>(stride)));
-        trees += 1 + 3 * static_cast<size_t>(stride);
+        sizes[i] = tree.size();
+        tree.lay_out(room.array(0, i), room.array(1, i),
+                     reinterpret_cast<float*>(room.array(2, i)));
         candidates.tokens += candidates.num_heads * candidates.num_candidates;
         candidates.probabilities += candidates.num_heads * candidates.num_candidates;
     }
+}
+
+// Finds candidates with find(tokens, probabilities), then selects from them.
+template <typename Find>
+int32_t draft(const Find& find, int64_t num_heads, int64_t num_candidates, const char* jobs,
+              const medusa::Scoring& scoring, const Room& room, int32_t* sizes) {
+    return ngram::without_throwing([&] {
+        static thread_local std::vector<int32_t> tokens;
+        static thread_local std::vector<float> probabilities;
+        const size_t size = static_cast<size_t>(room.num_jobs * num_heads * num_candidates);
+        tokens.resize(size);
+        probabilities.resize(size);
+        find(tokens.data(), probabilities.data());
+        select_all(jobs, {tokens.data(), probabilities.data(), num_heads, num_candidates}, scoring,
+                   room, sizes);
+        return 0;
+    });
 }
 
 }  // namespace
@@ -45,37 +71,53 @@ int32_t medusa_top_candidates(const medusa::HeadLogits* logits, int32_t* tokens,
     });
 }
 
-// Select for a batch from candidates [num_jobs, num_heads, num_candidates]. jobs: for each a
-// medusa::Job, then the tokens of its text. trees: for each job the
-// number of nodes, and then three times `stride` entries: tokens, parents and probabilities (as
-// floats). Returns 0, or kNone without memory.
-int32_t medusa_select(const int32_t* tokens, const float* probabilities, int64_t num_heads,
-                      int64_t num_candidates, const char* jobs, int32_t num_jobs,
-                      const medusa::Scoring* scoring, int32_t stride, int32_t* trees) {
+// The same from hidden states, given by their addresses.
+int32_t medusa_head_candidates(const medusa::Heads* heads, const void* const* rows,
+                               int64_t num_rows, int64_t num_threads, int32_t* tokens,
+                               float* probabilities, int64_t* product_nanoseconds) {
     return ngram::without_throwing([&] {
-        select_all(jobs, num_jobs, {tokens, probabilities, num_heads, num_candidates}, *scoring,
-                   stride, trees);
+        medusa::head_candidates(*heads, rows, num_rows, num_threads, tokens, probabilities,
+                                product_nanoseconds);
         return 0;
     });
 }
 
-// Both at once: row i of the logits is job i's.
-int32_t medusa_draft(const medusa::HeadLogits* logits, const char* jobs,
-                     const medusa::Scoring* scoring, int32_t stride, int32_t* trees) {
+// Select for a batch from candidates [num_jobs, num_heads, num_candidates]. jobs: for each a
+// medusa::Job, then the tokens of its text. trees: tokens, parents and probabilities (as floats) of
+// all trees, each [num_jobs, stride]; sizes: each tree's nodes. Returns 0, or kNone without memory.
+int32_t medusa_select(const int32_t* tokens, const float* probabilities, int64_t num_heads,
+                      int64_t num_candidates, const char* jobs, int64_t num_jobs,
+                      const medusa::Scoring* scoring, int64_t stride, int32_t* trees,
+                      int32_t* sizes) {
     return ngram::without_throwing([&] {
-        static thread_local std::vector<int32_t> tokens;
-        static thread_local std::vector<float> probabilities;
-        const size_t size =
-            static_cast<size_t>(logits->num_rows * logits->num_heads * logits->num_candidates);
-        tokens.resize(size);
-        probabilities.resize(size);
-        medusa::top_candidates(*logits, tokens.data(), probabilities.data());
-        select_all(jobs, static_cast<int32_t>(logits->num_rows),
-                   {tokens.data(), probabilities.data(), logits->num_heads,
-                    logits->num_candidates},
-                   *scoring, stride, trees);
+        select_all(jobs, {tokens, probabilities, num_heads, num_candidates}, *scoring,
+                   {trees, num_jobs, stride}, sizes);
         return 0;
     });
+}
+
+// From logits to trees: row i of the logits is job i's.
+int32_t medusa_draft(const medusa::HeadLogits* logits, const char* jobs,
+                     const medusa::Scoring* scoring, int64_t stride, int32_t* trees,
+                     int32_t* sizes) {
+    const auto find = [&](int32_t* tokens, float* probabilities) {
+        medusa::top_candidates(*logits, tokens, probabilities);
+    };
+    return draft(find, logits->num_heads, logits->num_candidates, jobs, *scoring,
+                 {trees, logits->num_rows, stride}, sizes);
+}
+
+// From hidden states to trees: row i is job i's.
+int32_t medusa_draft_with_heads(const medusa::Heads* heads, const void* const* rows,
+                                int64_t num_rows, int64_t num_threads, const char* jobs,
+                                const medusa::Scoring* scoring, int64_t stride, int32_t* trees,
+                                int32_t* sizes, int64_t* product_nanoseconds) {
+    const auto find = [&](int32_t* tokens, float* probabilities) {
+        medusa::head_candidates(*heads, rows, num_rows, num_threads, tokens, probabilities,
+                                product_nanoseconds);
+    };
+    return draft(find, heads->num_heads, heads->num_candidates, jobs, *scoring,
+                 {trees, num_rows, stride}, sizes);
 }
 
 }  // extern "C"

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "../../../native/vectors.hpp"
+
 namespace medusa {
 
 // What the heads said, as native.py packs it: [num_heads, num_rows, num_outputs] by strides that
@@ -19,6 +21,19 @@ struct HeadLogits {
     int64_t num_threads;
 };
 static_assert(sizeof(HeadLogits) == 11 * sizeof(int64_t), "native.py packs them as integers");
+
+// Calls work with a value of the type that the number stands for.
+template <typename Work>
+void with_dtype(int64_t dtype, const Work& work) {
+    switch (dtype) {
+        case 0:
+            return work(float{});
+        case 1:
+            return work(vllm_trie::BFloat16{});
+        case 2:
+            return work(vllm_trie::Float16{});
+    }
+}
 
 // The num_candidates likeliest tokens, likeliest first and of equal ones the first output's, into
 // [num_rows, num_heads, num_candidates]. Where logits have no softmax (NaN or infinity among them,
