@@ -37,7 +37,7 @@ test: venv docs-tools ## all tests: unit tests, then those that start an engine
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 unit: export OMP_NUM_THREADS ?= 1
-unit: venv ## the unit tests only (under a minute)
+unit: venv ## the unit tests only (a minute or two)
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
 
 lint: venv ## check style
