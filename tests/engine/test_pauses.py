@@ -28,7 +28,7 @@ METHODS = {
 def pauses(monkeypatch):
     """Drafting is wanted after some steps and not after others, and every node is verified."""
     wanted = itertools.cycle([True] * 3 + [False] * 4 + [True] + [False])
-    monkeypatch.setattr(NodeBudget, "should_draft", lambda self: next(wanted))
+    monkeypatch.setattr(NodeBudget, "should_draft", lambda self, num_rows: next(wanted))
     monkeypatch.setattr(NodeBudget, "cut", lambda self, request_ids, trees, num_rows: list(trees))
 
 

@@ -40,7 +40,7 @@ class _Record:
 class NodeBudget:
     """Cuts the trees of a step to the nodes that pay.
 
-    Learns while the engine runs: what a step costs by its number of tokens; how often nodes are
+    Learns while the engine runs: what a step costs by its requests and tokens; how often nodes are
     accepted by what their drafter promised, over all requests and for each of them; what drafting
     itself costs. When speculation as a whole does not pay, drafting pauses, for twice as many steps
     each time, and is tried again.
@@ -55,13 +55,20 @@ class NodeBudget:
         self._num_verified = 0
         self._drafting_seconds = 0.0
         self._pause = 0
+        self._rows_at_pause = 0
         self._next_pause = 1
 
-    def should_draft(self) -> bool:
-        """Whether to call the drafters for the next step; counts down a pause."""
-        if self._pause:
+    def should_draft(self, num_rows: int) -> bool:
+        """Whether to call the drafters for the next step; counts down a pause.
+
+        Args:
+            num_rows: requests in the batch. With half or twice as many as when the pause began the
+                question is another one, and the pause ends.
+        """
+        if self._pause and self._rows_at_pause < 2 * num_rows < 4 * self._rows_at_pause:
             self._pause -= 1
             return False
+        self._pause = 0
         return True
 
     def cut(
@@ -89,7 +96,7 @@ class NodeBudget:
         calibrated = self.acceptance(promised)
         factors = np.repeat([record.factor for record in records], sizes)
         starts = np.cumsum(sizes)[:-1]
-        seconds = self.cost.table(num_rows + whole + len(promised) + 1)[whole:]
+        seconds = self.cost.table(num_rows, num_rows + whole + len(promised) + 1)[whole:]
         allocation = best_allocation(
             np.split(np.minimum(calibrated * factors, 1.0), starts), num_rows, seconds
         )
@@ -106,13 +113,17 @@ class NodeBudget:
             # One lucky draft does not end the caution, a few in a row do.
             self._next_pause = max(self._next_pause // _TRUST, 1)
         elif self._drafting_seconds > _CHEAP * plain:
-            self._pause = self._next_pause
+            self._pause, self._rows_at_pause = self._next_pause, num_rows
             self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
         return cut
 
-    def observe_step(self, num_tokens: int, seconds: float) -> None:
+    def expect_step(self, num_tokens: int, seconds: float) -> None:
+        """Take in a first idea of what a step of so many tokens takes."""
+        self.cost.expect(num_tokens, seconds)
+
+    def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Take in the measured time of one decoding step, drafting left out."""
-        self.cost.observe(num_tokens, seconds)
+        self.cost.observe(num_rows, num_tokens, seconds)
 
     def observe_drafting(self, seconds: float) -> None:
         """Take in what drafting for one step took, with everything around it."""

@@ -1,4 +1,4 @@
-"""What a step costs as a function of the tokens in it, learned from measured steps."""
+"""What a step costs as a function of the requests and tokens in it, learned from measured steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from vllm_trie.budget.monotone import non_decreasing
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
 
 _RENEWAL = 16  # measurements after which a settled curve is drawn anew
+_ROW_MEMORY = 500.0  # measurements that the cost of a row is learned from
+_ROW_PRIOR = 20.0  # squared rows: so much evidence says that a row costs nothing
+_LEAST_SECONDS = 1e-9
 
 
 class StepCost:
-    """Seconds per step over the number of tokens in the step.
+    """Seconds per step: a curve over the number of tokens, and so much more for each request.
 
-    A curve with fixed knots. A measurement moves the knots on both sides of it, and the older a
-    knot's knowledge the further it moves. Between known knots the curve is linear, beyond the last
-    known one it goes on with the steepest slope seen, and it never falls.
+    Ten requests with a token each cost more than one with nine nodes: each has its own context to
+    attend to and its own bookkeeping.
+
+    The curve has fixed knots. A measurement moves the knots on both sides of it, and the older a
+    knot's knowledge the further it moves. Between known knots the curve is linear, it never falls,
+    and beyond the last known knot it goes on with the slope of its last half. The cost of a request
+    is the slope between how many more requests than usual a step had for its tokens and how much
+    longer it took.
     """
 
     def __init__(self, memory: float = 20.0) -> None:
@@ -29,22 +37,42 @@ class StepCost:
         self._memory = memory
         # Lists: a step touches two of their entries, which arrays are slower at.
         self._seconds = [0.0] * len(_KNOTS)
+        self._rows = [0.0] * len(_KNOTS)  # 0: only expected so far, not measured
         self._weights = [0.0] * len(_KNOTS)
         self._num_known = 0
+        self._covariance = 0.0  # of rows and seconds, at equal numbers of tokens; a decaying sum
+        self._variance = 0.0  # of rows, likewise
         self._table: np.ndarray | None = None
         self._unseen = 0  # measurements since the table was built
 
     @property
     def known(self) -> bool:
-        """Whether anything was measured at two different sizes."""
+        """Whether anything is known of two different sizes."""
         return self._num_known >= 2
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    @property
+    def seconds_per_row(self) -> float:
+        """What a request costs beside its tokens."""
+        return max(self._covariance, 0.0) / (self._variance + _ROW_PRIOR)
+
+    def expect(self, num_tokens: int, seconds: float) -> None:
+        """Take in a first idea of a step's cost, which measurements replace."""
+        self._take_in(num_tokens, 0, seconds)
+
+    def observe(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Take in one measured step; one that took five times the expected time counts as five.
 
         Such a step was interrupted by something else, and one bad number must not steer a hundred
         steps.
+
+        Args:
+            num_rows: requests in the step, at least 1.
+            num_tokens: their tokens and nodes together.
+            seconds: what the step took.
         """
+        self._take_in(num_tokens, num_rows, seconds)
+
+    def _take_in(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         num_tokens = min(max(num_tokens, 1), _KNOTS[-1])
         right = bisect_left(_KNOTS, num_tokens)
         left = right if _KNOTS[right] == num_tokens else right - 1
@@ -53,29 +81,39 @@ class StepCost:
         if self._weights[left] and self._weights[right]:
             expected = share * self._seconds[left] + (1.0 - share) * self._seconds[right]
             seconds = min(seconds, 5.0 * expected)
+            if num_rows and self._rows[left] and self._rows[right]:
+                usual = share * self._rows[left] + (1.0 - share) * self._rows[right]
+                more = num_rows - usual
+                keep = 1.0 - 1.0 / _ROW_MEMORY
+                self._covariance = keep * self._covariance + more * (seconds - expected)
+                self._variance = keep * self._variance + more * more
         elif self.known:  # a size that is seen for the first time
-            seconds = min(seconds, 5.0 * self(num_tokens))
-        self._move(left, share, seconds)
+            seconds = min(seconds, 5.0 * self(max(num_rows, 1), num_tokens))
+        self._move(left, share, num_rows, seconds)
         if left != right:
-            self._move(right, 1.0 - share, seconds)
+            self._move(right, 1.0 - share, num_rows, seconds)
         self._unseen += 1
 
-    def _move(self, knot: int, weight: float, seconds: float) -> None:
+    def _move(self, knot: int, weight: float, num_rows: int, seconds: float) -> None:
         self._num_known += self._weights[knot] == 0.0
         self._weights[knot] = min(self._weights[knot] + weight, self._memory)
-        self._seconds[knot] += weight / self._weights[knot] * (seconds - self._seconds[knot])
+        step = weight / self._weights[knot]
+        self._seconds[knot] += step * (seconds - self._seconds[knot])
+        if num_rows:
+            step = step if self._rows[knot] else 1.0
+            self._rows[knot] += step * (num_rows - self._rows[knot])
 
-    def __call__(self, num_tokens: int) -> float:
-        """Expected seconds of a step with so many tokens; needs :attr:`known`."""
-        return float(self.table(num_tokens + 1)[num_tokens])
+    def __call__(self, num_rows: int, num_tokens: int) -> float:
+        """Expected seconds of a step of so many requests and tokens; needs :attr:`known`."""
+        return float(self.table(num_rows, num_tokens + 1)[num_tokens])
 
-    def table(self, size: int) -> np.ndarray:
-        """float64 [size], expected seconds for 0 to size - 1 tokens."""
+    def table(self, num_rows: int, size: int) -> np.ndarray:
+        """float64 [size], expected seconds of `num_rows` requests for 0 to size - 1 tokens."""
         stale = self._unseen >= (_RENEWAL if self._settled else 1)
         if self._table is None or len(self._table) < size or stale:
             self._table = self._build(max(size, 128))
             self._unseen = 0
-        return self._table[:size]
+        return np.maximum(self._table[:size] + self.seconds_per_row * num_rows, _LEAST_SECONDS)
 
     @property
     def _settled(self) -> bool:
@@ -83,14 +121,18 @@ class StepCost:
         return sum(self._weights) > 4 * _RENEWAL
 
     def _build(self, size: int) -> np.ndarray:
+        """Seconds by number of tokens, without what the requests cost."""
         weights = np.array(self._weights)
         seen = weights > 0
         knots = np.array(_KNOTS, dtype=np.float64)[seen]
-        seconds = non_decreasing(np.array(self._seconds)[seen], weights[seen])
+        of_tokens = np.array(self._seconds) - self.seconds_per_row * np.maximum(self._rows, 1.0)
+        seconds = non_decreasing(of_tokens[seen], weights[seen])
         counts = np.arange(size, dtype=np.float64)
         table = np.interp(counts, knots, seconds)
         beyond = counts > knots[-1]
         if beyond.any() and len(knots) > 1:
-            slope = max(np.max(np.diff(seconds) / np.diff(knots)), 0.0)
+            # Not that of the last two knots: noise between neighbours is a steep slope.
+            start = max(int(np.searchsorted(knots, knots[-1] / 2, side="right")) - 1, 0)
+            slope = (seconds[-1] - seconds[start]) / (knots[-1] - knots[start])
             table[beyond] = seconds[-1] + slope * (counts[beyond] - knots[-1])
         return table

@@ -282,7 +282,8 @@ class TreeRunnerMixin:
             How many requests got tokens.
         """
         if self._budget is not None and self._decode_tokens:
-            self._budget.observe_step(self._decode_tokens, self._clock.stop())
+            num_requests = len(self._step_trees)
+            self._budget.observe_step(num_requests, self._decode_tokens, self._clock.stop())
         num_rows = sum(map(bool, new_tokens))
         self._tree_stats.steps += num_rows
         self._tree_stats.tokens += sum(map(len, new_tokens))
@@ -294,7 +295,11 @@ class TreeRunnerMixin:
         """Whether the step after the one that begins may have drafts; counts down a pause."""
         # Ranks measure different times: only rank 0's choice counts, and all draft at every step.
         alone = self.parallel_config.tensor_parallel_size == 1
-        return self._budget is None or not alone or self._budget.should_draft()
+        return (
+            self._budget is None
+            or not alone
+            or self._budget.should_draft(self.input_batch.num_reqs)
+        )
 
     def _draft(self, requests: list[DraftRequest], num_rows: int) -> list[TokenTree]:
         """The trees of the next step, the same on all ranks.

@@ -50,8 +50,8 @@ def test_allocation_is_the_best_of_all(forest, rows_without, slopes):
 def test_step_cost_never_falls(measured):
     cost = StepCost()
     for num_tokens, seconds in measured:
-        cost.observe(num_tokens, seconds)
-    table = cost.table(400)
+        cost.observe(1, num_tokens, seconds)
+    table = cost.table(3, 400)
     assert (np.diff(table) >= -1e-12).all()
     assert (table > 0).all()
 
@@ -63,22 +63,60 @@ def test_step_cost_learns_a_curve_and_follows_a_change():
     def measure(factor):
         for num_tokens in rng.integers(1, 130, size=600).tolist():
             noise = 1 + 0.1 * rng.standard_normal()
-            cost.observe(num_tokens, factor * noise * (0.020 + 0.0005 * num_tokens))
+            cost.observe(1, num_tokens, factor * noise * (0.020 + 0.0005 * num_tokens))
 
     measure(1.0)
     for num_tokens in (1, 20, 65, 128):
-        assert cost(num_tokens) == pytest.approx(0.020 + 0.0005 * num_tokens, rel=0.08)
+        assert cost(1, num_tokens) == pytest.approx(0.020 + 0.0005 * num_tokens, rel=0.08)
     measure(2.0)
-    assert cost(64) == pytest.approx(2 * (0.020 + 0.0005 * 64), rel=0.1)
+    assert cost(1, 64) == pytest.approx(2 * (0.020 + 0.0005 * 64), rel=0.1)
+
+
+def test_step_cost_tells_requests_from_nodes():
+    """A step's time is 5 ms, 0.06 ms for each request and 0.1 ms for each token."""
+    cost = StepCost()
+    rng = np.random.default_rng(0)
+
+    def seconds(num_rows, num_tokens):
+        return 0.005 + 0.00006 * num_rows + 0.0001 * num_tokens
+
+    for num_rows, nodes in zip(
+        rng.integers(1, 33, size=3000).tolist(), rng.integers(0, 5, size=3000).tolist(), strict=True
+    ):
+        num_tokens = num_rows * (1 + nodes)
+        noise = 1 + 0.05 * rng.standard_normal()
+        cost.observe(num_rows, num_tokens, noise * seconds(num_rows, num_tokens))
+    assert cost.seconds_per_row == pytest.approx(0.00006, rel=0.3)
+    for num_rows, num_tokens in [(32, 32), (32, 128), (8, 8), (8, 40), (2, 40), (20, 120)]:
+        expected = seconds(num_rows, num_tokens)
+        assert cost(num_rows, num_tokens) == pytest.approx(expected, rel=0.05)
+
+
+def test_neighbours_that_differ_by_noise_do_not_forbid_larger_steps():
+    cost = StepCost()
+    for num_tokens, seconds in ((1, 4.0), (8, 6.0), (32, 10.0), (48, 16.0), (64, 21.0)):
+        for _ in range(20):
+            cost.observe(1, num_tokens, seconds)
+    assert cost(1, 128) == pytest.approx(21.0 + 64 * (21.0 - 10.0) / 32)
+
+
+def test_measurements_replace_what_was_expected():
+    cost = StepCost()
+    for num_tokens in (1, 8, 64):
+        cost.expect(num_tokens, 0.001 * num_tokens)
+    for _ in range(100):
+        cost.observe(8, 8, 0.02)
+    assert cost(8, 8) == pytest.approx(0.02, rel=0.1)
+    assert cost.seconds_per_row == 0.0  # nothing else was measured
 
 
 def test_one_interrupted_step_does_not_steer():
     cost = StepCost()
     for _ in range(50):
-        cost.observe(1, 0.02)
-        cost.observe(33, 0.03)
-    cost.observe(33, 60.0)
-    assert cost(33) < 0.04
+        cost.observe(1, 1, 0.02)
+        cost.observe(1, 33, 0.03)
+    cost.observe(1, 33, 60.0)
+    assert cost(1, 33) < 0.04
 
 
 def test_acceptance_corrects_a_boastful_drafter():
@@ -116,7 +154,7 @@ def test_nodes_are_spent_while_they_are_cheap_and_saved_when_dear():
     for slope in (0.0, 0.01, 0.1, 2.0):
         budget = NodeBudget()
         for num_tokens in (1, 2, 4, 8, 16):
-            budget.observe_step(num_tokens, 1.0 + slope * (num_tokens - 1))
+            budget.observe_step(1, num_tokens, 1.0 + slope * (num_tokens - 1))
         sizes.append(budget.cut(["a"], [tree], 1)[0].num_nodes)
     assert sizes[0] == 5
     assert sizes[-1] == 0
@@ -127,7 +165,7 @@ def test_cut_trees_are_the_likeliest_subtrees():
     tree = TokenTree.from_lists([1, 2, 3, 4], [-1, 0, -1, 2], [0.5, 0.02, 0.4, 0.3])
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8):
-        budget.observe_step(num_tokens, 1.0 + 0.1 * (num_tokens - 1))
+        budget.observe_step(1, num_tokens, 1.0 + 0.1 * (num_tokens - 1))
     (cut,) = budget.cut(["a"], [tree], 1)
     assert cut.token_ids.tolist() == [1, 3, 4]
     assert cut.parents.tolist() == [-1, -1, 1]
@@ -138,7 +176,7 @@ def test_trees_without_probabilities_stay_whole():
     plain = TokenTree.from_lists([1, 2], [-1, 0])
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8):
-        budget.observe_step(num_tokens, float(num_tokens))
+        budget.observe_step(1, num_tokens, float(num_tokens))
     kept = budget.cut(["a", "b"], [plain, _chain([0.1])], 2)
     assert [tree.num_nodes for tree in kept] == [2, 0]
 
@@ -146,7 +184,7 @@ def test_trees_without_probabilities_stay_whole():
 def _costly_engine(drafting_seconds: float) -> NodeBudget:
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8):
-        budget.observe_step(num_tokens, float(num_tokens))
+        budget.observe_step(1, num_tokens, float(num_tokens))
     for _ in range(200):
         budget.observe_drafting(drafting_seconds)
     return budget
@@ -156,23 +194,35 @@ def test_drafting_pauses_longer_and_longer_and_wakes_up():
     budget = _costly_engine(drafting_seconds=0.1)
     calls = 0
     for _ in range(300):
-        if budget.should_draft():
+        if budget.should_draft(1):
             calls += 1
             budget.cut(["a"], [_chain([0.05])], 1)
     assert 5 < calls < 20
     for _ in range(60):
-        budget.observe_step(2, 1.0)
-        budget.observe_step(4, 1.0)
-    while not budget.should_draft():
+        budget.observe_step(1, 2, 1.0)
+        budget.observe_step(1, 4, 1.0)
+    while not budget.should_draft(1):
         pass
     budget.cut(["a"], [_chain([0.99, 0.99])], 1)
-    assert budget.should_draft()
+    assert budget.should_draft(1)
+
+
+@pytest.mark.parametrize(("num_rows", "ends"), [(1, True), (5, False), (12, False), (16, True)])
+def test_a_pause_ends_when_the_batch_is_another_one(num_rows, ends):
+    budget = _costly_engine(drafting_seconds=0.1)
+    ids = [str(i) for i in range(8)]
+    for _ in range(40):
+        if budget.should_draft(8):
+            budget.cut(ids, [_chain([0.05])] * 8, 8)
+    while budget.should_draft(8):
+        budget.cut(ids, [_chain([0.05])] * 8, 8)
+    assert budget.should_draft(num_rows) == ends
 
 
 def test_drafting_that_costs_nothing_goes_on():
     budget = _costly_engine(drafting_seconds=0.001)
     for _ in range(50):
-        assert budget.should_draft()
+        assert budget.should_draft(1)
         assert budget.cut(["a"], [_chain([0.05])], 1)[0].num_nodes == 0
 
 
@@ -182,7 +232,7 @@ def test_a_gain_smaller_than_the_cost_of_drafting_is_none():
     for drafting_seconds in (0.01, 0.5):
         budget = NodeBudget()
         for num_tokens in (1, 2, 4):
-            budget.observe_step(num_tokens, 1.0 + 0.02 * num_tokens)
+            budget.observe_step(1, num_tokens, 1.0 + 0.02 * num_tokens)
         for _ in range(200):
             budget.observe_drafting(drafting_seconds)
         kept.append(budget.cut(["a"], [tree], 1)[0].num_nodes)
@@ -192,7 +242,7 @@ def test_a_gain_smaller_than_the_cost_of_drafting_is_none():
 def test_a_request_whose_drafts_fail_gets_fewer_nodes_than_one_whose_do_not():
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8, 16):
-        budget.observe_step(num_tokens, 1.0 + 0.25 * (num_tokens - 1))
+        budget.observe_step(1, num_tokens, 1.0 + 0.25 * (num_tokens - 1))
     tree = _chain([0.8, 0.6, 0.5, 0.4])
     for _ in range(15):
         good, bad = budget.cut(["good", "bad"], [tree, tree], 2)
