@@ -105,10 +105,10 @@ def time_selection(drafter: Any, sink: list[float]) -> None:
     products = c_int64()
     heads_seconds = 0.0
     stock_propose, stock_ask = drafter.propose, drafter._ask_heads
-    stock_compiled_for = drafter._compiled_for
+    stock_compiled = drafter._compiled_heads
 
-    def compiled_for(states: Any) -> Any:
-        compiled = stock_compiled_for(states)
+    def compiled_heads() -> Any:
+        compiled = stock_compiled()
         if compiled is not None:
             compiled.product_nanoseconds = products
         return compiled
@@ -130,7 +130,7 @@ def time_selection(drafter: Any, sink: list[float]) -> None:
         return trees
 
     drafter.propose, drafter._ask_heads = propose, ask_heads
-    drafter._compiled_for = compiled_for
+    drafter._compiled_heads = compiled_heads
 
 
 def time_model(runner: Any) -> list[float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Sequence
-from ctypes import c_int64
+from ctypes import addressof, c_int64
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +25,7 @@ from vllm_trie.tree import TokenTree
 if TYPE_CHECKING:
     from vllm_trie.drafters.medusa.backend import Job
 
-MAX_ROWS = 16
+MAX_ROWS = 32
 """With more rows torch's products are faster: they compute more for each weight that they read."""
 
 _PACK_HEADS = struct.Struct("12q").pack
@@ -44,6 +44,8 @@ class CompiledHeads:
         product_nanoseconds: how long the last call was busy with the heads themselves: gathering
             the hidden states and multiplying them with the weights. None, which costs nothing, if
             it was not set before.
+
+    Uses as many threads as torch when this is made.
     """
 
     def __init__(self, heads: MedusaHeads, temperatures: Tensor, num_candidates: int) -> None:
@@ -62,41 +64,49 @@ class CompiledHeads:
             *(block_weight, block_bias, output_weight, temperatures.data_ptr(), token_map),
             self._num_candidates,
         )
+        self._num_threads = torch.get_num_threads()
         self._library = native.require_library()
+        self._draft = self._library.medusa_draft_with_heads
+        self._scoring = addressof(native.SCORING)
         self.product_nanoseconds: c_int64 | None = None
 
-    def takes(self, states: Sequence[Tensor]) -> bool:
-        """Whether these hidden states, [hidden_size] each, can be given to the other methods, and
-        should be."""
-        dtype = self._dtype
-        return len(states) <= MAX_ROWS and all(
-            state.dtype is dtype and state.is_contiguous() for state in states
-        )
+    def rows(self, states: Sequence[Tensor]) -> list[int] | None:
+        """Where these hidden states, [hidden_size] each, lie; None if they are none of the dtype
+        that the other methods read, or so many that torch should be asked."""
+        if len(states) > MAX_ROWS:
+            return None
+        found, dtype = [], self._dtype
+        for state in states:
+            if state.dtype is not dtype or not state.is_contiguous():
+                return None
+            found.append(state.data_ptr())
+        return found
 
-    def top_candidates(self, states: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    def top_candidates(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """The candidates of each head at each state, as
         :func:`vllm_trie.drafters.medusa.candidates.top_candidates` returns them."""
+        num_rows = len(rows)
         tokens, probabilities = native.room_for_candidates(
-            len(states), self._num_heads, self._num_candidates
+            num_rows, self._num_heads, self._num_candidates
         )
         status = self._library.medusa_head_candidates(
-            *self._arguments(states),
+            *(self._packed, struct.pack(f"{num_rows}q", *rows), num_rows, self._num_threads),
             *(tokens.ctypes.data, probabilities.ctypes.data, self.product_nanoseconds),
         )
         native.check_candidates(status)
         return tokens, probabilities
 
-    def draft_batch(self, jobs: Sequence[Job], states: Sequence[Tensor]) -> list[TokenTree]:
-        """The trees of the jobs, job i's from state i; updates the jobs' own indexes."""
-        packed = native.PackedJobs(jobs)
-        status = self._library.medusa_draft_with_heads(
-            *self._arguments(states), packed.data, *packed.room, self.product_nanoseconds
+    def draft_batch(self, jobs: Sequence[Job], rows: Sequence[int]) -> list[TokenTree]:
+        """The trees of the jobs, job i's from the state at row i; updates the jobs' own indexes."""
+        num_rows = len(rows)
+        parts, stride = native.pack_jobs(jobs)
+        room = native.TreeRoom(num_rows, stride)
+        timer = self.product_nanoseconds
+        told = 0 if timer is None else addressof(timer)
+        head = struct.pack(
+            f"{5 + num_rows}q", num_rows, self._num_threads, stride, self._scoring, told, *rows
         )
-        return packed.read(status)
-
-    def _arguments(self, states: Sequence[Tensor]) -> tuple[bytes, bytes, int, int]:
-        rows = struct.pack(f"{len(states)}q", *[state.data_ptr() for state in states])
-        return self._packed, rows, len(states), torch.get_num_threads()
+        return room.read(self._draft(self._packed, head + b"".join(parts), room.numbers))
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:

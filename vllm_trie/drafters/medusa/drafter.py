@@ -97,10 +97,11 @@ class MedusaDrafter(Drafter):
         if self._heads is None or self._reading is None:
             raise RuntimeError("the Medusa heads are not loaded: call load_model first")
         states = [request.hidden_state for request in requests]
-        compiled = self._compiled_for(states)
+        compiled = self._compiled_heads()
+        rows = None if compiled is None else compiled.rows(states)
         if self._fixed_paths is not None:
-            if compiled is not None:
-                tokens, probabilities = compiled.top_candidates(states)
+            if rows is not None:
+                tokens, probabilities = compiled.top_candidates(rows)
             else:
                 tokens, probabilities = top_candidates(self._ask_heads(states))
             return [
@@ -112,25 +113,23 @@ class MedusaDrafter(Drafter):
         jobs = [
             Job(
                 self._index(request.request_id),
-                self._text(request),
+                _NO_TEXT if self._indexes is None else request.token_ids,
                 request.max_nodes,
                 self._depth(request),
                 request.chain_only,
             )
             for request in requests
         ]
-        if compiled is not None:
-            return compiled.draft_batch(jobs, states)
+        if rows is not None:
+            return compiled.draft_batch(jobs, rows)
         return self._backend.draft_batch(jobs, lambda: self._ask_heads(states))
 
-    def _compiled_for(self, states: Sequence[Tensor]) -> CompiledHeads | None:
-        """The compiled heads, if there are any and these states are for them."""
-        if self._compiled is None:
-            if not native.reads(self._device, self._dtype):
-                return None
+    def _compiled_heads(self) -> CompiledHeads | None:
+        """The heads in compiled code, if there is any for their kind."""
+        if self._compiled is None and native.reads(self._device, self._dtype):
             temperatures, _, num_candidates = self._reading
             self._compiled = CompiledHeads(self._heads, temperatures, num_candidates)
-        return self._compiled if self._compiled.takes(states) else None
+        return self._compiled
 
     def _ask_heads(self, states: Sequence[Tensor]) -> HeadLogits:
         hidden = torch.stack(list(states)).to(self._dtype)
@@ -151,11 +150,6 @@ class MedusaDrafter(Drafter):
             index = self._backend.new_index(self.options.max_context_len)
             self._indexes[request_id] = index
         return index
-
-    def _text(self, request: DraftRequest) -> np.ndarray:
-        if self._indexes is None:
-            return _NO_TEXT
-        return request.token_ids
 
     def _check_options(self, heads: MedusaHeads, num_heads: int) -> None:
         where = f"the checkpoint {Path(str(self.context.draft_model)).name!r}"

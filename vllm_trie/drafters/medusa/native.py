@@ -35,7 +35,7 @@ class _Scoring(ctypes.Structure):
     ]
 
 
-_SCORING = _Scoring(CONCENTRATION, DISCOUNT, MIN_ORDER)
+SCORING = _Scoring(CONCENTRATION, DISCOUNT, MIN_ORDER)
 _PACK_JOB = struct.Struct("q4i").pack
 _PACK_LOGITS = struct.Struct("11q").pack
 """Make C++'s `Job` and `HeadLogits` of their members."""
@@ -43,7 +43,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers that stand for the dtypes of which there is compiled code."""
 _HEADS = (c_char_p, c_char_p, c_int64, c_int64)
 """Types of arguments: heads, addresses of hidden states, their number, threads."""
-_TREES = (POINTER(_Scoring), c_int64, c_void_p, c_void_p)
+_TREES = (POINTER(_Scoring), c_int64, c_void_p)
 
 SIGNATURES: dict[str, Signature] = {
     "medusa_index_new": (c_void_p, [c_int32]),
@@ -55,7 +55,7 @@ SIGNATURES: dict[str, Signature] = {
         [c_void_p, c_void_p, c_int64, c_int64, c_char_p, c_int64, *_TREES],
     ),
     "medusa_draft": (c_int32, [c_char_p, c_char_p, *_TREES]),
-    "medusa_draft_with_heads": (c_int32, [*_HEADS, c_char_p, *_TREES, POINTER(c_int64)]),
+    "medusa_draft_with_heads": (c_int32, [c_char_p, c_char_p, c_void_p]),
 }
 SOURCES = (*sorted(_FOLDER.glob("*.cpp")), _NGRAM_FOLDER / "index.cpp")
 HEADERS = (
@@ -81,30 +81,44 @@ class NativeIndex:
             self._library.medusa_index_free(self.handle)
 
 
-class PackedJobs:
-    """The jobs of a batch as C++ reads them, and their trees, as large as they may become.
+def pack_jobs(jobs: Sequence[Job]) -> tuple[list[bytes], int]:
+    """The jobs as C++ reads them one after the other, and the most nodes that a tree may have."""
+    parts, most = [], 0
+    for index, text, max_nodes, max_depth, chain_only in jobs:
+        handle = 0 if index is None else index.handle
+        parts.append(_PACK_JOB(handle, max_nodes, max_depth, chain_only, len(text)))
+        parts.append(text.tobytes())
+        if max_nodes > most:
+            most = max_nodes
+    return parts, most
+
+
+class TreeRoom:
+    """Trees of `stride` nodes for compiled code to write.
 
     The heads push everything else out of the caches, and then each new line of Python and each
-    object costs its way there: so all of this is made before they are asked, and what is left to do
-    afterwards is to cut the trees that did not become that large.
+    object costs its way there: so the trees are made before they are asked, as large as they may
+    become, and all that is left to do is to cut those that have not become that large.
     """
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        parts, most = [], 0
-        for index, text, max_nodes, max_depth, chain_only in jobs:
-            handle = 0 if index is None else index.handle
-            parts.append(_PACK_JOB(handle, max_nodes, max_depth, chain_only, len(text)))
-            parts.append(text.tobytes())
-            most = max(most, max_nodes)
-        self.data = b"".join(parts)
-        self.num_jobs = len(jobs)
-        self._stride = most
-        self._numbers = (c_int32 * (3 * len(jobs) * most))()
-        self._sizes = (c_int32 * len(jobs))()
-        numbers = np.frombuffer(self._numbers, _INT32).reshape(3, len(jobs), most)
-        self._trees = list(map(TokenTree, numbers[0], numbers[1], numbers[2].view(_FLOAT32)))
-        self.room = (_SCORING, most, self._numbers, self._sizes)
-        """Arguments of a native function."""
+    __slots__ = ("numbers", "stride", "trees")
+
+    def __init__(self, num_trees: int, stride: int) -> None:
+        self.stride = stride
+        self.numbers = numbers = (c_int32 * (num_trees * (1 + 3 * stride)))()
+        size, read = 4 * stride, np.frombuffer
+        self.trees = (
+            [
+                TokenTree(
+                    read(numbers, _INT32, stride, start),
+                    read(numbers, _INT32, stride, start + size),
+                    read(numbers, _FLOAT32, stride, start + 2 * size),
+                )
+                for start in range(4 * num_trees, 4 * len(numbers), 3 * size)
+            ]
+            if stride
+            else [TokenTree.empty()] * num_trees
+        )
 
     def read(self, status: int) -> list[TokenTree]:
         """The trees that a native function has written.
@@ -112,29 +126,31 @@ class PackedJobs:
         Raises:
             MemoryError: by its status it had no memory.
         """
-        if status == _NONE:
+        if status:
             raise MemoryError("no memory to choose the nodes of a tree")
-        stride = self._stride
-        return [
-            tree if size == stride else tree.prefix(size) if size else TokenTree.empty()
-            for tree, size in zip(self._trees, self._sizes, strict=True)
-        ]
+        trees, numbers, stride = self.trees, self.numbers, self.stride
+        for i in range(len(trees)):
+            size = numbers[i]
+            if size != stride:
+                trees[i] = trees[i].prefix(size) if size else TokenTree.empty()
+        return trees
 
 
 def select_batch(
     tokens: np.ndarray, probabilities: np.ndarray, jobs: Sequence[Job]
 ) -> list[TokenTree]:
     """Select for every job in one native call; see :class:`Backend` for the arguments."""
-    packed = PackedJobs(jobs)
+    packed, stride = pack_jobs(jobs)
+    room = TreeRoom(len(jobs), stride)
     status = require_library().medusa_select(
         tokens.ctypes.data,
         probabilities.ctypes.data,
         *tokens.shape[1:],
-        packed.data,
-        packed.num_jobs,
-        *packed.room,
+        b"".join(packed),
+        len(jobs),
+        *(SCORING, stride, room.numbers),
     )
-    return packed.read(status)
+    return room.read(status)
 
 
 def draft_batch(jobs: Sequence[Job], ask_heads: Callable[[], HeadLogits]) -> list[TokenTree]:
@@ -142,10 +158,11 @@ def draft_batch(jobs: Sequence[Job], ask_heads: Callable[[], HeadLogits]) -> lis
 
     The logits must be of a kind that :func:`reads` accepts.
     """
-    packed = PackedJobs(jobs)
+    packed, stride = pack_jobs(jobs)
+    room = TreeRoom(len(jobs), stride)
     draft = require_library().medusa_draft
     logits = ask_heads()  # what is packed are addresses: keep the tensors
-    return packed.read(draft(_pack_logits(logits), packed.data, *packed.room))
+    return room.read(draft(_pack_logits(logits), b"".join(packed), SCORING, stride, room.numbers))
 
 
 def top_candidates(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:

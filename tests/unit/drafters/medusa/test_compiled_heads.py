@@ -72,6 +72,11 @@ def cases(draw, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
     return heads, states.to(heads.output_weight.dtype), temperatures, draw(st.integers(1, 40))
 
 
+def candidates_of(heads, temperatures, num_candidates, states):
+    compiled = CompiledHeads(heads, temperatures, num_candidates)
+    return compiled.top_candidates(compiled.rows(states))
+
+
 def with_torch(heads, states, temperatures, num_candidates):
     """The twin, in float32: what is rounded on the way is up to each implementation."""
     exact = MedusaHeads(heads.shape).requires_grad_(False)
@@ -88,9 +93,7 @@ def test_candidates_are_those_of_torch(case, num_threads):
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        compiled = CompiledHeads(heads, temperatures, num_candidates)
-        assert compiled.takes(list(states))
-        tokens, probabilities = compiled.top_candidates(list(states))
+        tokens, probabilities = candidates_of(heads, temperatures, num_candidates, states)
     finally:
         torch.set_num_threads(before)
     logits, reading = with_torch(*case)
@@ -126,7 +129,7 @@ def test_many_threads_see_what_one_does(data):
     try:
         for num_threads in (1, data.draw(st.integers(2, 4))):
             torch.set_num_threads(num_threads)
-            found.append(CompiledHeads(heads, temperatures, m).top_candidates(list(states)))
+            found.append(candidates_of(heads, temperatures, m, states))
     finally:
         torch.set_num_threads(before)
     assert found[0][0].tolist() == found[1][0].tolist()
@@ -145,7 +148,7 @@ def test_poison_reaches_only_what_it_touches(poison, where, dtype):
         states[1, -1] = poison
     else:
         getattr(heads, where)[1].view(-1)[-1] = poison
-    tokens, probabilities = CompiledHeads(heads, torch.ones(2), 5).top_candidates(list(states))
+    tokens, probabilities = candidates_of(heads, torch.ones(2), 5, states)
     assert ((tokens >= 0) & (tokens < 60)).all()
     for head in range(2):
         for row in range(3):
@@ -161,8 +164,7 @@ def test_equal_logits_are_told_in_order():
     heads = MedusaHeads(HeadsShape(2, 1, 16, 9000, 9000))
     for num_threads in (1, 3):
         torch.set_num_threads(num_threads)
-        compiled = CompiledHeads(heads, torch.ones(2), 40)
-        tokens, probabilities = compiled.top_candidates([torch.ones(16)])
+        tokens, probabilities = candidates_of(heads, torch.ones(2), 40, torch.ones(1, 16))
         assert tokens[0].tolist() == [list(range(40))] * 2
         np.testing.assert_allclose(probabilities, 1 / 9000, rtol=1e-4)
     torch.set_num_threads(1)
@@ -171,10 +173,10 @@ def test_equal_logits_are_told_in_order():
 def test_states_that_are_left_to_torch(monkeypatch):
     heads = random_heads()
     compiled = CompiledHeads(heads, torch.ones(3), 5)
-    assert compiled.takes([torch.randn(16)] * MAX_ROWS)
-    assert not compiled.takes([torch.randn(16)] * (MAX_ROWS + 1))
-    assert not compiled.takes([torch.randn(16).double()])
-    assert not compiled.takes([torch.randn(32)[::2]])
+    assert len(compiled.rows([torch.randn(16)] * MAX_ROWS)) == MAX_ROWS
+    assert compiled.rows([torch.randn(16)] * (MAX_ROWS + 1)) is None
+    assert compiled.rows([torch.randn(16).double()]) is None
+    assert compiled.rows([torch.randn(16), torch.randn(32)[::2]]) is None
     # The drafter then asks torch, and gets the same trees.
     expected = describe(make_medusa(heads).propose(make_requests()))
     monkeypatch.setattr(compiled_heads, "MAX_ROWS", 0)
@@ -186,7 +188,7 @@ def test_time_of_the_products_is_told():
     heads = random_heads()
     compiled = CompiledHeads(heads, torch.ones(3), 5)
     compiled.product_nanoseconds = native.c_int64()
-    compiled.top_candidates([torch.randn(16)])
+    compiled.top_candidates(compiled.rows(torch.randn(1, 16)))
     assert 0 < compiled.product_nanoseconds.value < 1e9
 
 

@@ -9,38 +9,46 @@ using ngram::Index;
 
 namespace {
 
-// Where trees are written: tokens, parents and probabilities (as floats), each [num_jobs, stride].
+// Where trees are written: [num_jobs] sizes, then for each job its tokens, its parents and its
+// probabilities (as floats), `stride` entries each.
 struct Room {
     int32_t* numbers;
     int64_t num_jobs, stride;
 
-    int32_t* array(int64_t which, int64_t job) const {
-        return numbers + (which * num_jobs + job) * stride;
-    }
+    int32_t* trees() const { return numbers + num_jobs; }
 };
 
 // Selects the tree of every job from candidates [num_jobs, num_heads, num_candidates].
 void select_all(const char* jobs, medusa::Candidates candidates, const medusa::Scoring& scoring,
-                const Room& room, int32_t* sizes) {
+                const Room& room) {
     static thread_local medusa::Selector selector;
+    int32_t* nodes = room.trees();
     for (int64_t i = 0; i < room.num_jobs; ++i) {
         medusa::Job job;
         std::memcpy(&job, jobs, sizeof(job));
         const auto* tokens = reinterpret_cast<const int32_t*>(jobs + sizeof(job));
         jobs += sizeof(job) + sizeof(int32_t) * job.num_tokens;
         ngram::BestFirstTree& tree = selector.select(job, tokens, candidates, scoring);
-        sizes[i] = tree.size();
-        tree.lay_out(room.array(0, i), room.array(1, i),
-                     reinterpret_cast<float*>(room.array(2, i)));
+        room.numbers[i] = tree.size();
+        tree.lay_out(nodes, nodes + room.stride,
+                     reinterpret_cast<float*>(nodes + 2 * room.stride));
+        nodes += 3 * room.stride;
         candidates.tokens += candidates.num_heads * candidates.num_candidates;
         candidates.probabilities += candidates.num_heads * candidates.num_candidates;
     }
 }
 
+// A batch of requests, as compiled_heads.py packs it.
+struct Batch {
+    int64_t num_rows, num_threads, stride;
+    const medusa::Scoring* scoring;
+    int64_t* product_nanoseconds;  // or null
+};
+
 // Finds candidates with find(tokens, probabilities), then selects from them.
 template <typename Find>
 int32_t draft(const Find& find, int64_t num_heads, int64_t num_candidates, const char* jobs,
-              const medusa::Scoring& scoring, const Room& room, int32_t* sizes) {
+              const medusa::Scoring& scoring, const Room& room) {
     return ngram::without_throwing([&] {
         static thread_local std::vector<int32_t> tokens;
         static thread_local std::vector<float> probabilities;
@@ -49,7 +57,7 @@ int32_t draft(const Find& find, int64_t num_heads, int64_t num_candidates, const
         probabilities.resize(size);
         find(tokens.data(), probabilities.data());
         select_all(jobs, {tokens.data(), probabilities.data(), num_heads, num_candidates}, scoring,
-                   room, sizes);
+                   room);
         return 0;
     });
 }
@@ -83,41 +91,42 @@ int32_t medusa_head_candidates(const medusa::Heads* heads, const void* const* ro
 }
 
 // Select for a batch from candidates [num_jobs, num_heads, num_candidates]. jobs: for each a
-// medusa::Job, then the tokens of its text. trees: tokens, parents and probabilities (as floats) of
-// all trees, each [num_jobs, stride]; sizes: each tree's nodes. Returns 0, or kNone without memory.
+// medusa::Job, then the tokens of its text. trees: room for them, see Room. Returns 0, or kNone
+// without memory.
 int32_t medusa_select(const int32_t* tokens, const float* probabilities, int64_t num_heads,
                       int64_t num_candidates, const char* jobs, int64_t num_jobs,
-                      const medusa::Scoring* scoring, int64_t stride, int32_t* trees,
-                      int32_t* sizes) {
+                      const medusa::Scoring* scoring, int64_t stride,
+                      int32_t* trees) {
     return ngram::without_throwing([&] {
         select_all(jobs, {tokens, probabilities, num_heads, num_candidates}, *scoring,
-                   {trees, num_jobs, stride}, sizes);
+                   {trees, num_jobs, stride});
         return 0;
     });
 }
 
 // From logits to trees: row i of the logits is job i's.
 int32_t medusa_draft(const medusa::HeadLogits* logits, const char* jobs,
-                     const medusa::Scoring* scoring, int64_t stride, int32_t* trees,
-                     int32_t* sizes) {
+                     const medusa::Scoring* scoring, int64_t stride, int32_t* trees) {
     const auto find = [&](int32_t* tokens, float* probabilities) {
         medusa::top_candidates(*logits, tokens, probabilities);
     };
     return draft(find, logits->num_heads, logits->num_candidates, jobs, *scoring,
-                 {trees, logits->num_rows, stride}, sizes);
+                 {trees, logits->num_rows, stride});
 }
 
-// From hidden states to trees: row i is job i's.
-int32_t medusa_draft_with_heads(const medusa::Heads* heads, const void* const* rows,
-                                int64_t num_rows, int64_t num_threads, const char* jobs,
-                                const medusa::Scoring* scoring, int64_t stride, int32_t* trees,
-                                int32_t* sizes, int64_t* product_nanoseconds) {
+// From hidden states to trees. batch: a Batch, then the addresses of its rows, then the jobs, of
+// which job i is row i's. Few arguments, because each costs its conversion.
+int32_t medusa_draft_with_heads(const medusa::Heads* heads, const char* batch, int32_t* trees) {
+    Batch it;
+    std::memcpy(&it, batch, sizeof(it));
+    const auto* rows = reinterpret_cast<const void* const*>(batch + sizeof(it));
     const auto find = [&](int32_t* tokens, float* probabilities) {
-        medusa::head_candidates(*heads, rows, num_rows, num_threads, tokens, probabilities,
-                                product_nanoseconds);
+        medusa::head_candidates(*heads, rows, it.num_rows, it.num_threads, tokens, probabilities,
+                                it.product_nanoseconds);
     };
-    return draft(find, heads->num_heads, heads->num_candidates, jobs, *scoring,
-                 {trees, num_rows, stride}, sizes);
+    return draft(find, heads->num_heads, heads->num_candidates,
+                 reinterpret_cast<const char*>(rows + it.num_rows), *it.scoring,
+                 {trees, it.num_rows, it.stride});
 }
 
 }  // extern "C"
