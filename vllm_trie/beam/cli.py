@@ -20,6 +20,9 @@ app = typer.Typer(
 
 _Svg = Annotated[Path | None, typer.Option(help="Write the trie as an SVG image to this file.")]
 _Json = Annotated[Path | None, typer.Option("--json", help="Write the search to this file.")]
+_AllowGpu = Annotated[
+    bool, typer.Option(help="Switch native beam search on for a GPU, where it has never run.")
+]
 _Dropped = Annotated[bool, typer.Option(help="Draw the candidates that were dropped, too.")]
 
 
@@ -36,6 +39,7 @@ def run(
     svg: _Svg = None,
     json_path: _Json = None,
     dropped: _Dropped = True,
+    allow_untested_gpu: _AllowGpu = False,
 ) -> None:
     """Run one search in an engine of its own, and draw it."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -53,6 +57,7 @@ def run(
         enforce_eager=True,
         kv_cache_memory_bytes=256 << 20,
         max_model_len=1024,
+        additional_config=_additional_config(allow_untested_gpu),
     )
     try:
         params = SamplingParams(n=width, temperature=0.0, max_tokens=max_tokens, extra_args=options)
@@ -71,6 +76,47 @@ def run(
     for rank, output in enumerate(result.outputs, 1):
         typer.echo(f"#{rank}  {output.score:8.4f}  {output.text!r}")
     _show(trace, lambda token: texts[token], svg, dropped)
+
+
+@app.command("check")
+def check_here(
+    model: Annotated[
+        str | None, typer.Argument(help="Model folder or name; the shipped one if left out.")
+    ] = None,
+    max_model_len: Annotated[int, typer.Option(min=300, help="As of vLLM.")] = 1024,
+    eager: Annotated[bool, typer.Option(help="Without compilation and CUDA graphs.")] = False,
+    allow_untested_gpu: _AllowGpu = False,
+) -> None:
+    """Compare random searches with the same tokens computed as prompts, on this machine."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM
+
+    from vllm_trie.beam.check import check
+
+    llm = LLM(
+        model or _shipped_model(),
+        max_num_seqs=32,
+        enforce_eager=eager,
+        max_model_len=max_model_len,
+        additional_config=_additional_config(allow_untested_gpu),
+    )
+    try:
+        found = check(llm)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    typer.echo(
+        f"{found.num_hypotheses} hypotheses, {found.num_pairs} pairs with a common beginning: "
+        f"log-probabilities differ by {found.found:.2g} per token from the same tokens as a "
+        f"prompt; ordinary requests by {found.ordinary:.2g}, allowed is {found.allowed:.2g}"
+    )
+    if not found.passed:
+        typer.echo(
+            "WRONG: do not use native beam search here, and please report this with the output "
+            "of `vllm-trie doctor`",
+            err=True,
+        )
+        raise typer.Exit(1)
+    typer.echo("good")
 
 
 @app.command()
@@ -96,6 +142,10 @@ def _show(
     if svg is not None:
         svg.write_text(draw_svg(trace, token_text, dropped))
         typer.echo(f"wrote {svg}")
+
+
+def _additional_config(allow_untested_gpu: bool) -> dict[str, Any]:
+    return {"vllm_trie": {"allow_untested_gpu": True}} if allow_untested_gpu else {}
 
 
 def _shipped_model() -> Any:

@@ -55,7 +55,8 @@ class EngineOptions(BaseModel):
         default=False,
         description="Start on an NVIDIA GPU, where this has never run. The engine compares tree "
         "attention with exact results on your device at start-up and does not start if they "
-        "differ. Does nothing on a CPU.",
+        "differ. Switches native beam search on there too, for which it may stand in "
+        "additional_config without a method. Does nothing on a CPU.",
     )
 
 

@@ -54,9 +54,10 @@ def say_where_untested(vllm_config: Any) -> None:
     reason = reason_off(vllm_config)
     if reason is None:
         logger.warning(
-            "Native beam search is on by %s=True. It has never run on a GPU: compare results with "
-            "vLLM's own beam search before you rely on them.",
+            "Native beam search is on by %s=True. It has never run on a GPU: before you rely on "
+            "it, run `vllm-trie beam check MODEL --%s`.",
             ALLOW_GPU_OPTION,
+            ALLOW_GPU_OPTION.replace("_", "-"),
         )
     elif reason == _platform_reason(_plugin_config(vllm_config)):
         logger.info("Native beam search is off, vLLM's own serves: %s", reason)
