@@ -131,6 +131,19 @@ def test_demo_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- doctor ------------------------------------------------------------------------------------
 
 
+def test_doctor_tells_of_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    machine, problems = doctor.describe_platform()
+    assert machine["cxx"] is None
+    [found] = [one for one in problems if "no-such-compiler" in one.text]
+    assert found.level == "warning"
+    assert "enforce_eager=True" in found.text
+    monkeypatch.setenv("CXX", f"env {sys.executable}")
+    machine, problems = doctor.describe_platform()
+    assert machine["cxx"].endswith(sys.executable)
+    assert not [one for one in problems if "enforce_eager" in one.text]
+
+
 @pytest.mark.parametrize(
     ("problems", "exit_code"),
     [
