@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -270,6 +271,9 @@ def describe_platform() -> tuple[dict[str, Any], list[Problem]]:
         problems.append(Problem("warning", text))
     elif machine["device"] == "cpu" and not headers:
         problems.append(Problem("warning", f"no Python.h (python3-dev): {_NO_TORCH_COMPILER}"))
+    elif machine["device"] == "cpu" and " " in sys.prefix:
+        text = f"the path {sys.prefix!r} has a space, where PyTorch's compiler fails: "
+        problems.append(Problem("warning", text + _NO_TORCH_COMPILER))
     return machine, problems
 
 

@@ -132,6 +132,9 @@ def test_demo_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_tells_of_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
     machine, problems = doctor.describe_platform()
     assert machine["cxx"] is None
@@ -141,7 +144,11 @@ def test_doctor_tells_of_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("CXX", f"env {sys.executable}")
     machine, problems = doctor.describe_platform()
     assert machine["cxx"].endswith(sys.executable)
-    assert not [one for one in problems if "enforce_eager" in one.text]
+    assert not [one for one in problems if "no-such-compiler" in one.text]
+    monkeypatch.setattr(sys, "prefix", "/some folder/venv")
+    monkeypatch.setattr(Path, "exists", lambda self: True)
+    _, problems = doctor.describe_platform()
+    assert any("'/some folder/venv' has a space" in one.text for one in problems)
 
 
 @pytest.mark.parametrize(
