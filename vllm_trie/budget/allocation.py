@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -33,8 +33,8 @@ def best_allocation(
         num_rows: requests that get a token from the step, with a tree or without.
         seconds: float [num_rows + total nodes + 1], step time by number of tokens.
     """
-    sizes = [len(p) for p in probabilities]
-    total = sum(sizes)
+    ends = list(accumulate(map(len, probabilities)))
+    total = ends[-1] if ends else 0
     flat = np.concatenate([np.asarray(p, dtype=np.float64) for p in probabilities] or [[]])
     order = np.argsort(-flat, kind="stable")
     expected = num_rows + np.concatenate([[0.0], np.cumsum(flat[order])])
@@ -42,7 +42,8 @@ def best_allocation(
     best = int(np.argmax(rate))
     keep = np.zeros(total, dtype=bool)
     keep[order[:best]] = True
-    return Allocation(tuple(np.split(keep, np.cumsum(sizes)[:-1])), float(rate[best]))
+    parts = tuple(keep[start:end] for start, end in zip([0, *ends], ends, strict=False))
+    return Allocation(parts, float(rate[best]))
 
 
 def best_allocation_reference(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import le, lt
 
 import numpy as np
 
@@ -164,8 +165,13 @@ class TokenTree:
             raise MalformedTreeError(
                 f"the tree has {self.num_nodes} nodes, at most {max_nodes} are allowed"
             )
-        seen: set[tuple[int, int]] = set()
         tokens, parents = self.token_ids.tolist(), self.parents.tolist()
+        probabilities = None if self.probabilities is None else self.probabilities.tolist()
+        if not self.num_nodes or (
+            self.never_accept is None and _obeys_all(tokens, parents, probabilities, vocab_size)
+        ):
+            return
+        seen: set[tuple[int, int]] = set()
         never_accept = (
             [False] * self.num_nodes if self.never_accept is None else self.never_accept.tolist()
         )
@@ -186,7 +192,8 @@ class TokenTree:
                     "the children of a node that may be accepted have distinct tokens"
                 )
             seen.add((parent, token))
-        self._validate_probabilities()
+        if probabilities is not None:
+            _validate_probabilities(probabilities, parents)
 
     def _validate_array(self, name: str, array: np.ndarray, dtype: type) -> None:
         if not isinstance(array, np.ndarray) or array.dtype != dtype:
@@ -197,17 +204,39 @@ class TokenTree:
                 f"{name} has shape {array.shape}, it must be ({len(self.token_ids)},)"
             )
 
-    def _validate_probabilities(self) -> None:
-        if self.probabilities is None:
-            return
-        values = self.probabilities.tolist()
-        for node, parent in enumerate(self.parents.tolist()):
-            limit = 1.0 if parent < 0 else values[parent]
-            if not 0.0 <= values[node] <= limit:
-                raise MalformedTreeError(
-                    f"node {node} has probability {values[node]}; a path probability is in "
-                    f"[0, {limit}], its parent's"
-                )
+
+def _obeys_all(
+    tokens: list[int], parents: list[int], probabilities: list[float] | None, vocab_size: int
+) -> bool:
+    """Whether nothing is wrong with a tree of at least one node, found without a loop in Python.
+
+    What the checks one by one would find, without the name of what is wrong.
+    """
+    num_nodes = len(tokens)
+    return (
+        min(parents) >= ROOT
+        and all(map(lt, parents, range(num_nodes)))
+        and min(tokens) >= 0
+        and max(tokens) < vocab_size
+        and len(set(zip(parents, tokens, strict=True))) == num_nodes
+        and (probabilities is None or _fall(probabilities, parents))
+    )
+
+
+def _fall(probabilities: list[float], parents: list[int]) -> bool:
+    """Whether all are at least 0 and none is larger than its parent's; False for NaN."""
+    above = [*probabilities, 1.0]  # the root, -1, finds the last one
+    return all(map(le, probabilities, map(above.__getitem__, parents))) and min(above) >= 0.0
+
+
+def _validate_probabilities(values: list[float], parents: list[int]) -> None:
+    for node, parent in enumerate(parents):
+        limit = 1.0 if parent < 0 else values[parent]
+        if not 0.0 <= values[node] <= limit:
+            raise MalformedTreeError(
+                f"node {node} has probability {values[node]}; a path probability is in "
+                f"[0, {limit}], its parent's"
+            )
 
 
 _EMPTY = TokenTree(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -150,3 +152,30 @@ def test_only_nodes_that_may_be_accepted_need_distinct_siblings() -> None:
     flagged([True, False, True]).validate(vocab_size=10, max_nodes=3)
     with pytest.raises(MalformedTreeError, match="node 2 repeats token 1 under parent -1"):
         flagged([False, True, False]).validate(vocab_size=10, max_nodes=3)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-1, 4),
+            st.integers(-2, 3),
+            st.sampled_from([-0.1, 0.0, 0.3, 0.5, 1.0, 1.5, float("nan")]),
+        ),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_the_quick_check_finds_what_the_checks_one_by_one_find(
+    nodes: list[tuple[int, int, float]], has_probabilities: bool
+) -> None:
+    probabilities = [p for *_, p in nodes] if has_probabilities else None
+    tree = TokenTree.from_lists([t for t, *_ in nodes], [p for _, p, _ in nodes], probabilities)
+    slowly = replace(tree, never_accept=np.zeros(len(nodes), dtype=np.bool_))
+    found = []
+    for one in (tree, slowly):
+        try:
+            one.validate(4, max_nodes=4)
+            found.append("")
+        except MalformedTreeError as error:
+            found.append(str(error))
+    assert found[0] == found[1]
