@@ -150,6 +150,7 @@ def row_params(num_candidates: int, max_new_tokens: int) -> SamplingParams:
         logprobs=num_candidates,
         ignore_eos=True,
         detokenize=False,
+        watermarking=False,  # rows do not pass the front end, which would settle it
         extra_args={SPECULATION: False},
     )
 
