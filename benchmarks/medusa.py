@@ -19,6 +19,11 @@ and all Python around it).
 
     python benchmarks/medusa.py --json medusa.json
     python benchmarks/medusa.py --cost
+
+With `--heads-alone`, such heads without a model: what torch's and the compiled heads take until
+each head's candidates are known, for several numbers of requests.
+
+    OMP_NUM_THREADS=4 python benchmarks/medusa.py --heads-alone
 """
 
 from __future__ import annotations
@@ -368,6 +373,42 @@ def cost(options: Any) -> list[Row]:
     return rows
 
 
+def heads_alone(options: Any) -> list[Row]:
+    """Torch's heads against the compiled ones, from hidden states to candidates, in bfloat16."""
+    import torch
+
+    from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
+    from vllm_trie.drafters.medusa.compiled_heads import MAX_ROWS, CompiledHeads, in_huge_pages
+    from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
+
+    heads = MedusaHeads(HeadsShape(4, 1, 1024, 32_000, 32_000), torch.bfloat16)
+    for parameter in heads.requires_grad_(False).parameters():
+        parameter.normal_(std=0.05)
+        parameter.data = in_huge_pages(parameter.data)
+    temperatures = torch.ones(4)
+    compiled = CompiledHeads(heads, temperatures, 32)
+    rows: list[Row] = []
+    for number in (1, 2, 4, 8, 16, MAX_ROWS):
+        states = torch.randn(number, 1024).bfloat16()
+        addresses = compiled.rows(states)
+
+        def with_torch(states: Any = states) -> Any:
+            return top_candidates(HeadLogits(heads(states), temperatures, None, 32))
+
+        def in_compiled_code(addresses: Any = addresses) -> Any:
+            return compiled.top_candidates(addresses)
+
+        contestants: dict[Any, Callable[[], Any]] = {
+            "torch": with_torch,
+            "compiled": in_compiled_code,
+        }
+        timed = in_turns(contestants, options.repeats + 1)
+        for method, repeats in timed.items():
+            milliseconds = 1e3 * median_seconds(repeats[1:])
+            rows.append({"method": method, "batch_size": number, "heads_ms": milliseconds})
+    return rows
+
+
 def main() -> None:
     """Measure and print."""
     parser = option_parser(__doc__)
@@ -379,10 +420,14 @@ def main() -> None:
     parser.add_argument("--per-kind", type=int, default=2, help="held-out documents of a kind")
     parser.add_argument("--prompts", type=int, default=None, help="use the first so many prompts")
     parser.add_argument("--cost", action="store_true", help="cost beside a 0.4 B model instead")
+    parser.add_argument(
+        "--heads-alone", action="store_true", help="torch's heads and compiled ones"
+    )
     parser.set_defaults(repeats=3)
     options = parser.parse_args()
-    rows = quietly(cost if options.cost else compare, options)
-    columns = (*COLUMNS, "select_over_model") if options.cost else COLUMNS
+    measure = heads_alone if options.heads_alone else cost if options.cost else compare
+    rows = quietly(measure, options)
+    columns = (*COLUMNS, "select_over_model", "heads_ms")
     present = [name for name in columns if any(name in row for row in rows)]
     finish(rows, options.json, present)
 

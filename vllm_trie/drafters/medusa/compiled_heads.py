@@ -116,7 +116,8 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or size < _HUGE_PAGE or tensor.device.type != "cpu":
         return tensor
-    memory = mmap.mmap(-1, size + _HUGE_PAGE)
+    # Shared memory, which is mmap's default, has a setting of its own, and that is mostly "never".
+    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(advice)
     except OSError:  # a kernel without them

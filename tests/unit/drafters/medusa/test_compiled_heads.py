@@ -201,3 +201,21 @@ def test_huge_pages_hold_the_same(dtype):
     assert copy.data_ptr() % 4096 == 0
     small = torch.randn(5)
     assert in_huge_pages(small) is small
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells")
+def test_huge_pages_are_asked_for():
+    """Of private memory: for shared memory another setting counts, which is mostly "never"."""
+    copy = in_huge_pages(torch.zeros(3 << 20))
+    address, inside = copy.data_ptr(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if first == "VmFlags:" and inside:
+            if "hg" not in rest:
+                pytest.skip("this kernel has no huge pages")
+            assert "sh" not in rest
+            return
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            inside = start <= address < end
+    raise AssertionError("the memory is mapped nowhere")
