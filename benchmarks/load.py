@@ -4,6 +4,10 @@ Two workloads: `matching`, the demo's prompts decoded greedily, whose answers re
 `random`, prompts of random tokens sampled at a high temperature, where no draft can succeed and the
 best that speculation can do is to get out of the way.
 
+A batch that starts together ends with its slowest requests alone. With `--requests-per-slot 8` the
+next request takes a place as soon as it is free, so that the batch is as large as it says nearly
+all the time, as on a busy server.
+
     python benchmarks/load.py --json load.json
 """
 
@@ -11,6 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import count, islice
 from typing import Any
 
 from _common import Row, finish, in_turns, median_ratio, median_seconds, option_parser, quietly
@@ -62,6 +67,7 @@ def main() -> None:
     parser.add_argument("--model", help="a chat model; the shipped one if left out")
     parser.add_argument("--nodes", nargs="+", type=int, default=[8, 32])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--requests-per-slot", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--workloads", nargs="+", default=["matching", "random"])
     parser.add_argument(
@@ -80,6 +86,7 @@ def run(options: Any) -> list[Row]:
     """Start all engines, then measure every batch size of both workloads."""
     from transformers import AutoTokenizer
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     from vllm_trie.tiny_model import model_path
 
@@ -111,31 +118,37 @@ def run(options: Any) -> list[Row]:
         prompts, sampling = workloads[workload]
         for batch_size in options.batch_sizes:
             params = SamplingParams(
-                max_tokens=options.max_tokens, ignore_eos=True, detokenize=False, **sampling
+                max_tokens=options.max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                **sampling,
             )
-            batch = [prompts[i % len(prompts)] for i in range(batch_size)]
-            rows += compare(llms, workload, batch, params, options.repeats)
+            num_requests = batch_size * options.requests_per_slot
+            queue = [prompts[i % len(prompts)] for i in range(num_requests)]
+            rows += compare(llms, workload, queue, batch_size, params, options.repeats)
     return rows
 
 
 def compare(
     llms: dict[tuple[str, int], Any],
     workload: str,
-    batch: Sequence[Sequence[int]],
+    queue: Sequence[Sequence[int]],
+    batch_size: int,
     params: Any,
     repeats: int,
 ) -> list[Row]:
-    """Rows of all contestants for one batch, plain vLLM first."""
-    counts = {}
+    """Rows of all contestants for one queue of prompts, plain vLLM first."""
+    observations = {}
     for key, llm in llms.items():  # counts, and warms up
-        observed, _ = measure.observe(llm, batch, params)
+        observed, _ = measure.observe(llm, queue[:batch_size], params)
         steps = sum(count.steps for count in observed)
-        counts[key] = {
+        observations[key] = {
             "tokens_per_step": sum(count.tokens for count in observed) / steps,
             "nodes_per_step": sum(count.nodes for count in observed) / steps,
         }
     timed = in_turns(
-        {key: lambda llm=llm: measure.generate(llm, batch, params) for key, llm in llms.items()},
+        {key: lambda llm=llm: serve(llm, queue, batch_size, params) for key, llm in llms.items()},
         repeats,
     )
     return [
@@ -143,13 +156,28 @@ def compare(
             "method": method,
             "nodes": nodes,
             "prompts": workload,
-            "batch_size": len(batch),
-            "tokens_per_s": len(batch) * params.max_tokens / median_seconds(timed[method, nodes]),
+            "batch_size": batch_size,
+            "tokens_per_s": len(queue) * params.max_tokens / median_seconds(timed[method, nodes]),
             "ratio_to_plain": median_ratio(timed["plain", 0], timed[method, nodes]),
-            **counts[method, nodes],
+            **observations[method, nodes],
         }
         for method, nodes in llms
     ]
+
+
+def serve(llm: Any, queue: Sequence[Sequence[int]], batch_size: int, params: Any) -> None:
+    """Answer all prompts, at most `batch_size` at a time."""
+    engine = llm.llm_engine
+    waiting = iter(queue)
+    names = count()
+
+    def admit(num_requests: int) -> None:
+        for prompt, name in zip(islice(waiting, num_requests), names, strict=False):
+            engine.add_request(f"load-{name}", {"prompt_token_ids": list(prompt)}, params)
+
+    admit(batch_size)
+    while engine.has_unfinished_requests():
+        admit(sum(output.finished for output in engine.step()))
 
 
 def dummy_shape(text: str, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
