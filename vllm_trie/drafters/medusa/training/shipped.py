@@ -37,8 +37,8 @@ def write_training_text(
         The number of tokens.
 
     Raises:
-        ValueError: this Python's standard library gives another tokenizer than the model's, so that
-            the tokens would mean something else.
+        ValueError: this Python's standard library, or another `seed` or too few `documents`, give
+            another tokenizer than the model's, so that the tokens would mean something else.
     """
     data = _data_set(out.parent, model_folder, seed, documents)
     texts = list(_corpus_texts(data))
@@ -68,8 +68,9 @@ def _data_set(folder: Path, model_folder: Path, seed: int, documents: int) -> Da
     )
     if made != shipped:
         raise ValueError(
-            "the text that this Python's standard library gives has another tokenizer than the "
-            f"model in {model_folder}; use the Python version that the model was trained with"
+            f"the text made with seed={seed} and documents={documents} has another tokenizer than "
+            f"the model in {model_folder}; leave both at their defaults, and use the Python version "
+            "that the model was trained with: the text is its standard library's"
         )
     return Dataset.load(saved)
 
