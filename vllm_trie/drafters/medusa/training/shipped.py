@@ -69,8 +69,8 @@ def _data_set(folder: Path, model_folder: Path, seed: int, documents: int) -> Da
     if made != shipped:
         raise ValueError(
             f"the text made with seed={seed} and documents={documents} has another tokenizer than "
-            f"the model in {model_folder}; leave both at their defaults, and use the Python version "
-            "that the model was trained with: the text is its standard library's"
+            f"the model in {model_folder}; leave both at their defaults, and use the Python "
+            "version that the model was trained with: the text is its standard library's"
         )
     return Dataset.load(saved)
 
