@@ -13,9 +13,9 @@ prompts written by hand. `tokens_per_step` counts tokens for each verification o
     context_deep the default of `medusa_dynamic`: as deep as the text supports
 
 With `--cost`, a model of 0.4 B parameters with random weights (hidden size 1024, 24 layers, 32,000
-tokens) tells what drafting costs beside a model step: `draft_ms` is all of it, `select_us` what is
-not the heads' own products, for one request (likeliest tokens, softmax, choice of the nodes, tree,
-and all Python around it).
+tokens) tells what drafting costs beside a model step: `draft_ms` is all of it. `choose_us` is what
+lies between the heads' products and the trees, for one request: likeliest tokens, softmax, choice
+of the nodes, tree. `select_us` is that and all Python before it: everything but the products.
 
     python benchmarks/medusa.py --json medusa.json
     python benchmarks/medusa.py --cost
@@ -52,6 +52,7 @@ COLUMNS = (
     "ratio_to_plain",
     "draft_ms",
     "select_us",
+    "choose_us",
     "model_ms",
     "draft_over_model",
     "predicted_over_accepted",
@@ -78,7 +79,7 @@ class TurnTaker:
         self.drafter: Any = first
         self.max_nodes = 64
         self.draft_seconds: list[float] = []
-        self.select_seconds: list[float] = []
+        self.select_seconds: list[tuple[float, float]] = []
         self.predicted = 0.0
 
     def propose(self, requests: Sequence[Any]) -> Any:
@@ -99,43 +100,60 @@ class TurnTaker:
             self.drafter.release(request_id)
 
 
-def time_selection(drafter: Any, sink: list[float]) -> None:
-    """Let the drafter note for one request how long everything takes that is not the heads.
+def time_selection(drafter: Any, sink: list[tuple[float, float]]) -> None:
+    """Let the drafter note for one request how long everything takes that is not the heads, and how
+    much of it comes after them.
 
-    That is the whole of `propose` less the products: where the heads are compiled, these are timed
-    by the compiled code (gathering the hidden states, residual blocks, output layers; the logits of
-    each block of outputs are looked at in between, which counts as selection), else the call of
-    the heads is.
+    The first is the whole of `propose` less the products: where the heads are compiled, these are
+    timed by the compiled code (gathering the hidden states, residual blocks, output layers; the
+    logits of each block of outputs are looked at in between, which counts as selection), else the
+    call of the heads is. The second leaves out what comes before the compiled code is entered, or
+    before the heads have answered.
     """
     products = c_int64()
-    heads_seconds = 0.0
+    heads_seconds = begun = 0.0
     stock_propose, stock_ask = drafter.propose, drafter._ask_heads
     stock_compiled = drafter._compiled_heads
 
     def compiled_heads() -> Any:
         compiled = stock_compiled()
-        if compiled is not None:
+        if compiled is not None and compiled.product_nanoseconds is None:
             compiled.product_nanoseconds = products
+            stock_draft = compiled._draft
+
+            def draft(*arguments: Any) -> Any:
+                nonlocal begun
+                begun = time.perf_counter()
+                return stock_draft(*arguments)
+
+            compiled._draft = draft
         return compiled
 
     def ask_heads(states: Any) -> Any:
-        nonlocal heads_seconds
+        nonlocal heads_seconds, begun
         start = time.perf_counter()
         logits = stock_ask(states)
-        heads_seconds = time.perf_counter() - start
+        begun = time.perf_counter()
+        heads_seconds = begun - start
         return logits
 
     def propose(requests: Any) -> Any:
-        nonlocal heads_seconds
+        nonlocal heads_seconds, begun
         heads_seconds, products.value = 0.0, 0
-        start = time.perf_counter()
+        start = begun = time.perf_counter()
         trees = stock_propose(requests)
-        elapsed = time.perf_counter() - start - heads_seconds - 1e-9 * products.value
-        sink.append(elapsed / len(requests))
+        end = time.perf_counter() - 1e-9 * products.value
+        sink.append(((end - start - heads_seconds) / len(requests), (end - begun) / len(requests)))
         return trees
 
     drafter.propose, drafter._ask_heads = propose, ask_heads
     drafter._compiled_heads = compiled_heads
+
+
+def selection(noted: Sequence[tuple[float, float]]) -> Row:
+    """Columns of what `time_selection` noted."""
+    select, choose = (1e6 * median(seconds) for seconds in zip(*noted, strict=True))
+    return {"select_us": select, "choose_us": choose}
 
 
 def time_model(runner: Any) -> list[float]:
@@ -297,7 +315,7 @@ def compare(options: Any) -> list[Row]:
             "identical": all(outputs == plain for _, outputs in repeats),
         }
         if note["select"]:
-            row["select_us"] = 1e6 * median(note["select"])
+            row |= selection(note["select"])
         if method != "plain":
             row["draft_over_model"] = row["draft_ms"] / row["model_ms"]
             row["predicted_over_accepted"] = predicted / max(1, tokens - steps)
@@ -363,7 +381,7 @@ def cost(options: Any) -> list[Row]:
                 # The first steps are the prefill and warm-up.
                 "model_ms": 1e3 * median(model_seconds[2:]),
                 "draft_ms": 1e3 * median(turns.draft_seconds[2:]),
-                "select_us": 1e6 * median(turns.select_seconds[2:]),
+                **selection(turns.select_seconds[2:]),
             }
             row["draft_over_model"] = row["draft_ms"] / row["model_ms"]
             row["select_over_model"] = 1e-3 * row["select_us"] * options.batch_size
