@@ -33,8 +33,8 @@ def best_allocation(
         num_rows: requests that get a token from the step, with a tree or without.
         seconds: float [num_rows + total nodes + 1], step time by number of tokens.
     """
-    ends = list(accumulate(map(len, probabilities)))
-    total = ends[-1] if ends else 0
+    sizes = [len(p) for p in probabilities]
+    total = sum(sizes)
     flat = np.concatenate([np.asarray(p, dtype=np.float64) for p in probabilities] or [[]])
     order = np.argsort(-flat, kind="stable")
     expected = num_rows + np.concatenate([[0.0], np.cumsum(flat[order])])
@@ -42,8 +42,12 @@ def best_allocation(
     best = int(np.argmax(rate))
     keep = np.zeros(total, dtype=bool)
     keep[order[:best]] = True
-    parts = tuple(keep[start:end] for start, end in zip([0, *ends], ends, strict=False))
-    return Allocation(parts, float(rate[best]))
+    return Allocation(tuple(split(keep, sizes)), float(rate[best]))
+
+
+def split(values: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Views of `values`, one after the other; `numpy.split` takes several times as long."""
+    return [values[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def best_allocation_reference(

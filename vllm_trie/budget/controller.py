@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
 from vllm_trie.budget.acceptance import AcceptanceCalibration
-from vllm_trie.budget.allocation import best_allocation
+from vllm_trie.budget.allocation import best_allocation, split
 from vllm_trie.budget.step_cost import StepCost
 from vllm_trie.tree import TokenTree
 
@@ -94,7 +93,7 @@ class NodeBudget:
         whole = sum(tree.num_nodes for tree in trees) - sum(sizes)
         records = [self._records.setdefault(request_ids[i], _Record()) for i in open_to_cuts]
         promised = np.concatenate([trees[i].probabilities for i in open_to_cuts])
-        calibrated = _parts(self.acceptance(promised), sizes)
+        calibrated = split(self.acceptance(promised), sizes)
         seconds = self.cost.table(num_rows, num_rows + whole + len(promised) + 1)[whole:]
         allocation = best_allocation(
             [
@@ -159,12 +158,6 @@ class NodeBudget:
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._records.pop(request_id, None)
-
-
-def _parts(values: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    """Views of `values`, one after the other; `numpy.split` takes several times as long."""
-    ends = accumulate(sizes)
-    return [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def _subtree(tree: TokenTree, keep: np.ndarray) -> TokenTree:

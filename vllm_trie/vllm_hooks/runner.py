@@ -119,10 +119,11 @@ class TreeRunnerMixin:
         num_requests = self.input_batch.num_reqs
         num_tokens = scheduler_output.total_num_scheduled_tokens
         self._has_drafts = bool(drafts)
+        decoding = num_requests + sum(map(len, drafts.values()))
+        self._decode_tokens = num_tokens if num_tokens == decoding else 0
         if not drafts:
             self._step_trees = [EMPTY_TREE] * num_requests
             self._tree_batch = None
-            self._decode_tokens = num_tokens if num_tokens == num_requests else 0
             return self._without_speculation(
                 super()._prepare_inputs, scheduler_output, num_scheduled_tokens
             )
@@ -132,8 +133,6 @@ class TreeRunnerMixin:
             self._stored_trees, drafts, self.input_batch.req_id_to_index, num_requests
         )
         self._tree_batch = place_trees(self, self._step_trees, num_scheduled_tokens, num_tokens)
-        decoding = num_requests + sum(len(tree.token_ids) for tree in self._step_trees)
-        self._decode_tokens = num_tokens if num_tokens == decoding else 0
         self._tree_stats.preparation_seconds += time.perf_counter() - start
         return prepared
 
