@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -11,19 +9,9 @@ from typing import Any
 import pytest
 from vllm.platforms import current_platform
 
-from tests.processes import run_python
+from tests.engine.conftest import needs_triton
+from tests.processes import run_program, run_python
 from vllm_trie.vllm_hooks import cuda_worker, gpu_hooks, ledger, support
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
-
-
-def run_program(module: str, **environment: str) -> dict[str, Any]:
-    """The JSON object that a program prints."""
-    done = run_python("-m", module, OMP_NUM_THREADS="1", **environment)
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT "))
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, run_python
+
 PATCHES = ROOT / "patches"
 INSTALLED = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
 
@@ -83,25 +83,13 @@ def test_numbering_and_reasons() -> None:
 
 def run_on(patched: Path, *arguments: str) -> str:
     """Run pytest with the patched vLLM in place of the installed one; its output."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(patched),
-        "PATCHED_VLLM": str(patched),
-        "OMP_NUM_THREADS": "1",
-    }
-    for name in [name for name in environment if name.startswith("PYTEST_")]:
-        del environment[name]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    return done.stdout
+    return run_python(
+        *("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments),
+        timeout=None,
+        PYTHONPATH=str(patched),
+        PATCHED_VLLM=str(patched),
+        OMP_NUM_THREADS="1",
+    ).stdout
 
 
 SPECULATION = [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,21 +10,9 @@ import pytest
 
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.test_entrances import beam_params
-from tests.engine.conftest import scheduler_of
-from tests.processes import run_python
+from tests.engine.conftest import needs_triton, scheduler_of
+from tests.processes import run_program
 from vllm_trie.vllm_hooks.beam import enabled, rows
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
-
-
-def run_program(module: str, *arguments: str) -> dict[str, Any]:
-    """The JSON object that a program prints."""
-    done = run_python("-m", module, *arguments, OMP_NUM_THREADS="1")
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT "))
-
 
 # -- a platform that says it is a GPU --------------------------------------------------------------
 
