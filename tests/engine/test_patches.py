@@ -107,6 +107,7 @@ SPECULATION = [
 BEAM_SEARCH = [
     "tests/engine/beam/test_against_transformers.py",
     "tests/engine/beam/test_beside_speculation.py",
+    "tests/engine/beam/test_server_off.py",
     "tests/engine/beam/test_simulation.py",
 ]
 
