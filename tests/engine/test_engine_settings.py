@@ -51,6 +51,38 @@ def test_little_room(engine: Any, expected: list[Any], options: dict[str, Any]) 
     assert check_same_outputs(llm, expected, SamplingParams(**GREEDY)) >= least
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": NODES, "enable_chunked_prefill": True},
+        {"long_prefill_token_threshold": NODES},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_prompts_with_one_token_to_compute(engine: Any, options: dict[str, Any]) -> None:
+    """vLLM would pad them to the size of a full draft, which does not fit here."""
+    options = {**options, "block_size": 32, "max_num_seqs": 4}
+    some = [{"prompt_token_ids": p["prompt_token_ids"][:33]} for p in prompts(4)]
+    params = SamplingParams(**GREEDY)
+    plain = generate(engine(**options), some, params)
+    tell_oracle(plain)
+    llm = engine(**TREES, **options)
+    check_same_outputs(llm, plain, params)
+    # Again, beside a request that runs already; all but the last token is in the prefix cache.
+    core = llm.llm_engine
+    for name in ("runs", 0, 1, 2, 3):
+        core.add_request(f"cached-{name}", some[0 if name == "runs" else name], params)
+        core.step()
+    finished = {}
+    for _ in range(2000):
+        finished |= {o.request_id: o for o in core.step() if o.finished}
+        if not core.has_unfinished_requests():
+            break
+    found = [finished[f"cached-{index}"] for index in range(4)]
+    assert differences(plain, found) == []
+    assert found[0].num_cached_tokens == 32
+
+
 @pytest.mark.parametrize("length", [6, 33])
 def test_short_length_limit(engine: Any, length: int) -> None:
     """Prompts up to the limit, which leaves room for a node or two at most."""

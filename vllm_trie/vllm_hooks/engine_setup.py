@@ -44,6 +44,9 @@ def _choose_worker(engine_args: Any, parallel_config: Any, method: str) -> None:
 def verify(vllm_config: Any) -> None:
     """Refuse a complete configuration that the tree method it asks for cannot run with.
 
+    One that it can run with gets the last setting that the method needs, see
+    :func:`_leave_requests_unpadded`.
+
     Raises:
         ValueError: every reason at once.
     """
@@ -52,3 +55,20 @@ def verify(vllm_config: Any) -> None:
         support.check_supported(
             vllm_config, tree_config.method, tree_config.engine_options.allow_untested_gpu
         )
+        _leave_requests_unpadded(vllm_config)
+
+
+def _leave_requests_unpadded(vllm_config: Any) -> None:
+    """Keep vLLM from padding a request with one token left to compute to the size of a full draft.
+
+    The padding keeps CUDA graphs whole. Trees have none to keep, and pay for the rows. Worse, where
+    the padded request does not fit a step's tokens it waits for ever, and where it is longer than
+    ``long_prefill_token_threshold`` an assertion ends the engine. vLLM does not pad where the
+    length of drafts depends on the batch size; here it is the same for every size.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative.num_speculative_tokens_per_batch_size is None:
+        largest = vllm_config.scheduler_config.max_num_seqs
+        speculative.num_speculative_tokens_per_batch_size = [
+            (1, largest, speculative.num_speculative_tokens)
+        ]
