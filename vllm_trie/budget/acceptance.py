@@ -54,9 +54,18 @@ class AcceptanceCalibration:
 
     def __call__(self, promised: np.ndarray) -> np.ndarray:
         """float64 [n], the probabilities to expect; larger promises never expect less."""
+        return np.interp(promised, _PROMISES, self._curve())
+
+    def promises_for(self, expected: np.ndarray) -> np.ndarray:
+        """float64 [n], what a drafter must promise for these probabilities to be expected; 1 where
+        no promise is enough."""
+        return np.interp(expected, self._curve(), _PROMISES)
+
+    def _curve(self) -> np.ndarray:
+        """float64, what to expect of the `_PROMISES`."""
         if self._expected is None:
             weights = self._verified + self._prior
             observed = (self._accepted + self._prior * _CENTRES) / weights
             observed = non_decreasing(observed, weights)
             self._expected = np.concatenate([[0.0], observed, observed[-1:]])
-        return np.interp(promised, _PROMISES, self._expected)
+        return self._expected

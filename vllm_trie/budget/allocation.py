@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, combinations
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -12,15 +12,13 @@ import numpy as np
 class Allocation(NamedTuple):
     """A choice of nodes over all requests of a step."""
 
-    keep: tuple[np.ndarray, ...]
-    """bool [N] per request; a kept node's parent is kept too."""
+    keep: np.ndarray
+    """bool [num_nodes]; a kept node's parent is kept too."""
     tokens_per_second: float
     """Expected, over all requests."""
 
 
-def best_allocation(
-    probabilities: Sequence[np.ndarray], num_rows: int, seconds: np.ndarray
-) -> Allocation:
+def best_allocation(probabilities: np.ndarray, num_rows: int, seconds: np.ndarray) -> Allocation:
     """Choose nodes across all requests of the next step.
 
     With rows r, chosen nodes C and step time t, the step brings ``r + sum_{i in C} p_i`` tokens in
@@ -28,26 +26,21 @@ def best_allocation(
     child is likelier than its parent they form trees; so one sort and one pass find the optimum.
 
     Args:
-        probabilities: float [N] per request, that node i is accepted; never larger than the
-            parent's, and parents come first.
+        probabilities: float [num_nodes], that a node is accepted, of all requests one after the
+            other; never larger than the parent's, and parents come first.
         num_rows: requests that get a token from the step, with a tree or without.
-        seconds: float [num_rows + total nodes + 1], step time by number of tokens.
+        seconds: float [num_rows + num_nodes + 1], step time by number of tokens.
     """
-    sizes = [len(p) for p in probabilities]
-    total = sum(sizes)
-    flat = np.concatenate([np.asarray(p, dtype=np.float64) for p in probabilities] or [[]])
-    order = np.argsort(-flat, kind="stable")
-    expected = num_rows + np.concatenate([[0.0], np.cumsum(flat[order])])
-    rate = expected / seconds[num_rows : num_rows + total + 1]
-    best = int(np.argmax(rate))
-    keep = np.zeros(total, dtype=bool)
+    num_nodes = len(probabilities)
+    order = np.argsort(-probabilities, kind="stable")
+    expected = np.empty(num_nodes + 1)
+    expected[0] = num_rows
+    expected[1:] = probabilities[order]
+    rate = expected.cumsum() / seconds[num_rows : num_rows + num_nodes + 1]
+    best = int(rate.argmax())
+    keep = np.zeros(num_nodes, dtype=bool)
     keep[order[:best]] = True
-    return Allocation(tuple(split(keep, sizes)), float(rate[best]))
-
-
-def split(values: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    """Views of `values`, one after the other; `numpy.split` takes several times as long."""
-    return [values[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    return Allocation(keep, float(rate[best]))
 
 
 def best_allocation_reference(

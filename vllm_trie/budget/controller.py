@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_trie.budget.acceptance import AcceptanceCalibration
-from vllm_trie.budget.allocation import best_allocation, split
+from vllm_trie.budget.allocation import best_allocation
 from vllm_trie.budget.step_cost import StepCost
 from vllm_trie.tree import TokenTree
 
@@ -19,6 +19,9 @@ _DECAY = 0.9  # of a request's record, each step
 _BENEFIT_OF_DOUBT = 1.0  # accepted tokens that every request's record starts with
 _BEST_FACTOR = 1.5
 _CHEAP = 0.01  # share of a plain step below which drafting in vain does not matter
+_MARGIN = 0.5  # part of what a node must bring at least that is drafted for
+_USUAL_NODES = 4  # a request
+_FEW_NODES = 32  # a step
 
 
 @dataclass(slots=True)
@@ -71,6 +74,29 @@ class NodeBudget:
         self._pause = 0
         return True
 
+    def least_probabilities(self, request_ids: Sequence[str], num_rows: int) -> list[float]:
+        """What a drafter must promise of a node, so that it may be worth its time in the next step.
+
+        A node that is likely enough brings more than the step's tokens without drafts bring in the
+        time that it takes. A margin is left, because the promise is compared before it is known how
+        the step will be filled.
+
+        Args:
+            request_ids: requests that will be drafted for.
+            num_rows: requests that get a token from the next step.
+        """
+        if not self.cost.known:
+            return [0.0] * len(request_ids)
+        nodes = max(_USUAL_NODES * num_rows, _FEW_NODES)
+        seconds = self.cost.table(num_rows, num_rows + nodes + 1)
+        plain = seconds[num_rows]
+        slope = (seconds[num_rows + nodes] - plain) / nodes
+        price = _MARGIN * num_rows / plain * slope
+        records = [self._records.get(request_id) for request_id in request_ids]
+        factors = np.array([1.0 if record is None else record.factor for record in records])
+        least: list[float] = self.acceptance.promises_for(price / factors).tolist()
+        return least
+
     def cut(
         self, request_ids: Sequence[str], trees: Sequence[TokenTree], num_rows: int
     ) -> list[TokenTree]:
@@ -93,25 +119,22 @@ class NodeBudget:
         whole = sum(tree.num_nodes for tree in trees) - sum(sizes)
         records = [self._records.setdefault(request_ids[i], _Record()) for i in open_to_cuts]
         promised = np.concatenate([trees[i].probabilities for i in open_to_cuts])
-        calibrated = split(self.acceptance(promised), sizes)
+        calibrated = self.acceptance(promised)
+        factors = np.repeat([record.factor for record in records], sizes)
         seconds = self.cost.table(num_rows, num_rows + whole + len(promised) + 1)[whole:]
-        allocation = best_allocation(
-            [
-                np.minimum(part * record.factor, 1.0)
-                for part, record in zip(calibrated, records, strict=True)
-            ],
-            num_rows,
-            seconds,
-        )
+        allocation = best_allocation(np.minimum(calibrated * factors, 1.0), num_rows, seconds)
         plain = seconds[num_rows]
         pays = allocation.tokens_per_second * plain > num_rows * (
             1.0 + self._drafting_seconds / plain
         )
-        for i, record, keep, expected in zip(
-            open_to_cuts, records, allocation.keep, calibrated, strict=True
-        ):
-            cut[i] = _subtree(trees[i], keep) if pays else TokenTree.empty()
-            record.in_flight = float(expected[keep].sum()) if pays else 0.0
+        keep = allocation.keep if pays else np.zeros(len(promised), dtype=bool)
+        ends = np.cumsum(sizes)
+        num_kept = np.add.reduceat(keep, ends - sizes, dtype=np.int64).tolist()
+        expected = np.add.reduceat(calibrated * keep, ends - sizes).tolist()
+        for place, (i, record) in enumerate(zip(open_to_cuts, records, strict=True)):
+            record.in_flight = expected[place]
+            end = ends[place]
+            cut[i] = _subtree(trees[i], keep[end - sizes[place] : end], num_kept[place])
         if pays or whole:
             # One lucky draft does not end the caution, a few in a row do.
             self._next_pause = max(self._next_pause // _TRUST, 1)
@@ -160,9 +183,8 @@ class NodeBudget:
         self._records.pop(request_id, None)
 
 
-def _subtree(tree: TokenTree, keep: np.ndarray) -> TokenTree:
+def _subtree(tree: TokenTree, keep: np.ndarray, num_kept: int) -> TokenTree:
     """The kept nodes in their order; parents of kept nodes are kept."""
-    num_kept = int(np.count_nonzero(keep))
     if num_kept == len(keep):
         return tree
     if not num_kept:

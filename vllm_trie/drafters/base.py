@@ -79,6 +79,8 @@ class DraftRequest:
             with `needs_hidden_states`.
         last_step: the previous verification of this request, None before the first.
         cache_salt: requests may profit from one another's text only if they carry the same salt.
+        min_probability: nodes whose path is less likely than this would not be verified; a drafter
+            that knows probabilities may leave them out and save its time.
     """
 
     request_id: str
@@ -90,6 +92,7 @@ class DraftRequest:
     hidden_state: Any | None = None
     last_step: VerifiedStep | None = None
     cache_salt: str | None = None
+    min_probability: float = 0.0
 
 
 class Drafter(ABC):

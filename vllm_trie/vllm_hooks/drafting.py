@@ -14,6 +14,8 @@ from vllm_trie.vllm_hooks.watchdog import TimeLimitExceeded, Watchdog
 FailureReason = Literal["error", "malformed", "timeout"]
 FAILURE_REASONS: tuple[FailureReason, ...] = ("error", "malformed", "timeout")
 
+_EMPTY = TokenTree.empty()
+
 
 class GuardedDrafter:
     """A drafter behind a guard.
@@ -44,7 +46,9 @@ class GuardedDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         """A valid tree for each request, empty where the drafter has none or failed."""
         start = time.perf_counter()
-        active = [r for r in requests if r.request_id not in self._failed_requests]
+        active = requests
+        if self._failed_requests:
+            active = [r for r in requests if r.request_id not in self._failed_requests]
         if self._switched_off or not active:
             return [TokenTree.empty()] * len(requests)
         proposed = self._propose_guarded(active)
@@ -92,6 +96,8 @@ class GuardedDrafter:
 
     def _checked(self, request: DraftRequest, tree: TokenTree) -> TokenTree:
         """The tree if it obeys the rules; otherwise an empty one, and the request is given up."""
+        if tree is _EMPTY:
+            return tree
         try:
             if not isinstance(tree, TokenTree):
                 raise MalformedTreeError(f"a {type(tree).__name__} instead of a TokenTree")

@@ -307,10 +307,16 @@ class TreeRunnerMixin:
             requests: those that shall get a tree.
             num_rows: requests that the next step decodes, with or without a tree.
         """
+        alone = self.parallel_config.tensor_parallel_size == 1
+        request_ids = [request.request_id for request in requests]
+        if self._budget is not None and alone:  # ranks measure different times
+            least = self._budget.least_probabilities(request_ids, num_rows)
+            for request, probability in zip(requests, least, strict=True):
+                request.min_probability = probability
         trees = self._guarded.propose(requests) if requests else []
         if self._budget is not None:
-            trees = self._budget.cut([request.request_id for request in requests], trees, num_rows)
-        if self.parallel_config.tensor_parallel_size == 1:
+            trees = self._budget.cut(request_ids, trees, num_rows)
+        if alone:
             return trees
         return tree_exchange.same_on_all_ranks(trees)
 

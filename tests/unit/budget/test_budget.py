@@ -39,10 +39,11 @@ def test_allocation_is_the_best_of_all(forest, rows_without, slopes):
     probabilities = [p for _, p in forest]
     num_rows = len(forest) + rows_without
     seconds = 1.0 + np.cumsum(slopes)
-    found = best_allocation(probabilities, num_rows, seconds)
+    found = best_allocation(np.concatenate(probabilities), num_rows, seconds)
     best = best_allocation_reference(probabilities, parents, num_rows, seconds)
     assert found.tokens_per_second == pytest.approx(best)
-    for keep, parent in zip(found.keep, parents, strict=True):
+    ends = np.cumsum([len(p) for p in parents])
+    for keep, parent in zip(np.split(found.keep, ends[:-1]), parents, strict=True):
         assert all(parent[i] < 0 or keep[parent[i]] for i in np.flatnonzero(keep))
 
 
@@ -138,6 +139,19 @@ def test_calibrated_probabilities_stay_probabilities(promised, seed):
     assert ((found >= 0) & (found <= 1)).all()
 
 
+@given(st.integers(0, 2**32 - 1), st.lists(st.floats(0.0, 0.97), min_size=1, max_size=20))
+def test_promises_are_those_that_meet_expectations(seed, expected):
+    rng = np.random.default_rng(seed)
+    calibration = AcceptanceCalibration()
+    promised = rng.random(500)
+    calibration.observe(promised, np.flatnonzero(rng.random(500) < promised**2))
+    wanted = np.array(expected)
+    promises = calibration.promises_for(wanted)
+    assert ((promises >= 0) & (promises <= 1)).all()
+    reachable = wanted < calibration(np.array([1.0]))[0]
+    assert calibration(promises)[reachable] == pytest.approx(wanted[reachable], abs=1e-9)
+
+
 def _chain(probabilities):
     size = len(probabilities)
     return TokenTree.from_lists(range(size), range(-1, size - 1), probabilities)
@@ -159,6 +173,42 @@ def test_nodes_are_spent_while_they_are_cheap_and_saved_when_dear():
     assert sizes[0] == 5
     assert sizes[-1] == 0
     assert sizes == sorted(sizes, reverse=True)
+
+
+@given(
+    st.floats(0.001, 0.5),
+    st.integers(1, 40),
+    st.lists(st.lists(st.floats(0.3, 1.0), min_size=1, max_size=8), min_size=1, max_size=6),
+)
+def test_what_need_not_be_drafted_would_have_been_cut(slope, num_rows, edges):
+    """Where a node costs the same at every size, nothing is lost by the least probability."""
+    budget = NodeBudget()
+    for num_tokens in (1, 16, 64, 256, 1024):
+        budget.observe_step(1, num_tokens, 1.0 + slope * num_tokens)
+    trees = [_chain(np.cumprod(tree).tolist()) for tree in edges]
+    ids = [str(i) for i in range(len(trees))]
+    num_rows = max(num_rows, len(trees))
+    least = budget.least_probabilities(ids, num_rows)
+    kept = budget.cut(ids, trees, num_rows)
+    for tree, probability in zip(kept, least, strict=True):
+        assert tree.num_nodes == 0 or tree.probabilities.min() > probability
+    assert all(0.0 < probability <= 1.0 for probability in least)
+
+
+def test_a_large_batch_asks_for_likelier_nodes_and_so_does_a_request_that_fails():
+    budget = NodeBudget()
+    assert budget.least_probabilities(["a"], 1) == [0.0]  # no costs are known
+    for num_tokens in (1, 16, 64, 256):
+        budget.observe_step(1, num_tokens, 1.0 + 0.02 * num_tokens)
+    least = [budget.least_probabilities(["a"], num_rows)[0] for num_rows in (1, 4, 16, 32)]
+    assert least == sorted(least)
+    assert least[0] < least[-1] / 4
+    tree = _chain([0.9, 0.8, 0.7])
+    for _ in range(5):
+        cut = budget.cut(["a", "b"], [tree, tree], 4)
+        budget.observe_verified(["a", "b"], cut, [[], list(range(cut[1].num_nodes))])
+    failing, other = budget.least_probabilities(["a", "b"], 4)
+    assert failing > other
 
 
 def test_cut_trees_are_the_likeliest_subtrees():

@@ -107,14 +107,19 @@ def test_counts_are_those_of_the_texts_that_are_left(
     st.lists(st.integers(0, 3), max_size=40),
     st.integers(1, 8),
     st.integers(0, 40),
-    st.tuples(st.integers(1, 40), st.integers(1, 12), st.booleans()),
+    st.tuples(
+        st.integers(1, 40),
+        st.integers(1, 12),
+        st.booleans(),
+        st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
+    ),
 )
 def test_compiled_core_equals_its_twin(
     edits: list[list[int] | int],
     text: list[int],
     max_order: int,
     num_indexed: int,
-    limits: tuple[int, int, bool],
+    limits: tuple[int, int, bool, float],
 ) -> None:
     backends = (NativeBackend(), PythonBackend())
     drafts = []

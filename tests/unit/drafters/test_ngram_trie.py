@@ -88,6 +88,27 @@ def test_a_request_that_comes_back_changed_is_indexed_anew(
     assert same(tree, fresh)
 
 
+def by_path(tree: TokenTree) -> dict[tuple[int, ...], float]:
+    """The probability of each node, by the tokens that lead to it."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    probabilities = [] if tree.probabilities is None else tree.probabilities.tolist()
+    return dict(zip(paths, probabilities, strict=True))
+
+
+@given(texts, st.floats(0.01, 0.5))
+def test_nodes_below_the_least_probability_are_left_out(text: list[int], least: float) -> None:
+    [full] = make_drafter().propose([make_request(text, max_nodes=64)])
+    [tree] = make_drafter().propose([make_request(text, max_nodes=64, min_probability=least)])
+    found, known = by_path(tree), by_path(full)
+    assert all(p >= np.float32(least) for p in found.values())
+    # Shares too small to matter are not counted, so a node may be promised a little less.
+    assert all(p <= known[path] + 1e-6 for path, p in found.items() if path in known)
+    likely = {path for path, p in known.items() if len(path) == 1 and p >= 4 * least}
+    assert likely <= found.keys()
+
+
 def test_release_of_unknown_ids_is_fine() -> None:
     make_drafter().release("nobody")
 

@@ -36,7 +36,12 @@ class PythonBackend:
         job.own.synchronize(job.tokens[: job.num_indexed].tolist())
         indexes = [job.own, *(index for index in (job.store, job.corpus) if index is not None)]
         drafted = self._blend.draft(
-            indexes, job.tokens.tolist(), job.max_nodes, job.max_depth, job.chain_only
+            indexes,
+            job.tokens.tolist(),
+            job.max_nodes,
+            job.max_depth,
+            job.chain_only,
+            job.min_probability,
         )
         used_text = -1
         if job.store is not None and drafted.matches[1].length >= USE_LENGTH:

@@ -65,6 +65,7 @@ class Blend:
         max_nodes: int,
         max_depth: int,
         chain_only: bool,
+        min_probability: float = 0.0,
     ) -> BlendedDraft:
         """The tree of the `max_nodes` likeliest continuations of `token_ids`.
 
@@ -73,6 +74,7 @@ class Blend:
                 own text, the others are shared.
             token_ids: the text that is continued.
             max_nodes, max_depth, chain_only: limits of the tree.
+            min_probability: of a node's path; what is less likely is left out.
         """
         sources = [(index, self.shared if i else self.own) for i, index in enumerate(indexes)]
         start = [self.match_suffix(index, token_ids) for index in indexes]
@@ -88,13 +90,14 @@ class Blend:
 
         def discover(contexts: list[list[Match]], above: float, parent: int, depth: int) -> None:
             nonlocal discovered
-            cut = best[0] / above if len(best) == max_nodes else 0.0
+            bound = max(best[0], min_probability) if len(best) == max_nodes else min_probability
+            cut = bound / above
             for token, share in self.predict(sources, contexts, cut).items():
                 probability = share
                 if depth > 1:
                     probability *= (1.0 + self.path_trust) / (1.0 + self.path_trust * share)
                 guess = above * probability
-                if guess <= 0.0:  # too small for a float
+                if guess <= 0.0 or guess < min_probability:  # the former is too small for a float
                     continue
                 heapq.heappush(heap, (-guess, discovered, token, parent, depth, contexts))
                 discovered += 1

@@ -119,6 +119,7 @@ class BlendedScoring:
             max_nodes=request.max_nodes,
             max_depth=request.max_depth,
             chain_only=request.chain_only,
+            min_probability=request.min_probability,
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
-from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char, c_double, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -35,20 +36,9 @@ class _Scoring(ctypes.Structure):
 _SCORING = _Scoring(*OWN, *SHARED)
 
 
-class _DraftJob(ctypes.Structure):
-    _fields_ = [
-        ("own", c_void_p),
-        ("store", c_void_p),
-        ("corpus", c_void_p),
-        ("tokens", c_void_p),
-        ("num_tokens", c_int64),
-        ("num_indexed", c_int64),
-        ("max_nodes", c_int32),
-        ("max_depth", c_int32),
-        ("chain_only", c_int32),
-        ("num_nodes", c_int32),
-        ("used_text", c_int32),
-    ]
+# DraftJob of core/api.cpp: three handles and the tokens' address, two counts, the least
+# probability, three limits, two results. Packed, not a ctypes.Structure: a tenth of the time.
+_DRAFT_JOB = struct.Struct("@4P2qd3i2i0q")
 
 
 _LIBRARY = NativeLibrary(
@@ -70,7 +60,7 @@ _LIBRARY = NativeLibrary(
         "ngram_corpus_close": (None, [c_void_p]),
         "ngram_draft": (
             c_int32,
-            [POINTER(_DraftJob), c_int32, POINTER(_Scoring), c_int32, c_void_p, c_void_p, c_void_p],
+            [c_void_p, c_int32, POINTER(_Scoring), c_int32, c_void_p, c_void_p, c_void_p],
         ),
     },
     sorted(_FOLDER.glob("*.cpp")),
@@ -181,24 +171,14 @@ def draft_batch(jobs: Sequence[Job]) -> list[tuple[TokenTree, int]]:
     if not jobs:
         return []
     library = require_library()
-    rows = (_DraftJob * len(jobs))()
-    stride = 1
-    for row, job in zip(rows, jobs, strict=True):
-        row.own = job.own.handle
-        row.store = None if job.store is None else job.store.handle
-        row.corpus = None if job.corpus is None else job.corpus.handle
-        row.tokens = job.tokens.ctypes.data
-        row.num_tokens = len(job.tokens)
-        row.num_indexed = job.num_indexed
-        row.max_nodes = job.max_nodes
-        row.max_depth = job.max_depth
-        row.chain_only = job.chain_only
-        stride = max(stride, job.max_nodes)
+    packed = b"".join([_packed(job) for job in jobs])
+    rows = (c_char * len(packed)).from_buffer_copy(packed)
+    stride = max(1, max(job.max_nodes for job in jobs))
     token_ids = np.empty((len(jobs), stride), dtype=np.int32)
     parents = np.empty((len(jobs), stride), dtype=np.int32)
     probabilities = np.empty((len(jobs), stride), dtype=np.float32)
     status = library.ngram_draft(
-        rows,
+        ctypes.addressof(rows),
         len(jobs),
         ctypes.byref(_SCORING),
         stride,
@@ -209,8 +189,26 @@ def draft_batch(jobs: Sequence[Job]) -> list[tuple[TokenTree, int]]:
     if status == _NONE:
         raise MemoryError("no memory for the n-grams of a request")
     drafts = []
-    for i, row in enumerate(rows):
-        size = row.num_nodes
-        tree = TokenTree(token_ids[i, :size], parents[i, :size], probabilities[i, :size])
-        drafts.append((tree if size else TokenTree.empty(), row.used_text))
+    for i, (*_, size, used_text) in enumerate(_DRAFT_JOB.iter_unpack(rows)):
+        tree = TokenTree.empty()
+        if size:
+            tree = TokenTree(token_ids[i, :size], parents[i, :size], probabilities[i, :size])
+        drafts.append((tree, used_text))
     return drafts
+
+
+def _packed(job: Job) -> bytes:
+    return _DRAFT_JOB.pack(
+        job.own.handle,
+        0 if job.store is None else job.store.handle,
+        0 if job.corpus is None else job.corpus.handle,
+        job.tokens.ctypes.data,
+        len(job.tokens),
+        job.num_indexed,
+        job.min_probability,
+        job.max_nodes,
+        job.max_depth,
+        job.chain_only,
+        0,
+        0,
+    )

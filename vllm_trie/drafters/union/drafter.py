@@ -172,7 +172,9 @@ def _overhead(trees: dict[int, TokenTree], max_nodes: int) -> dict[int, int]:
 
 def _part_request(request: DraftRequest, state: _State, part: int) -> DraftRequest:
     """The request as a part sees it: with what became of its own nodes."""
-    return replace(request, last_step=_part_step(request.last_step, state, part))
+    # The parts' own probabilities are not those of the union, which a minimum is for.
+    last_step = _part_step(request.last_step, state, part)
+    return replace(request, last_step=last_step, min_probability=0.0)
 
 
 def _part_step(step: VerifiedStep | None, state: _State, part: int) -> VerifiedStep | None:

@@ -27,8 +27,10 @@ struct Guess {
 
 class BestFirstTree {
    public:
-    void begin(const Limits& limits) {
+    // Guesses less likely than `min_probability` are left out.
+    void begin(const Limits& limits, double min_probability) {
         limits_ = limits;
+        min_probability_ = min_probability;
         max_nodes_ = limits.max_depth > 0 && limits.max_nodes > 0 ? limits.max_nodes : 0;
         ticks_ = 0;
         heap_.clear();
@@ -37,8 +39,10 @@ class BestFirstTree {
     }
 
     int32_t size() const { return static_cast<int32_t>(chosen_.size()); }
-    // What is no likelier than this cannot be chosen any more; 0 as long as anything can.
-    double bound() const { return is_full() ? best_.front() : 0.0; }
+    // What is less likely than this cannot be chosen any more; 0 as long as anything can.
+    double bound() const {
+        return is_full() ? std::max(best_.front(), min_probability_) : min_probability_;
+    }
     bool is_hopeless(double probability) const {
         return is_full() && probability <= best_.front();
     }
@@ -47,7 +51,8 @@ class BestFirstTree {
     // included) is never chosen.
     void discover(double probability, int32_t token, int32_t parent, int32_t depth) {
         const int32_t tick = ticks_++;
-        if (!(probability > 0.0) || is_hopeless(probability)) return;
+        if (!(probability > 0.0) || probability < min_probability_ || is_hopeless(probability))
+            return;
         if (is_full()) {
             std::pop_heap(best_.begin(), best_.end(), std::greater<>());
             best_.back() = probability;
@@ -115,6 +120,7 @@ class BestFirstTree {
     bool is_full() const { return max_nodes_ > 0 && best_.size() == max_nodes_; }
 
     Limits limits_ = {};
+    double min_probability_ = 0.0;
     size_t max_nodes_ = 0;
     int32_t ticks_ = 0;
     std::vector<Guess> heap_, chosen_;

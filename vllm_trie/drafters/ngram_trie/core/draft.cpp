@@ -19,12 +19,13 @@ constexpr double kPathTrust = 0.4;
 }  // namespace
 
 void Drafter::draft(const View* sources, int32_t num_sources, const Scoring& scoring,
-                    const int32_t* tokens, int64_t num_tokens, const Limits& limits) {
-    tree_.begin(limits);
+                    const int32_t* tokens, int64_t num_tokens, const Limits& limits,
+                    double min_probability) {
+    tree_.begin(limits, min_probability);
     contexts_.resize(kMaxSources);
     for (int32_t s = 0; s < num_sources; ++s)
         match_suffix(sources[s], tokens, num_tokens, contexts_[s]);
-    predict(sources, num_sources, scoring, contexts_.data(), 0.0);
+    predict(sources, num_sources, scoring, contexts_.data(), tree_.bound());
     discover(1.0, kNone, 1);
     while (tree_.choose()) {
         if (!tree_.may_grow()) continue;
