@@ -36,8 +36,15 @@ COLUMNS = (
 )
 
 
-def speculative_configs(nodes: Sequence[int]) -> dict[tuple[str, int], dict[str, Any] | None]:
-    """The contestants: name and node budget -> vLLM's `speculative_config`."""
+def speculative_configs(
+    nodes: Sequence[int], adaptive_nodes: int
+) -> dict[tuple[str, int], dict[str, Any] | None]:
+    """The contestants: name and node limit -> vLLM's `speculative_config`.
+
+    Args:
+        nodes: fixed budgets.
+        adaptive_nodes: limit of the adaptive one.
+    """
     memory = engines.without_memory("ngram_trie")
     fixed = {
         (f"ngram_trie fixed {n}", n): {
@@ -48,14 +55,13 @@ def speculative_configs(nodes: Sequence[int]) -> dict[tuple[str, int], dict[str,
         }
         for n in nodes
     }
-    widest = max(nodes)
     return {
         ("plain", 0): None,
         ("ngram", 5): {"method": "ngram", "num_speculative_tokens": 5},
         **fixed,
-        ("ngram_trie adaptive", widest): {
+        ("ngram_trie adaptive", adaptive_nodes): {
             "method": "ngram_trie",
-            "num_speculative_tokens": widest,
+            "num_speculative_tokens": adaptive_nodes,
             **memory,
         },
     }
@@ -65,7 +71,12 @@ def main() -> None:
     """Measure and print."""
     parser = option_parser(__doc__)
     parser.add_argument("--model", help="a chat model; the shipped one if left out")
-    parser.add_argument("--nodes", nargs="+", type=int, default=[8, 32])
+    parser.add_argument(
+        "--nodes", nargs="*", type=int, default=[8, 32], help="fixed budgets to compare with"
+    )
+    parser.add_argument(
+        "--adaptive-nodes", type=int, default=32, help="most nodes of a tree, adaptive budget"
+    )
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--requests-per-slot", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -99,14 +110,16 @@ def run(options: Any) -> list[Row]:
     ]
     limits: dict[str, Any] = {
         "max_model_len": engines.room_for(
-            max(map(len, [*matching, *noise])), options.max_tokens, max(options.nodes)
+            max(map(len, [*matching, *noise])),
+            options.max_tokens,
+            max([options.adaptive_nodes, *options.nodes]),
         ),
         "max_num_seqs": max(options.batch_sizes),
     }
     if options.dummy_shape:
         limits |= dummy_shape(options.dummy_shape, **limits)
     llms = {}
-    for key, config in speculative_configs(options.nodes).items():
+    for key, config in speculative_configs(options.nodes, options.adaptive_nodes).items():
         llms[key] = engines.start_engine(model, **limits, speculative_config=config)
         keep_kernel_overrides()
     workloads = {
