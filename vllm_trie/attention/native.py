@@ -10,12 +10,44 @@ from pathlib import Path
 import torch
 
 from vllm_trie.attention.tree_batch import TreeBatch
-from vllm_trie.native import SHARED_HEADERS, load_library
+from vllm_trie.native import SHARED_HEADERS, NativeLibrary
+from vllm_trie.native.library import Signature
 
 _FOLDER = Path(__file__).parent / "cpu"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MULTIPLE = 16
 """Head sizes and block sizes are multiples of this; those of vLLM's CPU backend all are."""
+
+
+_POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_SIGNATURES: dict[str, Signature] = {
+    "vllm_trie_tree_attention": (
+        _INT,  # 0 if it was done
+        [
+            _INT,  # dtype
+            *(_POINTER, _INT64),  # query
+            *(_POINTER, _INT64, _INT64),  # cache
+            *(_POINTER, _INT64),  # block table
+            *(_POINTER, _POINTER, _INT64),  # trees
+            *(_POINTER, _INT64),  # output
+            *(_INT, _INT, _INT, _INT),  # heads, KV heads, head size, block size
+            *(ctypes.c_float, _POINTER, _INT),  # scale, ALiBi slopes, threads
+        ],
+    ),
+    "vllm_trie_move_slots": (
+        _INT,  # 0 if it was done
+        [
+            _INT,  # bytes of an element
+            *(_POINTER, _INT64, _INT64, _INT64),  # caches
+            *(_INT, _INT, _INT),  # KV heads, block size, head size
+            *(_POINTER, _POINTER, _INT64),  # slots
+            _INT,  # threads
+        ],
+    ),
+    "vllm_trie_lanes": (_INT, []),
+    "vllm_trie_bf16_products": (_INT, []),
+    "vllm_trie_has_openmp": (_INT, []),
+}
 
 
 def load_kernels(march: str = "native") -> NativeKernels | None:
@@ -24,9 +56,12 @@ def load_kernels(march: str = "native") -> NativeKernels | None:
     Args:
         march: instruction set, as the compiler's ``-march`` takes it.
     """
-    library = load_library(
+    library = NativeLibrary(
         f"attention-{march}",
+        "attention kernels",
+        _SIGNATURES,
         [_FOLDER / "tree_attention.cpp", _FOLDER / "move_slots.cpp"],
+        [*sorted(_FOLDER.glob("*.hpp")), *SHARED_HEADERS],
         flags=(
             "-O3",
             f"-march={march}",
@@ -35,9 +70,8 @@ def load_kernels(march: str = "native") -> NativeKernels | None:
             "-ffp-contract=fast",
             "-fno-math-errno",
         ),
-        headers=[*sorted(_FOLDER.glob("*.hpp")), *SHARED_HEADERS],
     )
-    return None if library is None else NativeKernels(library)
+    return NativeKernels(library.require()) if library.is_available() else None
 
 
 class _Layers:
@@ -66,27 +100,9 @@ class NativeKernels:
     """Typed access to one compiled library. Any thread may call it."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, int64, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         self._tree_attention = library.vllm_trie_tree_attention
-        self._tree_attention.argtypes = [
-            integer,  # dtype
-            *(pointer, int64),  # query
-            *(pointer, int64, int64),  # cache
-            *(pointer, int64),  # block table
-            *(pointer, pointer, int64),  # trees
-            *(pointer, int64),  # output
-            *(integer, integer, integer, integer),  # heads, KV heads, head size, block size
-            *(ctypes.c_float, pointer, integer),  # scale, ALiBi slopes, threads
-        ]
-        self._layers: dict[int, _Layers] = {}
         self._move_slots = library.vllm_trie_move_slots
-        self._move_slots.argtypes = [
-            integer,  # bytes of an element
-            *(pointer, int64, int64, int64),  # caches
-            *(integer, integer, integer),  # KV heads, block size, head size
-            *(pointer, pointer, int64),  # slots
-            integer,  # threads
-        ]
+        self._layers: dict[int, _Layers] = {}
         lanes = library.vllm_trie_lanes()
         self.instructions: str = {16: "AVX-512", 8: "AVX2"}.get(lanes, "SSE2")
         """What the products are computed with."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_trie.native.build import load_library
+from vllm_trie.native.build import DEFAULT_FLAGS, load_library
 
 Signature = tuple[Any, Sequence[Any]]
 """ctypes' types of a function's result and of its arguments."""
@@ -21,7 +21,7 @@ class NativeLibrary:
         name: of the library, for the file and the log.
         subject: what it holds, for messages.
         signatures: of its functions, by name.
-        sources, headers: as for :func:`load_library`.
+        sources, headers, flags: as for :func:`load_library`.
     """
 
     def __init__(
@@ -31,12 +31,14 @@ class NativeLibrary:
         signatures: Mapping[str, Signature],
         sources: Sequence[Path],
         headers: Sequence[Path] = (),
+        flags: Sequence[str] = DEFAULT_FLAGS,
     ) -> None:
         self._name = name
         self._subject = subject
         self._signatures = signatures
         self._sources = sources
         self._headers = headers
+        self._flags = flags
 
     def is_available(self) -> bool:
         """Whether the library can be used; compiles it at the first call."""
@@ -57,7 +59,7 @@ class NativeLibrary:
 
     @functools.cached_property
     def _loaded(self) -> ctypes.CDLL | None:
-        library = load_library(self._name, self._sources, headers=self._headers)
+        library = load_library(self._name, self._sources, flags=self._flags, headers=self._headers)
         if library is None:
             return None
         for name, (result, arguments) in self._signatures.items():
