@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import run_python
 
 # Processes of their own: they set up their surroundings before vLLM is imported, and engines that
 # end inside this process would take the process groups of the shared ones with them.
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=280, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
 @pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
     svg, rows = tmp_path / "tree.svg", tmp_path / "rows.json"
-    done = run(
+    done = run_python(
         "-m", "vllm_trie.cli", "demo", "--max-tokens", "40", "--repeats", "1", "--batch-size", "4",
         "--svg", str(svg), "--json", str(rows),
     )  # fmt: skip
@@ -48,7 +38,7 @@ def test_demo(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_speculation_benchmark(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    run(
+    run_python(
         "benchmarks/speculation.py", "--nodes", "8", "--batch-sizes", "2", "--max-tokens", "24",
         "--repeats", "1", "--json", str(path),
     )  # fmt: skip

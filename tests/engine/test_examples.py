@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.engine.serving import MODEL_NAME, start
+from tests.processes import ROOT, run_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 OWN_METHOD = "prompt_lookup_tree"
 
@@ -37,23 +35,13 @@ for path in sys.argv[1:]:
 
 
 def run(*command: str, **environment: str) -> str:
-    """What a Python process with these arguments prints; it must end with status 0."""
+    """What a Python process with these arguments prints."""
     variables = {
-        **os.environ,
         "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM logs to the standard output
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS holds, as in all tests
         **environment,
     }
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        cwd=ROOT,
-        env=variables,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done.stdout
+    return run_python(*command, timeout=500, **variables).stdout
 
 
 @pytest.fixture(scope="module")
