@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_trie.native import NativeLibrary
+from vllm_trie.attention.native import load_kernels
+from vllm_trie.drafters.medusa import native as medusa
+from vllm_trie.drafters.ngram_trie import native as ngram_trie
+from vllm_trie.native import NativeBuildError, NativeLibrary, find_compiler
 from vllm_trie.native import build as build_module
 
 SOURCE = 'extern "C" long long twice(long long value) { return 2 * value; }\n'
@@ -47,3 +50,14 @@ def test_a_function_that_is_not_there_is_an_error(library: NativeLibrary, tmp_pa
     other = NativeLibrary("twice", "doubling", {"thrice": (c_int32, [])}, [tmp_path / "twice.cpp"])
     with pytest.raises(AttributeError, match="thrice"):
         other.is_available()
+
+
+def test_the_package_compiles_where_there_is_a_compiler() -> None:
+    """Without its own code it would go on, slowly, and the code's tests would be skipped."""
+    try:
+        find_compiler()
+    except NativeBuildError:
+        pytest.skip("no C++ compiler here")
+    assert medusa.is_available()
+    assert ngram_trie.is_available()
+    assert load_kernels() is not None

@@ -25,6 +25,8 @@ class Job(NamedTuple):
     max_nodes: int
     max_depth: int
     chain_only: bool
+    min_probability: float = 0.0
+    """Nodes whose path is less likely are left out."""
 
 
 class Backend(Protocol):

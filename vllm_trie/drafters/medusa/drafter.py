@@ -117,6 +117,7 @@ class MedusaDrafter(Drafter):
                 request.max_nodes,
                 self._depth(request),
                 request.chain_only,
+                request.min_probability,
             )
             for request in requests
         ]

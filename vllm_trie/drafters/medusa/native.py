@@ -36,7 +36,7 @@ class _Scoring(ctypes.Structure):
 
 
 SCORING = _Scoring(CONCENTRATION, DISCOUNT, MIN_ORDER)
-_PACK_JOB = struct.Struct("q4i").pack
+_PACK_JOB = struct.Struct("qd4i").pack
 _PACK_LOGITS = struct.Struct("11q").pack
 """Make C++'s `Job` and `HeadLogits` of their members."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -84,9 +84,9 @@ class NativeIndex:
 def pack_jobs(jobs: Sequence[Job]) -> tuple[list[bytes], int]:
     """The jobs as C++ reads them one after the other, and the most nodes that a tree may have."""
     parts, most = [], 0
-    for index, text, max_nodes, max_depth, chain_only in jobs:
+    for index, text, max_nodes, max_depth, chain_only, least in jobs:
         handle = 0 if index is None else index.handle
-        parts.append(_PACK_JOB(handle, max_nodes, max_depth, chain_only, len(text)))
+        parts.append(_PACK_JOB(handle, least, max_nodes, max_depth, chain_only, len(text)))
         parts.append(text.tobytes())
         if max_nodes > most:
             most = max_nodes
@@ -126,7 +126,9 @@ class TreeRoom:
         Raises:
             MemoryError: by its status it had no memory.
         """
-        if status:
+        if status == 0:  # all of them fill their room
+            return self.trees
+        if status == _NONE:
             raise MemoryError("no memory to choose the nodes of a tree")
         trees, numbers, stride = self.trees, self.numbers, self.stride
         for i in range(len(trees)):

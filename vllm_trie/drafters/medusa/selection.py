@@ -42,6 +42,8 @@ class Limits(NamedTuple):
     max_nodes: int
     max_depth: int
     chain_only: bool = False
+    min_probability: float = 0.0
+    """Nodes whose path is less likely are left out."""
 
 
 def select(
@@ -79,9 +81,10 @@ def select(
             for token, probability in row:
                 shares[token] = shares.get(token, 0.0) + left * probability
         for token, share in shares.items():
-            if not above * share > 0.0:
+            path = above * share
+            if not path > 0.0 or path < limits.min_probability:
                 continue
-            heapq.heappush(heap, (-(above * share), discovered, token, parent, depth))
+            heapq.heappush(heap, (-path, discovered, token, parent, depth))
             discovered += 1
 
     discover(ROOT, 1.0, 1)

@@ -32,7 +32,13 @@ def candidates(draw, max_heads: int = 4, max_tokens: int = 12):
     return tokens.astype(np.int32), np.ascontiguousarray(shares, dtype=np.float32)
 
 
-limits = st.builds(Limits, st.integers(1, 70), st.integers(1, 9), st.booleans())
+limits = st.builds(
+    Limits,
+    st.integers(1, 70),
+    st.integers(1, 9),
+    st.booleans(),
+    st.sampled_from([0.0, 0.0, 1e-3, 0.05]),
+)
 texts = st.one_of(
     st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(0, VOCAB - 1), max_size=80)
 )
@@ -100,8 +106,9 @@ def test_trees_obey_the_limits(given_candidates, limit, text):
     for index in (None, NgramIndex(15)):
         tree = select(*given_candidates, limit, index, text)
         tree.validate(VOCAB, limit.max_nodes)
-        assert tree.num_nodes > 0
-        assert tree.depths().max() <= limit.max_depth
+        assert tree.num_nodes > 0 or limit.min_probability > 0.0
+        assert tree.depths().max(initial=0) <= limit.max_depth
+        assert (tree.probabilities >= np.float32(limit.min_probability)).all()
         assert same(tree, depth_first_layout(tree))
         if limit.chain_only:
             assert tree.is_chain

@@ -18,11 +18,13 @@ struct Room {
     int32_t* trees() const { return numbers + num_jobs; }
 };
 
-// Selects the tree of every job from candidates [num_jobs, num_heads, num_candidates].
-void select_all(const char* jobs, medusa::Candidates candidates, const medusa::Scoring& scoring,
+// Selects the tree of every job from candidates [num_jobs, num_heads, num_candidates]. Returns
+// whether any has less than `stride` nodes.
+bool select_all(const char* jobs, medusa::Candidates candidates, const medusa::Scoring& scoring,
                 const Room& room) {
     static thread_local medusa::Selector selector;
     int32_t* nodes = room.trees();
+    bool any_smaller = false;
     for (int64_t i = 0; i < room.num_jobs; ++i) {
         medusa::Job job;
         std::memcpy(&job, jobs, sizeof(job));
@@ -30,12 +32,14 @@ void select_all(const char* jobs, medusa::Candidates candidates, const medusa::S
         jobs += sizeof(job) + sizeof(int32_t) * job.num_tokens;
         ngram::BestFirstTree& tree = selector.select(job, tokens, candidates, scoring);
         room.numbers[i] = tree.size();
+        any_smaller |= tree.size() < room.stride;
         tree.lay_out(nodes, nodes + room.stride,
                      reinterpret_cast<float*>(nodes + 2 * room.stride));
         nodes += 3 * room.stride;
         candidates.tokens += candidates.num_heads * candidates.num_candidates;
         candidates.probabilities += candidates.num_heads * candidates.num_candidates;
     }
+    return any_smaller;
 }
 
 // A batch of requests, as compiled_heads.py packs it.
@@ -56,9 +60,8 @@ int32_t draft(const Find& find, int64_t num_heads, int64_t num_candidates, const
         tokens.resize(size);
         probabilities.resize(size);
         find(tokens.data(), probabilities.data());
-        select_all(jobs, {tokens.data(), probabilities.data(), num_heads, num_candidates}, scoring,
-                   room);
-        return 0;
+        return select_all(jobs, {tokens.data(), probabilities.data(), num_heads, num_candidates},
+                          scoring, room);
     });
 }
 
@@ -91,20 +94,19 @@ int32_t medusa_head_candidates(const medusa::Heads* heads, const void* const* ro
 }
 
 // Select for a batch from candidates [num_jobs, num_heads, num_candidates]. jobs: for each a
-// medusa::Job, then the tokens of its text. trees: room for them, see Room. Returns 0, or kNone
-// without memory.
+// medusa::Job, then the tokens of its text. trees: room for them, see Room. Returns 0, 1 if any tree
+// has less than `stride` nodes, or kNone without memory.
 int32_t medusa_select(const int32_t* tokens, const float* probabilities, int64_t num_heads,
                       int64_t num_candidates, const char* jobs, int64_t num_jobs,
                       const medusa::Scoring* scoring, int64_t stride,
                       int32_t* trees) {
     return ngram::without_throwing([&] {
-        select_all(jobs, {tokens, probabilities, num_heads, num_candidates}, *scoring,
-                   {trees, num_jobs, stride});
-        return 0;
+        return select_all(jobs, {tokens, probabilities, num_heads, num_candidates}, *scoring,
+                          {trees, num_jobs, stride});
     });
 }
 
-// From logits to trees: row i of the logits is job i's.
+// From logits to trees: row i of the logits is job i's. Returns what medusa_select does.
 int32_t medusa_draft(const medusa::HeadLogits* logits, const char* jobs,
                      const medusa::Scoring* scoring, int64_t stride, int32_t* trees) {
     const auto find = [&](int32_t* tokens, float* probabilities) {
@@ -115,7 +117,8 @@ int32_t medusa_draft(const medusa::HeadLogits* logits, const char* jobs,
 }
 
 // From hidden states to trees. batch: a Batch, then the addresses of its rows, then the jobs, of
-// which job i is row i's. Few arguments, because each costs its conversion.
+// which job i is row i's. Few arguments, because each costs its conversion. Returns what medusa_select
+// does.
 int32_t medusa_draft_with_heads(const medusa::Heads* heads, const char* batch, int32_t* trees) {
     Batch it;
     std::memcpy(&it, batch, sizeof(it));

@@ -44,15 +44,14 @@ class BestFirstTree {
         return is_full() ? std::max(best_.front(), min_probability_) : min_probability_;
     }
     bool is_hopeless(double probability) const {
-        return is_full() && probability <= best_.front();
+        return probability < min_probability_ || (is_full() && probability <= best_.front());
     }
 
     // A child of the guess chosen as number `parent` becomes known. What has no probability (NaN
     // included) is never chosen.
     void discover(double probability, int32_t token, int32_t parent, int32_t depth) {
         const int32_t tick = ticks_++;
-        if (!(probability > 0.0) || probability < min_probability_ || is_hopeless(probability))
-            return;
+        if (!(probability > 0.0) || is_hopeless(probability)) return;
         if (is_full()) {
             std::pop_heap(best_.begin(), best_.end(), std::greater<>());
             best_.back() = probability;
