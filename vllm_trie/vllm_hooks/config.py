@@ -16,9 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm_trie.drafters import available_methods, parse_options
 from vllm_trie.vllm_hooks import misspelled
 from vllm_trie.vllm_hooks.extension_points import offered
+from vllm_trie.vllm_hooks.plugin_keys import ALLOW_GPU, BEAM_SEARCH, CONFIG_KEY, own_part, spelled
 
-CONFIG_KEY = "vllm_trie"
-"""The plugin's key in vLLM's ``additional_config``."""
 PROPOSER_CLASS = "vllm_trie.vllm_hooks.proposer.TreeProposer"
 VERIFIER_CLASS = "vllm_trie.vllm_hooks.extensions.verifier.TreeDraftVerifier"
 """The proposer for a patched vLLM, whose runner lets it verify its drafts."""
@@ -27,11 +26,6 @@ GPU_WORKER_CLASS = "vllm_trie.vllm_hooks.cuda_worker.TreeGPUWorker"
 DEFAULT_NODES = 32
 MAX_NODES = 256
 """Largest node budget: beyond it a tree costs more than it can bring on any hardware we know."""
-
-# Keys of ``additional_config["vllm_trie"]`` that belong to other parts of the plugin.
-_OTHER_KEYS = frozenset({"beam_search"})
-# Native beam search reads this one too, with a speculative method or without.
-_SHARED_KEY = "allow_untested_gpu"
 
 
 class EngineOptions(BaseModel):
@@ -105,8 +99,7 @@ def requested_method(engine_args: Any) -> str | None:
         if name in methods:
             return str(name)
     if PROPOSER_CLASS in named or VERIFIER_CLASS in named:
-        carried = (engine_args.additional_config or {}).get(CONFIG_KEY)
-        return carried.get("method") if isinstance(carried, Mapping) else None
+        return own_part(engine_args.additional_config).get("method")
     return None
 
 
@@ -136,20 +129,13 @@ def translate(engine_args: Any) -> None:
         "num_speculative_tokens": request.num_nodes,
     }
     additional = dict(engine_args.additional_config or {})
-    others = {k: v for k, v in additional.get(CONFIG_KEY, {}).items() if k in _OTHER_KEYS}
-    additional[CONFIG_KEY] = {**others, **carried}
+    beam = {k: v for k, v in additional.get(CONFIG_KEY, {}).items() if k == BEAM_SEARCH}
+    additional[CONFIG_KEY] = {**beam, **carried}
     engine_args.additional_config = additional
 
 
 def _refuse_options_without_method(engine_args: Any) -> None:
-    additional = engine_args.additional_config
-    carried = additional.get(CONFIG_KEY) if isinstance(additional, Mapping) else None
-    idle = set(carried) - _OTHER_KEYS - {_SHARED_KEY} if isinstance(carried, Mapping) else set()
-    if isinstance(carried, Mapping) and not isinstance(carried.get(_SHARED_KEY, False), bool):
-        raise ValueError(
-            f"additional_config[{CONFIG_KEY!r}][{_SHARED_KEY!r}]={carried[_SHARED_KEY]!r} must be "
-            "True or False"
-        )
+    idle = own_part(engine_args.additional_config).keys() - {BEAM_SEARCH, ALLOW_GPU}
     if idle:
         raise ValueError(
             f"additional_config[{CONFIG_KEY!r}] sets {', '.join(sorted(idle))}, but no speculative "
@@ -163,14 +149,14 @@ def read(vllm_config: Any) -> TreeConfig | None:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.model not in (PROPOSER_CLASS, VERIFIER_CLASS):
         return None
-    carried = (vllm_config.additional_config or {}).get(CONFIG_KEY, {})
+    carried = own_part(vllm_config.additional_config)
     if "method" not in carried:
         raise ValueError(
             f"additional_config[{CONFIG_KEY!r}] names no method, but the speculative model is "
             f"{speculative.model}; set speculative_config={{'method': NAME}} with one of "
             f"{', '.join(available_methods())} instead of naming the class"
         )
-    return _parse({k: v for k, v in carried.items() if k not in _OTHER_KEYS})
+    return _parse({k: v for k, v in carried.items() if k != BEAM_SEARCH})
 
 
 def _collect(engine_args: Any, method: str) -> _Request:
@@ -194,16 +180,10 @@ def _collect(engine_args: Any, method: str) -> _Request:
             f"additional_config={additional!r} must be a mapping to carry the options of "
             f"method {method!r}; pass a dictionary"
         )
-    given = additional.get(CONFIG_KEY, {})
-    if not isinstance(given, Mapping):
-        raise ValueError(
-            f"additional_config[{CONFIG_KEY!r}]={given!r} must be a mapping of option names to "
-            "values"
-        )
-    given = {key: value for key, value in given.items() if key not in _OTHER_KEYS}
+    given = {key: value for key, value in own_part(additional).items() if key != BEAM_SEARCH}
     if given.pop("method", method) != method:
         raise ValueError(
-            f"method {method!r} and additional_config[{CONFIG_KEY!r}]['method']="
+            f"method {method!r} and {spelled('method')}="
             f"{additional[CONFIG_KEY]['method']!r} differ; give one of them"
         )
 
@@ -232,7 +212,7 @@ def _collect(engine_args: Any, method: str) -> _Request:
         if options.setdefault(key, value) != value:
             raise ValueError(
                 f"speculative_config[{key!r}]={options[key]!r} and "
-                f"additional_config[{CONFIG_KEY!r}][{key!r}]={value!r} differ; give one of them"
+                f"{spelled(key)}={value!r} differ; give one of them"
             )
     return _Request(method, draft_model, num_nodes, options, passed_on)
 

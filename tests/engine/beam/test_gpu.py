@@ -44,7 +44,7 @@ def test_on_where_the_user_allows_it(pretended) -> None:
 
 @needs_triton
 def test_the_option_beside_others(pretended) -> None:
-    assert '"beam_search"]=False' in pretended["off"]["reason"]
+    assert "['beam_search']=False" in pretended["off"]["reason"]
     assert pretended["off"]["lines"] == []
     assert "'yes' must be True or False" in pretended["yes"]["refused"]
     with_trees = pretended["with_trees"]
@@ -76,7 +76,7 @@ def test_vllms_own_search_serves_where_the_native_one_is_untested(engine, monkey
     params = BeamSearchParams(beam_width=3, max_tokens=6)
     stock = engine(additional_config={"vllm_trie": {"beam_search": False}}, **options)
     expected = stock.beam_search(source, params)
-    monkeypatch.setattr(enabled, "_platform_reason", lambda plugin: "never run on a GPU")
+    monkeypatch.setattr(enabled, "_platform_reason", lambda config: "never run on a GPU")
     # Its own engine: the scheduler learns of it when it is made.
     untested = engine(additional_config={"for": "this test"}, **options)
     found = untested.beam_search(source, params)

@@ -85,12 +85,11 @@ def test_node_budget() -> None:
 
 
 def test_request_and_engine_keys() -> None:
-    from vllm_trie.vllm_hooks import config, eligibility
-    from vllm_trie.vllm_hooks.beam import enabled
+    from vllm_trie.vllm_hooks import eligibility, plugin_keys
 
-    for key in (eligibility.SPECULATION, enabled.OPTION, config.CONFIG_KEY):
-        assert key in OPTIONS_PAGE.text
-    assert set(config._OTHER_KEYS) == {enabled.OPTION}
+    keys = (plugin_keys.CONFIG_KEY, plugin_keys.BEAM_SEARCH, plugin_keys.ALLOW_GPU)
+    for key in (eligibility.SPECULATION, *keys):
+        assert f"`{key}`" in OPTIONS_PAGE.text or f'["{key}"]' in OPTIONS_PAGE.text
 
 
 def test_environment_variables() -> None:

@@ -147,10 +147,8 @@ def test_vllms_own_settings_stay_with_vllm() -> None:
 
 
 def test_settings_of_beam_search_live_beside_ours() -> None:
-    engine_args = translated(
-        {"method": "ngram_trie"}, {CONFIG_KEY: {"beam_search": {"anything": 1}}}
-    )
-    assert engine_args.additional_config[CONFIG_KEY]["beam_search"] == {"anything": 1}
+    engine_args = translated({"method": "ngram_trie"}, {CONFIG_KEY: {"beam_search": False}})
+    assert engine_args.additional_config[CONFIG_KEY]["beam_search"] is False
     assert read(as_worker_sees(engine_args)) is not None
 
 
@@ -256,9 +254,24 @@ def test_options_without_a_method_are_refused(speculative: dict | None) -> None:
 
 
 def test_options_of_beam_search_need_no_method() -> None:
-    engine_args = arguments(None, {CONFIG_KEY: {"beam_search": {"native": False}}})
+    engine_args = arguments(None, {CONFIG_KEY: {"beam_search": False, "allow_untested_gpu": True}})
     translate(engine_args)
     assert engine_args.speculative_config is None
+
+
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram_trie"}])
+@pytest.mark.parametrize("key", ["beam_search", "allow_untested_gpu"])
+@pytest.mark.parametrize("value", [0, 1, "false", None, {}])
+def test_switches_are_true_or_false(speculative: dict | None, key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match="must be True or False") as caught:
+        translate(arguments(speculative, {CONFIG_KEY: {key: value}}))
+    assert f"additional_config['vllm_trie']['{key}']={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram"}])
+def test_a_part_that_is_no_mapping_is_refused_without_a_method_too(speculative: Any) -> None:
+    with pytest.raises(ValueError, match="must be a mapping"):
+        translate(arguments(speculative, {CONFIG_KEY: "beam_search=False"}))
 
 
 def test_a_path_is_the_drafters_own_model() -> None:

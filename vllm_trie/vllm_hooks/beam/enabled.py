@@ -7,13 +7,11 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from vllm_trie.vllm_hooks.plugin_keys import ALLOW_GPU, BEAM_SEARCH, CONFIG_KEY, spelled, switch
+
 logger = init_logger(__name__)
 
 ENV_SWITCH = "VLLM_TRIE_BEAM"
-OPTION = "beam_search"
-"""Key in ``additional_config["vllm_trie"]``: False turns native beam search off."""
-ALLOW_GPU_OPTION = "allow_untested_gpu"
-"""Key in ``additional_config["vllm_trie"]``: True switches it on where it has never run."""
 
 
 def switched_off() -> str | None:
@@ -32,14 +30,13 @@ def reason_off(vllm_config: Any) -> str | None:
     """
     if reason := switched_off():
         return reason
-    plugin = _plugin_config(vllm_config)
-    if plugin.get(OPTION) is False:
-        return f'additional_config["vllm_trie"]["{OPTION}"]=False turns it off'
+    if switch(vllm_config, BEAM_SEARCH) is False:
+        return f"{spelled(BEAM_SEARCH)}=False turns it off"
     scheduler_cls = vllm_config.scheduler_config.scheduler_cls
     if scheduler_cls is not None and not _is_ours(scheduler_cls):
         return f"scheduler_cls={scheduler_cls!r} is not one of ours; leave scheduler_cls out"
     return (
-        _platform_reason(plugin)
+        _platform_reason(vllm_config)
         or _model_reason(vllm_config.model_config)
         or _engine_reason(vllm_config)
     )
@@ -56,10 +53,10 @@ def say_where_untested(vllm_config: Any) -> None:
         logger.warning(
             "Native beam search is on by %s=True. It has never run on a GPU: before you rely on "
             "it, run `vllm-trie beam check MODEL --%s`.",
-            ALLOW_GPU_OPTION,
-            ALLOW_GPU_OPTION.replace("_", "-"),
+            ALLOW_GPU,
+            ALLOW_GPU.replace("_", "-"),
         )
-    elif reason == _platform_reason(_plugin_config(vllm_config)):
+    elif reason == _platform_reason(vllm_config):
         logger.info("Native beam search is off, vLLM's own serves: %s", reason)
 
 
@@ -97,22 +94,17 @@ def reason_for_stock_search(vllm_config: Any, params: Any) -> str | None:
     return None
 
 
-def _plugin_config(vllm_config: Any) -> dict[str, Any]:
-    plugin = (vllm_config.additional_config or {}).get("vllm_trie") or {}
-    return plugin if isinstance(plugin, dict) else {}
-
-
-def _platform_reason(plugin: dict[str, Any]) -> str | None:
+def _platform_reason(vllm_config: Any) -> str | None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         return None
     if not current_platform.is_cuda():
         return f"platform {current_platform.device_type!r} is neither a CPU nor an NVIDIA GPU"
-    if plugin.get(ALLOW_GPU_OPTION) is not True:
+    if not switch(vllm_config, ALLOW_GPU):
         return (
             "it has never run on a GPU; to try it, set "
-            f'additional_config={{"vllm_trie": {{"{ALLOW_GPU_OPTION}": True}}}}'
+            f'additional_config={{"{CONFIG_KEY}": {{"{ALLOW_GPU}": True}}}}'
         )
     return None
 

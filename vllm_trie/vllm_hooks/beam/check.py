@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from vllm import SamplingParams
 
 TOLERATED = 4.0
 """Largest difference allowed, in differences that ordinary requests show themselves."""
@@ -50,8 +51,6 @@ def check(
         max_tokens: length of the hypotheses; several KV blocks show more than one.
         seed: of the prompts, random tokens.
     """
-    from vllm import SamplingParams
-
     rng = np.random.default_rng(seed)
     vocab_size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     prompts = [
@@ -87,8 +86,6 @@ def check(
 
 def _differences(llm: Any, results: Sequence[Any]) -> list[float]:
     """Mean absolute difference per token of each output to the same tokens as a prompt."""
-    from vllm import SamplingParams
-
     pairs = [(result, output) for result in results for output in result.outputs]
     again = llm.generate(
         [{"prompt_token_ids": [*result.prompt_token_ids, *o.token_ids]} for result, o in pairs],
