@@ -360,7 +360,7 @@ def expected_beam(prompt: list[int], width: int, **options: Any) -> list[tuple[l
     spec = beam_spec(prepare_params(params))
     assert spec is not None
     params._eos_token_id = EOS
-    search = BeamSearch(search_settings(params, spec.options, params.max_tokens), prompt)
+    search = BeamSearch(search_settings(params, spec, params.max_tokens), prompt)
     rows: list[list[int]] = [[]]
     while not search.done:
         logprobs = np.stack([next_logprobs(fingerprints([*prompt, *row])[-1]) for row in rows])

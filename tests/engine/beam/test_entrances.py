@@ -204,6 +204,7 @@ def test_sampled_and_diverse_searches(engine):
     sampled = {"do_sample": True, "temperature": 1.5}
     assert run(**sampled, seed=1) == run(**sampled, seed=1)
     assert len({tuple(run(**sampled, seed=seed)) for seed in range(4)}) > 1
+    assert run(**sampled, seed=-2) == run(**sampled, seed=-2)
     assert run(**sampled, seed=1, top_k=50) != run(seed=1)
     diverse = run(num_beam_groups=4, diversity_penalty=50.0)
     assert len({tokens[0] for tokens in diverse}) == 4
@@ -242,6 +243,7 @@ def test_prompt_at_the_length_limit(engine):
         ({"width": "4", "n": 1}, "beam_width.*integer"),
         ({"width": 4, "n": 5}, "n must be at most beam_width=4, got n=5"),
         ({"early_stopping": "later"}, "early_stopping"),
+        ({"early_stop": True}, "'early_stop' is unknown; did you mean 'early_stopping'"),
         ({"repetition_penalty": 0.5}, "repetition_penalty=0.5"),
         ({"logit_bias": {3: 1.0}}, "logit_bias"),
         ({"allowed_token_ids": [3]}, "allowed_token_ids"),
@@ -282,7 +284,7 @@ def test_switched_off(engine, monkeypatch):
     assert [each.tokens for each in stock[0].sequences] == [
         each.tokens for each in native[0].sequences
     ]
-    with pytest.raises(ValueError, match=r'"beam_search"\]=False turns it off'):
+    with pytest.raises(ValueError, match=r"\['beam_search'\]=False turns it off"):
         off.generate(source, beam_params(3), use_tqdm=False)
     monkeypatch.setenv("VLLM_TRIE_BEAM", "0")
     groups = scheduler_of(on).beam_counters.groups

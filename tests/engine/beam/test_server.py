@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -18,63 +10,40 @@ import pytest
 
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.oracle import Case, search
+from tests.engine.serving import MODEL_NAME, Server, running
 from vllm_trie.tiny_model import model_path
 
 pytestmark = pytest.mark.slow
 
-START_TIMEOUT_S = 200
+OPTIONS = ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32"]
+OPTIONS += ["--max-model-len", "512", "--max-num-seqs", "32"]
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """A client of a server that runs in processes of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
-    command = [Path(sys.executable).with_name("vllm"), "serve", model_path()]
-    command += ["--dtype", "float32", "--enforce-eager", "--port", port]
-    command += ["--kv-cache-memory-bytes", 64 << 20, "--block-size", 32]
-    command += ["--max-model-len", 512, "--max-num-seqs", 32, "--served-model-name", "tiny"]
-    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            [str(word) for word in command],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            assert server.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                    break
-            except OSError:
-                time.sleep(0.5)
-        yield openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120
-        )
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("server"), {"server": OPTIONS}) as servers:
+        yield servers["server"]
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=120,
+        http_client=openai.DefaultHttpxClient(trust_env=False),
+    )
 
 
 def completion(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options: Any) -> Any:
-    options = {"model": "tiny", "prompt": list(prompt(4, 40)), "max_tokens": 16, **options}
+    options = {"model": MODEL_NAME, "prompt": list(prompt(4, 40)), "max_tokens": 16, **options}
     return client.completions.create(temperature=0, extra_body=extra or {}, **options)
 
 
 def chat(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options: Any) -> Any:
     messages = [{"role": "user", "content": "def add(a, b):"}]
-    options = {"model": "tiny", "messages": messages, "max_tokens": 12, **options}
+    options = {"model": MODEL_NAME, "messages": messages, "max_tokens": 12, **options}
     return client.chat.completions.create(temperature=0, extra_body=extra or {}, **options)
 
 
@@ -148,6 +117,8 @@ BAD = [
     ({"use_beam_search": "perhaps"}, {"n": 2}, "boolean"),
     ({"use_beam_search": True, "structured_outputs": {"regex": "a+"}}, {"n": 2}, "structured"),
     ({"use_beam_search": True, "prompt_logprobs": 1}, {"n": 2}, "prompt_logprobs"),
+    ({"use_beam_search": True, "vllm_xargs": {"lenght_penalty": 2}}, {"n": 2}, "length_penalty"),
+    ({"use_beam_search": True, "vllm_xargs": {"vllm_trie_beam": "x"}}, {"n": 2}, "vllm_trie_beam"),
     ({"vllm_xargs": {"beam_width": 0}}, {}, "beam_width"),
     ({"vllm_xargs": {"beam_width": -4}}, {}, "beam_width"),
     ({"vllm_xargs": {"beam_width": 10**6}}, {}, "max_num_seqs=32"),

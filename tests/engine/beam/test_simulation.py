@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.beam.simulation import (
     Simulation,
@@ -13,6 +15,7 @@ from tests.engine.beam.simulation import (
     random_run,
 )
 from vllm_trie.tiny_model import model_path
+from vllm_trie.vllm_hooks.beam.request_spec import prepare_params
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +191,86 @@ def test_reset_of_the_prefix_cache_with_rows_running(vllm_config):
     simulation.run()
     check_beam(simulation, members, expected_beam(prompt, 4, max_tokens=16))
     simulation.check_clean()
+
+
+def test_reset_of_the_prefix_cache_right_after_an_abort(vllm_config):
+    """Forks have queued copies that no step will run: they must not hold blocks."""
+    simulation = Simulation(vllm_config, num_blocks=100)
+    manager = simulation.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+    for reset_running_requests in (False, True):
+        members = simulation.add_beam("a", [5, 6, 7, 8, 9], 4, 4, max_tokens=16)
+        while not manager._pending_cow_copies:
+            simulation.step()
+        simulation.abort(members)
+        assert simulation.scheduler.reset_prefix_cache(reset_running_requests)
+        assert simulation.pool.get_num_free_blocks() == simulation.pool.num_gpu_blocks - 1
+        simulation.run()
+        simulation.check_clean()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_pause_that_waits_for_what_runs(vllm_config, asynchronous):
+    """It ends where rows wait for a sibling that lost its blocks, and the search goes on later."""
+    paused_in_a_stall = 0
+    for steps in range(1, 60):
+        simulation = Simulation(
+            vllm_config,
+            num_blocks=20,
+            max_num_seqs=32,
+            prefix_caching=False,
+            asynchronous=asynchronous,
+            overcommit=True,
+        )
+        prompts = [[i + 1, 3, i + 5, 2, 7] for i in range(3)]
+        members = [
+            simulation.add_beam(f"b{i}", prompt, 6, 6, max_tokens=24)
+            for i, prompt in enumerate(prompts)
+        ]
+        for _ in range(steps):
+            simulation.step()
+        simulation.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        for _ in range(200):
+            if not simulation.scheduler.has_requests() and not simulation._queue:
+                break
+            simulation.step()
+        assert not simulation.scheduler.has_requests()
+        paused_in_a_stall += bool(simulation.scheduler.running)
+        simulation.scheduler.set_pause_state(PauseState.UNPAUSED)
+        simulation.run()
+        for prompt, member_ids in zip(prompts, members, strict=True):
+            check_beam(simulation, member_ids, expected_beam(prompt, 6, max_tokens=24))
+        simulation.check_clean()
+    assert paused_in_a_stall
+
+
+def test_members_that_arrive_late_belong_to_the_same_search(vllm_config):
+    """A search of one step may be over before vLLM has sent all its members."""
+    simulation = Simulation(vllm_config, num_blocks=100)
+    params = SamplingParams(
+        n=4, temperature=1.0, max_tokens=1, extra_args={"beam_width": 4, "do_sample": True}
+    )
+    params = prepare_params(params)
+    for index in range(4):
+        member_params = params.clone()
+        member_params.n = 1
+        simulation._add(f"{index}_late", [1, 2, 3], member_params, 0)
+        simulation.run()
+    found = [simulation.finished[f"{index}_late"] for index in range(4)]
+    assert len({tuple(each.token_ids) for each in found}) == 4
+    scores = [each.score for each in found]
+    assert scores == sorted(scores, reverse=True)
+    simulation.check_clean()
+
+
+def test_groups_that_wait_are_counted(vllm_config):
+    simulation = Simulation(vllm_config, num_blocks=100, max_num_seqs=8)
+    for name in "abc":
+        simulation.add_beam(name, [5, 6, 7], 6, 2)
+    simulation.step()
+    assert simulation.scheduler.get_request_counts() == (6, 4)
+    assert simulation.scheduler.make_stats().num_waiting_reqs == 4
+    simulation.run()
+    assert simulation.scheduler.get_request_counts() == (0, 0)
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -86,11 +86,21 @@ class BeamAdmission(BeamRows):
                 f"at least {group.min_blocks} KV blocks, the engine has {blocks}"
             )
 
+    def get_request_counts(self) -> tuple[int, int]:
+        running, waiting = super().get_request_counts()
+        # Metrics, and the balance between data-parallel engines, see groups that wait as well.
+        idle = (group for group in self._groups.values() if not group.started or group.parked)
+        return running, waiting + sum(len(group.members) for group in idle)
+
     def get_num_unfinished_requests(self) -> int:
         unfinished = super().get_num_unfinished_requests()
-        if (self._groups or self._refused) and self._pause_state == PauseState.UNPAUSED:
+        if self._pause_state == PauseState.UNPAUSED:
             # Groups that wait, are parked or wait for a step hold nothing in vLLM's own queues.
             unfinished += len(self._groups) + len(self._refused)
+        elif self._pause_state == PauseState.PAUSED_NEW and self._stalled:
+            # Rows that wait for a sibling without KV, which is queued until the pause ends: so do
+            # they, or the pause would wait for them for ever.
+            unfinished -= sum(row.request_id in self._group_of_row for row in self.running)
         return unfinished
 
     def _admit_groups(self) -> None:

@@ -65,7 +65,7 @@ class BeamGroup:
         self.prototype = member
         self.prompt = np.asarray(prompt, dtype=np.int32)
         max_new_tokens = min(member.max_tokens, max_model_len - len(prompt))
-        settings = search_settings(params, spec.options, max_new_tokens)
+        settings = search_settings(params, spec, max_new_tokens)
         self.search = BeamSearch(settings, prompt, find_stop_string)
         self.num_logprobs = params.logprobs
         self.num_candidates = max(

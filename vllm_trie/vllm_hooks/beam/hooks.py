@@ -63,6 +63,11 @@ BEAM_HOOKS: tuple[Hook, ...] = (
         (),
     ),
     _hook(
+        f"{_SCHEDULER}.get_request_counts",
+        "overridden: groups that wait count as waiting",
+        (),
+    ),
+    _hook(
         f"{_SCHEDULER}.reset_prefix_cache",
         "overridden: copies that forks have queued give their blocks back first",
         ("reset_running_requests", "reset_connector"),
@@ -123,6 +128,11 @@ BEAM_HOOKS: tuple[Hook, ...] = (
         "called: the tail block of a fork",
         ("num_blocks",),
         point="fork_request",
+    ),
+    _hook(
+        "vllm.config.model:ModelConfig.get_vocab_size",
+        "called: most candidates that a row can ask for, and the tokens of the check's prompts",
+        (),
     ),
     _hook("vllm.v1.request:Request", "made: rows", ("request_id", "prompt_token_ids")),
     _hook(

@@ -10,7 +10,6 @@ from vllm import RequestOutput
 from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
-from vllm_trie.beam import OPTION_NAMES
 from vllm_trie.vllm_hooks.beam.enabled import reason_for_stock_search
 from vllm_trie.vllm_hooks.beam.offline import beam_extra_args
 from vllm_trie.vllm_hooks.beam.request_spec import BeamRequestError
@@ -151,8 +150,7 @@ def to_sampling_params(params: BeamSearchParams) -> SamplingParams:
     extra_args = beam_extra_args(params)
     values: dict[str, Any] = {}
     if request is not None:
-        given = getattr(request, "vllm_xargs", None) or {}
-        extra_args.update({name: given[name] for name in OPTION_NAMES & given.keys()})
+        extra_args |= getattr(request, "vllm_xargs", None) or {}
         values = {
             name: value
             for name in _FIELDS

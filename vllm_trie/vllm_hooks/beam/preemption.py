@@ -80,9 +80,9 @@ class BeamPreemption(UnsentRows):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        if reset_running_requests and self._groups:
+        if reset_running_requests or not self._group_of_row:
             # Forks of the last step still hold both ends of their copies. Their rows are preempted
-            # now, so nobody needs the copies.
+            # now or gone already, so nobody needs the copies.
             _, held = self.kv_cache_manager.take_kv_cache_block_copies()
             self.kv_cache_manager.block_pool.free_blocks(held)
         return super().reset_prefix_cache(reset_running_requests, reset_connector)

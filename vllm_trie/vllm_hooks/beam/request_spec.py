@@ -7,7 +7,9 @@ makes of the request. In the engine, :func:`beam_spec` reads it back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import random
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
@@ -19,16 +21,27 @@ from vllm_trie.vllm_hooks.eligibility import SPECULATION
 SPEC_KEY = "vllm_trie_beam"
 """Key in ``extra_args`` of a member request, and of the result in ``kv_transfer_params``."""
 
+_SIMILAR = 0.82
+"""Ratio of :class:`difflib.SequenceMatcher` from which a name is taken for a misspelled option."""
+
 
 class BeamRequestError(VLLMValidationError, ValueError):
     """A beam request that cannot be served; the server answers 400 with its message."""
 
 
 class BeamSpec(NamedTuple):
-    """What the engine needs to know beside the member's own ``SamplingParams``."""
+    """What the engine needs to know beside the member's own ``SamplingParams``.
+
+    Attributes:
+        n: Members of the request.
+        options: Of the search.
+        seed: Of the search. vLLM gives each member a seed of its own, or none; but a short search
+            may be over before its last member arrives, whose search must find the same.
+    """
 
     n: int
     options: BeamOptions
+    seed: int
 
 
 def asks_for_beam(params: Any) -> bool:
@@ -59,6 +72,7 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
     assert params.extra_args is not None
     extra_args = dict(params.extra_args)
     given = {name: extra_args.pop(name) for name in OPTION_NAMES & extra_args.keys()}
+    _refuse_misspelled(extra_args)
     try:
         options = parse_options(given)
     except ValueError as error:
@@ -69,7 +83,9 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
             "raise beam_width or lower n"
         )
     _refuse_unsupported(params, options)
-    extra_args[SPEC_KEY] = {"n": params.n, "options": options.model_dump()}
+    # NumPy's generators take no negative seeds.
+    seed = random.getrandbits(64) if params.seed is None else params.seed % 2**64
+    extra_args[SPEC_KEY] = {"n": params.n, "options": options.model_dump(), "seed": seed}
     prepared = params.clone()
     prepared.extra_args = extra_args
     prepared.watermarking = False
@@ -100,13 +116,12 @@ def beam_spec(params: SamplingParams | None) -> BeamSpec | None:
     spec = params.extra_args.get(SPEC_KEY)
     if spec is None:
         return None
-    return BeamSpec(spec["n"], BeamOptions.model_validate(spec["options"]))
+    return BeamSpec(spec["n"], BeamOptions.model_validate(spec["options"]), spec["seed"])
 
 
-def search_settings(
-    params: SamplingParams, options: BeamOptions, max_new_tokens: int
-) -> SearchSettings:
+def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int) -> SearchSettings:
     """The search that a member's parameters ask for."""
+    options = spec.options
     stop_token_ids = [params.eos_token_id, *(params.stop_token_ids or ())]
     do_sample = options.do_sample
     return SearchSettings(
@@ -121,7 +136,7 @@ def search_settings(
         temperature=params.temperature if do_sample else 1.0,
         top_k=max(params.top_k, 0) if do_sample else 0,
         top_p=params.top_p if do_sample else 1.0,
-        seed=params.seed if do_sample else None,
+        seed=spec.seed if do_sample else None,
         min_tokens=params.min_tokens,
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
@@ -153,6 +168,13 @@ def row_params(num_candidates: int, max_new_tokens: int) -> SamplingParams:
         watermarking=False,  # rows do not pass the front end, which would settle it
         extra_args={SPECULATION: False},
     )
+
+
+def _refuse_misspelled(names: Iterable[str]) -> None:
+    """Refuse keys that look like an option; others may be for somebody else."""
+    for name in names:
+        for meant in difflib.get_close_matches(name, OPTION_NAMES, n=1, cutoff=_SIMILAR):
+            raise BeamRequestError(f"beam search: {name!r} is unknown; did you mean {meant!r}?")
 
 
 def _refuse_unsupported(params: SamplingParams, options: BeamOptions) -> None:
