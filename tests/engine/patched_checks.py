@@ -101,6 +101,33 @@ def test_drafters_get_the_cache_salt_in_a_field_of_vllms(engine) -> None:
     assert set(seen) == {"theirs"}
 
 
+@pytest.mark.parametrize("speculation_wanted", [False, True])
+def test_steps_without_drafts_are_not_prepared_for_drafts(
+    engine, monkeypatch, speculation_wanted: bool
+) -> None:
+    llm = engine(**speculation("ngram_trie", 32))
+    verifier = runner_of(llm).draft_verifier
+    stock, prepared = verifier.verify, []
+
+    def verify(logits: Any, spec_decode_metadata: Any) -> Any:
+        prepared.append(spec_decode_metadata is not None)
+        return stock(logits, spec_decode_metadata)
+
+    monkeypatch.setattr(verifier, "verify", verify)
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=60,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"speculation": speculation_wanted},
+    )
+    outputs = generate(llm, prompts(2), params)
+    assert len(prepared) > 1
+    assert any(prepared) == speculation_wanted
+    assert not prepared[0]  # the prompts
+    assert differences(generate(engine(), prompts(2), params), outputs) == []
+
+
 def test_beam_search_runs_in_the_scheduler(engine) -> None:
     llm = engine()
     scheduler = scheduler_of(llm)
