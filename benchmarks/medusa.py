@@ -14,18 +14,16 @@ prompts written by hand. `tokens_per_step` counts tokens for each verification o
 
 With `--cost`, a model of 0.4 B parameters with random weights (hidden size 1024, 24 layers, 32,000
 tokens) tells what drafting costs beside a model step: `draft_ms` is all of it. `choose_us` is what
-lies between the heads and the trees, for one request: candidates in order, their probabilities,
-choice of the nodes, tree. `select_us` is that and all Python before it: everything but the heads.
+lies between the heads' products and the trees, for one request: likeliest tokens, softmax, choice
+of the nodes, tree. `select_us` is that and all Python before it: everything but the products.
 
     python benchmarks/medusa.py --json medusa.json
     python benchmarks/medusa.py --cost
 
 With `--heads-alone`, such heads without a model: what torch's and the compiled heads take until
-each head's candidates are known, for several numbers of requests. `products` is a build of the
-compiled ones that looks at no logit; `looking_us` tells how much longer the others take, turn by
-turn.
+each head's candidates are known, for several numbers of requests.
 
-    OMP_NUM_THREADS=4 python benchmarks/medusa.py --heads-alone --repeats 100
+    OMP_NUM_THREADS=4 python benchmarks/medusa.py --heads-alone
 """
 
 from __future__ import annotations
@@ -106,10 +104,11 @@ def time_selection(drafter: Any, sink: list[tuple[float, float]]) -> None:
     """Let the drafter note for one request how long everything takes that is not the heads, and how
     much of it comes after them.
 
-    The first is the whole of `propose` less the heads: where these are compiled, they are timed by
-    the compiled code (gathering the hidden states, residual blocks, output layers with a look at
-    each logit; `--heads-alone` tells what the look costs), else their call is. The second leaves
-    out what comes before the compiled code is entered, or before the heads have answered.
+    The first is the whole of `propose` less the products: where the heads are compiled, these are
+    timed by the compiled code (gathering the hidden states, residual blocks, output layers; the
+    logits of each block of outputs are looked at in between, which counts as selection), else the
+    call of the heads is. The second leaves out what comes before the compiled code is entered, or
+    before the heads have answered.
     """
     products = c_int64()
     heads_seconds = begun = 0.0
@@ -396,11 +395,9 @@ def heads_alone(options: Any) -> list[Row]:
     """Torch's heads against the compiled ones, from hidden states to candidates, in bfloat16."""
     import torch
 
-    from vllm_trie.drafters.medusa import native
     from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
     from vllm_trie.drafters.medusa.compiled_heads import MAX_ROWS, CompiledHeads, in_huge_pages
     from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
-    from vllm_trie.native import DEFAULT_FLAGS, NativeLibrary
 
     heads = MedusaHeads(HeadsShape(4, 1, 1024, 32_000, 32_000), torch.bfloat16)
     for parameter in heads.requires_grad_(False).parameters():
@@ -408,15 +405,6 @@ def heads_alone(options: Any) -> list[Row]:
         parameter.data = in_huge_pages(parameter.data)
     temperatures = torch.ones(4)
     compiled = CompiledHeads(heads, temperatures, 32)
-    products = CompiledHeads(heads, temperatures, 32)
-    products._library = NativeLibrary(
-        "medusa_products",
-        "products",
-        native.SIGNATURES,
-        native.SOURCES,
-        native.HEADERS,
-        (*DEFAULT_FLAGS, "-DMEDUSA_PRODUCTS_ALONE"),
-    ).require()
     rows: list[Row] = []
     for number in (1, 2, 4, 8, 16, MAX_ROWS):
         states = torch.randn(number, 1024).bfloat16()
@@ -428,20 +416,14 @@ def heads_alone(options: Any) -> list[Row]:
         def in_compiled_code(addresses: Any = addresses) -> Any:
             return compiled.top_candidates(addresses)
 
-        def without_a_look(addresses: Any = addresses) -> Any:
-            return products.top_candidates(addresses)
-
         contestants: dict[Any, Callable[[], Any]] = {
             "torch": with_torch,
             "compiled": in_compiled_code,
-            "products": without_a_look,
         }
         timed = in_turns(contestants, options.repeats + 1)
         for method, repeats in timed.items():
             milliseconds = 1e3 * median_seconds(repeats[1:])
             rows.append({"method": method, "batch_size": number, "heads_ms": milliseconds})
-        pairs = zip(timed["compiled"][1:], timed["products"][1:], strict=True)
-        rows[-2]["looking_us"] = 1e6 * median(one[0] - other[0] for one, other in pairs)
     return rows
 
 
@@ -463,7 +445,7 @@ def main() -> None:
     options = parser.parse_args()
     measure = heads_alone if options.heads_alone else cost if options.cost else compare
     rows = quietly(measure, options)
-    columns = (*COLUMNS, "select_over_model", "heads_ms", "looking_us")
+    columns = (*COLUMNS, "select_over_model", "heads_ms")
     present = [name for name in columns if any(name in row for row in rows)]
     finish(rows, options.json, present)
 

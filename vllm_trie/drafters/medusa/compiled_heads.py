@@ -2,8 +2,8 @@
 `top_candidates_torch` on a CPU.
 
 With few rows, the heads' products cost what reading their weights from memory costs. The compiled
-ones read them in the order in which they lie there, once for all rows, and look at each logit at
-once, while the next weights are on their way.
+ones read them in the order in which they lie there, once for all rows, and look at the logits while
+they are in the nearest cache.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class CompiledHeads:
 
     Attributes:
         product_nanoseconds: how long the last call was busy with the heads themselves: gathering
-            the hidden states, multiplying them with the weights and looking at each logit on the
-            way. None, which costs nothing, if it was not set before.
+            the hidden states and multiplying them with the weights. None, which costs nothing, if
+            it was not set before.
 
     Uses as many threads as torch when this is made.
     """

@@ -11,12 +11,15 @@ namespace {
 
 template <typename T>
 void look_at(const T* logits, int32_t size, RunningTop& top) {
-    int32_t first = 0;
-    for (; first + kLanes <= size; first += kLanes) top.take(load_floats(logits + first), first);
-    if (first == size) return;
-    Floats rest = broadcast(kMinusInfinity);
-    for (int32_t i = first; i < size; ++i) rest[i - first] = to_float(logits[i]);
-    top.take(rest, first);
+    alignas(64) float block[kBlock];
+    for (int32_t first = 0; first < size; first += kBlock) {
+        const int32_t count = std::min(kBlock, size - first);
+        int32_t i = 0;
+        for (; i + kLanes <= count; i += kLanes) store(block + i, load_floats(logits + first + i));
+        for (; i < count; ++i) block[i] = to_float(logits[first + i]);
+        for (; i % kLanes != 0; ++i) block[i] = kMinusInfinity;
+        top.scan(block, first, count);
+    }
 }
 
 template <typename T>

@@ -15,7 +15,9 @@ namespace {
 
 // Outputs that go to one thread together.
 constexpr int64_t kShare = 64;
-static_assert(kShare % kLanes == 0, "whole vectors");
+// Between the logits of two rows: a cache keeps little of what lies a power of two apart.
+constexpr int64_t kLogitStride = kBlock + 16;
+static_assert(kShare % kLanes == 0 && kBlock % kShare == 0, "whole vectors, whole shares");
 
 int64_t nanoseconds() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -86,8 +88,8 @@ class Network {
         stride_ = padded_size<Weight>(heads.hidden_size) + kLineBytes / sizeof(Row);
         gather(hidden);
         for (int64_t layer = 0; layer < heads.num_layers; ++layer) pass_blocks(layer);
-        pass_outputs();
-        if (product_nanoseconds) *product_nanoseconds = nanoseconds() - start;
+        const int64_t looking = pass_outputs(product_nanoseconds != nullptr);
+        if (product_nanoseconds) *product_nanoseconds = nanoseconds() - start - looking;
         finish(tokens, probabilities);
     }
 
@@ -128,9 +130,7 @@ class Network {
             for (int64_t at = first; at < end; at += kShare) {
                 const int64_t count = std::min(kShare, end - at);
                 multiply_rows(weights + at * size, size, count, rows_ + head * num_rows_ * stride_,
-                              num_rows_, stride_, [&](int64_t row, int64_t output, Floats products) {
-                                  store(results + row * kShare + output, products);
-                              });
+                              num_rows_, stride_, results, kShare);
                 for (int64_t row = 0; row < num_rows_; ++row)
                     add_block(results + row * kShare, bias ? bias + at : nullptr, count,
                               (head * num_rows_ + row) * stride_ + at);
@@ -149,38 +149,45 @@ class Network {
         }
     }
 
-    // The output layers, and what is to be known of their logits.
-    void pass_outputs() {
+    // The output layers, and what is to be known of their logits. Returns for how many nanoseconds
+    // the slowest thread looked at logits, if `timed`.
+    int64_t pass_outputs(bool timed) {
         const int64_t num_matrices = heads_->shares_output ? 1 : heads_->num_heads;
         const int64_t num_rows = num_states() / num_matrices;
         parts_.resize(num_threads_);
         for (Part& part : parts_) {
+            part.looking = 0;
             part.used.assign(num_states(), false);
             if (part.tops.size() < static_cast<size_t>(num_states()))
                 part.tops.resize(num_states());
         }
         share_outputs(num_threads_, num_matrices, heads_->num_outputs,
                       [&](int thread, int64_t matrix, int64_t first, int64_t end) {
-            const int64_t state = matrix * num_rows, size = heads_->hidden_size;
+            static thread_local Buffer<float> buffer;
+            float* logits = buffer.room_for(num_rows * kLogitStride);
+            const int64_t state = matrix * num_rows;
             const Weight* weights = static_cast<const Weight*>(heads_->output_weights) +
-                                    (matrix * heads_->num_outputs + first) * size;
+                                    matrix * heads_->num_outputs * heads_->hidden_size;
             Part& part = parts_[thread];
             for (int64_t i = state; i < state + num_rows; ++i) {
                 part.used[i] = true;
                 part.tops[i].begin(static_cast<int32_t>(heads_->num_candidates),
                                    heads_->temperatures[i / num_rows_]);
             }
-            RunningTop* tops = &part.tops[state];
-            multiply_rows(weights, size, end - first, rows_ + state * stride_, num_rows, stride_,
-                          [&](int64_t row, int64_t output, Floats logits) {
-#if defined(MEDUSA_PRODUCTS_ALONE)  // for benchmarks/medusa.py: what does looking at them cost?
-                (void)tops, (void)row, (void)output;
-                asm volatile("" : : "m"(logits));
-#else
-                tops[row].take(logits, static_cast<int32_t>(first + output));
-#endif
-            });
+            for (int64_t at = first; at < end; at += kBlock) {
+                const int64_t count = std::min<int64_t>(kBlock, end - at);
+                multiply_rows(weights + at * heads_->hidden_size, heads_->hidden_size, count,
+                              rows_ + state * stride_, num_rows, stride_, logits, kLogitStride);
+                const int64_t before = timed ? nanoseconds() : 0;
+                for (int64_t i = 0; i < num_rows; ++i)
+                    part.tops[state + i].scan(logits + i * kLogitStride, static_cast<int32_t>(at),
+                                              static_cast<int32_t>(count));
+                if (timed) part.looking += nanoseconds() - before;
+            }
         });
+        int64_t longest = 0;
+        for (const Part& part : parts_) longest = std::max(longest, part.looking);
+        return longest;
     }
 
     void finish(int32_t* tokens, float* probabilities) {
@@ -204,6 +211,7 @@ class Network {
     struct Part {
         std::vector<RunningTop> tops;
         std::vector<char> used;
+        int64_t looking;
     };
 
     const Heads* heads_;

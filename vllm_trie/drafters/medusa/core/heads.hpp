@@ -1,6 +1,6 @@
-// The heads themselves: hidden states in, each head's candidates out. Weights are read once, and
-// logits are looked at as soon as they are there, while the next weights are on their way from
-// memory: that costs next to nothing, and they are never written there. The readable twins are `MedusaHeads` in heads.py and `top_candidates_torch`.
+// The heads themselves: hidden states in, each head's candidates out. Weights are read once, and the
+// logits of a block of outputs are looked at as soon as they are there, so that they are never
+// written to memory. The readable twins are `MedusaHeads` in heads.py and `top_candidates_torch`.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ static_assert(sizeof(Heads) == 12 * sizeof(int64_t), "compiled_heads.py packs th
 // Each head's candidates, as top_candidates() leaves them.
 //
 // rows: addresses of num_rows hidden states [hidden_size] of the heads' dtype. product_nanoseconds:
-// null, or where to write how long it took to gather them, to multiply with all weights and to look
-// at the logits on the way: everything but to put the candidates in order. Throws std::bad_alloc.
+// null, or where to write how long it took to gather them and to multiply with all weights, which
+// is everything but looking at the logits. Throws std::bad_alloc.
 void head_candidates(const Heads& heads, const void* const* rows, int64_t num_rows,
                      int64_t num_threads, int32_t* tokens, float* probabilities,
                      int64_t* product_nanoseconds);

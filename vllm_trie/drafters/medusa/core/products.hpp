@@ -155,11 +155,12 @@ inline void multiply(const Weight* __restrict weights, int64_t size,
             sums[row * kLanes + output] = partial[row][output];
 }
 
-// kRows rows times up to kLanes outputs' weights: calls take(row, products) for each row; beyond
-// `num_outputs` products are minus infinity.
-template <int kRows, typename Weight, typename Take>
+// kRows rows times up to kLanes outputs' weights: one vector of results for each row, at
+// results + row * result_stride. What is beyond `num_outputs` is minus infinity.
+template <int kRows, typename Weight>
 void multiply_group(const Weight* weights, int64_t size, int num_outputs,
-                    const RowOf<Weight>* rows, int64_t row_stride, const Take& take) {
+                    const RowOf<Weight>* rows, int64_t row_stride, float* results,
+                    int64_t result_stride) {
     constexpr int kOutputs = outputs_at_once(kRows);
     Floats sums[kRows * kLanes];
     if (num_outputs == kLanes) {
@@ -171,33 +172,33 @@ void multiply_group(const Weight* weights, int64_t size, int num_outputs,
         for (int output = 0; output < num_outputs; ++output)
             multiply<kRows, 1>(weights + output * size, size, rows, row_stride, sums + output);
     }
-    const uint32_t wanted = (uint32_t{1} << num_outputs) - 1;
-    for (int row = 0; row < kRows; ++row)
-        take(row, keep_visible(sum_each(sums + row * kLanes), wanted));
+    for (int row = 0; row < kRows; ++row) {
+        float* result = results + row * result_stride;
+        store(result, sum_each(sums + row * kLanes));
+        for (int output = num_outputs; output < kLanes; ++output) result[output] = kMinusInfinity;
+    }
 }
 
-// rows[num_rows, row_stride] times the weights [num_outputs, size] of successive outputs: calls
-// take(row, output, products) with the products of that output and the following ones, kLanes in
-// all; beyond the last output they are minus infinity. Rows have zeros up to padded_size(size). The
-// weights come from memory once for all rows.
-template <typename Weight, typename Take>
+// results[num_rows, result_stride] = rows[num_rows, row_stride] times the weights
+// [num_outputs, size] of successive outputs; the results up to the next multiple of kLanes are
+// minus infinity. Rows have zeros up to padded_size(size). The weights come from memory once for
+// all rows.
+template <typename Weight>
 void multiply_rows(const Weight* weights, int64_t size, int64_t num_outputs,
-                   const RowOf<Weight>* rows, int64_t num_rows, int64_t row_stride,
-                   const Take& take) {
+                   const RowOf<Weight>* rows, int64_t num_rows, int64_t row_stride, float* results,
+                   int64_t result_stride) {
     const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
     for (int64_t output = 0; output < num_outputs; output += kLanes) {
         const int group = static_cast<int>(std::min<int64_t>(kLanes, num_outputs - output));
         const Weight* of_group = weights + output * size;
         for (int64_t tile = 0; tile < num_tiles; ++tile) {
-            const int64_t first = num_rows * tile / num_tiles;  // tiles of nearly equal height
-            const RowOf<Weight>* some = rows + first * row_stride;
-            const auto take_some = [&](int row, Floats products) {
-                take(first + row, output, products);
-            };
-            switch (num_rows * (tile + 1) / num_tiles - first) {
-#define MEDUSA_ROWS(n)                                                             \
-    case n:                                                                        \
-        multiply_group<n>(of_group, size, group, some, row_stride, take_some);     \
+            const int64_t row = num_rows * tile / num_tiles;  // tiles of nearly equal height
+            const RowOf<Weight>* some = rows + row * row_stride;
+            float* to = results + row * result_stride + output;
+            switch (num_rows * (tile + 1) / num_tiles - row) {
+#define MEDUSA_ROWS(n)                                                                     \
+    case n:                                                                                \
+        multiply_group<n>(of_group, size, group, some, row_stride, to, result_stride);     \
         break;
                 MEDUSA_ROWS(1)
                 MEDUSA_ROWS(2)

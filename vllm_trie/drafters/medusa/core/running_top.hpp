@@ -1,5 +1,5 @@
-// The largest of a head's logits and the sum of its softmax, taken as the logits come: none of them
-// is needed again, so that they need not leave the registers.
+// The largest of a head's logits and the sum of its softmax, taken block by block as the logits
+// come: none of them is needed again, so that a block need not leave the nearest cache.
 #pragma once
 
 #include <algorithm>
@@ -12,6 +12,9 @@
 namespace medusa {
 
 using namespace vllm_trie;
+
+// Logits of a block, a multiple of every vector's lanes.
+constexpr int32_t kBlock = 2048;
 
 // The larger one; b if either is NaN.
 inline Floats larger(Floats a, Floats b) {
@@ -56,29 +59,47 @@ class RunningTop {
         count_ = count;
         factor_ = static_cast<float>(kLog2E / temperature);
         maximum_ = bound_ = kMinusInfinity;
-        bounds_ = broadcast(bound_);
-        shift_ = sums_ = Floats{};
         total_ = 0.0;
         num_found_ = 0;
         most_ = count + std::max(count, 64);
-        const size_t room = 2 * static_cast<size_t>(most_) + 3 * kLanes;
+        const size_t room = 2 * static_cast<size_t>(most_) + kAtOnce + kLanes;
         if (logits_.size() < room) {
             logits_.resize(room);
             outputs_.resize(room);
         }
     }
 
-    // The next outputs, `first` ...; what is minus infinity is none.
-    void take(Floats logits, int32_t first) {
-        if (exceeds(logits, bounds_)) look_closer(logits, first);
-        sums_ += quick_exp2((logits - shift_) * factor_);
+    // The next outputs, `first` ... of them at most kBlock. Up to the next multiple of kLanes
+    // minus infinity follows them.
+    void scan(const float* logits, int32_t first, int32_t size) {
+        const float before = maximum_;
+        Floats largest_yet = broadcast(maximum_), bound = broadcast(bound_);
+        for (int32_t i = 0; i < size; i += kAtOnce) {
+            const int32_t end = std::min(i + kAtOnce, size);
+            Floats values = load(logits + i);
+            for (int32_t j = i + kLanes; j < end; j += kLanes)
+                values = larger(load(logits + j), values);
+            largest_yet = larger(values, largest_yet);
+            if (!exceeds(values, bound)) continue;
+            for (int32_t j = i; j < end; j += kLanes) keep(logits + j, first + j, bound);
+            if (num_found_ <= most_) continue;
+            maximum_ = largest(largest_yet);
+            drop_the_rest();
+            bound = broadcast(bound_);
+        }
+        maximum_ = largest(largest_yet);
+        if (maximum_ > before) total_ *= std::exp2((before - maximum_) * factor_);
+        total_ += sum_of(logits, size);
     }
 
     // What `next` has seen of the outputs after this one's.
     void append(const RunningTop& next) {
-        if (next.maximum_ > maximum_) raise_maximum(next.maximum_);
-        if (maximum_ > kMinusInfinity)
-            total_ += next.total() * std::exp2((next.maximum_ - maximum_) * factor_);
+        const float maximum = std::max(maximum_, next.maximum_);
+        if (maximum > kMinusInfinity) {
+            total_ = total_ * std::exp2((maximum_ - maximum) * factor_) +
+                     next.total_ * std::exp2((next.maximum_ - maximum) * factor_);
+            maximum_ = maximum;
+        }
         for (int32_t i = 0; i < next.num_found_; ++i) {
             logits_[num_found_] = next.logits_[i];
             outputs_[num_found_++] = next.outputs_[i];
@@ -91,8 +112,7 @@ class RunningTop {
     // no softmax: infinity or NaN among them, or nothing.
     void finish(const int64_t* token_map, int32_t* outputs, float* probabilities) {
         int32_t num_told = 0;
-        const double sum_of_all = total();
-        if (std::isfinite(maximum_) && sum_of_all > 0.0) {
+        if (std::isfinite(maximum_) && total_ > 0.0) {
             if (num_found_ > count_) drop_the_rest();
             order_.resize(num_found_);
             for (int32_t i = 0; i < num_found_; ++i) order_[i] = {logits_[i], outputs_[i]};
@@ -102,7 +122,7 @@ class RunningTop {
             num_told = std::min(num_found_, count_);
         }
         for (int32_t i = 0; i < num_told; ++i) {
-            const double share = std::exp2((order_[i].logit - maximum_) * factor_) / sum_of_all;
+            const double share = std::exp2((order_[i].logit - maximum_) * factor_) / total_;
             outputs[i] = order_[i].output;
             probabilities[i] = static_cast<float>(std::min(share, 1.0));
         }
@@ -118,6 +138,7 @@ class RunningTop {
     }
 
    private:
+    static constexpr int32_t kAtOnce = 4 * kLanes;  // logits that are looked at together
     static constexpr double kLog2E = 1.4426950408889634;
 
     struct Output {
@@ -138,44 +159,27 @@ class RunningTop {
 #endif
     }
 
-    // Some of them exceed the bound.
-    __attribute__((noinline)) void look_closer(Floats logits, int32_t first) {
-        keep(logits, first);
-        const float maximum = largest(larger(logits, broadcast(maximum_)));
-        if (maximum > maximum_) raise_maximum(maximum);
-        if (num_found_ > most_) drop_the_rest();
-    }
-
-    // Append those that exceed the bound, in their order. There is room.
-    void keep(Floats logits, int32_t first) {
+    // Append those of kLanes logits that exceed the bound, in their order. There is room.
+    void keep(const float* logits, int32_t first, Floats bound) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
-        const __mmask16 chosen = _mm512_cmp_ps_mask((__m512)logits, (__m512)bounds_, _CMP_GT_OQ);
+        const __m512 values = _mm512_loadu_ps(logits);
+        const __mmask16 chosen = _mm512_cmp_ps_mask(values, (__m512)bound, _CMP_GT_OQ);
+        if (chosen == 0) return;
         const __m512i lanes =
             _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const __m512i outputs = _mm512_add_epi32(_mm512_set1_epi32(first), lanes);
         // Whole vectors are stored: a store of chosen lanes alone takes many times as long.
-        _mm512_storeu_ps(&logits_[num_found_], _mm512_maskz_compress_ps(chosen, (__m512)logits));
+        _mm512_storeu_ps(&logits_[num_found_], _mm512_maskz_compress_ps(chosen, values));
         _mm512_storeu_si512(&outputs_[num_found_], _mm512_maskz_compress_epi32(chosen, outputs));
         num_found_ += __builtin_popcount(chosen);
 #else
         for (int lane = 0; lane < kLanes; ++lane) {
             logits_[num_found_] = logits[lane];
             outputs_[num_found_] = first + lane;
-            num_found_ += logits[lane] > bound_;
+            num_found_ += logits[lane] > bound[lane];
         }
 #endif
     }
-
-    // The sum is one of powers relative to the maximum.
-    void raise_maximum(float maximum) {
-        total_ = total() * std::exp2((maximum_ - maximum) * factor_);
-        sums_ = Floats{};
-        maximum_ = maximum;
-        shift_ = broadcast(maximum);
-    }
-
-    // Of 2^((logit - maximum) * factor) over all outputs; NaN if any logit is.
-    double total() const { return total_ + sum(sums_); }
 
     int32_t count_reaching(float bound) const {
         int32_t number = 0;
@@ -194,7 +198,7 @@ class RunningTop {
         }
         if (!std::isfinite(high)) {  // no softmax
             num_found_ = 0;
-            raise_bound(high);
+            bound_ = high;
             return;
         }
         int32_t above = count_reaching(high);  // of what reaches it, the first `count` suffice
@@ -227,19 +231,22 @@ class RunningTop {
             kept += stays;
         }
         num_found_ = kept;
-        raise_bound(low);
+        bound_ = low;
     }
 
-    void raise_bound(float bound) {
-        bound_ = bound;
-        bounds_ = broadcast(bound);
+    // Of 2^((logit - maximum) * factor); NaN if any logit is.
+    double sum_of(const float* logits, int32_t size) const {
+        const Floats factor = broadcast(factor_);
+        const Floats shift = broadcast(maximum_ == kMinusInfinity ? 0.0f : maximum_);
+        Floats sums = {};
+        for (int32_t i = 0; i < size; i += kLanes)
+            sums += quick_exp2((load(logits + i) - shift) * factor);
+        return sum(sums);
     }
 
-    Floats bounds_, shift_;  // the bound; the maximum, 0 while there is none
-    Floats sums_;            // what is not in total_ yet
     int32_t count_ = 0, most_ = 0, num_found_ = 0;
     float factor_ = 1.0f, maximum_ = kMinusInfinity, bound_ = kMinusInfinity;
-    double total_ = 0.0;
+    double total_ = 0.0;  // of 2^((logit - maximum) * factor)
     std::vector<float> logits_;  // of what may be among the wanted, in the outputs' order
     std::vector<int32_t> outputs_;
     std::vector<Output> order_;
