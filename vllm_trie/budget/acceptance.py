@@ -52,6 +52,12 @@ class AcceptanceCalibration:
             self._verified[full] = self._memory
         self._expected = None
 
+    def fade(self, factor: float) -> None:
+        """Let what was seen so far count less, by this factor."""
+        self._verified *= factor
+        self._accepted *= factor
+        self._expected = None
+
     def __call__(self, promised: np.ndarray) -> np.ndarray:
         """float64 [n], the probabilities to expect; larger promises never expect less."""
         return np.interp(promised, _PROMISES, self._curve())

@@ -18,6 +18,9 @@ _ENOUGH = 256  # verified nodes that are taken in together: one call for many co
 _DECAY = 0.9  # of a request's record, each step
 _BENEFIT_OF_DOUBT = 1.0  # accepted tokens that every request's record starts with
 _BEST_FACTOR = 1.5
+_FADING_STEPS = 64  # after which the past counts for less:
+_FADING = 0.94  # what promises are worth
+_RECORD_FADING = 0.5  # how a request did
 _CHEAP = 0.01  # share of a plain step below which drafting in vain does not matter
 _MARGIN = 0.5  # part of what a node must bring at least that is drafted for
 _USUAL_NODES = 4  # a request
@@ -57,17 +60,21 @@ class NodeBudget:
         self._accepted: list[int] = []
         self._num_verified = 0
         self._drafting_seconds = 0.0
+        self._steps = 0
         self._pause = 0
         self._rows_at_pause = 0
         self._next_pause = 1
 
     def should_draft(self, num_rows: int) -> bool:
-        """Whether to call the drafters for the next step; counts down a pause.
+        """Whether to call the drafters for the next step; counts steps, and down a pause.
 
         Args:
             num_rows: requests in the batch. With half or twice as many as when the pause began the
                 question is another one, and the pause ends.
         """
+        self._steps += 1
+        if self._steps % _FADING_STEPS == 0:
+            self._fade()
         if self._pause and self._rows_at_pause < 2 * num_rows < 4 * self._rows_at_pause:
             self._pause -= 1
             return False
@@ -181,6 +188,14 @@ class NodeBudget:
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._records.pop(request_id, None)
+
+    def _fade(self) -> None:
+        """Forget a little, or what failed would never be tried again on another text: nodes that
+        are not verified teach nothing."""
+        self.acceptance.fade(_FADING)
+        for record in self._records.values():
+            record.promised *= _RECORD_FADING
+            record.accepted *= _RECORD_FADING
 
 
 def _subtree(tree: TokenTree, keep: np.ndarray, num_kept: int) -> TokenTree:

@@ -301,3 +301,37 @@ def test_a_request_whose_drafts_fail_gets_fewer_nodes_than_one_whose_do_not():
     assert good.num_nodes > bad.num_nodes
     budget.release("bad")
     assert budget.cut(["bad"], [tree], 1)[0].num_nodes > bad.num_nodes
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 32])
+@pytest.mark.parametrize("steps_of_request", [40, 1_000_000])
+def test_broken_promises_are_tried_again(num_rows, steps_of_request):
+    """A text where no draft is right, then one where nearly all are; of each request or of all."""
+    rng = np.random.default_rng(0)
+    budget = NodeBudget()
+    for num_tokens in (1, 2, 4, 8, 16, 32, 64, 128, 257):
+        budget.expect_step(num_tokens, 3e-3 + 1.2e-4 * num_tokens)
+    promises = np.array([0.9, 0.7, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15])
+
+    def verified_nodes(share_right: float, num_steps: int) -> float:
+        """Per step and request."""
+        total = 0
+        for step in range(num_steps):
+            ids = [f"{step // steps_of_request}-{row}" for row in range(num_rows)]
+            kept = [TokenTree.empty()] * num_rows
+            if budget.should_draft(num_rows):
+                least = budget.least_probabilities(ids, num_rows)
+                drafts = [_chain(promises[promises >= minimum].tolist()) for minimum in least]
+                budget.observe_drafting(3e-4)
+                kept = budget.cut(ids, drafts, num_rows)
+            right = [rng.geometric(1.0 - share_right) - 1 for _ in kept]
+            accepted = [range(min(n, tree.num_nodes)) for n, tree in zip(right, kept, strict=True)]
+            budget.observe_verified(ids, kept, accepted)
+            num_tokens = num_rows + sum(tree.num_nodes for tree in kept)
+            budget.observe_step(num_rows, num_tokens, 3e-3 + 1.2e-4 * num_tokens)
+            total += num_tokens - num_rows
+        return total / num_steps / num_rows
+
+    assert verified_nodes(0.02, 1000) < 0.9
+    verified_nodes(0.95, 1000)  # long enough to find out
+    assert verified_nodes(0.95, 100) > 2.5
