@@ -42,6 +42,11 @@ SPECULATION_HOOKS: tuple[Hook, ...] = (
         extension_point="speculative_methods",
     ),
     Hook(
+        "vllm.config.speculative:SpeculativeConfig.num_speculative_tokens_per_batch_size",
+        "set: keeps the scheduler from padding requests with one token left to a full draft",
+        retire_when="vLLM pads such requests only where they fit a step",
+    ),
+    Hook(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
         "wrapped: checks extra_args['speculation'] where a bad value is an error of one request",
         parameters=("request_id", "prompt", "params"),

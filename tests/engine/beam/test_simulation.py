@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,10 +76,10 @@ def test_blocks_are_those_of_the_trie(vllm_config):
     assert simulation.worker.computed_tokens <= len(prompt) + 8 * 7
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("prefix_caching", [True, False])
-def test_pool_too_small_for_the_groups(vllm_config, prefix_caching, asynchronous):
-    """Groups that together need far more than the pool finish all the same, and correctly."""
+def crowd(
+    vllm_config: Any, num_groups: int, prefix_caching: bool, asynchronous: bool
+) -> tuple[Simulation, Callable[[], None]]:
+    """Groups that together need far more than the pool, and what runs to their end and checks."""
     simulation = Simulation(
         vllm_config,
         num_blocks=20,
@@ -87,14 +88,26 @@ def test_pool_too_small_for_the_groups(vllm_config, prefix_caching, asynchronous
         asynchronous=asynchronous,
         overcommit=True,
     )
-    prompts = [[i + 1, 3, i + 5, 2, 7] for i in range(4)]
+    prompts = [[i + 1, 3, i + 5, 2, 7] for i in range(num_groups)]
     members = [
         simulation.add_beam(f"b{i}", prompt, 6, 6, max_tokens=24)
         for i, prompt in enumerate(prompts)
     ]
-    simulation.run()
-    for prompt, member_ids in zip(prompts, members, strict=True):
-        check_beam(simulation, member_ids, expected_beam(prompt, 6, max_tokens=24))
+
+    def finish() -> None:
+        simulation.run()
+        for prompt, member_ids in zip(prompts, members, strict=True):
+            check_beam(simulation, member_ids, expected_beam(prompt, 6, max_tokens=24))
+
+    return simulation, finish
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_pool_too_small_for_the_groups(vllm_config, prefix_caching, asynchronous):
+    """Groups that together need far more than the pool finish all the same, and correctly."""
+    simulation, finish = crowd(vllm_config, 4, prefix_caching, asynchronous)
+    finish()
     counters = simulation.scheduler.beam_counters
     assert counters.rows_preempted > 0
     assert counters.groups_parked > 0
@@ -213,19 +226,7 @@ def test_pause_that_waits_for_what_runs(vllm_config, asynchronous):
     """It ends where rows wait for a sibling that lost its blocks, and the search goes on later."""
     paused_in_a_stall = 0
     for steps in range(1, 60):
-        simulation = Simulation(
-            vllm_config,
-            num_blocks=20,
-            max_num_seqs=32,
-            prefix_caching=False,
-            asynchronous=asynchronous,
-            overcommit=True,
-        )
-        prompts = [[i + 1, 3, i + 5, 2, 7] for i in range(3)]
-        members = [
-            simulation.add_beam(f"b{i}", prompt, 6, 6, max_tokens=24)
-            for i, prompt in enumerate(prompts)
-        ]
+        simulation, finish = crowd(vllm_config, 3, False, asynchronous)
         for _ in range(steps):
             simulation.step()
         simulation.scheduler.set_pause_state(PauseState.PAUSED_NEW)
@@ -236,9 +237,7 @@ def test_pause_that_waits_for_what_runs(vllm_config, asynchronous):
         assert not simulation.scheduler.has_requests()
         paused_in_a_stall += bool(simulation.scheduler.running)
         simulation.scheduler.set_pause_state(PauseState.UNPAUSED)
-        simulation.run()
-        for prompt, member_ids in zip(prompts, members, strict=True):
-            check_beam(simulation, member_ids, expected_beam(prompt, 6, max_tokens=24))
+        finish()
         simulation.check_clean()
     assert paused_in_a_stall
 

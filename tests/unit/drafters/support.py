@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.unit.tree.strategies import paths_of
 from vllm_trie.drafters import Drafter, DrafterContext, DraftRequest, get_drafter_class
 from vllm_trie.drafters.registry import parse_options
+from vllm_trie.tree import TokenTree
 
 VOCAB = 1000
 
@@ -51,3 +53,9 @@ def make_request(
         max_depth,
         **more,
     )
+
+
+def by_path(tree: TokenTree) -> dict[tuple[int, ...], float]:
+    """The probability of each node, by the tokens that lead to it."""
+    probabilities = [] if tree.probabilities is None else tree.probabilities.tolist()
+    return dict(zip(paths_of(tree), probabilities, strict=True))

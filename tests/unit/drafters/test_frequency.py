@@ -8,19 +8,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.drafters.support import VOCAB, make_drafter, make_request
+from tests.unit.drafters.support import VOCAB, by_path, make_drafter, make_request
 from vllm_trie.drafters.ngram_trie.frequency import FrequencyTrie
 from vllm_trie.tree import TokenTree
 
 texts = st.lists(st.integers(0, 3), max_size=40)
-
-
-def paths_of(tree: TokenTree) -> dict[tuple[int, ...], float]:
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    values = [] if tree.probabilities is None else tree.probabilities.tolist()
-    return dict(zip(paths, values, strict=True))
 
 
 def draft(text: list[int], **arguments: object) -> TokenTree:
@@ -65,7 +57,7 @@ def test_drafts_the_most_frequent_continuations_of_the_longest_known_suffix(
         max_nodes=max_nodes,
         max_depth=max_depth,
     )
-    chosen = paths_of(tree)
+    chosen = by_path(tree)
     for length in range(min(prefix, len(text)), 0, -1):
         suffix = text[-length:]
         starts = [i for i in range(length, len(text)) if text[i - length : i] == suffix]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.drafters.support import VOCAB, make_drafter, make_request
+from tests.unit.drafters.support import VOCAB, by_path, make_drafter, make_request
 from vllm_trie.drafters.ngram_trie import NgramTrieOptions
 from vllm_trie.tree import TokenTree, depth_first_layout
 
@@ -86,15 +86,6 @@ def test_a_request_that_comes_back_changed_is_indexed_anew(
     [tree] = drafter.propose([request])
     [fresh] = make_drafter(scoring=scoring).propose([request])
     assert same(tree, fresh)
-
-
-def by_path(tree: TokenTree) -> dict[tuple[int, ...], float]:
-    """The probability of each node, by the tokens that lead to it."""
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    probabilities = [] if tree.probabilities is None else tree.probabilities.tolist()
-    return dict(zip(paths, probabilities, strict=True))
 
 
 @given(texts, st.floats(0.01, 0.5))

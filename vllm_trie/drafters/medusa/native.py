@@ -36,7 +36,7 @@ class _Scoring(ctypes.Structure):
 
 
 SCORING = _Scoring(CONCENTRATION, DISCOUNT, MIN_ORDER)
-_PACK_JOB = struct.Struct("qd4i").pack
+_PACK_JOB = struct.Struct("qd3i4xi4x").pack
 _PACK_LOGITS = struct.Struct("11q").pack
 """Make C++'s `Job` and `HeadLogits` of their members."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -36,9 +36,9 @@ class _Scoring(ctypes.Structure):
 _SCORING = _Scoring(*OWN, *SHARED)
 
 
-# DraftJob of core/api.cpp: three handles and the tokens' address, two counts, the least
-# probability, three limits, two results. Packed, not a ctypes.Structure: a tenth of the time.
-_DRAFT_JOB = struct.Struct("@4P2qd3i2i0q")
+# DraftJob of core/api.cpp: three handles and the tokens' address, two counts, four limits, two
+# results. Packed, not a ctypes.Structure: a tenth of the time.
+_DRAFT_JOB = struct.Struct("@4P2qd3i4x2i")
 
 
 _LIBRARY = NativeLibrary(

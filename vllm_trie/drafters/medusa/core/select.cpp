@@ -10,7 +10,7 @@ constexpr double kMinLeft = 1e-6;
 
 ngram::BestFirstTree& Selector::select(const Job& job, const int32_t* tokens,
                                        const Candidates& candidates, const Scoring& scoring) {
-    tree_.begin(job.limits, job.min_probability);
+    tree_.begin(job.limits);
     if (contexts_.empty()) contexts_.resize(1);
     if (job.own != nullptr) {
         job.own->synchronize(tokens, job.num_tokens);

@@ -19,12 +19,11 @@ struct Scoring {
 
 // One request of a batch, as native.py packs it: `num_tokens` tokens of its text follow.
 struct Job {
-    ngram::Index* own;       // null: the product of the heads alone
-    double min_probability;  // of a node's path: what is less likely is left out
+    ngram::Index* own;  // null: the product of the heads alone
     ngram::Limits limits;
     int32_t num_tokens;
 };
-static_assert(sizeof(Job) == 32, "native.py packs it");
+static_assert(sizeof(Job) == 40, "native.py packs it");
 
 // What the heads say for one request, [num_heads, num_candidates]; each row likeliest first, its
 // tokens distinct.

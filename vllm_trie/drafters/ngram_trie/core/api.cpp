@@ -64,7 +64,6 @@ struct DraftJob {
     const int32_t* tokens;
     int64_t num_tokens;
     int64_t num_indexed;     // leading tokens that belong in `own`
-    double min_probability;  // of a node's path: what is less likely is left out
     ngram::Limits limits;
     int32_t num_nodes;
     int32_t used_text;       // text of `store` that matched, kNone if none
@@ -141,8 +140,7 @@ int32_t ngram_draft(DraftJob* jobs, int32_t num_jobs, const ngram::Scoring* scor
             sources[num_sources++] = job.own->view();
             if (job.store != nullptr) sources[num_sources++] = job.store->view();
             if (job.corpus != nullptr) sources[num_sources++] = job.corpus->view;
-            drafter.draft(sources, num_sources, *scoring, job.tokens, job.num_tokens, job.limits,
-                          job.min_probability);
+            drafter.draft(sources, num_sources, *scoring, job.tokens, job.num_tokens, job.limits);
             job.used_text = kNone;
             if (job.store != nullptr) {
                 const ngram::Match* match = drafter.longest_match(1, kUseLength);

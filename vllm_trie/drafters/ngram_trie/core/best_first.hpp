@@ -10,8 +10,9 @@
 
 namespace ngram {
 
-// As ctypes passes them.
+// As native.py packs them.
 struct Limits {
+    double min_probability;  // of a guess's path: what is less likely is left out
     int32_t max_nodes;
     int32_t max_depth;
     int32_t chain_only;
@@ -27,10 +28,8 @@ struct Guess {
 
 class BestFirstTree {
    public:
-    // Guesses less likely than `min_probability` are left out.
-    void begin(const Limits& limits, double min_probability) {
+    void begin(const Limits& limits) {
         limits_ = limits;
-        min_probability_ = min_probability;
         max_nodes_ = limits.max_depth > 0 && limits.max_nodes > 0 ? limits.max_nodes : 0;
         ticks_ = 0;
         heap_.clear();
@@ -41,10 +40,12 @@ class BestFirstTree {
     int32_t size() const { return static_cast<int32_t>(chosen_.size()); }
     // What is less likely than this cannot be chosen any more; 0 as long as anything can.
     double bound() const {
-        return is_full() ? std::max(best_.front(), min_probability_) : min_probability_;
+        return is_full() ? std::max(best_.front(), limits_.min_probability)
+                         : limits_.min_probability;
     }
     bool is_hopeless(double probability) const {
-        return probability < min_probability_ || (is_full() && probability <= best_.front());
+        return probability < limits_.min_probability ||
+               (is_full() && probability <= best_.front());
     }
 
     // A child of the guess chosen as number `parent` becomes known. What has no probability (NaN
@@ -119,7 +120,6 @@ class BestFirstTree {
     bool is_full() const { return max_nodes_ > 0 && best_.size() == max_nodes_; }
 
     Limits limits_ = {};
-    double min_probability_ = 0.0;
     size_t max_nodes_ = 0;
     int32_t ticks_ = 0;
     std::vector<Guess> heap_, chosen_;

@@ -19,9 +19,8 @@ constexpr double kPathTrust = 0.4;
 }  // namespace
 
 void Drafter::draft(const View* sources, int32_t num_sources, const Scoring& scoring,
-                    const int32_t* tokens, int64_t num_tokens, const Limits& limits,
-                    double min_probability) {
-    tree_.begin(limits, min_probability);
+                    const int32_t* tokens, int64_t num_tokens, const Limits& limits) {
+    tree_.begin(limits);
     contexts_.resize(kMaxSources);
     for (int32_t s = 0; s < num_sources; ++s)
         match_suffix(sources[s], tokens, num_tokens, contexts_[s]);

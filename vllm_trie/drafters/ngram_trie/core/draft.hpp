@@ -22,8 +22,7 @@ class Drafter {
    public:
     // Draft after `tokens`. Sources are in the order in which they are believed.
     void draft(const View* sources, int32_t num_sources, const Scoring& scoring,
-               const int32_t* tokens, int64_t num_tokens, const Limits& limits,
-               double min_probability);
+               const int32_t* tokens, int64_t num_tokens, const Limits& limits);
 
     // The tree, which stays valid until the next call.
     BestFirstTree& tree() { return tree_; }
