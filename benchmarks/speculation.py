@@ -56,7 +56,7 @@ class HookTimes(NamedTuple):
 
 def watch_hooks(llm: Any) -> list[HookTimes]:
     """A list that grows by an entry with each later step of an engine in this process."""
-    from vllm_trie.vllm_hooks.stats import STATS_ATTRIBUTE
+    from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
 
     runner, seen = engines.runner_of(llm), []
     stock = runner.sample_tokens

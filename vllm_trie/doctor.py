@@ -145,7 +145,7 @@ def in_series(found: str, series: str) -> bool:
 def supported_series() -> tuple[str, ...]:
     """Release series of vLLM that the hooks were written for; empty without the hooks."""
     try:
-        from vllm_trie.vllm_hooks.ledger import SUPPORTED_VLLM_VERSIONS
+        from vllm_trie.vllm_hooks.ledger.check import SUPPORTED_VLLM_VERSIONS
     except ImportError:
         return ()
     return tuple(SUPPORTED_VLLM_VERSIONS)
@@ -204,7 +204,7 @@ def check_hooks(
         if importlib.util.find_spec("vllm") is None:
             return (), []
         try:
-            from vllm_trie.vllm_hooks.ledger import check
+            from vllm_trie.vllm_hooks.ledger.check import check
 
             findings = check()
         except Exception as error:  # a broken vLLM can fail in any way; the report must go on

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 OPTION_CLASSES = {
-    "EngineOptions": "vllm_trie.vllm_hooks.config",
+    "EngineOptions": "vllm_trie.vllm_hooks.setup.config",
     "NgramTrieOptions": "vllm_trie.drafters.ngram_trie.options",
     "MedusaOptions": "vllm_trie.drafters.medusa.options",
     "LookaheadOptions": "vllm_trie.drafters.lookahead.options",

@@ -65,14 +65,17 @@ from tests.engine.drafters import OracleDrafter
 from vllm_trie.attention import triton_kernel
 from vllm_trie.attention.kernel_check import RequestShape
 from vllm_trie.tiny_model import model_path
-from vllm_trie.vllm_hooks import compaction, cuda_attention, gpu_check, placement, worker
-from vllm_trie.vllm_hooks.cuda_attention import TreeTritonAttentionImpl
+from vllm_trie.vllm_hooks.worker import cpu_worker as worker
+from vllm_trie.vllm_hooks.worker import gpu_check
+from vllm_trie.vllm_hooks.worker.attention import cuda as cuda_attention
+from vllm_trie.vllm_hooks.worker.attention.cuda import TreeTritonAttentionImpl
+from vllm_trie.vllm_hooks.worker.verification import compaction, placement
 
 CHECKED = [
     [RequestShape(20, 1, 9), RequestShape(33, 1, 0), RequestShape(2, 3, 66)],  # more than a word
     [RequestShape(0, 5, 4)],
 ]
-GPU_BACKEND = "vllm_trie.vllm_hooks.cuda_attention.TreeTritonAttentionBackend"
+GPU_BACKEND = "vllm_trie.vllm_hooks.worker.attention.cuda.TreeTritonAttentionBackend"
 
 
 def engine(**options: Any) -> LLM:

@@ -18,7 +18,9 @@ from vllm.sampling_params import BeamSearchParams
 from tests.engine.compare import differences, generate, speculation
 from tests.engine.conftest import runner_of, scheduler_of
 from tests.engine.prompts import prompts
-from vllm_trie.vllm_hooks import extension_points, ledger, plugin
+from vllm_trie.vllm_hooks import plugin
+from vllm_trie.vllm_hooks.ledger import check as ledger
+from vllm_trie.vllm_hooks.ledger import extension_points
 
 FOLDER = Path(os.environ["PATCHED_VLLM"])
 CALLABLES = [hook for hook in ledger.all_hooks() if callable(ledger.resolve(hook.target))]
@@ -131,7 +133,7 @@ def test_steps_without_drafts_are_not_prepared_for_drafts(
 def test_beam_search_runs_in_the_scheduler(engine) -> None:
     llm = engine()
     scheduler = scheduler_of(llm)
-    assert type(scheduler).__module__ == "vllm_trie.vllm_hooks.beam.scheduler"
+    assert type(scheduler).__module__ == "vllm_trie.vllm_hooks.scheduler.beam_scheduler"
     groups = scheduler.beam_counters.groups
     [output] = llm.beam_search(prompts(1), BeamSearchParams(beam_width=3, max_tokens=8))
     assert scheduler.beam_counters.groups == groups + 1

@@ -91,7 +91,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import get_attn_backend
 
 from vllm_trie.tiny_model import model_path
-from vllm_trie.vllm_hooks.cuda_worker import GPU_BACKEND_CLASS
+from vllm_trie.vllm_hooks.worker.cuda_worker import GPU_BACKEND_CLASS
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},

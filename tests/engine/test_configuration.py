@@ -29,8 +29,11 @@ from tests.engine.prompts import prompts
 from tests.processes import run_python
 from vllm_trie.drafters import available_methods
 from vllm_trie.tiny_model import model_path
-from vllm_trie.vllm_hooks import config, ledger, misspelled, plugin, support
-from vllm_trie.vllm_hooks.beam.enabled import reason_off
+from vllm_trie.vllm_hooks import plugin
+from vllm_trie.vllm_hooks.ledger import check as ledger
+from vllm_trie.vllm_hooks.setup import config, support
+from vllm_trie.vllm_hooks.setup import method_names as misspelled
+from vllm_trie.vllm_hooks.setup.beam_support import reason_off
 
 TREES = {"method": "ngram_trie", "num_speculative_tokens": 8}
 
@@ -407,7 +410,7 @@ for name in ("add_cli_args", "create_speculative_config", "create_engine_config"
 """Without the plugin vLLM is as it was, and its own error answers who asks for a tree method."""
 
 STEPPED_ASIDE = """
-from vllm_trie.vllm_hooks import ledger
+from vllm_trie.vllm_hooks.ledger import check as ledger
 gone = ledger.Hook("vllm.v1.worker.gpu_model_runner:GPUModelRunner._no_such_method", "a test")
 ledger.all_hooks = lambda: (gone,)
 from vllm.engine.arg_utils import EngineArgs

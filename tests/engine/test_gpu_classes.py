@@ -11,7 +11,10 @@ from vllm.platforms import current_platform
 
 from tests.engine.conftest import needs_triton
 from tests.processes import run_program, run_python
-from vllm_trie.vllm_hooks import cuda_worker, gpu_hooks, ledger, support
+from vllm_trie.vllm_hooks.ledger import check as ledger
+from vllm_trie.vllm_hooks.ledger import gpu as gpu_hooks
+from vllm_trie.vllm_hooks.setup import support
+from vllm_trie.vllm_hooks.worker import cuda_worker
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +76,7 @@ def test_kernels_compile_for_the_devices_that_vllm_takes(tmp_path) -> None:
 @pytest.mark.parametrize("seq_len", [1, 300, 1000, 5000])
 def test_splits_fill_the_device_and_leave_each_some_slots(programs, seq_len) -> None:
     from vllm_trie.attention.triton_kernel import NUM_SPLITS
-    from vllm_trie.vllm_hooks.cuda_attention import num_splits
+    from vllm_trie.vllm_hooks.worker.attention.cuda import num_splits
 
     splits = num_splits(programs, seq_len, 132)
     assert splits in NUM_SPLITS

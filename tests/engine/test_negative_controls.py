@@ -14,7 +14,8 @@ from tests.engine.compare import (
 )
 from tests.engine.prompts import prompts
 from vllm_trie.attention import move_slots_in_layers, split_cache
-from vllm_trie.vllm_hooks import compaction, placement, runner
+from vllm_trie.vllm_hooks.worker import runner_v1 as runner
+from vllm_trie.vllm_hooks.worker.verification import compaction, placement
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)

@@ -91,7 +91,7 @@ def check_here(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM
 
-    from vllm_trie.vllm_hooks.beam.check import check
+    from vllm_trie.vllm_hooks.frontend.beam_check import check
 
     llm = LLM(
         model or _shipped_model(),

@@ -6,9 +6,11 @@ import functools
 import logging
 from typing import Any
 
-from vllm_trie.vllm_hooks import arguments, engine_setup, ledger
-from vllm_trie.vllm_hooks.eligibility import check_request_options
-from vllm_trie.vllm_hooks.extension_points import offered
+from vllm_trie.vllm_hooks.frontend.request_options import check_request_options
+from vllm_trie.vllm_hooks.ledger import check as ledger
+from vllm_trie.vllm_hooks.ledger.extension_points import offered
+from vllm_trie.vllm_hooks.setup import arguments
+from vllm_trie.vllm_hooks.setup import engine_args as engine_setup
 
 _installed: dict[str, str] = {}
 """What this process has hooked: feature -> "ok" or why it stepped aside."""
@@ -77,11 +79,12 @@ def _install_speculation() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from vllm_trie.vllm_hooks import cache_salt, metrics
+    from vllm_trie.vllm_hooks.frontend import stat_logger as metrics
+    from vllm_trie.vllm_hooks.scheduler import cache_salt
 
     # Each hook stays away where a patched vLLM has an extension point for it.
     if offered("speculative_methods"):
-        from vllm_trie.vllm_hooks.extensions import methods
+        from vllm_trie.vllm_hooks.setup import method_registry as methods
 
         methods.register()
     else:
@@ -89,7 +92,7 @@ def _install_speculation() -> None:
         _wrap_speculative_config(EngineArgs)
         _wrap_engine_config(EngineArgs)
     if offered("request_extension"):
-        from vllm_trie.vllm_hooks.extensions import requests
+        from vllm_trie.vllm_hooks.frontend import request_extensions as requests
 
         requests.register_speculation()
     else:
@@ -102,7 +105,7 @@ def _install_speculation() -> None:
 
 
 def _install_beam() -> None:
-    from vllm_trie.vllm_hooks import beam
+    from vllm_trie.vllm_hooks.ledger import install_beam as beam
 
     beam.install()
 

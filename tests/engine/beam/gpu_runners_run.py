@@ -58,7 +58,7 @@ from tests.engine.beam.cases import check_case, greedy_requests, prompt, request
 from tests.engine.beam.oracle import Case
 from tests.engine.conftest import free_blocks, scheduler_of
 from vllm_trie.tiny_model import model_path
-from vllm_trie.vllm_hooks.beam.group import BeamGroup
+from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
 
 
 def random_case(rng: random.Random, number: int) -> Case:

@@ -27,14 +27,14 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_trie.beam import BeamSearch
-from vllm_trie.vllm_hooks.beam.request_spec import (
+from vllm_trie.vllm_hooks.frontend.beam_options import (
     SPEC_KEY,
     beam_spec,
     prepare_params,
     search_settings,
 )
-from vllm_trie.vllm_hooks.beam.results import RESULT_FIELD
-from vllm_trie.vllm_hooks.beam.scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
+from vllm_trie.vllm_hooks.scheduler.beam_scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
+from vllm_trie.vllm_hooks.scheduler.results import RESULT_FIELD
 
 VOCAB = 24
 EOS = 0

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_trie.vllm_hooks.beam import group
-from vllm_trie.vllm_hooks.beam.check import BeamCheck, check
+from vllm_trie.vllm_hooks.frontend.beam_check import BeamCheck, check
+from vllm_trie.vllm_hooks.scheduler import group
 
 
 def small_check(llm: Any) -> BeamCheck:

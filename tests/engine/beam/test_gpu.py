@@ -12,7 +12,8 @@ from tests.engine.beam.cases import prompt
 from tests.engine.beam.test_entrances import beam_params
 from tests.engine.conftest import needs_triton, scheduler_of
 from tests.processes import run_program
-from vllm_trie.vllm_hooks.beam import enabled, rows
+from vllm_trie.vllm_hooks.scheduler import rows
+from vllm_trie.vllm_hooks.setup import beam_support as enabled
 
 # -- a platform that says it is a GPU --------------------------------------------------------------
 
@@ -93,7 +94,8 @@ def test_the_server_hands_searches_and_their_streams_to_vllm(monkeypatch) -> Non
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_trie.vllm_hooks.beam import install, online
+    from vllm_trie.vllm_hooks.frontend import online_beam as online
+    from vllm_trie.vllm_hooks.ledger.install_beam import install
 
     async def own(self: Any, *arguments: Any) -> Any:
         yield "vLLM's own"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 
-from vllm_trie.vllm_hooks.beam import BEAM_HOOKS, install
-from vllm_trie.vllm_hooks.hook import resolve
-from vllm_trie.vllm_hooks.ledger import check_hook
+from vllm_trie.vllm_hooks.ledger.beam import BEAM_HOOKS
+from vllm_trie.vllm_hooks.ledger.check import check_hook
+from vllm_trie.vllm_hooks.ledger.install_beam import install
+from vllm_trie.vllm_hooks.ledger.patch import resolve
 
 
 def wrapped_targets() -> set[str]:
@@ -35,7 +36,10 @@ def test_overridden_methods_are_in_the_ledger():
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_trie.vllm_hooks.beam.scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
+    from vllm_trie.vllm_hooks.scheduler.beam_scheduler import (
+        AsyncTrieBeamScheduler,
+        TrieBeamScheduler,
+    )
 
     listed = {hook.target.rpartition(".")[2] for hook in BEAM_HOOKS}
     for ours, theirs in ((TrieBeamScheduler, Scheduler), (AsyncTrieBeamScheduler, AsyncScheduler)):
@@ -47,7 +51,7 @@ def test_overridden_methods_are_in_the_ledger():
 
 
 def test_install_may_be_called_again_by_its_name():
-    from vllm_trie.vllm_hooks import beam
+    from vllm_trie.vllm_hooks.ledger import install_beam as beam
 
     beam.install()
     beam.install()

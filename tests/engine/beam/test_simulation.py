@@ -16,7 +16,7 @@ from tests.engine.beam.simulation import (
     random_run,
 )
 from vllm_trie.tiny_model import model_path
-from vllm_trie.vllm_hooks.beam.request_spec import prepare_params
+from vllm_trie.vllm_hooks.frontend.beam_options import prepare_params
 
 
 @pytest.fixture(scope="module")

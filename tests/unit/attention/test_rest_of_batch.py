@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_trie.attention import TreeRow, build_tree_batch
-from vllm_trie.vllm_hooks.rest_of_batch import rest_of_batch
+from vllm_trie.vllm_hooks.worker.attention.rest_of_batch import rest_of_batch
 
 
 @dataclass

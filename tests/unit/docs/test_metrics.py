@@ -19,7 +19,7 @@ SUFFIXES = ("_total", "_bucket", "_sum", "_count")
 @pytest.fixture(scope="module")
 def ours() -> dict[str, tuple[str, ...]]:
     """Name as `/metrics` has it -> labels."""
-    from vllm_trie.vllm_hooks import metrics
+    from vllm_trie.vllm_hooks.frontend import stat_logger as metrics
 
     found = {}
     for metric in vars(metrics._Metrics()).values():
@@ -107,7 +107,7 @@ def test_dashboard_can_be_imported() -> None:
 
 
 def test_failure_reasons(ours: dict[str, Any]) -> None:
-    from vllm_trie.vllm_hooks.drafting import FAILURE_REASONS
+    from vllm_trie.vllm_hooks.worker.drafting.guard import FAILURE_REASONS
 
     text = page("docs/metrics.md").text
     assert all(f"`{reason}`" in text for reason in FAILURE_REASONS)

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from vllm_trie.drafters import available_methods
-from vllm_trie.vllm_hooks.arguments import add_methods
+from vllm_trie.vllm_hooks.setup.arguments import add_methods
 
 
 @pytest.fixture

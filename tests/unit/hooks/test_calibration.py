@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_trie.vllm_hooks.calibration import calibrate_step_cost
+from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost
 
 
 class Budget:

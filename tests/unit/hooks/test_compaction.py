@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from tests.unit.tree.strategies import token_trees
 from vllm_trie.attention import TreeRow, split_cache
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.compaction import CacheGroup, cache_groups, compact, moved_rows
+from vllm_trie.vllm_hooks.worker.verification.compaction import (
+    CacheGroup,
+    cache_groups,
+    compact,
+    moved_rows,
+)
 
 BLOCK, HEADS, HEAD_SIZE = 4, 2, 3
 

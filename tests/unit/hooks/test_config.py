@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_trie.vllm_hooks import config
-from vllm_trie.vllm_hooks.config import (
+from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.setup.config import (
     CONFIG_KEY,
     DEFAULT_NODES,
     MAX_NODES,

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.drafters.support import VOCAB, make_context, make_request
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.drafting import GuardedDrafter
+from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 
 pytestmark = pytest.mark.timeout(60)  # a watchdog that fails lets the test hang
 

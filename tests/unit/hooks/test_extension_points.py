@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from vllm_trie.vllm_hooks.extension_points import EXTENSION_POINTS, offered
-from vllm_trie.vllm_hooks.ledger import all_hooks
+from vllm_trie.vllm_hooks.ledger.check import all_hooks
+from vllm_trie.vllm_hooks.ledger.extension_points import EXTENSION_POINTS, offered
 
 PATCHES = Path(__file__).parents[3] / "patches"
 ROW = re.compile(r"^\| `(?P<target>vllm\.[^`]+)` \| (?P<feature>\w+) \| (?P<place>.+) \|$", re.M)

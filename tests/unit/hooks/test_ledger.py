@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_trie.vllm_hooks import ledger
-from vllm_trie.vllm_hooks.hook import Hook
-from vllm_trie.vllm_hooks.ledger import check, check_hook
+from vllm_trie.vllm_hooks.ledger import check as ledger
+from vllm_trie.vllm_hooks.ledger.check import check, check_hook
+from vllm_trie.vllm_hooks.ledger.patch import Hook
 
 
 class Subject:

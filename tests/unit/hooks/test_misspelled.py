@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from vllm_trie.drafters import available_methods
-from vllm_trie.vllm_hooks import misspelled
-from vllm_trie.vllm_hooks.misspelled import meant, refuse
+from vllm_trie.vllm_hooks.setup import method_names as misspelled
+from vllm_trie.vllm_hooks.setup.method_names import meant, refuse
 
 THEIRS = ("ngram", "medusa", "suffix", "eagle", "eagle3", "draft_model", "custom_class")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMClientError
 
-from vllm_trie.vllm_hooks.beam.request_spec import SPEC_KEY, refuse_own_key
-from vllm_trie.vllm_hooks.eligibility import CACHE_SALT, check_request_options
+from vllm_trie.vllm_hooks.frontend.beam_options import SPEC_KEY, refuse_own_key
+from vllm_trie.vllm_hooks.frontend.request_options import CACHE_SALT, check_request_options
 
 
 @pytest.mark.parametrize("value", ["nonsense", 5, [1, 2], None, 0.5])

@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 
 from tests.unit.tree.strategies import token_trees
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.step import PendingTree, scheduled_tree, trees_of_step
+from vllm_trie.vllm_hooks.worker.verification.pending_tree import (
+    PendingTree,
+    scheduled_tree,
+    trees_of_step,
+)
 
 
 def check(pending: PendingTree) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.tree.strategies import flags, token_trees
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.tree_exchange import pack, unpack
+from vllm_trie.vllm_hooks.worker.drafting.tree_exchange import pack, unpack
 
 
 @st.composite

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from vllm_trie.vllm_hooks.watchdog import TimeLimitExceeded, Watchdog
+from vllm_trie.vllm_hooks.worker.drafting.watchdog import TimeLimitExceeded, Watchdog
 
 pytestmark = pytest.mark.timeout(60)  # a watchdog that fails lets the test hang
 

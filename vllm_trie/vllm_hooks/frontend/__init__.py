@@ -1,0 +1,1 @@
+"""Hooks in the front end: requests, their options, their outputs and metrics."""

@@ -1,0 +1,69 @@
+"""Our scheduler and our way of beam search, where vLLM asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from vllm.config.scheduler import SchedulerConfig
+from vllm.entrypoints.generate.beam_search.route import (
+    BeamSearchRoute,
+    get_beam_search_routes,
+    register_beam_search_route,
+)
+from vllm.v1.core.sched.provider import register_scheduler_provider
+
+from vllm_trie.vllm_hooks.frontend import offline_beam as offline
+from vllm_trie.vllm_hooks.frontend import online_beam as online
+
+_scheduler_is_registered = False
+
+
+class TrieBeamSearch(BeamSearchRoute):
+    """Beam searches as one request each, searched by the scheduler."""
+
+    def search_offline(self, llm: Any, *arguments: Any) -> Any:
+        return offline.native_beam_search(llm, *arguments)
+
+    def search_online(
+        self,
+        serving: Any,
+        prompt: Any,
+        request_id: str,
+        params: Any,
+        lora_request: Any,
+        trace_headers: Any,
+        session_id: str | None,
+        priority: int = 0,  # since vLLM 0.33
+    ) -> AsyncGenerator[Any, None] | None:
+        return online.native_beam_search(
+            serving,
+            prompt,
+            request_id,
+            params,
+            lora_request,
+            trace_headers,
+            session_id,
+            priority=priority,
+        )
+
+
+def register_scheduler() -> None:
+    """Provide the schedulers with beam search, once."""
+    global _scheduler_is_registered
+    if not _scheduler_is_registered:
+        _scheduler_is_registered = True
+
+        def provide(scheduler_config: SchedulerConfig) -> type:
+            # Not before an engine asks for it: plain processes need no scheduler.
+            from vllm_trie.vllm_hooks.scheduler.beam_scheduler import scheduler_class
+
+            return scheduler_class(scheduler_config)
+
+        register_scheduler_provider(provide)
+
+
+def register_route() -> None:
+    """Take over beam searches, once."""
+    if not any(isinstance(route, TrieBeamSearch) for route in get_beam_search_routes()):
+        register_beam_search_route(TrieBeamSearch())

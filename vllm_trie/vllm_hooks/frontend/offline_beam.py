@@ -1,0 +1,145 @@
+"""``LLM.beam_search`` on the native path."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import RequestOutput
+from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput, BeamSearchSequence
+from vllm.logger import init_logger
+from vllm.logprobs import Logprob
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+
+from vllm_trie.vllm_hooks.setup.beam_support import reason_for_stock_search
+
+logger = init_logger(__name__)
+
+EXTRA_OPTIONS = ("early_stopping", "do_sample", "num_beam_groups", "diversity_penalty")
+"""Attributes of a ``BeamSearchParams`` object that the native search reads beside vLLM's fields."""
+
+
+def beam_extra_args(params: BeamSearchParams) -> dict[str, Any]:
+    """The ``extra_args`` that ask the engine for this search."""
+    extra_args: dict[str, Any] = {
+        "beam_width": params.beam_width,
+        "length_penalty": params.length_penalty,
+    }
+    for name in EXTRA_OPTIONS:
+        if hasattr(params, name):
+            extra_args[name] = getattr(params, name)
+    return extra_args
+
+
+def wrap_beam_search(original: Any) -> Any:
+    """``LLM.beam_search``: the same arguments and results, on the native search."""
+
+    @functools.wraps(original)
+    def beam_search(
+        self: Any,
+        prompts: Sequence[Any],
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+        **options: Any,
+    ) -> list[BeamSearchOutput]:
+        arguments = (prompts, params, lora_request, use_tqdm, concurrency_limit)
+        outputs = native_beam_search(self, *arguments, **options)
+        return original(self, *arguments, **options) if outputs is None else outputs
+
+    return beam_search
+
+
+def native_beam_search(
+    llm: Any,
+    prompts: Sequence[Any],
+    params: BeamSearchParams,
+    lora_request: Any,
+    use_tqdm: bool,
+    concurrency_limit: int | None,
+    priority: int | Sequence[int] | None = None,
+) -> list[BeamSearchOutput] | None:
+    """``LLM.beam_search`` by the scheduler; None where only vLLM's own search can serve it.
+
+    Args:
+        llm: vLLM's ``LLM``.
+        priority: of all requests or of each, an argument since vLLM 0.33.
+    """
+    engine_inputs = None
+    reason = reason_for_stock_search(llm.llm_engine.vllm_config, params)
+    if reason is None:
+        engine_inputs = llm._preprocess_cmpl(prompts)
+        if any(engine_input["type"] != "token" for engine_input in engine_inputs):
+            reason = "only text prompts and token ids are searched natively"
+    if reason is not None:
+        logger.info_once("LLM.beam_search runs vLLM's own beam search: %s", reason)
+        return None
+
+    assert engine_inputs is not None
+    lora_requests = llm._lora_request_to_seq(lora_request, len(engine_inputs))
+    priorities = llm._priority_to_seq(priority, len(engine_inputs))
+    if concurrency_limit is None:
+        concurrency_limit = max(len(engine_inputs), 1)
+    elif concurrency_limit < 1:
+        raise ValueError(f"concurrency_limit must be at least 1, got {concurrency_limit}")
+    sampling_params = SamplingParams(
+        n=params.beam_width,
+        temperature=params.temperature,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        detokenize=False,
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args=beam_extra_args(params),
+    )
+    results: list[RequestOutput] = []
+    for start in range(0, len(engine_inputs), concurrency_limit):
+        chunk = slice(start, start + concurrency_limit)
+        inputs = engine_inputs[chunk]
+        results += llm._render_and_run_requests(
+            prompts=(each for each in inputs),
+            params=llm._params_to_seq(sampling_params, len(inputs)),
+            output_type=RequestOutput,
+            lora_requests=lora_requests[chunk],
+            priorities=priorities[chunk],
+            use_tqdm=use_tqdm,
+        )
+    tokenizer = llm.renderer.get_tokenizer()
+    return [
+        _to_beam_output(result, engine_input, lora, tokenizer, params)
+        for result, engine_input, lora in zip(results, engine_inputs, lora_requests, strict=True)
+    ]
+
+
+def _to_beam_output(
+    result: RequestOutput,
+    engine_input: Any,
+    lora_request: Any,
+    tokenizer: Any,
+    params: BeamSearchParams,
+) -> BeamSearchOutput:
+    prompt_token_ids = engine_input["prompt_token_ids"]
+    sequences = []
+    for output in result.outputs:
+        if output.finish_reason == "error":
+            raise RuntimeError(
+                f"beam search failed for request {result.request_id}; the engine's log says why"
+            )
+        # As vLLM's own search returns them: tokens and text begin with the prompt.
+        tokens = [*prompt_token_ids, *output.token_ids]
+        logprobs: list[dict[int, Logprob]] = list(output.logprobs or [])
+        sequence = BeamSearchSequence(
+            orig_prompt=engine_input,
+            tokens=tokens,
+            logprobs=logprobs,
+            lora_request=lora_request,
+            cum_logprob=output.cumulative_logprob or 0.0,
+            text=tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+        )
+        sequence.score = output.score  # type: ignore[attr-defined]
+        sequences.append(sequence)
+    return BeamSearchOutput(sequences=sequences)

@@ -1,0 +1,64 @@
+"""Our checks of requests, and the results of searches, as vLLM's request extensions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.plugins.request_extension import (
+    RequestExtension,
+    get_request_extensions,
+    register_request_extension,
+)
+
+from vllm_trie.vllm_hooks.frontend import beam_requests as frontend
+from vllm_trie.vllm_hooks.frontend import online_beam as online
+from vllm_trie.vllm_hooks.frontend.beam_options import SPEC_KEY, asks_for_beam, refuse_own_key
+from vllm_trie.vllm_hooks.frontend.request_options import check_request_options
+from vllm_trie.vllm_hooks.setup.beam_support import switched_off
+
+
+class SpeculationRequests(RequestExtension):
+    """Checks requests' own speculation options."""
+
+    def prepare_params(self, vllm_config: Any, params: Any) -> Any:
+        check_request_options(params)
+        return params
+
+
+class BeamRequests(RequestExtension):
+    """Checks beam requests and attaches the search's result to their outputs."""
+
+    def check_api_request(self, request: Any) -> None:
+        if not switched_off():
+            online.refuse_stream(request)
+
+    def has_distinct_outputs(self, params: Any) -> bool:
+        return frontend.has_distinct_outputs(params)
+
+    def prepare_params(self, vllm_config: Any, params: Any) -> Any:
+        refuse_own_key(params)
+        return frontend.prepare_request(vllm_config, params) if asks_for_beam(params) else params
+
+    def check_request(self, vllm_config: Any, request: Any) -> None:
+        params = request.sampling_params
+        if params is not None and SPEC_KEY in (params.extra_args or {}):
+            frontend.check_processed(vllm_config, request)
+
+    def complete_output(self, output: Any, result: dict[str, Any]) -> None:
+        if SPEC_KEY in result:
+            frontend.complete_output(output, result[SPEC_KEY])
+
+
+def register_speculation() -> None:
+    """Add the checks of speculation options, unless they are there already."""
+    _register(SpeculationRequests)
+
+
+def register_beam() -> None:
+    """Add what beam requests need, unless it is there already."""
+    _register(BeamRequests)
+
+
+def _register(extension: type[RequestExtension]) -> None:
+    if not any(isinstance(known, extension) for known in get_request_extensions()):
+        register_request_extension(extension())

@@ -1,0 +1,1 @@
+"""Hooks in the scheduler: native beam search, cache salts."""

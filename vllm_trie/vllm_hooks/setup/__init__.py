@@ -1,0 +1,1 @@
+"""From the engine arguments to a configuration that vLLM accepts and the plugin supports."""

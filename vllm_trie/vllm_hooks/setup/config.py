@@ -1,0 +1,263 @@
+"""From what the user typed to vLLM's own configuration, and back in the workers.
+
+vLLM's ``SpeculativeConfig`` knows a fixed list of methods and refuses unknown keys. The plugin
+therefore rewrites one of its methods to vLLM's own ``custom_class``, which names a class of ours as
+the proposer, and carries the method's name and options in ``additional_config["vllm_trie"]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_trie.drafters import available_methods, parse_options
+from vllm_trie.vllm_hooks.ledger.extension_points import offered
+from vllm_trie.vllm_hooks.setup import method_names as misspelled
+from vllm_trie.vllm_hooks.setup.config_keys import (
+    ALLOW_GPU,
+    BEAM_SEARCH,
+    CONFIG_KEY,
+    own_part,
+    spelled,
+)
+
+PROPOSER_CLASS = "vllm_trie.vllm_hooks.worker.drafting.proposer.TreeProposer"
+VERIFIER_CLASS = "vllm_trie.vllm_hooks.worker.patched_runner.TreeDraftVerifier"
+"""The proposer for a patched vLLM, whose runner lets it verify its drafts."""
+CPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cpu_worker.TreeCPUWorker"
+GPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cuda_worker.TreeGPUWorker"
+DEFAULT_NODES = 32
+MAX_NODES = 256
+"""Largest node budget: beyond it a tree costs more than it can bring on any hardware we know."""
+
+
+class EngineOptions(BaseModel):
+    """Options of tree speculation that every method has."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    node_budget: Literal["adaptive", "fixed"] = Field(
+        default="adaptive",
+        description="'adaptive' spends nodes where they bring the most tokens per second, down to "
+        "none when the machine is busy or drafts fail; 'fixed' verifies all that were drafted.",
+    )
+    draft_timeout_s: float = Field(
+        default=10.0,
+        gt=0.0,
+        le=600.0,
+        description="Longest time that one call of the drafter may take, seconds; a drafter that "
+        "takes longer is switched off for the engine's lifetime.",
+    )
+    allow_untested_gpu: bool = Field(
+        default=False,
+        description="Start on an NVIDIA GPU, where this has never run. The engine compares tree "
+        "attention with exact results on your device at start-up and does not start if they "
+        "differ. Switches native beam search on there too, for which it may stand in "
+        "additional_config without a method. Does nothing on a CPU.",
+    )
+
+
+class TreeConfig(NamedTuple):
+    """What a worker needs to know about the speculation that was asked for."""
+
+    method: str
+    draft_model: str | None
+    drafter_options: BaseModel
+    engine_options: EngineOptions
+
+
+class _Request(NamedTuple):
+    """The user's wish, collected from all the places where it can be said."""
+
+    method: str
+    draft_model: str | None
+    num_nodes: int
+    options: dict[str, Any]
+    passed_on: dict[str, Any]
+
+
+def requested_method(engine_args: Any) -> str | None:
+    """The tree method that the engine arguments ask for, ``None`` if they ask for none of ours.
+
+    Raises:
+        ValueError: a method's name stands where a dictionary is expected.
+    """
+    speculative = engine_args.speculative_config or {}
+    methods = available_methods()
+    if not isinstance(speculative, Mapping):
+        for name in (speculative, engine_args.spec_method, engine_args.spec_model):
+            if name in methods:
+                raise ValueError(
+                    f"speculative_config={speculative!r} must be a dictionary; write "
+                    f"speculative_config={{'method': {name!r}}}"
+                )
+        speculative = {}  # vLLM has its own words for it
+    named = (
+        engine_args.spec_method,
+        speculative.get("method"),
+        engine_args.spec_model,
+        speculative.get("model"),
+    )
+    for name in named:
+        if name in methods:
+            return str(name)
+    if PROPOSER_CLASS in named or VERIFIER_CLASS in named:
+        return own_part(engine_args.additional_config).get("method")
+    return None
+
+
+def translate(engine_args: Any) -> None:
+    """Rewrite the engine arguments, in place, into a configuration that stock vLLM accepts.
+
+    Does nothing if they ask for no method of ours; may be called again on its own result.
+
+    Raises:
+        ValueError: an option or a combination is not allowed, or a method is misspelled.
+    """
+    method = requested_method(engine_args)
+    if method is None:
+        misspelled.refuse(engine_args)
+        _refuse_options_without_method(engine_args)
+        return
+    request = _collect(engine_args, method)
+    carried = {"method": method, **request.options}
+    if request.draft_model is not None:
+        carried["draft_model"] = request.draft_model
+    _parse(carried)  # the errors should reach the user now, not in a worker
+    engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
+    engine_args.speculative_config = {
+        **request.passed_on,
+        "method": "custom_class",
+        "model": VERIFIER_CLASS if offered("draft_verifier") else PROPOSER_CLASS,
+        "num_speculative_tokens": request.num_nodes,
+    }
+    additional = dict(engine_args.additional_config or {})
+    beam = {k: v for k, v in additional.get(CONFIG_KEY, {}).items() if k == BEAM_SEARCH}
+    additional[CONFIG_KEY] = {**beam, **carried}
+    engine_args.additional_config = additional
+
+
+def _refuse_options_without_method(engine_args: Any) -> None:
+    idle = own_part(engine_args.additional_config).keys() - {BEAM_SEARCH, ALLOW_GPU}
+    if idle:
+        raise ValueError(
+            f"additional_config[{CONFIG_KEY!r}] sets {', '.join(sorted(idle))}, but no speculative "
+            "method of vllm-trie is asked for; name one with --spec-method or "
+            f"speculative_config={{'method': NAME}}: {', '.join(available_methods())}"
+        )
+
+
+def read(vllm_config: Any) -> TreeConfig | None:
+    """The tree configuration that :func:`translate` wrote, ``None`` if there is none."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.model not in (PROPOSER_CLASS, VERIFIER_CLASS):
+        return None
+    carried = own_part(vllm_config.additional_config)
+    if "method" not in carried:
+        raise ValueError(
+            f"additional_config[{CONFIG_KEY!r}] names no method, but the speculative model is "
+            f"{speculative.model}; set speculative_config={{'method': NAME}} with one of "
+            f"{', '.join(available_methods())} instead of naming the class"
+        )
+    return _parse({k: v for k, v in carried.items() if k != BEAM_SEARCH})
+
+
+def _collect(engine_args: Any, method: str) -> _Request:
+    speculative = {
+        key.replace("-", "_"): value
+        for key, value in (engine_args.speculative_config or {}).items()
+    }
+    for flag, key, value in (
+        ("--spec-method", "method", engine_args.spec_method),
+        ("--spec-model", "model", engine_args.spec_model),
+        ("--spec-tokens", "num_speculative_tokens", engine_args.spec_tokens),
+    ):
+        if value is not None and speculative.setdefault(key, value) != value:
+            raise ValueError(
+                f"{flag}={value!r} and speculative_config[{key!r}]={speculative[key]!r} differ; "
+                "give one of them"
+            )
+    additional = engine_args.additional_config or {}
+    if not isinstance(additional, Mapping):
+        raise ValueError(
+            f"additional_config={additional!r} must be a mapping to carry the options of "
+            f"method {method!r}; pass a dictionary"
+        )
+    given = {key: value for key, value in own_part(additional).items() if key != BEAM_SEARCH}
+    if given.pop("method", method) != method:
+        raise ValueError(
+            f"method {method!r} and {spelled('method')}="
+            f"{additional[CONFIG_KEY]['method']!r} differ; give one of them"
+        )
+
+    named = speculative.pop("method", None)
+    if named not in (None, method, "custom_class"):
+        raise ValueError(
+            f"the speculative model {method!r} is a method of vllm-trie, but method={named!r} was "
+            f"asked for; leave the model out or set method={method!r}"
+        )
+    draft_model = speculative.pop("model", None)
+    if draft_model in (method, PROPOSER_CLASS, VERIFIER_CLASS):
+        draft_model = None
+    elif draft_model in available_methods():
+        raise ValueError(
+            f"the methods {method!r} and {draft_model!r} (as the speculative model) differ; give "
+            "one of them, or ask for trie_union with both among its drafters"
+        )
+    carried_model = given.pop("draft_model", None)
+    draft_model = carried_model if draft_model is None else draft_model
+    num_nodes = _check_num_nodes(speculative.pop("num_speculative_tokens", None))
+
+    known = _speculative_config_fields()
+    passed_on = {key: value for key, value in speculative.items() if key in known}
+    options = {key: value for key, value in speculative.items() if key not in known}
+    for key, value in given.items():
+        if options.setdefault(key, value) != value:
+            raise ValueError(
+                f"speculative_config[{key!r}]={options[key]!r} and "
+                f"{spelled(key)}={value!r} differ; give one of them"
+            )
+    return _Request(method, draft_model, num_nodes, options, passed_on)
+
+
+def _check_num_nodes(value: Any) -> int:
+    if value is None:
+        return DEFAULT_NODES
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
+        raise ValueError(
+            f"num_speculative_tokens={value!r} is the node budget of a request's draft tree and "
+            f"must be a whole number from 1 to {MAX_NODES}; leave it out for {DEFAULT_NODES}"
+        )
+    return value
+
+
+def _speculative_config_fields() -> frozenset[str]:
+    from vllm.config import SpeculativeConfig
+
+    return frozenset(field.name for field in dataclasses.fields(SpeculativeConfig))
+
+
+def _parse(carried: Mapping[str, Any]) -> TreeConfig:
+    """Check the carried mapping and fill in defaults."""
+    options = dict(carried)
+    method = options.pop("method")
+    draft_model = options.pop("draft_model", None)
+    if draft_model is not None and not isinstance(draft_model, str):
+        raise ValueError(
+            f"the speculative model {draft_model!r} of method {method!r} must be a path or a name"
+        )
+    engine = {name: options.pop(name) for name in EngineOptions.model_fields if name in options}
+    try:
+        engine_options = EngineOptions.model_validate(engine)
+    except ValidationError as error:
+        problems = "; ".join(f"{p['loc'][0]}={p['input']!r}: {p['msg']}" for p in error.errors())
+        raise ValueError(f"options of method {method!r}: {problems}") from None
+    try:
+        drafter_options = parse_options(method, options)
+    except ValueError as error:
+        every_method = ", ".join(EngineOptions.model_fields)
+        raise ValueError(f"{error} (every method also has: {every_method})") from None
+    return TreeConfig(method, draft_model, drafter_options, engine_options)

@@ -1,0 +1,46 @@
+"""The plugin's own part of vLLM's ``additional_config``: its key, and the keys inside it.
+
+Besides the two below it carries a speculative method with its options, see
+:mod:`vllm_trie.vllm_hooks.setup.config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+CONFIG_KEY = "vllm_trie"
+"""The plugin's key in vLLM's ``additional_config``."""
+BEAM_SEARCH = "beam_search"
+"""False turns native beam search off. Tree speculation leaves this key alone."""
+ALLOW_GPU = "allow_untested_gpu"
+"""True switches tree speculation and native beam search on where they have never run."""
+
+
+def spelled(key: str) -> str:
+    """How messages name a key: as users write it."""
+    return f"additional_config[{CONFIG_KEY!r}][{key!r}]"
+
+
+def own_part(additional_config: Any) -> Mapping[str, Any]:
+    """The plugin's part, empty if there is none.
+
+    Raises:
+        ValueError: it is no mapping, or a switch in it is neither True nor False.
+    """
+    given = additional_config.get(CONFIG_KEY, {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"additional_config[{CONFIG_KEY!r}]={given!r} must be a mapping of option names to "
+            "values"
+        )
+    for key in (BEAM_SEARCH, ALLOW_GPU):
+        if not isinstance(given.get(key, False), bool):
+            raise ValueError(f"{spelled(key)}={given[key]!r} must be True or False")
+    return given
+
+
+def switch(vllm_config: Any, key: str) -> bool | None:
+    """What a complete configuration says for one of the two keys above, None if nothing."""
+    value = own_part(vllm_config.additional_config).get(key)
+    return value if isinstance(value, bool) else None

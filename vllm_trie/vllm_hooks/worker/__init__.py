@@ -1,0 +1,1 @@
+"""Hooks in the workers: model runners with trees."""

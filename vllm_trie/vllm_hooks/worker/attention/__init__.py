@@ -1,0 +1,1 @@
+"""vLLM's attention backends with trees."""

@@ -1,0 +1,103 @@
+"""vLLM's CPU attention backend, with tree attention for the rows that have trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from vllm_trie.attention import TreeBatch, choose_kernels, tree_attention
+from vllm_trie.attention.cpu_cache import SUPPORTED_ISAS
+from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.worker.attention.rest_of_batch import RestOfBatch, rest_of_batch
+from vllm_trie.vllm_hooks.worker.attention.tree_attention import TreeAttention
+
+
+class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Builds the stock metadata, for kernels whose cache layout the plugin reads."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if config.read(self.vllm_config) is None:
+            return
+        if self.isa == "amx":
+            # Another cache layout; the vector kernel takes the same shapes.
+            self.isa = "vec"
+            self._set_isa_to_layers(self.layer_names)
+        if self.isa not in SUPPORTED_ISAS:
+            raise ValueError(
+                f"vLLM chose the CPU attention kernel {self.isa!r}, whose cache layout tree "
+                f"attention does not read; it reads {' and '.join(SUPPORTED_ISAS)}. Run without "
+                "vllm-trie's speculative methods on this CPU"
+            )
+
+
+class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):
+    """Attention of one layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        unsupported = {
+            "a sliding window": self.sliding_window != -1,
+            "attention sinks": self.sinks is not None,
+            "a soft cap on the logits": bool(self.logits_soft_cap),
+            "a quantized KV cache": self.is_fp8_kv_cache,
+        }
+        self.refuse(unsupported)
+        if config.read(get_current_vllm_config()) is not None:
+            choose_kernels()  # compiles at start-up, not in the first step
+
+    def attend_to_trees(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: CPUAttentionMetadata,
+        trees: TreeBatch,
+        output: torch.Tensor,
+    ) -> None:
+        tree_attention(
+            query, kv_cache, metadata.block_table, trees, self.scale, output, self.alibi_slopes
+        )
+
+    def rest_of_batch(
+        self, layer: Any, query: torch.Tensor, metadata: CPUAttentionMetadata, trees: TreeBatch
+    ) -> RestOfBatch:
+        rest = rest_of_batch(metadata, trees)
+        rest.metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(rest.metadata.seq_lens),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            seq_lens=rest.metadata.seq_lens,
+            dtype=query.dtype,
+            query_start_loc=rest.metadata.query_start_loc,
+            causal=metadata.causal,
+            sliding_window_size=-1,
+            isa=layer.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        )
+        return rest
+
+
+class TreeCPUAttentionBackend(CPUAttentionBackend):
+    """Registered over ``CPU_ATTN`` in processes that run tree speculation.
+
+    A later engine without speculation in the same process gets stock behaviour from it.
+    """
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeCPUAttentionImpl]:
+        return TreeCPUAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeCPUAttentionMetadataBuilder]:
+        return TreeCPUAttentionMetadataBuilder
