@@ -1,12 +1,13 @@
 # CPU set-up, demo and tests. `make help` lists the targets.
 #
-# .venv is made on first use and refreshed when what it depends on has changed; setup_cpu.py
-# decides that and returns at once when there is nothing to do.
+# setup_cpu.py makes .venv on first use, refreshes it when its inputs have changed, and otherwise
+# returns at once.
 
 BIN := .venv/bin
 ARGS ?=
-# Processes that run tests side by side; each keeps its engines to itself.
+# Test processes; each takes one file of tests at a time, in the order of tests/conftest.py.
 JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # PYTHON chooses the interpreter of .venv; any Python 3 can run the set-up itself.
 ifdef PYTHON
@@ -19,6 +20,8 @@ endif
 # OpenMP threads that spin while they wait make busy machines 10 to 100 times slower.
 export OMP_WAIT_POLICY ?= passive
 export VLLM_NO_USAGE_STATS ?= 1
+# Without compiled files on disk, each process spends 20 s in the compiler to import vLLM.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo test unit lint format docs docs-tools bench lock clean
 
@@ -34,14 +37,14 @@ demo: venv ## run plain vLLM and draft trees side by side on the model that ship
 
 test: export OMP_NUM_THREADS ?= 1
 test: venv docs-tools ## all tests: unit tests, then those that start an engine
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 unit: export OMP_NUM_THREADS ?= 1
-unit: venv ## the unit tests only (a minute or two)
-	@$(BIN)/python -m pytest tests/unit $(ARGS)
+unit: venv ## the unit tests only (two minutes)
+	@$(PYTEST) tests/unit $(ARGS)
 
-lint: venv ## check style
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+lint: venv ## check style and types
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 format: venv ## apply style
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
@@ -51,22 +54,22 @@ docs: venv docs-tools ## build the documentation into site/; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "site/index.html"
 
-# Without a network the tests go on; the one that builds the site says what it lacks.
+# Without a network the other tests still run; the one that builds the site says what it lacks.
 docs-tools: venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
 		-r requirements/docs.txt || echo "no mkdocs: the site cannot be built here" >&2
 
-# replay.py has nothing to replay unless SPEC_BENCH_QUESTIONS and SPEC_BENCH_ANSWERS name files.
+# replay.py needs the files that SPEC_BENCH_QUESTIONS and SPEC_BENCH_ANSWERS name.
 bench: venv ## run the benchmarks; results go to .bench/*.json
 	@mkdir -p .bench
 	@set -e; for script in benchmarks/[!_]*.py; do \
 		name=$$(basename "$$script" .py); \
 		if [ "$$name" = replay ] && [ -z "$$SPEC_BENCH_QUESTIONS" ]; then \
-			echo "== replay left out: SPEC_BENCH_QUESTIONS is not set"; continue; fi; \
+			echo "== replay skipped: SPEC_BENCH_QUESTIONS is not set"; continue; fi; \
 		echo "== $$name"; \
 		$(BIN)/python "$$script" --json ".bench/$$name.json" $(ARGS); done
 
-lock: venv ## resolve requirements/cpu.txt anew (ARGS=--upgrade for the newest versions)
+lock: venv ## resolve requirements/cpu.txt again (ARGS=--upgrade for the newest versions)
 	@$(BIN)/python packaging/lock_cpu.py $(ARGS)
 
 clean: ## remove .venv and everything generated

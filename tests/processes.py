@@ -1,45 +1,131 @@
-"""Python in a process of its own, for what must be set before vLLM is imported."""
+"""Processes of their own for tests: programs that run to their end, and waiting for servers.
+
+A time limit that fits an idle machine fails on a busy one, so a process may take long as long as
+it makes progress.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+LIMIT_S = 900.0
+IDLE_LIMIT_S = 120.0
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Hold a lock between all test processes of this user, for the start of several processes."""
+    path = Path(tempfile.gettempdir()) / f"vllm-trie-tests-{os.getuid()}.lock"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def cpu_seconds(session: int) -> float:
+    """Return the CPU time of a session's processes and of their children that ended."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            # proc(5): the fields from the third on; the command before them may hold spaces.
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def wait_for(
+    ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, limit: float = LIMIT_S
+) -> None:
+    """Wait until `ready()` is true.
+
+    Args:
+        ready: asked twice a second.
+        process: leads a session; the CPU time of the session counts as progress.
+        log: its growth counts as progress.
+        limit: of the whole wait, in seconds.
+
+    Raises:
+        RuntimeError: with the end of the log, if the process ends first, makes no progress for
+            `IDLE_LIMIT_S`, or exceeds the limit.
+    """
+    start = last_progress = time.monotonic()
+    seen = (0, 0)
+    while not ready():
+        now = time.monotonic()
+        found = (int(cpu_seconds(process.pid)), log.stat().st_size)
+        if found != seen:
+            seen, last_progress = found, now
+        if process.poll() is not None:
+            problem = f"the process ended with status {process.returncode}"
+        elif now - start > limit:
+            problem = f"the process was not ready within {limit:g} s"
+        elif now - last_progress > IDLE_LIMIT_S:
+            problem = f"the process made no progress for {IDLE_LIMIT_S:g} s"
+        else:
+            time.sleep(0.5)
+            continue
+        raise RuntimeError(f"{problem}; its log ends:\n{log.read_text(errors='replace')[-6000:]}")
+
+
+def end(process: subprocess.Popen[bytes], patience: float = 20.0) -> None:
+    """End all processes of a session: its leader may take `patience` seconds to do it itself."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=patience)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def run_python(
-    *arguments: str, timeout: float | None = 280, **environment: str
+    *arguments: str, timeout: float = LIMIT_S, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python in the repository's root; fails with what it printed where it fails.
+    """Run Python in the repository's root; fail with what it printed if it fails.
 
-    A pytest in there knows nothing of this one: it is none of its workers.
+    A pytest that runs there is no worker of this one.
 
     Args:
         arguments: of the interpreter.
-        timeout: in seconds; None waits for ever.
-        environment: variables beside this process's own.
+        timeout: in seconds.
+        environment: variables in addition to this process's own.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**inherited, **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
-    return done
+    with tempfile.TemporaryDirectory() as folder:
+        out, errors = Path(folder) / "out", Path(folder) / "errors"
+        with out.open("wb") as stdout, errors.open("wb") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                env={**inherited, **environment},
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        try:
+            wait_for(lambda: process.poll() is not None, process, errors, timeout)
+        finally:
+            end(process, patience=5.0)
+        texts = [path.read_text(errors="replace") for path in (out, errors)]
+    assert process.returncode == 0, texts[0][-6000:] + texts[1][-4000:]
+    return subprocess.CompletedProcess(process.args, process.returncode, *texts)
 
 
 def run_program(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    """The JSON object that a program of the tests prints behind ``RESULT``."""
+    """Return the JSON object that a program of the tests prints after ``RESULT``."""
     done = run_python("-m", module, *arguments, OMP_NUM_THREADS="1", **environment)
     [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return json.loads(line.removeprefix("RESULT "))

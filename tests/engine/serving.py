@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.processes import end, one_at_a_time, wait_for
 from vllm_trie.tiny_model import model_path
 
 MODEL_NAME = "tiny"
-START_LIMIT_S = 240.0
 
 
 class Server:
@@ -43,20 +41,8 @@ class Server:
             return False
 
     def wait_until_ready(self) -> None:
-        """Raises RuntimeError with the end of the log if the server does not come up."""
-        deadline = time.monotonic() + START_LIMIT_S
-        while not self.is_healthy():
-            if self.process.poll() is not None:
-                raise RuntimeError(
-                    f"the server ended with status {self.process.returncode}; its log ends:\n"
-                    + self.log_text()[-4000:]
-                )
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"the server did not answer within {START_LIMIT_S:g} s; its log ends:\n"
-                    + self.log_text()[-4000:]
-                )
-            time.sleep(0.5)
+        """Wait while the server makes progress; raise RuntimeError if it does not come up."""
+        wait_for(self.is_healthy, self.process, self.log)
 
     def metrics(self) -> dict[str, float]:
         """Every counter and gauge of the metrics endpoint, summed over its labels."""
@@ -69,17 +55,11 @@ class Server:
     def stop(self) -> None:
         """End the server and all processes that it started."""
         self.http.close()
-        for number, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=patience)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        end(self.process)
 
 
 def start(log: Path, *options: str, **environment: str) -> Server:
-    """Start `vllm serve` on the shipped model; returns at once."""
+    """Start `vllm serve` on the shipped model without waiting for it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -115,15 +95,22 @@ def start(log: Path, *options: str, **environment: str) -> Server:
 
 
 @contextlib.contextmanager
-def running(folder: Path, commands: dict[str, list[str]]) -> Iterator[dict[str, Server]]:
-    """Several servers at a time, ready for requests."""
-    servers: dict[str, Server] = {}
-    try:
-        for name, options in commands.items():
-            servers[name] = start(folder / f"{name}.log", *options)
-        for server in servers.values():
+def running(log: Path, *options: str, **environment: str) -> Iterator[Server]:
+    """Run a server that is ready for requests; no other test starts one in the meantime.
+
+    Args:
+        log: the file that the server logs to.
+        options: of `vllm serve`.
+        environment: variables in addition to this process's own.
+    """
+    with one_at_a_time():
+        server = start(log, *options, **environment)
+        try:
             server.wait_until_ready()
-        yield servers
-    finally:
-        for server in servers.values():
+        except BaseException:
             server.stop()
+            raise
+    try:
+        yield server
+    finally:
+        server.stop()

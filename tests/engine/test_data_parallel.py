@@ -17,7 +17,7 @@ from tests.engine.prompts import texts, tokenizer
 from tests.engine.serving import MODEL_NAME, Server, running
 from vllm_trie.tiny_model import model_path
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 COMMAND = [
     *("--data-parallel-size", "2", "--api-server-count", "2"),
@@ -29,8 +29,8 @@ TEXTS = list(texts()[::2])
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("servers"), {"both": COMMAND}) as servers:
-        yield servers["both"]
+    with running(tmp_path_factory.mktemp("servers") / "log", *COMMAND) as server:
+        yield server
 
 
 def post(server: Server, path: str, **body: Any) -> Any:

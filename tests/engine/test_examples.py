@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.serving import MODEL_NAME, start
+from tests.engine.serving import MODEL_NAME, running
 from tests.processes import ROOT, run_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -41,7 +41,7 @@ def run(*command: str, **environment: str) -> str:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS holds, as in all tests
         **environment,
     }
-    return run_python(*command, timeout=500, **variables).stdout
+    return run_python(*command, **variables).stdout
 
 
 @pytest.fixture(scope="module")
@@ -128,15 +128,12 @@ def test_own_drafter(printed: dict[str, str]) -> None:
 
 
 def test_own_drafter_served(site: str, tmp_path: Path) -> None:
-    server = start(
-        tmp_path / "log",
+    options = (
         *("--spec-method", OWN_METHOD, "--spec-tokens", "16"),
         *("--additional-config", '{"vllm_trie": {"node_budget": "fixed", "match_tokens": 1}}'),
         *("--distributed-executor-backend", "uni"),
-        PYTHONPATH=site,
     )
-    try:
-        server.wait_until_ready()
+    with running(tmp_path / "log", *options, PYTHONPATH=site) as server:
         body = {
             "model": MODEL_NAME,
             "prompt": "def main():\n    pass\n\ndef main():",
@@ -149,8 +146,6 @@ def test_own_drafter_served(site: str, tmp_path: Path) -> None:
         ]
         metrics = server.http.get("/metrics").text
         counts = server.metrics()
-    finally:
-        server.stop()
     texts = [reply["choices"][0]["text"] for reply in replies]
     assert texts[0] == texts[1]
     assert len(texts[0]) > 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from tests.engine.prompts import texts
 from tests.engine.serving import MODEL_NAME, Server, running
 from vllm_trie.tiny_model import medusa_path
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 PLAIN = "plain"
 NODES = 16
@@ -37,8 +37,6 @@ COMMANDS = {
     ],
 }
 WITH_TREES = [name for name in COMMANDS if name != PLAIN]
-SIDE_BY_SIDE = [list(COMMANDS)[:2], list(COMMANDS)[2:]]
-"""Not all at a time, for machines with two cores."""
 
 SOURCE = """def count_words(lines):
     counts = {}
@@ -177,12 +175,12 @@ def interview(server: Server) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Answers]]:
-    found = {}
-    for names in SIDE_BY_SIDE:
-        folder = tmp_path_factory.mktemp("servers")
-        with running(folder, {name: COMMANDS[name] for name in names}) as servers:
-            found.update({name: interview(server) for name, server in servers.items()})
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
+    """The answers of each server; one runs at a time, for their memory."""
+    folder, found = tmp_path_factory.mktemp("servers"), {}
+    for name, options in COMMANDS.items():
+        with running(folder / name, *options) as server:
+            found[name] = interview(server)
     return found
 
 

@@ -85,7 +85,6 @@ def run_on(patched: Path, *arguments: str) -> str:
     """Run pytest with the patched vLLM in place of the installed one; its output."""
     return run_python(
         *("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments),
-        timeout=None,
         PYTHONPATH=str(patched),
         PATCHED_VLLM=str(patched),
         OMP_NUM_THREADS="1",

@@ -21,8 +21,8 @@ OPTIONS += ["--max-model-len", "512", "--max-num-seqs", "32"]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("server"), {"server": OPTIONS}) as servers:
-        yield servers["server"]
+    with running(tmp_path_factory.mktemp("server") / "log", *OPTIONS) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ QUESTION = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     off = ["--additional-config", '{"vllm_trie": {"beam_search": false}}']
-    with running(tmp_path_factory.mktemp("server"), {"off": off}) as servers:
-        yield servers["off"]
+    with running(tmp_path_factory.mktemp("server") / "log", *off) as server:
+        yield server
 
 
 def test_a_chat_is_streamed(server: Server) -> None:

@@ -1,0 +1,59 @@
+"""Waiting for processes: as long as they make progress, no longer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import processes
+
+BUSY = "while True: pass"
+IDLE = "import time; time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("code", "limits", "message"),
+    [
+        ("print('last words', flush=True); raise SystemExit(3)", (60, 60), "ended with status 3"),
+        (BUSY, (2, 60), "not ready within 2 s"),
+        (IDLE, (60, 2), "no progress for 2 s"),
+    ],
+    ids=["ended", "too slow", "idle"],
+)
+def test_a_wait_ends_with_an_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    limits: tuple[float, float],
+    message: str,
+) -> None:
+    limit, idle_limit = limits
+    monkeypatch.setattr(processes, "IDLE_LIMIT_S", idle_limit)
+    log = tmp_path / "log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=stream, start_new_session=True
+        )
+    try:
+        with pytest.raises(RuntimeError, match=message) as caught:
+            processes.wait_for(lambda: False, process, log, limit)
+    finally:
+        processes.end(process)
+    assert ("last words" in str(caught.value)) == (message == "ended with status 3")
+    assert process.returncode is not None
+
+
+def test_a_busy_process_may_take_longer_than_the_idle_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "IDLE_LIMIT_S", 3.0)
+    code = "import time\nend = time.monotonic() + 6\nwhile time.monotonic() < end: pass"
+    assert processes.run_python("-c", code).returncode == 0
+
+
+def test_a_program_that_fails_says_what_it_printed() -> None:
+    with pytest.raises(AssertionError, match="no such thing"):
+        processes.run_python("-c", "raise SystemExit('no such thing')")
