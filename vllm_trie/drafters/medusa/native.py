@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm_trie.drafters.medusa.candidates import HeadLogits
 
 _FOLDER = Path(__file__).parent / "core"
-_NGRAM_FOLDER = Path(__file__).parents[1] / "ngram_trie" / "core"
+_NGRAM_FOLDER = Path(__file__).parents[2] / "ngrams" / "core"
 _NONE = -1
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -32,7 +32,7 @@ HEADERS = (
 LIBRARY = NativeLibrary("medusa_select", "selection", SOURCES, HEADERS)
 is_available = LIBRARY.is_available
 require_library = LIBRARY.require
-_PACK_JOB = LIBRARY.layout("Job").pack
+_PACK_JOB = LIBRARY.layout("MedusaJob").pack
 _PACK_LOGITS = LIBRARY.layout("HeadLogits").pack
 SCORING = create_string_buffer(
     LIBRARY.layout("Scoring").pack(CONCENTRATION, DISCOUNT, MIN_ORDER),
