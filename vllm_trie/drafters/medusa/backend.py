@@ -11,7 +11,7 @@ import torch
 from vllm_trie.drafters.medusa import native, selection
 from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates_torch
 from vllm_trie.drafters.medusa.selection import Limits
-from vllm_trie.drafters.ngram_trie.index import NgramIndex
+from vllm_trie.ngrams.index import NgramIndex
 from vllm_trie.tree import TokenTree
 
 

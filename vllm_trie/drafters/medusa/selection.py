@@ -26,13 +26,13 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_trie.drafters.medusa.constants import CONCENTRATION, DISCOUNT, MIN_LEFT, MIN_ORDER
-from vllm_trie.drafters.ngram_trie.contexts import (
+from vllm_trie.ngrams.contexts import (
     Match,
     advance,
     count_successors,
     match_suffix,
 )
-from vllm_trie.drafters.ngram_trie.index import NgramIndex
+from vllm_trie.ngrams.index import NgramIndex
 from vllm_trie.tree import ROOT, TokenTree, depth_first_layout
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm_trie.drafters.medusa import native
 from vllm_trie.drafters.medusa.backend import Job, NativeBackend, PythonBackend
 from vllm_trie.drafters.medusa.selection import Limits, algorithm1, select
-from vllm_trie.drafters.ngram_trie.index import NgramIndex
+from vllm_trie.ngrams.index import NgramIndex
 from vllm_trie.tree import TokenTree, depth_first_layout
 
 VOCAB = 40
