@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec
+from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, check_blocks, check_slots
 from vllm_trie.vllm_hooks.scheduler.blocks import num_blocks
 from vllm_trie.vllm_hooks.scheduler.group import MISSING, BeamGroup, error_output
 from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
@@ -106,22 +106,24 @@ class BeamGroups:
             ValueError: The group could not run even alone.
         """
         scheduler = self._scheduler
-        config = scheduler.vllm_config.model_config
         assert member.sampling_params is not None
-        finder = make_stop_string_finder(config, member.sampling_params)
-        sizes = (scheduler.max_model_len, self.vocab_size, scheduler.block_size)
-        group = BeamGroup(group_id, spec, member, *sizes, finder)
-        slots = min(scheduler.max_num_running_reqs, self._slots)
-        if group.beam_width > slots:
-            raise ValueError(
-                f"beam_width must be at most max_num_seqs={slots}, got {group.beam_width}"
-            )
-        blocks = num_blocks(scheduler.kv_cache_manager)
-        if group.min_blocks > blocks:
-            raise ValueError(
-                f"beam_width={group.beam_width} with a prompt of {group.prompt.size} tokens needs "
-                f"at least {group.min_blocks} KV blocks, the engine has {blocks}"
-            )
+        group = BeamGroup(
+            group_id,
+            spec,
+            member,
+            scheduler.max_model_len,
+            self.vocab_size,
+            scheduler.block_size,
+            make_stop_string_finder(scheduler.vllm_config.model_config, member.sampling_params),
+        )
+        check_slots(group.beam_width, min(scheduler.max_num_running_reqs, self._slots))
+        check_blocks(
+            group.prompt.size,
+            group.beam_width,
+            group.search.settings.max_new_tokens,
+            scheduler.block_size,
+            num_blocks(scheduler.kv_cache_manager),
+        )
         return group
 
     # -- admission ---------------------------------------------------------------------------------

@@ -119,11 +119,9 @@ class BeamRows:
         starts = logprobs.cu_num_generated_tokens
         place = index if starts is None else starts[index]
         group.outputs[row_id] = RowOutput(int(sampled[index][0]), logprobs, place)
-        if group.prefill_stats is None and row.prefill_stats is not None:
-            group.prefill_stats = row.take_prefill_stats()
-            group.prefill_stats.finalize(
-                self._scheduler.kv_cache_manager.estimate_cached_tokens(row)
-            )
+        if group.prefill_stats is None and (stats := row.take_prefill_stats()) is not None:
+            stats.finalize(self._scheduler.kv_cache_manager.estimate_cached_tokens(row))
+            group.prefill_stats = stats
         return True
 
     def replace(self, group: BeamGroup, children: Sequence[Child]) -> None:
