@@ -73,8 +73,8 @@ def run(
     if json_path is not None:
         saved = {"trace": trace.to_dict(), "token_texts": {str(k): v for k, v in texts.items()}}
         json_path.write_text(json.dumps(saved))
-    for rank, output in enumerate(result.outputs, 1):
-        typer.echo(f"#{rank}  {output.score:8.4f}  {output.text!r}")
+    for rank, (score, output) in enumerate(zip(trace.scores, result.outputs, strict=True), 1):
+        typer.echo(f"#{rank}  {score:8.4f}  {output.text!r}")
     _show(trace, lambda token: texts[token], svg, dropped)
 
 

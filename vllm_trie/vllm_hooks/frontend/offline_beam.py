@@ -87,16 +87,7 @@ def native_beam_search(
         concurrency_limit = max(len(engine_inputs), 1)
     elif concurrency_limit < 1:
         raise ValueError(f"concurrency_limit must be at least 1, got {concurrency_limit}")
-    sampling_params = SamplingParams(
-        n=params.beam_width,
-        temperature=params.temperature,
-        max_tokens=params.max_tokens,
-        ignore_eos=params.ignore_eos,
-        detokenize=False,
-        logprobs=0,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args=beam_extra_args(params),
-    )
+    sampling_params = _sampling_params(params)
     results: list[RequestOutput] = []
     for start in range(0, len(engine_inputs), concurrency_limit):
         chunk = slice(start, start + concurrency_limit)
@@ -114,6 +105,19 @@ def native_beam_search(
         _to_beam_output(result, engine_input, lora, tokenizer, params)
         for result, engine_input, lora in zip(results, engine_inputs, lora_requests, strict=True)
     ]
+
+
+def _sampling_params(params: BeamSearchParams) -> SamplingParams:
+    return SamplingParams(
+        n=params.beam_width,
+        temperature=params.temperature,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        detokenize=False,
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args=beam_extra_args(params),
+    )
 
 
 def _to_beam_output(

@@ -26,7 +26,6 @@ from typing import Any
 
 from vllm.config.scheduler import SchedulerConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -124,16 +123,10 @@ class TrieBeamScheduler(Scheduler):
     def get_request_counts(self) -> tuple[int, int]:
         # Metrics and the balance between data-parallel engines see groups that wait, too.
         running, waiting = super().get_request_counts()
-        return running, waiting + self.beam_groups.counts()[0]
+        return running, waiting + self.beam_groups.num_waiting_members()
 
     def get_num_unfinished_requests(self) -> int:
-        unfinished = super().get_num_unfinished_requests()
-        if self._pause_state == PauseState.UNPAUSED:
-            # Groups at their barrier, or without KV, have nothing in vLLM's own queues.
-            unfinished += self.beam_groups.counts()[1]
-        elif self._pause_state == PauseState.PAUSED_NEW:
-            unfinished -= self.beam_groups.num_rows_that_stall_a_pause()
-        return unfinished
+        return super().get_num_unfinished_requests() + self.beam_groups.num_unfinished()
 
     def check_integrity(self) -> None:
         """Assert the invariants of groups, rows and KV blocks; call it between two steps."""

@@ -63,13 +63,13 @@ class BeamGroups:
 
     @property
     def idle(self) -> bool:
-        """Whether no member waits for anything."""
+        """Whether no member waits for an answer."""
         return not self.by_id and not self._refused
 
-    def counts(self) -> tuple[int, int]:
-        """Return the number of members of groups without KV, and of groups and refused members."""
+    def num_waiting_members(self) -> int:
+        """Return the number of members of groups that have not started or are parked."""
         waiting = (group for group in self.by_id.values() if not group.started or group.parked)
-        return sum(len(group.members) for group in waiting), len(self.by_id) + len(self._refused)
+        return sum(len(group.members) for group in waiting)
 
     # -- intake ------------------------------------------------------------------------------------
 
@@ -172,11 +172,11 @@ class BeamGroups:
             room -= group.expected_blocks
         unused = reserved - sum(len(group.rows) for group in started)
         scheduler.max_num_active_reqs = self._slots - unused
-        if held_back and not self._head_was_preempted():
+        waiting = scheduler.waiting
+        if held_back and not (waiting and waiting.peek_request().status == RequestStatus.PREEMPTED):
             # Otherwise a wide group would never see enough free slots at once.
-            scheduler.max_num_active_reqs = min(
-                scheduler.max_num_active_reqs, len(scheduler.running)
-            )
+            allowed = min(scheduler.max_num_active_reqs, len(scheduler.running))
+            scheduler.max_num_active_reqs = allowed
 
     def _overtakes(self, group: BeamGroup) -> bool:
         """Return whether an earlier ordinary request still waits."""
@@ -187,10 +187,6 @@ class BeamGroups:
         if head in scheduler.deferred_waiting or head.request_id in self._rows.group_of:
             return False
         return head < group.prototype
-
-    def _head_was_preempted(self) -> bool:
-        waiting = self._scheduler.waiting
-        return bool(waiting) and waiting.peek_request().status == RequestStatus.PREEMPTED
 
     def _start(self, group: BeamGroup) -> None:
         self._counters.groups += 1
@@ -231,14 +227,19 @@ class BeamGroups:
     def _active(self) -> list[BeamGroup]:
         return [group for group in self.by_id.values() if group.started and not group.parked]
 
-    def num_rows_that_stall_a_pause(self) -> int:
-        """Return the number of running rows whose group cannot go on before a pause ends.
+    def num_unfinished(self) -> int:
+        """Return the number of requests to add to those that vLLM counts as unfinished.
 
-        They wait for a sibling without KV, which stays queued as long as the engine is paused.
+        Groups at their barrier, or without KV, have nothing in vLLM's own queues. During a pause
+        that waits for running requests, rows of a stalled engine do not count: they wait for a
+        sibling without KV, which stays queued until the pause ends.
         """
-        if not self._stalled:
-            return 0
-        return sum(row.request_id in self._rows.group_of for row in self._scheduler.running)
+        state = self._scheduler.pause_state
+        if state == PauseState.UNPAUSED:
+            return len(self.by_id) + len(self._refused)
+        if state == PauseState.PAUSED_NEW and self._stalled:
+            return -sum(row.request_id in self._rows.group_of for row in self._scheduler.running)
+        return 0
 
     # -- answers -----------------------------------------------------------------------------------
 
@@ -305,17 +306,18 @@ class BeamGroups:
         - Without groups all slots are free for ordinary requests.
         """
         scheduler = self._scheduler
+        slots = self._slots
+        waiting = [*self._refused]
         for group_id, group in self.by_id.items():
-            assert group.group_id == group_id
+            waiting += group.members.values()
             assert not group.finished, f"nobody waits for {group_id}"
             assert len(group.rows) <= group.beam_width, f"{group_id}: {len(group.rows)} rows"
             assert group.started or not group.parked, f"{group_id}: parked before its start"
-        members = [m for group in self.by_id.values() for m in group.members.values()]
-        for member in (*members, *self._refused):
-            assert member.is_finished() or scheduler.requests.get(member.request_id) is member
+        for member in waiting:
+            assert member.is_finished() or scheduler.requests[member.request_id] is member
         reserved = sum(group.beam_width for group in self.by_id.values() if group.started)
-        assert reserved <= self._slots, f"{reserved} slots are reserved, {self._slots} exist"
+        assert reserved <= slots, f"{reserved} slots are reserved, {slots} exist"
         assert len(scheduler.running) <= scheduler.max_num_running_reqs
-        assert scheduler.max_num_active_reqs <= self._slots
-        assert self.by_id or scheduler.max_num_active_reqs == self._slots
+        assert scheduler.max_num_active_reqs <= slots
+        assert self.by_id or scheduler.max_num_active_reqs == slots
         self._rows.check_integrity(self.by_id.values())

@@ -15,7 +15,8 @@ is in flight. A child without KV waits, unless its group is parked.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
@@ -73,56 +74,40 @@ class BeamRows:
         self._scheduler.add_request(row)
 
     def take_outputs(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+        self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput
     ) -> tuple[SchedulerOutput, list[BeamGroup]]:
-        """Take the outputs of rows out of a step's output.
+        """Take the outputs of rows out of a step's output, to their groups' barriers.
 
         Returns:
             The scheduler output without rows, for vLLM's own code, and the groups whose barrier is
-            complete.
+            now complete.
         """
         scheduled = scheduler_output.num_scheduled_tokens
-        touched: dict[str, BeamGroup] = {}
-        for row_id in scheduled:
-            group = self.group_of.get(row_id)
-            if group is not None and self._take_output(
-                group, row_id, scheduler_output, model_runner_output
-            ):
-                touched[group.group_id] = group
         rest = copy(scheduler_output)
-        rest.num_scheduled_tokens = {
-            request_id: count
-            for request_id, count in scheduled.items()
-            if request_id not in self.group_of
-        }
-        return rest, [g for g in touched.values() if len(g.outputs) == len(g.rows)]
-
-    def _take_output(
-        self,
-        group: BeamGroup,
-        row_id: str,
-        scheduler_output: SchedulerOutput,
-        model_runner_output: ModelRunnerOutput,
-    ) -> bool:
-        """Keep a row's output at the barrier; return whether it has one."""
-        row = self._scheduler.requests[row_id]
-        row.num_in_flight_tokens -= scheduler_output.num_scheduled_tokens[row_id]
-        index = model_runner_output.req_id_to_index[row_id]
-        sampled = model_runner_output.sampled_token_ids
-        if not sampled or not len(sampled[index]):
-            return False  # a chunk of the prompt
-        if drafts := scheduler_output.scheduled_spec_decode_tokens.get(row_id):
-            # vLLM pads a resumed row with placeholder drafts; they are never accepted.
+        rest.num_scheduled_tokens = {i: n for i, n in scheduled.items() if i not in self.group_of}
+        touched: dict[str, BeamGroup] = {}
+        for row_id, num_scheduled in scheduled.items():
+            group = self.group_of.get(row_id)
+            if group is None:
+                continue
+            row = self._scheduler.requests[row_id]
+            row.num_in_flight_tokens -= num_scheduled
+            index = model_output.req_id_to_index[row_id]
+            sampled, logprobs = model_output.sampled_token_ids, model_output.logprobs
+            if not sampled or not len(sampled[index]):
+                continue  # a chunk of the prompt
+            # vLLM pads a resumed row with placeholder drafts, which are never accepted.
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(row_id, ())
             row.num_computed_tokens -= len(drafts)
-        logprobs = model_runner_output.logprobs
-        assert logprobs is not None
-        starts = logprobs.cu_num_generated_tokens
-        place = index if starts is None else starts[index]
-        group.outputs[row_id] = RowOutput(int(sampled[index][0]), logprobs, place)
-        if group.prefill_stats is None and (stats := row.take_prefill_stats()) is not None:
-            stats.finalize(self._scheduler.kv_cache_manager.estimate_cached_tokens(row))
-            group.prefill_stats = stats
-        return True
+            assert logprobs is not None
+            starts = logprobs.cu_num_generated_tokens
+            place = index if starts is None else starts[index]
+            group.outputs[row_id] = RowOutput(int(sampled[index][0]), logprobs, place)
+            touched[group.group_id] = group
+            if group.prefill_stats is None and (stats := row.take_prefill_stats()) is not None:
+                stats.finalize(self._scheduler.kv_cache_manager.estimate_cached_tokens(row))
+                group.prefill_stats = stats
+        return rest, [g for g in touched.values() if len(g.outputs) == len(g.rows)]
 
     def replace(self, group: BeamGroup, children: Sequence[Child]) -> None:
         """Put the rows of the children in the place of the group's rows, and empty its barrier."""
@@ -161,17 +146,15 @@ class BeamRows:
             tokens: Rank to token of the children. The result has the same keys.
         """
         # The child with the worker's own token costs nothing.
-        heir = next((rank for rank, token_id in tokens.items() if token_id == sampled), None)
-        in_place = heir is not None and parent.request_id not in self._unsent
-        if heir is None:
-            heir = next(iter(tokens))
+        free = [rank for rank, token_id in tokens.items() if token_id == sampled]
+        heir = free[0] if free else next(iter(tokens))
         rows = {
             rank: self._fork(group, parent, token_id)
             for rank, token_id in tokens.items()
             if rank != heir
         }
-        if in_place:
-            parent.append_output_token_ids(tokens[heir])
+        if free and parent.request_id not in self._unsent:
+            parent.append_output_token_ids(sampled)
             self._counters.rows_in_place += 1
             rows[heir] = parent
         else:
@@ -224,8 +207,7 @@ class BeamRows:
         mine = {row.request_id for row in group.rows}
         first = next((i for i, row in enumerate(running) if row.request_id in mine), len(running))
         rest = [row for row in running if row.request_id not in mine]
-        rows = [row for row in group.rows if row.status == RequestStatus.RUNNING]
-        self._scheduler.running = [*rest[:first], *rows, *rest[first:]]
+        self._scheduler.running = [*rest[:first], *_split(group.rows)[0], *rest[first:]]
 
     # -- queues and blocks -------------------------------------------------------------------------
 
@@ -239,9 +221,9 @@ class BeamRows:
 
     def preempt(self, group: BeamGroup) -> None:
         """Take the KV of all running rows of a group; out of the queues too if it is parked."""
+        victims, others = _split(group.rows)
         if group.parked:
-            self._unqueue(row for row in group.rows if row.status != RequestStatus.RUNNING)
-        victims = [row for row in group.rows if row.status == RequestStatus.RUNNING]
+            self._unqueue(others)
         self._leave_running(victims)
         now = time.monotonic()
         for row in victims:
@@ -276,8 +258,9 @@ class BeamRows:
 
     def free(self, rows: list[Request]) -> None:
         """Give back all that rows hold, in whatever state they are."""
-        self._leave_running([row for row in rows if row.status == RequestStatus.RUNNING])
-        self._unqueue(row for row in rows if row.status != RequestStatus.RUNNING)
+        running, others = _split(rows)
+        self._leave_running(running)
+        self._unqueue(others)
         for row in rows:
             row.status = RequestStatus.FINISHED_ABORTED
             self._scheduler._free_request(row)
@@ -305,11 +288,11 @@ class BeamRows:
             running = self._scheduler.running
             self._scheduler.running = [row for row in running if row.request_id not in ids]
 
-    def _unqueue(self, rows: Iterable[Request]) -> None:
-        if waiting := list(rows):
-            self._scheduler.waiting.remove_requests(waiting)
-            self._scheduler.kv_holding_waiting.remove_requests(waiting)
-            self._scheduler.deferred_waiting.difference_update(waiting)
+    def _unqueue(self, rows: list[Request]) -> None:
+        if rows:
+            self._scheduler.waiting.remove_requests(rows)
+            self._scheduler.kv_holding_waiting.remove_requests(rows)
+            self._scheduler.deferred_waiting.difference_update(rows)
 
     # -- the worker --------------------------------------------------------------------------------
 
@@ -319,14 +302,11 @@ class BeamRows:
         A new request carries its tokens and its block table. All its tokens become its prompt; from
         here on the scheduler counts its output tokens as the worker does.
         """
+        self._unsent.difference_update(new.req_id for new in output.scheduled_new_reqs)
         cached = output.scheduled_cached_reqs
-        for new in output.scheduled_new_reqs:  # Model Runner V2 resumes requests as new ones
-            self._unsent.discard(new.req_id)
-        unknown = {i for i, row_id in enumerate(cached.req_ids) if row_id in self._unsent}
-        if not unknown:
-            return
+        unknown = [i for i, row_id in enumerate(cached.req_ids) if row_id in self._unsent]
         scheduler = self._scheduler
-        for i in sorted(unknown):
+        for i in unknown:
             row_id = cached.req_ids[i]
             row = scheduler.requests[row_id]
             output.scheduled_new_reqs.append(
@@ -346,9 +326,10 @@ class BeamRows:
             row.num_prompt_tokens = row.num_tokens
             row._output_token_ids.clear()
             self._unsent.discard(row_id)
-        _drop(cached, unknown)
+        if unknown:
+            _drop(cached, set(unknown))
 
-    def check_integrity(self, groups: Iterable[BeamGroup]) -> None:
+    def check_integrity(self, groups: Collection[BeamGroup]) -> None:
         """Assert what holds for the rows of all `groups` between two calls of the scheduler.
 
         - vLLM's requests and ``group_of`` hold exactly the rows of the started groups.
@@ -357,29 +338,31 @@ class BeamRows:
         - Rows that the worker does not know exist.
         - Blocks have as many references as holders; queued copies hold both their ends.
         """
-        scheduler = self._scheduler
-        rows = {row.request_id: (row, group) for group in groups for row in group.rows}
-        assert self.group_of == {row_id: group for row_id, (_, group) in rows.items()}
-        assert self._unsent <= rows.keys(), f"unsent rows are gone: {self._unsent - rows.keys()}"
-        running = [row.request_id for row in scheduler.running]
-        queues = (scheduler.waiting, scheduler.kv_holding_waiting)
-        waiting = [request.request_id for request in chain.from_iterable(queues)]
-        tables = [
-            m.req_to_blocks for m in scheduler.kv_cache_manager.coordinator.single_type_managers
-        ]
-        for row_id, (row, group) in rows.items():
-            assert scheduler.requests.get(row_id) is row
-            at_barrier = row_id in group.outputs
-            runs = row.status == RequestStatus.RUNNING
-            waits = not runs and not at_barrier and not group.parked
-            assert running.count(row_id) == runs, f"{row_id}: {row.status}, in running: {not runs}"
-            assert waiting.count(row_id) == waits, f"{row_id}: {row.status}, queued: {not waits}"
-            assert runs or not any(table.get(row_id) for table in tables), f"{row_id} holds KV"
-            assert not at_barrier or not row.num_in_flight_tokens, f"{row_id} runs ahead"
-            assert group.outputs.keys() <= {row.request_id for row in group.rows}
-            assert len(group.outputs) < len(group.rows), f"{group.group_id}: no step taken"
-        on_hold = chain.from_iterable(blocks for _, blocks in scheduler.deferred_frees)
-        check_references(scheduler.kv_cache_manager, on_hold)
+        scheduler, manager = self._scheduler, self._scheduler.kv_cache_manager
+        assert self.group_of == {row.request_id: group for group in groups for row in group.rows}
+        assert self._unsent <= self.group_of.keys(), "an unsent row does not exist"
+        running = Counter(row.request_id for row in scheduler.running)
+        queued = Counter(r.request_id for r in (*scheduler.waiting, *scheduler.kv_holding_waiting))
+        tables = [part.req_to_blocks for part in manager.coordinator.single_type_managers]
+        for group in groups:
+            row_ids = {row.request_id for row in group.rows}
+            assert group.outputs.keys() < row_ids or not row_ids, f"{group.group_id}: no step taken"
+            for row in group.rows:
+                row_id = row.request_id
+                runs, at_barrier = row.status == RequestStatus.RUNNING, row_id in group.outputs
+                waits = not runs and not at_barrier and not group.parked
+                assert scheduler.requests[row_id] is row
+                assert running[row_id] == runs, f"{row_id}: {row.status}, runs {running[row_id]}x"
+                assert queued[row_id] == waits, f"{row_id}: {row.status}, waits {queued[row_id]}x"
+                assert runs or not any(table.get(row_id) for table in tables), f"{row_id} has KV"
+                assert not at_barrier or not row.num_in_flight_tokens, f"{row_id} runs ahead"
+        check_references(manager, chain.from_iterable(held for _, held in scheduler.deferred_frees))
+
+
+def _split(rows: list[Request]) -> tuple[list[Request], list[Request]]:
+    """Return the rows that run and the others."""
+    running = [row for row in rows if row.status == RequestStatus.RUNNING]
+    return running, [row for row in rows if row.status != RequestStatus.RUNNING]
 
 
 def _drop(cached: CachedRequestData, places: set[int]) -> None:
@@ -387,14 +370,9 @@ def _drop(cached: CachedRequestData, places: set[int]) -> None:
     for i in places:
         cached.resumed_req_ids.discard(cached.req_ids[i])
         cached.all_token_ids.pop(cached.req_ids[i], None)
-    for name in (
-        "req_ids",
-        "new_token_ids",
-        "new_block_ids",
-        "num_computed_tokens",
-        "num_output_tokens",
-    ):
-        values = getattr(cached, name)  # new_token_ids may be empty
-        setattr(cached, name, [value for i, value in enumerate(values) if i not in places])
+    lists = (cached.req_ids, cached.new_token_ids, cached.new_block_ids)
+    for values in (*lists, cached.num_computed_tokens, cached.num_output_tokens):
+        # new_token_ids may be empty
+        values[:] = [value for i, value in enumerate(values) if i not in places]
     # A cached property of the old lists.
     cached.__dict__.pop("_req_id_to_num_output_tokens", None)
