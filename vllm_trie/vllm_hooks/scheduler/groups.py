@@ -84,13 +84,13 @@ class BeamGroups:
         self._scheduler.requests[request.request_id] = request
         if self._scheduler.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
-        index, group_id = 0, request.request_id
-        if spec.n > 1:  # "{index}_{parent request id}", see vLLM's ParentRequest
-            prefix, _, group_id = request.request_id.partition("_")
-            index = int(prefix)
         try:
             if off is not None:
                 raise ValueError(f"native beam search is off: {off}")
+            index, group_id = 0, request.request_id
+            if spec.n > 1:  # "{index}_{parent request id}", see vLLM's ParentRequest
+                prefix, _, group_id = request.request_id.partition("_")
+                index = int(prefix)
             if group_id not in self.by_id:
                 self.by_id[group_id] = self._new_group(group_id, request, spec)
         except ValueError as error:

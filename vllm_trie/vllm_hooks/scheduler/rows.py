@@ -204,10 +204,11 @@ class BeamRows:
     def _gather(self, group: BeamGroup) -> None:
         """Keep running rows where their group was: vLLM preempts from the end of the list."""
         running = self._scheduler.running
-        mine = {row.request_id for row in group.rows}
-        first = next((i for i, row in enumerate(running) if row.request_id in mine), len(running))
-        rest = [row for row in running if row.request_id not in mine]
-        self._scheduler.running = [*rest[:first], *_split(group.rows)[0], *rest[first:]]
+        mine = set(group.rows)
+        first = next((i for i, row in enumerate(running) if row in mine), len(running))
+        rest = [row for row in running if row not in mine]
+        rows = [row for row in group.rows if row.status == RequestStatus.RUNNING]
+        self._scheduler.running = [*rest[:first], *rows, *rest[first:]]
 
     # -- queues and blocks -------------------------------------------------------------------------
 
@@ -221,10 +222,8 @@ class BeamRows:
 
     def preempt(self, group: BeamGroup) -> None:
         """Take the KV of all running rows of a group; out of the queues too if it is parked."""
-        victims, others = _split(group.rows)
-        if group.parked:
-            self._unqueue(others)
-        self._leave_running(victims)
+        victims = [row for row in group.rows if row.status == RequestStatus.RUNNING]
+        self._withdraw(group.rows if group.parked else victims)
         now = time.monotonic()
         for row in victims:
             self._scheduler._preempt_request(row, now)
@@ -258,9 +257,7 @@ class BeamRows:
 
     def free(self, rows: list[Request]) -> None:
         """Give back all that rows hold, in whatever state they are."""
-        running, others = _split(rows)
-        self._leave_running(running)
-        self._unqueue(others)
+        self._withdraw(rows)
         for row in rows:
             row.status = RequestStatus.FINISHED_ABORTED
             self._scheduler._free_request(row)
@@ -282,17 +279,17 @@ class BeamRows:
         _, held = manager.take_kv_cache_block_copies()
         manager.block_pool.free_blocks(held)
 
-    def _leave_running(self, rows: list[Request]) -> None:
-        if rows:
-            ids = {row.request_id for row in rows}
-            running = self._scheduler.running
-            self._scheduler.running = [row for row in running if row.request_id not in ids]
-
-    def _unqueue(self, rows: list[Request]) -> None:
-        if rows:
-            self._scheduler.waiting.remove_requests(rows)
-            self._scheduler.kv_holding_waiting.remove_requests(rows)
-            self._scheduler.deferred_waiting.difference_update(rows)
+    def _withdraw(self, rows: Collection[Request]) -> None:
+        """Take rows out of the running list and the queues."""
+        scheduler = self._scheduler
+        waiting = [row for row in rows if row.status != RequestStatus.RUNNING]
+        if len(waiting) < len(rows):
+            gone = set(rows)
+            scheduler.running = [row for row in scheduler.running if row not in gone]
+        if waiting:
+            scheduler.waiting.remove_requests(waiting)
+            scheduler.kv_holding_waiting.remove_requests(waiting)
+            scheduler.deferred_waiting.difference_update(waiting)
 
     # -- the worker --------------------------------------------------------------------------------
 
@@ -357,12 +354,6 @@ class BeamRows:
                 assert runs or not any(table.get(row_id) for table in tables), f"{row_id} has KV"
                 assert not at_barrier or not row.num_in_flight_tokens, f"{row_id} runs ahead"
         check_references(manager, chain.from_iterable(held for _, held in scheduler.deferred_frees))
-
-
-def _split(rows: list[Request]) -> tuple[list[Request], list[Request]]:
-    """Return the rows that run and the others."""
-    running = [row for row in rows if row.status == RequestStatus.RUNNING]
-    return running, [row for row in rows if row.status != RequestStatus.RUNNING]
 
 
 def _drop(cached: CachedRequestData, places: set[int]) -> None:
