@@ -1,26 +1,23 @@
 """Beam search as a pure algorithm: no model, no cache, no vLLM.
 
-:class:`BeamSearch` is the search, :class:`SearchSettings` what it is asked to do,
-:func:`reference_search` the same search written to be read.
+:class:`BeamSearch` is the search, :class:`SearchSettings` its settings, and
+:func:`reference_search` the same search, written to be read.
 """
 
 from __future__ import annotations
 
-from vllm_trie.beam.candidates import CandidateRules, num_raw_candidates
-from vllm_trie.beam.reference import ReferenceHypothesis, reference_search
+from vllm_trie.beam.candidates import num_raw_candidates
+from vllm_trie.beam.reference import reference_search
 from vllm_trie.beam.search import BeamSearch, Child, Hypothesis
 from vllm_trie.beam.settings import OPTION_NAMES, BeamOptions, SearchSettings, parse_options
-from vllm_trie.beam.trace import NodeFate, SearchTrace
+from vllm_trie.beam.trace import SearchTrace
 
 __all__ = [
     "OPTION_NAMES",
     "BeamOptions",
     "BeamSearch",
-    "CandidateRules",
     "Child",
     "Hypothesis",
-    "NodeFate",
-    "ReferenceHypothesis",
     "SearchSettings",
     "SearchTrace",
     "num_raw_candidates",

@@ -1,4 +1,4 @@
-"""Rules that change the log-probability of single candidates before the search sees them.
+"""Rules that change the log-probabilities of single candidates before the search.
 
 Hugging Face applies these rules to ``log_softmax(logits)`` over the whole vocabulary. A search over
 the best ``k`` raw candidates of a row gives the same result as long as every rule only lowers
@@ -22,7 +22,7 @@ NEVER = np.float32(-np.inf)
 def num_raw_candidates(
     settings: SearchSettings, prompt_token_ids: Sequence[int], vocab_size: int
 ) -> int:
-    """Raw candidates per row that make the search exact, at most `vocab_size`."""
+    """Return how many raw candidates per row make the search exact, at most `vocab_size`."""
     if settings.do_sample:
         if settings.top_k <= 0:
             return vocab_size
@@ -45,12 +45,12 @@ def _penalizes_output(settings: SearchSettings) -> bool:
 
 
 def _min_kept(settings: SearchSettings) -> int:
-    # A filter must leave a candidate that goes on beside those that stop.
+    # A filter must leave a candidate that goes on, in addition to those that stop.
     return max(2, 1 + len(settings.stop_token_ids))
 
 
 class CandidateRules:
-    """Applies the rules of one request. Stateless but for the prompt's set of tokens."""
+    """The rules of one request; they keep no state between rows."""
 
     def __init__(self, settings: SearchSettings, prompt_token_ids: Sequence[int]) -> None:
         self._settings = settings
@@ -67,7 +67,7 @@ class CandidateRules:
     def apply(
         self, token_ids: np.ndarray, logprobs: np.ndarray, generated: Sequence[int]
     ) -> np.ndarray:
-        """Log-probabilities of one row after the rules.
+        """Return the log-probabilities of one row after the rules.
 
         Args:
             token_ids: int[k], distinct candidate tokens.
@@ -75,13 +75,13 @@ class CandidateRules:
             generated: Tokens of the row's hypothesis so far.
 
         Returns:
-            float32[k], a new array; ``-inf`` for what is forbidden.
+            float32[k], a new array; ``-inf`` for forbidden tokens.
         """
         settings = self._settings
         result = logprobs.astype(np.float32, copy=True)
         if settings.repetition_penalty != 1.0:
             seen = np.isin(token_ids, list(self._prompt_tokens.union(generated)))
-            # log-probabilities are never positive, so the penalty always multiplies
+            # Log-probabilities are never positive: the penalty always multiplies.
             result[seen] *= np.float32(settings.repetition_penalty)
         if _penalizes_output(settings) and generated:
             counts = Counter(generated)
@@ -97,15 +97,15 @@ class CandidateRules:
         return result
 
     def _banned(self, generated: Sequence[int]) -> list[int]:
-        banned = []
-        for word in self._settings.bad_words:
-            prefix = word[:-1]
-            if not prefix or tuple(generated[-len(prefix) :]) == prefix:
-                banned.append(word[-1])
-        return banned
+        last = tuple(generated)
+        return [
+            word[-1]
+            for word in self._settings.bad_words
+            if last[max(0, len(last) - len(word) + 1) :] == word[:-1]
+        ]
 
     def _filter(self, logprobs: np.ndarray) -> np.ndarray:
-        """Temperature, then top-k, then top-p, as Hugging Face orders them."""
+        """Apply temperature, then top-k, then top-p, in Hugging Face's order."""
         settings = self._settings
         result = logprobs / np.float32(settings.temperature)
         order = np.argsort(-result, kind="stable")

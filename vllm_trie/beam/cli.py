@@ -6,12 +6,15 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vllm_trie.beam.draw import draw_svg, draw_text
 from vllm_trie.beam.trace import SearchTrace
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,39 +44,39 @@ def run(
     dropped: _Dropped = True,
     allow_untested_gpu: _AllowGpu = False,
 ) -> None:
-    """Run one search in an engine of its own, and draw it."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm import LLM, SamplingParams
-
+    """Run one search in its own engine, and draw it."""
     options = {
         "beam_width": width,
         "length_penalty": length_penalty,
         "early_stopping": early_stopping,
         "beam_trace": True,
     }
-    llm = LLM(
-        model or _shipped_model(),
+    llm = _engine(
+        model,
+        allow_untested_gpu,
         max_num_seqs=max(width, 8),
         enforce_eager=True,
         kv_cache_memory_bytes=256 << 20,
         max_model_len=1024,
-        additional_config=_additional_config(allow_untested_gpu),
     )
+    from vllm import SamplingParams
+
     try:
         params = SamplingParams(n=width, temperature=0.0, max_tokens=max_tokens, extra_args=options)
         (result,) = llm.generate([prompt], params, use_tqdm=False)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if not hasattr(result.outputs[0], "beam"):
+    outputs: list[Any] = result.outputs
+    if not hasattr(outputs[0], "beam"):
         typer.echo("native beam search is off; see `vllm-trie doctor`", err=True)
         raise typer.Exit(1)
-    trace = SearchTrace.from_dict(result.outputs[0].beam["trace"])
+    trace = SearchTrace.from_dict(outputs[0].beam["trace"])
     tokenizer = llm.get_tokenizer()
     texts = {token: tokenizer.decode([token]) for token in set(trace.token_ids)}
     if json_path is not None:
         saved = {"trace": trace.to_dict(), "token_texts": {str(k): v for k, v in texts.items()}}
         json_path.write_text(json.dumps(saved))
-    for rank, output in enumerate(result.outputs, 1):
+    for rank, output in enumerate(outputs, 1):
         typer.echo(f"#{rank}  {output.score:8.4f}  {output.text!r}")
     _show(trace, lambda token: texts[token], svg, dropped)
 
@@ -88,18 +91,15 @@ def check_here(
     allow_untested_gpu: _AllowGpu = False,
 ) -> None:
     """Compare random searches with the same tokens computed as prompts, on this machine."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm import LLM
-
-    from vllm_trie.vllm_hooks.frontend.beam_check import check
-
-    llm = LLM(
-        model or _shipped_model(),
+    llm = _engine(
+        model,
+        allow_untested_gpu,
         max_num_seqs=32,
         enforce_eager=eager,
         max_model_len=max_model_len,
-        additional_config=_additional_config(allow_untested_gpu),
     )
+    from vllm_trie.vllm_hooks.frontend.beam_check import check
+
     try:
         found = check(llm)
     except ValueError as error:
@@ -144,11 +144,12 @@ def _show(
         typer.echo(f"wrote {svg}")
 
 
-def _additional_config(allow_untested_gpu: bool) -> dict[str, Any]:
-    return {"vllm_trie": {"allow_untested_gpu": True}} if allow_untested_gpu else {}
+def _engine(model: str | None, allow_untested_gpu: bool, **settings: Any) -> LLM:
+    """Start an engine for a model, or for the shipped one."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM
 
-
-def _shipped_model() -> Any:
     from vllm_trie.tiny_model import model_path
 
-    return str(model_path())
+    additional = {"vllm_trie": {"allow_untested_gpu": True}} if allow_untested_gpu else {}
+    return LLM(model or str(model_path()), additional_config=additional, **settings)

@@ -1,4 +1,4 @@
-"""The finished hypotheses of a search and the rule when it may stop."""
+"""Finished hypotheses of a search, and the rule by which it stops."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class FinishedNode(NamedTuple):
 class FinishedSet:
     """The best finished hypotheses, best first, at most ``capacity`` of them.
 
-    All arithmetic is float32, as in Hugging Face's ``generate``: scores are compared for equality
-    with it.
+    All arithmetic is float32, as in Hugging Face's ``generate``, to which scores must be equal.
     """
 
     def __init__(self, settings: SearchSettings, capacity: int) -> None:
@@ -41,37 +40,27 @@ class FinishedSet:
             if settings.early_stopping == "never" and settings.length_penalty > 0
             else None
         )
-        self._best: list[FinishedNode] = []
-
-    @property
-    def best(self) -> list[FinishedNode]:
-        """Best first. Do not modify."""
-        return self._best
-
-    @property
-    def full(self) -> bool:
-        """Whether ``capacity`` hypotheses are finished."""
-        return len(self._best) == self._capacity
+        self.best: list[FinishedNode] = []
 
     def score(self, sum_logprob: float, length: int) -> np.float32:
-        """Length-normalized score; `sum_logprob` is a float32 value, `length` in tokens."""
+        """Return the length-normalized score of a float32 sum over `length` tokens."""
         return np.float32(sum_logprob) / np.float32(length**self._penalty)
 
     def add(self, new: list[FinishedNode]) -> None:
-        """Merge the step's finished hypotheses; a tie goes to the older one."""
-        self._best = sorted([*self._best, *new], key=lambda hypothesis: -hypothesis.score)
-        del self._best[self._capacity :]
+        """Merge a step's finished hypotheses; a tie goes to the older one."""
+        self.best = sorted([*self.best, *new], key=lambda hypothesis: -hypothesis.score)
+        del self.best[self._capacity :]
 
     def closed(self, best_running: float, length: int) -> bool:
-        """Whether nothing that still runs can change the set.
+        """Return whether no running hypothesis can change the set.
 
         Args:
             best_running: Sum of log-probabilities of the best running hypothesis.
-            length: Its generated tokens.
+            length: Number of its generated tokens.
         """
-        if not self.full:
+        if len(self.best) < self._capacity:
             return False
         if self._stops_when_full:
             return True
         attainable = self.score(best_running, self._final_length or length)
-        return not attainable > self._best[-1].score
+        return not attainable > self.best[-1].score

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,13 +38,13 @@ def reference_search(
     prompt_token_ids: Sequence[int] = (),
     find_stop_string: Callable[[list[int]], str | None] = lambda token_ids: None,
 ) -> list[ReferenceHypothesis]:
-    """The finished hypotheses, best first; no sampling.
+    """Return the finished hypotheses, best first; no sampling.
 
     Args:
         next_logprobs: From generated tokens to float32[vocabulary], log-probabilities of the next.
         settings: The search; ``do_sample`` must be False.
-        prompt_token_ids: For the repetition penalty.
-        find_stop_string: Tells whether the last token completes a stop string.
+        prompt_token_ids: Tokens for the repetition penalty.
+        find_stop_string: Returns the stop string that the last token completes, if any.
 
     Raises:
         ValueError: ``do_sample`` is True: a random search has no reference result.
@@ -59,55 +59,56 @@ def reference_search(
     for length in range(1, settings.max_new_tokens + 1):
         taken: list[int] = []  # by earlier groups in this step
         for group in range(settings.num_beam_groups):
-            # 1. Every continuation of every running hypothesis.
+            # 1. Every continuation of every running hypothesis, best first.
             everything: list[_Running] = []
-            for hypothesis in running[group]:
-                logprobs = next_logprobs(hypothesis.token_ids)
-                vocabulary = np.arange(len(logprobs))
-                logprobs = rules.apply(vocabulary, logprobs, hypothesis.token_ids)
+            for each in running[group]:
+                logprobs = next_logprobs(each.token_ids)
+                logprobs = rules.apply(np.arange(len(logprobs)), logprobs, each.token_ids)
                 for token in taken:
                     logprobs[token] -= np.float32(settings.diversity_penalty)
-                for token in vocabulary.tolist():
-                    total = np.float32(hypothesis.total + logprobs[token])
-                    if total > -np.inf:
-                        everything.append(_Running([*hypothesis.token_ids, token], total))
+                everything += _continuations(each, logprobs)
             everything.sort(key=lambda each: -each.total)
 
             # 2. The best of them go on or end; one that ends counts only among the best `width`.
             survivors = []
             for rank, each in enumerate(everything[: settings.num_candidates]):
-                ends = (
-                    each.token_ids[-1] in settings.stop_token_ids
-                    or length == settings.max_new_tokens
-                    or (length > settings.min_tokens and find_stop_string(each.token_ids))
-                )
-                if not ends:
+                stop_string = length > settings.min_tokens and find_stop_string(each.token_ids)
+                stops = each.token_ids[-1] in settings.stop_token_ids or stop_string
+                if not stops and length < settings.max_new_tokens:
                     survivors.append(each)
                 elif rank < width:
-                    score = each.total / np.float32(length**settings.length_penalty)
+                    score = _score(settings, each.total, length)
                     finished[group].append(ReferenceHypothesis(each.token_ids, float(score)))
             finished[group].sort(key=lambda each: -each.score)
-            finished[group] = finished[group][:width]
-            running[group] = survivors[:width]
-            taken += [each.token_ids[-1] for each in running[group]]
+            del finished[group][width:]
 
-            # 3. A group is over when its finished hypotheses cannot be beaten any more.
-            if running[group] and len(finished[group]) == width:
-                attainable_length = length
-                if settings.early_stopping == "never" and settings.length_penalty > 0:
-                    attainable_length = settings.max_new_tokens
-                attainable = running[group][0].total / np.float32(
-                    attainable_length**settings.length_penalty
-                )
-                if (
-                    settings.early_stopping is True
-                    or settings.beam_width == 1
-                    or not attainable > finished[group][-1].score
-                ):
-                    taken = taken[: len(taken) - len(running[group])]
-                    running[group] = []
+            # 3. A group is over when no running hypothesis can beat its finished ones.
+            running[group] = survivors[:width]
+            full = len(finished[group]) == width
+            if full and survivors and _closed(settings, survivors[0], finished[group][-1]):
+                running[group] = []
+            taken += [each.token_ids[-1] for each in running[group]]
         if not any(running):
             break
 
     merged = [hypothesis for group in finished for hypothesis in group]
     return sorted(merged, key=lambda each: -each.score)
+
+
+def _continuations(hypothesis: _Running, logprobs: np.ndarray) -> Iterator[_Running]:
+    for token, logprob in enumerate(logprobs):
+        if logprob > -np.inf:
+            yield _Running([*hypothesis.token_ids, token], np.float32(hypothesis.total + logprob))
+
+
+def _score(settings: SearchSettings, total: np.float32, length: int) -> np.float32:
+    return np.float32(total / np.float32(length**settings.length_penalty))
+
+
+def _closed(settings: SearchSettings, best: _Running, worst: ReferenceHypothesis) -> bool:
+    """Return whether `best`, which runs, cannot take the place of `worst`, which has finished."""
+    if settings.early_stopping is True or settings.beam_width == 1:
+        return True
+    longest = settings.early_stopping == "never" and settings.length_penalty > 0
+    length = settings.max_new_tokens if longest else len(best.token_ids)
+    return not _score(settings, best.total, length) > worst.score

@@ -1,11 +1,11 @@
 """Beam search as a pure algorithm over (parent, token, log-probability).
 
-The search knows nothing about a model or a cache. It is given the best candidates of every row
-(running hypothesis) and answers with the rows of the next step, each as a child of an old row. The
-hypotheses are paths in a trie of nodes; a row is a node that is still extended.
+The search knows neither a model nor a cache. A step takes the best candidates of every row (running
+hypothesis) and returns the rows of the next step, each as a child of an old row. Hypotheses are
+paths in a trie of nodes; a row is a node that is still extended.
 
-Semantics are those of Hugging Face's ``generate(num_beams=b)``, with which the results are compared
-for equality. :mod:`vllm_trie.beam.reference` is the same thing written to be read.
+The semantics are those of Hugging Face's ``generate(num_beams=b)``; tests compare the results for
+equality. :mod:`vllm_trie.beam.reference` is the same search, written to be read.
 
 References: "Efficient Beam Search for Large Language Models Using Trie-Based Decoding" for the
 trie; Vijayakumar et al., "Diverse Beam Search", for ``num_beam_groups``; Kool et al., "Stochastic
@@ -25,7 +25,7 @@ from vllm_trie.beam.settings import SearchSettings
 from vllm_trie.beam.trace import NodeFate, SearchTrace
 
 StopStringFinder = Callable[[list[int]], str | None]
-"""From the generated tokens of a hypothesis to the stop string its last token completes, if any."""
+"""Returns the stop string that the last of a hypothesis' generated tokens completes, if any."""
 
 
 class Child(NamedTuple):
@@ -36,7 +36,7 @@ class Child(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-    """A hypothesis to return.
+    """A finished hypothesis.
 
     Attributes:
         token_ids: Generated tokens, stop token included.
@@ -44,7 +44,7 @@ class Hypothesis(NamedTuple):
         score: Sum of the (rule-adjusted) log-probabilities over ``length ** length_penalty``.
         sum_logprob: That sum.
         reason: ``"stop"`` or ``"length"``.
-        stop: Stop token id or stop string, if one ended it.
+        stop: Stop token id or stop string that ended it, None if the length did.
         places: For each token (step, row, position among the row's candidates).
     """
 
@@ -63,7 +63,7 @@ class _Node(NamedTuple):
     logprob: float
     total: float
     place: tuple[int, int, int]
-    trace_node: int
+    fate: NodeFate
 
 
 class _Candidate(NamedTuple):
@@ -75,7 +75,14 @@ class _Candidate(NamedTuple):
 
 
 class BeamSearch:
-    """One search. Feed :meth:`advance` until it says the search is done."""
+    """One search: call :meth:`advance` until ``done``, then :meth:`hypotheses`.
+
+    Attributes:
+        settings: The settings of the search.
+        steps: Steps taken.
+        done: Whether the search is over.
+        trace: The whole trie, if the settings ask for it and :meth:`hypotheses` was called.
+    """
 
     def __init__(
         self,
@@ -86,24 +93,24 @@ class BeamSearch:
         self.settings = settings
         self.steps = 0
         self.done = False
-        self.trace = SearchTrace(beam_width=settings.beam_width) if settings.trace else None
+        self.trace: SearchTrace | None = None
         self._rules = CandidateRules(settings, prompt_token_ids)
         self._find_stop_string = find_stop_string
         self._stop_token_ids = frozenset(settings.stop_token_ids)
         self._random = np.random.default_rng(settings.seed) if settings.do_sample else None
         self._nodes: list[_Node] = []
-        self._groups = [_Group(settings) for _ in range(settings.num_beam_groups)]
-        # Rows of the running hypotheses: every group starts at the one row of the prompt.
+        # Every diverse group starts at the one row of the prompt.
+        self._groups = [_DiverseGroup(settings) for _ in range(settings.num_beam_groups)]
         self._row_nodes: list[int] = [-1]
 
     @property
     def num_rows(self) -> int:
-        """Rows whose candidates :meth:`advance` expects."""
+        """The number of rows whose candidates :meth:`advance` expects."""
         return len(self._row_nodes)
 
     def generated(self, row: int) -> list[int]:
-        """Tokens of a row's hypothesis."""
-        return self._path(self._row_nodes[row])
+        """Return the generated tokens of a row."""
+        return [node.token_id for node in self._path(self._row_nodes[row])]
 
     def advance(self, token_ids: np.ndarray, logprobs: np.ndarray) -> list[Child]:
         """Take one step.
@@ -119,7 +126,7 @@ class BeamSearch:
             ValueError: The search is done, or the arrays are not of shape ``[num_rows, k]``.
         """
         if self.done:
-            raise ValueError("the search is done; start another one")
+            raise ValueError("the search is done; start a new one")
         if token_ids.shape != logprobs.shape or token_ids.shape[0] != self.num_rows:
             raise ValueError(
                 f"token_ids and logprobs must be of shape [{self.num_rows}, k], got "
@@ -148,13 +155,20 @@ class BeamSearch:
         return children
 
     def hypotheses(self) -> list[Hypothesis]:
-        """The best ``beam_width`` finished hypotheses of a search that is done, best first."""
+        """Return the best ``beam_width`` hypotheses of a search that is done, best first."""
         finished = [hypothesis for group in self._groups for hypothesis in group.finished.best]
         finished.sort(key=lambda hypothesis: -hypothesis.score)
-        if self.trace is not None:
-            self.trace.returned = [self._nodes[each.node].trace_node for each in finished]
-            self.trace.scores = [float(each.score) for each in finished]
-            self.trace.steps = self.steps
+        if self.settings.trace:
+            self.trace = SearchTrace(
+                token_ids=[node.token_id for node in self._nodes],
+                parents=[node.parent for node in self._nodes],
+                sums=[node.total for node in self._nodes],
+                fates=[str(node.fate) for node in self._nodes],
+                returned=[each.node for each in finished],
+                scores=[float(each.score) for each in finished],
+                steps=self.steps,
+                beam_width=self.settings.beam_width,
+            )
         return [self._hypothesis(each) for each in finished]
 
     def _adjust(self, token_ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
@@ -175,11 +189,12 @@ class BeamSearch:
 
     def _advance_group(
         self,
-        group: _Group,
+        group: _DiverseGroup,
         token_ids: np.ndarray,
         adjusted: np.ndarray,
         raw: np.ndarray,
     ) -> list[tuple[_Candidate, int]]:
+        """Take one step of a diverse group; return its running candidates and their nodes."""
         settings = self.settings
         length = self.steps + 1
         last = length == settings.max_new_tokens
@@ -192,26 +207,20 @@ class BeamSearch:
             if stop is None and not last:
                 running.append(candidate)
             elif rank < settings.group_width:
-                fate = NodeFate.FINISHED
-                finished.append(
-                    FinishedNode(
-                        group.finished.score(candidate.total, length),
-                        self._add(candidate, fate),
-                        "length" if stop is None else "stop",
-                        stop,
-                    )
-                )
-            elif self.trace is not None:
-                self._record(candidate, NodeFate.DROPPED)
+                score = group.finished.score(candidate.total, length)
+                node = self._add(candidate, NodeFate.FINISHED)
+                reason = "length" if stop is None else "stop"
+                finished.append(FinishedNode(score, node, reason, stop))
+            elif settings.trace:
+                self._add(candidate, NodeFate.DROPPED)
         if finished:
             group.finished.add(finished)
         if self._random is not None:
             running.sort(key=lambda candidate: -candidate.total)
-        dropped = running[settings.group_width :]
+        if settings.trace:
+            for candidate in running[settings.group_width :]:
+                self._add(candidate, NodeFate.DROPPED)
         del running[settings.group_width :]
-        if self.trace is not None:
-            for candidate in dropped:
-                self._record(candidate, NodeFate.DROPPED)
         kept = [(candidate, self._add(candidate, NodeFate.KEPT)) for candidate in running]
         group.totals = np.array([candidate.total for candidate in running], dtype=np.float32)
         if not kept or group.finished.closed(running[0].total, length):
@@ -220,16 +229,17 @@ class BeamSearch:
         return kept
 
     def _best(
-        self, group: _Group, token_ids: np.ndarray, adjusted: np.ndarray, raw: np.ndarray
+        self, group: _DiverseGroup, token_ids: np.ndarray, adjusted: np.ndarray, raw: np.ndarray
     ) -> list[_Candidate]:
-        """The step's candidates: the best, or drawn without replacement (in drawing order)."""
+        """Return the step's candidates: the best, or draws without replacement in their order."""
         first = group.first_row
-        totals = (adjusted[first : first + group.num_rows] + group.totals[:, None]).ravel()
+        totals: np.ndarray = (
+            adjusted[first : first + group.num_rows] + group.totals[:, None]
+        ).ravel()
         if self._random is None:
             keys = -totals
         else:
-            # The k largest of log-probability + Gumbel noise are k draws without replacement, in
-            # drawing order.
+            # The k largest of log-probability + Gumbel noise are k draws without replacement.
             keys = -(totals + self._random.gumbel(size=totals.size))
         count = self.settings.num_candidates
         if totals.size > count:
@@ -261,7 +271,7 @@ class BeamSearch:
         return None
 
     def _add(self, candidate: _Candidate, fate: NodeFate) -> int:
-        trace_node = self._record(candidate, fate) if self.trace is not None else -1
+        """Add a node to the trie and return its index."""
         self._nodes.append(
             _Node(
                 self._row_nodes[candidate.row],
@@ -269,35 +279,20 @@ class BeamSearch:
                 candidate.logprob,
                 candidate.total,
                 (self.steps, candidate.row, candidate.position),
-                trace_node,
+                fate,
             )
         )
         return len(self._nodes) - 1
 
-    def _record(self, candidate: _Candidate, fate: NodeFate) -> int:
-        assert self.trace is not None
-        parent = self._row_nodes[candidate.row]
-        return self.trace.add(
-            candidate.token_id,
-            -1 if parent < 0 else self._nodes[parent].trace_node,
-            candidate.total,
-            fate,
-        )
-
-    def _path(self, node: int) -> list[int]:
-        tokens = []
-        while node >= 0:
-            tokens.append(self._nodes[node].token_id)
-            node = self._nodes[node].parent
-        return tokens[::-1]
-
-    def _hypothesis(self, finished: FinishedNode) -> Hypothesis:
+    def _path(self, node: int) -> list[_Node]:
         path = []
-        node = finished.node
         while node >= 0:
             path.append(self._nodes[node])
-            node = self._nodes[node].parent
-        path.reverse()
+            node = path[-1].parent
+        return path[::-1]
+
+    def _hypothesis(self, finished: FinishedNode) -> Hypothesis:
+        path = self._path(finished.node)
         return Hypothesis(
             [each.token_id for each in path],
             [each.logprob for each in path],
@@ -309,10 +304,8 @@ class BeamSearch:
         )
 
 
-class _Group:
+class _DiverseGroup:
     """State of one group of a diverse beam search; an ordinary search has one."""
-
-    __slots__ = ("done", "finished", "first_row", "num_rows", "totals")
 
     def __init__(self, settings: SearchSettings) -> None:
         self.finished = FinishedSet(settings, settings.group_width)

@@ -1,18 +1,11 @@
-"""What a beam search is asked to do."""
+"""Settings of a beam search: the user's options, and what the algorithm needs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 EarlyStopping = bool | Literal["never"]
 
@@ -91,59 +84,44 @@ def parse_options(values: dict[str, Any]) -> BeamOptions:
     """Check the beam-search keys of ``extra_args``.
 
     Raises:
-        ValueError: One line for every setting that is wrong: its name, what was received and what
-            is allowed.
+        ValueError: One part for every option that is wrong: its name, what is allowed and its
+            value.
     """
     try:
-        # JSON has one kind of number: 1 is a fine length penalty, and strict mode takes it.
         return BeamOptions.model_validate(values)
     except ValidationError as error:
-        lines = []
+        problems: dict[str, str] = {}  # by option: a union reports one problem per member
         for problem in error.errors():
             name = str(problem["loc"][0]) if problem["loc"] else ""
             message = problem["msg"].removeprefix("Value error, ")
-            lines.append(
-                f"{name}: {message}, got {values.get(name)!r}"
-                if name in values
-                else f"{name}: {message}"
-                if name
-                else message
-            )
-        # A union reports one error per member; the reader needs one line per setting.
-        if any(line.startswith("early_stopping") for line in lines):
-            lines = [line for line in lines if not line.startswith("early_stopping")]
-            lines.append(
-                "early_stopping: must be true, false or 'never', "
-                f"got {values.get('early_stopping')!r}"
-            )
-        raise ValueError("beam search: " + "; ".join(lines)) from None
+            if name == "early_stopping":
+                message = "must be true, false or 'never'"
+            if name in values:
+                message += f", got {values[name]!r}"
+            problems[name] = f"{name}: {message}" if name else message
+        raise ValueError("beam search: " + "; ".join(problems.values())) from None
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """Everything the algorithm needs to know about one request.
+    """Settings of one search; those without a line here are explained in :class:`BeamOptions`.
 
     Attributes:
-        beam_width: Hypotheses extended per step, at least 1.
         max_new_tokens: Longest hypothesis, in generated tokens, at least 1.
         stop_token_ids: Tokens that end a hypothesis (EOS and the user's own).
-        length_penalty: See :class:`BeamOptions`.
-        early_stopping: See :class:`BeamOptions`. A search of width 1 stops at its first finished
-            hypothesis whatever is said here: it is greedy decoding.
-        num_beam_groups: See :class:`BeamOptions`.
-        diversity_penalty: See :class:`BeamOptions`.
-        do_sample: See :class:`BeamOptions`.
+        early_stopping: As in :class:`BeamOptions`, but a search of width 1 always stops at its
+            first finished hypothesis: it is greedy decoding.
         temperature: Divides the log-probabilities; only with ``do_sample``.
         top_k: Candidates kept per hypothesis, 0 for all; only with ``do_sample``.
         top_p: Probability mass kept per hypothesis; only with ``do_sample``.
         seed: Seed of the sampling; None takes one from the operating system.
-        min_tokens: Stop tokens are forbidden until this many tokens are there.
-        repetition_penalty: At least 1; log-probabilities of tokens of the prompt and of the
-            hypothesis are multiplied by it.
+        min_tokens: Generated tokens before which stop tokens are forbidden.
+        repetition_penalty: At least 1; multiplies the log-probabilities of tokens of the prompt and
+            of the hypothesis.
         presence_penalty: At least 0; subtracted once for tokens of the hypothesis.
         frequency_penalty: At least 0; subtracted for each occurrence in the hypothesis.
         bad_words: Token sequences that must not be generated.
-        trace: Record every candidate that was looked at.
+        trace: Keep every candidate that was looked at.
     """
 
     beam_width: int
@@ -167,12 +145,12 @@ class SearchSettings:
 
     @property
     def group_width(self) -> int:
-        """Hypotheses per diverse group."""
+        """Hypotheses per group of a diverse beam search."""
         return self.beam_width // self.num_beam_groups
 
     @property
     def num_candidates(self) -> int:
-        """Candidates looked at per group and step.
+        """Candidates looked at per step and group of a diverse beam search.
 
         With ``s`` stop tokens, at most ``s`` continuations of a hypothesis end it, so
         ``(1 + s) * group_width`` candidates always hold ``group_width`` that go on. Sampling at

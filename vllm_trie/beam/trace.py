@@ -1,4 +1,4 @@
-"""The whole trie of a finished search, for drawing and for study."""
+"""The whole trie of a finished search, for drawings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class NodeFate(StrEnum):
-    """What became of a candidate in the step that looked at it."""
+    """Outcome of the step that looked at a candidate."""
 
     KEPT = "kept"
     DROPPED = "dropped"
@@ -25,11 +25,11 @@ class SearchTrace:
     Attributes:
         token_ids: Token of each node.
         parents: Parent of each node.
-        sums: Sum of the log-probabilities from the prompt to the node.
+        sums: Sum of log-probabilities from the prompt to the node.
         fates: A :class:`NodeFate` per node.
         returned: Nodes of the hypotheses that were returned, best first.
         scores: Their length-normalized scores.
-        steps: Steps the search took.
+        steps: Steps of the search.
         beam_width: Its width.
     """
 
@@ -42,21 +42,13 @@ class SearchTrace:
     steps: int = 0
     beam_width: int = 0
 
-    def add(self, token_id: int, parent: int, total: float, fate: NodeFate) -> int:
-        """Append a node and return its index."""
-        self.token_ids.append(token_id)
-        self.parents.append(parent)
-        self.sums.append(total)
-        self.fates.append(str(fate))
-        return len(self.token_ids) - 1
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for JSON."""
+        """Return plain lists and numbers, for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SearchTrace:
-        """Inverse of :meth:`to_dict`.
+        """Return the trace of a dictionary that :meth:`to_dict` made.
 
         Raises:
             ValueError: The arrays do not describe a trie.

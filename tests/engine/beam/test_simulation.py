@@ -171,7 +171,7 @@ def test_failure_inside_a_search_fails_its_request_only(vllm_config, monkeypatch
     def fail(*args: Any) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(simulation.scheduler._groups["broken"].search, "advance", fail)
+    monkeypatch.setattr(simulation.scheduler.beam_groups.by_id["broken"].search, "advance", fail)
     simulation.run()
     assert [simulation.finished[member].reason for member in broken] == ["error", "error"]
     check_beam(simulation, sound, expected_beam([3, 2, 1], 4))
@@ -270,6 +270,42 @@ def test_groups_that_wait_are_counted(vllm_config):
     assert simulation.scheduler.make_stats().num_waiting_reqs == 4
     simulation.run()
     assert simulation.scheduler.get_request_counts() == (0, 0)
+
+
+def a_row(scheduler: Any) -> Any:
+    return scheduler.beam_groups.by_id["a"].rows[0]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda s: s.running.pop(), id="a running row is lost"),
+        pytest.param(lambda s: s.running.append(a_row(s)), id="a row runs twice"),
+        pytest.param(lambda s: s.waiting.prepend_request(a_row(s)), id="a running row waits"),
+        pytest.param(lambda s: s.requests.pop(a_row(s).request_id), id="vLLM forgets a row"),
+        pytest.param(lambda s: s.requests.pop("0_a"), id="vLLM forgets a member"),
+        pytest.param(lambda s: s.beam_rows.group_of.popitem(), id="a row without a group"),
+        pytest.param(lambda s: s.beam_rows._unsent.add("a~0"), id="an unsent row is gone"),
+        pytest.param(
+            lambda s: s.kv_cache_manager.block_pool.touch(
+                s.kv_cache_manager.get_blocks("g").blocks[0]
+            ),
+            id="a block has a holder too many",
+        ),
+        pytest.param(lambda s: setattr(s, "max_num_active_reqs", 99), id="slots that do not exist"),
+    ],
+)
+def test_integrity_check_finds_damage(vllm_config, damage):
+    simulation = Simulation(vllm_config, num_blocks=100)
+    simulation.add_beam("a", [5, 6, 7, 8, 9], 4, 2, max_tokens=16)
+    simulation.add_greedy("g", [5, 6, 7, 8, 9], max_tokens=16)
+    for _ in range(3):
+        simulation.step()
+    scheduler = simulation.scheduler
+    scheduler.check_integrity()
+    damage(scheduler)
+    with pytest.raises((AssertionError, KeyError)):
+        scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("seed", range(24))
