@@ -125,18 +125,13 @@ def beam_spec(params: SamplingParams | None) -> BeamSpec | None:
 
 def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int) -> SearchSettings:
     """Return the settings of the search that a member's parameters ask for."""
-    options = spec.options
     stop_token_ids = [params.eos_token_id, *(params.stop_token_ids or ())]
-    do_sample = options.do_sample
+    do_sample = spec.options.do_sample
     return SearchSettings(
-        beam_width=options.beam_width,
+        **spec.options.model_dump(exclude={"beam_trace"}),
+        trace=spec.options.beam_trace,
         max_new_tokens=max_new_tokens,
         stop_token_ids=tuple(dict.fromkeys(t for t in stop_token_ids if t is not None)),
-        length_penalty=options.length_penalty,
-        early_stopping=options.early_stopping,
-        num_beam_groups=options.num_beam_groups,
-        diversity_penalty=options.diversity_penalty,
-        do_sample=do_sample,
         temperature=params.temperature if do_sample else 1.0,
         top_k=max(params.top_k, 0) if do_sample else 0,
         top_p=params.top_p if do_sample else 1.0,
@@ -146,7 +141,6 @@ def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int)
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         bad_words=tuple(tuple(word) for word in params.bad_words_token_ids or ()),
-        trace=options.beam_trace,
     )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -361,9 +361,14 @@ def _drop(cached: CachedRequestData, places: set[int]) -> None:
     for i in places:
         cached.resumed_req_ids.discard(cached.req_ids[i])
         cached.all_token_ids.pop(cached.req_ids[i], None)
-    lists = (cached.req_ids, cached.new_token_ids, cached.new_block_ids)
-    for values in (*lists, cached.num_computed_tokens, cached.num_output_tokens):
-        # new_token_ids may be empty
+    lists: tuple[list[Any], ...] = (
+        cached.req_ids,
+        cached.new_token_ids,  # may be empty
+        cached.new_block_ids,
+        cached.num_computed_tokens,
+        cached.num_output_tokens,
+    )
+    for values in lists:
         values[:] = [value for i, value in enumerate(values) if i not in places]
     # A cached property of the old lists.
     cached.__dict__.pop("_req_id_to_num_output_tokens", None)
