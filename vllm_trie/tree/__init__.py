@@ -1,4 +1,4 @@
-"""Token trees: data structure, node order, greedy verification, drawing. NumPy only."""
+"""Token trees: data structure, node order, greedy verification and drawing, with NumPy only."""
 
 from __future__ import annotations
 

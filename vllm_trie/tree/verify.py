@@ -1,4 +1,4 @@
-"""Which nodes of a draft tree the target model accepts."""
+"""Greedy verification: the nodes of a draft tree that the target model accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def accept_greedy(
     target: Sequence[int],
     never_accept: Sequence[bool] | None = None,
 ) -> list[int]:
-    """Accept the path of the tree that the target model's own choices follow.
+    """Return the path of the tree that the target model's own choices follow.
 
     Args:
         tree_token_ids: N draft tokens (a list: indexing NumPy arrays here is ten times slower).
@@ -47,7 +47,7 @@ def accept_greedy_reference(
     target: Sequence[int],
     never_accept: Sequence[bool] | None = None,
 ) -> list[int]:
-    """Readable twin of `accept_greedy`: go down one level at a time."""
+    """Return what `accept_greedy` returns; its readable twin, which descends level by level."""
     accepted: list[int] = []
     node = ROOT
     while True:
