@@ -17,7 +17,7 @@ from vllm_trie.attention import (
     tree_attention,
     tree_attention_reference,
 )
-from vllm_trie.attention.cpu_cache import SUPPORTED_ISAS
+from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.attention.tree_batch import query_mask
 from vllm_trie.tree import TokenTree
 
