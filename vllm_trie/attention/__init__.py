@@ -10,7 +10,6 @@ from vllm_trie.attention.kernels import (
     tree_attention,
     tree_attention_portable,
 )
-from vllm_trie.attention.reference import tree_attention_reference
 from vllm_trie.attention.tree_batch import TreeBatch, TreeRow, build_tree_batch
 
 __all__ = [
@@ -24,5 +23,4 @@ __all__ = [
     "split_cache",
     "tree_attention",
     "tree_attention_portable",
-    "tree_attention_reference",
 ]

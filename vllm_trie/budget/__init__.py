@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_trie.budget.acceptance import AcceptanceCalibration
-from vllm_trie.budget.allocation import Allocation, best_allocation, best_allocation_reference
+from vllm_trie.budget.allocation import Allocation, best_allocation
 from vllm_trie.budget.controller import NodeBudget
 from vllm_trie.budget.step_cost import StepCost
 
@@ -13,5 +13,4 @@ __all__ = [
     "NodeBudget",
     "StepCost",
     "best_allocation",
-    "best_allocation_reference",
 ]

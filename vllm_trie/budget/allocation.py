@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -41,21 +39,3 @@ def best_allocation(probabilities: np.ndarray, num_rows: int, seconds: np.ndarra
     keep = np.zeros(num_nodes, dtype=bool)
     keep[order[:best]] = True
     return Allocation(keep, float(rate[best]))
-
-
-def best_allocation_reference(
-    probabilities: Sequence[np.ndarray],
-    parents: Sequence[np.ndarray],
-    num_rows: int,
-    seconds: np.ndarray,
-) -> float:
-    """Return the best rate over all sets of nodes that are trees, by trying them all."""
-    nodes = [(r, i) for r, p in enumerate(probabilities) for i in range(len(p))]
-    best = 0.0
-    for size in range(len(nodes) + 1):
-        for chosen in combinations(nodes, size):
-            closed = all(parents[r][i] < 0 or (r, int(parents[r][i])) in chosen for r, i in chosen)
-            if closed:
-                tokens = num_rows + sum(float(probabilities[r][i]) for r, i in chosen)
-                best = max(best, tokens / seconds[num_rows + size])
-    return best

@@ -39,26 +39,3 @@ def accept_greedy(
             node = child
             wanted = target[child + 1]
     return accepted
-
-
-def accept_greedy_reference(
-    tree_token_ids: Sequence[int],
-    parents: Sequence[int],
-    target: Sequence[int],
-    never_accept: Sequence[bool] | None = None,
-) -> list[int]:
-    """Return what `accept_greedy` returns; its readable twin, which descends level by level."""
-    accepted: list[int] = []
-    node = ROOT
-    while True:
-        matching = [
-            child
-            for child, parent in enumerate(parents)
-            if parent == node
-            and tree_token_ids[child] == target[node + 1]
-            and not (never_accept is not None and never_accept[child])
-        ]
-        if not matching:
-            return accepted
-        node = matching[0]
-        accepted.append(node)

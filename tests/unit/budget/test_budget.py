@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +15,6 @@ from vllm_trie.budget import (
     NodeBudget,
     StepCost,
     best_allocation,
-    best_allocation_reference,
 )
 from vllm_trie.tree import TokenTree
 
@@ -27,6 +29,24 @@ def trees(draw, max_nodes: int = 5) -> tuple[np.ndarray, np.ndarray]:
         edge = draw(st.floats(0.05, 1.0))
         probabilities.append(edge * (1.0 if parent < 0 else probabilities[parent]))
     return np.array(parents, dtype=np.int32), np.array(probabilities)
+
+
+def best_allocation_reference(
+    probabilities: Sequence[np.ndarray],
+    parents: Sequence[np.ndarray],
+    num_rows: int,
+    seconds: np.ndarray,
+) -> float:
+    """Return the best rate over all sets of nodes that are trees, by trying them all."""
+    nodes = [(r, i) for r, p in enumerate(probabilities) for i in range(len(p))]
+    best = 0.0
+    for size in range(len(nodes) + 1):
+        for chosen in combinations(nodes, size):
+            closed = all(parents[r][i] < 0 or (r, int(parents[r][i])) in chosen for r, i in chosen)
+            if closed:
+                tokens = num_rows + sum(float(probabilities[r][i]) for r, i in chosen)
+                best = max(best, tokens / seconds[num_rows + size])
+    return best
 
 
 @given(
