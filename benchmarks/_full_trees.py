@@ -65,5 +65,5 @@ class FullTreesDrafter(Drafter):
 
 
 def register() -> None:
-    """Make it a method of this process, as another package's entry point would."""
-    registry._BUILT_IN[METHOD] = f"{__name__}:{FullTreesDrafter.__name__}"
+    """Make it a method of this process."""
+    registry.register(FullTreesDrafter)

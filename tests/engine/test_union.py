@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
 COUNT = 12
 # The oracle's trees put accepted nodes in all places; the others bring windows and long chains.
-# Not adaptive, so that no part rests while the others are tested.
+# Not adaptive, so that every part drafts in each step.
 UNION = speculation(
     "trie_union", 48, drafters=["test_oracle", "ngram_trie", "lookahead"], adaptive=False
 )

@@ -81,7 +81,7 @@ def test_full_trees_make_kv_move() -> None:
 
 
 def test_full_trees_become_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_BUILT_IN", dict(registry._BUILT_IN))
+    monkeypatch.setattr(registry, "_registered", {})
     _full_trees.register()
     assert get_drafter_class(_full_trees.METHOD) is _full_trees.FullTreesDrafter
 

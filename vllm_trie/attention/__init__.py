@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from vllm_trie.attention.cpu_cache import move_slots, split_cache
+from vllm_trie.attention.cache_layout import move_slots, split_cache
 from vllm_trie.attention.kernels import (
     choose_kernels,
     move_slots_in_layers,
     prefers_chains,
     tree_attention,
+    tree_attention_portable,
 )
-from vllm_trie.attention.portable import tree_attention_portable
-from vllm_trie.attention.reference import tree_attention_reference
 from vllm_trie.attention.tree_batch import TreeBatch, TreeRow, build_tree_batch
 
 __all__ = [
@@ -24,5 +23,4 @@ __all__ = [
     "split_cache",
     "tree_attention",
     "tree_attention_portable",
-    "tree_attention_reference",
 ]

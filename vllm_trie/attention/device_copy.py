@@ -1,4 +1,4 @@
-"""From NumPy to the device without waiting for it."""
+"""Copies from NumPy to a device without waiting for it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a tensor on a device; on a CPU it shares the array's memory.
+    """Return the array as a tensor on a device; on a CPU it shares the array's memory.
 
-    A copy from ordinary memory would wait until the device has done all that was asked of it
-    before. From pinned memory it takes its place in the queue; torch keeps that memory until then.
+    A copy from pageable memory would wait for all queued work of the device. A copy from pinned
+    memory joins the queue; torch keeps that memory until then.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cpu":

@@ -1,9 +1,9 @@
-"""Does the GPU kernel give the right results on this device? Asked before it serves anybody.
+"""Check of the GPU kernel's results on a device, before it serves requests.
 
-The inputs make mistakes large. Each query looks for one slot: the key there is the query itself,
+The inputs make mistakes large. Each query looks for one slot: its key there is the query itself,
 stretched, so that the right answer is nearly that slot's value. Half of the heads look for a slot
-that they may see; the other half for one that they may not, such as a node of another branch, whose
-value would take the place of everything else if the mask let it through.
+that they may see; the other half for one that they may not, such as a node of another branch. Its
+value would replace everything else if the mask let it through.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from vllm_trie.tree import TokenTree
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest error of tree attention, relative to the largest value in the cache."""
 _UNUSED = 500.0
-"""What unused slots hold: finite, and far from anything that is right."""
+"""The content of unused slots: finite, and far from all right values."""
 
 
 class LayerShape(NamedTuple):
-    """What decides which kernel runs for a layer."""
+    """The properties of a layer that its kernel is compiled for."""
 
     num_heads: int
     num_kv_heads: int
@@ -42,7 +42,7 @@ class LayerShape(NamedTuple):
 
     @property
     def min_capability(self) -> tuple[int, int]:
-        """The least compute capability that multiplies this dtype."""
+        """The lowest compute capability that multiplies this dtype."""
         return (8, 0) if self.dtype == torch.bfloat16 else (7, 5)
 
 
@@ -51,7 +51,7 @@ TYPICAL_LAYERS = (
     LayerShape(28, 4, 128, 16, torch.float16),
     LayerShape(16, 16, 64, 32, torch.float32),
 )
-"""What is checked where no model is at hand."""
+"""Checked where no model is loaded."""
 
 
 class RequestShape(NamedTuple):
@@ -77,7 +77,7 @@ BATCHES: tuple[tuple[RequestShape, ...], ...] = (
     (RequestShape(30, 20, 10), RequestShape(63, 1, 0), RequestShape(70, 1, 20)),
     (RequestShape(0, 33, 0), RequestShape(5, 3, 40), RequestShape(90, 1, 0), RequestShape(2, 1, 5)),
 )
-"""Steps that are checked: short and long contexts, trees of more than a word, requests without."""
+"""Checked steps: short and long contexts, trees of more than a word, requests without a tree."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Step:
     Attributes:
         query: [num_tokens, num_heads, head_size].
         keys, values: [sum of the lengths, num_kv_heads, head_size], request by request.
-        slots: int64 [sum of the lengths], where they belong: block * block_size + offset.
+        slots: int64 [sum of the lengths], their slots: block * block_size + offset.
         block_table: int32 [num_requests, max_blocks].
         starts: int32 [num_requests + 1], first query row of each request.
         seq_lens: int32 [num_requests].
@@ -108,7 +108,7 @@ class Step:
     scale: float
 
     def step_slots(self) -> np.ndarray:
-        """int64 [num_tokens]: the slots of the step's own tokens."""
+        """Return int64 [num_tokens], the slots of the step's own tokens."""
         ends = np.cumsum(self.seq_lens)
         counts = np.diff(self.starts)
         return np.concatenate(
@@ -116,7 +116,7 @@ class Step:
         )
 
     def expected(self) -> torch.Tensor:
-        """float64 [num_tokens, num_heads, head_size]."""
+        """Return the exact attention, float64 [num_tokens, num_heads, head_size]."""
         group = self.query.shape[1] // self.keys.shape[1]
         indices = [row.batch_index for row in self.trees.rows]
         words = dict(zip(indices, self.trees.ancestor_words, strict=True))
@@ -150,7 +150,7 @@ def random_step(
     num_blocks: int,
     generator: np.random.Generator,
 ) -> Step | None:
-    """A step with these requests; ``None`` if a cache of so many blocks cannot hold it.
+    """Return a step with these requests; ``None`` if the cache cannot hold it.
 
     Args:
         shape: of the layer.
@@ -161,11 +161,6 @@ def random_step(
     blocks_of = [-(-request.seq_len // shape.block_size) for request in requests]
     if sum(blocks_of) > num_blocks:
         return None
-
-    def normal(*size: int) -> torch.Tensor:
-        drawn = generator.standard_normal(size, dtype=np.float32)
-        return torch.from_numpy(drawn).to(shape.dtype)
-
     free = generator.permutation(num_blocks).astype(np.int32)
     block_table = np.zeros((len(requests), max(blocks_of)), dtype=np.int32)
     rows, words, slots, masks = [], [], [], []
@@ -181,38 +176,48 @@ def random_step(
         tree_words = _NO_WORDS
         if request.num_nodes:
             tree_words = random_tree(generator, request.num_nodes).ancestor_words()
-            rows.append(
-                TreeRow(index, int(starts[index]), num_queries, request.num_nodes, request.seq_len)
-            )
+            start = int(starts[index])
+            rows.append(TreeRow(index, start, num_queries, request.num_nodes, request.seq_len))
             words.append(tree_words)
         masks.append(_mask(tree_words, num_queries, request.seq_len))
-    num_slots = sum(len(some) for some in slots)
-    keys = normal(num_slots, shape.num_kv_heads, shape.head_size)
-    query = torch.empty(int(starts[-1]), shape.num_heads, shape.head_size, dtype=shape.dtype)
-    sought = _sought_slots(masks, shape.num_heads, generator)
-    stretch = 10.0 / shape.head_size**0.5
-    kv_head = np.arange(shape.num_heads) // (shape.num_heads // shape.num_kv_heads)
-    query[:] = (stretch * keys[sought, kv_head].float()).to(shape.dtype)
-    trees = build_tree_batch(rows, words, int(starts[-1]))
-    tree_rows = np.zeros(int(starts[-1]), dtype=bool)
+    query, keys, values = _random_tensors(shape, masks, generator)
+    tree_rows = np.zeros(len(query), dtype=bool)
     for row in rows:
         tree_rows[row.query_start : row.query_start + row.num_queries] = True
     return Step(
         query,
         keys,
-        normal(num_slots, shape.num_kv_heads, shape.head_size),
+        values,
         np.concatenate(slots),
         block_table,
         starts,
         np.array([request.seq_len for request in requests], dtype=np.int32),
-        trees,
+        build_tree_batch(rows, words, len(query)),
         tree_rows,
         shape.head_size**-0.5,
     )
 
 
+def _random_tensors(
+    shape: LayerShape, masks: Sequence[np.ndarray], generator: np.random.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values of requests with these masks."""
+
+    def normal() -> torch.Tensor:
+        size = (sum(mask.shape[1] for mask in masks), shape.num_kv_heads, shape.head_size)
+        drawn = generator.standard_normal(size, dtype=np.float32)
+        return torch.from_numpy(drawn).to(shape.dtype)
+
+    keys = normal()
+    sought = _sought_slots(masks, shape.num_heads, generator)
+    stretch = 10.0 / shape.head_size**0.5
+    kv_head = np.arange(shape.num_heads) // (shape.num_heads // shape.num_kv_heads)
+    query = (stretch * keys[sought, kv_head].float()).to(shape.dtype)
+    return query, keys, normal()
+
+
 def random_tree(generator: np.random.Generator, num_nodes: int) -> TokenTree:
-    """A tree whose shape ranges from a chain to a star; its tokens do not matter."""
+    """Return a tree whose shape ranges from a chain to a star; its tokens do not matter."""
     reach = int(generator.integers(1, num_nodes + 1))
     parents = [max(-1, node - int(generator.integers(1, reach + 1))) for node in range(num_nodes)]
     return TokenTree.from_lists(list(range(num_nodes)), parents)
@@ -221,7 +226,7 @@ def random_tree(generator: np.random.Generator, num_nodes: int) -> TokenTree:
 def _sought_slots(
     masks: Sequence[np.ndarray], num_heads: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """int64 [num_tokens, num_heads]: which of all slots each query and head looks for."""
+    """Return int64 [num_tokens, num_heads], the slot that each query and head looks for."""
     sought, first = [], 0
     for mask in masks:
         for row in mask:
@@ -237,11 +242,11 @@ def _sought_slots(
 
 
 def fill_cache(kv_cache: torch.Tensor, step: Step) -> None:
-    """Write a step's keys and values where they belong, and something wrong everywhere else.
+    """Write a step's keys and values into its slots, and wrong values into all others.
 
     Args:
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], changed.
-        step: in a cache of so many blocks.
+        step: drawn for a cache of this size.
     """
     kv_cache.fill_(_UNUSED)
     block_size = kv_cache.shape[2]
@@ -251,13 +256,13 @@ def fill_cache(kv_cache: torch.Tensor, step: Step) -> None:
 
 
 def relative_error(output: torch.Tensor, expected: torch.Tensor, step: Step) -> float:
-    """Largest error, relative to the largest value in the cache; infinite if anything is NaN."""
+    """Return the largest error, relative to the largest value in the cache; infinite for NaN."""
     error = (output.double().cpu() - expected).abs().max().item() if output.numel() else 0.0
     return float("inf") if error != error else error / step.values.abs().max().item()
 
 
 class KernelCheck(NamedTuple):
-    """What :func:`check_kernel` found."""
+    """The result of :func:`check_kernel`."""
 
     num_steps: int
     largest_error: float
@@ -281,8 +286,8 @@ def check_kernel(
         shape: of the layer.
         device: to run on.
         batches: one step each.
-        splits: into how many parts the requests' slots are divided, one after another; all that
-            there are if left out.
+        splits: numbers of programs that share a request's slots, checked one after another; all
+            that the kernel has if empty.
 
     Raises:
         Exception: whatever the kernel's compiler or the device raises.

@@ -1,4 +1,4 @@
-"""Which kernel runs: the native one where it can be built, torch operations elsewhere."""
+"""Tree attention on the CPU: the native kernel, or torch operations where it cannot be built."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from vllm_trie.attention.cpu_cache import move_slots
+from vllm_trie.attention.cache_layout import move_slots, split_cache
 from vllm_trie.attention.native import NativeKernels, load_kernels
-from vllm_trie.attention.portable import tree_attention_portable
 from vllm_trie.attention.tree_batch import TreeBatch
 
 logger = logging.getLogger(__name__)
@@ -21,14 +21,14 @@ class KernelChoice(NamedTuple):
     """The kernels of this process."""
 
     native: NativeKernels | None
-    """``None``: plain torch operations."""
+    """``None``: torch operations."""
     reason: str
-    """What was chosen and why, for the log."""
+    """The choice and its reason, for the log."""
 
 
 @functools.cache
 def choose_kernels() -> KernelChoice:
-    """Choose once per process, with one log line; compiles the native kernels on first use."""
+    """Choose once per process, with one log line; compile the native kernels on first use."""
     native = load_kernels()
     if native is None:
         reason = "torch operations (slower), as the native kernel could not be built or loaded"
@@ -41,9 +41,9 @@ def choose_kernels() -> KernelChoice:
 
 
 def prefers_chains(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
-    """Whether drafts that are a chain, which vLLM's kernel could verify as well, belong here.
+    """Whether this kernel should verify chains too, which vLLM's kernel could verify.
 
-    The native kernel takes less time for them in every dtype; the others take more.
+    The native kernel is faster for chains in every dtype; the others are slower.
 
     Args:
         device: of the model.
@@ -62,15 +62,15 @@ def tree_attention(
     output: torch.Tensor,
     alibi_slopes: torch.Tensor | None = None,
 ) -> None:
-    """Attention of all query rows that belong to trees; other rows of ``output`` stay as they are.
+    """Compute the attention of query rows that belong to trees; other rows of ``output`` stay.
 
     Args:
         query: [num_tokens, num_heads, head_size], float32, bfloat16 or float16.
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size] of the same dtype, see
-            :mod:`vllm_trie.attention.cpu_cache`; holds the keys and values of this step already.
-            Slots that no row sees may hold anything, NaN included.
+            :mod:`vllm_trie.attention.cache_layout`; holds this step's keys and values. Slots that
+            no row sees may hold anything, NaN included.
         block_table: int32 [num_requests, max_blocks].
-        trees: what each row sees.
+        trees: the slots that each row sees.
         scale: positive factor on the scores.
         output: [num_tokens, num_heads, head_size], written.
         alibi_slopes: float32 [num_heads] of a model with linear biases (Press et al., "Train Short,
@@ -83,19 +83,56 @@ def tree_attention(
         tree_attention_portable(*arguments)
 
 
+def tree_attention_portable(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    trees: TreeBatch,
+    scale: float,
+    output: torch.Tensor,
+    alibi_slopes: torch.Tensor | None = None,
+) -> None:
+    """Compute `tree_attention` in torch operations; the readable twin of the native kernel.
+
+    Gathers each request's blocks and runs torch's scaled dot-product attention with a mask. Exact
+    in every dtype, for any head and block size; its cost grows with the gathered context.
+    """
+    block_size = kv_cache.shape[2]
+    keys, values = split_cache(kv_cache)
+    num_kv_heads, head_size = keys.shape[1], keys.shape[2]
+    for index, (row, mask) in enumerate(zip(trees.rows, trees.masks(), strict=True)):
+        num_blocks = -(-row.seq_len // block_size)
+        blocks = block_table[row.batch_index, :num_blocks].long()
+        # [blocks, heads, head_size, block] -> [heads, slots, head_size]
+        key = keys[blocks].permute(1, 0, 3, 2).reshape(num_kv_heads, -1, head_size)
+        value = values[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_size)
+        rows = slice(row.query_start, row.query_start + row.num_queries)
+        own = query[rows]
+        if alibi_slopes is not None:
+            # In 16 bits the bias of a far token would be rounded to the next one's.
+            dtype = torch.promote_types(query.dtype, torch.float32)
+            own, key, value = own.to(dtype), key.to(dtype), value.to(dtype)
+            positions = torch.from_numpy(trees.key_positions(index)).to(dtype)
+            mask = torch.where(mask, alibi_slopes.to(dtype)[:, None, None] * positions, -torch.inf)
+        attended = F.scaled_dot_product_attention(
+            own.transpose(0, 1)[None],
+            key[None, :, : row.seq_len],
+            value[None, :, : row.seq_len],
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=query.shape[1] != num_kv_heads,
+        )
+        output[rows] = attended[0].transpose(0, 1)
+
+
 def move_slots_in_layers(
     kv_caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor
 ) -> None:
-    """Copy the keys and values of some slots to others in every layer, in place.
-
-    In each layer all sources are read before a target is written, so the two sets may overlap.
+    """Copy the keys and values of slots to other slots of every layer's CPU cache, in place.
 
     Args:
-        kv_caches: one tensor [num_blocks, num_kv_heads, block_size, 2 * head_size] per layer, laid
-            out as :mod:`vllm_trie.attention.cpu_cache` says, changed. For GPUs there is
-            :func:`vllm_trie.attention.gpu_cache.move_rows_in_layers`.
-        source: int64 [n], slot = block * block_size + offset.
-        target: int64 [n], distinct slots.
+        kv_caches: one tensor per layer as for :func:`vllm_trie.attention.move_slots`, changed.
+        source, target: as for :func:`vllm_trie.attention.move_slots`.
     """
     if not kv_caches or not len(source):
         return

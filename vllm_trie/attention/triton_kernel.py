@@ -2,9 +2,9 @@
 
 One program takes some queries of one request, with all query heads of one KV head, and a share of
 the request's slots. It passes over the slots in tiles with one online softmax: first those that
-every query sees, then the step's own, where ancestor words decide. Where a step has too few
-queries to fill the device, the slots are divided among several programs and a second kernel joins
-their results (flash decoding).
+every query sees, then the step's own, where ancestor words decide. Where a step has too few queries
+to fill the device, several programs share the slots and a second kernel joins their results (flash
+decoding).
 
 Importing this module imports Triton. With ``TRITON_INTERPRET=1`` the kernels run on CPU tensors.
 """
@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 
 from vllm_trie.attention.device_copy import to_device
 from vllm_trie.attention.tree_batch import TreeBatch
 
 NUM_SPLITS = (1, 2, 4, 8, 16)
-"""Into how many parts a request's slots can be divided; each is compiled on its own."""
+"""Numbers of programs that can share a request's slots; each is compiled on its own."""
 _MIN_ROWS = 16
-"""Rows of the smallest matrix product that Triton takes."""
+"""Rows of Triton's smallest matrix product."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -32,7 +32,7 @@ class DeviceTrees(NamedTuple):
     """A batch of trees as the kernel reads it; the same for all layers of a step."""
 
     rows: torch.Tensor
-    """int32 [num_rows, 6]: the fields of ``TreeRow``, then where the row's words begin."""
+    """int32 [num_rows, 6]: the fields of ``TreeRow``, then the index of the row's first word."""
     words: torch.Tensor
     """int32, ancestor words split in halves, low half first."""
     blocks: torch.Tensor
@@ -74,13 +74,13 @@ def tree_attention_triton(
     output: torch.Tensor,
     num_splits: int = 1,
 ) -> None:
-    """Attention of all query rows that belong to trees; other rows of ``output`` stay as they are.
+    """Compute the attention of query rows that belong to trees; other rows of ``output`` stay.
 
     Args:
         query: [num_tokens, num_heads, head_size]; heads are contiguous.
-        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], a slot's key and then its
-            value in the last dimension, in any order of memory of the others; holds the keys and
-            values of this step already. Slots that no row sees may hold anything.
+        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], laid out as
+            :mod:`vllm_trie.attention.cache_layout` says for GPUs; holds this step's keys and
+            values. Slots that no row sees may hold anything.
         block_table: int32 [num_requests, max_blocks].
         trees: see :func:`trees_on_device`.
         scale: positive factor on the scores.
@@ -88,7 +88,7 @@ def tree_attention_triton(
         num_splits: programs that share a request's slots, one of :data:`NUM_SPLITS`.
 
     Raises:
-        ValueError: the cache is not laid out so, or has another dtype than the queries.
+        ValueError: the cache has another layout, or another dtype than the queries.
 
     Scores and sums are float32. Weights are rounded to the cache's dtype for the product with the
     values, as vLLM's Triton kernel does.
@@ -104,7 +104,7 @@ def tree_attention_triton(
     rows_per_block = max(_MIN_ROWS, trees.queries_per_block * padded_group)
     padded_head = max(16, triton.next_power_of_2(head_size))
     partial, state = output, output
-    # Rows of the trees alone: a prefill in the same batch has thousands of others.
+    # Only rows of trees: a prefill in the same batch has thousands of others.
     num_rows = num_blocks * trees.queries_per_block
     if num_splits > 1:
         shape = (num_splits, num_rows, num_heads)
@@ -168,14 +168,14 @@ def _check_cache(kv_cache: torch.Tensor, head_size: int, dtype: torch.dtype) -> 
 
 
 def _tile(padded_head: int, element_size: int) -> int:
-    """Slots of one pass. Keys and values of several passes are in shared memory at a time, of which
-    a device has 64 KiB to 227 KiB."""
+    """Return the slots of one pass. Keys and values of several passes are in shared memory at a
+    time, of which a device has 64 KiB to 227 KiB."""
     return min(64, max(16, 16384 // (padded_head * element_size)))
 
 
-# Sizes that change from step to step: a kernel for each kind of them would be compiled in service.
-@triton.jit(do_not_specialize=["num_rows", "table_stride"])
-def _attend(
+# Specializing sizes that change from step to step would compile kernels while the engine serves.
+@triton.jit(do_not_specialize=["num_rows", "table_stride"])  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
     query_ptr,
     cache_ptr,
     block_table_ptr,
@@ -299,8 +299,8 @@ def _attend(
         tl.store(state_ptr + place * 2 + 1, total, mask=used)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _join(
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _join(  # type: ignore[no-untyped-def]
     rows_ptr,
     blocks_ptr,
     partial_ptr,

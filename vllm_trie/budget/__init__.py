@@ -1,9 +1,9 @@
-"""How many nodes each step's trees may have: what verification costs against what it brings."""
+"""The node budget of a step: the expected gain of verifying nodes against its cost."""
 
 from __future__ import annotations
 
 from vllm_trie.budget.acceptance import AcceptanceCalibration
-from vllm_trie.budget.allocation import Allocation, best_allocation, best_allocation_reference
+from vllm_trie.budget.allocation import Allocation, best_allocation
 from vllm_trie.budget.controller import NodeBudget
 from vllm_trie.budget.step_cost import StepCost
 
@@ -13,5 +13,4 @@ __all__ = [
     "NodeBudget",
     "StepCost",
     "best_allocation",
-    "best_allocation_reference",
 ]

@@ -17,35 +17,26 @@ _MARGIN = 16
 _BOX = 20
 
 
+_VISIBLE = {" ": "␣", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
 def visible_text(text: str) -> str:
-    """`text` with white space and control characters made visible, never empty."""
-    if not text:
-        return "∅"
-    shown = []
-    for char in text:
-        if char == " ":
-            shown.append("␣")
-        elif char == "\n":
-            shown.append("\\n")
-        elif char == "\t":
-            shown.append("\\t")
-        elif char == "\r":
-            shown.append("\\r")
-        elif char.isprintable():
-            shown.append(char)
-        else:
-            shown.append(f"\\u{{{ord(char):x}}}")
-    return "".join(shown)
+    """Return `text` with white space and control characters made visible, never empty."""
+    shown = (
+        _VISIBLE.get(char) or (char if char.isprintable() else f"\\u{{{ord(char):x}}}")
+        for char in text
+    )
+    return "".join(shown) or "∅"
 
 
 def draw_text(
     tree: TokenTree, token_text: Callable[[int], str], accepted: Collection[int] = ()
 ) -> str:
-    """The tree as lines of text, one node a line in depth-first order.
+    """Draw the tree as lines of text, one node a line in depth-first order.
 
     Args:
         tree: the tree; siblings appear in index order.
-        token_text: text of a token id; white space and control characters are made visible.
+        token_text: returns the text of a token id.
         accepted: indices of accepted nodes, marked with `✓`.
     """
     accepted = set(accepted)
@@ -68,7 +59,7 @@ def draw_text(
 def draw_svg(
     tree: TokenTree, token_text: Callable[[int], str], accepted: Collection[int] = ()
 ) -> str:
-    """The tree as one self-contained SVG image: depth from left to right, accepted path marked.
+    """Draw the tree as a self-contained SVG image: depth from left to right, accepted path marked.
 
     Arguments as for `draw_text`. All text is escaped.
     """
@@ -77,15 +68,7 @@ def draw_svg(
     depths = tree.depths().tolist()
     labels = [visible_text(token_text(int(token))) for token in tree.token_ids]
     widths = [_CHAR * _num_cells(label) + 14 for label in labels]
-    column_width = [0.0] * (max(depths, default=0) + 1)
-    column_width[0] = _BOX / 2
-    for node, depth in enumerate(depths):
-        column_width[depth] = max(column_width[depth], widths[node])
-    column_x = [float(_MARGIN)]
-    for width in column_width:
-        column_x.append(column_x[-1] + width + _COLUMN_GAP)
-    column_x[1:] = [x - _LABEL_ROOM / 2 for x in column_x[1:]]  # the root has no label
-
+    column_x = _columns(depths, widths)
     y = _rows(tree, children)
     height = 2 * _MARGIN + _ROW * max(1, sum(not below for below in children[:-1]))
     width = column_x[-1] - _COLUMN_GAP + _LABEL_ROOM + _MARGIN
@@ -105,20 +88,7 @@ def draw_svg(
             f'<path class="edge{marked}" d="M{from_x:.1f} {from_y:.1f} H{straight_x:.1f} '
             f'C{bend:.1f} {from_y:.1f} {bend:.1f} {y[node]:.1f} {x:.1f} {y[node]:.1f}"/>'
         )
-        title = escape(f"node {node}, token {int(tree.token_ids[node])}{_suffix(tree, node)}")
-        boxes.append(
-            f'<g class="node{marked}"><title>{title}</title>'
-            f'<rect x="{x:.1f}" y="{y[node] - _BOX / 2:.1f}" width="{widths[node]:.1f}" '
-            f'height="{_BOX}" rx="4"/>'
-            f'<text x="{x + widths[node] / 2:.1f}" y="{y[node] + 4.5:.1f}" '
-            f'text-anchor="middle">{escape(labels[node])}</text>'
-        )
-        if tree.probabilities is not None:
-            boxes.append(
-                f'<text class="probability" x="{x + widths[node] + 3:.1f}" '
-                f'y="{y[node] - 3:.1f}">{_percent(tree.probabilities[node])}</text>'
-            )
-        boxes.append("</g>")
+        boxes += _box(tree, node, labels[node], x, y[node], widths[node], marked)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
@@ -131,6 +101,36 @@ def draw_svg(
             "</svg>",
         ]
     )
+
+
+def _columns(depths: list[int], widths: list[float]) -> list[float]:
+    """Return the left edge of each depth's boxes, and of one more column."""
+    column_width = [0.0] * (max(depths, default=0) + 1)
+    column_width[0] = _BOX / 2
+    for depth, width in zip(depths, widths, strict=True):
+        column_width[depth] = max(column_width[depth], width)
+    column_x = [float(_MARGIN)]
+    for width in column_width:
+        column_x.append(column_x[-1] + width + _COLUMN_GAP)
+    return [column_x[0], *(x - _LABEL_ROOM / 2 for x in column_x[1:])]  # the root has no label
+
+
+def _box(
+    tree: TokenTree, node: int, label: str, x: float, y: float, width: float, marked: str
+) -> list[str]:
+    title = escape(f"node {node}, token {int(tree.token_ids[node])}{_suffix(tree, node)}")
+    box = [
+        f'<g class="node{marked}"><title>{title}</title>'
+        f'<rect x="{x:.1f}" y="{y - _BOX / 2:.1f}" width="{width:.1f}" height="{_BOX}" rx="4"/>'
+        f'<text x="{x + width / 2:.1f}" y="{y + 4.5:.1f}" '
+        f'text-anchor="middle">{escape(label)}</text>'
+    ]
+    if tree.probabilities is not None:
+        box.append(
+            f'<text class="probability" x="{x + width + 3:.1f}" '
+            f'y="{y - 3:.1f}">{_percent(tree.probabilities[node])}</text>'
+        )
+    return [*box, "</g>"]
 
 
 _STYLE = """<style>
@@ -146,7 +146,7 @@ text.probability { font-size: 9px; fill: #6e7781 }
 
 
 def _children(tree: TokenTree) -> list[list[int]]:
-    """Children of each node in index order; the last list is the root's."""
+    """Return the children of each node in index order; the last list is the root's."""
     children: list[list[int]] = [[] for _ in range(tree.num_nodes + 1)]
     for node, parent in enumerate(tree.parents.tolist()):
         children[parent].append(node)
@@ -154,7 +154,7 @@ def _children(tree: TokenTree) -> list[list[int]]:
 
 
 def _rows(tree: TokenTree, children: list[list[int]]) -> list[float]:
-    """Vertical centre of each node: leaves on successive rows, a parent amid its children."""
+    """Return the vertical centre of each node: of a parent, that of its children."""
     y = [0.0] * tree.num_nodes
     next_row = 0
     stack = children[-1][::-1]
@@ -172,7 +172,7 @@ def _rows(tree: TokenTree, children: list[list[int]]) -> list[float]:
 
 
 def _num_cells(text: str) -> int:
-    """Width of a text in character cells of a monospaced font."""
+    """Return the width of a text in character cells of a monospaced font."""
     return sum(
         0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text
     )

@@ -1,4 +1,4 @@
-"""Order of the nodes of a tree: depth-first with the likeliest child first."""
+"""Node order of a tree: depth-first with the likeliest child first."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from vllm_trie.tree.token_tree import TokenTree
 
 
 def depth_first_order(tree: TokenTree) -> np.ndarray:
-    """int32 [N], old indices in the new order; siblings by probability, ties by old index.
+    """Return int32 [N], old indices in depth-first order.
 
-    A tree without probabilities keeps the given order of siblings.
+    Siblings are in order of probability; ties, and trees without probabilities, keep their order.
     """
     children: list[list[int]] = [[] for _ in range(tree.num_nodes + 1)]
     for node, parent in enumerate(tree.parents.tolist()):
@@ -30,11 +30,10 @@ def depth_first_order(tree: TokenTree) -> np.ndarray:
 
 
 def depth_first_layout(tree: TokenTree) -> TokenTree:
-    """The same tree with its nodes in depth-first order, likeliest child first.
+    """Return the tree with its nodes in depth-first order, likeliest child first.
 
-    The likeliest path then occupies the first slots, so accepting it moves no KV, and any prefix
-    of the node list is a valid tree. Stable and deterministic; returns `tree` itself if it is laid
-    out that way already.
+    The likeliest path then occupies the first slots, so accepting it moves no KV, and any prefix of
+    the node list is a tree. Returns `tree` itself if its nodes are in this order.
     """
     order = depth_first_order(tree)
     if (order[1:] > order[:-1]).all():
@@ -47,4 +46,13 @@ def depth_first_layout(tree: TokenTree) -> TokenTree:
         new_index[tree.parents[order]],
         None if tree.probabilities is None else tree.probabilities[order],
         None if tree.never_accept is None else tree.never_accept[order],
+    )
+
+
+def is_prefix(prefix: TokenTree, tree: TokenTree) -> bool:
+    """Whether the first nodes of `tree` are those of `prefix`, in the same order."""
+    size = prefix.num_nodes
+    return prefix is tree or (
+        np.array_equal(prefix.token_ids, tree.token_ids[:size])
+        and np.array_equal(prefix.parents, tree.parents[:size])
     )

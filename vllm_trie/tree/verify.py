@@ -1,4 +1,4 @@
-"""Which nodes of a draft tree the target model accepts."""
+"""Greedy verification: the nodes of a draft tree that the target model accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def accept_greedy(
     target: Sequence[int],
     never_accept: Sequence[bool] | None = None,
 ) -> list[int]:
-    """Accept the path of the tree that the target model's own choices follow.
+    """Return the path of the tree that the target model's own choices follow.
 
     Args:
         tree_token_ids: N draft tokens (a list: indexing NumPy arrays here is ten times slower).
@@ -39,26 +39,3 @@ def accept_greedy(
             node = child
             wanted = target[child + 1]
     return accepted
-
-
-def accept_greedy_reference(
-    tree_token_ids: Sequence[int],
-    parents: Sequence[int],
-    target: Sequence[int],
-    never_accept: Sequence[bool] | None = None,
-) -> list[int]:
-    """Readable twin of `accept_greedy`: go down one level at a time."""
-    accepted: list[int] = []
-    node = ROOT
-    while True:
-        matching = [
-            child
-            for child, parent in enumerate(parents)
-            if parent == node
-            and tree_token_ids[child] == target[node + 1]
-            and not (never_accept is not None and never_accept[child])
-        ]
-        if not matching:
-            return accepted
-        node = matching[0]
-        accepted.append(node)

@@ -23,7 +23,7 @@ from vllm_trie.attention import (
     split_cache,
     tree_attention,
 )
-from vllm_trie.attention.gpu_cache import move_rows_in_layers
+from vllm_trie.attention.cache_layout import move_rows_in_layers
 from vllm_trie.attention.native import NativeKernels, load_kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.attention.reference import tree_attention_reference
 from tests.unit.tree.strategies import token_trees
 from vllm_trie.attention import (
     TreeRow,
@@ -15,9 +16,8 @@ from vllm_trie.attention import (
     move_slots,
     split_cache,
     tree_attention,
-    tree_attention_reference,
 )
-from vllm_trie.attention.cpu_cache import SUPPORTED_ISAS
+from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.attention.tree_batch import query_mask
 from vllm_trie.tree import TokenTree
 

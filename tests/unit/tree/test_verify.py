@@ -1,10 +1,35 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.tree.strategies import flags, paths_of, token_trees
-from vllm_trie.tree import TokenTree, accept_greedy, accept_greedy_reference, depth_first_layout
+from vllm_trie.tree import TokenTree, accept_greedy, depth_first_layout
+
+
+def accept_greedy_reference(
+    tree_token_ids: Sequence[int],
+    parents: Sequence[int],
+    target: Sequence[int],
+    never_accept: Sequence[bool] | None = None,
+) -> list[int]:
+    """Return what `accept_greedy` returns; its readable twin, which descends level by level."""
+    accepted: list[int] = []
+    node = -1
+    while True:
+        matching = [
+            child
+            for child, parent in enumerate(parents)
+            if parent == node
+            and tree_token_ids[child] == target[node + 1]
+            and not (never_accept is not None and never_accept[child])
+        ]
+        if not matching:
+            return accepted
+        node = matching[0]
+        accepted.append(node)
 
 
 @given(token_trees(vocab_size=3), st.data())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from vllm_trie.attention.cpu_cache import SUPPORTED_ISAS
+from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.vllm_hooks.ledger.extension_points import offered
 
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -43,7 +43,7 @@ class Decoding:
         self.target = target
         self.request_id = request_id
         self.num_prompt_tokens = len(prompt)
-        # The prefill brings the first token.
+        # The prefill yields the first token.
         self.tokens = [*prompt, target(prompt)]
         self.last_step: VerifiedStep | None = None
         self.tree = TokenTree.empty()

@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_trie.attention import TreeBatch, choose_kernels, tree_attention
-from vllm_trie.attention.cpu_cache import SUPPORTED_ISAS
+from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.attention.rest_of_batch import RestOfBatch, rest_of_batch
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import TreeAttention

@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_trie.attention import TreeBatch
-from vllm_trie.attention.gpu_cache import move_rows_in_layers
+from vllm_trie.attention.cache_layout import move_rows_in_layers
 from vllm_trie.attention.triton_kernel import (
     NUM_SPLITS,
     DeviceTrees,

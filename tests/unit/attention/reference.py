@@ -1,4 +1,4 @@
-"""Tree attention as the definition says it: the oracle of every kernel."""
+"""Tree attention by its definition: the oracle of every kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def tree_attention_reference(
     scale: float,
     alibi_slopes: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Attention of one request's scheduled tokens, one query and one head at a time.
+    """Compute the attention of one request's scheduled tokens, by query and head.
 
     Args:
         query: [num_queries, num_heads, head_size], committed tokens of the step, then the nodes.
@@ -23,8 +23,8 @@ def tree_attention_reference(
         values: [seq_len, num_kv_heads, head_size].
         tree: the N nodes, N < num_queries <= seq_len.
         scale: factor on the scores.
-        alibi_slopes: [num_heads]; each times the distance between query and key in the text is
-            taken off the score.
+        alibi_slopes: [num_heads]; the slope times the distance between query and key in the text
+            is subtracted from the score.
 
     Returns:
         float64 [num_queries, num_heads, head_size].

@@ -1,24 +1,30 @@
-"""Layout of vLLM's paged KV cache on CPUs, for the kernels named ``vec`` and ``vec16``.
+"""Layouts of vLLM's paged KV cache, and moving slots within them.
 
-One block of one KV head holds its keys column by column and then its values row by row::
+CPU (the kernels named ``vec`` and ``vec16``): one block of one KV head holds its keys column by
+column and then its values row by row::
 
     kv_cache  [num_blocks, num_kv_heads, block_size, 2 * head_size]
       = keys   [num_blocks, num_kv_heads, head_size, block_size]   first half of the block's bytes
       + values [num_blocks, num_kv_heads, block_size, head_size]   second half
 
-Checked against vLLM's own cache-update operation by the tests.
+GPU (the Triton backend): the same shape, with a slot's key and then its value in the last
+dimension. That one is contiguous; the order of the others in memory is vLLM's choice.
+
+The tests compare the CPU layout with vLLM's own cache update.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 SUPPORTED_ISAS = ("vec", "vec16")
-"""Kernels of vLLM's CPU backend whose cache has this layout."""
+"""Kernels of vLLM's CPU backend whose cache has the CPU layout."""
 
 
 def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the keys and the values of a layer's cache; nothing is copied.
+    """Return views of the keys and the values of a layer's CPU cache.
 
     Args:
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
@@ -35,7 +41,7 @@ def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def move_slots(kv_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy the keys and values of some slots to others, in place.
+    """Copy the keys and values of slots to other slots of a CPU cache, in place.
 
     All sources are read before the first target is written, so the two sets may overlap.
 
@@ -50,3 +56,21 @@ def move_slots(kv_cache: torch.Tensor, source: torch.Tensor, target: torch.Tenso
     to_block, to_offset = target // block_size, target % block_size
     keys[to_block, :, :, to_offset] = keys[from_block, :, :, from_offset]
     values[to_block, :, to_offset] = values[from_block, :, from_offset]
+
+
+def move_rows_in_layers(
+    kv_caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor
+) -> None:
+    """Copy the keys and values of slots to other slots of every layer's GPU cache, in place.
+
+    Args:
+        kv_caches: one tensor as for `move_slots` per layer, changed; of equal block size.
+        source, target: as for `move_slots`, on the caches' device.
+    """
+    if not kv_caches:
+        return
+    block_size = kv_caches[0].shape[2]
+    from_block, from_offset = source // block_size, source % block_size
+    to_block, to_offset = target // block_size, target % block_size
+    for kv_cache in kv_caches:
+        kv_cache[to_block, :, to_offset] = kv_cache[from_block, :, from_offset]
