@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -93,19 +94,20 @@ def test_hidden_state_of_the_last_accepted_node(engine, expected, monkeypatch):
     """The state of any other node is a worse one: of the last committed token, of the last node."""
     llm = engine(**medusa(joint="product"))
     right = check_same_outputs(llm, expected, GREEDY)
-    stock = TreeVerifier._remember_steps
+    stock = TreeVerifier.end_step
     wrong_rows = {
-        "first": lambda base, size: base,
-        "last": lambda base, size: base + size,
+        "first": lambda end, size: end - size - 1,
+        "last": lambda end, size: end - 1,
     }
     for name, wrong_row in wrong_rows.items():
 
-        def remember_steps(self, accepted, base, *args, wrong_row=wrong_row):
+        def end_step(self, new_tokens, wrong_row=wrong_row):
             sizes = [tree.num_nodes for tree in self.step_trees]
-            self._last_logits_rows = [wrong_row(*row) for row in zip(base, sizes, strict=True)]
-            stock(self, accepted, base, *args)
+            ends = itertools.accumulate(size + 1 for size in sizes)
+            self._last_logits_rows = [wrong_row(*row) for row in zip(ends, sizes, strict=True)]
+            stock(self, new_tokens)
 
-        monkeypatch.setattr(TreeVerifier, "_remember_steps", remember_steps)
+        monkeypatch.setattr(TreeVerifier, "end_step", end_step)
         assert check_same_outputs(llm, expected, GREEDY) < 0.85 * right, name
 
 

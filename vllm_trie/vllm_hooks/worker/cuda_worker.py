@@ -31,11 +31,12 @@ class TreeGPUModelRunner(TreeRunnerMixin, gpu_model_runner.GPUModelRunner):
         vLLM gives the KV cache all memory that profiling left, and profiles with two logits rows
         for each request. A step with trees has one for each node too.
         """
+        model: Any = self.model
         sampled = super()._dummy_sampler_run(hidden_states)
         rows = min(self.max_num_tokens, self.max_num_reqs * (1 + self.num_spec_tokens))
         states = hidden_states.new_zeros(rows, hidden_states.shape[1])
         with torch.inference_mode():
-            argmax_of_logits(self.sampler, self.model.compute_logits(states))
+            argmax_of_logits(self.sampler, model.compute_logits(states))
         return sampled
 
 

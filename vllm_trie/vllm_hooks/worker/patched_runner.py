@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.spec_decode.draft_verifier import DraftVerifier
+from vllm.v1.spec_decode.draft_verifier import DraftVerifier  # type: ignore[import-not-found]
 
 from vllm_trie.attention import TreeBatch
 from vllm_trie.vllm_hooks.worker.cpu_worker import CPU_BACKEND_CLASS

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import SamplerOutput
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Runner
+
+    from vllm_trie.vllm_hooks.worker.drafting.proposer import TreeProposer
 else:
     _Runner = object
 
@@ -34,7 +36,7 @@ class TreeRunnerMixin(_Runner):
     @property
     def trees(self) -> TreeVerifier:
         """The verifier, which the proposer made."""
-        return self.drafter.trees
+        return cast("TreeProposer", self.drafter).trees
 
     @cached_property
     def adapter(self) -> V1Adapter:
@@ -90,11 +92,11 @@ class TreeRunnerMixin(_Runner):
         return self.adapter.logits_metadata(num_draft_tokens, cu_num_scheduled_tokens)
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        built: Any = super()._build_attention_metadata(*args, **kwargs)
         if self.trees.tree_batch is not None:
-            for layer_metadata in {id(m): m for m in metadata.values()}.values():
-                setattr(layer_metadata, TREE_ATTRIBUTE, self.trees.tree_batch)
-        return metadata, common
+            for metadata in {id(m): m for m in built[0].values()}.values():
+                setattr(metadata, TREE_ATTRIBUTE, self.trees.tree_batch)
+        return built
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         if self.trees.has_drafts:
@@ -119,7 +121,7 @@ class TreeRunnerMixin(_Runner):
     ) -> list[list[int]]:
         return self.adapter.propose(scheduler_output, sampled_token_ids, sample_hidden_states)
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
+    def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
         if self.trees.is_pausing:
             with self._as_without_speculation():
                 output = super().sample_tokens(grammar_output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,10 +39,11 @@ class V1Adapter:
     def calibrate(self) -> None:
         """Let the node budget observe forward passes; the runner is ready and has no requests."""
         runner = self.runner
+        model: Any = runner.model
 
         def run_step(num_tokens: int) -> None:
             hidden_states, _ = runner._dummy_run(num_tokens)
-            runner.model.compute_logits(hidden_states[:num_tokens])
+            model.compute_logits(hidden_states[:num_tokens])
             runner._sync_device()  # a GPU may still be at work
 
         num_ranks = runner.parallel_config.world_size_across_dp
@@ -63,8 +64,8 @@ class V1Adapter:
                 runner.positions,
                 runner.input_ids.gpu,
             )
-            takes_chains = prefers_chains(runner.device, runner.dtype, runner.kv_cache_dtype)
-            self.trees.place(tokens, takes_chains)
+            dtype: Any = runner.dtype
+            self.trees.place(tokens, prefers_chains(runner.device, dtype, runner.kv_cache_dtype))
 
     def logits_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray

@@ -30,14 +30,17 @@ from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.stats import TreeStats
 from vllm_trie.vllm_hooks.worker.step_clock import StepClock
 from vllm_trie.vllm_hooks.worker.verification import compaction
-from vllm_trie.vllm_hooks.worker.verification.placement import QueryTokens, place_trees
+from vllm_trie.vllm_hooks.worker.verification.placement import (
+    QueryTokens,
+    place_trees,
+    scheduled_tree,
+)
 from vllm_trie.vllm_hooks.worker.verification.sampling import (
     argmax_of_logits,
     is_plain_greedy,
     sample_greedy,
     sample_levels,
 )
-from vllm_trie.vllm_hooks.worker.verification.step_trees import trees_of_step
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import SamplerOutput
@@ -51,13 +54,13 @@ _NO_DRAFT = VerifiedStep(TokenTree.empty(), (), None)
 
 
 class TreeVerifier:
-    """Draft trees of an engine's requests: chosen, placed, verified, kept.
+    """Draft trees of an engine's requests: proposed, placed, verified, released.
 
     Args:
         guard: the drafter of this rank.
-        budget: chooses how many nodes are verified; ``None`` verifies all.
-        share_trees: for an engine with several tensor-parallel ranks, ``None`` for one rank. Ranks
-            measure different times, so with several the budget's pauses and thresholds are unused.
+        budget: chooses the nodes that are verified; ``None`` verifies all.
+        share_trees: for several tensor-parallel ranks. They measure different times, so the
+            budget's pauses and least probabilities are for one rank only.
 
     Attributes:
         step_trees: trees of the step that runs, by batch index.
@@ -84,13 +87,13 @@ class TreeVerifier:
         # By request id: the tree proposed last, and the result of the last verification.
         self._stored_trees: dict[str, TokenTree] = {}
         self._last_steps: dict[str, VerifiedStep] = {}
-        # Of the step that runs, by batch index; the last rows gave the bonus tokens.
+        # Of the step that runs, by batch index.
         self._request_ids: Sequence[str] = []
-        self._last_logits_rows: Sequence[int] = []
-        self._accepted: list[list[int]] = []
-        self._num_decoding = 0
+        self._accepted: Sequence[Sequence[int]] = []
+        self._last_logits_rows: Sequence[int] = []  # those that gave the bonus tokens
+        # Without prefills in the step; with them, its duration cannot be attributed to nodes.
         self._num_decode_tokens = 0
-        """Tokens of the step; 0 if it prefills too: its duration cannot be attributed to nodes."""
+        self._num_decoding = 0
         self._clock = StepClock()
         self._drafting_since = 0.0
         self._stats = TreeStats()
@@ -109,10 +112,7 @@ class TreeVerifier:
         )
 
     def begin_step(
-        self,
-        request_ids: Sequence[str],
-        drafts: Mapping[str, Sequence[int]],
-        num_tokens: int,
+        self, request_ids: Sequence[str], drafts: Mapping[str, Sequence[int]], num_tokens: int
     ) -> None:
         """Find the trees that the scheduled drafts stand for.
 
@@ -127,11 +127,13 @@ class TreeVerifier:
         self._request_ids = request_ids
         self.has_drafts = bool(drafts)
         self.tree_batch = None
+        self.step_trees = [TokenTree.empty()] * len(request_ids)
         if drafts:
-            self.step_trees = trees_of_step(self._stored_trees, drafts, request_ids)
+            self.step_trees = [
+                scheduled_tree(self._stored_trees.get(request_id), drafts.get(request_id, ()))
+                for request_id in request_ids
+            ]
             self._stats.preparation_seconds += time.perf_counter() - start
-        else:
-            self.step_trees = [TokenTree.empty()] * len(request_ids)
 
     def place(self, tokens: QueryTokens, takes_chains: bool) -> None:
         """Set the nodes' positions and describe the trees to attention.
@@ -154,18 +156,21 @@ class TreeVerifier:
             sampler: vLLM's.
             metadata: of the batch.
         """
+        start = time.perf_counter()
         trees = self.step_trees
+        is_greedy = self.has_drafts and is_plain_greedy(metadata)
+        argmax = None
+        if logits is not None and (is_greedy or self.guard.drafter.needs_node_argmax):
+            argmax = argmax_of_logits(sampler, logits)
         if not self.has_drafts:
             self._last_logits_rows = range(len(trees))
-            self._remember_steps([()] * len(trees), self._last_logits_rows, logits, sampler)
+            self._keep_results([()] * len(trees), self._last_logits_rows, argmax)
             output: SamplerOutput = sampler(logits=logits, sampling_metadata=metadata)
             return output
         assert logits is not None
-        start = time.perf_counter()
         first_rows = [0, *accumulate(len(tree.token_list) + 1 for tree in trees[:-1])]
-        argmax = None
-        if is_plain_greedy(metadata):
-            argmax = argmax_of_logits(sampler, logits)
+        if is_greedy:
+            assert argmax is not None
             sample = sample_greedy(argmax, first_rows, trees)
         else:
             sample = sample_levels(sampler, logits, first_rows, trees, metadata)
@@ -174,50 +179,34 @@ class TreeVerifier:
             first + (path[-1] + 1 if path else 0)
             for first, path in zip(first_rows, sample.accepted, strict=True)
         ]
-        self._remember_steps(sample.accepted, first_rows, logits, sampler, argmax)
+        self._keep_results(sample.accepted, first_rows, argmax)
         if self.budget is not None:
             self.budget.observe_verified(self._request_ids, trees, sample.accepted)
         output = sample.padded(logits.device)
         self._stats.verification_seconds += time.perf_counter() - start
         return output
 
-    def _remember_steps(
+    def _keep_results(
         self,
         accepted: Sequence[Sequence[int]],
         first_rows: Sequence[int],
-        logits: torch.Tensor | None,
-        sampler: Sampler,
-        argmax: list[int] | None = None,
+        argmax: list[int] | None,
     ) -> None:
-        """Keep the result of each request's verification for the drafter.
-
-        Args:
-            accepted: accepted node indices of each request.
-            first_rows: first logits row of each request.
-            logits: [logits rows, vocab_size].
-            sampler: vLLM's.
-            argmax: of each logits row, if it is known.
-        """
-        wants_argmax = self.guard.drafter.needs_node_argmax and logits is not None
+        """Keep each request's accepted nodes, and the argmax of its logits for the drafter."""
+        wants_argmax = argmax is not None and self.guard.drafter.needs_node_argmax
         if not wants_argmax and not self.has_drafts:
             self._last_steps.update(dict.fromkeys(self._request_ids, _NO_DRAFT))
             return
-        if wants_argmax and argmax is None:
-            assert logits is not None
-            argmax = argmax_of_logits(sampler, logits)
         for request_id, tree, path, first in zip(
             self._request_ids, self.step_trees, accepted, first_rows, strict=True
         ):
             node_argmax = None
-            if wants_argmax:
-                assert argmax is not None
+            if wants_argmax and argmax is not None:
                 node_argmax = np.array(argmax[first : first + tree.num_nodes + 1], dtype=np.int32)
             self._last_steps[request_id] = VerifiedStep(tree, tuple(path), node_argmax)
 
     def compact(
-        self,
-        groups: Sequence[compaction.CacheGroup],
-        slot_mappings: Sequence[torch.Tensor],
+        self, groups: Sequence[compaction.CacheGroup], slot_mappings: Sequence[torch.Tensor]
     ) -> None:
         """Move the accepted nodes' KV into place before anything else reads the cache.
 

@@ -64,9 +64,8 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):
         trees: TreeBatch,
         output: torch.Tensor,
     ) -> None:
-        tree_attention(
-            query, kv_cache, metadata.block_table, trees, self.scale, output, self.alibi_slopes
-        )
+        slopes: Any = self.alibi_slopes  # a tensor here, declared as the list that it was
+        tree_attention(query, kv_cache, metadata.block_table, trees, self.scale, output, slopes)
 
     def plain_requests(
         self, layer: Any, query: torch.Tensor, metadata: CPUAttentionMetadata, trees: TreeBatch

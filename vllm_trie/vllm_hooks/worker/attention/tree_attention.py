@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -12,13 +12,7 @@ from vllm_trie.attention import TreeBatch
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.attention.plain_requests import PlainRequests
 
-if TYPE_CHECKING:
-    from vllm.v1.attention.backend import AttentionImpl
-
-    _Impl = AttentionImpl[Any]
-else:
-    _Impl = object
-
+_Impl: Any = object  # vLLM's implementation is the next base class
 TREE_ATTRIBUTE = "draft_trees"
 """Attribute of the attention metadata that carries the step's
 :class:`~vllm_trie.attention.TreeBatch` to the attention backend; a field on a patched vLLM."""

@@ -48,7 +48,7 @@ class GuardedDrafter:
         self._failed_requests: set[str] = set()
         self._switched_off = False
         self._reported = False
-        self._new_failures: dict[FailureReason, int] = {}
+        self._new_failures: dict[str, int] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         """Return a valid tree for each request, empty where the drafter has none or failed.
@@ -80,7 +80,7 @@ class GuardedDrafter:
         except Exception:
             self._report("error", f"forgetting request {request_id}")
 
-    def take_new_failures(self) -> dict[FailureReason, int]:
+    def take_new_failures(self) -> dict[str, int]:
         """Return the number of failures since the last call, by reasons that had any."""
         taken, self._new_failures = self._new_failures, {}
         return taken

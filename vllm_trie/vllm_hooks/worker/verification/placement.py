@@ -1,4 +1,4 @@
-"""The places of a step's draft trees in the flat batch: query tokens, positions, logits rows.
+"""A step's draft trees and their places in the flat batch: query tokens, positions, logits rows.
 
 The query tokens of a request with a tree, which are also its KV slots in order::
 
@@ -33,6 +33,21 @@ class QueryTokens(NamedTuple):
     """int64 [num_tokens or more], changed in place."""
     input_ids: torch.Tensor
     """int32 [num_tokens or more], changed in place where the scheduler left placeholders."""
+
+
+def scheduled_tree(stored: TokenTree | None, scheduled: Sequence[int]) -> TokenTree:
+    """Return the tree that a request's scheduled draft tokens stand for; empty for no tokens.
+
+    vLLM's scheduler carries a flat list of tokens and may cut it or fill it with placeholders
+    (-1). A prefix of the stored tree's tokens is that part of the tree. Any other list is verified
+    as a chain, which is right for every list of tokens.
+    """
+    num_nodes = len(scheduled)
+    if not num_nodes:
+        return TokenTree.empty()
+    if stored is not None and stored.token_list[:num_nodes] == scheduled:
+        return stored.prefix(num_nodes)
+    return TokenTree.from_lists(scheduled, range(-1, num_nodes - 1))
 
 
 def place_trees(
