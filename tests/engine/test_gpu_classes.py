@@ -53,7 +53,7 @@ def test_the_check_refuses_what_is_broken(result) -> None:
     )
     words = {
         "kernel": "the kernel's error is",
-        "layers": "in rows with trees",
+        "layers": "in requests with trees",
         "others": "in the others",
         "moves": "moving KV in the cache",
         "layout": "lays out the KV cache",

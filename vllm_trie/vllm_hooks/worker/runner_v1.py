@@ -44,13 +44,12 @@ class TreeRunnerMixin(_Runner):
 
     @contextmanager
     def _as_without_speculation(self) -> Iterator[None]:
-        """Let methods of vLLM's take the path of an engine without speculation inside the block.
+        """Let a method of vLLM's take the path of an engine without speculation.
 
-        vLLM asks ``self.speculative_config`` whether the engine speculates, not whether this step
-        does, and has no other switch: ``_prepare_inputs`` would describe drafts that are not there,
-        ``_preprocess`` look for placeholders, ``sample_tokens`` call the proposer and send the
-        scheduler empty drafts, or drafts of zeros where ``_input_fits_in_drafter`` says no. On a
-        small model this is a noticeable part of a step.
+        ``speculative_config`` is vLLM's only switch, and it is the engine's, not the step's. With
+        it, ``_prepare_inputs`` describes drafts that are not there, and ``sample_tokens`` sends the
+        scheduler empty drafts of each request, or drafts of zeros if ``_input_fits_in_drafter``
+        says no. On a small model this is a noticeable part of a step.
         """
         config, self.speculative_config = self.speculative_config, None
         try:
@@ -97,12 +96,6 @@ class TreeRunnerMixin(_Runner):
             for metadata in {id(m): m for m in built[0].values()}.values():
                 setattr(metadata, TREE_ATTRIBUTE, self.trees.tree_batch)
         return built
-
-    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
-        if self.trees.has_drafts:
-            return super()._preprocess(*args, **kwargs)
-        with self._as_without_speculation():
-            return super()._preprocess(*args, **kwargs)
 
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None

@@ -31,10 +31,13 @@ class V1Adapter:
         self.runner = runner
         self.trees = trees
 
+    @property
+    def _layers(self) -> dict[str, Any]:
+        return self.runner.compilation_config.static_forward_context
+
     def check_layers(self) -> None:
         """Refuse a loaded model with attention layers that cannot verify trees."""
-        runner = self.runner
-        check_layers(runner.vllm_config, runner.compilation_config.static_forward_context)
+        check_layers(self.runner.vllm_config, self._layers)
 
     def calibrate(self) -> None:
         """Let the node budget observe forward passes; the runner is ready and has no requests."""
@@ -70,14 +73,7 @@ class V1Adapter:
     def logits_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
     ) -> SpecDecodeMetadata:
-        """Return the rows of logits that the walk needs, in vLLM's form.
-
-        The fields that only vLLM's rejection sampler reads are empty.
-
-        Args:
-            num_draft_tokens: int [num_requests], nodes of each tree.
-            cu_num_scheduled_tokens: int [num_requests], where each request's query tokens end.
-        """
+        """Return :func:`logits_tokens` in vLLM's form, without what its rejection sampler reads."""
         tokens = logits_tokens(num_draft_tokens, cu_num_scheduled_tokens)
         logits_indices = to_device(tokens, self.runner.device)
         unused = logits_indices[:0]
@@ -103,10 +99,7 @@ class V1Adapter:
 
     @cached_property
     def _cache_groups(self) -> list[CacheGroup]:
-        runner = self.runner
-        return cache_groups(
-            runner.kv_cache_config, runner.compilation_config.static_forward_context
-        )
+        return cache_groups(self.runner.kv_cache_config, self._layers)
 
     def propose(
         self,

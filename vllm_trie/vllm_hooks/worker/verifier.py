@@ -99,11 +99,7 @@ class TreeVerifier:
         self._stats = TreeStats()
 
     def start_step(self, num_requests: int) -> None:
-        """Start the step's clock and decide whether the next step may have drafts.
-
-        Args:
-            num_requests: in the batch of the step before.
-        """
+        """Start the step's clock and decide whether a batch of this size is to get drafts."""
         self._clock.start()
         self.is_pausing = (
             self.budget is not None
@@ -136,12 +132,7 @@ class TreeVerifier:
             self._stats.preparation_seconds += time.perf_counter() - start
 
     def place(self, tokens: QueryTokens, takes_chains: bool) -> None:
-        """Set the nodes' positions and describe the trees to attention.
-
-        Args:
-            tokens: the batch; its positions are changed.
-            takes_chains: whether tree attention is to verify chains too.
-        """
+        """Set the nodes' positions and the tree batch, see :func:`place_trees`."""
         start = time.perf_counter()
         self.tree_batch = place_trees(self.step_trees, tokens, takes_chains)
         self._stats.preparation_seconds += time.perf_counter() - start
@@ -208,12 +199,7 @@ class TreeVerifier:
     def compact(
         self, groups: Sequence[compaction.CacheGroup], slot_mappings: Sequence[torch.Tensor]
     ) -> None:
-        """Move the accepted nodes' KV into place before anything else reads the cache.
-
-        Args:
-            groups: cache tensors, changed.
-            slot_mappings: int64 [num_tokens] by group index, the slot of each query token.
-        """
+        """Move the accepted nodes' KV into place, see :func:`compaction.compact`."""
         if self.tree_batch is None:
             return
         start = time.perf_counter()

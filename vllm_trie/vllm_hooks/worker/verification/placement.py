@@ -30,9 +30,9 @@ class QueryTokens(NamedTuple):
     num_computed: np.ndarray
     """int [num_requests], tokens of each request whose KV is in the cache."""
     positions: torch.Tensor
-    """int64 [num_tokens or more], changed in place."""
+    """int64 [num_tokens or more]."""
     input_ids: torch.Tensor
-    """int32 [num_tokens or more], changed in place where the scheduler left placeholders."""
+    """int32 [num_tokens or more]."""
 
 
 def scheduled_tree(stored: TokenTree | None, scheduled: Sequence[int]) -> TokenTree:
@@ -53,15 +53,12 @@ def scheduled_tree(stored: TokenTree | None, scheduled: Sequence[int]) -> TokenT
 def place_trees(
     trees: Sequence[TokenTree], tokens: QueryTokens, takes_chains: bool
 ) -> TreeBatch | None:
-    """Set the nodes' positions and describe the trees to the attention backend.
+    """Set the nodes' positions and return the trees that need tree attention, if any does.
 
     Args:
         trees: of each request of the batch, empty ones included.
-        tokens: the batch.
+        tokens: the batch; positions are changed, and token ids where they are placeholders.
         takes_chains: whether chains belong to tree attention too; vLLM's kernel gets them if not.
-
-    Returns:
-        The trees that need tree attention, ``None`` if none does.
     """
     starts = tokens.starts.tolist()
     rows, words, nodes, positions = [], [], [], []

@@ -144,10 +144,8 @@ def sample_levels(
     processor applied exactly as in plain decoding.
 
     Args:
-        sampler: vLLM's.
         logits: [logits rows, vocab_size] of the target.
         first_rows, trees: as for :func:`sample_greedy`.
-        metadata: of the batch.
     """
     num_requests = len(trees)
     children = [_children(tree) for tree in trees]
