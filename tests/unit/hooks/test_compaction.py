@@ -98,7 +98,7 @@ def test_caches_that_layers_share_are_moved_once() -> None:
         ),
         layers,
     )
-    assert [group.index for group in groups] == [0, 1]
+    assert [group.group_id for group in groups] == [0, 1]
     assert [len(group.caches) for group in groups] == [1, 1]
 
 

@@ -93,7 +93,7 @@ class V1Adapter:
         output = self.trees.verify(logits, self.runner.sampler, batch.sampling_metadata)
         if self.trees.tree_batch is not None:
             tables = batch.block_table
-            slot_mappings = [tables[g.index].slot_mapping.gpu for g in self._cache_groups]
+            slot_mappings = [tables[g.group_id].slot_mapping.gpu for g in self._cache_groups]
             self.trees.compact(self._cache_groups, slot_mappings)
         return output
 

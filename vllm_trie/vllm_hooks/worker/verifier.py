@@ -252,7 +252,7 @@ class TreeVerifier:
         for (index, request), tree in zip(requests.items(), trees, strict=True):
             if tree.num_nodes:
                 self._stored_trees[request.request_id] = tree
-                drafts[index] = tree.token_list
+                drafts[index] = tree.token_list.copy()  # vLLM may change its list
         drafting = self.guard.seconds - spent
         elapsed = time.perf_counter() - self._drafting_since
         self._stats.drafting_seconds += drafting

@@ -43,9 +43,10 @@ class TreeAttention(_Impl):
         trees: TreeBatch | None = getattr(attn_metadata, TREE_ATTRIBUTE, None)
         scales = (output_scale, output_block_scale)
         if trees is None:
-            return super().forward(
+            attended: torch.Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *scales
             )
+            return attended
         if not trees.covers_batch:
             plain = getattr(attn_metadata, _PLAIN_ATTRIBUTE, None)
             if plain is None:

@@ -22,7 +22,7 @@ MoveSlots = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
 class CacheGroup(NamedTuple):
     """Layers that share block tables."""
 
-    index: int
+    group_id: int
     """Index of vLLM's KV cache group."""
     caches: tuple[torch.Tensor, ...]
     """The group's cache tensors, each once."""
@@ -82,13 +82,13 @@ def compact(
 
     Args:
         groups: cache tensors, changed.
-        slot_mappings: int64 [num_tokens] by group index, the slot of each query token.
+        slot_mappings: int64 [num_tokens] by group id, the slot of each query token.
         sources, targets: query tokens as :func:`moved_tokens` returns them.
     """
     if not sources:
         return
     moves = np.array([sources, targets], dtype=np.int64)
-    pairs = to_device(moves, slot_mappings[groups[0].index].device)
+    pairs = to_device(moves, slot_mappings[groups[0].group_id].device)
     for group in groups:
-        slots = slot_mappings[group.index][pairs].long()
+        slots = slot_mappings[group.group_id][pairs].long()
         (group.move or move_slots_in_layers)(group.caches, slots[0], slots[1])

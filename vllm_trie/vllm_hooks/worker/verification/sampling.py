@@ -97,9 +97,12 @@ def argmax_of_logits(sampler: Sampler, logits: torch.Tensor) -> list[int]:
     (the first), infinities and NaN.
     """
     if logits.device.type == "cpu":
-        return logits.to(torch.float32).numpy().argmax(axis=-1).tolist()
+        tokens: list[int] = logits.to(torch.float32).numpy().argmax(axis=-1).tolist()
+        return tokens
     # A step with many trees has thousands of rows; a float32 copy of all would take gigabytes.
-    parts = [sampler.greedy_sample(part.to(torch.float32)) for part in logits.split(_ARGMAX_ROWS)]
+    parts = [
+        sampler.greedy_sample(part.to(torch.float32)) for part in torch.split(logits, _ARGMAX_ROWS)
+    ]
     return torch.cat(parts).tolist()
 
 
@@ -152,7 +155,7 @@ def sample_levels(
     node = [-1] * num_requests
     token_ids: list[list[int]] = [[] for _ in trees]
     accepted: list[list[int]] = [[] for _ in trees]
-    logprobs: list[LogprobsTensors] = []
+    logprobs: list[LogprobsTensors | None] = []
     walking = set(range(num_requests))
     while walking:
         level = len(logprobs)
@@ -174,7 +177,7 @@ def sample_levels(
             else:
                 accepted[index].append(child)
                 node[index] = child
-    return TreeSample(token_ids, accepted, _interleave(logprobs, num_requests))
+    return TreeSample(token_ids, accepted, _interleave(logprobs))
 
 
 def _children(tree: TokenTree) -> dict[tuple[int, int], int]:
@@ -192,7 +195,7 @@ def _metadata_at(
     output = metadata.output_token_ids
     if output:
         output = [[*done, *new] for done, new in zip(output, token_ids, strict=True)]
-    processors = [
+    processors: list[Any] = [
         _MinTokensBelow(processor, level)
         if isinstance(processor, MinTokensLogitsProcessor)
         else processor
@@ -206,7 +209,7 @@ def _metadata_at(
     )
 
 
-def _interleave(levels: list[LogprobsTensors], num_requests: int) -> LogprobsTensors | None:
+def _interleave(levels: list[LogprobsTensors | None]) -> LogprobsTensors | None:
     """Reorder one entry per level to ``max(2, levels)`` tokens per request."""
     if levels[0] is None:
         return None
