@@ -100,7 +100,7 @@ def tree_attention_portable(
     block_size = kv_cache.shape[2]
     keys, values = split_cache(kv_cache)
     num_kv_heads, head_size = keys.shape[1], keys.shape[2]
-    for index, (row, mask) in enumerate(zip(trees.rows, trees.masks(), strict=True)):
+    for index, (row, mask) in enumerate(zip(trees.rows, trees.masks, strict=True)):
         num_blocks = -(-row.seq_len // block_size)
         blocks = block_table[row.batch_index, :num_blocks].long()
         # [blocks, heads, head_size, block] -> [heads, slots, head_size]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from vllm_trie.tree.token_tree import ROOT
 
 
@@ -11,7 +13,7 @@ def accept_greedy(
     tree_token_ids: Sequence[int],
     parents: Sequence[int],
     target: Sequence[int],
-    never_accept: Sequence[bool] | None = None,
+    never_accept: Sequence[bool] | np.ndarray | None = None,
 ) -> list[int]:
     """Return the path of the tree that the target model's own choices follow.
 

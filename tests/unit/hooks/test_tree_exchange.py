@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -10,7 +12,22 @@ from hypothesis import strategies as st
 
 from tests.unit.tree.strategies import flags, token_trees
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.worker.drafting.tree_exchange import pack, unpack
+from vllm_trie.vllm_hooks.worker.drafting.tree_exchange import same_on_all_ranks
+
+
+class Rank:
+    """One of two ranks; what rank 0 broadcasts waits in `sent`."""
+
+    world_size = 2
+    sent: bytes
+
+    def __init__(self, rank_in_group: int) -> None:
+        self.rank_in_group = rank_in_group
+
+    def broadcast_object(self, found: Any = None) -> Any:
+        if self.rank_in_group == 0:
+            Rank.sent = pickle.dumps(found)
+        return pickle.loads(Rank.sent)
 
 
 @st.composite
@@ -21,23 +38,22 @@ def flagged_trees(draw: st.DrawFn) -> TokenTree:
     return tree
 
 
-def never_accepted(tree: TokenTree) -> list[bool]:
-    return [False] * tree.num_nodes if tree.never_accept is None else tree.never_accept.tolist()
-
-
-@given(st.lists(flagged_trees(), min_size=1, max_size=5))
-def test_unpack_is_the_inverse_of_pack(trees: list[TokenTree]) -> None:
-    packed = pack(trees)
-    assert packed.dtype == np.int32
-    assert len(packed) == len(trees) + 3 * sum(tree.num_nodes for tree in trees)
-    found = unpack(packed, len(trees))
-    assert len(found) == len(trees)
+@given(st.lists(flagged_trees(), min_size=1, max_size=5), st.data())
+def test_all_ranks_get_the_trees_of_rank_0(trees: list[TokenTree], data: st.DataObject) -> None:
+    others = [data.draw(flagged_trees()) for _ in trees]
+    first: Any = Rank(0)
+    second: Any = Rank(1)
+    assert same_on_all_ranks(trees, first) is trees
+    found = same_on_all_ranks(others, second)
     for before, after in zip(trees, found, strict=True):
         assert np.array_equal(before.token_ids, after.token_ids)
         assert np.array_equal(before.parents, after.parents)
-        never = np.zeros(before.num_nodes) if before.never_accept is None else before.never_accept
-        found_never = (
-            np.zeros(after.num_nodes) if after.never_accept is None else after.never_accept
-        )
-        assert np.array_equal(never, found_never)
+        assert (before.never_accept is None) == (after.never_accept is None)
+        if before.never_accept is not None:
+            assert np.array_equal(before.never_accept, after.never_accept)
         after.validate(vocab_size=6, max_nodes=12)
+
+
+def test_no_trees_are_not_sent() -> None:
+    group: Any = Rank(1)
+    assert same_on_all_ranks([], group) == []

@@ -49,7 +49,8 @@ class EngineOptions(BaseModel):
         gt=0.0,
         le=600.0,
         description="Longest time that one call of the drafter may take, seconds; a drafter that "
-        "takes longer is switched off for the engine's lifetime.",
+        "took longer is switched off for the engine's lifetime. The check comes after the call: a "
+        "call that never returns blocks the engine.",
     )
     allow_untested_gpu: bool = Field(
         default=False,

@@ -1,9 +1,8 @@
-"""Before an engine serves from a GPU: do tree attention and compaction work on this very device?
+"""The check of tree attention and compaction on a GPU, before an engine serves from it.
 
-The GPU's classes have never run on a GPU where they were written. A user who allows them all the
-same shall not get a wrong token, so the worker asks here once the model and its KV cache are there:
-random steps go through the layers' own attention, in their own cache, and the results are compared
-with float64. What fails refuses the start.
+The GPU's classes have never run on a GPU where they were written. A user who allows them must not
+get a wrong token. Random steps therefore go through the layers' own attention, in their own cache,
+and the results are compared with float64. A failure refuses the start.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from vllm_trie.attention.kernel_check import (
     random_step,
     relative_error,
 )
+from vllm_trie.vllm_hooks.worker.attention.tree_attention import TREE_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.verification import compaction
-from vllm_trie.vllm_hooks.worker.verification.pending_tree import TREE_ATTRIBUTE
 
 logger = init_logger(__name__)
 
 _MAX_BLOCKS = 256
 _STOCK_TOLERANCE = 3e-2
 """For vLLM's own kernel, whose float32 products have 10 bits on many devices: only the choice of
-its rows is at stake."""
+its query tokens is checked."""
 
 
 class CheckedLayer(NamedTuple):
@@ -53,7 +52,7 @@ class CheckedLayer(NamedTuple):
 
 
 class DeviceCheck(NamedTuple):
-    """What :func:`check_device` found good."""
+    """Result of :func:`check_device`."""
 
     num_steps: int
     shapes: tuple[LayerShape, ...]
@@ -65,16 +64,16 @@ class DeviceCheck(NamedTuple):
 def check_device(
     runner: Any, batches: Sequence[Sequence[RequestShape]] = BATCHES, splits: Sequence[int] = ()
 ) -> DeviceCheck:
-    """Refuse to serve where a result is wrong or something raises; one log line if all is well.
+    """Refuse to serve if a result is wrong or a call raises; log one line otherwise.
 
     Args:
-        runner: vLLM's model runner, with its KV cache and before any request. The cache is written
-            to and zeroed again.
-        batches: one step each; those that the cache cannot hold are left out.
+        runner: Model Runner V1, with its KV cache and before any request. The cache is written to
+            and zeroed again.
+        batches: one step each; steps that the cache cannot hold are left out.
         splits: see :func:`vllm_trie.attention.kernel_check.check_kernel`.
 
     Raises:
-        RuntimeError: what went wrong, and that the start is refused for it.
+        RuntimeError: naming what went wrong.
     """
     start = time.perf_counter()
     try:
@@ -100,7 +99,7 @@ def check_device(
 
 
 class _WrongResult(Exception):
-    """Something was computed, and it is not what it should be."""
+    """A computed result differs from the expected one."""
 
 
 def _check(
@@ -133,7 +132,7 @@ def _check(
 
 
 def _layers_to_check(runner: Any) -> Iterator[CheckedLayer]:
-    """One layer of each shape and layout."""
+    """Yield one layer of each shape and layout."""
     layers: Mapping[str, Any] = runner.compilation_config.static_forward_context
     seen = set()
     for groups in runner.attn_groups:
@@ -183,7 +182,7 @@ def _check_step(checked: CheckedLayer, step: Step, generator: np.random.Generato
     if error > tolerance or others > _STOCK_TOLERANCE:
         raise _WrongResult(
             f"a step of layer {checked.name} has an error of {error:.2g} of the largest value in "
-            f"rows with trees, allowed is {tolerance:.2g}, and of {others:.2g} in the others, "
+            f"requests with trees, allowed is {tolerance:.2g}, and of {others:.2g} in the others, "
             f"allowed is {_STOCK_TOLERANCE:.2g} ({checked.shape})"
         )
     _check_compaction(checked, step, generator)
@@ -191,7 +190,7 @@ def _check_step(checked: CheckedLayer, step: Step, generator: np.random.Generato
 
 
 def _check_layout(checked: CheckedLayer, step: Step) -> None:
-    """Write the step's keys and values as vLLM does, and compare with where they should be."""
+    """Write the step's keys and values as vLLM does, and compare with the expected cache."""
     cache = checked.kv_cache
     wanted = torch.empty_like(cache)
     fill_cache(wanted, step)
@@ -203,7 +202,8 @@ def _check_layout(checked: CheckedLayer, step: Step) -> None:
     )
     if not torch.equal(cache, wanted):
         raise _WrongResult(
-            f"vLLM lays out the KV cache of layer {checked.name} otherwise than vllm-trie reads it"
+            f"vLLM lays out the KV cache of layer {checked.name} differently from what vllm-trie "
+            "reads"
         )
 
 
@@ -226,14 +226,14 @@ def _metadata(builder: Any, step: Step, device: torch.device) -> Any:
 
 
 def _check_compaction(checked: CheckedLayer, step: Step, generator: np.random.Generator) -> None:
-    """Move random nodes' KV to the front and compare the whole cache with what it should be."""
+    """Move random nodes' KV to the front and compare the whole cache with the expected one."""
     accepted: list[list[int]] = [[] for _ in step.seq_lens]
     for row in step.trees.rows:
         if row.num_nodes > 1:  # without the first node, which would stay where it is
             length = int(generator.integers(1, min(8, row.num_nodes - 1) + 1))
             nodes = 1 + generator.choice(row.num_nodes - 1, length, replace=False)
             accepted[row.batch_index] = sorted(nodes.tolist())
-    sources, targets = compaction.moved_rows(step.trees.rows, accepted)
+    sources, targets = compaction.moved_tokens(step.trees.rows, accepted)
     cache = checked.kv_cache
     wanted = cache.clone()
     slots = step.step_slots()
@@ -245,4 +245,4 @@ def _check_compaction(checked: CheckedLayer, step: Step, generator: np.random.Ge
     group = compaction.CacheGroup(0, (cache,), checked.layer.impl.move_slots)
     compaction.compact([group], [to_device(slots, cache.device)], sources, targets)
     if not torch.equal(cache, wanted):
-        raise _WrongResult(f"moving KV in the cache of layer {checked.name} gave something else")
+        raise _WrongResult(f"moving KV in the cache of layer {checked.name} gave a wrong cache")
