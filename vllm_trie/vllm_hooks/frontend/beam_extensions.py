@@ -1,4 +1,4 @@
-"""Our scheduler and our way of beam search, where vLLM asks for them."""
+"""Native beam search and its schedulers at the extension points of a patched vLLM."""
 
 from __future__ import annotations
 
@@ -6,18 +6,11 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from vllm.config.scheduler import SchedulerConfig
-from vllm.entrypoints.generate.beam_search.route import (
-    BeamSearchRoute,
-    get_beam_search_routes,
-    register_beam_search_route,
-)
+from vllm.entrypoints.generate.beam_search.route import BeamSearchRoute, register_beam_search_route
 from vllm.v1.core.sched.provider import register_scheduler_provider
 
 from vllm_trie.vllm_hooks.frontend import offline_beam as offline
 from vllm_trie.vllm_hooks.frontend import online_beam as online
-
-_scheduler_is_registered = False
-
 
 class TrieBeamSearch(BeamSearchRoute):
     """Beam searches as one request each, searched by the scheduler."""
@@ -49,21 +42,17 @@ class TrieBeamSearch(BeamSearchRoute):
 
 
 def register_scheduler() -> None:
-    """Provide the schedulers with beam search, once."""
-    global _scheduler_is_registered
-    if not _scheduler_is_registered:
-        _scheduler_is_registered = True
+    """Provide the schedulers with beam search."""
 
-        def provide(scheduler_config: SchedulerConfig) -> type:
-            # Not before an engine asks for it: plain processes need no scheduler.
-            from vllm_trie.vllm_hooks.scheduler.beam_scheduler import scheduler_class
+    def provide(scheduler_config: SchedulerConfig) -> type:
+        # Not before an engine asks: front ends need no scheduler.
+        from vllm_trie.vllm_hooks.scheduler.beam_scheduler import scheduler_class
 
-            return scheduler_class(scheduler_config)
+        return scheduler_class(scheduler_config)
 
-        register_scheduler_provider(provide)
+    register_scheduler_provider(provide)
 
 
 def register_route() -> None:
-    """Take over beam searches, once."""
-    if not any(isinstance(route, TrieBeamSearch) for route in get_beam_search_routes()):
-        register_beam_search_route(TrieBeamSearch())
+    """Take over beam searches."""
+    register_beam_search_route(TrieBeamSearch())

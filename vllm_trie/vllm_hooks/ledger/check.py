@@ -1,10 +1,4 @@
-"""The ledger: every symbol of vLLM that the plugin overrides, wraps or relies on.
-
-vLLM's internals are no stable interface. Each line says which symbol is touched, why, which
-upstream issue or pull request is about it and when the line can go. :func:`check` compares the
-ledger with the vLLM that is installed; what has moved makes the plugin step aside instead of
-failing in a request.
-"""
+"""The whole table, and how it fits the installed vLLM."""
 
 from __future__ import annotations
 
@@ -13,22 +7,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_trie.vllm_hooks.ledger.beam import BEAM_HOOKS
+from vllm_trie.vllm_hooks.ledger.beam import BEAM_PATCHES
 from vllm_trie.vllm_hooks.ledger.extension_points import offered
-from vllm_trie.vllm_hooks.ledger.gpu import GPU_HOOKS
-from vllm_trie.vllm_hooks.ledger.patch import Hook, resolve
-from vllm_trie.vllm_hooks.ledger.speculation import SPECULATION_HOOKS
+from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, resolve
+from vllm_trie.vllm_hooks.ledger.speculation import GPU_PATCHES, SPECULATION_PATCHES
 
+PATCHES: tuple[Patch, ...] = (*SPECULATION_PATCHES, *GPU_PATCHES, *BEAM_PATCHES)
+"""Every symbol of vLLM that the plugin touches, on all platforms."""
 SUPPORTED_VLLM_VERSIONS = ("0.32", "0.33")
-"""Release series of vLLM that the hooks were written for."""
+"""Release series of vLLM that the table was written for."""
 
 Status = Literal["ok", "replaced", "missing", "changed"]
 """``replaced``: a patched vLLM has an extension point that the plugin uses instead."""
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerFinding:
-    """What :func:`check` found for one :class:`Hook`; ``detail`` is empty if it fits."""
+class Finding:
+    """How one :class:`Patch` fits the installed vLLM; ``detail`` is empty if it does."""
 
     target: str
     reason: str
@@ -38,60 +33,64 @@ class LedgerFinding:
     retire_when: str
     feature: str
 
-
-def check_hook(hook: Hook) -> LedgerFinding:
-    """Compare one line of the ledger with the installed vLLM."""
-
-    def finding(status: Status, detail: str = "") -> LedgerFinding:
-        return LedgerFinding(
-            hook.target, hook.reason, status, detail, hook.upstream, hook.retire_when, hook.feature
-        )
-
-    if hook.extension_point and offered(hook.extension_point):
-        return finding("replaced", f"by the extension point {hook.extension_point}")
-    try:
-        found = resolve(hook.target)
-    except (ImportError, AttributeError) as error:
-        return finding("missing", f"{type(error).__name__}: {error}")
-    if hook.parameters is None:
-        return finding("ok")
-    names = [name for name in inspect.signature(found).parameters if name not in ("self", "cls")]
-    positions = [names.index(name) if name in names else -1 for name in hook.parameters]
-    if -1 in positions or positions != sorted(positions):
-        return finding("changed", f"expected parameters {hook.parameters}, found {tuple(names)}")
-    return finding("ok")
+    @property
+    def fits(self) -> bool:
+        """Whether the feature can run."""
+        return self.status in ("ok", "replaced")
 
 
-def all_hooks() -> tuple[Hook, ...]:
-    """The whole ledger, speculation first, for all platforms."""
-    return (*SPECULATION_HOOKS, *GPU_HOOKS, *BEAM_HOOKS)
-
-
-def hooks_here() -> tuple[Hook, ...]:
-    """The lines for vLLM's present platform."""
+def patches_here(feature: Feature | None = None) -> list[Patch]:
+    """Return the entries for vLLM's present platform, of one feature or of all."""
     from vllm.platforms import current_platform
 
     here = ("any", "cpu" if current_platform.is_cpu() else "cuda")
-    return tuple(hook for hook in all_hooks() if hook.platform in here)
+    return [p for p in PATCHES if p.platform in here and feature in (None, p.feature)]
 
 
-def check(hooks: Iterable[Hook] | None = None) -> list[LedgerFinding]:
-    """Compare the ledger with the installed vLLM, line by line; this platform's if left out.
-
-    Imports vLLM's modules; nothing is changed in them.
-    """
-    return [check_hook(hook) for hook in (hooks_here() if hooks is None else hooks)]
+def check(patches: Iterable[Patch] | None = None) -> list[Finding]:
+    """Compare entries of the table, by default those for this platform, with the installed vLLM."""
+    return [check_patch(patch) for patch in (patches_here() if patches is None else patches)]
 
 
-def mismatch(feature: str) -> str:
-    """Why a feature must step aside with the installed vLLM; empty if it need not."""
+def check_patch(patch: Patch) -> Finding:
+    """Compare one entry of the table with the installed vLLM."""
+    status, detail = _compare(patch)
+    return Finding(
+        patch.target,
+        patch.reason,
+        status,
+        detail,
+        patch.upstream,
+        patch.retire_when,
+        patch.feature,
+    )
+
+
+def _compare(patch: Patch) -> tuple[Status, str]:
+    if patch.extension_point and offered(patch.extension_point):
+        return "replaced", f"by the extension point {patch.extension_point}"
+    try:
+        found = resolve(patch.target)
+    except (ImportError, AttributeError) as error:
+        return "missing", f"{type(error).__name__}: {error}"
+    if patch.parameters is None:
+        return "ok", ""
+    names = [name for name in inspect.signature(found).parameters if name not in ("self", "cls")]
+    positions = [names.index(name) if name in names else -1 for name in patch.parameters]
+    if -1 in positions or positions != sorted(positions):
+        return "changed", f"expected parameters {patch.parameters}, found {tuple(names)}"
+    return "ok", ""
+
+
+def mismatch(feature: Feature) -> str:
+    """Return why a feature must step aside with the installed vLLM; empty if it need not."""
     import vllm
 
     version = vllm.__version__
     problems = [
         f"{found.target} is {found.status} ({found.detail})"
-        for found in check(hook for hook in hooks_here() if hook.feature == feature)
-        if found.status in ("missing", "changed")
+        for found in check(patches_here(feature))
+        if not found.fits
     ]
     if problems:
         return f"vLLM {version}: " + "; ".join(problems)

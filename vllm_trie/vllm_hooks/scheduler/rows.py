@@ -11,7 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.vllm_hooks.scheduler.blocks import fork_blocks, move_blocks
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
-from vllm_trie.vllm_hooks.setup.beam_support import cache_reason, reason_off, say_where_untested
+from vllm_trie.vllm_hooks.setup.support import cache_reason, reason_off, say_where_untested
 
 
 @dataclass(slots=True)

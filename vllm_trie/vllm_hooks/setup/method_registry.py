@@ -1,4 +1,4 @@
-"""Our methods in vLLM's registry of speculative methods."""
+"""The plugin's methods in the registry of a patched vLLM."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class TreeMethods(SpeculativeMethods):
 
 
 def register() -> None:
-    """Add the methods; once per process."""
+    """Add the methods."""
     register_speculative_methods(TreeMethods())

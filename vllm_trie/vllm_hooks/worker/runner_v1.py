@@ -27,7 +27,7 @@ from vllm_trie.attention import TreeBatch
 from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import DraftRequest, VerifiedStep
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.setup.layer_support import check_layers
+from vllm_trie.vllm_hooks.setup.support import check_layers
 from vllm_trie.vllm_hooks.worker.drafting import tree_exchange
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.drafting.requests import draft_requests
