@@ -38,7 +38,7 @@ def _install(feature: ledger.Feature) -> str:
     try:
         reason = ledger.mismatch(feature)
         if not reason:
-            ledger.install(feature, ("process",) if switched_off() else ("process", "native_search"))
+            ledger.install(feature, native_search=not switched_off())
             return "ok"
     except Exception as error:
         logger.exception("vllm-trie: hooking %s failed", feature)

@@ -6,11 +6,17 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from vllm.config.scheduler import SchedulerConfig
-from vllm.entrypoints.generate.beam_search.route import BeamSearchRoute, register_beam_search_route
-from vllm.v1.core.sched.provider import register_scheduler_provider
+from vllm.entrypoints.generate.beam_search.route import (  # type: ignore[import-not-found]
+    BeamSearchRoute,
+    register_beam_search_route,
+)
+from vllm.v1.core.sched.provider import (  # type: ignore[import-not-found]
+    register_scheduler_provider,
+)
 
 from vllm_trie.vllm_hooks.frontend import offline_beam as offline
 from vllm_trie.vllm_hooks.frontend import online_beam as online
+
 
 class TrieBeamSearch(BeamSearchRoute):
     """Beam searches as one request each, searched by the scheduler."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.plugins.request_extension import RequestExtension, register_request_extension
+from vllm.plugins.request_extension import (  # type: ignore[import-not-found]
+    RequestExtension,
+    register_request_extension,
+)
 
 from vllm_trie.vllm_hooks.frontend import beam_requests as frontend
 from vllm_trie.vllm_hooks.frontend import online_beam as online

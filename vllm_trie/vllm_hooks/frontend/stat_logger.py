@@ -49,7 +49,7 @@ def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
 
 def register() -> None:
     """Register at a patched vLLM's extension point for stat loggers."""
-    from vllm.v1.metrics.loggers import register_stat_loggers
+    from vllm.v1.metrics.loggers import register_stat_loggers  # type: ignore[attr-defined]
 
     register_stat_loggers(stat_loggers)
 

@@ -6,16 +6,16 @@ puts a feature's patches in place, :func:`undo` takes them out. Importing this p
 module of vLLM's, and nothing outside of it assigns to an attribute of vLLM's modules and classes.
 """
 
-from vllm_trie.vllm_hooks.ledger.check import (
+from vllm_trie.vllm_hooks.ledger.extension_points import EXTENSION_POINTS, offered
+from vllm_trie.vllm_hooks.ledger.installation import install, installed, patches_in_place, undo
+from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, resolve
+from vllm_trie.vllm_hooks.ledger.table import (
     PATCHES,
     SUPPORTED_VLLM_VERSIONS,
     Finding,
     check,
     mismatch,
 )
-from vllm_trie.vllm_hooks.ledger.extension_points import EXTENSION_POINTS, offered
-from vllm_trie.vllm_hooks.ledger.install import install, installed, patches_in_place, undo
-from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, resolve
 
 __all__ = [
     "EXTENSION_POINTS",

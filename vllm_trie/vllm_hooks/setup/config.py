@@ -79,7 +79,7 @@ def requested_method(engine_args: EngineArgs) -> str | None:
     Raises:
         ValueError: a method's name stands where a dictionary is expected.
     """
-    speculative = engine_args.speculative_config or {}
+    speculative: Any = engine_args.speculative_config or {}
     methods = available_methods()
     if not isinstance(speculative, Mapping):
         for name in (speculative, engine_args.spec_method, engine_args.spec_model):

@@ -64,6 +64,7 @@ def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
     length of drafts depends on the batch size; here it is the same for every size.
     """
     speculative = vllm_config.speculative_config
+    assert speculative is not None
     if speculative.num_speculative_tokens_per_batch_size is None:
         largest = vllm_config.scheduler_config.max_num_seqs
         speculative.num_speculative_tokens_per_batch_size = [
@@ -108,7 +109,7 @@ def wrap_get_scheduler_cls(original: Callable[..., Any]) -> Callable[..., Any]:
             logger.info_once(
                 "Native beam search is off: scheduler_cls=%s was given; leave it out to have it. "
                 "vLLM's own beam search is used.",
-                self.scheduler_cls,
+                str(self.scheduler_cls),
             )
             return original(self)
         # Not before an engine asks: front ends need no scheduler.

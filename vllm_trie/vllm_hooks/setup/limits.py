@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 Feature = Literal["trees", "beams"]
+FEATURES: dict[Feature, str] = {"trees": "tree speculation", "beams": "native beam search"}
 TREES: tuple[Feature, ...] = ("trees",)
 BEAMS: tuple[Feature, ...] = ("beams",)
 BOTH = TREES + BEAMS
@@ -50,10 +51,10 @@ class Limit:
 
     stops: tuple[Feature, ...]
     condition: str
-    find: Callable[[VllmConfig], Any]
+    find: Callable[[Any], Any]
     text: str
 
-    def message(self, config: VllmConfig) -> str | None:
+    def message(self, config: VllmConfig | None) -> str | None:
         """Return what is wrong with a configuration, None if the condition is not met."""
         if not (found := self.find(config)):
             return None

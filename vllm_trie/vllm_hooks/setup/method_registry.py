@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.spec_decode.method_registry import SpeculativeMethods, register_speculative_methods
+from vllm.v1.spec_decode.method_registry import (  # type: ignore[import-not-found]
+    SpeculativeMethods,
+    register_speculative_methods,
+)
 
 from vllm_trie.drafters import available_methods
 from vllm_trie.vllm_hooks.setup import engine_args as engine_setup

@@ -146,8 +146,8 @@ def cache_reason(kv_cache_config: KVCacheConfig) -> str | None:
     """
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        several = isinstance(spec, UniformTypeKVCacheSpecs)
-        for each in spec.kv_cache_specs.values() if several else (spec,):
+        specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}
+        for each in specs.values():
             if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
                 return f"KV cache of kind {type(each).__name__} is not supported"
             if getattr(each, "tokens_per_state", 1) != 1:

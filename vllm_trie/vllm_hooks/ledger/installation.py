@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_trie.vllm_hooks.ledger.check import patches_here
 from vllm_trie.vllm_hooks.ledger.extension_points import REGISTRATIONS, offered
 from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, Scope, resolve
+from vllm_trie.vllm_hooks.ledger.table import patches_here
 
 _ABSENT = object()
 """Stands for an attribute that `vars` of its owner did not have, because it was inherited."""
@@ -49,13 +49,18 @@ class Installation:
         """The patches in place."""
         return tuple(each.patch for each in self._replacements)
 
-    def install(self, feature: Feature, scopes: Container[Scope] = ("process",)) -> None:
+    def install(self, feature: Feature, native_search: bool = True) -> None:
         """Put a feature's patches in place, and register where vLLM has extension points for it.
 
         Leaves alone what an earlier call did. If a patch fails, none of this call's stays.
+
+        Args:
+            feature: the feature.
+            native_search: whether the environment leaves native beam search on.
         """
         present = self.patches
         before = len(present)
+        scopes: set[Scope] = {"process", "native_search"} if native_search else {"process"}
         try:
             for patch in _replacing(patches_here(feature), scopes):
                 if patch.extension_point and offered(patch.extension_point):
