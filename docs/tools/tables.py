@@ -58,9 +58,12 @@ def limits() -> str:
         " | ".join(["| condition", *FEATURES.values()]) + " |",
         " | ".join(["| ---", *("---" for _ in FEATURES)]) + " |",
     ]
+    stops: dict[str, set[str]] = {}
     for limit in LIMITS:
-        cells = [effects[name] if name in limit.stops else "" for name in FEATURES]
-        lines.append(" | ".join([f"| {limit.condition}", *cells]) + " |")
+        stops.setdefault(limit.condition, set()).update(limit.stops)
+    for condition, features in stops.items():
+        cells = [effects[name] if name in features else "" for name in FEATURES]
+        lines.append(" | ".join([f"| {condition}", *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 
