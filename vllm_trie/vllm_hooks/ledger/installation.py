@@ -96,7 +96,8 @@ class Installation:
         wrapper = resolve(patch.wrapper) if isinstance(patch.wrapper, str) else patch.wrapper
         assert wrapper is not None
         original = vars(owner).get(name, _ABSENT)
-        replacement = wrapper(getattr(owner, name))
+        subclass = patch.kind == "subclassed"
+        replacement = wrapper if subclass else wrapper(getattr(owner, name))
         if isinstance(original, staticmethod):
             replacement = staticmethod(replacement)
         setattr(owner, name, replacement)
@@ -115,7 +116,7 @@ class Installation:
     def _register(self, patch: Patch) -> None:
         registration = REGISTRATIONS.get((patch.feature, patch.extension_point))
         if registration is not None and registration not in self._registered:
-            resolve(registration)()
+            resolve(f"vllm_trie.vllm_hooks.{registration}")()
             self._registered.add(registration)
 
 

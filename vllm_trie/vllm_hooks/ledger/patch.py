@@ -10,18 +10,9 @@ from typing import Any, Literal
 Feature = Literal["speculation", "beam"]
 Platform = Literal["any", "cpu", "cuda"]
 Scope = Literal["process", "native_search", "model_runner"]
-Kind = Literal[
-    "wrapped",
-    "subclassed",
-    "overridden",
-    "called",
-    "made",
-    "read",
-    "set",
-    "changed",
-    "registered",
-    "relied on",
-]
+_Replacing = Literal["wrapped", "subclassed"]
+_Using = Literal["overridden", "called", "made", "read", "set", "changed", "registered"]
+Kind = _Replacing | _Using | Literal["relied on"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +27,8 @@ class Patch:
         why: The reason, one phrase.
         parameters: Parameter names that the plugin passes or expects, without ``self``; all of
             them must exist under these names and in this order. None if it is not called.
-        wrapper: Import string of a function, or the function, that takes what the target was and
-            returns what replaces it. Resolved when the patch is installed.
+        wrapper: A function that takes what the target was and returns what replaces it; for
+            ``subclassed`` the subclass. An import string is resolved when the patch is installed.
         feature: The part that steps aside when the symbol is missing or has changed.
         scope: When the patch is in place: as long as the process runs; the same, unless the
             environment switches native beam search off; or while a worker makes its model runner.

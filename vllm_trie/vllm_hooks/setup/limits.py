@@ -70,29 +70,24 @@ def switched_off() -> str | None:
     return None
 
 
-def _is_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
-
-
 def _is_cuda() -> bool:
-    from vllm.platforms import current_platform
+    from vllm.platforms import current_platform as platform
 
-    return not _is_cpu() and current_platform.is_cuda()
+    return not platform.is_cpu() and platform.is_cuda()
 
 
 def _other_platform() -> str | None:
-    from vllm.platforms import current_platform
+    from vllm.platforms import current_platform as platform
 
-    return None if _is_cpu() or _is_cuda() else current_platform.device_type
+    return None if platform.is_cpu() or platform.is_cuda() else platform.device_type
 
 
 def _other_cpu() -> str | None:
-    from vllm.platforms import CpuArchEnum, current_platform
+    from vllm.platforms import CpuArchEnum
+    from vllm.platforms import current_platform as platform
 
-    architecture = current_platform.get_cpu_architecture()
-    return architecture.name if _is_cpu() and architecture != CpuArchEnum.X86 else None
+    architecture = platform.get_cpu_architecture()
+    return architecture.name if platform.is_cpu() and architecture != CpuArchEnum.X86 else None
 
 
 def _other_scheduler(config: VllmConfig) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -19,7 +19,7 @@ from vllm_trie.vllm_hooks.setup.limits import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import BeamSearchParams
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 __all__ = [
     "cache_reason",
@@ -66,35 +66,36 @@ def check_layers(vllm_config: VllmConfig, layers: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the layers.
     """
-    if unaware := ", ".join(_unaware(layers)):
+    attention = {name: layer for name, layer in layers.items() if hasattr(layer, "impl")}
+    unaware = [
+        f"{name} ({type(layer.impl).__name__})"
+        for name, layer in attention.items()
+        if not getattr(layer.impl, "attends_to_trees", False)
+    ]
+    if unaware:
         raise ValueError(
-            f"these attention layers use a backend that knows nothing of draft trees: {unaware}; "
-            "leave attention_backend at its default or run without vllm-trie's speculative methods"
+            "these attention layers use a backend that knows nothing of draft trees: "
+            f"{', '.join(unaware)}; leave attention_backend at its default or run without "
+            "vllm-trie's speculative methods"
         )
-    if partial := ", ".join(_partial(vllm_config, layers)):
+    partial = [
+        f"{name} ({type(layer).__name__})"
+        for name, layer in attention.items()
+        if hasattr(layer, "get_kv_cache_spec") and _is_partial(layer.get_kv_cache_spec(vllm_config))
+    ]
+    if partial:
         raise ValueError(
             "tree attention needs full causal attention, and these layers have another kind: "
-            f"{partial}; run this model without vllm-trie's speculative methods"
+            f"{', '.join(partial)}; run this model without vllm-trie's speculative methods"
         )
 
 
-def _unaware(layers: Mapping[str, Any]) -> Iterator[str]:
-    for name, layer in layers.items():
-        if hasattr(layer, "impl") and not getattr(layer.impl, "attends_to_trees", False):
-            yield f"{name} ({type(layer.impl).__name__})"
-
-
-def _partial(vllm_config: VllmConfig, layers: Mapping[str, Any]) -> Iterator[str]:
-    """Yield layers whose metadata vLLM changes behind the backend's back (Llama 4's chunks)."""
+def _is_partial(spec: KVCacheSpec | None) -> bool:
+    """Return whether vLLM changes the metadata behind the backend's back (Llama 4's chunks)."""
     narrowing = ("sliding_window", "attention_chunk_size", "non_causal")
-    for name, layer in layers.items():
-        if not hasattr(layer, "impl") or not hasattr(layer, "get_kv_cache_spec"):
-            continue
-        spec = layer.get_kv_cache_spec(vllm_config)
-        if spec is None:
-            continue
-        if type(spec) is not FullAttentionSpec or any(getattr(spec, n, None) for n in narrowing):
-            yield f"{name} ({type(layer).__name__})"
+    return spec is not None and (
+        type(spec) is not FullAttentionSpec or any(getattr(spec, n, None) for n in narrowing)
+    )
 
 
 # -- beams ---------------------------------------------------------------------------------------
