@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 import numpy as np
-
-from vllm_trie.drafters import DraftRequest
 from vllm_trie.drafters.ngram_trie.backend import Backend, PythonBackend
 from vllm_trie.drafters.ngram_trie.blended import Blend, give_shares
 from vllm_trie.drafters.ngram_trie.constants import CUT_LEFT, MIN_LEFT, OWN, SHARED, Source
 from vllm_trie.drafters.ngram_trie.contexts import Counted, Match, count_successors
-from vllm_trie.drafters.ngram_trie.drafter import BlendedScoring
 from vllm_trie.drafters.ngram_trie.index import NgramIndex, Node
+
+from vllm_trie.drafters import DraftRequest
+from vllm_trie.drafters.ngram_trie.drafter import BlendedScoring
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 from vllm_trie.tree import TokenTree
 

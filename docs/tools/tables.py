@@ -1,4 +1,4 @@
-"""Tables of the documentation that are read off the code: options and commands."""
+"""Tables of the documentation that are read off the code: options, commands, patches, limits."""
 
 from __future__ import annotations
 
@@ -31,10 +31,40 @@ def fill_in(markdown: str) -> str:
 
 
 def generate(name: str) -> str:
-    """The generated text called `name`: a class of options, or "commands"."""
-    if name == "commands":
-        return commands()
-    return option_table(option_class(name))
+    """The generated text called `name`: a class of options, or one of the tables below."""
+    made = {"commands": commands, "patches": patches, "limits": limits}
+    return made[name]() if name in made else option_table(option_class(name))
+
+
+def patches() -> str:
+    """A Markdown table of the ledger: symbol, feature, what takes its place in a patched vLLM."""
+    from vllm_trie.vllm_hooks.ledger import EXTENSION_POINTS, PATCHES
+
+    lines = ["| symbol of vLLM | feature | what takes its place |", "| --- | --- | --- |"]
+    for patch in PATCHES:
+        place = f"no patch: {patch.kind}; {patch.why}"
+        if patch.extension_point:
+            place = f"{EXTENSION_POINTS[patch.extension_point][0]}: {patch.successor}"
+        lines.append(f"| `{patch.target}` | {patch.feature} | {place} |")
+    return "\n".join(lines) + "\n"
+
+
+def limits() -> str:
+    """A Markdown table of what stops the features, from the table that start-up reads."""
+    from vllm_trie.vllm_hooks.setup.limits import FEATURES, LIMITS
+
+    effects = {"trees": "refused", "beams": "off"}
+    lines = [
+        " | ".join(["| condition", *FEATURES.values()]) + " |",
+        " | ".join(["| ---", *("---" for _ in FEATURES)]) + " |",
+    ]
+    stops: dict[str, set[str]] = {}
+    for limit in LIMITS:
+        stops.setdefault(limit.condition, set()).update(limit.stops)
+    for condition, features in stops.items():
+        cells = [effects[name] if name in features else "" for name in FEATURES]
+        lines.append(" | ".join([f"| {condition}", *cells]) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def option_class(name: str) -> type[BaseModel]:

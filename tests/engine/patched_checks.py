@@ -18,12 +18,10 @@ from vllm.sampling_params import BeamSearchParams
 from tests.engine.compare import differences, generate, speculation
 from tests.engine.conftest import runner_of, scheduler_of, trees_of
 from tests.engine.prompts import prompts
-from vllm_trie.vllm_hooks import plugin
-from vllm_trie.vllm_hooks.ledger import check as ledger
-from vllm_trie.vllm_hooks.ledger import extension_points
+from vllm_trie.vllm_hooks import ledger, plugin
 
 FOLDER = Path(os.environ["PATCHED_VLLM"])
-CALLABLES = [hook for hook in ledger.all_hooks() if callable(ledger.resolve(hook.target))]
+CALLABLES = [hook for hook in ledger.PATCHES if callable(ledger.resolve(hook.target))]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,7 +33,7 @@ def _plugin_is_loaded() -> None:
 
 def test_this_is_the_patched_copy() -> None:
     assert Path(vllm.__file__).parent == FOLDER / "vllm"
-    missing = [n for n in extension_points.EXTENSION_POINTS if not extension_points.offered(n)]
+    missing = [point for point in ledger.EXTENSION_POINTS if not ledger.offered(point)]
     assert missing == []
     assert plugin.status() == {"speculation": "ok", "beam": "ok"}
 
@@ -47,13 +45,13 @@ def defined_in(target: Any) -> Path:
 
 
 @pytest.mark.parametrize("hook", CALLABLES, ids=lambda hook: f"{hook.feature} {hook.target}")
-def test_nothing_is_replaced_at_run_time(hook: ledger.Hook) -> None:
+def test_nothing_is_replaced_at_run_time(hook: ledger.Patch) -> None:
     found = ledger.resolve(hook.target)
     if hook.target.endswith("cache_clear"):  # built-in, of a function of vLLM's
         found = ledger.resolve(hook.target.rpartition(".")[0])
     if hasattr(found, "cache_info"):
         found = found.__wrapped__  # by functools.cache
-    assert not hasattr(found, "_vllm_trie_original")
+    assert hook not in ledger.patches_in_place()
     original = inspect.unwrap(found)  # vLLM decorates some of its functions itself
     assert defined_in(original).is_relative_to(FOLDER / "vllm")
     while found is not original:

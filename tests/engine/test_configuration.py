@@ -29,11 +29,11 @@ from tests.engine.prompts import prompts
 from tests.processes import run_python
 from vllm_trie.drafters import available_methods
 from vllm_trie.tiny_model import model_path
-from vllm_trie.vllm_hooks import plugin
-from vllm_trie.vllm_hooks.ledger import check as ledger
+from vllm_trie.vllm_hooks import ledger, plugin
+from vllm_trie.vllm_hooks.ledger import Patch, table
 from vllm_trie.vllm_hooks.setup import config, support
 from vllm_trie.vllm_hooks.setup import method_names as misspelled
-from vllm_trie.vllm_hooks.setup.beam_support import reason_off
+from vllm_trie.vllm_hooks.setup.support import reason_off
 
 TREES = {"method": "ngram_trie", "num_speculative_tokens": 8}
 
@@ -363,10 +363,11 @@ def test_another_version_of_vllm(fresh_process, monkeypatch):
 
 
 def test_a_symbol_that_is_gone(fresh_process, monkeypatch):
-    gone = ledger.Hook("vllm.v1.worker.gpu_model_runner:GPUModelRunner._no_such_method", "a test")
-    changed = ledger.Hook("vllm.engine.arg_utils:EngineArgs.from_cli_args", "a test", ("renamed",))
-    monkeypatch.setattr(ledger, "all_hooks", lambda: (gone, changed))
-    monkeypatch.setattr(plugin, "_install_beam", lambda: None)
+    runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+    gone = Patch(f"{runner}._no_such_method", "called", "a test")
+    arguments = "vllm.engine.arg_utils:EngineArgs"
+    changed = Patch(f"{arguments}.from_cli_args", "called", "a test", ("renamed",))
+    monkeypatch.setattr(table, "PATCHES", (gone, changed))
     before = wrapped()
     (message,) = fresh_process()
     assert wrapped() == before
@@ -378,12 +379,16 @@ def test_a_symbol_that_is_gone(fresh_process, monkeypatch):
 
 
 def test_hooking_that_fails(fresh_process, monkeypatch):
-    def fail() -> None:
+    def fail(original: Any) -> None:
         raise RuntimeError("an unforeseen change")
 
-    monkeypatch.setattr(plugin, "_install_speculation", fail)
-    monkeypatch.setattr(plugin, "_install_beam", lambda: None)
+    arguments = "vllm.engine.arg_utils:EngineArgs"
+    works = Patch(f"{arguments}.from_cli_args", "wrapped", "a test", wrapper=lambda original: None)
+    fails = Patch(f"{arguments}.create_model_config", "wrapped", "a test", wrapper=fail)
+    monkeypatch.setattr(table, "PATCHES", (works, fails))
+    before = {**wrapped(), **vars(EngineArgs)}
     messages = fresh_process()
+    assert {**wrapped(), **vars(EngineArgs)} == before
     assert "an unforeseen change" in messages[-1]
     assert plugin.status() == {
         "speculation": "RuntimeError: an unforeseen change",
@@ -410,9 +415,9 @@ for name in ("add_cli_args", "create_speculative_config", "create_engine_config"
 """Without the plugin vLLM is as it was, and its own error answers who asks for a tree method."""
 
 STEPPED_ASIDE = """
-from vllm_trie.vllm_hooks.ledger import check as ledger
-gone = ledger.Hook("vllm.v1.worker.gpu_model_runner:GPUModelRunner._no_such_method", "a test")
-ledger.all_hooks = lambda: (gone,)
+from vllm_trie.vllm_hooks.ledger import Patch, table
+runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+table.PATCHES = (Patch(f"{runner}._no_such_method", "called", "a test"),)
 from vllm.engine.arg_utils import EngineArgs
 refused = build(speculative_config=TREES)
 assert "ngram_trie" in refused, refused

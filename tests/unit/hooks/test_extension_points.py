@@ -1,56 +1,38 @@
-"""Extension points, their patches and the table that tells of them."""
+"""Extension points, and the patches that add them to vLLM."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from vllm_trie.vllm_hooks.ledger.check import all_hooks
-from vllm_trie.vllm_hooks.ledger.extension_points import EXTENSION_POINTS, offered
+from vllm_trie.vllm_hooks.ledger import EXTENSION_POINTS, PATCHES, offered
+from vllm_trie.vllm_hooks.ledger.extension_points import REGISTRATIONS
 
-PATCHES = Path(__file__).parents[3] / "patches"
-ROW = re.compile(r"^\| `(?P<target>vllm\.[^`]+)` \| (?P<feature>\w+) \| (?P<place>.+) \|$", re.M)
-"""A row of the ledger's table in the README."""
+SERIES = Path(__file__).parents[3] / "patches"
 POINT_ROW = re.compile(r"^\| (?P<number>\d{4}) \| .* \| (?P<points>.+) \|$", re.M)
-"""A row of the table of patches."""
+"""A row of the README's table of the series; its table of the ledger is generated."""
 
 
-def readme() -> str:
-    return (PATCHES / "README.md").read_text()
-
-
-def patch_of_point() -> dict[str, str]:
+def test_the_readme_names_the_point_of_every_patch() -> None:
     found = {}
-    for row in POINT_ROW.finditer(readme()):
+    for row in POINT_ROW.finditer((SERIES / "README.md").read_text()):
         for point in re.findall(r"`(\w+)`", row["points"]):
             found[point] = row["number"]
-    return found
+    assert found == {point: number for point, (number, _) in EXTENSION_POINTS.items()}
 
 
-def test_every_line_of_the_ledger_is_in_the_table() -> None:
-    rows = {(row["target"], row["feature"]): row["place"] for row in ROW.finditer(readme())}
-    hooks = {(hook.target, hook.feature): hook for hook in all_hooks()}
-    assert rows.keys() == hooks.keys()
-    patches = patch_of_point()
-    for key, hook in hooks.items():
-        if hook.extension_point:
-            assert rows[key].startswith(patches[hook.extension_point]), key
-        else:
-            assert rows[key].startswith("no patch: "), key
-
-
-def test_every_point_has_its_patch() -> None:
-    patches = patch_of_point()
-    assert patches.keys() == EXTENSION_POINTS.keys()
-    for point, number in patches.items():
-        [patch] = (PATCHES / "vllm-0.32.0").glob(f"{number}-*.patch")
-        name = EXTENSION_POINTS[point].rpartition(":")[2].rpartition(".")[2]
+def test_every_point_is_what_its_patch_adds() -> None:
+    for point, (number, symbol) in EXTENSION_POINTS.items():
+        [patch] = (SERIES / "vllm-0.32.0").glob(f"{number}-*.patch")
+        name = symbol.rpartition(":")[2].rpartition(".")[2]
         added = [line for line in patch.read_text().splitlines() if line.startswith("+")]
         assert any(re.search(rf"\b{name}\b", line) for line in added), (point, number)
 
 
-def test_hooks_name_points_that_exist() -> None:
-    assert {hook.extension_point for hook in all_hooks()} - {""} <= EXTENSION_POINTS.keys()
+def test_entries_and_registrations_name_points_that_exist() -> None:
+    assert {patch.extension_point for patch in PATCHES} - {""} <= EXTENSION_POINTS.keys()
+    served = {(patch.feature, patch.extension_point) for patch in PATCHES if patch.wrapper}
+    assert REGISTRATIONS.keys() <= served
 
 
 def test_stock_vllm_offers_none() -> None:

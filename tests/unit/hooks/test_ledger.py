@@ -1,44 +1,70 @@
-"""The ledger notices what has moved."""
+"""The table of patches notices what has moved; patches go in once and come out whole."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import dataclasses
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from vllm_trie.vllm_hooks.ledger import check as ledger
-from vllm_trie.vllm_hooks.ledger.check import check, check_hook
-from vllm_trie.vllm_hooks.ledger.patch import Hook
+import vllm_trie
+from vllm_trie.vllm_hooks import ledger
+from vllm_trie.vllm_hooks.ledger import Patch, check, table
+from vllm_trie.vllm_hooks.ledger.installation import Installation
+
+PACKAGE = Path(vllm_trie.__file__).parent
+HERE = "a_module_of_vllm:Subject"
 
 
-class Subject:
-    def method(self, first: int, second: int = 0, *, third: int = 0) -> None: ...
+@pytest.fixture(autouse=True)
+def subject(monkeypatch: pytest.MonkeyPatch) -> type:
+    """A class to patch, in a module to import."""
+
+    class Base:
+        def inherited(self) -> str:
+            return "inherited"
+
+    class Subject(Base):
+        def method(self, first: int, second: int = 0, *, third: int = 0) -> Any:
+            return first
+
+        @staticmethod
+        def static(value: str) -> str:
+            return value
+
+    module = types.ModuleType("a_module_of_vllm")
+    module.Subject = Subject  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return Subject
 
 
-HERE = f"{__name__}:Subject"
+# -- the check -------------------------------------------------------------------------------------
+
+
+def check_one(target: str, parameters: tuple[str, ...] | None = None) -> ledger.Finding:
+    [finding] = check([Patch(target, "called", "why", parameters)])
+    return finding
 
 
 @pytest.mark.parametrize(
     "parameters",
     [None, (), ("first",), ("first", "second"), ("first", "third"), ("second", "third")],
 )
-def test_what_fits(parameters: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, __name__, _this_module())
-    finding = check_hook(Hook(f"{HERE}.method", "why", parameters))
-    assert (finding.status, finding.detail) == ("ok", "")
-
-
-def _this_module() -> object:
-    import types
-
-    module = types.ModuleType(__name__)
-    module.Subject = Subject  # type: ignore[attr-defined]
-    return module
+def test_what_fits(parameters: tuple[str, ...] | None) -> None:
+    finding = check_one(f"{HERE}.method", parameters)
+    assert (finding.status, finding.detail, finding.fits) == ("ok", "", True)
 
 
 @pytest.mark.parametrize("parameters", [("renamed",), ("second", "first"), ("first", "gone")])
-def test_changed_signatures(parameters: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, __name__, _this_module())
-    finding = check_hook(Hook(f"{HERE}.method", "why", parameters))
-    assert finding.status == "changed"
+def test_changed_signatures(parameters: tuple[str, ...]) -> None:
+    finding = check_one(f"{HERE}.method", parameters)
+    assert (finding.status, finding.fits) == ("changed", False)
     assert "first" in finding.detail
     assert parameters[0] in finding.detail
 
@@ -47,21 +73,181 @@ def test_changed_signatures(parameters: tuple[str, ...], monkeypatch: pytest.Mon
     "target", ["no_such_package.module:x", "json:no_such_name", "json:JSONDecoder.no_such_name"]
 )
 def test_missing_symbols(target: str) -> None:
-    finding = check_hook(Hook(target, "why"))
-    assert finding.status == "missing"
+    finding = check_one(target)
+    assert (finding.status, finding.fits) == ("missing", False)
     assert "no_such" in finding.detail
     assert finding.target == target
 
 
 def test_whole_modules_and_order() -> None:
-    hooks = (Hook("json", "a"), Hook("json:gone", "b"), Hook("json:loads", "c", ("s",)))
-    assert [finding.status for finding in check(hooks)] == ["ok", "missing", "ok"]
+    patches = [Patch(target, "called", "why") for target in ("json", "json:gone", "json:loads")]
+    assert [finding.status for finding in check(patches)] == ["ok", "missing", "ok"]
 
 
-def test_every_line_says_why_and_until_when() -> None:
-    for hook in ledger.all_hooks():
-        assert hook.reason
-        assert hook.retire_when, hook.target
-        assert hook.target.startswith("vllm."), hook.target
-    targets = [(hook.target, hook.feature) for hook in ledger.all_hooks()]
-    assert len(set(targets)) == len(targets)
+# -- the table -------------------------------------------------------------------------------------
+
+
+def test_every_entry_says_why_and_until_when() -> None:
+    for patch in ledger.PATCHES:
+        assert patch.why
+        assert patch.retire_when, patch.target
+        assert patch.target.startswith("vllm."), patch.target
+        assert (patch.wrapper is not None) == (patch.kind in ("wrapped", "subclassed"))
+        assert bool(patch.successor) == bool(patch.extension_point), patch.target
+    keys = [(patch.target, patch.feature) for patch in ledger.PATCHES]
+    assert len(set(keys)) == len(keys)
+
+
+def test_importing_the_table_imports_nothing_of_vllm() -> None:
+    code = "import sys, vllm_trie.vllm_hooks.ledger; print([m for m in sys.modules if m == 'vllm'])"
+    from tests.processes import run_python
+
+    assert run_python("-c", code, timeout=60).stdout.strip() == "[]"
+
+
+def test_nothing_else_assigns_to_what_vllm_defines() -> None:
+    """Assignments to attributes of imported names, which classes and modules of vLLM are."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imported = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            targets: list[ast.expr] = []
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+                targets = [node.target]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+                targets = [ast.Attribute(node.args[0], "any", ast.Store())]
+            for target in targets:
+                while isinstance(target, ast.Attribute | ast.Subscript):
+                    target = target.value
+                    if isinstance(target, ast.Name) and target.id in imported:
+                        found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert found == []
+
+
+# -- patches in place ------------------------------------------------------------------------------
+
+
+def loud(original: Any) -> Any:
+    return lambda *arguments: f"{original(*arguments)}!"
+
+
+def a_patch(name: str, **changes: Any) -> Patch:
+    patch = Patch(f"{HERE}.{name}", "wrapped", "why", wrapper=loud)
+    return dataclasses.replace(patch, **changes)
+
+
+def test_patches_come_out_as_they_went_in(subject: Any) -> None:
+    installation, before = Installation(), dict(vars(subject))
+    for name in ("method", "static", "inherited"):
+        installation.apply(a_patch(name))
+    assert (subject().method(3), subject.static("x"), subject().static("y")) == ("3!", "x!", "y!")
+    assert subject().inherited() == "inherited!"
+    installation.undo()
+    assert dict(vars(subject)) == before
+    assert installation.patches == ()
+
+
+def test_a_class_in_its_module(subject: Any) -> None:
+    installation = Installation()
+    ours = type("Ours", (subject,), {})
+    installation.apply(a_patch("", target=HERE, kind="subclassed", wrapper=ours))
+    module = sys.modules["a_module_of_vllm"]
+    assert module.Subject is ours
+    installation.undo()
+    assert module.Subject is subject
+
+
+def test_a_patch_goes_in_once(subject: Any) -> None:
+    installation = Installation()
+    installation.apply(a_patch("method"))
+    with pytest.raises(RuntimeError, match=r"Subject\.method is patched already"):
+        installation.apply(a_patch("method"))
+    assert subject().method(3) == "3!"
+
+
+def test_two_features_wrap_one_symbol(subject: Any) -> None:
+    installation, before = Installation(), dict(vars(subject))
+    installation.apply(a_patch("method"))
+    installation.apply(a_patch("method", feature="beam"))
+    assert subject().method(3) == "3!!"
+    installation.undo(keep=1)
+    assert subject().method(3) == "3!"
+    installation.undo()
+    assert dict(vars(subject)) == before
+
+
+def test_somebody_elses_patch_on_top_is_not_lost(subject: Any) -> None:
+    installation = Installation()
+    installation.apply(a_patch("method"))
+    subject.method = theirs = lambda self: "theirs"
+    with pytest.raises(RuntimeError, match="undo that first"):
+        installation.undo()
+    assert subject.method is theirs
+
+
+@pytest.fixture
+def one_feature(monkeypatch: pytest.MonkeyPatch) -> Iterator[Installation]:
+    """An installation of a table with a patch for each scope."""
+    patches = (
+        a_patch("method"),
+        a_patch("static", scope="native_search"),
+        a_patch("inherited", scope="model_runner"),
+        a_patch("gone", wrapper=None),
+    )
+    monkeypatch.setattr(table, "PATCHES", patches)
+    return Installation()
+
+
+def names_of(installation: Installation) -> list[str]:
+    return [patch.target.rpartition(".")[2] for patch in installation.patches]
+
+
+def test_scopes(one_feature: Installation, subject: Any) -> None:
+    for feature in ("speculation", "speculation", "beam"):
+        one_feature.install(feature, native_search=False)  # type: ignore[arg-type]
+    assert names_of(one_feature) == ["method"]
+    with contextlib.suppress(KeyError), one_feature.installed("model_runner"):
+        assert names_of(one_feature) == ["method", "inherited"]
+        assert subject().inherited() == "inherited!"
+        raise KeyError
+    assert names_of(one_feature) == ["method"]
+    assert "inherited" not in vars(subject)
+    one_feature.install("speculation")
+    assert names_of(one_feature) == ["method", "static"]
+
+
+def test_a_feature_is_installed_whole_or_not_at_all(
+    one_feature: Installation, subject: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = dataclasses.replace(table.PATCHES[1], target=f"{HERE}.gone")
+    monkeypatch.setattr(table, "PATCHES", (table.PATCHES[0], broken))
+    before = dict(vars(subject))
+    with pytest.raises(AttributeError):
+        one_feature.install("speculation")
+    assert dict(vars(subject)) == before
+    assert one_feature.patches == ()
+
+
+def test_an_extension_point_takes_a_registration_once(
+    one_feature: Installation, subject: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_trie.vllm_hooks.frontend import stat_logger
+    from vllm_trie.vllm_hooks.ledger import installation
+
+    registered: list[str] = []
+    monkeypatch.setattr(stat_logger, "register", lambda: registered.append("once"))
+    monkeypatch.setattr(installation, "offered", lambda point: point == "stat_loggers")
+    replaced = [a_patch(name, extension_point="stat_loggers") for name in ("method", "static")]
+    monkeypatch.setattr(table, "PATCHES", (*replaced, a_patch("inherited")))
+    one_feature.install("speculation")
+    one_feature.install("speculation")
+    assert registered == ["once"]
+    assert names_of(one_feature) == ["inherited"]

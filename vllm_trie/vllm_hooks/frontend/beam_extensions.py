@@ -1,4 +1,4 @@
-"""Our scheduler and our way of beam search, where vLLM asks for them."""
+"""Native beam search and its schedulers at the extension points of a patched vLLM."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from vllm.config.scheduler import SchedulerConfig
-from vllm.entrypoints.generate.beam_search.route import (
+from vllm.entrypoints.generate.beam_search.route import (  # type: ignore[import-not-found]
     BeamSearchRoute,
-    get_beam_search_routes,
     register_beam_search_route,
 )
-from vllm.v1.core.sched.provider import register_scheduler_provider
+from vllm.v1.core.sched.provider import (  # type: ignore[import-not-found]
+    register_scheduler_provider,
+)
 
 from vllm_trie.vllm_hooks.frontend import offline_beam as offline
 from vllm_trie.vllm_hooks.frontend import online_beam as online
-
-_scheduler_is_registered = False
 
 
 class TrieBeamSearch(BeamSearchRoute):
@@ -25,45 +24,24 @@ class TrieBeamSearch(BeamSearchRoute):
     def search_offline(self, llm: Any, *arguments: Any) -> Any:
         return offline.native_beam_search(llm, *arguments)
 
-    def search_online(
-        self,
-        serving: Any,
-        prompt: Any,
-        request_id: str,
-        params: Any,
-        lora_request: Any,
-        trace_headers: Any,
-        session_id: str | None,
-        priority: int = 0,  # since vLLM 0.33
-    ) -> AsyncGenerator[Any, None] | None:
-        return online.native_beam_search(
-            serving,
-            prompt,
-            request_id,
-            params,
-            lora_request,
-            trace_headers,
-            session_id,
-            priority=priority,
-        )
+    def search_online(self, serving: Any, *arguments: Any) -> AsyncGenerator[Any, None] | None:
+        # The priority, which comes last, since vLLM 0.33.
+        *search, priority = arguments if len(arguments) == 7 else (*arguments, 0)
+        return online.native_beam_search(serving, *search, priority=priority)
 
 
 def register_scheduler() -> None:
-    """Provide the schedulers with beam search, once."""
-    global _scheduler_is_registered
-    if not _scheduler_is_registered:
-        _scheduler_is_registered = True
+    """Provide the schedulers with beam search."""
 
-        def provide(scheduler_config: SchedulerConfig) -> type:
-            # Not before an engine asks for it: plain processes need no scheduler.
-            from vllm_trie.vllm_hooks.scheduler.beam_scheduler import scheduler_class
+    def provide(scheduler_config: SchedulerConfig) -> type:
+        # Not before an engine asks: front ends need no scheduler.
+        from vllm_trie.vllm_hooks.scheduler.beam_scheduler import scheduler_class
 
-            return scheduler_class(scheduler_config)
+        return scheduler_class(scheduler_config)
 
-        register_scheduler_provider(provide)
+    register_scheduler_provider(provide)
 
 
 def register_route() -> None:
-    """Take over beam searches, once."""
-    if not any(isinstance(route, TrieBeamSearch) for route in get_beam_search_routes()):
-        register_beam_search_route(TrieBeamSearch())
+    """Take over beam searches."""
+    register_beam_search_route(TrieBeamSearch())

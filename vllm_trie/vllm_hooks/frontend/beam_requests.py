@@ -18,7 +18,7 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
     prepare_params,
     refuse_own_key,
 )
-from vllm_trie.vllm_hooks.setup.beam_support import reason_off
+from vllm_trie.vllm_hooks.setup.support import reason_off
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.logprobs import Logprob
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
-from vllm_trie.vllm_hooks.setup.beam_support import reason_for_stock_search
+from vllm_trie.vllm_hooks.setup.support import reason_for_stock_search
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -12,7 +12,7 @@ from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingPa
 
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamRequestError
 from vllm_trie.vllm_hooks.frontend.offline_beam import NOT_TOKENS, beam_extra_args
-from vllm_trie.vllm_hooks.setup.beam_support import reason_for_stock_search
+from vllm_trie.vllm_hooks.setup.support import reason_for_stock_search
 
 logger = init_logger(__name__)
 

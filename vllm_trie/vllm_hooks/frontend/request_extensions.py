@@ -1,12 +1,11 @@
-"""Our checks of requests, and the results of searches, as vLLM's request extensions."""
+"""Checks of requests, and results of searches, as request extensions of a patched vLLM."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm.plugins.request_extension import (
+from vllm.plugins.request_extension import (  # type: ignore[import-not-found]
     RequestExtension,
-    get_request_extensions,
     register_request_extension,
 )
 
@@ -14,11 +13,11 @@ from vllm_trie.vllm_hooks.frontend import beam_requests as frontend
 from vllm_trie.vllm_hooks.frontend import online_beam as online
 from vllm_trie.vllm_hooks.frontend.beam_options import SPEC_KEY, asks_for_beam, refuse_own_key
 from vllm_trie.vllm_hooks.frontend.request_options import check_request_options
-from vllm_trie.vllm_hooks.setup.beam_support import switched_off
+from vllm_trie.vllm_hooks.setup.limits import switched_off
 
 
 class SpeculationRequests(RequestExtension):
-    """Checks requests' own speculation options."""
+    """Checks the speculation options of requests."""
 
     def prepare_params(self, vllm_config: Any, params: Any) -> Any:
         check_request_options(params)
@@ -50,15 +49,10 @@ class BeamRequests(RequestExtension):
 
 
 def register_speculation() -> None:
-    """Add the checks of speculation options, unless they are there already."""
-    _register(SpeculationRequests)
+    """Add the checks of speculation options."""
+    register_request_extension(SpeculationRequests())
 
 
 def register_beam() -> None:
-    """Add what beam requests need, unless it is there already."""
-    _register(BeamRequests)
-
-
-def _register(extension: type[RequestExtension]) -> None:
-    if not any(isinstance(known, extension) for known in get_request_extensions()):
-        register_request_extension(extension())
+    """Add what beam requests need."""
+    register_request_extension(BeamRequests())

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
 CACHE_SALT = "vllm_trie_cache_salt"
-"""Key of ``SamplingParams.extra_args`` that brings a request's cache salt to the worker."""
+"""Key of ``SamplingParams.extra_args`` that carries a request's cache salt to the worker."""
 SPECULATION = "speculation"
 """Key of ``SamplingParams.extra_args`` that switches a request's drafts off."""
 
 
 class SpeculationRequestError(VLLMValidationError, ValueError):
-    """A request with options that make no sense; the server answers 400 with its message."""
+    """A request with an option that is not allowed; the server answers 400 with its message."""
 
 
 def check_request_options(params: Any) -> None:
-    """Refuse a request whose own speculation options make no sense.
+    """Refuse a request with a speculation option that is not allowed.
 
     Raises:
         SpeculationRequestError: naming the option, its value and what is allowed.
@@ -35,3 +37,16 @@ def check_request_options(params: Any) -> None:
             f"extra_args[{SPECULATION!r}]={value!r} must be true (the default) or false; false "
             "decodes the request without drafts"
         )
+
+
+def wrap_process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Check requests where every request of every front end passes."""
+
+    @functools.wraps(original)
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        check_request_options(params)
+        return original(self, request_id, prompt, params, *args, **kwargs)
+
+    return process_inputs

@@ -1,95 +1,40 @@
-"""From the worker to vLLM's metrics endpoint and its log.
+"""The workers' statistics in vLLM's metrics endpoint and in its log.
 
-A worker hangs its :class:`TreeStats` on ``ModelRunnerOutput``; the scheduler, which shares a
-process with it or gets the object pickled, moves them into the ``SpecDecodingStats`` that vLLM
-already sends to the front end; a stat logger there feeds Prometheus counters and writes a line at
-vLLM's interval.
+The scheduler sends them with its own, see :mod:`vllm_trie.vllm_hooks.scheduler.speculation`.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.logger import init_logger
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.metrics.loggers import StatLoggerBase, StatLoggerManager
-from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.spec_decode.metrics import SpecDecodingStats
+from vllm.v1.metrics.loggers import StatLoggerBase
 
-from vllm_trie.vllm_hooks.ledger.extension_points import offered
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.drafting.guard import FAILURE_REASONS
-from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE, TreeStats
+from vllm_trie.vllm_hooks.worker.stats import TreeStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.loggers import StatLoggerManager
+    from vllm.v1.metrics.stats import SchedulerStats
 
 logger = init_logger(__name__)
 
 _LABELS = ("model_name", "engine", "method")
 
 
-@dataclass
-class TreeSpecDecodingStats(SpecDecodingStats):
-    """vLLM's speculation statistics of a step, with the plugin's beside them."""
+def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Have every stat logger manager start a :class:`TreeStatLogger` for tree engines."""
 
-    tree: TreeStats = field(default_factory=TreeStats)
-
-
-# -- engine core ---------------------------------------------------------------------------------
-
-
-def install_in_scheduler() -> None:
-    """Let schedulers pass the workers' statistics on, and the front end decode them."""
-    # The front end's decoder is built from this annotation.
-    SchedulerStats.__annotations__["spec_decoding_stats"] = TreeSpecDecodingStats | None
-    stock_update = Scheduler.update_from_output
-    stock_make_stats = Scheduler.make_stats
-
-    @functools.wraps(stock_update)
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        report = getattr(model_runner_output, STATS_ATTRIBUTE, None)
-        if report is not None:
-            pending = getattr(self, STATS_ATTRIBUTE, None)
-            if pending is None:
-                setattr(self, STATS_ATTRIBUTE, report)
-            else:
-                pending.add(report)
-        return stock_update(self, scheduler_output, model_runner_output)
-
-    @functools.wraps(stock_make_stats)
-    def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stats = stock_make_stats(self, *args, **kwargs)
-        pending = getattr(self, STATS_ATTRIBUTE, None)
-        # A report waits for a step with drafts: vLLM divides by their number.
-        if stats is not None and stats.spec_decoding_stats is not None and pending is not None:
-            shared = stats.spec_decoding_stats
-            values = {f.name: getattr(shared, f.name) for f in fields(SpecDecodingStats)}
-            stats.spec_decoding_stats = TreeSpecDecodingStats(**values, tree=pending)
-            setattr(self, STATS_ATTRIBUTE, None)
-        return stats
-
-    Scheduler.update_from_output = update_from_output
-    Scheduler.make_stats = make_stats
-
-
-# -- front end -----------------------------------------------------------------------------------
-
-
-def install_in_front_end() -> None:
-    """Let every stat logger manager start a :class:`TreeStatLogger` for tree engines."""
-    if offered("stat_loggers"):
-        from vllm.v1.metrics.loggers import register_stat_loggers
-
-        register_stat_loggers(stat_loggers)
-        return
-    stock_init = StatLoggerManager.__init__
-
-    @functools.wraps(stock_init)
+    @functools.wraps(original)
     def __init__(
-        self: Any,
-        vllm_config: Any,
+        self: StatLoggerManager,
+        vllm_config: VllmConfig,
         engine_idxs: Any = None,
         custom_stat_loggers: Any = None,
         *args: Any,
@@ -97,50 +42,62 @@ def install_in_front_end() -> None:
     ) -> None:
         if ours := stat_loggers(vllm_config):
             custom_stat_loggers = [*(custom_stat_loggers or ()), *ours]
-        stock_init(self, vllm_config, engine_idxs, custom_stat_loggers, *args, **kwargs)
+        original(self, vllm_config, engine_idxs, custom_stat_loggers, *args, **kwargs)
 
-    StatLoggerManager.__init__ = __init__
+    return __init__
 
 
-def stat_loggers(vllm_config: Any) -> list[type[TreeStatLogger]]:
-    """The stat loggers that an engine with this configuration needs."""
+def register() -> None:
+    """Register at a patched vLLM's extension point for stat loggers."""
+    from vllm.v1.metrics.loggers import register_stat_loggers  # type: ignore[attr-defined]
+
+    register_stat_loggers(stat_loggers)
+
+
+def stat_loggers(vllm_config: VllmConfig) -> list[type[TreeStatLogger]]:
+    """Return the stat loggers that an engine with this configuration needs."""
     return [] if config.read(vllm_config) is None else [TreeStatLogger]
 
 
-def _worker_report(scheduler_stats: Any) -> TreeStats | None:
-    """What the workers reported, in the field of a patched vLLM or beside vLLM's own numbers."""
+def _worker_stats(scheduler_stats: SchedulerStats) -> TreeStats | None:
+    """Return the workers' statistics: from a patched vLLM's field, or from within vLLM's own."""
     report = getattr(scheduler_stats, "proposer_stats", None)
     if report is not None:
         return TreeStats(**report)
     return getattr(scheduler_stats.spec_decoding_stats, "tree", None)
 
 
+_COUNTERS = {
+    "draft_nodes": "Nodes of draft trees that were verified.",
+    "accepted_tokens": "Draft tokens that were accepted.",
+    "verified_trees": "Draft trees that were verified.",
+    "steps": "Times that a request got new tokens.",
+    "tokens": "Output tokens, accepted and sampled ones.",
+    "drafting_seconds": "Time in the drafter.",
+    "verification_seconds": (
+        "Time to walk the trees and move KV, without the target's forward pass."
+    ),
+    "overhead_seconds": "Time to place trees into the batch and to keep books.",
+}
+"""Counters with their help texts; their names begin with ``vllm:trie_``."""
+
+
 class _Metrics:
     """The plugin's Prometheus metrics, registered once a process.
 
-    They carry vLLM's prefix, so that its snapshot for ``LLM.get_metrics`` holds them too; for the
+    They carry vLLM's prefix, so that its snapshot for ``LLM.get_metrics`` holds them too. For the
     same reason vLLM unregisters them when it starts a Prometheus logger, so they are made at the
-    first record, after that.
+    first call of ``record``, after that.
     """
 
     def __init__(self) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return _register(Counter, f"vllm:trie_{name}", text, (*_LABELS, *labels))
-
-        self.draft_nodes = counter("draft_nodes", "Nodes of draft trees that were verified.")
-        self.accepted_tokens = counter("accepted_tokens", "Draft tokens that were accepted.")
-        self.verified_trees = counter("verified_trees", "Draft trees that were verified.")
-        self.steps = counter("steps", "Times that a request got new tokens.")
-        self.tokens = counter("tokens", "Output tokens, accepted and sampled ones.")
-        self.drafting_seconds = counter("drafting_seconds", "Time in the drafter.")
-        self.verification_seconds = counter(
-            "verification_seconds",
-            "Time to walk the trees and move KV, without the target's forward pass.",
+        self.counters = {
+            name: _register(Counter, f"vllm:trie_{name}", text, _LABELS)
+            for name, text in _COUNTERS.items()
+        }
+        self.draft_failures = _register(
+            Counter, "vllm:trie_draft_failures", "Drafts that failed.", (*_LABELS, "reason")
         )
-        self.overhead_seconds = counter(
-            "overhead_seconds", "Time to place trees into the batch and to keep books."
-        )
-        self.draft_failures = counter("draft_failures", "Drafts that failed.", "reason")
         self.tokens_per_step = _register(
             Gauge,
             "vllm:trie_tokens_per_step",
@@ -158,69 +115,78 @@ def _register(kind: Any, name: str, text: str, labels: tuple[str, ...], **option
 class TreeStatLogger(StatLoggerBase):
     """Feeds the plugin's counters and logs a line at vLLM's interval."""
 
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        self.method = config.read(vllm_config).method
-        self._labels = (
-            vllm_config.model_config.served_model_name,
-            str(engine_index),
-            self.method,
-        )
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        tree_config = config.read(vllm_config)
+        assert tree_config is not None
+        self.method = tree_config.method
+        served_name = vllm_config.model_config.served_model_name
+        self._labels = (served_name, str(engine_index), self.method)
         self._metrics: _Metrics | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._interval = TreeStats()
-        self._interval_nodes = self._interval_accepted = self._interval_trees = 0
+        self._sums = dict.fromkeys(_COUNTERS, 0.0)  # of the logging interval
+        self._failures = 0
         self._interval_start = time.monotonic()
 
     def record(
-        self, scheduler_stats: Any, iteration_stats: Any, *unused: Any, **unused_too: Any
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        *unused: Any,
+        **unused_too: Any,
     ) -> None:
         if scheduler_stats is None:
             return
-        shared, tree = scheduler_stats.spec_decoding_stats, _worker_report(scheduler_stats)
+        shared, tree = scheduler_stats.spec_decoding_stats, _worker_stats(scheduler_stats)
         if shared is None and tree is None:
             return
         if self._metrics is None:
             self._metrics = _Metrics()
-        metrics, labels = self._metrics, self._labels
         if shared is not None:
-            metrics.draft_nodes.labels(*labels).inc(shared.num_draft_tokens)
-            metrics.accepted_tokens.labels(*labels).inc(shared.num_accepted_tokens)
-            metrics.verified_trees.labels(*labels).inc(shared.num_drafts)
-            self._interval_nodes += shared.num_draft_tokens
-            self._interval_accepted += shared.num_accepted_tokens
-            self._interval_trees += shared.num_drafts
+            self._count(
+                draft_nodes=shared.num_draft_tokens,
+                accepted_tokens=shared.num_accepted_tokens,
+                verified_trees=shared.num_drafts,
+            )
         if tree is None:
             return
-        metrics.steps.labels(*labels).inc(tree.steps)
-        metrics.tokens.labels(*labels).inc(tree.tokens)
-        metrics.drafting_seconds.labels(*labels).inc(tree.drafting_seconds)
-        metrics.verification_seconds.labels(*labels).inc(tree.verification_seconds)
-        overhead = tree.preparation_seconds + tree.bookkeeping_seconds
-        metrics.overhead_seconds.labels(*labels).inc(overhead)
+        self._count(
+            steps=tree.steps,
+            tokens=tree.tokens,
+            drafting_seconds=tree.drafting_seconds,
+            verification_seconds=tree.verification_seconds,
+            overhead_seconds=tree.preparation_seconds + tree.bookkeeping_seconds,
+        )
         for reason in FAILURE_REASONS:
             failed = tree.draft_failures.get(reason, 0)
-            metrics.draft_failures.labels(*labels, reason).inc(failed)
-        self._interval.add(tree)
+            self._metrics.draft_failures.labels(*self._labels, reason).inc(failed)
+        self._failures += sum(tree.draft_failures.values())
+
+    def _count(self, **amounts: float) -> None:
+        assert self._metrics is not None
+        for name, amount in amounts.items():
+            self._metrics.counters[name].labels(*self._labels).inc(amount)
+            self._sums[name] += amount
 
     def log(self) -> None:
-        interval, elapsed = self._interval, time.monotonic() - self._interval_start
-        if self._metrics is not None and interval.steps and elapsed > 0:
-            tokens_per_step = interval.tokens / interval.steps
+        sums, elapsed = self._sums, time.monotonic() - self._interval_start
+        if self._metrics is not None and sums["steps"] and elapsed > 0:
+            tokens_per_step = sums["tokens"] / sums["steps"]
             self._metrics.tokens_per_step.labels(*self._labels).set(tokens_per_step)
+            drafting, verification = sums["drafting_seconds"], sums["verification_seconds"]
             logger.info(
                 "vllm-trie %s: %.2f tokens per step, %.1f nodes drafted and %.2f accepted per "
                 "tree, drafting %.3f ms and verification %.3f ms per step and request "
                 "(%.1f %% of the time), failed drafts: %d",
                 self.method,
                 tokens_per_step,
-                self._interval_nodes / max(1, self._interval_trees),
-                self._interval_accepted / max(1, self._interval_trees),
-                1e3 * interval.drafting_seconds / interval.steps,
-                1e3 * interval.verification_seconds / interval.steps,
-                1e2 * (interval.drafting_seconds + interval.verification_seconds) / elapsed,
-                sum(interval.draft_failures.values()),
+                sums["draft_nodes"] / max(1, sums["verified_trees"]),
+                sums["accepted_tokens"] / max(1, sums["verified_trees"]),
+                1e3 * drafting / sums["steps"],
+                1e3 * verification / sums["steps"],
+                1e2 * (drafting + verification) / elapsed,
+                self._failures,
             )
         self._reset()
 

@@ -1,58 +1,62 @@
-"""Extension points of a patched vLLM, which the plugin uses in place of run-time hooks.
+"""Extension points of a patched vLLM, which the plugin uses in place of its own patches.
 
-Stock vLLM has none of them; the patches in ``patches/`` add them one by one, and a vLLM that has
-taken one in needs no patch for it. The plugin looks for the points by itself: what is there is
-used, for what is missing the run-time hooks stay. No setting is needed. Any first part of the
-series will do.
+Stock vLLM has none of them. The series in ``patches/`` adds them one by one, and any first part of
+it will do. The plugin registers at the points that it finds and patches the rest at run time;
+neither needs a setting.
 """
 
 from __future__ import annotations
 
 import functools
 
-from vllm_trie.vllm_hooks.ledger.patch import resolve
+from vllm_trie.vllm_hooks.ledger.patch import Feature, resolve
 
-EXTENSION_POINTS: dict[str, str] = {
-    "speculative_methods": "vllm.v1.spec_decode.method_registry:register_speculative_methods",
-    "backend_overrides": "vllm.v1.attention.backends.registry:get_backend_overrides",
-    "request_proposer": "vllm.v1.spec_decode.custom_class_proposer:RequestProposer",
-    "draft_trees": "vllm.v1.attention.backend:CommonAttentionMetadata.draft_trees",
-    "draft_verifier": "vllm.v1.spec_decode.draft_verifier:DraftVerifier",
-    "cache_salt": "vllm.v1.worker.gpu_input_batch:CachedRequestState.cache_salt",
-    "proposer_stats": "vllm.v1.metrics.stats:SchedulerStats.proposer_stats",
-    "stat_loggers": "vllm.v1.metrics.loggers:register_stat_loggers",
-    "request_extension": "vllm.plugins.request_extension:register_request_extension",
-    "distinct_outputs": "vllm.plugins.request_extension:RequestExtension.has_distinct_outputs",
-    "extension_result": "vllm.plugins.request_extension:RequestExtension.complete_output",
-    "scheduler_provider": "vllm.v1.core.sched.provider:register_scheduler_provider",
-    "fork_request": "vllm.v1.core.kv_cache_manager:KVCacheManager.fork_request",
-    "beam_search_route": "vllm.entrypoints.generate.beam_search.route:register_beam_search_route",
+EXTENSION_POINTS: dict[str, tuple[str, str]] = {
+    "speculative_methods": ("0001", "v1.spec_decode.method_registry:register_speculative_methods"),
+    "backend_overrides": ("0003", "v1.attention.backends.registry:get_backend_overrides"),
+    "request_proposer": ("0004", "v1.spec_decode.custom_class_proposer:RequestProposer"),
+    "draft_trees": ("0005", "v1.attention.backend:CommonAttentionMetadata.draft_trees"),
+    "draft_verifier": ("0006", "v1.spec_decode.draft_verifier:DraftVerifier"),
+    "cache_salt": ("0007", "v1.worker.gpu_input_batch:CachedRequestState.cache_salt"),
+    "proposer_stats": ("0008", "v1.metrics.stats:SchedulerStats.proposer_stats"),
+    "stat_loggers": ("0009", "v1.metrics.loggers:register_stat_loggers"),
+    "request_extension": ("0010", "plugins.request_extension:register_request_extension"),
+    "distinct_outputs": ("0011", "plugins.request_extension:RequestExtension.has_distinct_outputs"),
+    "extension_result": ("0012", "plugins.request_extension:RequestExtension.complete_output"),
+    "scheduler_provider": ("0013", "v1.core.sched.provider:register_scheduler_provider"),
+    "fork_request": ("0014", "v1.core.kv_cache_manager:KVCacheManager.fork_request"),
+    "beam_search_route": (
+        "0015",
+        "entrypoints.generate.beam_search.route:register_beam_search_route",
+    ),
 }
-"""Name of each point, as the ledger uses it, and the symbol that shows that vLLM has it."""
+"""Each point's patch in the series, and the symbol below ``vllm`` that shows that it is there."""
 
-_OF_THE_RUNNER = (
-    "backend_overrides",
-    "request_proposer",
-    "draft_trees",
-    "draft_verifier",
-    "proposer_stats",
-)
-"""Points that serve the plugin together only: its mixin is in front of the runner, or it is not."""
+REGISTRATIONS: dict[tuple[Feature, str], str] = {
+    ("speculation", "speculative_methods"): "setup.method_registry:register",
+    ("speculation", "request_extension"): "frontend.request_extensions:register_speculation",
+    ("speculation", "stat_loggers"): "frontend.stat_logger:register",
+    ("beam", "request_extension"): "frontend.request_extensions:register_beam",
+    ("beam", "scheduler_provider"): "frontend.beam_extensions:register_scheduler",
+    ("beam", "beam_search_route"): "frontend.beam_extensions:register_route",
+}
+"""What a feature calls, once, where vLLM has the point; relative to ``vllm_trie.vllm_hooks``."""
+
+_OF_THE_RUNNER = {
+    "backend_overrides", "request_proposer", "draft_trees", "draft_verifier", "proposer_stats",
+}  # fmt: skip
+"""Points that serve the plugin only together: either all of the runner is vLLM's, or none."""
 
 
 @functools.cache
-def offered(name: str) -> bool:
-    """Whether the installed vLLM has an extension point.
-
-    Args:
-        name: one of :data:`EXTENSION_POINTS`.
-    """
-    return all(map(_exists, _OF_THE_RUNNER if name in _OF_THE_RUNNER else [name]))
+def offered(point: str) -> bool:
+    """Return whether the installed vLLM has an extension point of :data:`EXTENSION_POINTS`."""
+    return all(map(_exists, _OF_THE_RUNNER if point in _OF_THE_RUNNER else [point]))
 
 
-def _exists(name: str) -> bool:
+def _exists(point: str) -> bool:
     try:
-        resolve(EXTENSION_POINTS[name])
+        resolve(f"vllm.{EXTENSION_POINTS[point][1]}")
     except (ImportError, AttributeError):
         return False
     return True

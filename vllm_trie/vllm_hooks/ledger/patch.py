@@ -1,42 +1,79 @@
-"""One line of the ledger, and the symbol of vLLM that it names."""
+"""One entry of the ledger, and the symbol of vLLM that it names."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+Feature = Literal["speculation", "beam"]
 Platform = Literal["any", "cpu", "cuda"]
+Scope = Literal["process", "native_search", "model_runner"]
+_Replacing = Literal["wrapped", "subclassed"]
+_Using = Literal["overridden", "called", "made", "read", "set", "changed", "registered"]
+Kind = _Replacing | _Using | Literal["relied on"]
 
 
 @dataclass(frozen=True, slots=True)
-class Hook:
-    """One line of the ledger.
+class Patch:
+    """One symbol of vLLM that the plugin replaces, derives from, calls or relies on.
 
     Attributes:
         target: ``package.module:Class.attribute``; the attribute path may be empty for a whole
             module.
-        reason: Why the plugin touches it, one sentence.
-        parameters: Parameter names that the plugin passes or expects, without ``self``; all of them
-            must exist under these names and in this order. ``None`` if the symbol is not called.
-        upstream: Related issue or pull request of vLLM, empty if there is none.
-        retire_when: What would make this line unnecessary.
-        feature: ``"speculation"`` or ``"beam"``: the part that steps aside when the symbol is gone.
-        platform: The only platform that the line is for. On others its module must not even be
+        kind: What the plugin does with it. ``wrapped`` and ``subclassed`` replace it and have a
+            `wrapper`; all other kinds leave vLLM's symbol in place.
+        why: The reason, one phrase.
+        parameters: Parameter names that the plugin passes or expects, without ``self``; all of
+            them must exist under these names and in this order. None if it is not called.
+        wrapper: A function that takes what the target was and returns what replaces it; for
+            ``subclassed`` the subclass. An import string is resolved when the patch is installed.
+        feature: The part that steps aside when the symbol is missing or has changed.
+        scope: When the patch is in place: as long as the process runs; the same, unless the
+            environment switches native beam search off; or while a worker makes its model runner.
+        platform: The only platform that the entry is for. On others its module must not even be
             imported: vLLM's CPU worker puts placeholders into ``torch.cuda`` when it is.
-        extension_point: The point of :mod:`~vllm_trie.vllm_hooks.ledger.extension_points` that
-            replaces the line in a patched vLLM; empty where nothing is patched because the plugin
-            calls vLLM, derives from its classes or relies on what it does.
+        extension_point: The name in :data:`~.extension_points.EXTENSION_POINTS` that replaces the
+            patch in a patched vLLM; empty where nothing of vLLM needs a patch.
+        successor: What serves at the extension point, as Markdown.
+        upstream: Related issues or pull requests of vLLM.
+        retire_when: What would make the entry unnecessary.
     """
 
     target: str
-    reason: str
+    kind: Kind
+    why: str
     parameters: tuple[str, ...] | None = None
-    upstream: str = ""
-    retire_when: str = ""
-    feature: Literal["speculation", "beam"] = "speculation"
+    wrapper: str | Callable[[Any], Any] | None = None
+    feature: Feature = "speculation"
+    scope: Scope = "process"
     platform: Platform = "any"
     extension_point: str = ""
+    successor: str = ""
+    upstream: str = ""
+    retire_when: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Kind and reason in one phrase."""
+        return f"{self.kind}: {self.why}"
+
+
+def group(prefix: str, **shared: Any) -> Callable[..., Patch]:
+    """Return a maker of patches whose targets begin with `prefix` and that share fields.
+
+    The maker takes name, kind, reason, parameters (one string, separated by spaces) and further
+    fields; a ``wrapper`` is given relative to ``vllm_trie.vllm_hooks``.
+    """
+
+    def make(name: str, kind: Kind, why: str, parameters: str | None = None, **own: Any) -> Patch:
+        if "wrapper" in own:
+            own["wrapper"] = f"vllm_trie.vllm_hooks.{own['wrapper']}"
+        names = None if parameters is None else tuple(parameters.split())
+        return Patch(prefix + name, kind, why, names, **(shared | own))
+
+    return make
 
 
 def resolve(target: str) -> Any:

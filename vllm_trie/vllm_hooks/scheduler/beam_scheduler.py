@@ -35,7 +35,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_trie.vllm_hooks.frontend.beam_options import beam_spec
 from vllm_trie.vllm_hooks.scheduler.groups import BeamGroups, Outputs
 from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
-from vllm_trie.vllm_hooks.setup.beam_support import cache_reason, reason_off, say_where_untested
+from vllm_trie.vllm_hooks.setup.support import cache_reason, reason_off, say_where_untested
 
 
 class TrieBeamScheduler(Scheduler):

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_trie.drafters import available_methods
-from vllm_trie.vllm_hooks.setup import method_names as misspelled
+from vllm_trie.vllm_hooks.setup import method_names
 
 ALIAS = "--speculative-model"
 
 
-def _checked(convert: Callable[[str], Any], known: Sequence[Any]) -> Callable[[str], Any]:
-    """A type of ``--spec-method`` that says which method was meant, before argparse lists all."""
+def wrap_add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the plugin's methods to each parser that vLLM fills."""
 
-    def checked(text: str) -> Any:
-        value = convert(text)
-        if method := misspelled.meant(value, known):
-            raise argparse.ArgumentTypeError(misspelled.question(value, method))
-        return value
+    @functools.wraps(original)
+    def add_cli_args(parser: Any) -> Any:
+        parser = original(parser)
+        add_methods(parser)
+        return parser
 
-    return checked
+    return add_cli_args
 
 
 def add_methods(parser: Any) -> None:
@@ -43,3 +44,15 @@ def add_methods(parser: Any) -> None:
             help="Another name of --spec-model. Also takes a method of vllm-trie: "
             + ", ".join(available_methods()),
         )
+
+
+def _checked(convert: Callable[[str], Any], known: Sequence[Any]) -> Callable[[str], Any]:
+    """Make a type of ``--spec-method`` that names the method meant, before argparse lists all."""
+
+    def checked(text: str) -> Any:
+        value = convert(text)
+        if method := method_names.meant(value, known):
+            raise argparse.ArgumentTypeError(method_names.question(value, method))
+        return value
+
+    return checked

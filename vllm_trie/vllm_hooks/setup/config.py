@@ -1,21 +1,21 @@
-"""From what the user typed to vLLM's own configuration, and back in the workers.
+"""From engine arguments to a configuration that vLLM accepts, and back in the workers.
 
 vLLM's ``SpeculativeConfig`` knows a fixed list of methods and refuses unknown keys. The plugin
-therefore rewrites one of its methods to vLLM's own ``custom_class``, which names a class of ours as
-the proposer, and carries the method's name and options in ``additional_config["vllm_trie"]``.
+therefore rewrites one of its methods to vLLM's ``custom_class``, which names the plugin's proposer,
+and carries the method's name and options in ``additional_config["vllm_trie"]``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_trie.drafters import available_methods, parse_options
-from vllm_trie.vllm_hooks.ledger.extension_points import offered
-from vllm_trie.vllm_hooks.setup import method_names as misspelled
+from vllm_trie.vllm_hooks.ledger import offered
+from vllm_trie.vllm_hooks.setup import method_names
 from vllm_trie.vllm_hooks.setup.config_keys import (
     ALLOW_GPU,
     BEAM_SEARCH,
@@ -24,6 +24,10 @@ from vllm_trie.vllm_hooks.setup.config_keys import (
     spelled,
 )
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
 PROPOSER_CLASS = "vllm_trie.vllm_hooks.worker.drafting.proposer.TreeProposer"
 VERIFIER_CLASS = "vllm_trie.vllm_hooks.worker.patched_runner.TreeDraftVerifier"
 """The proposer for a patched vLLM, whose runner lets it verify its drafts."""
@@ -31,7 +35,7 @@ CPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cpu_worker.TreeCPUWorker"
 GPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cuda_worker.TreeGPUWorker"
 DEFAULT_NODES = 32
 MAX_NODES = 256
-"""Largest node budget: beyond it a tree costs more than it can bring on any hardware we know."""
+"""Largest node budget: beyond it a tree costs more than it gains on any known hardware."""
 
 
 class EngineOptions(BaseModel):
@@ -62,7 +66,7 @@ class EngineOptions(BaseModel):
 
 
 class TreeConfig(NamedTuple):
-    """What a worker needs to know about the speculation that was asked for."""
+    """The speculation that was asked for, as workers read it."""
 
     method: str
     draft_model: str | None
@@ -70,23 +74,13 @@ class TreeConfig(NamedTuple):
     engine_options: EngineOptions
 
 
-class _Request(NamedTuple):
-    """The user's wish, collected from all the places where it can be said."""
-
-    method: str
-    draft_model: str | None
-    num_nodes: int
-    options: dict[str, Any]
-    passed_on: dict[str, Any]
-
-
-def requested_method(engine_args: Any) -> str | None:
-    """The tree method that the engine arguments ask for, ``None`` if they ask for none of ours.
+def requested_method(engine_args: EngineArgs) -> str | None:
+    """Return the tree method that the engine arguments ask for, None if they ask for another.
 
     Raises:
         ValueError: a method's name stands where a dictionary is expected.
     """
-    speculative = engine_args.speculative_config or {}
+    speculative: Any = engine_args.speculative_config or {}
     methods = available_methods()
     if not isinstance(speculative, Mapping):
         for name in (speculative, engine_args.spec_method, engine_args.spec_model):
@@ -95,7 +89,7 @@ def requested_method(engine_args: Any) -> str | None:
                     f"speculative_config={speculative!r} must be a dictionary; write "
                     f"speculative_config={{'method': {name!r}}}"
                 )
-        speculative = {}  # vLLM has its own words for it
+        speculative = {}  # vLLM has its own message for it
     named = (
         engine_args.spec_method,
         speculative.get("method"),
@@ -110,49 +104,49 @@ def requested_method(engine_args: Any) -> str | None:
     return None
 
 
-def translate(engine_args: Any) -> None:
+def translate(engine_args: EngineArgs) -> None:
     """Rewrite the engine arguments, in place, into a configuration that stock vLLM accepts.
 
-    Does nothing if they ask for no method of ours; may be called again on its own result.
+    Does nothing if they ask for no method of vllm-trie; may be called again on its own result.
 
     Raises:
         ValueError: an option or a combination is not allowed, or a method is misspelled.
     """
     method = requested_method(engine_args)
     if method is None:
-        misspelled.refuse(engine_args)
+        method_names.refuse(engine_args)
         _refuse_options_without_method(engine_args)
         return
-    request = _collect(engine_args, method)
-    carried = {"method": method, **request.options}
-    if request.draft_model is not None:
-        carried["draft_model"] = request.draft_model
+    asked, given = _asked_for(engine_args), _own_options(engine_args, method)
+    _check_method(method, asked.pop("method", None))
+    carried_model = given.pop("draft_model", None)
+    if (draft_model := _draft_model(method, asked.pop("model", None))) is None:
+        draft_model = carried_model
+    num_nodes = _check_num_nodes(asked.pop("num_speculative_tokens", None))
+
+    known = _speculative_config_fields()
+    passed_on = {key: asked.pop(key) for key in list(asked) if key in known}
+    for key, value in given.items():
+        _add(asked, key, value, spelled(key))
+    carried = {"method": method, **asked}
+    if draft_model is not None:
+        carried["draft_model"] = draft_model
     _parse(carried)  # the errors should reach the user now, not in a worker
+
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
     engine_args.speculative_config = {
-        **request.passed_on,
+        **passed_on,
         "method": "custom_class",
         "model": VERIFIER_CLASS if offered("draft_verifier") else PROPOSER_CLASS,
-        "num_speculative_tokens": request.num_nodes,
+        "num_speculative_tokens": num_nodes,
     }
     additional = dict(engine_args.additional_config or {})
     beam = {k: v for k, v in additional.get(CONFIG_KEY, {}).items() if k == BEAM_SEARCH}
-    additional[CONFIG_KEY] = {**beam, **carried}
-    engine_args.additional_config = additional
+    engine_args.additional_config = {**additional, CONFIG_KEY: {**beam, **carried}}
 
 
-def _refuse_options_without_method(engine_args: Any) -> None:
-    idle = own_part(engine_args.additional_config).keys() - {BEAM_SEARCH, ALLOW_GPU}
-    if idle:
-        raise ValueError(
-            f"additional_config[{CONFIG_KEY!r}] sets {', '.join(sorted(idle))}, but no speculative "
-            "method of vllm-trie is asked for; name one with --spec-method or "
-            f"speculative_config={{'method': NAME}}: {', '.join(available_methods())}"
-        )
-
-
-def read(vllm_config: Any) -> TreeConfig | None:
-    """The tree configuration that :func:`translate` wrote, ``None`` if there is none."""
+def read(vllm_config: VllmConfig) -> TreeConfig | None:
+    """Return the tree configuration that :func:`translate` wrote, None if there is none."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.model not in (PROPOSER_CLASS, VERIFIER_CLASS):
         return None
@@ -166,21 +160,41 @@ def read(vllm_config: Any) -> TreeConfig | None:
     return _parse({k: v for k, v in carried.items() if k != BEAM_SEARCH})
 
 
-def _collect(engine_args: Any, method: str) -> _Request:
-    speculative = {
-        key.replace("-", "_"): value
-        for key, value in (engine_args.speculative_config or {}).items()
-    }
+def _refuse_options_without_method(engine_args: EngineArgs) -> None:
+    idle = own_part(engine_args.additional_config).keys() - {BEAM_SEARCH, ALLOW_GPU}
+    if idle:
+        raise ValueError(
+            f"additional_config[{CONFIG_KEY!r}] sets {', '.join(sorted(idle))}, but no speculative "
+            "method of vllm-trie is asked for; name one with --spec-method or "
+            f"speculative_config={{'method': NAME}}: {', '.join(available_methods())}"
+        )
+
+
+def _add(asked: dict[str, Any], key: str, value: Any, place: str) -> None:
+    """Add a setting from another place; where both have it, they must agree."""
+    if asked.setdefault(key, value) != value:
+        raise ValueError(
+            f"{place}={value!r} and speculative_config[{key!r}]={asked[key]!r} differ; give one "
+            "of them"
+        )
+
+
+def _asked_for(engine_args: EngineArgs) -> dict[str, Any]:
+    """Return ``speculative_config`` with what the short flags say."""
+    given = engine_args.speculative_config or {}
+    asked = {key.replace("-", "_"): value for key, value in given.items()}
     for flag, key, value in (
         ("--spec-method", "method", engine_args.spec_method),
         ("--spec-model", "model", engine_args.spec_model),
         ("--spec-tokens", "num_speculative_tokens", engine_args.spec_tokens),
     ):
-        if value is not None and speculative.setdefault(key, value) != value:
-            raise ValueError(
-                f"{flag}={value!r} and speculative_config[{key!r}]={speculative[key]!r} differ; "
-                "give one of them"
-            )
+        if value is not None:
+            _add(asked, key, value, flag)
+    return asked
+
+
+def _own_options(engine_args: EngineArgs, method: str) -> dict[str, Any]:
+    """Return the options of the method that ``additional_config`` carries."""
     additional = engine_args.additional_config or {}
     if not isinstance(additional, Mapping):
         raise ValueError(
@@ -188,40 +202,32 @@ def _collect(engine_args: Any, method: str) -> _Request:
             f"method {method!r}; pass a dictionary"
         )
     given = {key: value for key, value in own_part(additional).items() if key != BEAM_SEARCH}
-    if given.pop("method", method) != method:
+    named = given.pop("method", method)
+    if named != method:
         raise ValueError(
-            f"method {method!r} and {spelled('method')}="
-            f"{additional[CONFIG_KEY]['method']!r} differ; give one of them"
+            f"method {method!r} and {spelled('method')}={named!r} differ; give one of them"
         )
+    return given
 
-    named = speculative.pop("method", None)
+
+def _check_method(method: str, named: Any) -> None:
     if named not in (None, method, "custom_class"):
         raise ValueError(
             f"the speculative model {method!r} is a method of vllm-trie, but method={named!r} was "
             f"asked for; leave the model out or set method={method!r}"
         )
-    draft_model = speculative.pop("model", None)
-    if draft_model in (method, PROPOSER_CLASS, VERIFIER_CLASS):
-        draft_model = None
-    elif draft_model in available_methods():
-        raise ValueError(
-            f"the methods {method!r} and {draft_model!r} (as the speculative model) differ; give "
-            "one of them, or ask for trie_union with both among its drafters"
-        )
-    carried_model = given.pop("draft_model", None)
-    draft_model = carried_model if draft_model is None else draft_model
-    num_nodes = _check_num_nodes(speculative.pop("num_speculative_tokens", None))
 
-    known = _speculative_config_fields()
-    passed_on = {key: value for key, value in speculative.items() if key in known}
-    options = {key: value for key, value in speculative.items() if key not in known}
-    for key, value in given.items():
-        if options.setdefault(key, value) != value:
-            raise ValueError(
-                f"speculative_config[{key!r}]={options[key]!r} and "
-                f"{spelled(key)}={value!r} differ; give one of them"
-            )
-    return _Request(method, draft_model, num_nodes, options, passed_on)
+
+def _draft_model(method: str, model: Any) -> Any:
+    """Return the model that the drafter should load, None if the name is only the method's."""
+    if model in (method, PROPOSER_CLASS, VERIFIER_CLASS):
+        return None
+    if model in available_methods():
+        raise ValueError(
+            f"the methods {method!r} and {model!r} (as the speculative model) differ; give one of "
+            "them, or ask for trie_union with both among its drafters"
+        )
+    return model
 
 
 def _check_num_nodes(value: Any) -> int:
@@ -242,7 +248,7 @@ def _speculative_config_fields() -> frozenset[str]:
 
 
 def _parse(carried: Mapping[str, Any]) -> TreeConfig:
-    """Check the carried mapping and fill in defaults."""
+    """Check the carried mapping and fill in the defaults."""
     options = dict(carried)
     method = options.pop("method")
     draft_model = options.pop("draft_model", None)

@@ -1,6 +1,6 @@
-"""The plugin's own part of vLLM's ``additional_config``: its key, and the keys inside it.
+"""The plugin's part of vLLM's ``additional_config``: its key, and two switches inside it.
 
-Besides the two below it carries a speculative method with its options, see
+It also carries a speculative method with its options, see
 :mod:`vllm_trie.vllm_hooks.setup.config`.
 """
 
@@ -18,12 +18,12 @@ ALLOW_GPU = "allow_untested_gpu"
 
 
 def spelled(key: str) -> str:
-    """How messages name a key: as users write it."""
+    """Return a key as users write it, for messages."""
     return f"additional_config[{CONFIG_KEY!r}][{key!r}]"
 
 
 def own_part(additional_config: Any) -> Mapping[str, Any]:
-    """The plugin's part, empty if there is none.
+    """Return the plugin's part, empty if there is none.
 
     Raises:
         ValueError: it is no mapping, or a switch in it is neither True nor False.
@@ -41,6 +41,6 @@ def own_part(additional_config: Any) -> Mapping[str, Any]:
 
 
 def switch(vllm_config: Any, key: str) -> bool | None:
-    """What a complete configuration says for one of the two keys above, None if nothing."""
+    """Return one of the two switches of a complete configuration, None if it is not set."""
     value = own_part(vllm_config.additional_config).get(key)
     return value if isinstance(value, bool) else None

@@ -1,35 +1,37 @@
-"""Engines that are asked for one of our methods: their arguments, worker class and limits."""
+"""Engines as vLLM configures them: arguments, worker class, scheduler class, limits."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from vllm_trie.vllm_hooks.ledger.extension_points import offered
+from vllm.logger import init_logger
+
+from vllm_trie.vllm_hooks.ledger import offered
 from vllm_trie.vllm_hooks.setup import config, support
 
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
-def configure(engine_args: Any, parallel_config: Any) -> None:
-    """Rewrite the engine arguments, in place, if they ask for one of our methods.
+logger = init_logger(__name__)
+
+
+def configure(engine_args: EngineArgs, parallel_config: ParallelConfig) -> None:
+    """Rewrite the engine arguments, in place, if they ask for a method of vllm-trie.
 
     Raises:
-        ValueError: an option or a combination is not allowed, or options stand there without a
-            method.
+        ValueError: an option or a combination is not allowed, or options are set without a method.
     """
     method = config.requested_method(engine_args)
     config.translate(engine_args)
-    if method is not None:
-        _choose_worker(engine_args, parallel_config, method)
+    if method is not None and not offered("draft_verifier"):
+        _choose_worker(parallel_config, method)
 
 
-def _choose_worker(engine_args: Any, parallel_config: Any, method: str) -> None:
-    """Set the worker class if the user left it to vLLM; refuse to fight over it otherwise."""
-    if engine_args.scheduler_cls is not None:
-        raise ValueError(
-            f"speculative method {method!r} of vllm-trie and scheduler_cls="
-            f"{engine_args.scheduler_cls!r} cannot be used together; leave scheduler_cls out"
-        )
-    if offered("draft_verifier"):  # any worker's runner calls us
-        return
+def _choose_worker(parallel_config: ParallelConfig, method: str) -> None:
+    """Set the worker class if the user left it to vLLM; refuse another one."""
     from vllm.platforms import current_platform
 
     ours = config.CPU_WORKER_CLASS if current_platform.is_cpu() else config.GPU_WORKER_CLASS
@@ -41,34 +43,78 @@ def _choose_worker(engine_args: Any, parallel_config: Any, method: str) -> None:
     parallel_config.worker_cls = ours
 
 
-def verify(vllm_config: Any) -> None:
-    """Refuse a complete configuration that the tree method it asks for cannot run with.
-
-    One that it can run with gets the last setting that the method needs, see
-    :func:`_leave_requests_unpadded`.
+def verify(vllm_config: VllmConfig) -> None:
+    """Refuse a complete configuration that its tree method cannot run with; finish one that it can.
 
     Raises:
         ValueError: every reason at once.
     """
     tree_config = config.read(vllm_config)
     if tree_config is not None:
-        support.check_supported(
-            vllm_config, tree_config.method, tree_config.engine_options.allow_untested_gpu
-        )
+        support.check_supported(vllm_config, tree_config.method)
         _leave_requests_unpadded(vllm_config)
 
 
-def _leave_requests_unpadded(vllm_config: Any) -> None:
+def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
     """Keep vLLM from padding a request with one token left to compute to the size of a full draft.
 
-    The padding keeps CUDA graphs whole. Trees have none to keep, and pay for the rows. Worse, where
-    the padded request does not fit a step's tokens it waits for ever, and where it is longer than
-    ``long_prefill_token_threshold`` an assertion ends the engine. vLLM does not pad where the
+    The padding keeps CUDA graphs whole. Trees have none to keep, and pay for the rows. Worse, a
+    padded request that does not fit a step's tokens waits for ever, and one that is longer than
+    ``long_prefill_token_threshold`` ends the engine with an assertion. vLLM does not pad where the
     length of drafts depends on the batch size; here it is the same for every size.
     """
     speculative = vllm_config.speculative_config
+    assert speculative is not None
     if speculative.num_speculative_tokens_per_batch_size is None:
         largest = vllm_config.scheduler_config.max_num_seqs
         speculative.num_speculative_tokens_per_batch_size = [
             (1, largest, speculative.num_speculative_tokens)
         ]
+
+
+# -- patches ---------------------------------------------------------------------------------------
+
+
+def wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Rewrite the engine arguments before vLLM reads its speculative configuration from them."""
+
+    @functools.wraps(original)
+    def create_speculative_config(
+        self: EngineArgs, target_model_config: Any, target_parallel_config: ParallelConfig
+    ) -> Any:
+        configure(self, target_parallel_config)
+        return original(self, target_model_config, target_parallel_config)
+
+    return create_speculative_config
+
+
+def wrap_create_engine_config(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
+    """Verify each configuration that vLLM has completed."""
+
+    @functools.wraps(original)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        vllm_config = original(self, *args, **kwargs)
+        verify(vllm_config)
+        return vllm_config
+
+    return create_engine_config
+
+
+def wrap_get_scheduler_cls(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Choose a scheduler with beam search where the user left ``scheduler_cls`` out."""
+
+    @functools.wraps(original)
+    def get_scheduler_cls(self: SchedulerConfig) -> Any:
+        if self.scheduler_cls is not None:
+            logger.info_once(
+                "Native beam search is off: scheduler_cls=%s was given; leave it out to have it. "
+                "vLLM's own beam search is used.",
+                str(self.scheduler_cls),
+            )
+            return original(self)
+        # Not before an engine asks: front ends need no scheduler.
+        from vllm_trie.vllm_hooks.scheduler.beam_scheduler import scheduler_class
+
+        return scheduler_class(self)
+
+    return get_scheduler_cls

@@ -1,4 +1,4 @@
-"""Methods that nobody knows and that look like one of ours: say which one was meant.
+"""Misspelled names of the plugin's methods.
 
 Names that look more like one of vLLM's methods, or like none, are left to vLLM's own message.
 """
@@ -18,7 +18,7 @@ _SIMILAR_MODEL = 0.85
 
 
 def meant(name: Any, known: Iterable[Any] = (), similarity: float = _SIMILAR) -> str:
-    """The method of ours that a name probably stands for.
+    """Return the method of vllm-trie that an unknown name probably stands for.
 
     Args:
         name: what was asked for.
@@ -38,7 +38,7 @@ def meant(name: Any, known: Iterable[Any] = (), similarity: float = _SIMILAR) ->
 
 
 def question(name: str, method: str) -> str:
-    """What the user gets to read."""
+    """Return the message for the user."""
     return (
         f"{name!r} is unknown; did you mean {method!r}? The methods of vllm-trie are "
         f"{', '.join(available_methods())}"
@@ -46,14 +46,14 @@ def question(name: str, method: str) -> str:
 
 
 def refuse(engine_args: Any) -> None:
-    """Refuse engine arguments that name a method of ours not quite as it is called.
+    """Refuse engine arguments that misspell a method of vllm-trie.
 
     Raises:
-        ValueError: naming the method that was probably meant, and all others of ours.
+        ValueError: naming the method that was probably meant, and all others.
     """
     speculative = engine_args.speculative_config or {}
     if not isinstance(speculative, Mapping):
-        speculative = {}  # vLLM has its own words for it
+        speculative = {}  # vLLM has its own message for it
     methods = list(filter(None, (engine_args.spec_method, speculative.get("method"))))
     for name in methods:
         if method := meant(name, vllm_methods()):
@@ -67,7 +67,7 @@ def refuse(engine_args: Any) -> None:
 
 
 def vllm_methods() -> tuple[Any, ...]:
-    """The methods of the installed vLLM itself; empty if it keeps them elsewhere."""
+    """Return the installed vLLM's own methods; empty if it keeps them elsewhere."""
     from vllm.config import speculative
 
     return get_args(getattr(speculative, "SpeculativeMethod", None))

@@ -1,11 +1,14 @@
-"""Our methods in vLLM's registry of speculative methods."""
+"""The plugin's methods in the registry of a patched vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.spec_decode.method_registry import SpeculativeMethods, register_speculative_methods
+from vllm.v1.spec_decode.method_registry import (  # type: ignore[import-not-found]
+    SpeculativeMethods,
+    register_speculative_methods,
+)
 
 from vllm_trie.drafters import available_methods
 from vllm_trie.vllm_hooks.setup import engine_args as engine_setup
@@ -25,5 +28,5 @@ class TreeMethods(SpeculativeMethods):
 
 
 def register() -> None:
-    """Add the methods; once per process."""
+    """Add the methods."""
     register_speculative_methods(TreeMethods())

@@ -1,159 +1,156 @@
-"""What tree speculation does not support, refused at start-up with the setting's name."""
+"""What the support table and the model's layers mean for an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
-from vllm_trie.vllm_hooks.ledger.extension_points import offered
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
-_DTYPES = ("float32", "bfloat16", "float16")
-_REPLACED_BACKENDS = ("TRITON_ATTN", "CUSTOM")
-"""Attention backends in whose place ours goes."""
+from vllm_trie.vllm_hooks.setup.config_keys import ALLOW_GPU
+from vllm_trie.vllm_hooks.setup.limits import (
+    PLATFORM_LIMITS,
+    UNTESTED_LIMITS,
+    problems,
+    switched_off,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import BeamSearchParams
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+__all__ = [
+    "cache_reason",
+    "check_layers",
+    "check_supported",
+    "reason_for_stock_search",
+    "reason_off",
+    "say_where_untested",
+    "switched_off",
+]
+
+logger = init_logger(__name__)
 
 
-def check_supported(vllm_config: Any, method: str, allow_untested_gpu: bool = False) -> None:
+# -- trees ---------------------------------------------------------------------------------------
+
+
+def check_supported(vllm_config: VllmConfig, method: str) -> None:
     """Refuse a configuration that tree verification cannot serve.
 
     Args:
         vllm_config: the engine's configuration.
         method: the method's name, for the message.
-        allow_untested_gpu: what the user set.
 
     Raises:
         ValueError: every reason at once, each with what to do.
     """
-    problems = list(_problems(vllm_config, allow_untested_gpu))
-    if problems:
+    if found := list(problems("trees", vllm_config)):
         raise ValueError(
             f"speculative method {method!r} of vllm-trie cannot run with this configuration:\n- "
-            + "\n- ".join(problems)
+            + "\n- ".join(found)
         )
 
 
-def _problems(config: Any, allow_untested_gpu: bool) -> Iterator[str]:
+def check_layers(vllm_config: VllmConfig, layers: Mapping[str, Any]) -> None:
+    """Refuse a model with attention layers that would ignore the trees or mask them wrongly.
+
+    Such layers would give wrong output without any error.
+
+    Args:
+        vllm_config: the engine's configuration.
+        layers: the model's layers by name (``static_forward_context``).
+
+    Raises:
+        ValueError: naming the layers.
+    """
+    attention = {name: layer for name, layer in layers.items() if hasattr(layer, "impl")}
+    unaware = [
+        f"{name} ({type(layer.impl).__name__})"
+        for name, layer in attention.items()
+        if not getattr(layer.impl, "attends_to_trees", False)
+    ]
+    if unaware:
+        raise ValueError(
+            "these attention layers use a backend that knows nothing of draft trees: "
+            f"{', '.join(unaware)}; leave attention_backend at its default or run without "
+            "vllm-trie's speculative methods"
+        )
+    partial = [
+        f"{name} ({type(layer).__name__})"
+        for name, layer in attention.items()
+        if hasattr(layer, "get_kv_cache_spec") and _is_partial(layer.get_kv_cache_spec(vllm_config))
+    ]
+    if partial:
+        raise ValueError(
+            "tree attention needs full causal attention, and these layers have another kind: "
+            f"{', '.join(partial)}; run this model without vllm-trie's speculative methods"
+        )
+
+
+def _is_partial(spec: KVCacheSpec | None) -> bool:
+    """Return whether vLLM changes the metadata behind the backend's back (Llama 4's chunks)."""
+    narrowing = ("sliding_window", "attention_chunk_size", "non_causal")
+    return spec is not None and (
+        type(spec) is not FullAttentionSpec or any(getattr(spec, n, None) for n in narrowing)
+    )
+
+
+# -- beams ---------------------------------------------------------------------------------------
+
+
+def reason_off(vllm_config: VllmConfig) -> str | None:
+    """Return why native beam search does not serve this engine, None if it does.
+
+    A pure function of the configuration: the front end and the engine's process come to the same
+    answer.
+    """
+    return next(problems("beams", vllm_config), None)
+
+
+def reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -> str | None:
+    """Return why only vLLM's own search can serve the parameters, None if the native one can."""
+    if reason := reason_off(vllm_config):
+        return reason
+    if params.structured_outputs is not None:
+        return "structured_outputs need vLLM's own search"
+    if getattr(params, "allowed_token_ids", None) is not None:  # since vLLM 0.33
+        return "allowed_token_ids need vLLM's own search"
+    return None
+
+
+def say_where_untested(vllm_config: VllmConfig) -> None:
+    """Log one line at start-up on a platform that beam search was not tested on."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        yield from _cpu_problems()
-    else:
-        yield from _gpu_problems(config, allow_untested_gpu)
-    if str(config.model_config.dtype).removeprefix("torch.") not in _DTYPES:
-        yield f"dtype={config.model_config.dtype} is not supported; use {_or(_DTYPES)}"
-    yield from _model_problems(config.model_config)
-    parallel = config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        yield (
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported; set it "
-            "to 1 (tensor parallelism works)"
-        )
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        yield "context parallelism is not supported; leave its sizes at 1"
-    if parallel.use_ubatching:
-        yield "dual batch overlap is not supported; switch it off"
-    if config.kv_transfer_config is not None:
-        yield (
-            "KV connectors (kv_transfer_config) are not supported: they could send KV of rejected "
-            "nodes; leave the setting out"
-        )
-    if config.cache_config.kv_sharing_fast_prefill:
-        yield "kv_sharing_fast_prefill is not supported; switch it off"
-    if config.cache_config.cache_dtype not in ("auto", *_DTYPES):
-        yield f"kv_cache_dtype={config.cache_config.cache_dtype!r} is not supported; use 'auto'"
-    if config.use_v2_model_runner:
-        yield (
-            "Model Runner V2 is not supported; unset VLLM_USE_V2_MODEL_RUNNER (vLLM then chooses "
-            "V1 by itself)"
-        )
-
-
-def _cpu_problems() -> Iterator[str]:
-    from vllm.platforms import CpuArchEnum, current_platform
-
-    if current_platform.get_cpu_architecture() != CpuArchEnum.X86:
-        yield (
-            f"CPU architecture {current_platform.get_cpu_architecture().name} is not supported: "
-            f"tree attention reads the cache layouts {' and '.join(SUPPORTED_ISAS)} of x86 CPUs"
-        )
-
-
-def _gpu_problems(config: Any, allowed: bool) -> Iterator[str]:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cuda():
-        yield (
-            f"platform {current_platform.device_name!r} has no tree attention; tree speculation "
-            "runs on x86 CPUs and, untested, on NVIDIA GPUs"
-        )
         return
-    if offered("draft_verifier"):
-        yield "a patched vLLM verifies trees on CPUs only; on a GPU, run stock vLLM"
-        return
-    if not allowed:
-        yield (
-            "allow_untested_gpu=False: tree speculation has never run on a GPU. What is known: its "
-            "Triton kernel gives exact results and a whole engine the right tokens in Triton's "
-            "interpreter on a CPU, and it compiles for compute capabilities 7.5 to 12.0. Set "
-            "allow_untested_gpu=True beside the method to try it: the engine then compares tree "
-            "attention with exact results on your device at start-up, and does not start if they "
-            "differ. Else run on an x86 CPU, or without vllm-trie's speculative methods"
+    reason = reason_off(vllm_config)
+    if reason is None:
+        logger.warning(
+            "Native beam search is on by %s=True. It has never run on a GPU: before you rely on "
+            "it, run `vllm-trie beam check MODEL --%s`.",
+            ALLOW_GPU,
+            ALLOW_GPU.replace("_", "-"),
         )
-        return
-    yield from _gpu_setting_problems(config)
+    elif reason in problems("beams", vllm_config, PLATFORM_LIMITS + UNTESTED_LIMITS):
+        logger.info("Native beam search is off, vLLM's own serves: %s", reason)
 
 
-def _gpu_setting_problems(config: Any) -> Iterator[str]:
-    from vllm.config import CUDAGraphMode
+def cache_reason(kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why rows cannot share and copy KV blocks of this cache, None if they can.
 
-    attention = config.attention_config
-    if attention.backend is not None and attention.backend.name not in _REPLACED_BACKENDS:
-        yield (
-            f"attention_backend={attention.backend.name!r} knows nothing of draft trees; leave it "
-            "out or set it to 'TRITON_ATTN'"
-        )
-    if attention.backend_per_kind:
-        yield f"backend_per_kind={attention.backend_per_kind!r} is not supported; leave it out"
-    cache_dtype = config.cache_config.cache_dtype
-    model_dtype = str(config.model_config.dtype).removeprefix("torch.")
-    if cache_dtype in _DTYPES and cache_dtype != model_dtype:  # others are refused everywhere
-        yield (
-            f"kv_cache_dtype={cache_dtype!r} is not the model's {config.model_config.dtype}; use "
-            "'auto'"
-        )
-    if config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL:
-        yield (
-            "cudagraph_mode='FULL' would capture attention without trees; leave it out or set it "
-            "to 'PIECEWISE'"
-        )
-
-
-def _or(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} or {last}"
-
-
-def _model_problems(model: Any) -> Iterator[str]:
-    name = "/".join(model.architectures)
-    if model.runner_type != "generate":
-        yield f"runner_type={model.runner_type!r} does not generate text; use a generative model"
-        return
-    if model.use_mla:
-        yield f"{name}: multi-head latent attention (MLA) is not supported"
-    if model.is_hybrid or model.is_attention_free or model.has_inner_state:
-        yield f"{name}: models with state-space or recurrent layers are not supported"
-    if model.is_encoder_decoder:
-        yield f"{name}: encoder-decoder models are not supported"
-    if model.uses_mrope:
-        yield f"{name}: multimodal rotary positions (M-RoPE) are not supported"
-    layer_types = getattr(model.hf_text_config, "layer_types", None) or ()
-    if model.get_sliding_window() is not None or "sliding_attention" in layer_types:
-        yield (
-            f"{name}: sliding-window attention is not supported; if the model allows it, set "
-            "disable_sliding_window=True"
-        )
-    if chunk_size := getattr(model, "attention_chunk_size", None):
-        yield (
-            f"{name}: attention in chunks (attention_chunk_size={chunk_size}) is not supported; "
-            "run this model without vllm-trie's speculative methods"
-        )
+    A model's cache says what its configuration may not: only groups that keep every token of a
+    request, one state each, can be forked block by block.
+    """
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}
+        for each in specs.values():
+            if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
+                return f"KV cache of kind {type(each).__name__} is not supported"
+            if getattr(each, "tokens_per_state", 1) != 1:
+                return "compressed KV cache (several tokens in one state) is not supported"
+    return None

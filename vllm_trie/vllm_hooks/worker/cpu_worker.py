@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_trie.vllm_hooks.worker.replaced_class import replaced_class
+from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.worker.runner_v1 import TreeRunnerMixin
 
 CPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cpu.TreeCPUAttentionBackend"
@@ -28,7 +28,7 @@ class TreeCPUWorker(cpu_worker.CPUWorker):
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_CLASS)
         # An engine that this process ran before may have left the stock backend in the cache.
         selector._cached_get_attn_backend.cache_clear()
-        with replaced_class(cpu_worker, "CPUModelRunner", TreeCPUModelRunner):
+        with ledger.installed("model_runner"):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:

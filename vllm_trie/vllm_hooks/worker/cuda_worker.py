@@ -14,8 +14,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.worker.gpu_check import check_device
-from vllm_trie.vllm_hooks.worker.replaced_class import replaced_class
 from vllm_trie.vllm_hooks.worker.runner_v1 import TreeRunnerMixin
 from vllm_trie.vllm_hooks.worker.verification.sampling import argmax_of_logits
 
@@ -50,7 +50,7 @@ class TreeGPUWorker(Worker):
         self.vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
         # An engine that this process ran before may have left another backend in the cache.
         selector._cached_get_attn_backend.cache_clear()
-        with replaced_class(gpu_model_runner, "GPUModelRunner", TreeGPUModelRunner):
+        with ledger.installed("model_runner"):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:

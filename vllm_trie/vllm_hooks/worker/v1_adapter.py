@@ -11,7 +11,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_trie.attention import prefers_chains
 from vllm_trie.attention.device_copy import to_device
-from vllm_trie.vllm_hooks.setup.layer_support import check_layers
+from vllm_trie.vllm_hooks.setup.support import check_layers
 from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost
 from vllm_trie.vllm_hooks.worker.drafting.requests import draft_requests
 from vllm_trie.vllm_hooks.worker.verification.compaction import CacheGroup, cache_groups

@@ -1,0 +1,264 @@
+"""The support table: what stops tree speculation, native beam search, or both.
+
+Start-up refuses trees by it, beam search switches itself off by it, `vllm-trie doctor` and the
+documentation print it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
+from vllm_trie.vllm_hooks.ledger.extension_points import offered
+from vllm_trie.vllm_hooks.setup.config_keys import (
+    ALLOW_GPU,
+    BEAM_SEARCH,
+    CONFIG_KEY,
+    spelled,
+    switch,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Feature = Literal["trees", "beams"]
+FEATURES: dict[Feature, str] = {"trees": "tree speculation", "beams": "native beam search"}
+TREES: tuple[Feature, ...] = ("trees",)
+BEAMS: tuple[Feature, ...] = ("beams",)
+BOTH = TREES + BEAMS
+
+ENV_SWITCH = "VLLM_TRIE_BEAM"
+_DTYPES = ("float32", "bfloat16", "float16")
+_REPLACED_BACKENDS = ("TRITON_ATTN", "CUSTOM")
+"""Attention backends in whose place the plugin's goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A condition under which features do not run.
+
+    Attributes:
+        stops: The features.
+        condition: Its name in the documentation, as Markdown.
+        find: Takes a complete configuration and returns what meets the condition, falsy if nothing
+            does.
+        text: What is wrong and what to do; ``{found}`` is what `find` returned, ``{model}`` the
+            model's architecture.
+    """
+
+    stops: tuple[Feature, ...]
+    condition: str
+    find: Callable[[Any], Any]
+    text: str
+
+    def message(self, config: VllmConfig | None) -> str | None:
+        """Return what is wrong with a configuration, None if the condition is not met."""
+        if not (found := self.find(config)):
+            return None
+        model = getattr(config, "model_config", None)
+        return self.text.format(found=found, model="/".join(getattr(model, "architectures", ())))
+
+
+def switched_off() -> str | None:
+    """Return how the environment turns native beam search off, None if it does not."""
+    value = os.environ.get(ENV_SWITCH, "1").strip().lower()
+    if value in ("0", "false", "off", "no"):
+        return f"the environment variable {ENV_SWITCH}={value} turns it off"
+    return None
+
+
+def _is_cuda() -> bool:
+    from vllm.platforms import current_platform as platform
+
+    return not platform.is_cpu() and platform.is_cuda()
+
+
+def _other_platform() -> str | None:
+    from vllm.platforms import current_platform as platform
+
+    return None if platform.is_cpu() or platform.is_cuda() else platform.device_type
+
+
+def _other_cpu() -> str | None:
+    from vllm.platforms import CpuArchEnum
+    from vllm.platforms import current_platform as platform
+
+    architecture = platform.get_cpu_architecture()
+    return architecture.name if platform.is_cpu() and architecture != CpuArchEnum.X86 else None
+
+
+def _other_scheduler(config: VllmConfig) -> Any:
+    given = config.scheduler_config.scheduler_cls
+    name = given if isinstance(given, str) else getattr(given, "__module__", "")
+    return None if name.startswith("vllm_trie.vllm_hooks.scheduler") else given
+
+
+def _dtype(config: VllmConfig) -> str:
+    return str(config.model_config.dtype).removeprefix("torch.")
+
+
+def _other_backend(config: VllmConfig) -> str | None:
+    backend = config.attention_config.backend
+    return None if backend is None or backend.name in _REPLACED_BACKENDS else backend.name
+
+
+def _whole_graphs(config: VllmConfig) -> bool:
+    from vllm.config import CUDAGraphMode
+
+    return config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL
+
+
+def _windows_in_layers(config: VllmConfig) -> bool:
+    model = config.model_config
+    layer_types = getattr(model.hf_text_config, "layer_types", None) or ()
+    return model.get_sliding_window() is None and "sliding_attention" in layer_types
+
+
+_ALLOWED = f'additional_config={{"{CONFIG_KEY}": {{"{ALLOW_GPU}": True}}}}'
+_NO_WINDOW = (
+    "{model}: sliding-window attention is not supported; if the model allows it, set "
+    "disable_sliding_window=True"
+)
+
+# fmt: off
+PLATFORM_LIMITS: tuple[Limit, ...] = (
+    Limit(BOTH, "accelerators other than NVIDIA GPUs",
+        lambda c: _other_platform(),
+        "platform {found!r} is neither a CPU nor an NVIDIA GPU; vllm-trie runs on x86 CPUs and, "
+        "untested, on NVIDIA GPUs"),
+    Limit(TREES, "CPUs other than x86",
+        lambda c: _other_cpu(),
+        "CPU architecture {found} is not supported: tree attention reads the cache layouts "
+        f"{' and '.join(SUPPORTED_ISAS)} of x86 CPUs"),
+    Limit(TREES, "NVIDIA GPUs with a [patched](../patches/README.md) vLLM",
+        lambda c: _is_cuda() and offered("draft_verifier"),
+        "a patched vLLM verifies trees on CPUs only; on a GPU, run stock vLLM"),
+)
+"""Rows that no setting changes; their `find` does not look at the configuration."""
+
+UNTESTED_LIMITS = (
+    Limit(TREES, "NVIDIA GPUs without `allow_untested_gpu`",
+        lambda c: _is_cuda() and not offered("draft_verifier") and not switch(c, ALLOW_GPU),
+        "allow_untested_gpu=False: tree speculation has never run on a GPU. What is known: its "
+        "Triton kernel gives exact results and a whole engine the right tokens in Triton's "
+        "interpreter on a CPU, and it compiles for compute capabilities 7.5 to 12.0. Set "
+        "allow_untested_gpu=True with the method to try it: the engine then compares tree "
+        "attention with exact results on your device at start-up, and does not start if they "
+        "differ. Else run on an x86 CPU, or without vllm-trie's speculative methods"),
+    Limit(BEAMS, "NVIDIA GPUs without `allow_untested_gpu`",
+        lambda c: _is_cuda() and not switch(c, ALLOW_GPU) and _ALLOWED,
+        "it has never run on a GPU; to try it, set {found}"),
+)
+
+LIMITS: tuple[Limit, ...] = (
+    # What the user set for the plugin
+    Limit(BEAMS, f"`{ENV_SWITCH}=0` in the environment",
+        lambda c: switched_off(), "{found}"),
+    Limit(BEAMS, f'`"{BEAM_SEARCH}": false` in `additional_config["{CONFIG_KEY}"]`',
+        lambda c: switch(c, BEAM_SEARCH) is False,
+        f"{spelled(BEAM_SEARCH)}=False turns it off"),
+    Limit(BOTH, "a `scheduler_cls` that is not the plugin's",
+        _other_scheduler,
+        "scheduler_cls={found!r} cannot be used with vllm-trie's schedulers; leave scheduler_cls "
+        "out"),
+    # Platform
+    *PLATFORM_LIMITS,
+    *UNTESTED_LIMITS,
+    # Model
+    Limit(BOTH, "models that do not generate text",
+        lambda c: c.model_config is None or c.model_config.runner_type != "generate",
+        "{model}: the model does not generate text (runner_type is not 'generate'); use a "
+        "generative model"),
+    Limit(BOTH, "encoder-decoder models",
+        lambda c: c.model_config.is_encoder_decoder,
+        "{model}: encoder-decoder models are not supported"),
+    Limit(BEAMS, "diffusion models",
+        lambda c: getattr(c.model_config, "is_diffusion", False),
+        "{model}: diffusion models are not supported"),
+    Limit(BOTH, "state-space, recurrent and hybrid models",
+        lambda c: c.model_config.is_hybrid or c.model_config.is_attention_free
+        or c.model_config.has_inner_state,
+        "{model}: models with state-space or recurrent layers are not supported"),
+    Limit(TREES, "multi-head latent attention (MLA)",
+        lambda c: c.model_config.use_mla,
+        "{model}: multi-head latent attention (MLA) is not supported"),
+    Limit(TREES, "multimodal rotary positions (M-RoPE)",
+        lambda c: c.model_config.uses_mrope,
+        "{model}: multimodal rotary positions (M-RoPE) are not supported"),
+    Limit(BOTH, "sliding windows, unless `disable_sliding_window` lifts them",
+        lambda c: c.model_config.get_sliding_window() is not None, _NO_WINDOW),
+    Limit(TREES, "sliding windows in some layers, with `disable_sliding_window` too",
+        _windows_in_layers, _NO_WINDOW),
+    Limit(BOTH, "attention in chunks",
+        lambda c: getattr(c.model_config, "attention_chunk_size", None),
+        "{model}: attention in chunks (attention_chunk_size={found}) is not supported; run this "
+        "model without vllm-trie"),
+    Limit(TREES, f"a `dtype` other than {', '.join(_DTYPES)}",
+        lambda c: _dtype(c) not in _DTYPES and _dtype(c),
+        f"dtype={{found}} is not supported; use {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}"),
+    Limit(BEAMS, "a `logprobs_mode` that yields logits",
+        lambda c: "logprobs" not in c.model_config.logprobs_mode and c.model_config.logprobs_mode,
+        "logprobs_mode={found!r} yields no log-probabilities; use 'raw_logprobs'"),
+    # Engine
+    Limit(BOTH, "pipeline parallelism",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1
+        and c.parallel_config.pipeline_parallel_size,
+        "pipeline_parallel_size={found} is not supported; set it to 1 (tensor parallelism works)"),
+    Limit(BOTH, "context parallelism",
+        lambda c: c.parallel_config.decode_context_parallel_size > 1
+        or c.parallel_config.prefill_context_parallel_size > 1,
+        "context parallelism is not supported; leave its sizes at 1"),
+    Limit(TREES, "dual batch overlap",
+        lambda c: c.parallel_config.use_ubatching,
+        "dual batch overlap is not supported; switch it off"),
+    Limit(BOTH, "KV connectors (`kv_transfer_config`)",
+        lambda c: c.kv_transfer_config is not None,
+        "KV connectors (kv_transfer_config) are not supported: they could send KV of nodes and "
+        "rows that are dropped; leave the setting out"),
+    Limit(BEAMS, "encoder-cache connectors (`ec_transfer_config`)",
+        lambda c: getattr(c, "ec_transfer_config", None) is not None,
+        "encoder-cache connectors (ec_transfer_config) are not supported; leave the setting out"),
+    Limit(TREES, "`kv_sharing_fast_prefill`",
+        lambda c: c.cache_config.kv_sharing_fast_prefill,
+        "kv_sharing_fast_prefill is not supported; switch it off"),
+    Limit(TREES, "a quantized KV cache",
+        lambda c: c.cache_config.cache_dtype not in ("auto", *_DTYPES)
+        and c.cache_config.cache_dtype,
+        "kv_cache_dtype={found!r} is not supported; use 'auto'"),
+    Limit(TREES, "Model Runner V2",
+        lambda c: c.use_v2_model_runner,
+        "Model Runner V2 is not supported; unset VLLM_USE_V2_MODEL_RUNNER (vLLM then chooses V1 by "
+        "itself)"),
+    # GPU settings
+    Limit(TREES, "on a GPU: an `attention_backend` other than `TRITON_ATTN`",
+        lambda c: _is_cuda() and _other_backend(c),
+        "attention_backend={found!r} knows nothing of draft trees; leave it out or set it to "
+        "'TRITON_ATTN'"),
+    Limit(TREES, "on a GPU: `backend_per_kind`",
+        lambda c: _is_cuda() and c.attention_config.backend_per_kind,
+        "backend_per_kind={found!r} is not supported; leave it out"),
+    Limit(TREES, "on a GPU: a KV cache of another dtype than the model's",
+        lambda c: _is_cuda() and c.cache_config.cache_dtype in set(_DTYPES) - {_dtype(c)}
+        and c.cache_config.cache_dtype,
+        "kv_cache_dtype={found!r} is not the model's dtype; use 'auto'"),
+    Limit(TREES, "on a GPU: `cudagraph_mode` of `FULL`",
+        lambda c: _is_cuda() and _whole_graphs(c),
+        "cudagraph_mode='FULL' would capture attention without trees; leave it out or set it to "
+        "'PIECEWISE'"),
+)
+# fmt: on
+
+
+def problems(
+    feature: Feature, config: VllmConfig, limits: tuple[Limit, ...] = LIMITS
+) -> Iterator[str]:
+    """Yield the message of each row that stops a feature.
+
+    Lazy, since a row may rely on those before it: on there being a model, for one.
+    """
+    for limit in limits:
+        if feature in limit.stops and (message := limit.message(config)):
+            yield message
