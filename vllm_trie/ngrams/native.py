@@ -25,9 +25,9 @@ _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _LIBRARY = NativeLibrary("ngrams", "n-gram core", sorted(CORE.glob("*.cpp")), HEADERS)
 is_available = _LIBRARY.is_available
 require_library = _LIBRARY.require
-_PACK_BATCH = _LIBRARY.layout("Batch").pack
+_PACK_BATCH = _LIBRARY.layout("DraftBatch").pack
 _PACK_BLEND = _LIBRARY.layout("Blend").pack
-_PACK_JOB = _LIBRARY.layout("Job").pack
+_PACK_JOB = _LIBRARY.layout("DraftJob").pack
 
 
 class NativeIndex:

@@ -17,12 +17,12 @@ T take(const char*& bytes) {
 
 bool draft_batch(const char* batch, const Candidates& candidates, int32_t* rows) {
     static thread_local Drafter drafter;
-    const Batch head = take<Batch>(batch);
+    const DraftBatch head = take<DraftBatch>(batch);
     const Blend blend = take<Blend>(batch);
     Candidates predicted = candidates;
     bool any_smaller = false;
     for (int64_t i = 0; i < head.num_jobs; ++i) {
-        const Job job = take<Job>(batch);
+        const DraftJob job = take<DraftJob>(batch);
         const auto* tokens = reinterpret_cast<const int32_t*>(batch);
         batch += sizeof(int32_t) * job.num_tokens;
         BestFirstTree& tree = drafter.draft(job, tokens, predicted, blend);
@@ -39,7 +39,7 @@ bool draft_batch(const char* batch, const Candidates& candidates, int32_t* rows)
     return any_smaller;
 }
 
-BestFirstTree& Drafter::draft(const Job& job, const int32_t* tokens, const Candidates& candidates,
+BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens, const Candidates& candidates,
                               const Blend& blend) {
     tree_.begin(job.limits);
     contexts_.resize(std::max<size_t>(contexts_.size(), kMaxSources));
@@ -66,7 +66,7 @@ BestFirstTree& Drafter::draft(const Job& job, const int32_t* tokens, const Candi
     return tree_;
 }
 
-int32_t Drafter::used_text(const Job& job, int32_t min_length) const {
+int32_t Drafter::used_text(const DraftJob& job, int32_t min_length) const {
     // The store is the second source: only a job with a text of its own has one.
     if (job.store == nullptr || contexts_[1].size <= min_length) return kNone;
     const Match& match = contexts_[1].matches[contexts_[1].size - 1];
