@@ -80,7 +80,7 @@ void Drafter::expand(const Candidates& candidates, const Blend& blend, double ab
     const Contexts* contexts = &contexts_[static_cast<size_t>(parent + 1) * kMaxSources];
     const double left = ask_contexts(blend, contexts, tree_.bound() / above);
     if (depth <= candidates.num_heads && left >= blend.min_left_for_heads)
-        ask_head(candidates, depth - 1, left, above);
+        ask_head(candidates, depth - 1, left, above * (1.0 + blend.path_trust));
     for (const Successor& successor : successors_) {
         double probability = successor.probability;
         if (depth > 1 && blend.path_trust > 0.0)
@@ -110,15 +110,16 @@ double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts, doubl
     return left;
 }
 
-// A head gets the probability that the contexts have left.
-void Drafter::ask_head(const Candidates& candidates, int64_t head, double left, double above) {
+// A head gets the probability that the contexts have left. A child of probability p has a path of at
+// most p * most.
+void Drafter::ask_head(const Candidates& candidates, int64_t head, double left, double most) {
     const bool knows_none = successors_.size() == 0;
     const int64_t first = head * candidates.num_candidates;
     for (int64_t i = first; i < first + candidates.num_candidates; ++i) {
         const int32_t token = candidates.tokens[i];
         const double share = left * static_cast<double>(candidates.probabilities[i]);
         // The rest is no likelier; but the text's own successors get their part of it.
-        const bool is_hopeless = tree_.is_hopeless(above * share);
+        const bool is_hopeless = tree_.is_hopeless(most * share);
         if (is_hopeless && knows_none) break;
         Successor* known = knows_none ? nullptr : successors_.find(token);
         if (known != nullptr)

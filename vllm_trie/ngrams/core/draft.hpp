@@ -84,7 +84,7 @@ class Drafter {
     void expand(const Candidates& candidates, const Blend& blend, double above, int32_t parent,
                 int32_t depth);
     double ask_contexts(const Blend& blend, const Contexts* contexts, double cut);
-    void ask_head(const Candidates& candidates, int64_t head, double left, double above);
+    void ask_head(const Candidates& candidates, int64_t head, double left, double most);
 
     BestFirstTree tree_;
     View sources_[kMaxSources];  // in the order in which they are believed
