@@ -1,10 +1,10 @@
-"""The compiled n-gram index and drafter, and the Python types that stand for them."""
+"""The compiled n-gram index and drafting, and the Python types that stand for them."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_int32, c_int64
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +25,9 @@ _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _LIBRARY = NativeLibrary("ngrams", "n-gram core", sorted(CORE.glob("*.cpp")), HEADERS)
 is_available = _LIBRARY.is_available
 require_library = _LIBRARY.require
-_PACK_BATCH = _LIBRARY.layout("Batch").pack
+_PACK_BATCH = _LIBRARY.layout("DraftBatch").pack
 _PACK_BLEND = _LIBRARY.layout("Blend").pack
-_PACK_JOB = _LIBRARY.layout("Job").pack
+_PACK_JOB = _LIBRARY.layout("DraftJob").pack
 
 
 class NativeIndex:
@@ -38,7 +38,6 @@ class NativeIndex:
         self.handle = self._library.ngram_index_new(max_order)
         if not self.handle:
             raise MemoryError("no memory for an n-gram index")
-        self.max_order = max_order
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
@@ -70,19 +69,13 @@ class NativeIndex:
             raise KeyError(f"the index holds no text {text}")
 
     def arrays(self) -> tuple[bytes, bytes]:
-        """Copies of the node array and of the hash table."""
-        nodes, table = c_void_p(), c_void_p()
-        num_nodes, table_size = c_int64(), c_int64()
-        self._library.ngram_index_arrays(
-            self.handle,
-            ctypes.byref(nodes),
-            ctypes.byref(num_nodes),
-            ctypes.byref(table),
-            ctypes.byref(table_size),
-        )
+        """Return copies of the node array and of the hash table."""
+        found = (c_int64 * 4)()
+        self._library.ngram_index_arrays(self.handle, found)
+        nodes, num_nodes, table, table_size = found
         return (
-            ctypes.string_at(nodes.value or 0, num_nodes.value * NODE_BYTES),
-            ctypes.string_at(table.value or 0, table_size.value * 4),
+            ctypes.string_at(nodes, num_nodes * NODE_BYTES),
+            ctypes.string_at(table, table_size * 4),
         )
 
 
@@ -97,7 +90,12 @@ class NativeCorpus:
         max_order: int,
         vocab_size: int,
     ) -> None:
-        """`nodes` uint8 [n * NODE_BYTES], `table` int32 (its size a power of two), `tokens` int32.
+        """Open an index.
+
+        Args:
+            nodes: uint8 [n * NODE_BYTES].
+            table: int32, its size a power of two.
+            tokens: int32.
 
         Raises:
             ValueError: the arrays are not those of an index.
@@ -105,14 +103,10 @@ class NativeCorpus:
         self._library = require_library()
         self._arrays = (nodes, table, tokens)
         self.handle = self._library.ngram_corpus_open(
-            nodes.ctypes.data,
-            len(nodes) // NODE_BYTES,
-            table.ctypes.data,
-            len(table),
-            tokens.ctypes.data,
-            len(tokens),
-            max_order,
-            vocab_size,
+            *(nodes.ctypes.data, len(nodes) // NODE_BYTES),
+            *(table.ctypes.data, len(table)),
+            *(tokens.ctypes.data, len(tokens)),
+            *(max_order, vocab_size),
         )
         if not self.handle:
             raise ValueError("the arrays do not form an n-gram index")

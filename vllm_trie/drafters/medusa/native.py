@@ -32,7 +32,7 @@ HEADERS = (
 LIBRARY = NativeLibrary("medusa_select", "selection", SOURCES, HEADERS)
 is_available = LIBRARY.is_available
 require_library = LIBRARY.require
-_PACK_JOB = LIBRARY.layout("MedusaJob").pack
+_PACK_JOB = LIBRARY.layout("Job").pack
 _PACK_LOGITS = LIBRARY.layout("HeadLogits").pack
 SCORING = create_string_buffer(
     LIBRARY.layout("Scoring").pack(CONCENTRATION, DISCOUNT, MIN_ORDER),

@@ -72,13 +72,13 @@ extern "C" int32_t ngram_index_remove(Index* index, int32_t doc) {
     });
 }
 
-// The arrays of an index, for writing them to a file.
-extern "C" void ngram_index_arrays(const Index* index, const void** nodes, int64_t* num_nodes,
-                                   const int32_t** table, int64_t* table_size) {
-    *nodes = index->nodes().data();
-    *num_nodes = static_cast<int64_t>(index->nodes().size());
-    *table = index->table().data();
-    *table_size = static_cast<int64_t>(index->table().size());
+// The arrays of an index, for writing them to a file: address and size of the nodes, then of the
+// table.
+extern "C" void ngram_index_arrays(const Index* index, int64_t* found) {
+    found[0] = reinterpret_cast<int64_t>(index->nodes().data());
+    found[1] = static_cast<int64_t>(index->nodes().size());
+    found[2] = reinterpret_cast<int64_t>(index->table().data());
+    found[3] = static_cast<int64_t>(index->table().size());
 }
 
 // An index over arrays that the caller keeps alive; null if they are not sound.

@@ -26,7 +26,7 @@ bool select_all(const char* jobs, medusa::Candidates candidates, const medusa::S
     int32_t* nodes = room.trees();
     bool any_smaller = false;
     for (int64_t i = 0; i < room.num_jobs; ++i) {
-        medusa::MedusaJob job;
+        medusa::Job job;
         std::memcpy(&job, jobs, sizeof(job));
         const auto* tokens = reinterpret_cast<const int32_t*>(jobs + sizeof(job));
         jobs += sizeof(job) + sizeof(int32_t) * job.num_tokens;
@@ -92,7 +92,7 @@ extern "C" int32_t medusa_head_candidates(const medusa::Heads* heads, const void
 }
 
 // Select for a batch from candidates [num_jobs, num_heads, num_candidates]. jobs: for each a
-// medusa::MedusaJob, then the tokens of its text. trees: room for them, see Room. Returns 0, 1 if any tree
+// medusa::Job, then the tokens of its text. trees: room for them, see Room. Returns 0, 1 if any tree
 // has less than `stride` nodes, or kNone without memory.
 extern "C" int32_t medusa_select(const int32_t* tokens, const float* probabilities,
                                  int64_t num_heads, int64_t num_candidates, const char* jobs,

@@ -8,7 +8,7 @@ constexpr double kMinLeft = 1e-6;
 
 }  // namespace
 
-ngram::BestFirstTree& Selector::select(const MedusaJob& job, const int32_t* tokens,
+ngram::BestFirstTree& Selector::select(const Job& job, const int32_t* tokens,
                                        const Candidates& candidates, const Scoring& scoring) {
     tree_.begin(job.limits);
     if (contexts_.empty()) contexts_.resize(1);

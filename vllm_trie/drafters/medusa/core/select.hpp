@@ -18,12 +18,12 @@ struct Scoring {
 };
 
 // One request of a batch, as native.py packs it: `num_tokens` tokens of its text follow.
-struct MedusaJob {
+struct Job {
     ngram::Index* own;  // null: the product of the heads alone
     ngram::Limits limits;
     int32_t num_tokens;
 };
-static_assert(sizeof(MedusaJob) == 40, "native.py packs it");
+static_assert(sizeof(Job) == 40, "native.py packs it");
 
 // What the heads say for one request, [num_heads, num_candidates]; each row likeliest first, its
 // tokens distinct.
@@ -37,7 +37,7 @@ class Selector {
    public:
     // The tree, which stays valid until the next call. Brings the job's index up to date with the
     // tokens of its text.
-    ngram::BestFirstTree& select(const MedusaJob& job, const int32_t* tokens,
+    ngram::BestFirstTree& select(const Job& job, const int32_t* tokens,
                                  const Candidates& candidates, const Scoring& scoring);
 
    private:
