@@ -1,1 +1,1 @@
-"""The only part of the package that touches vLLM's internals; see the ledger in `ledger.py`."""
+"""The only part of the package that touches vLLM's internals; see its ledger."""
