@@ -1,4 +1,4 @@
-// The tokens that may come next, and how the contexts of a text share out probability among them.
+// The tokens that may come next, and the shares of probability that contexts give them.
 #pragma once
 
 #include <vector>
@@ -76,7 +76,7 @@ class Successors {
     }
 
    private:
-    // Those of all contexts of all sources; what else is appended is found only behind these.
+    // At most those of all contexts of all sources; anything else is found only behind these.
     static constexpr size_t kMaxFound = kMaxSources * (kMaxOrder + 1) * kMaxHot;
     static constexpr size_t kSlots = 1024;
     static_assert(kMaxFound < INT16_MAX, "slots are narrow, so that few cache lines hold them");
