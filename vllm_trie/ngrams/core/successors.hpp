@@ -37,7 +37,8 @@ class Successors {
     // A token that is not among them.
     void append(int32_t token, double probability) {
         int16_t& first = slot(token);
-        if (first == kNone && items_.size() < kMaxFound) first = static_cast<int16_t>(items_.size());
+        if (first == kNone && items_.size() < kMaxFound)
+            first = static_cast<int16_t>(items_.size());
         items_.push_back({token, probability});
     }
 
