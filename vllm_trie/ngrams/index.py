@@ -1,4 +1,4 @@
-"""The n-gram index in readable Python: the twin of core/index.cpp, and what runs without it.
+"""The n-gram index in readable Python: the twin of core/index.cpp, and its fallback.
 
 A trie of all n-grams of up to `max_order + 1` tokens of some texts. An n-gram c·t, context c and
 successor t, carries the two counts that Kneser-Ney smoothing needs: its occurrences, and the number
@@ -52,7 +52,7 @@ class Node:
         self.types = 1
         """Distinct tokens before it; its occurrences if it is of the greatest length."""
         self.once = once
-        """Where its last token is, while it occurred once. Its successor is then read from the
+        """Place of its last token, while it occurred once. Its successor is then read from the
         text; it gets children when it occurs again."""
         self.text = -1 if once is None else once.text
         """The text in which it occurred last."""
@@ -167,7 +167,7 @@ class NgramIndex:
         self._open = [*still_open, self.root]
 
     def _enter_successor(self, node: Node) -> None:
-        """The n-gram occurs again: from now on its successors are nodes."""
+        """Make the successor of an n-gram that occurs again a node."""
         if node.once is None:
             return
         place = Place(node.once.text, node.once.position + 1)

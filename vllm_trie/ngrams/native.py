@@ -131,7 +131,7 @@ class DraftBatch:
         rows: where it writes.
     """
 
-    __slots__ = ("_stride", "_trees", "parts", "rows")
+    __slots__ = ("_end", "_step", "_stride", "_trees", "parts", "rows")
 
     def __init__(
         self, jobs: Sequence[Job], blend: bytes, candidates: Candidates | None = None
@@ -149,9 +149,11 @@ class DraftBatch:
             predicted = (*(a.ctypes.data for a in candidates), *candidates.tokens.shape[1:])
         parts[0] = _PACK_BATCH(len(jobs), stride, *predicted)
         self.parts = parts
-        self.rows = rows = (c_int32 * (len(jobs) * (2 + 3 * stride)))()
+        self._stride, self._step = stride, 2 + 3 * stride
+        self._end = end = len(jobs) * self._step
+        # ctypes makes a type for each length: with powers of two there are few.
+        self.rows = rows = (c_int32 * (1 << end.bit_length()))()
         size, read = 4 * stride, np.frombuffer
-        self._stride = stride
         self._trees = (
             [
                 TokenTree(
@@ -159,7 +161,7 @@ class DraftBatch:
                     read(rows, _INT32, stride, start + size),
                     read(rows, _FLOAT32, stride, start + 2 * size),
                 )
-                for start in range(8, 4 * len(rows), 8 + 3 * size)
+                for start in range(8, 4 * end, 8 + 3 * size)
             ]
             if stride
             else [TokenTree.empty()] * len(jobs)
@@ -167,7 +169,7 @@ class DraftBatch:
 
     def used_texts(self) -> list[int]:
         """Return the text of each job's store that matched, -1 where none did."""
-        return self.rows[1 :: 2 + 3 * self._stride]
+        return self.rows[1 : self._end : self._step]
 
     def trees(self, status: int) -> list[TokenTree]:
         """Return the trees that a native function has written.
@@ -179,9 +181,9 @@ class DraftBatch:
             return self._trees
         if status == _NONE:
             raise MemoryError("no memory to draft a tree")
-        trees, stride = self._trees, self._stride
-        for i, size in enumerate(self.rows[:: 2 + 3 * stride]):
-            if size != stride:
+        trees = self._trees
+        for i, size in enumerate(self.rows[: self._end : self._step]):
+            if size != self._stride:
                 trees[i] = trees[i].prefix(size) if size else TokenTree.empty()
         return trees
 

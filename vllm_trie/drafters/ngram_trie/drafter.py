@@ -1,4 +1,4 @@
-"""The method `ngram_trie`: drafts from n-grams of text that was seen before."""
+"""The method `ngram_trie`: drafts from n-grams of earlier text."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ BLEND = Blend(
     cut_left=0.5,
     cut_share=0.25,
 )
-"""The scoring "blended"; docs/ngram_trie.md has what more parameters bring."""
+"""The scoring "blended"; docs/ngram_trie.md has the alternatives that were measured."""
 
 
 class NgramTrieDrafter(Drafter):
-    """Drafts the likeliest continuations of a text, as earlier text has them.
+    """Drafts the continuations of a text that earlier text makes likeliest.
 
     State: an index of each request's own text, built from the prompt at the first call and
     extended at each later one by the tokens accepted since; with scoring "blended", also the

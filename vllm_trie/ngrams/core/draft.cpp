@@ -39,8 +39,8 @@ bool draft_batch(const char* batch, const Candidates& candidates, int32_t* rows)
     return any_smaller;
 }
 
-BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens, const Candidates& candidates,
-                              const Blend& blend) {
+BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
+                              const Candidates& candidates, const Blend& blend) {
     tree_.begin(job.limits);
     contexts_.resize(std::max<size_t>(contexts_.size(), kMaxSources));
     num_sources_ = 0;
@@ -110,8 +110,8 @@ double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts, doubl
     return left;
 }
 
-// A head gets the probability that the contexts have left. A child of probability p has a path of at
-// most p * most.
+// A head gets the probability that the contexts have left. The path of a child of probability p has
+// at most p * most.
 void Drafter::ask_head(const Candidates& candidates, int64_t head, double left, double most) {
     const bool knows_none = successors_.size() == 0;
     const int64_t first = head * candidates.num_candidates;

@@ -9,7 +9,7 @@
 
 namespace ngram {
 
-// How far the counts of a source are believed: a Pitman-Yor process.
+// Trust in the counts of a source: the parameters of a Pitman-Yor process.
 struct Source {
     double concentration;
     double discount;
@@ -44,8 +44,8 @@ struct DraftJob {
     int64_t num_indexed;     // leading tokens that belong in `own`
 };
 
-// Predictions of heads, [num_heads, num_candidates] for each job: head i predicts the token at depth
-// i + 1, the likeliest first, its tokens distinct.
+// Predictions of heads, [num_heads, num_candidates] for each job: head i predicts the token at
+// depth i + 1, the likeliest first, its tokens distinct.
 struct Candidates {
     const int32_t* tokens;
     const float* probabilities;
