@@ -6,7 +6,6 @@ import ctypes
 import gc
 import importlib.util
 import os
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -86,29 +85,12 @@ class Engines:
 
 @pytest.fixture(scope="module")
 def _engines() -> Iterator[Engines]:
+    # An engine that an earlier file made itself would end the process groups of these when freed.
+    gc.unfreeze()
+    gc.collect()
     engines = Engines()
     yield engines
-    if os.environ.get("H_MEM"):
-        import psutil
-
-        with open(os.environ["H_MEM"], "a") as f:
-            print(
-                "rss",
-                psutil.Process().memory_info().rss >> 20,
-                "engines",
-                len(engines._alive),
-                file=f,
-            )
-    t = time.time()
     engines.close()
-    if os.environ.get("H_MEM"):
-        with open(os.environ["H_MEM"], "a") as f:
-            print(
-                "  after",
-                psutil.Process().memory_info().rss >> 20,
-                "close %.1f s" % (time.time() - t),
-                file=f,
-            )
 
 
 @pytest.fixture
