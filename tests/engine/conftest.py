@@ -47,7 +47,7 @@ class Engines:
         self._alive: dict[str, tuple[Any, int]] = {}
 
     def __call__(self, **options: Any) -> Any:
-        """An engine with these options beside the suite's own; one with equal options is shared."""
+        """Return an engine with these options over the suite's own; equal options share one."""
         from vllm import LLM
 
         settings: dict[str, Any] = {
@@ -77,7 +77,7 @@ class Engines:
         ctypes.CDLL(None).malloc_trim(0)
 
     def check_blocks(self) -> None:
-        """No engine may hold blocks when nothing runs."""
+        """Check that idle engines hold no blocks."""
         for llm, at_start in self._alive.values():
             assert scheduler_of(llm).get_num_unfinished_requests() == 0
             assert free_blocks(llm) == at_start
@@ -95,7 +95,7 @@ def _engines() -> Iterator[Engines]:
 
 @pytest.fixture
 def engine(_engines: Engines) -> Iterator[Callable[..., Any]]:
-    """Start (or share) an engine; afterwards no block may be missing in any of them."""
+    """Start or share an engine; after the test, check that no engine lost a block."""
     yield _engines
     _engines.check_blocks()
 
