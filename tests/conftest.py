@@ -32,9 +32,20 @@ settings.register_profile("ci", max_examples=100, derandomize=True, **_COMMON)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
+LONGEST = ("test_patches", "test_exactness", "test_http", "test_against_transformers")
+"""Engine test files that start first: at the end, one test process would work on them alone."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts an engine, and run it last: a broken unit shows in the first minute."""
+
+    def place(item: pytest.Item) -> int:
+        if item.get_closest_marker("engine") is None:
+            return -1
+        name = item.path.stem
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
     for item in items:
         if "engine" in item.path.relative_to(item.config.rootpath).parts[:-1]:
             item.add_marker(pytest.mark.engine)
-    items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
+    items.sort(key=place)

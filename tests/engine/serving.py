@@ -1,4 +1,4 @@
-"""`vllm serve` as a subprocess: started, waited for, and ended with all its children."""
+"""`vllm serve` as a subprocess: start it, wait for it, end it with all its children."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Server:
         wait_for(self.is_healthy, self.process, self.log)
 
     def metrics(self) -> dict[str, float]:
-        """Every counter and gauge of the metrics endpoint, summed over its labels."""
+        """Return each counter and gauge of the metrics endpoint, summed over its labels."""
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(self.http.get("/metrics").text):
             for sample in family.samples:

@@ -1,4 +1,4 @@
-"""Two engines behind two API servers: trees and beam search are what they are with one of each."""
+"""Two engines behind two API servers: trees and beam search give the output of one engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines with little room, and requests that ask for a lot: greedy output stays as it is."""
+"""Engines with little room and demanding requests: greedy output does not change."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_prompts_with_one_token_to_compute(engine: Any, options: dict[str, Any])
     tell_oracle(plain)
     llm = engine(**TREES, **options)
     check_same_outputs(llm, plain, params)
-    # Again, beside a request that runs already; all but the last token is in the prefix cache.
+    # Again, next to a running request; all tokens but the last are in the prefix cache.
     core = llm.llm_engine
     for name in ("runs", 0, 1, 2, 3):
         core.add_request(f"cached-{name}", some[0 if name == "runs" else name], params)

@@ -53,7 +53,7 @@ CHATS = [
 
 @dataclass
 class Answers:
-    """What a server said, and what it said about itself."""
+    """The replies of a server, its metrics and its log."""
 
     replies: dict[str, Any] = field(default_factory=dict)
     bad_replies: dict[str, int | str] = field(default_factory=dict)
@@ -99,7 +99,7 @@ def joined(chunks: Any, text_of: Callable[[Any], str | None]) -> tuple[str, str 
 
 
 def ask(client: openai.OpenAI) -> dict[str, Any]:
-    """Requests of all kinds."""
+    """Return the replies to requests of all kinds."""
     some = list(texts()[::4])
     replies: dict[str, Any] = {}
     replies["completions"] = ends(complete(client, some))
@@ -144,7 +144,7 @@ BAD = {
 
 
 def ask_badly(client: openai.OpenAI) -> dict[str, int | str]:
-    """Status of each bad request, or its text if the server took it."""
+    """Return the status of each bad request, or its text if the server accepted it."""
     replies: dict[str, int | str] = {}
     for name, options in BAD.items():
         try:
@@ -228,8 +228,8 @@ def test_metrics_endpoint(answers: dict[str, Answers], name: str) -> None:
     assert nodes <= NODES * found["vllm:trie_verified_trees_total"]
     tokens, steps = found["vllm:trie_tokens_total"], found["vllm:trie_steps_total"]
     assert tokens / steps > 1.1
-    # Tokens behind a stop string are made and thrown away; those of the last steps without drafts
-    # wait for the next report.
+    # Tokens after a stop string are generated and discarded; the next report counts those of the
+    # last steps without drafts.
     assert tokens == pytest.approx(found["vllm:generation_tokens_total"], rel=0.1)
     for part in ("drafting", "verification", "overhead"):
         assert found[f"vllm:trie_{part}_seconds_total"] > 0

@@ -1,4 +1,4 @@
-"""Requests with LoRA adapters are decoded with trees as without, several adapters in a batch."""
+"""Trees do not change the output of requests with LoRA adapters, several in a batch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def expected(_engines: Any, adapters: list[LoRARequest | None]) -> list[Any]:
     [
         ("test_oracle", {}, 0.2),
         ("ngram_trie", {}, 0.2),
-        # The heads were trained on the model without adapters: right output, wrong guesses.
+        # The heads were trained on the model without adapters: correct output, poor drafts.
         ("medusa_dynamic", {"model": str(medusa_path())}, 0.02),
     ],
     ids=["oracle", "ngram_trie", "medusa"],

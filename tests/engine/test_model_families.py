@@ -1,7 +1,7 @@
 """Greedy output with trees is that of plain decoding for decoders of several families.
 
-The models are tiny and their weights random, but the code that runs is vLLM's own for the family:
-its rotary embeddings or learned positions, its norms and biases, its shape of a layer.
+The models are tiny and their weights random, but vLLM's own code for the family runs: its rotary
+embeddings or learned positions, its norms and biases, its layers.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ def _experts_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_model(folder: Path, values: dict[str, Any]) -> str:
-    """A model folder whose weights make every token depend on those before it."""
+    """Write a model whose weights make each token depend on those before it; return its folder."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=torch.float32)
     for name, weight in model.named_parameters():
         if weight.dim() >= 2:
-            # Small embeddings, so that the layers have most of the say.
+            # Small embeddings, so that the layers decide the output.
             torch.nn.init.normal_(weight, std=0.04 if "embed" in name or "wte" in name else 0.25)
     model.save_pretrained(folder)
     return str(folder)
 
 
 def random_weights(loader: Any, model: torch.nn.Module, model_config: Any) -> None:
-    """In place of vLLM's dummy weights, which are too small for an output that says anything."""
+    """Fill in random weights; vLLM's dummy weights are too small for a telling output."""
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
         if weight.dim() >= 2:

@@ -1,7 +1,7 @@
-"""Random requests in engines with little room: with trees they bring what plain vLLM brings.
+"""Random requests in engines with little room: trees give the output of plain vLLM.
 
-What each sampling parameter does is tested one by one elsewhere; here they meet in one batch,
-beside requests that come late, are aborted or give way to others.
+Other files test each sampling parameter alone. Here they meet in one batch, with requests that
+arrive late, are aborted or preempted.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def random_request(rng: random.Random, seeds: bool) -> Request:
 
 
 def run(llm: Any, requests: Sequence[Request], with_priorities: bool) -> dict[int, list[Answer]]:
-    """What those that were not aborted have brought, by their places in the list."""
+    """Return the answers of the requests that were not aborted, by their index."""
     core, answers, step = llm.llm_engine, {}, 0
     last_arrival = max(request.arrives_at for request in requests)
     while step <= last_arrival or core.has_unfinished_requests():
