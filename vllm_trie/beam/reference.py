@@ -91,8 +91,7 @@ def reference_search(
         if not any(running):
             break
 
-    merged = [hypothesis for group in finished for hypothesis in group]
-    return sorted(merged, key=lambda each: -each.score)
+    return sorted((each for group in finished for each in group), key=lambda each: -each.score)
 
 
 def _continuations(hypothesis: _Running, logprobs: np.ndarray) -> Iterator[_Running]:
