@@ -139,9 +139,13 @@ class DraftBatch:
         parts: list[bytes | np.ndarray] = [b"", blend]
         stride = 0
         for own, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least in jobs:
-            handles = [0 if index is None else index.handle for index in (own, store, corpus)]
-            limits = (least, max_nodes, max_depth, chain)
-            parts += (_PACK_JOB(*handles, *limits, len(tokens), num_indexed), tokens)
+            packed = _PACK_JOB(
+                0 if own is None else own.handle,
+                0 if store is None else store.handle,
+                0 if corpus is None else corpus.handle,
+                *(least, max_nodes, max_depth, chain, len(tokens), num_indexed),
+            )
+            parts += (packed, tokens)
             if max_nodes > stride:
                 stride = max_nodes
         predicted = (0, 0, 0, 0)

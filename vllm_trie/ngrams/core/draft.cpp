@@ -42,7 +42,6 @@ bool draft_batch(const char* batch, const Candidates& candidates, int32_t* rows)
 BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
                               const Candidates& candidates, const Blend& blend) {
     tree_.begin(job.limits);
-    contexts_.resize(std::max<size_t>(contexts_.size(), kMaxSources));
     num_sources_ = 0;
     if (job.own != nullptr) {
         job.own->synchronize(tokens, job.num_indexed);
@@ -50,15 +49,16 @@ BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
     }
     if (job.store != nullptr) sources_[num_sources_++] = job.store->view();
     if (job.corpus != nullptr) sources_[num_sources_++] = job.corpus->view;
+    if (contexts_.size() < kMaxSources) contexts_.resize(kMaxSources);
     for (int32_t s = 0; s < num_sources_; ++s)
         match_suffix(sources_[s], tokens, job.num_tokens, contexts_[s]);
     expand(candidates, blend, 1.0, kNone, 1);
     while (tree_.choose()) {
         if (!tree_.may_grow()) continue;
         const Guess& guess = tree_.newest();
-        const size_t row = static_cast<size_t>(tree_.size()) * kMaxSources;
-        if (contexts_.size() < row + kMaxSources) contexts_.resize(row + kMaxSources);
-        const Contexts* from = &contexts_[static_cast<size_t>(guess.parent + 1) * kMaxSources];
+        const size_t row = static_cast<size_t>(tree_.size()) * num_sources_;
+        if (contexts_.size() < row + num_sources_) contexts_.resize(row + num_sources_);
+        const Contexts* from = contexts_after(guess.parent);
         for (int32_t s = 0; s < num_sources_; ++s)
             advance(sources_[s], from[s], guess.token, contexts_[row + s]);
         expand(candidates, blend, guess.probability, tree_.size() - 1, guess.depth + 1);
@@ -77,8 +77,7 @@ int32_t Drafter::used_text(const DraftJob& job, int32_t min_length) const {
 void Drafter::expand(const Candidates& candidates, const Blend& blend, double above,
                      int32_t parent, int32_t depth) {
     successors_.clear();
-    const Contexts* contexts = &contexts_[static_cast<size_t>(parent + 1) * kMaxSources];
-    const double left = ask_contexts(blend, contexts, tree_.bound() / above);
+    const double left = ask_contexts(blend, contexts_after(parent), tree_.bound() / above);
     if (depth <= candidates.num_heads && left >= blend.min_left_for_heads)
         ask_head(candidates, depth - 1, left, above * (1.0 + blend.path_trust));
     for (const Successor& successor : successors_) {

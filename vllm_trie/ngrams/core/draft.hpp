@@ -81,6 +81,10 @@ class Drafter {
     int32_t used_text(const DraftJob& job, int32_t min_length) const;
 
    private:
+    // One for each source.
+    const Contexts* contexts_after(int32_t guess) const {
+        return contexts_.data() + static_cast<size_t>(guess + 1) * num_sources_;
+    }
     void expand(const Candidates& candidates, const Blend& blend, double above, int32_t parent,
                 int32_t depth);
     double ask_contexts(const Blend& blend, const Contexts* contexts, double cut);
@@ -89,7 +93,7 @@ class Drafter {
     BestFirstTree tree_;
     View sources_[kMaxSources];  // in the order in which they are believed
     int32_t num_sources_ = 0;
-    std::vector<Contexts> contexts_;  // root's, then one row a node; kMaxSources a row
+    std::vector<Contexts> contexts_;  // root's, then one row a node; num_sources_ a row
     Successors successors_;
 };
 
