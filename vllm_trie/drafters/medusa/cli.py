@@ -26,6 +26,11 @@ class Targets(StrEnum):
     text = "text"
 
 
+@app.callback()
+def _group() -> None:
+    """Keep `train` a subcommand, which Typer would otherwise merge into a group of one."""
+
+
 @app.command()
 def train(
     model: Annotated[str, typer.Option(help="The model: a folder or a name. It stays frozen.")],
@@ -67,27 +72,6 @@ def train(
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-
-
-@app.command()
-def data(
-    out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],
-    documents: Annotated[int, typer.Option(help="Task documents to make.")] = 40_000,
-    continuations: Annotated[
-        int, typer.Option(help="Prompts that the model itself goes on with; 0: the data set.")
-    ] = 0,
-    seed: Annotated[int, typer.Option()] = 0,
-) -> None:
-    """Write the text that the shipped model's heads were trained on (see its README)."""
-    from vllm_trie.drafters.medusa.training.shipped import write_training_text
-    from vllm_trie.tiny_model import model_path
-
-    try:
-        tokens = write_training_text(out, model_path(), seed, documents, continuations)
-    except (ValueError, FileNotFoundError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
-    typer.echo(f"wrote {tokens} tokens to {out}")
 
 
 def _train(
