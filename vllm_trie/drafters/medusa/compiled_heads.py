@@ -29,7 +29,7 @@ MAX_ROWS = 32
 """Measured up to here. With many rows arithmetic is the limit, which torch's products are built
 for."""
 
-_PACK_HEADS = struct.Struct("12q").pack
+_PACK_HEADS = native.LIBRARY.layout("Heads").pack
 _HUGE_PAGE = 2 << 20
 
 
@@ -90,9 +90,11 @@ class CompiledHeads:
         tokens, probabilities = native.room_for_candidates(
             num_rows, self._num_heads, self._num_candidates
         )
+        timer = self.product_nanoseconds
         status = self._library.medusa_head_candidates(
             *(self._packed, struct.pack(f"{num_rows}q", *rows), num_rows, self._num_threads),
-            *(tokens.ctypes.data, probabilities.ctypes.data, self.product_nanoseconds),
+            *(tokens.ctypes.data, probabilities.ctypes.data),
+            None if timer is None else addressof(timer),
         )
         native.check_candidates(status)
         return tokens, probabilities

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
+from ctypes import c_int32, create_string_buffer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,6 @@ import torch
 
 from vllm_trie.drafters.medusa.constants import CONCENTRATION, DISCOUNT, MIN_ORDER
 from vllm_trie.native import SHARED_HEADERS, NativeLibrary
-from vllm_trie.native.library import Signature
 from vllm_trie.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -25,46 +22,21 @@ _FOLDER = Path(__file__).parent / "core"
 _NGRAM_FOLDER = Path(__file__).parents[1] / "ngram_trie" / "core"
 _NONE = -1
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
-
-
-class _Scoring(ctypes.Structure):
-    _fields_ = [
-        ("concentration", c_double),
-        ("discount", c_double),
-        ("min_order", c_int32),
-    ]
-
-
-SCORING = _Scoring(CONCENTRATION, DISCOUNT, MIN_ORDER)
-_PACK_JOB = struct.Struct("qd3i4xi4x").pack
-_PACK_LOGITS = struct.Struct("11q").pack
-"""Make C++'s `Job` and `HeadLogits` of their members."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers that stand for the dtypes of which there is compiled code."""
-_HEADS = (c_char_p, c_char_p, c_int64, c_int64)
-"""Types of arguments: heads, addresses of hidden states, their number, threads."""
-_TREES = (POINTER(_Scoring), c_int64, c_void_p)
-
-SIGNATURES: dict[str, Signature] = {
-    "medusa_index_new": (c_void_p, [c_int32]),
-    "medusa_index_free": (None, [c_void_p]),
-    "medusa_top_candidates": (c_int32, [c_char_p, c_void_p, c_void_p]),
-    "medusa_head_candidates": (c_int32, [*_HEADS, c_void_p, c_void_p, POINTER(c_int64)]),
-    "medusa_select": (
-        c_int32,
-        [c_void_p, c_void_p, c_int64, c_int64, c_char_p, c_int64, *_TREES],
-    ),
-    "medusa_draft": (c_int32, [c_char_p, c_char_p, *_TREES]),
-    "medusa_draft_with_heads": (c_int32, [c_char_p, c_char_p, c_void_p]),
-}
 SOURCES = (*sorted(_FOLDER.glob("*.cpp")), _NGRAM_FOLDER / "index.cpp")
 HEADERS = (
     *sorted([*_FOLDER.glob("*.hpp"), *_NGRAM_FOLDER.glob("*.hpp")]),
     *SHARED_HEADERS,
 )
-_LIBRARY = NativeLibrary("medusa_select", "selection", SIGNATURES, SOURCES, HEADERS)
-is_available = _LIBRARY.is_available
-require_library = _LIBRARY.require
+LIBRARY = NativeLibrary("medusa_select", "selection", SOURCES, HEADERS)
+is_available = LIBRARY.is_available
+require_library = LIBRARY.require
+_PACK_JOB = LIBRARY.layout("Job").pack
+_PACK_LOGITS = LIBRARY.layout("HeadLogits").pack
+SCORING = create_string_buffer(
+    LIBRARY.layout("Scoring").pack(CONCENTRATION, DISCOUNT, MIN_ORDER),
+)
 
 
 class NativeIndex:

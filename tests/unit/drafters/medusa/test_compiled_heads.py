@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import c_int64
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from vllm_trie.drafters.medusa import compiled_heads, native
 from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates_torch
 from vllm_trie.drafters.medusa.compiled_heads import MAX_ROWS, CompiledHeads, in_huge_pages
 from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
-from vllm_trie.native import DEFAULT_FLAGS, build_library
+from vllm_trie.native import DEFAULT_FLAGS, NativeLibrary
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
 
@@ -30,13 +30,9 @@ def instructions(request):
     if not {"avx2", "fma", "f16c"} <= set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip("this CPU has no AVX2")
     flags = [flag.replace("=native", f"={request.param}") for flag in DEFAULT_FLAGS]
-    path = build_library("medusa_select", native.SOURCES, flags, native.HEADERS)
-    library = ctypes.CDLL(str(path))
-    for name, (result, arguments) in native.SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, list(arguments)
+    library = NativeLibrary("medusa_select", "selection", native.SOURCES, native.HEADERS, flags)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "require_library", lambda: library)
+        patch.setattr(native, "require_library", library.require)
         yield
 
 
@@ -187,7 +183,7 @@ def test_states_that_are_left_to_torch(monkeypatch):
 def test_time_of_the_products_is_told():
     heads = random_heads()
     compiled = CompiledHeads(heads, torch.ones(3), 5)
-    compiled.product_nanoseconds = native.c_int64()
+    compiled.product_nanoseconds = c_int64()
     compiled.top_candidates(compiled.rows(torch.randn(1, 16)))
     assert 0 < compiled.product_nanoseconds.value < 1e9
 

@@ -67,15 +67,13 @@ int32_t draft(const Find& find, int64_t num_heads, int64_t num_candidates, const
 
 }  // namespace
 
-extern "C" {
-
 // Returns null without memory or if no index can have contexts of that length.
-Index* medusa_index_new(int32_t max_order) { return ngram::new_index(max_order); }
-void medusa_index_free(Index* index) { delete index; }
+extern "C" Index* medusa_index_new(int32_t max_order) { return ngram::new_index(max_order); }
+extern "C" void medusa_index_free(Index* index) { delete index; }
 
 // Each head's candidates, [num_rows, num_heads, num_candidates]. Returns 0, or kNone without memory.
-int32_t medusa_top_candidates(const medusa::HeadLogits* logits, int32_t* tokens,
-                              float* probabilities) {
+extern "C" int32_t medusa_top_candidates(const medusa::HeadLogits* logits, int32_t* tokens,
+                                         float* probabilities) {
     return ngram::without_throwing([&] {
         medusa::top_candidates(*logits, tokens, probabilities);
         return 0;
@@ -83,9 +81,9 @@ int32_t medusa_top_candidates(const medusa::HeadLogits* logits, int32_t* tokens,
 }
 
 // The same from hidden states, given by their addresses.
-int32_t medusa_head_candidates(const medusa::Heads* heads, const void* const* rows,
-                               int64_t num_rows, int64_t num_threads, int32_t* tokens,
-                               float* probabilities, int64_t* product_nanoseconds) {
+extern "C" int32_t medusa_head_candidates(const medusa::Heads* heads, const void* const* rows,
+                                          int64_t num_rows, int64_t num_threads, int32_t* tokens,
+                                          float* probabilities, int64_t* product_nanoseconds) {
     return ngram::without_throwing([&] {
         medusa::head_candidates(*heads, rows, num_rows, num_threads, tokens, probabilities,
                                 product_nanoseconds);
@@ -96,10 +94,10 @@ int32_t medusa_head_candidates(const medusa::Heads* heads, const void* const* ro
 // Select for a batch from candidates [num_jobs, num_heads, num_candidates]. jobs: for each a
 // medusa::Job, then the tokens of its text. trees: room for them, see Room. Returns 0, 1 if any tree
 // has less than `stride` nodes, or kNone without memory.
-int32_t medusa_select(const int32_t* tokens, const float* probabilities, int64_t num_heads,
-                      int64_t num_candidates, const char* jobs, int64_t num_jobs,
-                      const medusa::Scoring* scoring, int64_t stride,
-                      int32_t* trees) {
+extern "C" int32_t medusa_select(const int32_t* tokens, const float* probabilities,
+                                 int64_t num_heads, int64_t num_candidates, const char* jobs,
+                                 int64_t num_jobs, const medusa::Scoring* scoring, int64_t stride,
+                                 int32_t* trees) {
     return ngram::without_throwing([&] {
         return select_all(jobs, {tokens, probabilities, num_heads, num_candidates}, *scoring,
                           {trees, num_jobs, stride});
@@ -107,8 +105,8 @@ int32_t medusa_select(const int32_t* tokens, const float* probabilities, int64_t
 }
 
 // From logits to trees: row i of the logits is job i's. Returns what medusa_select does.
-int32_t medusa_draft(const medusa::HeadLogits* logits, const char* jobs,
-                     const medusa::Scoring* scoring, int64_t stride, int32_t* trees) {
+extern "C" int32_t medusa_draft(const medusa::HeadLogits* logits, const char* jobs,
+                                const medusa::Scoring* scoring, int64_t stride, int32_t* trees) {
     const auto find = [&](int32_t* tokens, float* probabilities) {
         medusa::top_candidates(*logits, tokens, probabilities);
     };
@@ -119,7 +117,8 @@ int32_t medusa_draft(const medusa::HeadLogits* logits, const char* jobs,
 // From hidden states to trees. batch: a Batch, then the addresses of its rows, then the jobs, of
 // which job i is row i's. Few arguments, because each costs its conversion. Returns what medusa_select
 // does.
-int32_t medusa_draft_with_heads(const medusa::Heads* heads, const char* batch, int32_t* trees) {
+extern "C" int32_t medusa_draft_with_heads(const medusa::Heads* heads, const char* batch,
+                                           int32_t* trees) {
     Batch it;
     std::memcpy(&it, batch, sizeof(it));
     const auto* rows = reinterpret_cast<const void* const*>(batch + sizeof(it));
@@ -131,5 +130,3 @@ int32_t medusa_draft_with_heads(const medusa::Heads* heads, const char* batch, i
                  reinterpret_cast<const char*>(rows + it.num_rows), *it.scoring,
                  {trees, it.num_rows, it.stride});
 }
-
-}  // extern "C"
