@@ -98,7 +98,7 @@ class MedusaDrafter(Drafter):
         self.temperatures = torch.as_tensor(temperatures, dtype=torch.float32, device=self._device)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        states = [request.hidden_state for request in requests]
+        states: list[Any] = [request.hidden_state for request in requests]
         if self._fixed_paths is not None:
             tokens, probabilities = self.top_candidates(states)
             return [

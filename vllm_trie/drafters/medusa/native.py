@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import c_int32
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -76,16 +76,16 @@ class BatchOfJobs:
 
     def __init__(self, jobs: Sequence[Job], addresses: bytes = b"") -> None:
         parts, stride = [b"", addresses], 0
-        for index, text, max_nodes, max_depth, chain_only, least in jobs:
-            handle = 0 if index is None else index.handle
+        for own, text, max_nodes, max_depth, chain_only, least in jobs:
+            handle = 0 if own is None else own.handle
             parts.append(_pack_job(handle, least, max_nodes, max_depth, chain_only, len(text)))
             parts.append(text.tobytes())
             if max_nodes > stride:
                 stride = max_nodes
         parts[0] = _pack_batch(len(jobs), stride)
         self.packed = b"".join(parts)
-        self.numbers = numbers = (c_int32 * (len(jobs) * (1 + 3 * stride)))()
-        self._stride, size, read = stride, 4 * stride, np.frombuffer
+        self.numbers: Any = (c_int32 * (len(jobs) * (1 + 3 * stride)))()
+        self._stride, size, numbers, read = stride, 4 * stride, self.numbers, np.frombuffer
         self._trees = (
             [
                 TokenTree(

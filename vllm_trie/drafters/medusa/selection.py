@@ -49,7 +49,7 @@ class Limits(NamedTuple):
 class Job(NamedTuple):
     """One request of a batch, with the limits of its tree."""
 
-    index: Any | None
+    own: Any | None
     """Index of the request's own text; None for the product of the heads alone."""
     text: np.ndarray
     """int32 [num_tokens]; the index is brought up to date with it."""
@@ -69,8 +69,8 @@ def select_batch(
 ) -> list[TokenTree]:
     """Return the tree of every job, one after the other; see :class:`Backend`."""
     return [
-        select(tokens[i], probabilities[i], Limits(*limits), index, text.tolist())
-        for i, (index, text, *limits) in enumerate(jobs)
+        select(tokens[i], probabilities[i], Limits(*job[2:]), job.own, job.text.tolist())
+        for i, job in enumerate(jobs)
     ]
 
 

@@ -98,9 +98,9 @@ class _Reader:
         pattern = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
         found = [(int(m[1]), int(m[2])) for name in self._tensors if (m := pattern.fullmatch(name))]
         if not found:
-            names = ", ".join(sorted(self._tensors)[:4])
+            present = ", ".join(sorted(self._tensors)[:4])
             raise CheckpointError(
-                f"{self._where} has no tensors of Medusa heads (it has {names}, ...); expected "
+                f"{self._where} has no tensors of Medusa heads (it has {present}, ...); expected "
                 "names like 'blocks.0.layers.0.weight' (vLLM) or '0.0.linear.weight' "
                 "(FasterDecoding)"
             )
@@ -167,7 +167,7 @@ class _Reader:
                 f"truncated_vocab_size={truncated}"
             )
         low, high = int(token_map.min()), int(token_map.max())
-        if low < 0 or high >= self._vocab_size or len(token_map.unique()) != truncated:
+        if low < 0 or high >= self._vocab_size or len(torch.unique(token_map)) != truncated:
             raise CheckpointError(
                 f"token_map in {self._where} must hold distinct tokens from 0 to "
                 f"{self._vocab_size - 1}, found {low} to {high}"

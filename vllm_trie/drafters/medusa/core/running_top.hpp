@@ -194,8 +194,10 @@ class RunningTop {
             bound_ = maximum_;
             return;
         }
-        float low = maximum_, high = maximum_;
-        for (int32_t i = 0; i < num_found_; ++i) low = std::min(low, logits_[i]);
+        float low = bound_, high = maximum_;
+        if (low == kMinusInfinity)
+            low = *std::min_element(logits_.begin(), logits_.begin() + num_found_);
+        bool all_stay = false;  // that reach `low`
         int32_t ties = count_ - count_reaching(high);  // outputs that stay if they equal `low`
         if (ties <= 0) {
             low = high;
@@ -212,13 +214,14 @@ class RunningTop {
             }
             low = middle;
             if (reaching <= count_ + count_ / 8) {
-                ties = reaching;  // all stay
+                all_stay = true;
                 break;
             }
         }
         int32_t kept = 0;
         for (int32_t i = 0; i < num_found_; ++i) {
-            const bool stays = logits_[i] > low || (logits_[i] == low && ties-- > 0);
+            const bool stays = all_stay ? logits_[i] >= low
+                                        : logits_[i] > low || (logits_[i] == low && ties-- > 0);
             logits_[kept] = logits_[i];
             outputs_[kept] = outputs_[i];
             kept += stays;
