@@ -21,8 +21,8 @@ from _replay_data import DEFAULT_TOKENIZER, load_tokenizer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_trie.drafters.ngram_trie.backend import Index, Job, NativeBackend
-from vllm_trie.drafters.ngram_trie.constants import MAX_ORDER
+from vllm_trie.drafters.ngram_trie.drafter import BLEND
+from vllm_trie.ngrams import MAX_ORDER, Index, Job, NativeBackend
 
 NUM_TOKENS = 4096
 NUM_NODES = 32
@@ -58,7 +58,7 @@ def draft(backend: NativeBackend, own: Index, tokens: np.ndarray, store: Index |
 
 def measure(texts: list[np.ndarray], store_text: np.ndarray) -> tuple[dict[str, float], Index]:
     """One repeat of every measurement."""
-    backend = NativeBackend()
+    backend = NativeBackend(BLEND)
     store = backend.new_index(MAX_ORDER)
     store.add_text(store_text)
     own = backend.new_index(MAX_ORDER)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GROUPS = {
     "beam": "vllm_trie.beam.cli",
-    "corpus": "vllm_trie.drafters.corpus_cli",
+    "corpus": "vllm_trie.ngrams.corpus_cli",
     "medusa": "vllm_trie.drafters.medusa.cli",
 }
 """Commands that live in other modules, each as a typer application named ``app``."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from docs.tools.svg import Canvas, Point
-from vllm_trie.drafters.ngram_trie.blended import Blend
+from vllm_trie.drafters.ngram_trie.drafter import BLEND
 from vllm_trie.drafters.ngram_trie.frequency import FrequencyTrie, TrieNode
-from vllm_trie.drafters.ngram_trie.index import NgramIndex
+from vllm_trie.ngrams import Job, PythonBackend
 from vllm_trie.tree import ROOT, TokenTree, accept_greedy
 
 TEXT = ["open", "the", "red", "door", ",", "open", "the", "blue", "door", ",", "open", "the"]
@@ -35,9 +37,11 @@ class Step(NamedTuple):
 def example_step() -> Step:
     """Draft for :data:`TEXT` with the default scoring, and verify against the continuation."""
     tokens = [_VOCABULARY.index(word) for word in TEXT]
-    index = NgramIndex(max_order=8)
-    index.add_text(tokens)
-    tree = Blend().draft([index], tokens, NUM_NODES, 4, False).tree
+    backend = PythonBackend(BLEND)
+    text = np.array(tokens, dtype=np.int32)
+    own = backend.new_index(max_order=8)
+    [draft] = backend.draft_batch([Job(own, None, None, text, len(text), NUM_NODES, 4, False)])
+    tree = draft.tree
     goes_on = [_VOCABULARY.index(word) for word in CONTINUATION]
     depths = [0, *tree.depths().tolist()]
     target = [goes_on[depth] for depth in depths]

@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.unit.drafters.support import make_context, make_request
-from vllm_trie.drafters import corpus_cli, parse_options, tokenizers
-from vllm_trie.drafters.corpus_file import (
+from vllm_trie.drafters import parse_options
+from vllm_trie.drafters.ngram_trie import NgramTrieDrafter
+from vllm_trie.drafters.ngram_trie import drafter as drafter_module
+from vllm_trie.drafters.ngram_trie.drafter import BLEND
+from vllm_trie.ngrams import Job, NativeBackend, corpus_cli, native
+from vllm_trie.ngrams.corpus_file import (
     _PREFIX,
     MAGIC,
     VERSION,
@@ -24,9 +28,7 @@ from vllm_trie.drafters.corpus_file import (
     read_header,
     write_corpus,
 )
-from vllm_trie.drafters.ngram_trie import NgramTrieDrafter, native
-from vllm_trie.drafters.ngram_trie.backend import Job, NativeBackend
-from vllm_trie.drafters.tokenizers import CorpusTokenizer
+from vllm_trie.ngrams.tokenizers import CorpusTokenizer
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
 
@@ -54,12 +56,12 @@ def letters(monkeypatch: pytest.MonkeyPatch) -> None:
             return CorpusTokenizer(encode, {**VOCABULARY, "A": 26})
         return CorpusTokenizer(encode, VOCABULARY)
 
-    monkeypatch.setattr(tokenizers, "load_corpus_tokenizer", load)
+    monkeypatch.setattr(drafter_module, "load_corpus_tokenizer", load)
     monkeypatch.setattr(corpus_cli, "load_corpus_tokenizer", load)
 
 
 def test_drafts_as_from_the_same_texts_in_memory(path: Path) -> None:
-    backend = NativeBackend()
+    backend = NativeBackend(BLEND)
     corpus = open_corpus(path, len(VOCABULARY), fingerprint(VOCABULARY))
     store = backend.new_index(8)
     for document in DOCUMENTS:
@@ -168,7 +170,7 @@ def test_a_forged_file_with_a_right_digest_cannot_crash(path: Path, data: st.Dat
         corpus = open_corpus(forged)
     except CorpusError:
         return
-    backend = NativeBackend()
+    backend = NativeBackend(BLEND)
     for text in ([3, 4], [9], list(range(18)), [0, 1, 2]):
         tokens = np.array(text, dtype=np.int32)
         job = Job(backend.new_index(8), None, corpus, tokens, len(text), 40, 30, False)

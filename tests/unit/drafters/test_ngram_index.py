@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.drafters.ngram_trie import native
-from vllm_trie.drafters.ngram_trie.backend import Job, NativeBackend, PythonBackend
-from vllm_trie.drafters.ngram_trie.constants import MAX_SUCCESSORS
-from vllm_trie.drafters.ngram_trie.index import NgramIndex, Node
+from vllm_trie.drafters.ngram_trie.drafter import BLEND
+from vllm_trie.ngrams import Job, NativeBackend, PythonBackend, native
+from vllm_trie.ngrams.index import MAX_SUCCESSORS, NgramIndex, Node
 
 needs_compiler = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
 
@@ -121,7 +120,7 @@ def test_compiled_core_equals_its_twin(
     num_indexed: int,
     limits: tuple[int, int, bool, float],
 ) -> None:
-    backends = (NativeBackend(), PythonBackend())
+    backends = (NativeBackend(BLEND), PythonBackend(BLEND))
     drafts = []
     for backend in backends:
         store = backend.new_index(max_order)
@@ -149,7 +148,7 @@ def test_compiled_core_equals_its_twin(
 def test_twins_agree_on_contexts_with_many_successors(seed: int) -> None:
     """More successors than are kept in order, with additions and removals."""
     results = []
-    for backend in (NativeBackend(), PythonBackend()):
+    for backend in (NativeBackend(BLEND), PythonBackend(BLEND)):
         rng = np.random.default_rng(seed)
         store = backend.new_index(2)
         numbers = []
@@ -170,7 +169,7 @@ def test_twins_agree_on_contexts_with_many_successors(seed: int) -> None:
 def test_token_ids_up_to_the_largest() -> None:
     largest = 2**31 - 1
     text = np.array([largest, largest - 1, 0] * 3, dtype=np.int32)
-    backend = NativeBackend()
+    backend = NativeBackend(BLEND)
     job = Job(backend.new_index(8), None, None, text, len(text), 8, 8, False)
     [draft] = backend.draft_batch([job])
     assert draft.tree.token_ids.tolist()[:3] == [largest, largest - 1, 0]
@@ -188,7 +187,7 @@ def test_long_prompts_take_linear_time_and_bounded_memory(kind: str) -> None:
         "periodic": np.arange(size) % 7,
         "tail": np.r_[random.integers(0, 2, size // 2), np.zeros(size // 2)],
     }[kind].astype(np.int32)
-    backend = NativeBackend()
+    backend = NativeBackend(BLEND)
     own = backend.new_index(8)
     [draft] = backend.draft_batch([Job(own, None, None, text, size, 32, 64, False)])
     assert draft.tree.num_nodes > 0

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.drafters.support import make_drafter, make_request
-from vllm_trie.drafters.ngram_trie.backend import PythonBackend
+from vllm_trie.drafters.ngram_trie.drafter import BLEND
 from vllm_trie.drafters.ngram_trie.store import RequestStore
+from vllm_trie.ngrams import PythonBackend
 
 QUESTION = [1, 2, 3]
 ANSWER = [10, 11, 12, 13, 14]
@@ -54,7 +55,7 @@ def test_prompts_are_not_stored() -> None:
 
 
 def test_the_least_recently_used_text_goes_first() -> None:
-    store = RequestStore(PythonBackend(), max_order=4, max_tokens=30)
+    store = RequestStore(PythonBackend(BLEND), max_order=4, max_tokens=30)
     for start in (0, 100, 200):
         store.add("salt", np.arange(start, start + 10, dtype=np.int32))
     store.mark_used("salt", 0)
@@ -85,7 +86,7 @@ def test_a_match_counts_as_use() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.integers(0, 20)), max_size=30))
 def test_the_bound_holds(additions: list[tuple[str | None, int]]) -> None:
-    store = RequestStore(PythonBackend(), max_order=2, max_tokens=25)
+    store = RequestStore(PythonBackend(BLEND), max_order=2, max_tokens=25)
     for salt, size in additions:
         store.add(salt, np.arange(size, dtype=np.int32))
         held = [store.index(salt) for salt in (None, "a", "b")]
@@ -96,7 +97,7 @@ def test_the_bound_holds(additions: list[tuple[str | None, int]]) -> None:
 
 
 def test_of_a_text_too_long_the_end_is_kept() -> None:
-    store = RequestStore(PythonBackend(), max_order=2, max_tokens=5)
+    store = RequestStore(PythonBackend(BLEND), max_order=2, max_tokens=5)
     store.add(None, np.arange(20, dtype=np.int32))
     index = store.index(None)
     assert index is not None

@@ -7,9 +7,9 @@ import pytest
 
 from vllm_trie.attention.native import load_kernels
 from vllm_trie.drafters.medusa import native as medusa
-from vllm_trie.drafters.ngram_trie import native as ngram_trie
 from vllm_trie.native import NativeBuildError, NativeLibrary, find_compiler
 from vllm_trie.native import build as build_module
+from vllm_trie.ngrams import native as ngrams
 
 SOURCE = """
 #include <cstdint>
@@ -64,5 +64,5 @@ def test_the_package_compiles_where_there_is_a_compiler() -> None:
     except NativeBuildError:
         pytest.skip("no C++ compiler here")
     assert medusa.is_available()
-    assert ngram_trie.is_available()
+    assert ngrams.is_available()
     assert load_kernels() is not None

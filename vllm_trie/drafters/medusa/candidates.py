@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_trie.drafters.medusa import native
+from vllm_trie.ngrams.job import Candidates
 
 
 class HeadLogits(NamedTuple):
@@ -25,22 +26,19 @@ class HeadLogits(NamedTuple):
     """m, tokens to take from each head, likeliest first; all if it has fewer."""
 
 
-def top_candidates(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:
-    """Return the candidates of each head and their probabilities.
+def top_candidates(logits: HeadLogits) -> Candidates:
+    """Return the candidates of each head, [rows, K, num_candidates].
 
     Candidates have probability 0, so that no tree takes them, where a head's logits have no softmax
     (NaN or infinity among them). On a CPU this is one native call; torch's operations would cost
     more than the rest of the choice of a tree.
-
-    Returns:
-        Tokens int32 and probabilities float32, both [rows, K, num_candidates], contiguous.
     """
     if native.reads(logits.data.device, logits.data.dtype):
         return native.top_candidates(logits)
     return top_candidates_torch(logits)
 
 
-def top_candidates_torch(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:
+def top_candidates_torch(logits: HeadLogits) -> Candidates:
     """Compute the same with torch, for any device and dtype: the twin of core/candidates.cpp."""
     data = logits.data.float().transpose(0, 1)
     values, outputs = data.topk(min(logits.num_candidates, data.shape[-1]), dim=-1)
@@ -48,7 +46,7 @@ def top_candidates_torch(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:
     total = torch.logsumexp(data * scale, dim=-1, keepdim=True)
     probabilities = torch.exp(values * scale - total).nan_to_num_(nan=0.0).clamp_(max=1.0)
     tokens = outputs if logits.token_map is None else logits.token_map[outputs]
-    return (
+    return Candidates(
         np.ascontiguousarray(tokens.to(torch.int32).cpu().numpy()),
         np.ascontiguousarray(probabilities.cpu().numpy()),
     )

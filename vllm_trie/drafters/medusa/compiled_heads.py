@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from ctypes import addressof, c_int64
 from time import perf_counter
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_trie.drafters.medusa import native
+from vllm_trie.drafters.medusa.constants import BLEND
 from vllm_trie.drafters.medusa.heads import HeadTiming, MedusaHeads
-from vllm_trie.drafters.medusa.selection import Job
+from vllm_trie.ngrams.job import Candidates, Job
+from vllm_trie.ngrams.native import DraftBatch, pack_blend
 from vllm_trie.tree import TokenTree
 
 MAX_ROWS = 32
@@ -57,6 +58,7 @@ class CompiledHeads:
             *(0 if tensor is None else tensor.data_ptr() for tensor in self._kept),
             *(self._num_candidates, torch.get_num_threads(), addressof(self._product_nanoseconds)),
         )
+        self._blend = pack_blend(BLEND)
         self._library = native.require_library()
 
     @property
@@ -77,13 +79,13 @@ class CompiledHeads:
             found.append(state.data_ptr())
         return found
 
-    def top_candidates(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def top_candidates(self, rows: Sequence[int]) -> Candidates:
         """Return each head's candidates at each state, as
         :func:`vllm_trie.drafters.medusa.candidates.top_candidates` does."""
         addresses, find = array("q", rows).tobytes(), self._library.medusa_head_candidates
         return native.write_candidates(
             (len(rows), self._num_heads, self._num_candidates),
-            lambda *room: find(self._packed, addresses, len(rows), *room),
+            lambda *at: find(self._packed, addresses, len(rows), *at),
         )
 
     def draft_batch(
@@ -91,9 +93,10 @@ class CompiledHeads:
     ) -> list[TokenTree]:
         """Return the trees of the jobs, job i's from the state at row i; updates the jobs' own
         indexes."""
-        batch = native.BatchOfJobs(jobs, array("q", rows).tobytes())
+        batch = DraftBatch(jobs, self._blend)
+        addresses, packed = array("q", rows).tobytes(), b"".join(batch.parts)
         timing.asked = perf_counter()
-        status = self._library.medusa_draft(self._packed, batch.packed, batch.numbers)
+        status = self._library.medusa_draft(self._packed, addresses, packed, batch.rows)
         timing.products = self.product_seconds
         return batch.trees(status)
 

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
 from vllm_trie.drafters.medusa import native
-from vllm_trie.drafters.medusa.backend import choose_backend
 from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
 from vllm_trie.drafters.medusa.checkpoint import CheckpointError, load_checkpoint
 from vllm_trie.drafters.medusa.compiled_heads import CompiledHeads, in_huge_pages
+from vllm_trie.drafters.medusa.constants import BLEND
 from vllm_trie.drafters.medusa.heads import HeadTiming, MedusaHeads
 from vllm_trie.drafters.medusa.options import MedusaOptions
 from vllm_trie.drafters.medusa.output_layer import target_output_layer
-from vllm_trie.drafters.medusa.selection import Job
 from vllm_trie.drafters.medusa.trees import template
+from vllm_trie.ngrams import Candidates, Index, Job, NativeBackend, choose_backend
 from vllm_trie.tree import TokenTree
 
 _NO_TEXT = np.empty(0, dtype=np.int32)
@@ -54,9 +54,11 @@ class MedusaDrafter(Drafter):
         self._fixed_paths = options.fixed_paths()
         self._device = torch.device(context.device)
         self._dtype = getattr(torch, context.dtype)
-        self._has_native = native.reads(self._device, self._dtype)
-        self._backend = choose_backend()
-        self._indexes: dict[str, Any] | None = None
+        self._backend = choose_backend(BLEND)
+        self._has_native = isinstance(self._backend, NativeBackend) and native.reads(
+            self._device, self._dtype
+        )
+        self._indexes: dict[str, Index] | None = None
         if self._fixed_paths is None and options.joint == "context":
             self._indexes = {}
         self._max_depth = options.max_depth or context.max_model_len
@@ -107,28 +109,15 @@ class MedusaDrafter(Drafter):
                 ).fill(tokens[row], probabilities[row])
                 for row, request in enumerate(requests)
             ]
-        jobs = [
-            Job(
-                self._index(request.request_id),
-                _NO_TEXT if self._indexes is None else request.token_ids,
-                request.max_nodes,
-                self._depth(request),
-                request.chain_only,
-                request.min_probability,
-            )
-            for request in requests
-        ]
+        jobs = [self._job(request) for request in requests]
         if (found := self._compiled_rows(states)) is not None:
             compiled, rows = found
             return compiled.draft_batch(jobs, rows, self.timing)
-        return self._backend.select_batch(*self.top_candidates(states), jobs)
+        drafts = self._backend.draft_batch(jobs, self.top_candidates(states))
+        return [draft.tree for draft in drafts]
 
-    def top_candidates(self, states: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
-        """Return each head's candidates, likeliest first, after hidden states [hidden_size].
-
-        Returns:
-            Tokens int32 and probabilities float32, both [states, K, m].
-        """
+    def top_candidates(self, states: Sequence[Tensor]) -> Candidates:
+        """Return each head's candidates, [states, K, m], after hidden states [hidden_size]."""
         found = self._compiled_rows(states)
         self.timing.asked = perf_counter()
         if found is not None:
@@ -165,14 +154,19 @@ class MedusaDrafter(Drafter):
     def _depth(self, request: DraftRequest) -> int:
         return min(request.max_depth, self._max_depth)
 
-    def _index(self, request_id: str) -> Any | None:
-        if self._indexes is None:
-            return None
-        index = self._indexes.get(request_id)
-        if index is None:
-            index = self._backend.new_index(self.options.max_context_len)
-            self._indexes[request_id] = index
-        return index
+    def _job(self, request: DraftRequest) -> Job:
+        own, text = None, _NO_TEXT
+        if self._indexes is not None:
+            own = self._indexes.get(request.request_id)
+            if own is None:
+                own = self._backend.new_index(self.options.max_context_len)
+                self._indexes[request.request_id] = own
+            text = np.ascontiguousarray(request.token_ids, dtype=np.int32)
+        return Job(
+            *(own, None, None, text, len(text)),
+            *(request.max_nodes, self._depth(request)),
+            *(request.chain_only, request.min_probability),
+        )
 
     def _check_options(self, heads: MedusaHeads, num_heads: int) -> None:
         where = f"the checkpoint {Path(str(self.context.draft_model)).name!r}"

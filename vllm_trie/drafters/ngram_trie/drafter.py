@@ -11,13 +11,24 @@ import numpy as np
 from pydantic import BaseModel
 
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
-from vllm_trie.drafters.ngram_trie.backend import choose_backend
 from vllm_trie.drafters.ngram_trie.frequency import FrequencyTrie
-from vllm_trie.drafters.ngram_trie.interface import Backend, Index, Job
-from vllm_trie.drafters.ngram_trie.native import NativeCorpus
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafters.ngram_trie.store import RequestStore
+from vllm_trie.ngrams import Backend, Blend, Index, Job, Source, choose_backend
+from vllm_trie.ngrams.corpus_file import fingerprint, open_corpus
+from vllm_trie.ngrams.native import NativeCorpus
+from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
 from vllm_trie.tree import TokenTree, depth_first_layout
+
+BLEND = Blend(
+    own=Source(concentration=0.5, discount=0.7),
+    shared=Source(concentration=4.0, discount=0.8),
+    path_trust=0.4,
+    min_left=1e-4,
+    cut_left=0.5,
+    cut_share=0.25,
+)
+"""The scoring "blended"; docs/ngram_trie.md has what more parameters bring."""
 
 
 class NgramTrieDrafter(Drafter):
@@ -38,7 +49,7 @@ class NgramTrieDrafter(Drafter):
             self._scoring = FrequencyScoring(options)
         else:
             corpus = None if options.corpus is None else load_corpus(options.corpus, context)
-            self._scoring = BlendedScoring(options, choose_backend(), corpus)
+            self._scoring = BlendedScoring(options, choose_backend(BLEND), corpus)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         return self._scoring.propose(requests)
@@ -54,10 +65,6 @@ def load_corpus(path: str, context: DrafterContext) -> NativeCorpus:
         ValueError: the file cannot be used, or was not built with the model's tokenizer.
         RuntimeError: the compiled core, which alone reads corpora, is not available.
     """
-    # Few engines have a corpus, and its module imports this package.
-    from vllm_trie.drafters.corpus_file import fingerprint, open_corpus
-    from vllm_trie.drafters.tokenizers import load_corpus_tokenizer
-
     tokenizer = load_corpus_tokenizer(context.tokenizer or context.model)
     return open_corpus(Path(path), context.vocab_size, fingerprint(tokenizer.vocabulary))
 

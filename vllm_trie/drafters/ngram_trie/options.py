@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from vllm_trie.drafters.base import DrafterOptions
-from vllm_trie.drafters.ngram_trie.constants import MAX_ORDER
+from vllm_trie.ngrams import MAX_ORDER
 
 
 class NgramTrieOptions(DrafterOptions):

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from vllm_trie.drafters.ngram_trie.interface import Backend, Index
+from vllm_trie.ngrams import Backend, Index
 
 
 class RequestStore:

@@ -16,7 +16,7 @@ from vllm_trie.drafters.medusa import compiled_heads, native
 from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates_torch
 from vllm_trie.drafters.medusa.compiled_heads import MAX_ROWS, CompiledHeads, in_huge_pages
 from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
-from vllm_trie.native import NativeLibrary
+from vllm_trie.native import DEFAULT_FLAGS, NativeLibrary
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
 
@@ -29,9 +29,8 @@ def instructions(request):
         return
     if not {"avx2", "fma", "f16c"} <= set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip("this CPU has no AVX2")
-    name, subject, sources, headers, flags = native.LIBRARY_ARGUMENTS
-    flags = [flag.replace("=native", f"={request.param}") for flag in flags]
-    library = NativeLibrary(name, subject, sources, headers, flags)
+    flags = [flag.replace("=native", f"={request.param}") for flag in DEFAULT_FLAGS]
+    library = NativeLibrary("medusa", "Medusa core", native.SOURCES, native.HEADERS, flags)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "require_library", library.require)
         yield

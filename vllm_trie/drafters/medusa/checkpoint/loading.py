@@ -196,7 +196,11 @@ class _Reader:
         num_outputs = self._vocab_size if token_map is None else len(token_map)
         for head, output in enumerate(outputs):
             if output.ndim != 2 or output.shape[1] != self._hidden_size:
-                self._refuse(f"the output layer of head {head}", output)
+                raise CheckpointError(
+                    f"the output layer of head {head} in {self._where} has shape "
+                    f"{tuple(output.shape)}, but the model's hidden size is {self._hidden_size}: "
+                    "these heads belong to another model"
+                )
             if len(output) != num_outputs:
                 kind = "tokens of the model" if token_map is None else "entries of token_map"
                 raise CheckpointError(
@@ -210,18 +214,15 @@ class _Reader:
         size, has_bias = self._hidden_size, blocks[0][0][1] is not None
         for head, layers in enumerate(blocks):
             for layer, (weight, bias) in enumerate(layers):
-                block = f"block {layer} of head {head}"
                 if weight.shape != (size, size):
-                    self._refuse(block, weight)
+                    raise CheckpointError(
+                        f"block {layer} of head {head} in {self._where} has shape "
+                        f"{tuple(weight.shape)}, but the model's hidden size is {size}: these "
+                        "heads belong to another model"
+                    )
                 found = None if bias is None else tuple(bias.shape)
                 if found != ((size,) if has_bias else None):
                     raise CheckpointError(
-                        f"the bias of {block} in {self._where} is {found}; all blocks must have "
-                        f"one of shape ({size},), or none may"
+                        f"the bias of block {layer} of head {head} in {self._where} is {found}; "
+                        f"all blocks must have one of shape ({size},), or none may"
                     )
-
-    def _refuse(self, part: str, weight: Tensor) -> None:
-        raise CheckpointError(
-            f"{part} in {self._where} has shape {tuple(weight.shape)}, but the model's hidden size "
-            f"is {self._hidden_size}: these heads belong to another model"
-        )

@@ -31,8 +31,8 @@ from typing import BinaryIO
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_trie.drafters.ngram_trie import native
-from vllm_trie.drafters.ngram_trie.constants import MAX_ORDER
+from vllm_trie.ngrams import native
+from vllm_trie.ngrams.index import MAX_ORDER
 
 MAGIC = b"VTRIECRP"
 VERSION = 1

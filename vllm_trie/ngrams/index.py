@@ -15,7 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.drafters.ngram_trie.constants import MAX_SUCCESSORS
+MAX_ORDER = 8
+"""Longest context that is looked up by default, in tokens."""
+MAX_SUCCESSORS = 32
+"""Successors of a context that are kept in order, and read by a draft."""
 
 
 class Place(NamedTuple):

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from vllm_trie.drafters.corpus_file import (
+from vllm_trie.ngrams.corpus_file import (
     CorpusError,
     CorpusHeader,
     fingerprint,
@@ -20,7 +20,7 @@ from vllm_trie.drafters.corpus_file import (
     read_header,
     write_corpus,
 )
-from vllm_trie.drafters.tokenizers import load_corpus_tokenizer
+from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -5,21 +5,13 @@
 #include "draft.hpp"
 #include "no_throw.hpp"
 
+using ngram::Corpus;
 using ngram::Index;
 using ngram::kNone;
 using ngram::Node;
 using ngram::View;
 
 namespace {
-
-// An index in a mapped file. The arrays belong to the caller.
-struct Corpus {
-    ngram::Text text;
-    View view;
-};
-
-// A match of this many tokens counts as a use of the stored text that it was found in.
-constexpr int32_t kUseLength = 3;
 
 bool in_range(int64_t value, int64_t low, int64_t high) { return low <= value && value < high; }
 
@@ -53,19 +45,6 @@ bool is_sound(const View& view, int64_t num_nodes, int64_t table_size, int64_t n
 }
 
 }  // namespace
-
-// One request of a batch; the last two members are results.
-struct DraftJob {
-    Index* own;
-    const Index* store;      // may be null
-    const Corpus* corpus;    // may be null
-    const int32_t* tokens;
-    int64_t num_tokens;
-    int64_t num_indexed;     // leading tokens that belong in `own`
-    ngram::Limits limits;
-    int32_t num_nodes;
-    int32_t used_text;       // text of `store` that matched, kNone if none
-};
 
 // Returns null without memory or if no index can have contexts of that length.
 extern "C" Index* ngram_index_new(int32_t max_order) { return ngram::new_index(max_order); }
@@ -124,33 +103,9 @@ extern "C" Corpus* ngram_corpus_open(const void* nodes, int64_t num_nodes, const
 
 extern "C" void ngram_corpus_close(Corpus* corpus) { delete corpus; }
 
-// Draft for a batch. Row i of the outputs, `stride` entries long, holds the tree of job i.
-// Returns 0, or kNone without memory.
-extern "C" int32_t ngram_draft(DraftJob* jobs, int32_t num_jobs, const ngram::Blend* scoring,
-                               int32_t stride, int32_t* token_ids, int32_t* parents,
-                               float* probabilities) {
+// Returns 0, 1 if any tree has less than `stride` nodes, or kNone without memory. See draft_batch().
+extern "C" int32_t ngram_draft(const char* batch, int32_t* rows) {
     return ngram::without_throwing([&] {
-        static thread_local ngram::Drafter drafter;
-        for (int32_t i = 0; i < num_jobs; ++i) {
-            DraftJob& job = jobs[i];
-            job.own->synchronize(job.tokens, job.num_indexed);
-            View sources[ngram::kMaxSources];
-            int32_t num_sources = 0;
-            sources[num_sources++] = job.own->view();
-            if (job.store != nullptr) sources[num_sources++] = job.store->view();
-            if (job.corpus != nullptr) sources[num_sources++] = job.corpus->view;
-            drafter.draft(sources, num_sources, *scoring, job.tokens, job.num_tokens, job.limits);
-            job.used_text = kNone;
-            if (job.store != nullptr) {
-                const ngram::Match* match = drafter.longest_match(1, kUseLength);
-                if (match != nullptr)
-                    job.used_text =
-                        match->pos != kNone ? match->doc : job.store->last_text(match->node);
-            }
-            const size_t row = static_cast<size_t>(i) * stride;
-            job.num_nodes = drafter.tree().size();
-            drafter.tree().lay_out(token_ids + row, parents + row, probabilities + row);
-        }
-        return 0;
+        return ngram::draft_batch(batch, ngram::read_batch(batch).candidates, rows);
     });
 }

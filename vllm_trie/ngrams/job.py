@@ -1,8 +1,7 @@
-"""What the drafter asks of a backend: indexes of texts, and drafts from them."""
+"""The arguments and results of drafting from n-grams."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,14 +21,15 @@ class Index(Protocol):
 
 
 class Job(NamedTuple):
-    """One request of a batch that is drafted for."""
+    """One request of a batch that is drafted for. The indexes are those of one backend."""
 
-    own: Any
-    """Index of the request's own text, brought up to date with `tokens[:num_indexed]`."""
+    own: Any | None
+    """Index of the request's own text, brought up to date with `tokens[:num_indexed]`; None to
+    draft from the heads' candidates alone."""
     store: Any | None
-    """Index of finished requests."""
+    """Index of finished requests; only beside `own`."""
     corpus: Any | None
-    """Index of a corpus."""
+    """Index of a corpus; only beside `own`."""
     tokens: np.ndarray
     """int32 [num_tokens], contiguous: the draft continues it."""
     num_indexed: int
@@ -40,18 +40,22 @@ class Job(NamedTuple):
     """Nodes whose path is less likely are left out."""
 
 
+class Candidates(NamedTuple):
+    """Predictions of a model's heads, which need no text.
+
+    Both are contiguous, [jobs, K, m]: for each job and head m different tokens, the likeliest
+    first. Head i predicts the token at depth i + 1.
+    """
+
+    tokens: np.ndarray
+    """int32."""
+    probabilities: np.ndarray
+    """float32. A candidate without probability (or NaN) is none."""
+
+
 class Draft(NamedTuple):
-    """What was drafted for one request."""
+    """A draft for one request."""
 
     tree: TokenTree
     used_text: int
     """The text of the store that matched, -1 if none did."""
-
-
-class Backend(Protocol):
-    """Makes indexes and drafts from them. All backends make the same trees, bit for bit."""
-
-    def new_index(self, max_order: int) -> Index: ...
-    def draft_batch(self, jobs: Sequence[Job]) -> list[Draft]:
-        """Draft for every job; updates the jobs' own indexes."""
-        ...

@@ -1,0 +1,70 @@
+"""The two implementations of drafting from n-grams: compiled, and in readable Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from vllm_trie.ngrams import native
+from vllm_trie.ngrams.best_first import BestFirstTree
+from vllm_trie.ngrams.blend import Blend, grow
+from vllm_trie.ngrams.index import NgramIndex
+from vllm_trie.ngrams.job import Candidates, Draft, Index, Job
+
+
+class Backend(Protocol):
+    """Makes indexes and drafts from them. All backends make the same trees, bit for bit."""
+
+    def new_index(self, max_order: int) -> Index: ...
+    def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
+        """Draft for every job; updates the jobs' own indexes."""
+        ...
+
+
+class NativeBackend:
+    """The compiled core."""
+
+    def __init__(self, blend: Blend) -> None:
+        self._blend = native.pack_blend(blend)
+
+    def new_index(self, max_order: int) -> native.NativeIndex:
+        return native.NativeIndex(max_order)
+
+    def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
+        return native.draft_batch(jobs, self._blend, candidates)
+
+
+class PythonBackend:
+    """The readable twin."""
+
+    def __init__(self, blend: Blend) -> None:
+        self._blend = blend
+
+    def new_index(self, max_order: int) -> NgramIndex:
+        return NgramIndex(max_order)
+
+    def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
+        if candidates is None:
+            return [self._draft(job, []) for job in jobs]
+        rows = zip(candidates.tokens.tolist(), candidates.probabilities.tolist(), strict=True)
+        return [
+            self._draft(job, [list(zip(*head, strict=True)) for head in zip(*row, strict=True)])
+            for job, row in zip(jobs, rows, strict=True)
+        ]
+
+    def _draft(self, job: Job, heads: Sequence[Sequence[tuple[int, float]]]) -> Draft:
+        if job.own is not None:
+            job.own.synchronize(job.tokens[: job.num_indexed].tolist())
+        tree = BestFirstTree(job.max_nodes, job.max_depth, job.chain_only, job.min_probability)
+        indexes = [index for index in (job.own, job.store, job.corpus) if index is not None]
+        contexts = grow(tree, indexes, job.tokens.tolist(), self._blend, heads)
+        used_text = -1
+        if job.store is not None and len(contexts[1]) > self._blend.use_length:
+            used_text = contexts[1][-1].text
+        return Draft(tree.lay_out(), used_text)
+
+
+def choose_backend(blend: Blend) -> Backend:
+    """Return the compiled core where it can be compiled, else the Python one (the reason is
+    logged)."""
+    return NativeBackend(blend) if native.is_available() else PythonBackend(blend)

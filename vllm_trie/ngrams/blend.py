@@ -1,0 +1,134 @@
+"""Blended back-off in readable Python: the twin of core/draft.cpp, and what runs without it.
+
+The probability of the next token blends contexts of every length, in every source, the longest
+first: with n successors counted after a context, u of them distinct, successor t of count c gets
+(c - d) / (n + theta) of the probability that is left, and (theta + d·u) / (n + theta) is passed on
+to the next shorter context. This is the predictive rule of the hierarchical Pitman-Yor process with
+one table a type, that is, interpolated Kneser-Ney smoothing. A model's heads, if there are any, are
+its base distribution: they get what no context has claimed.
+
+Source: Teh, "A hierarchical Bayesian language model based on Pitman-Yor processes" (2006), eq. 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm_trie.ngrams.best_first import BestFirstTree
+from vllm_trie.ngrams.contexts import Match, advance, count_successors, match_suffix
+from vllm_trie.ngrams.index import NgramIndex
+from vllm_trie.tree import ROOT
+
+
+class Source(NamedTuple):
+    """How far the counts of a source are believed: the parameters of a Pitman-Yor process, the same
+    for contexts of all lengths."""
+
+    concentration: float
+    """theta: pseudo-observations of "something else", at least 0."""
+    discount: float
+    """d: taken off each successor's count, in [0, 1)."""
+
+
+class Blend(NamedTuple):
+    """Parameters of a blend."""
+
+    own: Source
+    """The request's own text."""
+    shared: Source
+    """Finished requests and the corpus."""
+    path_trust: float = 0.0
+    """How much likelier than the blend says a guess is whose parent was accepted: that the text is
+    being repeated is then more certain. Odds of small probabilities grow by this part."""
+    min_left: float = 0.0
+    """Contexts are asked as long as at least this much probability is left."""
+    cut_left: float = 0.0
+    cut_share: float = 0.0
+    """Once a tree has enough guesses, a successor must have some probability to be chosen. Contexts
+    are not asked when less than the first part of that is left; shares below the second are left
+    out."""
+    min_left_for_heads: float = 0.0
+    """Heads are asked if at least this much probability is left."""
+    min_order: int = 0
+    """Length of the shortest context that is asked."""
+    use_length: int = 3
+    """A match of this many tokens counts as a use of the stored text in which it was found."""
+
+
+def grow(
+    tree: BestFirstTree,
+    indexes: Sequence[NgramIndex],
+    token_ids: Sequence[int],
+    blend: Blend,
+    heads: Sequence[Sequence[tuple[int, float]]] = (),
+) -> list[list[Match]]:
+    """Fill a tree with the likeliest continuations of `token_ids`.
+
+    Args:
+        tree: empty.
+        indexes: sources in the order in which they are believed; the first is the request's own
+            text, the others are shared.
+        token_ids: the text that is continued.
+        heads: each head's candidates and their probabilities, the likeliest first.
+
+    Returns:
+        The contexts at the end of the text, by source and length.
+    """
+    sources = [(index, blend.shared if i else blend.own) for i, index in enumerate(indexes)]
+    # By number of the chosen guess at whose end they stand.
+    contexts = {ROOT: [match_suffix(index, token_ids) for index in indexes]}
+
+    def expand(above: float, parent: int, depth: int) -> None:
+        shares, left = ask_contexts(sources, contexts[parent], blend, tree.bound() / above)
+        if depth <= len(heads) and left >= blend.min_left_for_heads:
+            for token, probability in heads[depth - 1]:
+                shares[token] = shares.get(token, 0.0) + left * probability
+        for token, share in shares.items():
+            trust = blend.path_trust if depth > 1 else 0.0
+            probability = share * ((1.0 + trust) / (1.0 + trust * share)) if trust else share
+            tree.discover(above * probability, token, parent, depth)
+
+    expand(1.0, ROOT, 1)
+    while guess := tree.choose():
+        if tree.may_grow():
+            number = len(tree.chosen) - 1
+            contexts[number] = [
+                advance(index, known, guess.token)
+                for index, known in zip(indexes, contexts[guess.parent], strict=True)
+            ]
+            expand(guess.probability, number, guess.depth + 1)
+    return contexts[ROOT]
+
+
+def ask_contexts(
+    sources: Sequence[tuple[NgramIndex, Source]],
+    contexts: Sequence[list[Match]],
+    blend: Blend,
+    cut: float,
+) -> tuple[dict[int, float], float]:
+    """Return the contexts' shares of each successor's probability, and what they leave.
+
+    Args:
+        cut: probability below which a successor cannot be chosen; some of those are left out.
+    """
+    successors: dict[int, float] = {}
+    left = 1.0
+    longest = max((len(known) - 1 for known in contexts), default=-1)
+    for order in range(longest, blend.min_order - 1, -1):
+        if left < max(blend.min_left, blend.cut_left * cut):
+            break
+        for (index, (concentration, discount)), known in zip(sources, contexts, strict=True):
+            if order >= len(known):
+                continue
+            likeliest, num_types, num_successors = count_successors(index, known[order])
+            if num_successors == 0:
+                continue
+            total = num_types + concentration
+            for token, types in likeliest:
+                share = left * (types - discount) / total
+                if share < blend.cut_share * cut:
+                    break
+                successors[token] = successors.get(token, 0.0) + share
+            left = left * (concentration + discount * num_successors) / total
+    return successors, left

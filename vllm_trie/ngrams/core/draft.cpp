@@ -1,0 +1,131 @@
+#include "draft.hpp"
+
+#include <algorithm>
+
+namespace ngram {
+namespace {
+
+template <typename T>
+T take(const char*& bytes) {
+    T value;
+    std::memcpy(&value, bytes, sizeof(value));
+    bytes += sizeof(value);
+    return value;
+}
+
+}  // namespace
+
+bool draft_batch(const char* batch, const Candidates& candidates, int32_t* rows) {
+    static thread_local Drafter drafter;
+    const Batch head = take<Batch>(batch);
+    const Blend blend = take<Blend>(batch);
+    Candidates predicted = candidates;
+    bool any_smaller = false;
+    for (int64_t i = 0; i < head.num_jobs; ++i) {
+        const Job job = take<Job>(batch);
+        const auto* tokens = reinterpret_cast<const int32_t*>(batch);
+        batch += sizeof(int32_t) * job.num_tokens;
+        BestFirstTree& tree = drafter.draft(job, tokens, predicted, blend);
+        rows[0] = tree.size();
+        rows[1] = drafter.used_text(job, blend.use_length);
+        any_smaller |= tree.size() < head.stride;
+        int32_t* nodes = rows + 2;
+        tree.lay_out(nodes, nodes + head.stride,
+                     reinterpret_cast<float*>(nodes + 2 * head.stride));
+        rows = nodes + 3 * head.stride;
+        predicted.tokens += predicted.num_heads * predicted.num_candidates;
+        predicted.probabilities += predicted.num_heads * predicted.num_candidates;
+    }
+    return any_smaller;
+}
+
+BestFirstTree& Drafter::draft(const Job& job, const int32_t* tokens, const Candidates& candidates,
+                              const Blend& blend) {
+    tree_.begin(job.limits);
+    contexts_.resize(std::max<size_t>(contexts_.size(), kMaxSources));
+    num_sources_ = 0;
+    if (job.own != nullptr) {
+        job.own->synchronize(tokens, job.num_indexed);
+        sources_[num_sources_++] = job.own->view();
+    }
+    if (job.store != nullptr) sources_[num_sources_++] = job.store->view();
+    if (job.corpus != nullptr) sources_[num_sources_++] = job.corpus->view;
+    for (int32_t s = 0; s < num_sources_; ++s)
+        match_suffix(sources_[s], tokens, job.num_tokens, contexts_[s]);
+    expand(candidates, blend, 1.0, kNone, 1);
+    while (tree_.choose()) {
+        if (!tree_.may_grow()) continue;
+        const Guess& guess = tree_.newest();
+        const size_t row = static_cast<size_t>(tree_.size()) * kMaxSources;
+        if (contexts_.size() < row + kMaxSources) contexts_.resize(row + kMaxSources);
+        const Contexts* from = &contexts_[static_cast<size_t>(guess.parent + 1) * kMaxSources];
+        for (int32_t s = 0; s < num_sources_; ++s)
+            advance(sources_[s], from[s], guess.token, contexts_[row + s]);
+        expand(candidates, blend, guess.probability, tree_.size() - 1, guess.depth + 1);
+    }
+    return tree_;
+}
+
+int32_t Drafter::used_text(const Job& job, int32_t min_length) const {
+    // The store is the second source: only a job with a text of its own has one.
+    if (job.store == nullptr || contexts_[1].size <= min_length) return kNone;
+    const Match& match = contexts_[1].matches[contexts_[1].size - 1];
+    return match.pos != kNone ? match.doc : job.store->last_text(match.node);
+}
+
+// The children of a node become known: the contexts' successors, then the head's candidates.
+void Drafter::expand(const Candidates& candidates, const Blend& blend, double above,
+                     int32_t parent, int32_t depth) {
+    successors_.clear();
+    const Contexts* contexts = &contexts_[static_cast<size_t>(parent + 1) * kMaxSources];
+    const double left = ask_contexts(blend, contexts, tree_.bound() / above);
+    if (depth <= candidates.num_heads && left >= blend.min_left_for_heads)
+        ask_head(candidates, depth - 1, left, above);
+    for (const Successor& successor : successors_) {
+        double probability = successor.probability;
+        if (depth > 1 && blend.path_trust > 0.0)
+            probability *= (1.0 + blend.path_trust) / (1.0 + blend.path_trust * probability);
+        // Where the text is asked if it is chosen.
+        if (num_sources_ > 0) sources_[0].prefetch(kRoot, successor.token);
+        tree_.discover(above * probability, successor.token, parent, depth);
+    }
+}
+
+// Every context length of every source has its say, the longest first, and passes on what it is not
+// sure of. A successor with a probability below `cut` cannot be chosen any more. Returns the
+// probability that is left.
+double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts, double cut) {
+    int32_t longest = -1;
+    for (int32_t s = 0; s < num_sources_; ++s) longest = std::max(longest, contexts[s].size - 1);
+    double left = 1.0;
+    const double min_left = std::max(blend.min_left, blend.cut_left * cut);
+    for (int32_t order = longest; order >= blend.min_order && left >= min_left; --order) {
+        for (int32_t s = 0; s < num_sources_; ++s) {
+            if (order >= contexts[s].size) continue;
+            const Source& source = s == 0 ? blend.own : blend.shared;
+            left = successors_.blend(sources_[s], contexts[s].matches[order], source.concentration,
+                                     source.discount, left, blend.cut_share * cut);
+        }
+    }
+    return left;
+}
+
+// A head gets the probability that the contexts have left.
+void Drafter::ask_head(const Candidates& candidates, int64_t head, double left, double above) {
+    const bool knows_none = successors_.size() == 0;
+    const int64_t first = head * candidates.num_candidates;
+    for (int64_t i = first; i < first + candidates.num_candidates; ++i) {
+        const int32_t token = candidates.tokens[i];
+        const double share = left * static_cast<double>(candidates.probabilities[i]);
+        // The rest is no likelier; but the text's own successors get their part of it.
+        const bool is_hopeless = tree_.is_hopeless(above * share);
+        if (is_hopeless && knows_none) break;
+        Successor* known = knows_none ? nullptr : successors_.find(token);
+        if (known != nullptr)
+            known->probability += share;
+        else if (!is_hopeless)
+            successors_.append(token, share);
+    }
+}
+
+}  // namespace ngram

@@ -1,0 +1,96 @@
+// Draft trees from n-gram indexes and the candidates of a model's heads: blended back-off, grown
+// best-first. The readable twin is blend.py; both make the same trees, bit for bit.
+#pragma once
+
+#include <vector>
+
+#include "best_first.hpp"
+#include "successors.hpp"
+
+namespace ngram {
+
+// How far the counts of a source are believed: a Pitman-Yor process.
+struct Source {
+    double concentration;
+    double discount;
+};
+
+// Parameters of a blend: class Blend in blend.py.
+struct Blend {
+    Source own;
+    Source shared;
+    double path_trust;
+    double min_left;
+    double cut_left;
+    double cut_share;
+    double min_left_for_heads;
+    int32_t min_order;
+    int32_t use_length;
+};
+
+// An index in a mapped file. The arrays belong to the caller.
+struct Corpus {
+    Text text;
+    View view;
+};
+
+// One request. In a batch, its tokens follow it.
+struct Job {
+    Index* own;              // brought up to date with the tokens; null: the heads alone draft
+    const Index* store;      // may be null
+    const Corpus* corpus;    // may be null
+    Limits limits;
+    int64_t num_tokens;
+    int64_t num_indexed;     // leading tokens that belong in `own`
+};
+
+// What heads predict, [num_heads, num_candidates] for each job: head i the token at depth i + 1, the
+// likeliest first, its tokens distinct.
+struct Candidates {
+    const int32_t* tokens;
+    const float* probabilities;
+    int64_t num_heads;
+    int64_t num_candidates;
+};
+
+// The beginning of a batch. A Blend and the jobs follow.
+struct Batch {
+    int64_t num_jobs;
+    int64_t stride;  // nodes that a row of the results has room for
+    Candidates candidates;
+};
+
+// Draft for every job. Row i of `rows` becomes the tree of job i: its number of nodes, the text of
+// its store that matched (kNone if none did), then tokens, parents and probabilities (floats),
+// `stride` entries each. Returns whether any tree has less than `stride` nodes.
+bool draft_batch(const char* batch, const Candidates& candidates, int32_t* rows);
+
+inline Batch read_batch(const char* bytes) {
+    Batch batch;
+    std::memcpy(&batch, bytes, sizeof(batch));
+    return batch;
+}
+
+class Drafter {
+   public:
+    // The tree, which stays valid until the next call. Brings the job's own index up to date.
+    BestFirstTree& draft(const Job& job, const int32_t* tokens, const Candidates& candidates,
+                         const Blend& blend);
+    // The text of the job's store in which its last tokens occur, kNone if less than `min_length`
+    // of them do.
+    int32_t used_text(const Job& job, int32_t min_length) const;
+
+   private:
+    void expand(const Candidates& candidates, const Blend& blend, double above, int32_t parent,
+                int32_t depth);
+    double ask_contexts(const Blend& blend, const Contexts* contexts, double cut);
+    void ask_head(const Candidates& candidates, int64_t head, double left, double above);
+
+    BestFirstTree tree_;
+    View sources_[kMaxSources];  // in the order in which they are believed
+    int32_t num_sources_ = 0;
+    std::vector<Contexts> contexts_;  // root's, then one row a node; kMaxSources a row
+    Successors successors_;
+};
+
+}  // namespace ngram

@@ -1,0 +1,208 @@
+"""The compiled n-gram index and drafter, and the Python types that stand for them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import numpy as np
+
+from vllm_trie.native import NativeLibrary
+from vllm_trie.ngrams.blend import Blend
+from vllm_trie.ngrams.job import Candidates, Draft, Job
+from vllm_trie.tree import TokenTree
+
+CORE = Path(__file__).parent / "core"
+HEADERS = tuple(sorted(CORE.glob("*.hpp")))
+"""For a library that drafts from n-grams too: its sources include these, and are compiled with
+index.cpp and draft.cpp. Indexes of this library may be passed to it."""
+NODE_BYTES = 32
+"""Size of a node in memory and in a corpus file."""
+_NONE = -1
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_LIBRARY = NativeLibrary("ngrams", "n-gram core", sorted(CORE.glob("*.cpp")), HEADERS)
+is_available = _LIBRARY.is_available
+require_library = _LIBRARY.require
+_PACK_BATCH = _LIBRARY.layout("Batch").pack
+_PACK_BLEND = _LIBRARY.layout("Blend").pack
+_PACK_JOB = _LIBRARY.layout("Job").pack
+
+
+class NativeIndex:
+    """An index of texts in native memory, freed with the object."""
+
+    def __init__(self, max_order: int) -> None:
+        self._library = require_library()
+        self.handle = self._library.ngram_index_new(max_order)
+        if not self.handle:
+            raise MemoryError("no memory for an n-gram index")
+        self.max_order = max_order
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.ngram_index_free(self.handle)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._library.ngram_index_num_tokens(self.handle))
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self._library.ngram_index_num_nodes(self.handle))
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._library.ngram_index_num_bytes(self.handle))
+
+    def add_text(self, token_ids: np.ndarray) -> int:
+        """Add a text of int32 tokens (negative ones separate); returns its number."""
+        tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
+        text = self._library.ngram_index_add(self.handle, tokens.ctypes.data, len(tokens))
+        if text == _NONE:
+            raise MemoryError("no memory for the n-grams of a text")
+        return int(text)
+
+    def remove_text(self, text: int) -> None:
+        """Take a text out again."""
+        if self._library.ngram_index_remove(self.handle, text) == _NONE:
+            raise KeyError(f"the index holds no text {text}")
+
+    def arrays(self) -> tuple[bytes, bytes]:
+        """Copies of the node array and of the hash table."""
+        nodes, table = c_void_p(), c_void_p()
+        num_nodes, table_size = c_int64(), c_int64()
+        self._library.ngram_index_arrays(
+            self.handle,
+            ctypes.byref(nodes),
+            ctypes.byref(num_nodes),
+            ctypes.byref(table),
+            ctypes.byref(table_size),
+        )
+        return (
+            ctypes.string_at(nodes.value or 0, num_nodes.value * NODE_BYTES),
+            ctypes.string_at(table.value or 0, table_size.value * 4),
+        )
+
+
+class NativeCorpus:
+    """A read-only index over arrays that live elsewhere, in a mapped file."""
+
+    def __init__(
+        self,
+        nodes: np.ndarray,
+        table: np.ndarray,
+        tokens: np.ndarray,
+        max_order: int,
+        vocab_size: int,
+    ) -> None:
+        """`nodes` uint8 [n * NODE_BYTES], `table` int32 (its size a power of two), `tokens` int32.
+
+        Raises:
+            ValueError: the arrays are not those of an index.
+        """
+        self._library = require_library()
+        self._arrays = (nodes, table, tokens)
+        self.handle = self._library.ngram_corpus_open(
+            nodes.ctypes.data,
+            len(nodes) // NODE_BYTES,
+            table.ctypes.data,
+            len(table),
+            tokens.ctypes.data,
+            len(tokens),
+            max_order,
+            vocab_size,
+        )
+        if not self.handle:
+            raise ValueError("the arrays do not form an n-gram index")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.ngram_corpus_close(self.handle)
+
+
+class DraftBatch:
+    """A batch as compiled code reads it, and room for the trees that it writes.
+
+    A model's heads push everything else out of the caches, and then each new line of Python and
+    each object costs its way there. The trees are therefore made before the call, as large as they
+    may become; what is left to do is to cut those that have not become that large.
+
+    Args:
+        blend: made by :func:`pack_blend`.
+
+    Attributes:
+        parts: join them to the bytes that `draft_batch` in core/draft.hpp reads.
+        rows: where it writes.
+    """
+
+    __slots__ = ("_stride", "_trees", "parts", "rows")
+
+    def __init__(
+        self, jobs: Sequence[Job], blend: bytes, candidates: Candidates | None = None
+    ) -> None:
+        parts: list[bytes | np.ndarray] = [b"", blend]
+        stride = 0
+        for own, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least in jobs:
+            handles = [0 if index is None else index.handle for index in (own, store, corpus)]
+            limits = (least, max_nodes, max_depth, chain)
+            parts += (_PACK_JOB(*handles, *limits, len(tokens), num_indexed), tokens)
+            if max_nodes > stride:
+                stride = max_nodes
+        predicted = (0, 0, 0, 0)
+        if candidates is not None:
+            predicted = (*(a.ctypes.data for a in candidates), *candidates.tokens.shape[1:])
+        parts[0] = _PACK_BATCH(len(jobs), stride, *predicted)
+        self.parts = parts
+        self.rows = rows = (c_int32 * (len(jobs) * (2 + 3 * stride)))()
+        size, read = 4 * stride, np.frombuffer
+        self._stride = stride
+        self._trees = (
+            [
+                TokenTree(
+                    read(rows, _INT32, stride, start),
+                    read(rows, _INT32, stride, start + size),
+                    read(rows, _FLOAT32, stride, start + 2 * size),
+                )
+                for start in range(8, 4 * len(rows), 8 + 3 * size)
+            ]
+            if stride
+            else [TokenTree.empty()] * len(jobs)
+        )
+
+    def used_texts(self) -> list[int]:
+        """Return the text of each job's store that matched, -1 where none did."""
+        return self.rows[1 :: 2 + 3 * self._stride]
+
+    def trees(self, status: int) -> list[TokenTree]:
+        """Return the trees that a native function has written.
+
+        Raises:
+            MemoryError: by its status it had no memory.
+        """
+        if status == 0:  # all of them fill their room
+            return self._trees
+        if status == _NONE:
+            raise MemoryError("no memory to draft a tree")
+        trees, stride = self._trees, self._stride
+        for i, size in enumerate(self.rows[:: 2 + 3 * stride]):
+            if size != stride:
+                trees[i] = trees[i].prefix(size) if size else TokenTree.empty()
+        return trees
+
+
+def draft_batch(
+    jobs: Sequence[Job], blend: bytes, candidates: Candidates | None = None
+) -> list[Draft]:
+    """Draft for every job in one native call; updates the jobs' own indexes."""
+    batch = DraftBatch(jobs, blend, candidates)
+    status = require_library().ngram_draft(b"".join(batch.parts), batch.rows)
+    trees = batch.trees(status)
+    return [Draft(*draft) for draft in zip(trees, batch.used_texts(), strict=True)]
+
+
+def pack_blend(blend: Blend) -> bytes:
+    """Return the parameters as compiled code reads them."""
+    own, shared, *others = blend
+    return _PACK_BLEND(*own, *shared, *others)
