@@ -19,6 +19,8 @@ from rich.table import Table
 
 from vllm_trie.demo import engines
 
+sys.path.append(str(Path(__file__).parents[1]))  # for `tools`
+
 Key = TypeVar("Key", bound=Hashable)
 Row = dict[str, Any]
 

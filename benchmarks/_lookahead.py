@@ -29,9 +29,9 @@ def prompt_sets(model: str) -> dict[str, list[list[int]]]:
     """
     from transformers import AutoTokenizer
 
+    from tools.tiny_model.evaluate import held_out_documents
+    from tools.tiny_model.prompts import HAND_PROMPTS
     from vllm_trie.demo.prompts import demo_prompts
-    from vllm_trie.tiny_model.evaluate import held_out_documents
-    from vllm_trie.tiny_model.prompts import HAND_PROMPTS
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     sets: dict[str, list[list[int]]] = {

@@ -183,9 +183,9 @@ def make_drafter(first: Any, options: dict[str, Any]) -> Any:
 
 def held_out_prompts(model: str, per_kind: int) -> list[list[int]]:
     """Tokens of task documents from held-out modules and of the prompts written by hand."""
-    from vllm_trie.tiny_model.evaluate import held_out_documents
-    from vllm_trie.tiny_model.prompts import HAND_PROMPTS
-    from vllm_trie.tiny_model.tokenizer import load_tokenizer
+    from tools.tiny_model.data.tokenizer import load_tokenizer
+    from tools.tiny_model.evaluate import held_out_documents
+    from tools.tiny_model.prompts import HAND_PROMPTS
 
     tokenizer = load_tokenizer(Path(model))
     texts = [document.prompt for document in held_out_documents(per_kind)]
@@ -197,8 +197,8 @@ def rank_accuracies(first: Any, llm: Any, prompts: list[list[int]], max_tokens: 
     """How often each head's candidate of each rank is what plain decoding then says: [K, 32]."""
     import torch
 
+    from tools.tiny_model.model import load_model
     from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
-    from vllm_trie.tiny_model.model import load_model
 
     model = load_model(Path(first.context.model))
     heads, num_heads = first._heads, len(first._reading[0])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 from vllm import SamplingParams
 
+import tools.tiny_model
 from tests.engine.compare import (
     accepted_tokens,
     check_same_outputs,
@@ -113,7 +115,7 @@ def test_hidden_state_of_the_last_accepted_node(engine, expected, monkeypatch):
 
 def test_state_given_is_that_of_the_whole_text(engine, expected, monkeypatch):
     """What the drafter gets equals a plain forward pass over the tokens that are committed."""
-    from vllm_trie.tiny_model.model import load_model
+    from tools.tiny_model.model import load_model
 
     llm = engine(**medusa())
     drafter = trees_of(llm).guard.drafter
@@ -165,7 +167,7 @@ def test_training_command(tmp_path):
 
     text = tmp_path / "text"
     text.mkdir()
-    for number, file in enumerate(sorted(model_path().parent.glob("*.py"))[:6]):
+    for number, file in enumerate(sorted(Path(tools.tiny_model.__file__).parent.glob("*.py"))[:6]):
         (text / f"{number}.txt").write_text(file.read_text())
     out = tmp_path / "heads"
     arguments = ["medusa", "train", "--model", str(model_path()), "--data", str(text)]

@@ -166,12 +166,17 @@ def test_no_machine_paths_and_no_registry_hosts() -> None:
     assert not offenders, "\n".join(offenders[:20])
 
 
-def test_the_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
-    """Weights, C++ sources and other data must reach users who do not install from a checkout."""
+def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    """Weights, C++ sources and other data must reach users who do not install from a checkout.
+
+    The code that made the weights stays in the checkout.
+    """
     source, out = tmp_path / "source", tmp_path / "out"
     files = [path.relative_to(ROOT) for path in tracked_files()]
     package = [path for path in files if path.parts[0] == "vllm_trie"]
-    for path in [*package, *map(Path, ("pyproject.toml", "README.md", "LICENSE"))]:
+    others = [path for path in files if path.parts[0] == "tools"]
+    assert others
+    for path in [*package, *others, *map(Path, ("pyproject.toml", "README.md", "LICENSE"))]:
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, source / path)
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
@@ -180,6 +185,12 @@ def test_the_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
     assert not {path.as_posix() for path in package} - packed
     assert any(name.endswith("LICENSE") for name in packed)
+    top = {name.split("/")[0] for name in packed}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"vllm_trie"}
+    tiny_model = [name for name in packed if name.startswith("vllm_trie/tiny_model/")]
+    assert [name for name in tiny_model if name.endswith(".py")] == [
+        "vllm_trie/tiny_model/__init__.py"
+    ]
 
 
 def test_generated_and_bulky_files_are_not_tracked() -> None:

@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vllm_trie.tiny_model as tiny_model
-from vllm_trie.tiny_model.corpus import HELD_OUT_MODULES, SourceFile, load_corpus
-from vllm_trie.tiny_model.documents import DocumentMaker
-from vllm_trie.tiny_model.edits import EDITS, Edit
-from vllm_trie.tiny_model.excerpts import Excerpt, ExcerptSampler, join, parse_function
-from vllm_trie.tiny_model.questions import QUESTIONS
-from vllm_trie.tiny_model.tokenizer import (
+from tools.tiny_model.data.corpus import HELD_OUT_MODULES, SourceFile, load_corpus
+from tools.tiny_model.data.documents import DocumentMaker
+from tools.tiny_model.data.edits import EDITS, Edit
+from tools.tiny_model.data.excerpts import Excerpt, ExcerptSampler, join, parse_function
+from tools.tiny_model.data.questions import QUESTIONS
+from tools.tiny_model.data.tokenizer import (
     ASSISTANT,
     CHAT_TEMPLATE,
     END,
@@ -271,7 +271,7 @@ torch = pytest.importorskip("torch", reason="the training code needs torch")
 
 @pytest.fixture(scope="module")
 def small_model():
-    model_module = importlib.import_module("vllm_trie.tiny_model.model")
+    model_module = importlib.import_module("tools.tiny_model.model")
     torch.manual_seed(0)
     config = model_module.ModelConfig(
         vocab_size=64, hidden_size=32, num_layers=2, head_size=8, intermediate_size=48
@@ -284,7 +284,7 @@ def small_model():
 
 
 def test_attention_in_chunks_equals_torch() -> None:
-    from vllm_trie.tiny_model.model import causal_attention
+    from tools.tiny_model.model import causal_attention
 
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 3, 300, 8) for _ in range(3))
@@ -295,7 +295,7 @@ def test_attention_in_chunks_equals_torch() -> None:
 
 
 def test_greedy_with_cache_equals_full_forward(small_model) -> None:
-    from vllm_trie.tiny_model.decoding import greedy
+    from tools.tiny_model.decoding import greedy
 
     prompt = [3, 9, 27, 17]
     output = greedy(small_model, [prompt, prompt[::-1]], 12, eos=None)[0]
@@ -306,7 +306,7 @@ def test_greedy_with_cache_equals_full_forward(small_model) -> None:
 
 
 def test_orthogonalize_evens_out_singular_values() -> None:
-    from vllm_trie.tiny_model.optimizer import orthogonalize
+    from tools.tiny_model.optimizer import orthogonalize
 
     torch.manual_seed(0)
     values = torch.linalg.svdvals(orthogonalize(torch.randn(3, 16, 40)))
@@ -315,8 +315,8 @@ def test_orthogonalize_evens_out_singular_values() -> None:
 
 
 def test_induction_heads_copy_before_any_training() -> None:
-    from vllm_trie.tiny_model.induction import set_induction_heads
-    from vllm_trie.tiny_model.model import ModelConfig, TinyLlama
+    from tools.tiny_model.induction import set_induction_heads
+    from tools.tiny_model.model import ModelConfig, TinyLlama
 
     torch.manual_seed(0)
     model = TinyLlama(ModelConfig(num_layers=2))
@@ -332,7 +332,7 @@ def test_induction_heads_copy_before_any_training() -> None:
 
 
 def tiny_dataset():
-    from vllm_trie.tiny_model.dataset import Dataset, Ragged
+    from tools.tiny_model.data.dataset import Dataset, Ragged
 
     rng = np.random.default_rng(0)
 
@@ -345,7 +345,7 @@ def tiny_dataset():
 
 
 def test_rows_are_full_and_weigh_prompts_less(tmp_path: Path) -> None:
-    from vllm_trie.tiny_model.dataset import PROMPT_WEIGHT, Dataset, RowFeed
+    from tools.tiny_model.data.dataset import PROMPT_WEIGHT, Dataset, RowFeed
 
     data = tiny_dataset()
     data.save(tmp_path / "data.npz")
@@ -360,8 +360,8 @@ def test_rows_are_full_and_weigh_prompts_less(tmp_path: Path) -> None:
 
 
 def test_training_resumes_where_it_was(tmp_path: Path) -> None:
-    from vllm_trie.tiny_model.model import ModelConfig, TinyLlama, load_model
-    from vllm_trie.tiny_model.train import TrainConfig, Trainer, export
+    from tools.tiny_model.model import ModelConfig, TinyLlama, load_model
+    from tools.tiny_model.train import TrainConfig, Trainer, export
 
     def trainer():
         torch.manual_seed(0)
@@ -396,7 +396,7 @@ def test_training_resumes_where_it_was(tmp_path: Path) -> None:
 
 
 def test_find_loop_needs_three_copies() -> None:
-    from vllm_trie.tiny_model.decoding import find_loop, looping_positions
+    from tools.tiny_model.decoding import find_loop, looping_positions
 
     span = list(range(10, 20))
     assert find_loop([1, 2, *span, *span, 3]) is None
@@ -408,7 +408,7 @@ def test_find_loop_needs_three_copies() -> None:
 
 @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 4))
 def test_looping_positions_equal_the_plain_definition(tokens: list[int], least: int) -> None:
-    from vllm_trie.tiny_model.decoding import looping_positions
+    from tools.tiny_model.decoding import looping_positions
 
     expected = set()
     for period in range(1, len(tokens) // 3 + 1):
@@ -421,7 +421,7 @@ def test_looping_positions_equal_the_plain_definition(tokens: list[int], least: 
 
 
 def test_ngram_drafter_counts_steps() -> None:
-    from vllm_trie.tiny_model.decoding import ngram_steps
+    from tools.tiny_model.decoding import ngram_steps
 
     prompt = list(range(100, 120))
     copied = ngram_steps([*prompt, 100, 101], prompt[2:])

@@ -1,6 +1,6 @@
-"""The small real model that ships with the package, and everything that made it.
+"""Weights of the small real model that ships with the package, and of its Medusa heads.
 
-Importing this package imports neither torch nor the training code.
+`tools/tiny_model` in the repository holds the code that made them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _folder(name: str, made_by: str) -> Path:
             raise FileNotFoundError(
                 f"{folder / needed} is missing: this installation of vllm-trie lacks {made_by}. "
                 "Install the wheel or a full checkout, or train the weights yourself with "
-                "`python -m vllm_trie.tiny_model.train`"
+                "`python -m tools.tiny_model.train` in a checkout"
             )
     return folder
 

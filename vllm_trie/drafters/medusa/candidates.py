@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from vllm_trie.drafters.medusa import native
+from vllm_trie.ngrams.job import Candidates
 
 
 class HeadLogits(NamedTuple):
-    """What the heads say, and how to read it."""
+    """Logits of the heads, and how to read them."""
 
     data: Tensor
     """[K, rows, num_outputs] in any float dtype, the last dimension contiguous."""
@@ -25,31 +26,27 @@ class HeadLogits(NamedTuple):
     """m, tokens to take from each head, likeliest first; all if it has fewer."""
 
 
-def top_candidates(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:
-    """The candidates of each head and their probabilities.
+def top_candidates(logits: HeadLogits) -> Candidates:
+    """Return the candidates of each head, [rows, K, num_candidates].
 
-    Where a head's logits have no softmax (NaN or infinity among them), its candidates have
-    probability 0, so that no tree takes them. On a CPU this is one native call; torch's
-    operations, which take the vocabulary apart several times, would cost more than everything else
-    in the choice of a tree.
-
-    Returns:
-        Tokens int32 and probabilities float32, both [rows, K, num_candidates], contiguous.
+    Candidates have probability 0, so that no tree takes them, where a head's logits have no softmax
+    (NaN or infinity among them). On a CPU this is one native call; torch's operations would cost
+    more than the rest of the choice of a tree.
     """
     if native.reads(logits.data.device, logits.data.dtype):
         return native.top_candidates(logits)
     return top_candidates_torch(logits)
 
 
-def top_candidates_torch(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:
-    """The readable twin of core/candidates.cpp, for any device and dtype."""
+def top_candidates_torch(logits: HeadLogits) -> Candidates:
+    """Compute the same with torch, for any device and dtype: the twin of core/candidates.cpp."""
     data = logits.data.float().transpose(0, 1)
     values, outputs = data.topk(min(logits.num_candidates, data.shape[-1]), dim=-1)
     scale = 1.0 / logits.temperatures[None, :, None]
     total = torch.logsumexp(data * scale, dim=-1, keepdim=True)
     probabilities = torch.exp(values * scale - total).nan_to_num_(nan=0.0).clamp_(max=1.0)
     tokens = outputs if logits.token_map is None else logits.token_map[outputs]
-    return (
+    return Candidates(
         np.ascontiguousarray(tokens.to(torch.int32).cpu().numpy()),
         np.ascontiguousarray(probabilities.cpu().numpy()),
     )

@@ -10,20 +10,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from vllm_trie.drafters.medusa.training import Trainer
+    from vllm_trie.drafters.medusa.training import Backbone, Trainer
 
 app = typer.Typer(no_args_is_help=True, help="Train Medusa heads for a model.")
 
 STATE_FILE = "training-state.pt"
 _CALIBRATION_ROWS = 16
-"""A temperature is one number; a few thousand places settle it."""
+"""A temperature is one number, which a few thousand places settle."""
 
 
 class Targets(StrEnum):
-    """What the heads learn to say."""
+    """What the heads learn to predict."""
 
     model = "model"
     text = "text"
+
+
+@app.callback()
+def _group() -> None:
+    """Keep `train` a subcommand, which Typer would otherwise merge into a group of one."""
 
 
 @app.command()
@@ -69,27 +74,6 @@ def train(
         raise typer.Exit(1) from None
 
 
-@app.command()
-def data(
-    out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],
-    documents: Annotated[int, typer.Option(help="Task documents to make.")] = 40_000,
-    continuations: Annotated[
-        int, typer.Option(help="Prompts that the model itself goes on with; 0: the data set.")
-    ] = 0,
-    seed: Annotated[int, typer.Option()] = 0,
-) -> None:
-    """Write the text that the shipped model's heads were trained on (see its README)."""
-    from vllm_trie.drafters.medusa.training.shipped import write_training_text
-    from vllm_trie.tiny_model import model_path
-
-    try:
-        tokens = write_training_text(out, model_path(), seed, documents, continuations)
-    except (ValueError, FileNotFoundError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
-    typer.echo(f"wrote {tokens} tokens to {out}")
-
-
 def _train(
     *,
     model: str,
@@ -115,26 +99,15 @@ def _train(
 
     from vllm_trie.drafters.medusa.checkpoint import load_checkpoint
     from vllm_trie.drafters.medusa.heads import HeadsShape
-    from vllm_trie.drafters.medusa.training import Backbone, TokenRows, Trainer, TrainingPlan
+    from vllm_trie.drafters.medusa.training import TokenRows, Trainer, TrainingPlan
     from vllm_trie.drafters.medusa.training.text import find_files, read_tokens, split_rows
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"--dtype {dtype}: allowed are float32, bfloat16 and float16")
-    backbone = Backbone(model, device, getattr(torch, dtype))
-    if backbone.max_length is not None and context > backbone.max_length:
-        raise ValueError(f"--context {context}: the model takes at most {backbone.max_length}")
-
-    def encode(text: str) -> list[int]:
-        # A whole file may be longer than the model's context; that is no reason to warn.
-        return backbone.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-
-    tokens = read_tokens(find_files(data), encode, backbone.eos_token_id)
+    backbone = _load_backbone(model, device, dtype, context)
+    tokens = read_tokens(find_files(data), backbone.encode, backbone.eos_token_id)
     if validation:
-        held = read_tokens(find_files(validation), encode, backbone.eos_token_id)
+        held = read_tokens(find_files(validation), backbone.encode, backbone.eos_token_id)
     else:
-        tokens, held = split_rows(tokens, context, 0.02, seed)
+        tokens, held = split_rows(tokens, context, 0.02)
     held_rows = TokenRows(held, context).batch(0, min(64, max(1, len(held) // context)))
     plan = TrainingPlan(steps, batch, lr, min(40, steps), 0.01, targets.value, seed)
     shape = HeadsShape(
@@ -159,6 +132,21 @@ def _train(
     _save(trainer, out, temperatures, scores, len(tokens))
     _print_scores(scores, temperatures, f"{held_rows.size} held-out tokens")
     typer.echo(f"saved to {out} (vLLM's layout) and {out / 'fasterdecoding'}")
+
+
+def _load_backbone(model: str, device: str, dtype: str, context: int) -> Backbone:
+    import torch
+
+    from vllm_trie.drafters.medusa.training import Backbone
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype {dtype}: allowed are float32, bfloat16 and float16")
+    backbone = Backbone(model, device, getattr(torch, dtype))
+    if backbone.max_length is not None and context > backbone.max_length:
+        raise ValueError(f"--context {context}: the model takes at most {backbone.max_length}")
+    return backbone
 
 
 def _run(trainer: Trainer, state_path: Path, save_every: int, step_tokens: int) -> None:
@@ -200,7 +188,7 @@ def _save(
     save_vllm(trainer.heads, out, temperatures)
     base_model = Path(trainer.backbone.path).name
     save_fasterdecoding(trainer.heads, out / "fasterdecoding", temperatures, base_model=base_model)
-    record = {
+    report = {
         "plan": asdict(trainer.plan),
         "heads": asdict(trainer.heads.shape),
         "tokens_of_text": tokens,
@@ -208,7 +196,7 @@ def _save(
             {name: round(value, 4) for name, value in score._asdict().items()} for score in scores
         ],
     }
-    (out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (out / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _print_scores(scores: list[Any], temperatures: tuple[float, ...], where: str) -> None:

@@ -1,16 +1,10 @@
-"""Constants of the blend of the text's n-grams with the heads."""
+"""The blend of the text's n-grams with the heads, as fitted on the shipped model."""
 
 from __future__ import annotations
 
-MIN_ORDER = 1
-"""Shortest context that has a say; what is frequent in general, the heads know better."""
+from vllm_trie.ngrams import Blend, Source
 
-MIN_LEFT = 1e-6
-"""The heads are not asked if no more probability than this is left to them."""
-
-CONCENTRATION = 0.2
-"""theta of the Pitman-Yor process: pseudo-observations of "something else", at least 0."""
-
-DISCOUNT = 0.7
-"""d of the Pitman-Yor process: taken off each successor's count, in [0, 1). Both hold for contexts
-of every length; docs/medusa.md tells how they were chosen and how little they matter."""
+_TEXT = Source(concentration=0.2, discount=0.7)
+BLEND = Blend(own=_TEXT, shared=_TEXT, min_left_for_heads=1e-6, min_order=1)
+"""What is frequent in general, the heads know better: the shortest context is one token.
+docs/medusa.md has how the other two numbers were chosen and how little they matter."""

@@ -61,7 +61,7 @@ class MedusaOptions(DrafterOptions):
         return tree
 
     def fixed_paths(self) -> tuple[Path, ...] | None:
-        """The paths of the fixed tree, None for a dynamic one."""
+        """Return the paths of the fixed tree, None for a dynamic one."""
         if self.tree == "dynamic":
             return None
         if isinstance(self.tree, list):

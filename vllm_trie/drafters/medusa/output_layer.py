@@ -16,9 +16,9 @@ _NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 
 
 def target_output_layer(target_model: Any, context: DrafterContext) -> Tensor:
-    """[vocab_size, hidden_size], on the CPU.
+    """Return the target's output layer, [vocab_size, hidden_size], on the CPU.
 
-    Taken from the loaded model; with tensor parallelism, where each rank holds a part, from the
+    It comes from the loaded model; with tensor parallelism, where each rank holds a part, from the
     model's files.
 
     Raises:
@@ -61,5 +61,6 @@ def _from_files(folder: Path) -> Tensor | None:
             continue
         with safe_open(str(file), framework="pt") as tensors:
             if name in tensors.keys():  # noqa: SIM118 - not a mapping
-                return tensors.get_tensor(name)
+                weight: Tensor = tensors.get_tensor(name)
+                return weight
     return None

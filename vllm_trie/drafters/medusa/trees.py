@@ -7,6 +7,7 @@ published lists put the likeliest path first, so the first n paths are the n-nod
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ class TreeTemplate(NamedTuple):
     """For each depth after the first its nodes and their parents."""
 
     def fill(self, tokens: np.ndarray, probabilities: np.ndarray) -> TokenTree:
-        """The tree with candidates put in; `tokens` and `probabilities` are [K, m] as
+        """Return the tree with candidates put in; `tokens` and `probabilities` are [K, m] as
         `top_candidates` returns them for one row."""
         path = probabilities[self.heads, self.ranks]
         for nodes, parents in self.levels:
@@ -63,7 +64,7 @@ class TreeTemplate(NamedTuple):
 def template(
     paths: tuple[Path, ...], max_nodes: int, max_depth: int, chain_only: bool
 ) -> TreeTemplate:
-    """The tree of the first `max_nodes` paths that are at most `max_depth` long."""
+    """Return the tree of the first `max_nodes` paths that are at most `max_depth` long."""
     chosen = [path for path in paths if len(path) <= max_depth]
     if chain_only:
         chosen = [path for path in chosen if not any(path)]
@@ -80,7 +81,7 @@ def template(
 
 
 def check_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:
-    """The paths of a user's tree, each after its parent.
+    """Return the paths of a user's tree, each after its parent.
 
     Raises:
         ValueError: a path is empty, repeated, has a negative rank or lacks its parent.
@@ -112,7 +113,7 @@ def check_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:
 
 
 def fit_paths(accuracies: np.ndarray, num_nodes: int) -> tuple[Path, ...]:
-    """The fixed tree with the largest expected number of accepted tokens.
+    """Return the fixed tree with the largest expected number of accepted tokens.
 
     Args:
         accuracies: [K, m], how often the candidate of each rank is right, as if the heads were
@@ -120,24 +121,12 @@ def fit_paths(accuracies: np.ndarray, num_nodes: int) -> tuple[Path, ...]:
 
     Source: Medusa, section 2.3.3: nodes are added one by one, the most accurate path first.
     """
-    return tuple(path for path, _ in _best_rank_paths(accuracies, num_nodes))
-
-
-def _best_rank_paths(accuracies: np.ndarray, num_nodes: int) -> list[tuple[Path, float]]:
-    import heapq
-
-    depth = len(accuracies)
-    heap: list[tuple[float, Path]] = []
-
-    def push(parent: Path, above: float) -> None:
-        if len(parent) < depth:
-            for rank, share in enumerate(accuracies[len(parent)].tolist()):
-                heapq.heappush(heap, (-above * share, (*parent, rank)))
-
-    push((), 1.0)
-    chosen: list[tuple[Path, float]] = []
-    while heap and len(chosen) < num_nodes:
+    heap: list[tuple[float, Path]] = [(-1.0, ())]
+    chosen: list[Path] = []
+    while heap and len(chosen) <= num_nodes:
         negative, path = heapq.heappop(heap)
-        chosen.append((path, -negative))
-        push(path, -negative)
-    return chosen
+        chosen.append(path)
+        if len(path) < len(accuracies):
+            for rank, share in enumerate(accuracies[len(path)].tolist()):
+                heapq.heappush(heap, (negative * share, (*path, rank)))
+    return tuple(chosen[1:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import c_int64
+import time
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ def instructions(request):
     if not {"avx2", "fma", "f16c"} <= set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip("this CPU has no AVX2")
     flags = [flag.replace("=native", f"={request.param}") for flag in DEFAULT_FLAGS]
-    library = NativeLibrary("medusa_select", "selection", native.SOURCES, native.HEADERS, flags)
+    library = NativeLibrary("medusa", "Medusa core", native.SOURCES, native.HEADERS, flags)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "require_library", library.require)
         yield
@@ -180,12 +180,17 @@ def test_states_that_are_left_to_torch(monkeypatch):
     assert [tree[:2] for tree in found] == [tree[:2] for tree in expected]
 
 
-def test_time_of_the_products_is_told():
+def test_time_of_the_heads():
     heads = random_heads()
     compiled = CompiledHeads(heads, torch.ones(3), 5)
-    compiled.product_nanoseconds = c_int64()
     compiled.top_candidates(compiled.rows(torch.randn(1, 16)))
-    assert 0 < compiled.product_nanoseconds.value < 1e9
+    assert 0 < compiled.product_seconds < 1
+    for options in ({}, {"tree": "fixed"}):
+        drafter = make_medusa(random_heads(num_heads=4), **options)
+        start = time.perf_counter()
+        drafter.propose(make_requests())
+        end = time.perf_counter()
+        assert start < drafter.timing.asked < drafter.timing.asked + drafter.timing.products < end
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.drafters.medusa import native
-from vllm_trie.drafters.medusa.backend import Job, NativeBackend, PythonBackend
-from vllm_trie.drafters.medusa.selection import Limits, algorithm1, select
-from vllm_trie.ngrams.index import NgramIndex
+from vllm_trie.drafters.medusa.constants import BLEND
+from vllm_trie.ngrams import Candidates, Job, NativeBackend, NgramIndex, PythonBackend, native
 from vllm_trie.tree import TokenTree, depth_first_layout
 
 VOCAB = 40
-NO_TEXT = np.empty(0, dtype=np.int32)
+
+
+class Limits(NamedTuple):
+    """Limits of one tree."""
+
+    max_nodes: int
+    max_depth: int
+    chain_only: bool = False
+    min_probability: float = 0.0
 
 
 @st.composite
@@ -54,10 +62,45 @@ def brute_force(probabilities: np.ndarray, num_nodes: int) -> list[float]:
     return sorted(values, reverse=True)[:num_nodes]
 
 
+def algorithm1(probabilities: np.ndarray, num_nodes: int) -> list[tuple[tuple[int, ...], float]]:
+    """Return the best paths of ranks by product, with their probabilities, likeliest first.
+
+    Algorithm 1 of "Acceleration of Multiple Heads Decoding for LLM via Dynamic Tree Attention", as
+    the paper has it. Layer by layer, each head extends every path in a queue bounded to
+    `num_nodes`; paths that fall out of it cannot have a child in it. `probabilities`: [K, m].
+    """
+    queue: list[tuple[float, tuple[int, ...]]] = []  # a min-heap of at most num_nodes paths
+    layer: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
+    for shares in probabilities.tolist():
+        extended = []
+        for above, path in layer:
+            for rank, share in enumerate(shares):
+                candidate = (above * share, (*path, rank))
+                if len(queue) < num_nodes:
+                    heapq.heappush(queue, candidate)
+                elif candidate > queue[0]:
+                    heapq.heapreplace(queue, candidate)
+                else:
+                    break
+                extended.append(candidate)
+        kept = set(queue)
+        layer = [candidate for candidate in extended if candidate in kept]
+    return [(path, value) for value, path in sorted(queue, key=lambda item: (-item[0], item[1]))]
+
+
+def make_job(index, text, limit: Limits) -> Job:
+    return Job(index, None, None, np.array(text, dtype=np.int32), len(text), *limit)
+
+
 def select_one(backend, candidates_of_one, limit, index, text=()) -> TokenTree:
     tokens, probabilities = candidates_of_one
-    job = Job(index, np.array(text, dtype=np.int32), *limit)
-    return backend.select_batch(tokens[None], probabilities[None], [job])[0]
+    candidates = Candidates(tokens[None], probabilities[None])
+    return backend.draft_batch([make_job(index, text, limit)], candidates)[0].tree
+
+
+def select(tokens, probabilities, limit, index=None, text=()) -> TokenTree:
+    """The readable twin's tree."""
+    return select_one(PythonBackend(BLEND), (tokens, probabilities), limit, index, text)
 
 
 def same(left: TokenTree, right: TokenTree) -> bool:
@@ -94,7 +137,7 @@ def test_algorithm1_has_every_parent(given_candidates, num_nodes):
 @settings(max_examples=120, deadline=None)
 def test_compiled_selection_is_its_twin(given_candidates, limit, text, with_text):
     trees = []
-    for backend in (NativeBackend(), PythonBackend()):
+    for backend in (NativeBackend(BLEND), PythonBackend(BLEND)):
         index = backend.new_index(15) if with_text else None
         trees.append(select_one(backend, given_candidates, limit, index, text))
     assert same(*trees)
@@ -157,7 +200,7 @@ def test_the_text_goes_deeper_than_the_heads():
 
 @pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
 def test_a_changed_text_is_indexed_anew():
-    backend = NativeBackend()
+    backend = NativeBackend(BLEND)
     index = backend.new_index(15)
     head = np.array([[9]], dtype=np.int32), np.array([[0.01]], dtype=np.float32)
     first = [1, 2, 3] * 10
@@ -174,14 +217,14 @@ def test_a_changed_text_is_indexed_anew():
 @given(st.lists(st.tuples(limits, texts), min_size=1, max_size=4), candidates(4, 8))
 @settings(max_examples=20, deadline=None)
 def test_a_batch_is_its_requests(batch, given_candidates):
-    backend = NativeBackend()
+    backend = NativeBackend(BLEND)
     shift = np.arange(len(batch), dtype=np.int32)[:, None, None]  # other tokens for each request
     tokens = (given_candidates[0] + shift) % VOCAB
     probabilities = np.repeat(given_candidates[1][None], len(batch), axis=0)
-    jobs = [
-        Job(backend.new_index(15), np.array(text, dtype=np.int32), *limit) for limit, text in batch
-    ]
-    together = backend.select_batch(tokens, probabilities, jobs)
+    jobs = [make_job(backend.new_index(15), text, limit) for limit, text in batch]
+    together = backend.draft_batch(jobs, Candidates(tokens, probabilities))
     for i, (limit, text) in enumerate(batch):
         alone = (tokens[i], probabilities[i])
-        assert same(together[i], select_one(backend, alone, limit, backend.new_index(15), text))
+        assert same(
+            together[i].tree, select_one(backend, alone, limit, backend.new_index(15), text)
+        )

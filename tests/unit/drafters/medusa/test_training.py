@@ -152,8 +152,8 @@ def test_rows_come_in_an_order_of_their_own_each_epoch():
 
 
 def test_validation_rows_are_not_trained_on():
-    train, held = split_rows(np.arange(100, dtype=np.int32), 10, 0.2, 0)
+    train, held = split_rows(np.arange(100, dtype=np.int32), 10, 0.2)
     assert train.tolist() + held.tolist() == list(range(100))
     assert len(held) == 20
     with pytest.raises(ValueError, match="too few"):
-        split_rows(np.arange(12, dtype=np.int32), 10, 0.2, 0)
+        split_rows(np.arange(12, dtype=np.int32), 10, 0.2)

@@ -19,7 +19,7 @@ FILE_NAMES = (
     "pytorch_model.bin",
 )
 TEMPERATURES_KEY = "head_temperatures"
-"""Our key in `config.json`: one temperature a head."""
+"""This project's key in `config.json`: one temperature a head."""
 
 
 class CheckpointError(ValueError):
@@ -27,7 +27,7 @@ class CheckpointError(ValueError):
 
 
 def locate(path: str | Path) -> tuple[Path, Path]:
-    """The checkpoint's folder and its file of weights.
+    """Return the checkpoint's folder and its file of weights.
 
     Args:
         path: a folder, a file of weights in it, or a repository's name on the Hugging Face hub.
@@ -66,10 +66,10 @@ def _download(name: str) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's `config.json`, empty if there is none.
+    """Return the folder's `config.json`, empty if there is none.
 
     Raises:
-        CheckpointError: it holds something else than an object.
+        CheckpointError: it does not hold an object.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -84,7 +84,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """All tensors of a file by name, on the CPU.
+    """Return all tensors of a file by name, on the CPU.
 
     Raises:
         CheckpointError: the file is damaged, or holds something else.

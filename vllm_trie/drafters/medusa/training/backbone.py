@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ class Backbone:
     def __init__(self, path: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         self._decoder = model.get_decoder().to(device).eval().requires_grad_(False)
         output = model.get_output_embeddings()
         if output is None or output.weight.ndim != 2:
@@ -30,13 +32,20 @@ class Backbone:
             self.eos_token_id = self.eos_token_id[0]
         self.max_length: int | None = getattr(model.config, "max_position_embeddings", None)
 
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, which may be longer than the model's context."""
+        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        return list(encoded.input_ids)
+
     @torch.inference_mode()
     def hidden_states(self, token_ids: Tensor) -> Tensor:
-        """Last hidden states, what the output layer reads: [rows, tokens, hidden_size]."""
-        return self._decoder(token_ids.to(self.device), use_cache=False).last_hidden_state
+        """Return the last hidden states, which the output layer reads: [rows, tokens,
+        hidden_size]."""
+        hidden: Tensor = self._decoder(token_ids.to(self.device), use_cache=False).last_hidden_state
+        return hidden
 
     @torch.inference_mode()
     def predictions(self, hidden: Tensor) -> Tensor:
-        """The model's own likeliest next token at each place, int64 [rows, tokens]."""
+        """Return the model's own likeliest next token at each place, int64 [rows, tokens]."""
         weight = self.output_weight.to(hidden.dtype)
         return torch.stack([torch.argmax(row @ weight.T, dim=-1) for row in hidden])

@@ -13,7 +13,7 @@ Encode = Callable[[str], Sequence[int]]
 
 
 def find_files(paths: Iterable[Path]) -> list[Path]:
-    """The files named, and all those below the folders named, in sorted order.
+    """Return the files named, and all those below the folders named, in sorted order.
 
     Raises:
         FileNotFoundError: a path does not exist, or nothing was found.
@@ -32,7 +32,7 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def read_tokens(files: Sequence[Path], encode: Encode, eos_token_id: int | None) -> np.ndarray:
-    """All texts end to end, int32, each closed by EOS.
+    """Return all texts end to end, int32, each closed by EOS.
 
     A file is one text. In a `.jsonl` file each line is one: an object with `text`, or with
     `token_ids` for text that is tokenized already.
@@ -84,7 +84,7 @@ class TokenRows:
         self._rows = tokens[: self.num_rows * length].reshape(self.num_rows, length)
 
     def batch(self, first: int, count: int) -> np.ndarray:
-        """Rows number `first` to `first + count` of the endless sequence, int64
+        """Return rows number `first` to `first + count` of the endless sequence, int64
         [count, length]."""
         chosen = []
         for number in range(first, first + count):
@@ -101,13 +101,11 @@ class TokenRows:
         return self._known_order
 
 
-def split_rows(
-    tokens: np.ndarray, length: int, share: float, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
+def split_rows(tokens: np.ndarray, length: int, share: float) -> tuple[np.ndarray, np.ndarray]:
     """Take rows out for validation: (training tokens, validation tokens).
 
-    The rows lie together at one end of the text, so that they share no file with training, but
-    for the one that is cut.
+    The rows lie together at the end of the text, so they share no file with training, except for
+    the one that is cut.
     """
     num_held = max(1, round(len(tokens) // length * share))
     cut = len(tokens) - num_held * length

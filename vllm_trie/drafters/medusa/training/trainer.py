@@ -1,4 +1,4 @@
-"""The training loop: one optimizer step at a time, resumable, and the measure of the heads."""
+"""Training, one resumable optimizer step at a time, and evaluation of the heads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TrainingPlan:
 
 
 class HeadScore(NamedTuple):
-    """How one head does on held-out text."""
+    """Accuracy of one head on held-out text."""
 
     top1: float
     """Share of places where its likeliest token is right."""
@@ -88,7 +88,7 @@ class Trainer:
             mine.copy_(theirs)
 
     def run_step(self) -> list[float]:
-        """One batch and one update; the loss of each head, nats."""
+        """Train on one batch; return the loss of each head, nats."""
         plan = self.plan
         batch = self._rows.batch(self.step * plan.batch_rows, plan.batch_rows)
         hidden, targets = self._inputs(torch.from_numpy(batch))
@@ -97,7 +97,7 @@ class Trainer:
         for index in range(self.heads.shape.num_heads):
             logits = self.heads.head(index, hidden).float()
             loss = F.cross_entropy(logits, _shifted(targets, index), ignore_index=_IGNORED)
-            loss.backward()
+            torch.autograd.backward(loss)
             losses.append(loss.item())
         for group in self._optimizer.param_groups:
             group["lr"] = plan.learning_rate * self._rate()
@@ -112,8 +112,8 @@ class Trainer:
         return warm * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
 
     def _inputs(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states [places, hidden_size], and for each place [rows, tokens] the token that
-        follows it."""
+        """Return hidden states [places, hidden_size], and for each place [rows, tokens] the token
+        that follows it."""
         hidden = self.backbone.hidden_states(batch)
         if self.plan.targets == "model":
             targets = self.backbone.predictions(hidden)
@@ -141,8 +141,7 @@ class Trainer:
 
     @torch.no_grad()
     def fit_temperatures(self, tokens: np.ndarray, batch_rows: int = 8) -> tuple[float, ...]:
-        """For each head the temperature at which its probabilities are most likely right on
-        held-out text.
+        """Return for each head the temperature that maximizes the likelihood of held-out text.
 
         Source: Guo et al., "On Calibration of Modern Neural Networks" (2017), section 4.2.
         """
@@ -196,7 +195,7 @@ class Trainer:
 
 
 def _shifted(targets: Tensor, head: int) -> Tensor:
-    """What head `head` should say at each place: the token that follows `head + 1` places later."""
+    """Return the target of a head at each place: the token that follows `head + 1` places later."""
     ahead = head + 1
     return F.pad(targets[:, ahead:], (0, ahead), value=_IGNORED).flatten()
 

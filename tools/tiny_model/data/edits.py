@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_trie.tiny_model.excerpts import (
+from tools.tiny_model.data.excerpts import (
     IDENTIFIER,
     Excerpt,
     Function,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_trie.tiny_model.excerpts import IDENTIFIER, Excerpt, Function, first_sentence
+from tools.tiny_model.data.excerpts import IDENTIFIER, Excerpt, Function, first_sentence
 
 
 @dataclass(frozen=True)

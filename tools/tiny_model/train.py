@@ -1,4 +1,4 @@
-"""Train the shipped model on a CPU: ``python -m vllm_trie.tiny_model.train --out DIR``."""
+"""Train the shipped model on a CPU: ``python -m tools.tiny_model.train --out DIR``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm_trie.tiny_model.corpus import load_corpus
-from vllm_trie.tiny_model.dataset import Dataset, RowFeed, build_dataset
-from vllm_trie.tiny_model.induction import set_induction_heads
-from vllm_trie.tiny_model.losses import held_out_losses
-from vllm_trie.tiny_model.model import ModelConfig, TinyLlama, save_model
-from vllm_trie.tiny_model.optimizer import MuonAdamW
+from tools.tiny_model.data.corpus import load_corpus
+from tools.tiny_model.data.dataset import Dataset, RowFeed, build_dataset
+from tools.tiny_model.induction import set_induction_heads
+from tools.tiny_model.losses import held_out_losses
+from tools.tiny_model.model import ModelConfig, TinyLlama, save_model
+from tools.tiny_model.optimizer import MuonAdamW
 
 _WARMUP_STEPS = 40
 _Z_LOSS = 1e-4

@@ -11,10 +11,10 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from vllm_trie.tiny_model.corpus import Corpus, SourceFile
-from vllm_trie.tiny_model.documents import Document, DocumentMaker, usable_names
-from vllm_trie.tiny_model.excerpts import function_groups
-from vllm_trie.tiny_model.tokenizer import END, END_ID, save_tokenizer, train_tokenizer
+from tools.tiny_model.data.corpus import Corpus, SourceFile
+from tools.tiny_model.data.documents import Document, DocumentMaker, usable_names
+from tools.tiny_model.data.excerpts import function_groups
+from tools.tiny_model.data.tokenizer import END, END_ID, save_tokenizer, train_tokenizer
 
 PROMPT_WEIGHT = 0.5
 """Loss weight of a task document's prompt, which is code that plain rows have as well."""

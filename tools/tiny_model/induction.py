@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from vllm_trie.tiny_model.model import TinyLlama
+from tools.tiny_model.model import TinyLlama
 
 _CONSTANT_CHANNEL = 0
 _CONSTANT = 0.15

@@ -1,4 +1,4 @@
-"""Teach a trained model not to loop: ``python -m vllm_trie.tiny_model.refine``.
+"""Teach a trained model not to loop: ``python -m tools.tiny_model.refine``.
 
 Sequence-level unlikelihood training ("Neural Text Generation with Unlikelihood Training",
 Welleck et al. 2019, equation 7), narrowed to what is wrong: the model decodes greedily, and only
@@ -21,11 +21,11 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm_trie.tiny_model.dataset import Dataset, RowFeed
-from vllm_trie.tiny_model.decoding import greedy, looping_positions
-from vllm_trie.tiny_model.model import TinyLlama, load_model, save_model
-from vllm_trie.tiny_model.optimizer import MuonAdamW
-from vllm_trie.tiny_model.train import keep_freed_memory
+from tools.tiny_model.data.dataset import Dataset, RowFeed
+from tools.tiny_model.decoding import greedy, looping_positions
+from tools.tiny_model.model import TinyLlama, load_model, save_model
+from tools.tiny_model.optimizer import MuonAdamW
+from tools.tiny_model.train import keep_freed_memory
 
 _NEW_TOKENS = 128
 _ROWS = 16

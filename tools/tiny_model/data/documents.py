@@ -7,11 +7,11 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_trie.tiny_model.corpus import SourceFile
-from vllm_trie.tiny_model.edits import EDITS, Edit
-from vllm_trie.tiny_model.excerpts import IDENTIFIER, Excerpt, ExcerptSampler
-from vllm_trie.tiny_model.questions import QUESTIONS, Question
-from vllm_trie.tiny_model.tokenizer import END, render_turns
+from tools.tiny_model.data.corpus import SourceFile
+from tools.tiny_model.data.edits import EDITS, Edit
+from tools.tiny_model.data.excerpts import IDENTIFIER, Excerpt, ExcerptSampler
+from tools.tiny_model.data.questions import QUESTIONS, Question
+from tools.tiny_model.data.tokenizer import END, render_turns
 
 EXACT_KINDS: frozenset[str] = frozenset(EDITS) - {"add_docstrings", "fix_bug"} | {
     "parameters", "returned_value", "called_names", "count_functions", "uses_name", "find_passage",

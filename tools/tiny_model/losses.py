@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_trie.tiny_model.dataset import Ragged
-from vllm_trie.tiny_model.model import TinyLlama
+from tools.tiny_model.data.dataset import Ragged
+from tools.tiny_model.model import TinyLlama
 
 _ROW = 512
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from vllm_trie.tiny_model.model import KeyValue, TinyLlama
-from vllm_trie.tiny_model.tokenizer import END_ID
+from tools.tiny_model.data.tokenizer import END_ID
+from tools.tiny_model.model import KeyValue, TinyLlama
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_trie.tiny_model.tokenizer import render_turns
+from tools.tiny_model.data.tokenizer import render_turns
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from vllm_trie.tiny_model.decoding import greedy
-from vllm_trie.tiny_model.model import load_model
-from vllm_trie.tiny_model.tokenizer import END_ID
+from tools.tiny_model.data.tokenizer import END_ID
+from tools.tiny_model.decoding import greedy
+from tools.tiny_model.model import load_model
 
 Tokens = Sequence[int]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_trie.tiny_model.model import TinyLlama
+from tools.tiny_model.model import TinyLlama
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _STEPS = 5

@@ -1,4 +1,4 @@
-"""Judge a trained model: ``python -m vllm_trie.tiny_model.evaluate --backend vllm``."""
+"""Judge a trained model: ``python -m tools.tiny_model.evaluate --backend vllm``."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import torch
 import typer
 from tokenizers import Tokenizer
 
-from vllm_trie.tiny_model import model_path
-from vllm_trie.tiny_model.backends import Backend, TransformersBackend, make_backend
-from vllm_trie.tiny_model.corpus import load_corpus
-from vllm_trie.tiny_model.dataset import encode_documents, encode_files
-from vllm_trie.tiny_model.decoding import find_loop, ngram_steps
-from vllm_trie.tiny_model.documents import (
+from tools.tiny_model.backends import Backend, TransformersBackend, make_backend
+from tools.tiny_model.data.corpus import load_corpus
+from tools.tiny_model.data.dataset import encode_documents, encode_files
+from tools.tiny_model.data.documents import (
     EXACT_KINDS,
     Document,
     DocumentMaker,
     usable_names,
 )
-from vllm_trie.tiny_model.losses import held_out_losses
-from vllm_trie.tiny_model.model import TinyLlama, load_model
-from vllm_trie.tiny_model.prompts import HAND_PROMPTS
-from vllm_trie.tiny_model.tokenizer import END, load_tokenizer
+from tools.tiny_model.data.tokenizer import END, load_tokenizer
+from tools.tiny_model.decoding import find_loop, ngram_steps
+from tools.tiny_model.losses import held_out_losses
+from tools.tiny_model.model import TinyLlama, load_model
+from tools.tiny_model.prompts import HAND_PROMPTS
+from vllm_trie.tiny_model import model_path
 
 _NEAR_TIE = 1e-3
 """Two leading logits closer than this may swap places between two float32 implementations."""

@@ -1,4 +1,7 @@
-"""The text that the shipped model's own heads are trained on: what the model read and wrote."""
+"""Write the text that the shipped heads are trained on: what the model read, and what it writes.
+
+`python -m tools.tiny_model.medusa_text --out FILE`
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,15 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
-from vllm_trie.tiny_model.dataset import Dataset, build_dataset
+from tools.tiny_model.backends import make_backend
+from tools.tiny_model.data.corpus import load_corpus
+from tools.tiny_model.data.dataset import Dataset, build_dataset
+from vllm_trie.tiny_model import model_path
 
 _PLAIN_PIECE = 512
 """Tokens of plain code on one line of the file."""
@@ -28,17 +36,17 @@ def write_training_text(
 ) -> int:
     """Write training text as a `.jsonl` file of token ids, in random order.
 
-    Without `continuations` it is the shipped model's whole data set. With them it is that many of
-    its prompts as the model goes on with them greedily, which is the text that drafts are made
-    for, and some of the data set. The data set is made beside `out` if it is not there yet, which
-    takes a few minutes. Modules that the model never saw are left out here too.
+    Without `continuations` the text is the shipped model's whole data set. With them it is the
+    model's greedy continuations of that many prompts, which is the text that drafts are made for,
+    and a part of the data set. The data set is made next to `out` if it is not there yet, which
+    takes a few minutes. Held-out modules are left out.
 
     Returns:
         The number of tokens.
 
     Raises:
-        ValueError: this Python's standard library, or another `seed` or too few `documents`, give
-            another tokenizer than the model's, so that the tokens would mean something else.
+        ValueError: the data set has another tokenizer than the model, because this Python's
+            standard library, `seed` or `documents` differ from those of its training.
     """
     data = _data_set(out.parent, model_folder, seed, documents)
     texts = list(_corpus_texts(data))
@@ -56,8 +64,6 @@ def write_training_text(
 
 
 def _data_set(folder: Path, model_folder: Path, seed: int, documents: int) -> Dataset:
-    from vllm_trie.tiny_model.corpus import load_corpus
-
     folder.mkdir(parents=True, exist_ok=True)
     saved = folder / f"data-{seed}-{documents}.npz"
     if not saved.exists():
@@ -88,8 +94,6 @@ def _corpus_texts(data: Dataset) -> Iterator[Sequence[int]]:
 
 def _own_texts(data: Dataset, model_folder: Path, seed: int, count: int) -> list[list[int]]:
     """Prompts with the model's greedy answers: two thirds tasks, one third begun functions."""
-    from vllm_trie.tiny_model.backends import make_backend
-
     rng = random.Random(seed)
     prompts = []
     for _ in range(count):
@@ -103,3 +107,21 @@ def _own_texts(data: Dataset, model_folder: Path, seed: int, count: int) -> list
         prompts.append(tokens[: min(split, _LONGEST_PROMPT)].tolist() or [0])
     answers = make_backend("vllm", model_folder, "float32").generate(prompts, _ANSWER_TOKENS)
     return [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="the .jsonl file to write")],
+    model: Annotated[Path | None, typer.Option(help="folder; the shipped model")] = None,
+    documents: Annotated[int, typer.Option(help="task documents to make")] = 40_000,
+    continuations: Annotated[
+        int, typer.Option(help="prompts that the model continues; 0: the data set alone")
+    ] = 0,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Write the text that the shipped heads are trained on."""
+    tokens = write_training_text(out, model or model_path(), seed, documents, continuations)
+    print(f"wrote {tokens} tokens to {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from vllm_trie.tiny_model.corpus import SourceFile
+from tools.tiny_model.data.corpus import SourceFile
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
