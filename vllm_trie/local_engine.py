@@ -208,6 +208,7 @@ def decode_steps(
     from vllm.sampling_params import RequestOutputKind
 
     engine, runner, trees = llm.llm_engine, runner_of(llm), trees_of(llm)
+    empty = TokenTree.empty()
     params = params.clone()
     params.output_kind = RequestOutputKind.DELTA
     for index, prompt in enumerate(prompts):
@@ -217,7 +218,7 @@ def decode_steps(
         engine.add_request(f"prompt-{index}", inputs, params)
     while engine.has_unfinished_requests():
         outputs = engine.step()
-        verified = {}
+        verified: dict[int, TokenTree] = {}
         if trees is not None:
             # vLLM appends a random part to each id.
             indices = (int(name.split("-")[1]) for name in runner.input_batch.req_ids)
@@ -225,6 +226,6 @@ def decode_steps(
         steps = []
         for output in outputs:
             index = int(output.request_id.split("-")[1])
-            tree = verified[index].tree if index in verified else TokenTree.empty()
-            steps.append(RequestStep(index, tuple(output.outputs[0].token_ids), tree))
+            tokens = tuple(output.outputs[0].token_ids)
+            steps.append(RequestStep(index, tokens, verified.get(index, empty)))
         yield steps

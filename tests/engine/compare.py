@@ -11,16 +11,16 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import runner_of, scheduler_of
 from tests.engine.drafters import DRAFTERS, OracleDrafter
-from vllm_trie.drafters import registry
+from vllm_trie.drafters import register, registry
 
 Prompt = dict[str, list[int]]
 
 
 def register_test_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the test drafters methods, as another package's entry points would."""
+    """Make the test drafters methods until `monkeypatch` undoes it."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     for drafter in DRAFTERS:
-        path = f"{drafter.__module__}:{drafter.__name__}"
-        monkeypatch.setitem(registry._BUILT_IN, drafter.name, path)
+        register(drafter)
 
 
 def speculation(method: str, num_nodes: int, **options: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Drafters: what fills a token tree, and the registry of drafting methods."""
+"""Drafters, which fill token trees, and the registry of drafting methods."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from vllm_trie.drafters.registry import (
     available_methods,
     get_drafter_class,
     parse_options,
+    register,
+    unregister,
 )
 
 __all__ = [
@@ -26,4 +28,6 @@ __all__ = [
     "available_methods",
     "get_drafter_class",
     "parse_options",
+    "register",
+    "unregister",
 ]

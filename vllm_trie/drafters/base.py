@@ -1,4 +1,4 @@
-"""What a drafter is: it fills a token tree for each request of a batch."""
+"""The drafter interface: a drafter fills a token tree for each request of a batch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vllm_trie.tree import TokenTree
 
 
 class DrafterOptions(BaseModel):
-    """Base of every drafter's options: frozen, strictly typed, unknown names refused."""
+    """Base of every drafter's options: frozen and strictly typed, without unknown names."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
-    """What a drafter may know about the engine it runs in.
+    """The engine that a drafter runs in.
 
     Attributes:
         vocab_size: token ids are in [0, vocab_size).
@@ -30,10 +30,10 @@ class DrafterContext:
         num_nodes: node budget N of one request's tree (`num_speculative_tokens`).
         hidden_size: width of the target model's hidden states.
         dtype, device: of the target model, as PyTorch spells them ("bfloat16", "cpu").
-        tensor_parallel_size, rank: every rank builds its own, identical tree.
+        tensor_parallel_size, rank: every rank builds the same tree for itself.
         model, tokenizer: names or paths of the target model and its tokenizer.
         eos_token_ids: tokens that end a sequence.
-        draft_model: name or path of the drafter's own weights, for methods that have some.
+        draft_model: name or path of the drafter's own weights, for methods that have weights.
     """
 
     vocab_size: int
@@ -52,10 +52,10 @@ class DrafterContext:
 
 
 class VerifiedStep(NamedTuple):
-    """What the last verification of a request found."""
+    """The result of a request's last verification."""
 
     tree: TokenTree
-    """The tree as scheduled, which may be a prefix of the proposed one."""
+    """The tree as scheduled: the proposed one or a prefix of it."""
     accepted: tuple[int, ...]
     """Accepted node indices, root first."""
     node_argmax: np.ndarray | None
@@ -69,18 +69,17 @@ class DraftRequest:
 
     Attributes:
         request_id: the engine's id of the request.
-        token_ids: int32 [num_tokens], prompt and output; a view that is valid during the call only.
+        token_ids: int32 [num_tokens], prompt and output; a view, valid during the call only.
         num_prompt_tokens: leading tokens of `token_ids` that are the prompt.
-        max_nodes: most nodes the tree may have, at least 1.
-        max_depth: deepest node the tree may have (the room left to the model's length limit), at
-            least 1.
+        max_nodes: node limit of the tree, at least 1.
+        max_depth: depth limit of the tree (the room left to the model's length limit), at least 1.
         chain_only: the tree must be a chain (structured outputs).
         hidden_state: torch tensor [hidden_size] of the last accepted position, only for drafters
             with `needs_hidden_states`.
-        last_step: the previous verification of this request, None before the first.
-        cache_salt: requests may profit from one another's text only if they carry the same salt.
-        min_probability: nodes whose path is less likely than this would not be verified; a drafter
-            that knows probabilities may leave them out and save its time.
+        last_step: the last verification of this request, None before the first.
+        cache_salt: only requests with the same salt may profit from one another's text.
+        min_probability: nodes whose path is less likely are not verified; a drafter that knows
+            probabilities may leave them out to save time.
     """
 
     request_id: str
@@ -96,12 +95,12 @@ class DraftRequest:
 
 
 class Drafter(ABC):
-    """Fills token trees; one object serves all requests of an engine's rank."""
+    """Fills token trees; one object serves all requests of one rank."""
 
     name: ClassVar[str]
     """The method's name in the configuration."""
     Options: ClassVar[type[BaseModel]]
-    """The method's options, set beside `method` in the speculative configuration."""
+    """The method's options, set next to `method` in the speculative configuration."""
     needs_hidden_states: ClassVar[bool] = False
     needs_node_argmax: ClassVar[bool] = False
 
@@ -116,14 +115,12 @@ class Drafter(ABC):
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         """Draft a tree for each request, in the same order; `TokenTree.empty()` for no guess.
 
-        A deterministic function of the tokens seen so far: every tensor-parallel rank calls it with
-        the same requests and must get the same trees. May update the drafter's state of each
-        request; does not modify the requests. Trees obey `max_nodes`, `max_depth` and `chain_only`
-        and are laid out depth-first with the likeliest child first.
-
-        A request whose tokens are not an extension of those of its last call (it was preempted
-        and came back shorter or changed) is indexed anew.
+        The trees are a deterministic function of the tokens seen so far: every tensor-parallel rank
+        calls this method with the same requests and must get the same trees. They obey `max_nodes`,
+        `max_depth` and `chain_only`, depth-first with the likeliest child first. The call may
+        update the drafter's state of each request and does not modify the requests. A request whose
+        tokens do not extend those of its last call (it was preempted) starts again.
         """
 
     def release(self, request_id: str) -> None:  # noqa: B027 - optional, not abstract
-        """Forget a request that has ended; unknown ids are ignored."""
+        """Forget a request that has ended; ignore unknown ids."""

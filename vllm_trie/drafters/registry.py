@@ -1,11 +1,10 @@
-"""Drafting methods by name: the built-in ones and those that other packages register."""
+"""Drafting methods by name: built-in ones, and those that programs and other packages add."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel, ValidationError
 
@@ -14,37 +13,66 @@ from vllm_trie.drafters.base import Drafter
 ENTRY_POINT_GROUP = "vllm_trie.drafters"
 """Entry points in this group, `name = "module:DrafterClass"`, become methods."""
 
+# Entry points too: a method's module is imported on first use, and Medusa's imports torch.
 _BUILT_IN = {
-    "lookahead_trie": "vllm_trie.drafters.lookahead:LookaheadDrafter",
-    "medusa_dynamic": "vllm_trie.drafters.medusa:MedusaDrafter",
-    "ngram_trie": "vllm_trie.drafters.ngram_trie:NgramTrieDrafter",
-    "trie_union": "vllm_trie.drafters.union:TrieUnionDrafter",
+    name: EntryPoint(name, f"vllm_trie.drafters.{value}", ENTRY_POINT_GROUP)
+    for name, value in {
+        "lookahead_trie": "lookahead:LookaheadDrafter",
+        "medusa_dynamic": "medusa:MedusaDrafter",
+        "ngram_trie": "ngram_trie:NgramTrieDrafter",
+        "trie_union": "union:TrieUnionDrafter",
+    }.items()
 }
+_registered: dict[str, type[Drafter]] = {}
+
+
+def register(drafter_class: type[Drafter]) -> None:
+    """Make a drafter class a method of this process, under its `name`.
+
+    Raises:
+        ValueError: `drafter_class` is not a `Drafter` with a name, or another class has its name.
+    """
+    name = getattr(drafter_class, "name", None)
+    if not (_is_drafter(drafter_class) and isinstance(name, str)):
+        raise ValueError(
+            f"register() got {drafter_class!r}; it takes a subclass of vllm_trie.drafters.Drafter "
+            "that has a `name`"
+        )
+    if name in available_methods() and (owner := get_drafter_class(name)) is not drafter_class:
+        raise ValueError(
+            f"{drafter_class.__qualname__} has the name {name!r}, which belongs to "
+            f"{owner.__qualname__}; choose another `name`"
+        )
+    _registered[name] = drafter_class
+
+
+def unregister(drafter_class: type[Drafter]) -> None:
+    """Undo `register`; a class that is not registered is ignored."""
+    if _registered.get(drafter_class.name) is drafter_class:
+        del _registered[drafter_class.name]
 
 
 def available_methods() -> tuple[str, ...]:
-    """Names of all methods, sorted; nothing is imported."""
-    return tuple(sorted({*_BUILT_IN, *_registered()}))
+    """Return the names of all methods, sorted; nothing is imported."""
+    return tuple(sorted({*_BUILT_IN, *_registered, *_entry_points()}))
 
 
 def get_drafter_class(method: str) -> type[Drafter]:
-    """The drafter class of a method; built-in names cannot be overridden.
+    """Return the drafter class of a method; built-in names cannot be overridden.
 
     Raises:
         ValueError: the method is unknown, or its entry point is not a `Drafter`.
     """
-    if method in _BUILT_IN:
-        module, _, attribute = _BUILT_IN[method].partition(":")
-        drafter: type[Drafter] = getattr(import_module(module), attribute)
-        return drafter
-    registered = _registered()
-    if method not in registered:
+    if method in _registered:
+        return _registered[method]
+    point = _BUILT_IN.get(method) or _entry_points().get(method)
+    if point is None:
         allowed = ", ".join(available_methods())
         raise ValueError(f"method {method!r} is not a drafting method; allowed: {allowed}")
-    loaded = registered[method].load()
-    if not (isinstance(loaded, type) and issubclass(loaded, Drafter)):
+    loaded = point.load()
+    if not _is_drafter(loaded):
         raise ValueError(
-            f"method {method!r}: the entry point {registered[method].value!r} is not a subclass of "
+            f"method {method!r}: the entry point {point.value!r} is not a subclass of "
             "vllm_trie.drafters.Drafter; correct it in the package that registers it"
         )
     return loaded
@@ -76,5 +104,9 @@ def _describe_problem(options: type[BaseModel], name: str, found: Any) -> str:
     return f"{name}={found['input']!r}: {found['msg']}"
 
 
-def _registered() -> dict[str, EntryPoint]:
+def _is_drafter(found: object) -> TypeGuard[type[Drafter]]:
+    return isinstance(found, type) and issubclass(found, Drafter)
+
+
+def _entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}

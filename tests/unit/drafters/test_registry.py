@@ -4,7 +4,15 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from vllm_trie.drafters import Drafter, available_methods, get_drafter_class, parse_options
+from vllm_trie.drafters import (
+    Drafter,
+    DrafterOptions,
+    available_methods,
+    get_drafter_class,
+    parse_options,
+    register,
+    unregister,
+)
 from vllm_trie.drafters import registry as registry_module
 
 
@@ -56,3 +64,42 @@ def test_methods_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_drafter_class("ngram_trie").name == "ngram_trie"
     with pytest.raises(ValueError, match=r"broken.*not a subclass"):
         get_drafter_class("broken")
+
+
+class Mine(Drafter):
+    name = "mine"
+    Options = DrafterOptions
+
+    def propose(self, requests):
+        return []
+
+
+def test_a_class_becomes_a_method_of_this_process() -> None:
+    register(Mine)
+    register(Mine)
+    try:
+        assert "mine" in available_methods()
+        assert get_drafter_class("mine") is Mine
+        with pytest.raises(ValueError, match=r"Other has the name 'mine', which belongs to Mine"):
+            register(type("Other", (Mine,), {}))
+    finally:
+        unregister(Mine)
+    unregister(Mine)
+    assert "mine" not in available_methods()
+
+
+@pytest.mark.parametrize("wrong", [None, parse_options, Mine.__mro__[-1], Drafter])
+def test_what_is_no_drafter_is_not_registered(wrong: object) -> None:
+    with pytest.raises(
+        ValueError, match=r"register\(\) got .*subclass of .*Drafter that has a `name`"
+    ):
+        register(wrong)  # type: ignore[arg-type]
+
+
+def test_names_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"'ngram_trie', which belongs to NgramTrieDrafter"):
+        register(type("Other", (Mine,), {"name": "ngram_trie"}))
+    point = EntryPoint("mine", "vllm_trie.drafters.ngram_trie:NgramTrieDrafter", "group")
+    monkeypatch.setattr(registry_module, "entry_points", lambda group: [point])
+    with pytest.raises(ValueError, match=r"'mine', which belongs to NgramTrieDrafter"):
+        register(Mine)
