@@ -20,18 +20,17 @@ class CountedLookahead(LookaheadDrafter):
     def __init__(self, options: Any, context: Any) -> None:
         super().__init__(options, context)
         self.verification_nodes: dict[str, int] = {}
-        self._branch = TokenTree.empty()
 
-    def verification_branch(self, trie: CandidateTrie, max_nodes: int) -> TokenTree:
-        self._branch = super().verification_branch(trie, max_nodes)
-        return self._branch
+    def verification_branch(
+        self, request: DraftRequest, trie: CandidateTrie, max_nodes: int
+    ) -> TokenTree:
+        branch = self.branch(trie, super().verification_branch(request, trie, max_nodes))
+        self.verification_nodes[request.request_id] = branch.num_nodes
+        return branch
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        trees = []
-        for request in requests:
-            trees += super().propose([request])
-            self.verification_nodes[request.request_id] = self._branch.num_nodes
-        return trees
+    def branch(self, trie: CandidateTrie, merged: TokenTree) -> TokenTree:
+        """Return the tree to verify, given the method's own."""
+        return merged
 
     def release(self, request_id: str) -> None:
         super().release(request_id)
@@ -45,10 +44,8 @@ class IndependentLookahead(CountedLookahead):
     accepted because the first of the equal nodes is. Both drafters accept the same tokens.
     """
 
-    def verification_branch(self, trie: CandidateTrie, max_nodes: int) -> TokenTree:
-        merged = super().verification_branch(trie, max_nodes)
-        self._branch = repeat_shared_prefixes(merged, trie.candidates, trie.max_depth)
-        return self._branch
+    def branch(self, trie: CandidateTrie, merged: TokenTree) -> TokenTree:
+        return repeat_shared_prefixes(merged, trie.candidates, trie.max_depth)
 
 
 def repeat_shared_prefixes(

@@ -1,4 +1,4 @@
-"""How many nodes each step's trees may have: what verification costs against what it brings."""
+"""The node budget of a step: the expected gain of verifying nodes against its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often nodes are accepted, against what their drafter promised."""
+"""The acceptance rate of nodes, by predicted probability."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ _CENTRES = np.array(
     [0.0015, 0.0045, 0.009, 0.018, 0.037, 0.075, 0.125, 0.175, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75,
      0.85, 0.93, 0.98]
 )  # fmt: skip
-_PROMISES = np.concatenate([[0.0], _CENTRES, [1.0]])
+_PREDICTED = np.concatenate([[0.0], _CENTRES, [1.0]])
 
 
 class AcceptanceCalibration:
-    """Maps promised probabilities to observed ones, monotonically, learned online.
+    """Maps predicted probabilities to observed acceptance rates, monotonically, learned online.
 
-    Nodes are sorted into bins by promised probability; each bin keeps a decaying count of what was
-    verified and accepted and starts from the promise itself.
+    Nodes fall into bins by predicted probability. Each bin keeps a decaying count of verified and
+    accepted nodes and starts from the predicted probability itself.
+
+    Args:
+        prior_weight: verified nodes that the predicted probability counts for in each bin.
+        memory: verified nodes that a bin remembers.
     """
 
     def __init__(self, prior_weight: float = 30.0, memory: float = 1000.0) -> None:
-        """
-        Args:
-            prior_weight: verified nodes that the promise counts for in each bin.
-            memory: verified nodes that a bin remembers.
-        """
         self._prior = prior_weight
         self._memory = memory
         self._verified = np.zeros(len(_CENTRES))
         self._accepted = np.zeros(len(_CENTRES))
         self._expected: np.ndarray | None = None
 
-    def observe(self, promised: np.ndarray, accepted: np.ndarray) -> None:
-        """Take in verified nodes.
+    def observe(self, predicted: np.ndarray, accepted: np.ndarray) -> None:
+        """Count verified nodes.
 
         Args:
-            promised: float [n], the drafter's probabilities.
-            accepted: int [k], indices of the accepted ones.
+            predicted: float [n], the drafter's probabilities.
+            accepted: int [k], indices of the accepted nodes.
         """
-        bins = np.searchsorted(_EDGES, promised)
+        bins = np.searchsorted(_EDGES, predicted)
         self._verified += np.bincount(bins, minlength=len(_CENTRES))
         if len(accepted):
             self._accepted += np.bincount(bins[accepted], minlength=len(_CENTRES))
@@ -53,22 +52,24 @@ class AcceptanceCalibration:
         self._expected = None
 
     def fade(self, factor: float) -> None:
-        """Let what was seen so far count less, by this factor."""
+        """Multiply all counts by `factor`."""
         self._verified *= factor
         self._accepted *= factor
         self._expected = None
 
-    def __call__(self, promised: np.ndarray) -> np.ndarray:
-        """float64 [n], the probabilities to expect; larger promises never expect less."""
-        return np.interp(promised, _PROMISES, self._curve())
+    def __call__(self, predicted: np.ndarray) -> np.ndarray:
+        """Return float64 [n], the expected acceptance rates, non-decreasing in `predicted`."""
+        expected: np.ndarray = np.interp(predicted, _PREDICTED, self._curve())
+        return expected
 
-    def promises_for(self, expected: np.ndarray) -> np.ndarray:
-        """float64 [n], what a drafter must promise for these probabilities to be expected; 1 where
-        no promise is enough."""
-        return np.interp(expected, self._curve(), _PROMISES)
+    def predicted_for(self, expected: np.ndarray) -> np.ndarray:
+        """Return float64 [n], the predicted probabilities that give these expected rates; 1 where
+        no prediction is high enough."""
+        predicted: np.ndarray = np.interp(expected, self._curve(), _PREDICTED)
+        return predicted
 
     def _curve(self) -> np.ndarray:
-        """float64, what to expect of the `_PROMISES`."""
+        """Return float64, the expected rates at `_PREDICTED`."""
         if self._expected is None:
             weights = self._verified + self._prior
             observed = (self._accepted + self._prior * _CENTRES) / weights

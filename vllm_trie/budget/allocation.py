@@ -1,4 +1,4 @@
-"""The nodes that bring the most expected tokens per second."""
+"""The set of nodes with the most expected tokens per second."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Allocation(NamedTuple):
 def best_allocation(probabilities: np.ndarray, num_rows: int, seconds: np.ndarray) -> Allocation:
     """Choose nodes across all requests of the next step.
 
-    With rows r, chosen nodes C and step time t, the step brings ``r + sum_{i in C} p_i`` tokens in
-    ``t(r + |C|)`` seconds. For any number of nodes the best are those of the largest p, and as no
-    child is likelier than its parent they form trees; so one sort and one pass find the optimum.
+    With rows r, chosen nodes C and step time t, the step yields ``r + sum_{i in C} p_i`` tokens in
+    ``t(r + |C|)`` seconds. The best n nodes are those of the largest p, for any n. They form trees,
+    because no child is likelier than its parent; so one sort and one pass find the optimum.
 
     Args:
-        probabilities: float [num_nodes], that a node is accepted, of all requests one after the
-            other; never larger than the parent's, and parents come first.
-        num_rows: requests that get a token from the step, with a tree or without.
+        probabilities: float [num_nodes], acceptance probabilities, one request after another;
+            never larger than the parent's, and parents come first.
+        num_rows: requests that get a token from the step, with or without a tree.
         seconds: float [num_rows + num_nodes + 1], step time by number of tokens.
     """
     num_nodes = len(probabilities)
@@ -49,13 +49,13 @@ def best_allocation_reference(
     num_rows: int,
     seconds: np.ndarray,
 ) -> float:
-    """The best rate over all sets of nodes that are trees, by trying them all; few nodes only."""
+    """Return the best rate over all sets of nodes that are trees, by trying them all."""
     nodes = [(r, i) for r, p in enumerate(probabilities) for i in range(len(p))]
     best = 0.0
     for size in range(len(nodes) + 1):
         for chosen in combinations(nodes, size):
             closed = all(parents[r][i] < 0 or (r, int(parents[r][i])) in chosen for r, i in chosen)
             if closed:
-                brought = num_rows + sum(float(probabilities[r][i]) for r, i in chosen)
-                best = max(best, brought / seconds[num_rows + size])
+                tokens = num_rows + sum(float(probabilities[r][i]) for r, i in chosen)
+                best = max(best, tokens / seconds[num_rows + size])
     return best

@@ -1,4 +1,4 @@
-"""The adaptive node budget: spends nodes where they bring the most, down to none."""
+"""The adaptive node budget: verifies as many nodes as speed decoding up, down to none."""
 
 from __future__ import annotations
 
@@ -12,51 +12,58 @@ from vllm_trie.budget.allocation import best_allocation
 from vllm_trie.budget.step_cost import StepCost
 from vllm_trie.tree import TokenTree
 
-_LONGEST_PAUSE = 64
-_TRUST = 4  # how much shorter the next pause becomes by a draft that pays
-_ENOUGH = 256  # verified nodes that are taken in together: one call for many costs that for few
-_DECAY = 0.9  # of a request's record, each step
-_BENEFIT_OF_DOUBT = 1.0  # accepted tokens that every request's record starts with
-_BEST_FACTOR = 1.5
-_FADING_STEPS = 64  # after which the past counts for less:
-_FADING = 0.94  # what promises are worth
-_RECORD_FADING = 0.5  # how a request did
-_CHEAP = 0.01  # share of a plain step below which drafting in vain does not matter
-_MARGIN = 0.5  # part of what a node must bring at least that is drafted for
+_MAX_PAUSE = 64  # steps
+_PAUSE_DIVISOR = 4  # of the next pause, for each draft that is worth its time
+_BATCH = 256  # verified nodes that are counted together: one call costs the same for many
+_DECAY = 0.9  # of a request's statistics, each step
+_PRIOR_TOKENS = 1.0  # predicted and accepted tokens that a request's statistics start with
+_MAX_FACTOR = 1.5
+# Statistics lose weight at intervals, or rejected nodes would never be verified again on another
+# text: nodes that are not verified teach nothing.
+_FADING_STEPS = 64
+_FADING = 0.94  # of the acceptance rates
+_REQUEST_FADING = 0.5  # of each request's statistics
+_CHEAP = 0.01  # share of a plain step below which the time of rejected drafts does not matter
+_MARGIN = 0.5  # of a node's minimum gain, for the minimum probability that drafters get
 _USUAL_NODES = 4  # a request
 _FEW_NODES = 32  # a step
 
 
 @dataclass(slots=True)
-class _Record:
-    """What a request's nodes promised and brought lately."""
+class _RequestStatistics:
+    """Decaying sums over the verified steps of a request.
 
-    promised: float = 0.0
+    Attributes:
+        expected, accepted: tokens.
+        in_flight: expected accepted tokens of the tree that is being verified.
+    """
+
+    expected: float = 0.0
     accepted: float = 0.0
     in_flight: float = 0.0
-    """Expected accepted tokens of the tree that is being verified."""
 
     @property
     def factor(self) -> float:
-        """How much better or worse this request's drafts do than others of the same promise."""
-        ratio = (self.accepted + _BENEFIT_OF_DOUBT) / (self.promised + _BENEFIT_OF_DOUBT)
-        return min(ratio, _BEST_FACTOR)
+        """Acceptance of this request's nodes relative to others of the same probability."""
+        ratio = (self.accepted + _PRIOR_TOKENS) / (self.expected + _PRIOR_TOKENS)
+        return min(ratio, _MAX_FACTOR)
 
 
 class NodeBudget:
-    """Cuts the trees of a step to the nodes that pay.
+    """Cuts the trees of a step to the nodes whose verification is worth its time.
 
-    Learns while the engine runs: what a step costs by its requests and tokens; how often nodes are
-    accepted by what their drafter promised, over all requests and for each of them; what drafting
-    itself costs. When speculation as a whole does not pay, drafting pauses, for twice as many steps
-    each time, and is tried again.
+    Learns while the engine runs: the duration of a step by its requests and tokens; the acceptance
+    rate of nodes by predicted probability, over all requests and for each of them; the duration of
+    drafting. Drafting pauses when speculation as a whole is not worth its time. Each pause is twice
+    as long as the one before.
     """
 
     def __init__(self) -> None:
         self.cost = StepCost()
         self.acceptance = AcceptanceCalibration()
-        self._records: dict[str, _Record] = {}
-        self._promised: list[np.ndarray] = []
+        self._requests: dict[str, _RequestStatistics] = {}
+        # Verified nodes that are not counted yet: probabilities, indices of the accepted, number.
+        self._predicted: list[np.ndarray] = []
         self._accepted: list[int] = []
         self._num_verified = 0
         self._drafting_seconds = 0.0
@@ -66,11 +73,11 @@ class NodeBudget:
         self._next_pause = 1
 
     def should_draft(self, num_rows: int) -> bool:
-        """Whether to call the drafters for the next step; counts steps, and down a pause.
+        """Whether to draft for the next step; counts steps, and counts down a pause.
 
         Args:
-            num_rows: requests in the batch. With half or twice as many as when the pause began the
-                question is another one, and the pause ends.
+            num_rows: requests in the batch. A pause ends early when they are half or twice as many
+                as at its beginning.
         """
         self._steps += 1
         if self._steps % _FADING_STEPS == 0:
@@ -82,11 +89,10 @@ class NodeBudget:
         return True
 
     def least_probabilities(self, request_ids: Sequence[str], num_rows: int) -> list[float]:
-        """What a drafter must promise of a node, so that it may be worth its time in the next step.
+        """Return the predicted probability below which a node cannot be worth its time.
 
-        A node that is likely enough brings more than the step's tokens without drafts bring in the
-        time that it takes. A margin is left, because the promise is compared before it is known how
-        the step will be filled.
+        A node is worth its time if it yields more than the step without drafts yields in the same
+        time. A margin remains, because it is not known yet how many nodes the step will have.
 
         Args:
             request_ids: requests that will be drafted for.
@@ -99,17 +105,17 @@ class NodeBudget:
         plain = seconds[num_rows]
         slope = (seconds[num_rows + nodes] - plain) / nodes
         price = _MARGIN * num_rows / plain * slope
-        records = [self._records.get(request_id) for request_id in request_ids]
-        factors = np.array([1.0 if record is None else record.factor for record in records])
-        least: list[float] = self.acceptance.promises_for(price / factors).tolist()
+        known = [self._requests.get(request_id) for request_id in request_ids]
+        factors = np.array([1.0 if request is None else request.factor for request in known])
+        least: list[float] = self.acceptance.predicted_for(price / factors).tolist()
         return least
 
     def cut(
         self, request_ids: Sequence[str], trees: Sequence[TokenTree], num_rows: int
     ) -> list[TokenTree]:
-        """The trees without the nodes that are not worth their time.
+        """Return the trees without the nodes that are not worth their time.
 
-        Trees without probabilities stay whole, and so does everything until step costs are known.
+        Trees without probabilities stay whole. All trees do until step costs are known.
 
         Args:
             request_ids: requests that were drafted for.
@@ -117,49 +123,55 @@ class NodeBudget:
             num_rows: requests that get a token from the next step.
         """
         cut = list(trees)
-        open_to_cuts = [
-            i for i, tree in enumerate(trees) if tree.probabilities is not None and tree.num_nodes
-        ]
+        predicted, open_to_cuts = [], []
+        for i, tree in enumerate(trees):
+            if tree.probabilities is not None and tree.num_nodes:
+                open_to_cuts.append(i)
+                predicted.append(tree.probabilities)
         if not self.cost.known or not open_to_cuts:
             return cut
         sizes = [trees[i].num_nodes for i in open_to_cuts]
         whole = sum(tree.num_nodes for tree in trees) - sum(sizes)
-        records = [self._records.setdefault(request_ids[i], _Record()) for i in open_to_cuts]
-        promised = np.concatenate([trees[i].probabilities for i in open_to_cuts])
-        calibrated = self.acceptance(promised)
-        factors = np.repeat([record.factor for record in records], sizes)
-        seconds = self.cost.table(num_rows, num_rows + whole + len(promised) + 1)[whole:]
+        requests = [
+            self._requests.setdefault(request_ids[i], _RequestStatistics()) for i in open_to_cuts
+        ]
+        calibrated = self.acceptance(np.concatenate(predicted))
+        factors = np.repeat([request.factor for request in requests], sizes)
+        seconds = self.cost.table(num_rows, num_rows + whole + len(calibrated) + 1)[whole:]
         allocation = best_allocation(np.minimum(calibrated * factors, 1.0), num_rows, seconds)
         plain = seconds[num_rows]
-        pays = allocation.tokens_per_second * plain > num_rows * (
+        is_worthwhile = allocation.tokens_per_second * plain > num_rows * (
             1.0 + self._drafting_seconds / plain
         )
-        keep = allocation.keep if pays else np.zeros(len(promised), dtype=bool)
+        keep = allocation.keep if is_worthwhile else np.zeros(len(calibrated), dtype=bool)
         ends = np.cumsum(sizes)
-        num_kept = np.add.reduceat(keep, ends - sizes, dtype=np.int64).tolist()
-        expected = np.add.reduceat(calibrated * keep, ends - sizes).tolist()
-        for place, (i, record) in enumerate(zip(open_to_cuts, records, strict=True)):
-            record.in_flight = expected[place]
-            end = ends[place]
-            cut[i] = _subtree(trees[i], keep[end - sizes[place] : end], num_kept[place])
-        if pays or whole:
-            # One lucky draft does not end the caution, a few in a row do.
-            self._next_pause = max(self._next_pause // _TRUST, 1)
-        elif self._drafting_seconds > _CHEAP * plain:
-            self._pause, self._rows_at_pause = self._next_pause, num_rows
-            self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
+        starts = ends - sizes
+        num_kept = np.add.reduceat(keep, starts, dtype=np.int64).tolist()
+        expected = np.add.reduceat(calibrated * keep, starts).tolist()
+        for place, (i, request) in enumerate(zip(open_to_cuts, requests, strict=True)):
+            request.in_flight = expected[place]
+            cut[i] = _subtree(trees[i], keep[starts[place] : ends[place]], num_kept[place])
+        self._set_pause(is_worthwhile or whole > 0, plain, num_rows)
         return cut
 
+    def _set_pause(self, is_worthwhile: bool, plain_seconds: float, num_rows: int) -> None:
+        if is_worthwhile:
+            # One lucky draft does not end the caution, a few in a row do.
+            self._next_pause = max(self._next_pause // _PAUSE_DIVISOR, 1)
+        elif self._drafting_seconds > _CHEAP * plain_seconds:
+            self._pause, self._rows_at_pause = self._next_pause, num_rows
+            self._next_pause = min(2 * self._next_pause, _MAX_PAUSE)
+
     def expect_step(self, num_tokens: int, seconds: float) -> None:
-        """Take in a first idea of what a step of so many tokens takes."""
+        """Set a first estimate of the duration of a step with `num_tokens` tokens."""
         self.cost.expect(num_tokens, seconds)
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Take in the measured time of one decoding step, drafting left out."""
+        """Take in the measured duration of one decoding step without drafting."""
         self.cost.observe(num_rows, num_tokens, seconds)
 
     def observe_drafting(self, seconds: float) -> None:
-        """Take in what drafting for one step took, with everything around it."""
+        """Take in the duration of drafting for one step, including all overhead."""
         self._drafting_seconds += 0.05 * (seconds - self._drafting_seconds)
 
     def observe_verified(
@@ -168,49 +180,47 @@ class NodeBudget:
         trees: Sequence[TokenTree],
         accepted: Sequence[Sequence[int]],
     ) -> None:
-        """Take in which nodes of a step's trees were accepted."""
+        """Take in the accepted nodes of a step's trees."""
         for request_id, tree, path in zip(request_ids, trees, accepted, strict=True):
             if tree.probabilities is None or not tree.num_nodes:
                 continue
-            record = self._records.get(request_id)
-            if record is not None:
-                record.promised = _DECAY * record.promised + record.in_flight
-                record.accepted = _DECAY * record.accepted + len(path)
-            self._promised.append(tree.probabilities)
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.expected = _DECAY * request.expected + request.in_flight
+                request.accepted = _DECAY * request.accepted + len(path)
+            self._predicted.append(tree.probabilities)
             self._accepted += [self._num_verified + node for node in path]
             self._num_verified += tree.num_nodes
-        if self._num_verified >= _ENOUGH:
+        if self._num_verified >= _BATCH:
             self.acceptance.observe(
-                np.concatenate(self._promised), np.array(self._accepted, dtype=np.int64)
+                np.concatenate(self._predicted), np.array(self._accepted, dtype=np.int64)
             )
-            self._promised, self._accepted, self._num_verified = [], [], 0
+            self._predicted, self._accepted, self._num_verified = [], [], 0
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""
-        self._records.pop(request_id, None)
+        self._requests.pop(request_id, None)
 
     def _fade(self) -> None:
-        """Forget a little, or what failed would never be tried again on another text: nodes that
-        are not verified teach nothing."""
         self.acceptance.fade(_FADING)
-        for record in self._records.values():
-            record.promised *= _RECORD_FADING
-            record.accepted *= _RECORD_FADING
+        for request in self._requests.values():
+            request.expected *= _REQUEST_FADING
+            request.accepted *= _REQUEST_FADING
 
 
 def _subtree(tree: TokenTree, keep: np.ndarray, num_kept: int) -> TokenTree:
-    """The kept nodes in their order; parents of kept nodes are kept."""
+    """Return the kept nodes in their order; parents of kept nodes are kept."""
     if num_kept == len(keep):
         return tree
     if not num_kept:
         return TokenTree.empty()
-    if keep[:num_kept].all():  # so it is if the likeliest nodes come first
+    if keep[:num_kept].all():  # usual, as the likeliest nodes come first
         return tree.prefix(num_kept)
     new_index = np.cumsum(keep, dtype=np.int32) - 1
     parents = tree.parents[keep]
     return TokenTree(
         tree.token_ids[keep],
         np.where(parents < 0, parents, new_index[parents]).astype(np.int32),
-        tree.probabilities[keep],
+        None if tree.probabilities is None else tree.probabilities[keep],
         None if tree.never_accept is None else tree.never_accept[keep],
     )

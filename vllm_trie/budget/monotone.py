@@ -6,8 +6,8 @@ import numpy as np
 
 
 def non_decreasing(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The non-decreasing sequence closest to `values` in weighted least squares (pool adjacent
-    violators)."""
+    """Return the non-decreasing sequence closest to `values` in weighted least squares, by pooling
+    adjacent violators."""
     blocks: list[list[float]] = []  # value, weight, length
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
         blocks.append([value, weight, 1])

@@ -1,4 +1,4 @@
-"""What a step costs as a function of the requests and tokens in it, learned from measured steps."""
+"""Step cost: the duration of a step by its requests and tokens, learned from measured steps."""
 
 from __future__ import annotations
 
@@ -10,69 +10,65 @@ from vllm_trie.budget.monotone import non_decreasing
 
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
 
-_RENEWAL = 16  # measurements after which a settled curve is drawn anew
-_ROW_MEMORY = 500.0  # measurements that the cost of a row is learned from
-_ROW_PRIOR = 20.0  # squared rows: so much evidence says that a row costs nothing
-_LEAST_SECONDS = 1e-9
+_RENEWAL = 16  # measurements between updates of a settled table
+_ROW_MEMORY = 500.0  # measurements that the cost of a request is learned from
+_ROW_PRIOR = 20.0  # weight of the prior that a request costs nothing, in squared requests
+_OUTLIER = 5.0  # times the expected duration that a measurement counts for at most
+_MIN_SECONDS = 1e-9
 
 
 class StepCost:
-    """Seconds per step: a curve over the number of tokens, and so much more for each request.
+    """Seconds per step: a curve over the number of tokens, and a cost for each request.
 
-    Ten requests with a token each cost more than one with nine nodes: each has its own context to
-    attend to and its own bookkeeping.
+    Ten requests with a token each cost more than one request with nine nodes: each has its own
+    context to attend to and its own bookkeeping.
 
-    The curve has fixed knots. A measurement moves the knots on both sides of it, and the older a
-    knot's knowledge the further it moves. Between known knots the curve is linear, it never falls,
-    and beyond the last known knot it goes on with the slope of its last half. The cost of a request
-    is the slope between how many more requests than usual a step had for its tokens and how much
-    longer it took.
+    The curve has fixed knots and is linear between them. A measurement moves the knots on both
+    sides of it, and the older a knot's data the further. The curve never falls, and beyond the last
+    known knot it continues with the slope of its last half. The cost of a request is the slope
+    between a step's requests in excess of the usual number for its tokens and its excess duration.
+
+    Args:
+        memory: measurements that a knot's value is averaged over.
     """
 
     def __init__(self, memory: float = 20.0) -> None:
-        """
-        Args:
-            memory: measurements that a knot's value is averaged over.
-        """
         self._memory = memory
-        # Lists: a step touches two of their entries, which arrays are slower at.
+        # Lists: a step touches two of their entries, where arrays are slower.
         self._seconds = [0.0] * len(_KNOTS)
-        self._rows = [0.0] * len(_KNOTS)  # 0: only expected so far, not measured
+        self._rows = [0.0] * len(_KNOTS)  # 0: expected, not measured yet
         self._weights = [0.0] * len(_KNOTS)
         self._num_known = 0
-        self._covariance = 0.0  # of rows and seconds, at equal numbers of tokens; a decaying sum
+        self._covariance = 0.0  # of rows and seconds at equal numbers of tokens; a decaying sum
         self._variance = 0.0  # of rows, likewise
         self._table: np.ndarray | None = None
         self._unseen = 0  # measurements since the table was built
 
     @property
     def known(self) -> bool:
-        """Whether anything is known of two different sizes."""
+        """Whether two different sizes were measured or expected."""
         return self._num_known >= 2
 
     @property
     def seconds_per_row(self) -> float:
-        """What a request costs beside its tokens."""
+        """Cost of a request in addition to its tokens."""
         return max(self._covariance, 0.0) / (self._variance + _ROW_PRIOR)
 
     def expect(self, num_tokens: int, seconds: float) -> None:
-        """Take in a first idea of a step's cost, which measurements replace."""
-        self._take_in(num_tokens, 0, seconds)
+        """Set a first estimate of a step's duration, which measurements replace."""
+        self.observe(0, num_tokens, seconds)
 
     def observe(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Take in one measured step; one that took five times the expected time counts as five.
+        """Take in one measured step.
 
-        Such a step was interrupted by something else, and one bad number must not steer a hundred
-        steps.
+        A step that took more than five times the expected time was interrupted by something else,
+        and counts as five times.
 
         Args:
-            num_rows: requests in the step, at least 1.
+            num_rows: requests in the step; 0 for an estimate.
             num_tokens: their tokens and nodes together.
-            seconds: what the step took.
+            seconds: duration.
         """
-        self._take_in(num_tokens, num_rows, seconds)
-
-    def _take_in(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         num_tokens = min(max(num_tokens, 1), _KNOTS[-1])
         right = bisect_left(_KNOTS, num_tokens)
         left = right if _KNOTS[right] == num_tokens else right - 1
@@ -80,15 +76,15 @@ class StepCost:
         share = (_KNOTS[right] - num_tokens) / span if span else 1.0
         if self._weights[left] and self._weights[right]:
             expected = share * self._seconds[left] + (1.0 - share) * self._seconds[right]
-            seconds = min(seconds, 5.0 * expected)
+            seconds = min(seconds, _OUTLIER * expected)
             if num_rows and self._rows[left] and self._rows[right]:
                 usual = share * self._rows[left] + (1.0 - share) * self._rows[right]
-                more = num_rows - usual
+                excess = num_rows - usual
                 keep = 1.0 - 1.0 / _ROW_MEMORY
-                self._covariance = keep * self._covariance + more * (seconds - expected)
-                self._variance = keep * self._variance + more * more
-        elif self.known:  # a size that is seen for the first time
-            seconds = min(seconds, 5.0 * self(max(num_rows, 1), num_tokens))
+                self._covariance = keep * self._covariance + excess * (seconds - expected)
+                self._variance = keep * self._variance + excess * excess
+        elif self.known:  # a new size
+            seconds = min(seconds, _OUTLIER * self(max(num_rows, 1), num_tokens))
         self._move(left, share, num_rows, seconds)
         if left != right:
             self._move(right, 1.0 - share, num_rows, seconds)
@@ -104,34 +100,31 @@ class StepCost:
             self._rows[knot] += step * (num_rows - self._rows[knot])
 
     def __call__(self, num_rows: int, num_tokens: int) -> float:
-        """Expected seconds of a step of so many requests and tokens; needs :attr:`known`."""
+        """Return the expected seconds of a step; needs :attr:`known`."""
         return float(self.table(num_rows, num_tokens + 1)[num_tokens])
 
     def table(self, num_rows: int, size: int) -> np.ndarray:
-        """float64 [size], expected seconds of `num_rows` requests for 0 to size - 1 tokens."""
-        stale = self._unseen >= (_RENEWAL if self._settled else 1)
+        """Return float64 [size], expected seconds of `num_rows` requests by number of tokens."""
+        is_settled = sum(self._weights) > 4 * _RENEWAL
+        stale = self._unseen >= (_RENEWAL if is_settled else 1)
         if self._table is None or len(self._table) < size or stale:
             self._table = self._build(max(size, 128))
             self._unseen = 0
-        return np.maximum(self._table[:size] + self.seconds_per_row * num_rows, _LEAST_SECONDS)
-
-    @property
-    def _settled(self) -> bool:
-        """Whether one more measurement makes little difference."""
-        return sum(self._weights) > 4 * _RENEWAL
+        seconds: np.ndarray = self._table[:size] + self.seconds_per_row * num_rows
+        return np.maximum(seconds, _MIN_SECONDS)
 
     def _build(self, size: int) -> np.ndarray:
-        """Seconds by number of tokens, without what the requests cost."""
+        """Return float64 [size], seconds by number of tokens without the cost of requests."""
         weights = np.array(self._weights)
         seen = weights > 0
         knots = np.array(_KNOTS, dtype=np.float64)[seen]
         of_tokens = np.array(self._seconds) - self.seconds_per_row * np.maximum(self._rows, 1.0)
         seconds = non_decreasing(of_tokens[seen], weights[seen])
         counts = np.arange(size, dtype=np.float64)
-        table = np.interp(counts, knots, seconds)
+        table: np.ndarray = np.interp(counts, knots, seconds)
         beyond = counts > knots[-1]
         if beyond.any() and len(knots) > 1:
-            # Not that of the last two knots: noise between neighbours is a steep slope.
+            # Of the last half: noise between the last two knots can be a steep slope.
             start = max(int(np.searchsorted(knots, knots[-1] / 2, side="right")) - 1, 0)
             slope = (seconds[-1] - seconds[start]) / (knots[-1] - knots[start])
             table[beyond] = seconds[-1] + slope * (counts[beyond] - knots[-1])

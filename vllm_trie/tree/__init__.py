@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_trie.tree.draw import draw_svg, draw_text, visible_text
-from vllm_trie.tree.layout import depth_first_layout, depth_first_order
+from vllm_trie.tree.layout import depth_first_layout, depth_first_order, is_prefix
 from vllm_trie.tree.token_tree import ROOT, MalformedTreeError, TokenTree
 from vllm_trie.tree.verify import accept_greedy, accept_greedy_reference
 
@@ -17,5 +17,6 @@ __all__ = [
     "depth_first_order",
     "draw_svg",
     "draw_text",
+    "is_prefix",
     "visible_text",
 ]

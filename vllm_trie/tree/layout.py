@@ -48,3 +48,12 @@ def depth_first_layout(tree: TokenTree) -> TokenTree:
         None if tree.probabilities is None else tree.probabilities[order],
         None if tree.never_accept is None else tree.never_accept[order],
     )
+
+
+def is_prefix(prefix: TokenTree, tree: TokenTree) -> bool:
+    """Whether the first nodes of `tree` are those of `prefix`, in the same order."""
+    size = prefix.num_nodes
+    return prefix is tree or (
+        np.array_equal(prefix.token_ids, tree.token_ids[:size])
+        and np.array_equal(prefix.parents, tree.parents[:size])
+    )

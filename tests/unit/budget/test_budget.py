@@ -120,36 +120,36 @@ def test_one_interrupted_step_does_not_steer():
     assert cost(1, 33) < 0.04
 
 
-def test_acceptance_corrects_a_boastful_drafter():
+def test_acceptance_corrects_an_overconfident_drafter():
     calibration = AcceptanceCalibration()
     rng = np.random.default_rng(0)
-    promised = np.full(32, 0.65)
+    predicted = np.full(32, 0.65)
     for _ in range(300):
-        calibration.observe(promised, np.flatnonzero(rng.random(32) < 0.2))
-    assert calibration(promised)[0] == pytest.approx(0.2, abs=0.03)
+        calibration.observe(predicted, np.flatnonzero(rng.random(32) < 0.2))
+    assert calibration(predicted)[0] == pytest.approx(0.2, abs=0.03)
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40), st.integers(0, 2**32 - 1))
-def test_calibrated_probabilities_stay_probabilities(promised, seed):
+def test_calibrated_probabilities_stay_probabilities(predicted, seed):
     rng = np.random.default_rng(seed)
     calibration = AcceptanceCalibration()
-    nodes = np.array(promised)
+    nodes = np.array(predicted)
     calibration.observe(nodes, np.flatnonzero(rng.random(len(nodes)) < nodes))
     found = calibration(np.sort(nodes))
     assert ((found >= 0) & (found <= 1)).all()
 
 
 @given(st.integers(0, 2**32 - 1), st.lists(st.floats(0.0, 0.97), min_size=1, max_size=20))
-def test_promises_are_those_that_meet_expectations(seed, expected):
+def test_predictions_are_those_that_meet_expectations(seed, expected):
     rng = np.random.default_rng(seed)
     calibration = AcceptanceCalibration()
-    promised = rng.random(500)
-    calibration.observe(promised, np.flatnonzero(rng.random(500) < promised**2))
+    observed = rng.random(500)
+    calibration.observe(observed, np.flatnonzero(rng.random(500) < observed**2))
     wanted = np.array(expected)
-    promises = calibration.promises_for(wanted)
-    assert ((promises >= 0) & (promises <= 1)).all()
+    predicted = calibration.predicted_for(wanted)
+    assert ((predicted >= 0) & (predicted <= 1)).all()
     reachable = wanted < calibration(np.array([1.0]))[0]
-    assert calibration(promises)[reachable] == pytest.approx(wanted[reachable], abs=1e-9)
+    assert calibration(predicted)[reachable] == pytest.approx(wanted[reachable], abs=1e-9)
 
 
 def _chain(probabilities):
@@ -305,13 +305,13 @@ def test_a_request_whose_drafts_fail_gets_fewer_nodes_than_one_whose_do_not():
 
 @pytest.mark.parametrize("num_rows", [1, 8, 32])
 @pytest.mark.parametrize("steps_of_request", [40, 1_000_000])
-def test_broken_promises_are_tried_again(num_rows, steps_of_request):
+def test_rejected_probabilities_are_tried_again(num_rows, steps_of_request):
     """A text where no draft is right, then one where nearly all are; of each request or of all."""
     rng = np.random.default_rng(0)
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8, 16, 32, 64, 128, 257):
         budget.expect_step(num_tokens, 3e-3 + 1.2e-4 * num_tokens)
-    promises = np.array([0.9, 0.7, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15])
+    predicted = np.array([0.9, 0.7, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15])
 
     def verified_nodes(share_right: float, num_steps: int) -> float:
         """Per step and request."""
@@ -321,7 +321,7 @@ def test_broken_promises_are_tried_again(num_rows, steps_of_request):
             kept = [TokenTree.empty()] * num_rows
             if budget.should_draft(num_rows):
                 least = budget.least_probabilities(ids, num_rows)
-                drafts = [_chain(promises[promises >= minimum].tolist()) for minimum in least]
+                drafts = [_chain(predicted[predicted >= minimum].tolist()) for minimum in least]
                 budget.observe_drafting(3e-4)
                 kept = budget.cut(ids, drafts, num_rows)
             right = [rng.geometric(1.0 - share_right) - 1 for _ in kept]

@@ -1,4 +1,4 @@
-"""The lookahead drafter: n-grams that the target model itself makes beside decoding."""
+"""The lookahead drafter: n-grams that the target model generates while it decodes."""
 
 from __future__ import annotations
 

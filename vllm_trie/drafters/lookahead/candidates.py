@@ -12,24 +12,21 @@ from vllm_trie.tree import ROOT, TokenTree, depth_first_layout
 class CandidateTrie:
     """All candidates of a step, each common prefix once.
 
-    A node belongs to the class of the best candidate that goes through it, and its probability is
-    that of being right with all nodes above it.
+    A node belongs to the class of the best candidate that goes through it. Its probability is that
+    of its whole path.
 
     Args:
-        candidates: the best first, as `NgramPool.after` gives them.
-        max_depth: D, tokens of a candidate that are looked at.
-        rates: how often they are right; changed by `learn` only.
+        candidates: the best first, as `NgramPool.after` returns them.
+        max_depth: D, depth limit.
+        rates: acceptance rates, updated by `learn`.
         window_tokens: the tokens of the lookahead window.
+
+    Attributes:
+        token_ids, parents, probabilities: of the nodes, parents before children and better
+            candidates' nodes first.
     """
 
-    __slots__ = (
-        "_rates",
-        "candidates",
-        "max_depth",
-        "parents",
-        "probabilities",
-        "token_ids",
-    )
+    __slots__ = ("_rates", "candidates", "max_depth", "parents", "probabilities", "token_ids")
 
     def __init__(
         self,
@@ -42,10 +39,8 @@ class CandidateTrie:
         self.max_depth = max_depth
         self.token_ids: list[int] = []
         self.parents: list[int] = []
-        """Parents come before their children, better candidates' nodes before others'."""
         self.probabilities: list[float] = []
-        self._rates: list[tuple[Rate, int]] = []
-        """Of each node, with its subclass."""
+        self._rates: list[tuple[Rate, int]] = []  # of each node, with its subclass
         child_of: dict[tuple[int, int], int] = {}
         num_children: dict[int, int] = {}
         for candidate in candidates:
@@ -72,10 +67,10 @@ class CandidateTrie:
                 node = child
 
     def tree(self, max_nodes: int, min_probability: float = 0.0) -> TokenTree:
-        """The likeliest nodes, depth-first with the likeliest child first.
+        """Return the likeliest nodes, depth-first with the likeliest child first.
 
         Args:
-            max_nodes: B, the least likely nodes beyond it are left out.
+            max_nodes: B, node limit.
             min_probability: nodes that are less likely are left out.
         """
         known = self.probabilities
@@ -94,10 +89,10 @@ class CandidateTrie:
         return depth_first_layout(tree)
 
     def learn(self, continuation: Sequence[int]) -> None:
-        """Count which nodes were right, also those that were not verified.
+        """Count the nodes that were right, verified or not.
 
         Args:
-            continuation: the tokens that followed. Nodes deeper than it is long are not counted.
+            continuation: the tokens that followed. Deeper nodes are not counted.
         """
         depth = {ROOT: 0}  # of the nodes that were right
         for node, parent in enumerate(self.parents):

@@ -1,4 +1,4 @@
-"""Options of the method `lookahead_trie`, and how they share out the node budget."""
+"""Options of the method `lookahead_trie`, and the shares of the node budget that they give."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LookaheadOptions(DrafterOptions):
         default=5,
         ge=1,
         le=64,
-        description="N, n-grams that are kept for one first token and verified after it.",
+        description="N, n-grams that are kept for a first token and verified after it.",
     )
     max_candidate_depth: int | None = Field(
         default=None,
@@ -49,20 +49,20 @@ class LookaheadOptions(DrafterOptions):
         default=0.05,
         ge=0.0,
         le=1.0,
-        description="Nodes of the candidates' trie that are less likely to be accepted than this "
-        "are not verified; 0 verifies all that fit. How likely they are is learned while decoding.",
+        description="Nodes of the candidates' trie whose learned acceptance probability is below "
+        "this are not verified; 0 verifies all that fit.",
     )
     pool_size: int = Field(
         default=4096,
         ge=1,
         le=1 << 20,
-        description="Most n-grams that are kept for a request (about 450 bytes each); those of "
-        "the first token that was longest without a new one go first.",
+        description="Limit of n-grams kept for a request (about 450 bytes each); those of the "
+        "first token that has gone longest without a new one are dropped.",
     )
     pool_from_text: bool = Field(
         default=True,
-        description="Whether n-grams of the prompt and of the output go to the pool too, beside "
-        "those that the window makes.",
+        description="Whether n-grams of the prompt and the output go into the pool, in addition "
+        "to those of the window.",
     )
 
     @model_validator(mode="after")
@@ -85,10 +85,10 @@ class Shape(NamedTuple):
 
 
 def window_nodes(window_size: int, ngram_size: int) -> int:
-    """Most nodes that a window ever has.
+    """Return the largest number of nodes that a window ever has.
 
     Filled, it has L-1 levels of W tokens, less the last committed token, which is level 0 of the
-    first column: W*(L-1) - 1 nodes. A window with few columns is larger while it is filled.
+    first column: W*(L-1) - 1 nodes. A window with few columns is larger while it fills.
     """
     sizes = []
     for num_levels in range(1, ngram_size):
@@ -98,38 +98,38 @@ def window_nodes(window_size: int, ngram_size: int) -> int:
 
 
 def fit(options: LookaheadOptions, num_nodes: int) -> Shape:
-    """Share out a budget of `num_nodes` nodes between window and candidates.
+    """Divide a budget of `num_nodes` nodes between window and candidates.
 
     Raises:
         ValueError: the window does not fit.
     """
     ngram_size = options.ngram_size
     depth = options.max_candidate_depth or ngram_size - 1
-    if options.window_size is not None:
-        taken = window_nodes(options.window_size, ngram_size)
-        window_size = options.window_size
-        if taken >= num_nodes:
-            raise ValueError(
-                f"window_size={window_size} with ngram_size={ngram_size} takes {taken} nodes, and "
-                f"num_speculative_tokens={num_nodes} leaves none for candidates; set "
-                f"num_speculative_tokens to {taken + 1} or more, a smaller window, or leave "
-                "window_size out"
-            )
-    else:
-        largest_trie = options.max_candidate_nodes or options.num_candidates * depth
-
-        def needed(size: int, budget: int) -> int:
-            return window_nodes(size, ngram_size) + min(largest_trie, max(1, budget // 4))
-
-        sizes = range(1, DEFAULT_WINDOW_SIZE + 1)
-        fitting = [size for size in sizes if needed(size, num_nodes) <= num_nodes]
-        if not fitting:
-            smallest = next(n for n in itertools.count(num_nodes) if needed(1, n) <= n)
-            raise ValueError(
-                f"num_speculative_tokens={num_nodes} is too small for a lookahead window of "
-                f"{ngram_size}-grams; set it to {smallest} or more, or set a smaller ngram_size"
-            )
-        window_size = fitting[-1]
-        taken = window_nodes(window_size, ngram_size)
+    largest_trie = options.max_candidate_nodes or options.num_candidates * depth
+    window_size = options.window_size or _largest_window(ngram_size, largest_trie, num_nodes)
+    taken = window_nodes(window_size, ngram_size)
     room = num_nodes - taken
+    if room < 1:
+        raise ValueError(
+            f"window_size={window_size} with ngram_size={ngram_size} takes {taken} nodes, and "
+            f"num_speculative_tokens={num_nodes} leaves none for candidates; set "
+            f"num_speculative_tokens to {taken + 1} or more, a smaller window, or leave "
+            "window_size out"
+        )
     return Shape(window_size, ngram_size, depth, min(options.max_candidate_nodes or room, room))
+
+
+def _largest_window(ngram_size: int, largest_trie: int, num_nodes: int) -> int:
+    """Return the most columns that leave the candidates a quarter of the nodes."""
+
+    def needed(size: int, budget: int) -> int:
+        return window_nodes(size, ngram_size) + min(largest_trie, max(1, budget // 4))
+
+    for size in range(DEFAULT_WINDOW_SIZE, 0, -1):
+        if needed(size, num_nodes) <= num_nodes:
+            return size
+    smallest = next(n for n in itertools.count(num_nodes) if needed(1, n) <= n)
+    raise ValueError(
+        f"num_speculative_tokens={num_nodes} is too small for a lookahead window of "
+        f"{ngram_size}-grams; set it to {smallest} or more, or set a smaller ngram_size"
+    )

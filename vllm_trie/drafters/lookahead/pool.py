@@ -1,4 +1,4 @@
-"""The n-gram pool of a request: what may follow a token."""
+"""The n-gram pool of a request: candidates for the tokens after a token."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ CONTEXT_LEN = 3
 
 
 class Candidate(NamedTuple):
-    """What may follow a token."""
+    """An n-gram without its first token."""
 
     tokens: tuple[int, ...]
     num_matched: int
-    """How many tokens before the n-gram were the same where it stood in the text, at most
-    `CONTEXT_LEN`; 0 for n-grams of the window."""
+    """Length of the context that the n-gram shares with the text, at most `CONTEXT_LEN`; 0 for
+    n-grams of the window."""
     age: int = 0
-    """Steps since it was taken in last."""
+    """Steps since the n-gram was last found."""
     is_repeated: bool = False
-    """Whether it was taken in more than once."""
+    """Whether the n-gram was found more than once."""
 
 
+# Of an n-gram: the text before it, the step that last found it, whether it was found more than
+# once. A plain tuple, because each step finds ten.
 _Known = tuple[tuple[int, ...], int, bool]
-"""What the pool knows of an n-gram: the text before it, the step when it was taken in last, and
-whether it was taken in more than once. Plain, because there are ten new ones at each step."""
 
 
 class NgramPool:
     """N-grams by their first token, bounded per token and in all.
 
     Args:
-        max_per_token: most n-grams kept for one first token; the oldest goes first.
-        max_ngrams: most n-grams kept at all; one of the first token that was longest without a new
-            n-gram goes first.
+        max_per_token: limit for one first token; the oldest n-gram is dropped.
+        max_ngrams: limit for all; the oldest n-gram of the first token that has gone longest
+            without a new one is dropped.
     """
 
     def __init__(self, max_per_token: int, max_ngrams: int) -> None:
@@ -46,14 +46,14 @@ class NgramPool:
         self.num_ngrams = 0
 
     def begin_step(self) -> None:
-        """What is taken in from now on is a step younger."""
+        """Let all n-grams age by a step."""
         self._step += 1
 
     def add(self, first: int, rest: tuple[int, ...], before: tuple[int, ...] = ()) -> None:
-        """Take in the n-gram `(first, *rest)`; a known one becomes the newest.
+        """Add the n-gram `(first, *rest)`; a known one becomes the newest.
 
-        `before` is the text before it. What stands before an n-gram of the window is a guess and
-        says nothing (measured: its n-grams fit no better where it agrees), so leave it out there.
+        `before` is the text before an n-gram of the text. N-grams of the window have none: the
+        tokens before them are guesses, and agreement with those predicts nothing (measured).
         """
         known = self._by_first.setdefault(first, {})
         self._by_first.move_to_end(first)
@@ -72,8 +72,7 @@ class NgramPool:
                 del self._by_first[stale]
 
     def add_text(self, token_ids: Sequence[int], ngram_size: int, start: int = 0) -> None:
-        """Take in every n-gram of a text that begins at `start` or later, as many of the last as
-        the pool holds."""
+        """Add the n-grams of a text that begin at `start` or later, the last that fit the pool."""
         end = len(token_ids) - ngram_size + 1
         for first in range(max(start, end - self._max_ngrams), end):
             rest = tuple(token_ids[first + 1 : first + ngram_size])
@@ -81,7 +80,7 @@ class NgramPool:
             self.add(token_ids[first], rest, before)
 
     def after(self, token_ids: Sequence[int]) -> list[Candidate]:
-        """What may follow a text: those with the longest common context first, then the newest.
+        """Return the candidates after a text: the longest shared context first, then the newest.
 
         Only the last `CONTEXT_LEN + 1` tokens of the text are read.
         """

@@ -13,35 +13,29 @@ column's level 0:
         │         │     │     │
         c0        c1    c2    c3        level 2
 
-The argmax after the highest level makes an n-gram of each column, and then the new highest level.
+The argmax after the highest level completes an n-gram of each column and becomes the new highest
+level.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-
-class Comb(NamedTuple):
-    """The window's nodes, level by level."""
-
-    token_ids: list[int]
-    parents: np.ndarray
-    """int32 [num_nodes], indices within the comb. Read-only."""
+from vllm_trie.tree import TokenTree
 
 
 class Window:
     """One request's window.
 
-    While it is filled, a level a step, it is wider, because each step moves all levels on by one
-    position: it begins as level 0 alone with `window_size + ngram_size - 3` tokens.
+    The window fills by a level each step. It is wider meanwhile, because each step moves all levels
+    by one position: it begins as level 0 alone with `window_size + ngram_size - 3` tokens.
 
     Args:
         first_level: tokens to begin with, `start_size(window_size, ngram_size)` of them.
-        ngram_size: L; the window has L - 1 levels when it is filled.
+        ngram_size: L; a filled window has L - 1 levels.
     """
 
     def __init__(self, first_level: Sequence[int], ngram_size: int) -> None:
@@ -51,7 +45,7 @@ class Window:
 
     @staticmethod
     def start_size(window_size: int, ngram_size: int) -> int:
-        """Tokens that a new window needs."""
+        """Return the number of tokens of a new window."""
         return window_size + ngram_size - 3
 
     @property
@@ -74,22 +68,35 @@ class Window:
 
     @property
     def highest_level(self) -> slice:
-        """The nodes of the comb whose argmax `advance` wants."""
+        """The nodes of the window whose argmax `advance` takes."""
         return slice(self.num_nodes - len(self._levels[-1]), self.num_nodes)
 
-    def comb(self) -> Comb:
-        """The window as a tree after the last committed token."""
-        return Comb(self.token_ids, _comb_parents(len(self._levels[0]), len(self._levels)))
+    def append_to(self, tree: TokenTree) -> TokenTree:
+        """Return the tree and after it the window, whose nodes are never accepted."""
+        size, num_nodes = tree.num_nodes, tree.num_nodes + self.num_nodes
+        comb = _comb_parents(len(self._levels[0]), len(self._levels))
+        probabilities = np.zeros(num_nodes, dtype=np.float32)
+        if tree.probabilities is not None:
+            probabilities[:size] = tree.probabilities
+        never_accept = np.arange(num_nodes) >= size
+        if tree.never_accept is not None:
+            never_accept[:size] = tree.never_accept
+        return TokenTree(
+            np.concatenate([tree.token_ids, np.array(self.token_ids, dtype=np.int32)]),
+            np.concatenate([tree.parents, np.where(comb < 0, comb, comb + np.int32(size))]),
+            probabilities,
+            never_accept,
+        )
 
     def advance(self, last_token: int, argmax: Sequence[int]) -> list[tuple[int, ...]]:
-        """Move on by one position.
+        """Move the window by one position.
 
         Args:
             last_token: the committed token that the window was verified after.
             argmax: the target's token after each node of the highest level.
 
         Returns:
-            The n-grams that the columns have made, none while the window is being filled.
+            The columns' n-grams, none while the window fills.
         """
         levels = self._levels
         if not self.is_filled:
@@ -105,9 +112,8 @@ class Window:
 
 @functools.lru_cache(maxsize=256)
 def _comb_parents(chain_length: int, num_levels: int) -> np.ndarray:
-    """Parents of a chain, and of `num_levels - 1` levels below the root and each of its nodes."""
-    chain = np.arange(-1, chain_length - 1, dtype=np.int32)
-    levels = [chain]
+    """Return int32 parents of a chain, and of `num_levels - 1` levels below it and the root."""
+    levels = [np.arange(-1, chain_length - 1, dtype=np.int32)]
     above = np.arange(-1, chain_length, dtype=np.int32)  # the root and the chain: level 0
     for level in range(1, num_levels):
         levels.append(above)

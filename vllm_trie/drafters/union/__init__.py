@@ -1,4 +1,4 @@
-"""The union of drafters: their candidates in one tree under one node budget."""
+"""The union of several drafters: their candidates in one tree under one node budget."""
 
 from __future__ import annotations
 

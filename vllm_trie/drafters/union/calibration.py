@@ -1,17 +1,18 @@
-"""One probability from what several drafters say, learned while they draft."""
+"""Calibration: one probability from those that several parts predict, learned while they draft."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
-_RATE = 0.05
+_LEARNING_RATE = 0.05
 _LIMIT = 6.0
-"""Log-odds are believed up to here, 0.25 % and 99.75 %."""
-# What is expected before anything is learned (docs/union.md tells how it was chosen).
-_DOUBTED = 1.25
-"""Weight of a part whose token no other part proposes: guesses, mostly below one half, that the
-others do not share are less likely than the part thinks."""
+"""Log-odds are clipped here: 0.25 % and 99.75 %."""
+
+# Initial weights, fitted on the shipped model (docs/union.md).
+_ALONE = 1.25
+"""Weight of a part whose token no other part proposes. Such guesses, mostly below one half, come
+true less often than the part predicts."""
 _SHARED = 1.1
 """Sum of the weights of parts that agree."""
 _AGREEMENT = 0.6
@@ -21,27 +22,27 @@ _AGREEMENT = 0.6
 class Calibrator:
     """Logistic regression of "the node is accepted, given its parent" on the parts' log-odds.
 
-    Which parts propose a node, and which drafted and do not, says as much as the probabilities they
-    give it, so there is one regression for each such pair of sets. A part that drafts alone is
-    believed at first. Learned by stochastic gradient with Adagrad's step sizes (Duchi et al. 2011,
-    section 1.3), in plain floats and in the order of the calls: equal on every rank.
+    There is one regression for each set of parts that propose a node and each number of parts that
+    drafted: both say as much as the predicted probabilities. A part that drafts alone is believed
+    at first. Learning is stochastic gradient descent with Adagrad's step sizes (Duchi et al. 2011,
+    section 1.3) in plain floats and in the order of the calls, so all ranks agree.
     """
 
     def __init__(self) -> None:
         self._models: dict[tuple[tuple[int, ...], int], _Model] = {}
 
     def probability(self, edges: Mapping[int, float], num_drafting: int) -> float:
-        """Probability of a node, given its parent.
+        """Return the probability of a node, given its parent.
 
         Args:
-            edges: what the parts that propose it say, at least one.
+            edges: the probability that each part predicts, of the parts that propose the node.
             num_drafting: number of parts that drafted in this step.
         """
         model = self._model(edges, num_drafting)
         return _sigmoid(model.log_odds([_log_odds(p) for p in edges.values()]))
 
     def learn(self, edges: Mapping[int, float], num_drafting: int, was_accepted: bool) -> None:
-        """Take in what became of a node whose parent was right."""
+        """Learn from a node whose parent was right."""
         model = self._model(edges, num_drafting)
         model.learn([_log_odds(p) for p in edges.values()], float(was_accepted))
 
@@ -58,7 +59,7 @@ class _Model:
         if num_proposing > 1:
             weight, bias = _SHARED / num_proposing, _AGREEMENT * (num_proposing - 1)
         else:
-            weight, bias = (_DOUBTED if num_drafting > 1 else 1.0), 0.0
+            weight, bias = (_ALONE if num_drafting > 1 else 1.0), 0.0
         self._weights = [weight] * num_proposing + [bias]
         self._squares = [1.0] * (num_proposing + 1)
 
@@ -73,7 +74,7 @@ class _Model:
         for i, feature in enumerate((*features, 1.0)):
             gradient = error * feature
             self._squares[i] += gradient * gradient
-            self._weights[i] -= _RATE * gradient / math.sqrt(self._squares[i])
+            self._weights[i] -= _LEARNING_RATE * gradient / math.sqrt(self._squares[i])
 
 
 def _log_odds(probability: float) -> float:

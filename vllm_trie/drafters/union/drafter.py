@@ -1,4 +1,9 @@
-"""The method `trie_union`: candidates of several drafters in one tree."""
+"""The method `trie_union`: candidates of several drafters in one tree.
+
+A step: the selected parts draft (`selection`), `merge` puts their candidates into one trie, the
+`calibration` turns their probabilities into one, and the likeliest nodes that fit become the tree.
+Once the text has gone on, the draft teaches the calibration, and its `evaluation` the selection.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +16,38 @@ import numpy as np
 from pydantic import BaseModel
 
 from vllm_trie.drafters import registry
-from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest, VerifiedStep
+from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
 from vllm_trie.drafters.union.calibration import Calibrator
-from vllm_trie.drafters.union.hindsight import HORIZON, Draft, judge
-from vllm_trie.drafters.union.merge import merge
+from vllm_trie.drafters.union.evaluation import HORIZON, evaluate
+from vllm_trie.drafters.union.merge import Draft, UnionTree, build_tree, merge, window_sizes
 from vllm_trie.drafters.union.options import METHOD, TrieUnionOptions
-from vllm_trie.drafters.union.record import SharedRecord
-from vllm_trie.drafters.union.roster import Roster
-from vllm_trie.drafters.union.tree import UnionTree, build_tree
+from vllm_trie.drafters.union.selection import PartSelection
+from vllm_trie.drafters.union.statistics import SharedStatistics
 from vllm_trie.tree import ROOT, TokenTree
 
+WINDOW_COST = 1.0
+"""Prior cost of a part with a window, tokens per step."""
 _TAIL = 8
 
 
 class _State:
-    """One request."""
+    """One request.
 
-    def __init__(self, shared: SharedRecord) -> None:
-        self.roster = Roster(shared)
+    Attributes:
+        selection: the parts that draft.
+        drafts: those that are not evaluated yet, at most `HORIZON`.
+        tail: length and last tokens of the text at the last call.
+        union: the last tree.
+    """
+
+    def __init__(self, shared: SharedStatistics) -> None:
+        self.selection = PartSelection(shared)
         self.drafts: deque[Draft] = deque()
-        """Those that are not judged yet."""
         self.tail: tuple[int, list[int]] = (0, [])
-        """Length and last tokens of the text at the last call."""
         self.union: UnionTree | None = None
-        self.parts: dict[int, TokenTree] = {}
-        """The parts' trees that the last tree was made of."""
 
     def is_continued_by(self, tokens: np.ndarray) -> bool:
-        """Whether these tokens go on from those of the last call."""
+        """Whether these tokens extend those of the last call."""
         length, last = self.tail
         return length <= len(tokens) and tokens[max(0, length - _TAIL) : length].tolist() == last
 
@@ -46,34 +55,37 @@ class _State:
 class TrieUnionDrafter(Drafter):
     """Merges the trees of its parts and keeps the likeliest nodes that fit.
 
-    A part's probabilities are calibrated, and combined where several parts propose a node, by what
-    became of earlier candidates. All candidates are judged, also those that did not fit: once the
-    text has gone on it is known which were right. The same judgement tells what each part gained
-    beside the others; parts that gain nothing rest (see `roster`). Nodes that a part never wants
-    accepted (the lookahead window) go into the tree whole, in front of candidates of any part.
+    All candidates are evaluated, including those that did not fit. Never-accepted nodes of a part
+    (the lookahead window) go into the tree whole or not at all, ahead of any candidates.
 
-    State: that of its parts, candidates of the last steps of each request, and what was learned.
+    State: that of the parts, each request's candidates of the last steps, calibration, statistics.
+
+    Args:
+        options, context: as for every drafter.
+        parts: drafters to use in place of those that the options name.
     """
 
     name: ClassVar[str] = METHOD
     Options: ClassVar[type[BaseModel]] = TrieUnionOptions
 
-    def __init__(self, options: TrieUnionOptions, context: DrafterContext) -> None:
+    def __init__(
+        self,
+        options: TrieUnionOptions,
+        context: DrafterContext,
+        parts: Sequence[Drafter] | None = None,
+    ) -> None:
         super().__init__(options, context)
-        self.parts: list[Drafter] = [
-            registry.get_drafter_class(name)(
-                registry.parse_options(name, options.of_part(name)), context
-            )
-            for name in options.drafters
-        ]
-        # Of an instance, where other drafters have it of the class: it follows from the parts.
+        self.parts = list(
+            parts or [_make_part(name, options, context) for name in options.drafters]
+        )
+        # Class attributes of other drafters; here they follow from the parts.
         self.needs_hidden_states = any(part.needs_hidden_states for part in self.parts)  # type: ignore[misc]
         self.needs_node_argmax = any(part.needs_node_argmax for part in self.parts)  # type: ignore[misc]
         self.calibrator = Calibrator()
-        # What a part takes for a window is learned when it first drafts.
-        is_costly = [part.needs_node_argmax for part in self.parts]
-        self._usual_overhead = [context.num_nodes * 3 // 4 * costly for costly in is_costly]
-        self.shared = SharedRecord(is_costly)
+        has_window = [part.needs_node_argmax for part in self.parts]
+        # A guess until the part drafts for the first time.
+        self._window_sizes = [context.num_nodes * 3 // 4 * window for window in has_window]
+        self.shared = SharedStatistics([WINDOW_COST * window for window in has_window])
         self._states: dict[str, _State] = {}
 
     def load_model(self, target_model: Any) -> None:
@@ -83,15 +95,15 @@ class TrieUnionDrafter(Drafter):
     def release(self, request_id: str) -> None:
         state = self._states.pop(request_id, None)
         if state is not None:
-            state.roster.end()
+            state.selection.end()
         for part in self.parts:
             part.release(request_id)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         states = [self._updated_state(request) for request in requests]
-        everybody = list(range(len(self.parts)))
+        all_parts = list(range(len(self.parts)))
         drafting = [
-            state.roster.next_step() if self.options.adaptive else everybody for state in states
+            state.selection.next_step() if self.options.adaptive else all_parts for state in states
         ]
         proposed: list[dict[int, TokenTree]] = [{} for _ in requests]
         for index, part in enumerate(self.parts):
@@ -107,18 +119,24 @@ class TrieUnionDrafter(Drafter):
         ]
 
     def _updated_state(self, request: DraftRequest) -> _State:
-        """The request's state, after what its new tokens say about earlier drafts."""
+        """Return the request's state, after evaluating drafts that its new tokens continue."""
         tokens = request.token_ids
         state = self._states.get(request.request_id)
         if state is None or not state.is_continued_by(tokens):
             state = self._states[request.request_id] = _State(self.shared)
         while state.drafts and len(tokens) - state.drafts[0].num_tokens >= HORIZON:
             draft = state.drafts.popleft()
-            self._judge(state, draft, tokens[draft.num_tokens :][:HORIZON].tolist())
+            continuation = tokens[draft.num_tokens :][:HORIZON].tolist()
+            self._calibrate(draft, continuation)
+            if self.options.adaptive:
+                sizes = enumerate(self._window_sizes)
+                suspended = {part: size for part, size in sizes if part not in draft.windows}
+                state.selection.update(evaluate(draft, continuation, suspended))
         state.tail = (len(tokens), tokens[-_TAIL:].tolist())
         return state
 
-    def _judge(self, state: _State, draft: Draft, continuation: list[int]) -> None:
+    def _calibrate(self, draft: Draft, continuation: list[int]) -> None:
+        """Learn from all candidates whose parent was right."""
         merged = draft.merged
         right = {ROOT, *merged.true_path(continuation)}
         depth = {ROOT: 0}
@@ -127,70 +145,33 @@ class TrieUnionDrafter(Drafter):
                 continue
             depth[node] = depth[parent] + 1
             if depth[node] <= len(continuation):
-                self.calibrator.learn(merged.edges[node], len(draft.overhead), node in right)
-        if self.options.adaptive:
-            resting = {
-                part: self._usual_overhead[part]
-                for part in range(len(self.parts))
-                if part not in draft.overhead
-            }
-            state.roster.record(judge(draft, continuation, resting))
+                self.calibrator.learn(merged.edges[node], len(draft.windows), node in right)
 
     def _merged_tree(
         self, request: DraftRequest, state: _State, trees: dict[int, TokenTree]
     ) -> TokenTree:
-        every = [trees.get(part, TokenTree.empty()) for part in range(len(self.parts))]
-        merged = merge(every)
+        merged = merge(trees)
         probabilities: list[float] = []
         for node, parent in enumerate(merged.parents):
             above = 1.0 if parent < 0 else probabilities[parent]
             edge = self.calibrator.probability(merged.edges[node], len(trees))
             probabilities.append(above * edge)
-        overhead = _overhead(trees, request.max_nodes)
-        for part, nodes in overhead.items():
-            if nodes:
-                self._usual_overhead[part] = nodes
-        draft = Draft(merged, probabilities, overhead, request.max_nodes, len(request.token_ids))
+        windows = window_sizes(trees, request.max_nodes)
+        for part, size in windows.items():
+            self._window_sizes[part] = size or self._window_sizes[part]
+        draft = Draft(merged, probabilities, windows, request.max_nodes, len(request.token_ids))
         state.drafts.append(draft)
-        state.parts = trees
-        state.union = build_tree(draft, every)
-        if request.chain_only:
-            state.union = state.union.as_chain()
+        state.union = build_tree(draft, trees, request.chain_only)
         return state.union.tree
 
 
-def _overhead(trees: dict[int, TokenTree], max_nodes: int) -> dict[int, int]:
-    """Nodes for what each part never wants accepted; 0 for parts whose nodes do not fit together
-    with those of the parts before."""
-    overhead = {}
-    for part, tree in trees.items():
-        wanted = 0 if tree.never_accept is None else int(tree.never_accept.sum())
-        overhead[part] = wanted if wanted <= max_nodes else 0
-        max_nodes -= overhead[part]
-    return overhead
+def _make_part(name: str, options: TrieUnionOptions, context: DrafterContext) -> Drafter:
+    part_options = registry.parse_options(name, options.of_part(name))
+    return registry.get_drafter_class(name)(part_options, context)
 
 
 def _part_request(request: DraftRequest, state: _State, part: int) -> DraftRequest:
-    """The request as a part sees it: with what became of its own nodes."""
-    # The parts' own probabilities are not those of the union, which a minimum is for.
-    last_step = _part_step(request.last_step, state, part)
+    """Return the request as a part sees it, with the verification of the part's own nodes."""
+    last_step = state.union.step_of_part(request.last_step, part) if state.union else None
+    # The minimum is for the union's probabilities, not for those of its parts.
     return replace(request, last_step=last_step, min_probability=0.0)
-
-
-def _part_step(step: VerifiedStep | None, state: _State, part: int) -> VerifiedStep | None:
-    union, tree = state.union, state.parts.get(part)
-    if step is None or union is None or tree is None or not union.was_scheduled_as(step.tree):
-        return None
-    # -1 stands for nodes that were not verified, because they did not fit.
-    node_of = union.node_of[part]
-    was_accepted = set(step.accepted)
-    accepted = tuple(node for node, target in enumerate(node_of) if target in was_accepted)
-    argmax = None
-    if step.node_argmax is not None:
-        known = step.node_argmax
-        argmax = np.full(tree.num_nodes + 1, -1, dtype=np.int32)
-        argmax[0] = known[0]
-        for node, target in enumerate(node_of):
-            if 0 <= target < len(known) - 1:
-                argmax[node + 1] = known[target + 1]
-    return VerifiedStep(tree, accepted, argmax)

@@ -1,14 +1,17 @@
-"""Several trees of one request merged into one trie."""
+"""Merging: the parts' trees become one trie, and its likeliest nodes the tree to verify."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from vllm_trie.tree import ROOT, TokenTree
+import numpy as np
 
-# A part without probabilities: each further sibling half as likely as the one before.
-_UNKNOWN = 0.5
+from vllm_trie.drafters.base import VerifiedStep
+from vllm_trie.tree import ROOT, TokenTree, depth_first_order, is_prefix
+
+# For parts without probabilities: each further sibling is half as likely as the one before.
+_SIBLING_FACTOR = 0.5
 
 
 @dataclass(slots=True)
@@ -17,46 +20,44 @@ class MergedTrie:
 
     Attributes:
         token_ids, parents: of the merged nodes.
-        edges: for each node the probability of its last token given its parent, by part; parts that
-            do not have the node are left out.
-        node_of: for each part the merged node of each of its nodes, -1 for nodes that must never be
-            accepted (they are not merged).
+        edges: for each node, the probability of its token given its parent, by the parts that
+            propose the node.
+        node_of: the merged node of each node of each part's tree; -1 for never-accepted nodes,
+            which are not merged.
     """
 
-    token_ids: list[int]
-    parents: list[int]
-    edges: list[dict[int, float]]
-    node_of: list[list[int]]
+    token_ids: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    edges: list[dict[int, float]] = field(default_factory=list)
+    node_of: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def num_nodes(self) -> int:
         return len(self.token_ids)
 
     def true_path(self, continuation: Sequence[int]) -> list[int]:
-        """The nodes that a text goes through, root first."""
+        """Return the nodes that a text goes through, root first."""
         path: list[int] = []
         node = ROOT
         for child, (token, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
-            if (
-                parent == node
-                and len(path) < len(continuation)
-                and token == continuation[len(path)]
-            ):
+            if len(path) == len(continuation):
+                break
+            if parent == node and token == continuation[len(path)]:
                 path.append(child)
                 node = child
         return path
 
 
-def merge(trees: Sequence[TokenTree]) -> MergedTrie:
-    """Merge the nodes that may be accepted; one tree for each part, in the parts' order."""
-    merged = MergedTrie([], [], [], [])
+def merge(trees: Mapping[int, TokenTree]) -> MergedTrie:
+    """Merge the nodes that may be accepted; `trees` holds the tree of each part that drafted."""
+    merged = MergedTrie()
     child_of: dict[tuple[int, int], int] = {}
-    for part, tree in enumerate(trees):
+    for part, tree in trees.items():
         node_of: list[int] = []
+        merged.node_of[part] = node_of
         edges = edge_probabilities(tree)
-        never = (
-            [False] * tree.num_nodes if tree.never_accept is None else tree.never_accept.tolist()
-        )
+        flags = tree.never_accept
+        never = [False] * tree.num_nodes if flags is None else flags.tolist()
         tokens, parents = tree.token_ids.tolist(), tree.parents.tolist()
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             above = node_of[parent] if parent >= 0 else ROOT
@@ -71,12 +72,11 @@ def merge(trees: Sequence[TokenTree]) -> MergedTrie:
                 merged.edges.append({})
             merged.edges[target][part] = edges[node]
             node_of.append(target)
-        merged.node_of.append(node_of)
     return merged
 
 
 def edge_probabilities(tree: TokenTree) -> list[float]:
-    """Probability of each node's token given that its parent is accepted."""
+    """Return the probability of each node's token given that its parent is accepted."""
     parents = tree.parents.tolist()
     if tree.probabilities is not None:
         paths = tree.probabilities.tolist()
@@ -86,5 +86,139 @@ def edge_probabilities(tree: TokenTree) -> list[float]:
     num_siblings: dict[int, int] = {}
     for parent in parents:
         rank = num_siblings[parent] = num_siblings.get(parent, 0) + 1
-        edges.append(_UNKNOWN**rank)
+        edges.append(_SIBLING_FACTOR**rank)
     return edges
+
+
+@dataclass(slots=True)
+class Draft:
+    """A step's candidates, including those that do not fit into the tree.
+
+    Attributes:
+        merged: the candidates.
+        probabilities: predicted probability that each merged node is accepted.
+        windows: never-accepted nodes of each part that drafted (the lookahead window).
+        max_nodes: node limit of the step's tree.
+        num_tokens: length of the text when the draft was made.
+        order: merged nodes, the likeliest first; parents come before children.
+    """
+
+    merged: MergedTrie
+    probabilities: list[float]
+    windows: dict[int, int]
+    max_nodes: int
+    num_tokens: int
+    order: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        negative = [-p for p in self.probabilities]
+        self.order = sorted(range(len(negative)), key=negative.__getitem__)
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes left to candidates."""
+        return self.max_nodes - sum(self.windows.values())
+
+    def selected(self) -> list[int]:
+        """Return the likeliest merged nodes that fit, parents before children."""
+        return sorted(self.order[: self.num_candidates])
+
+
+def window_sizes(trees: Mapping[int, TokenTree], max_nodes: int) -> dict[int, int]:
+    """Return how many never-accepted nodes of each part go into the tree: all of them, or 0 where
+    they do not fit next to those of earlier parts."""
+    sizes = {}
+    for part, tree in trees.items():
+        wanted = 0 if tree.never_accept is None else int(tree.never_accept.sum())
+        sizes[part] = wanted if wanted <= max_nodes else 0
+        max_nodes -= sizes[part]
+    return sizes
+
+
+@dataclass(slots=True)
+class UnionTree:
+    """The tree of a step and where the parts' nodes are in it.
+
+    Attributes:
+        tree: candidates, depth-first with the likeliest child first, then the parts' never-accepted
+            nodes.
+        part_trees: the tree of each part that drafted.
+        node_of: the node of `tree` for each node of each part's tree; -1 if it did not fit.
+    """
+
+    tree: TokenTree
+    part_trees: Mapping[int, TokenTree]
+    node_of: dict[int, list[int]]
+
+    def step_of_part(self, step: VerifiedStep | None, part: int) -> VerifiedStep | None:
+        """Translate the result of a verification into a part's own nodes.
+
+        The argmax after nodes that were not verified is -1. Returns None if the part did not draft
+        or another tree was verified.
+        """
+        tree = self.part_trees.get(part)
+        if step is None or tree is None or not is_prefix(step.tree, self.tree):
+            return None
+        node_of = self.node_of[part]
+        was_accepted = set(step.accepted)
+        accepted = tuple(node for node, target in enumerate(node_of) if target in was_accepted)
+        argmax = None
+        if step.node_argmax is not None:
+            known = step.node_argmax
+            argmax = np.full(tree.num_nodes + 1, -1, dtype=np.int32)
+            argmax[0] = known[0]
+            for node, target in enumerate(node_of):
+                if 0 <= target < len(known) - 1:
+                    argmax[node + 1] = known[target + 1]
+        return VerifiedStep(tree, accepted, argmax)
+
+
+def build_tree(draft: Draft, trees: Mapping[int, TokenTree], chain_only: bool = False) -> UnionTree:
+    """Lay out the likeliest candidates that fit, and then the parts' never-accepted nodes.
+
+    Args:
+        draft: the merged candidates of `trees`.
+        trees: the tree of each part that drafted.
+        chain_only: whether to keep the likeliest path only.
+    """
+    merged, nodes = draft.merged, _depth_first(draft)
+    place = {node: index for index, node in enumerate(nodes)}
+    parents = [place.get(merged.parents[node], ROOT) for node in nodes]
+    if chain_only:
+        length = next((i for i, parent in enumerate(parents) if parent != i - 1), len(nodes))
+        nodes, parents = nodes[:length], parents[:length]
+        place = {node: index for index, node in enumerate(nodes)}
+    token_ids = [merged.token_ids[node] for node in nodes]
+    probabilities = [draft.probabilities[node] for node in nodes]
+    node_of: dict[int, list[int]] = {}
+    for part, tree in trees.items():
+        targets = node_of[part] = [place.get(node, -1) for node in merged.node_of[part]]
+        if chain_only or tree.never_accept is None or not draft.windows[part]:
+            continue
+        for node in np.flatnonzero(tree.never_accept).tolist():
+            parent = int(tree.parents[node])
+            above = ROOT if parent < 0 else targets[parent]
+            if parent >= 0 and above < 0:
+                continue  # its parent did not fit
+            targets[node] = len(token_ids)
+            token_ids.append(int(tree.token_ids[node]))
+            parents.append(above)
+            probabilities.append(0.0)
+    if not token_ids:
+        return UnionTree(TokenTree.empty(), trees, node_of)
+    built = TokenTree.from_lists(token_ids, parents, probabilities)
+    if len(token_ids) > len(nodes):
+        built = replace(built, never_accept=np.arange(len(token_ids)) >= len(nodes))
+    return UnionTree(built, trees, node_of)
+
+
+def _depth_first(draft: Draft) -> list[int]:
+    """Return the selected merged nodes in the order of the tree."""
+    merged, nodes = draft.merged, draft.selected()
+    index = {node: i for i, node in enumerate(nodes)}
+    tree = TokenTree.from_lists(
+        [merged.token_ids[node] for node in nodes],
+        [index.get(merged.parents[node], ROOT) for node in nodes],
+        [draft.probabilities[node] for node in nodes],
+    )
+    return [nodes[old] for old in depth_first_order(tree).tolist()]

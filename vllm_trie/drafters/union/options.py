@@ -25,12 +25,12 @@ class TrieUnionOptions(DrafterOptions):
     )
     options: dict[str, dict[str, Any]] = Field(
         default={},
-        description="Options of the parts by their names, as {'ngram_trie': {'store_tokens': 0}}.",
+        description="Options of the parts by name, as {'ngram_trie': {'store_tokens': 0}}.",
     )
     adaptive: bool = Field(
         default=True,
-        description="Whether a part that brings nothing beside the others is left out, and tried "
-        "again from time to time.",
+        description="Whether parts that add nothing to the others are suspended, and tried again "
+        "from time to time.",
     )
 
     @field_validator("drafters")
@@ -50,7 +50,7 @@ class TrieUnionOptions(DrafterOptions):
         for name in self.options:
             if SHORT_NAMES.get(name, name) not in self.drafters:
                 raise ValueError(
-                    f"options has a key {name!r}, which is not one of the drafters "
+                    f"options has the key {name!r}, which is not one of the drafters; allowed: "
                     f"{', '.join(self.drafters)}"
                 )
         for name in self.drafters:
@@ -58,7 +58,7 @@ class TrieUnionOptions(DrafterOptions):
         return self
 
     def of_part(self, name: str) -> dict[str, Any]:
-        """The options given for a part."""
+        """Return the options given for a part."""
         for given, options in self.options.items():
             if SHORT_NAMES.get(given, given) == name:
                 return options

@@ -1,4 +1,4 @@
-"""What is learned of candidates while decoding."""
+"""Acceptance rates that are learned while decoding."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_subclasses_tell_apart_what_is_known() -> None:
 
 
 class _Counted:
-    """Stands in for the rates: the same probability for all, and counts what it is told."""
+    """Stands in for the rates: the same probability for all, and counts what it gets."""
 
     def __init__(self) -> None:
         self.seen: Counter[tuple[object, ...]] = Counter()
@@ -152,10 +152,10 @@ def test_what_is_counted(
 
 
 def test_probabilities_become_those_of_a_simulated_text() -> None:
-    """Drafting with full knowledge of the text: promised and observed rates agree, far from what
-    was expected at first."""
+    """Drafting with full knowledge of the text: predicted and observed rates agree, far from the
+    initial ones."""
     rng, rates = random.Random(3), Rates()
-    promised, observed, at_first = [0.0] * 3, [0] * 3, [0.0] * 3
+    predicted, observed, at_first = [0.0] * 3, [0] * 3, [0.0] * 3
     # Candidates for a text that follows the first in 20 % of all cases, the second in 60 %, and
     # goes on as they say in half of those.
     candidates = [Candidate((1, 2), 0), Candidate((3, 4), 0, age=5)]
@@ -167,10 +167,10 @@ def test_probabilities_become_those_of_a_simulated_text() -> None:
         if trial == 0:
             at_first = trie.probabilities[:3]
         if trial >= 1000:
-            promised = [p + q for p, q in zip(promised, trie.probabilities, strict=False)]
+            predicted = [p + q for p, q in zip(predicted, trie.probabilities, strict=False)]
             observed = [n + was for n, was in zip(observed, right, strict=True)]
         trie.learn(text)
-    assert np.array(promised) / 3000 == pytest.approx(np.array(observed) / 3000, abs=0.03)
+    assert np.array(predicted) / 3000 == pytest.approx(np.array(observed) / 3000, abs=0.03)
     assert at_first[0] > 0.3 > 0.2 > at_first[2]
 
 
@@ -240,7 +240,7 @@ def test_memory_does_not_grow() -> None:
         decoding = Decoding(drafter, [start, 7, 8], target, str(start))
         for _ in range(30):
             decoding.step()
-            assert len(drafter._states[str(start)]._waiting) <= 4
+            assert len(drafter._states[str(start)].drafted) <= 4
         drafter.release(str(start))
         sizes.append(_size(drafter.rates))
     assert len(set(sizes)) == 1

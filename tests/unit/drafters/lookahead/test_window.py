@@ -14,7 +14,6 @@ from tests.unit.drafters.lookahead.reference import (
     visible,
 )
 from vllm_trie.drafters.lookahead.candidates import CandidateTrie
-from vllm_trie.drafters.lookahead.drafter import _with_window
 from vllm_trie.drafters.lookahead.options import window_nodes
 from vllm_trie.drafters.lookahead.pool import Candidate
 from vllm_trie.drafters.lookahead.rates import Rates
@@ -47,7 +46,7 @@ def _filled(window_size: int, ngram_size: int, steps: int) -> tuple[Window, TwoB
 
 
 def _assert_equal(window: Window, reference: TwoBranchDecoder) -> None:
-    assert window.comb().token_ids == [cell.token for cell in reference.cells()]
+    assert window.token_ids == [cell.token for cell in reference.cells()]
 
 
 @given(SIZES, st.integers(0, 12))
@@ -58,7 +57,7 @@ def test_comb_and_candidates_have_the_two_branch_mask(sizes: tuple[int, int], st
     window, reference = _filled(*sizes, steps)
     candidates = [(5, 6, 7), (5, 6, 8), (9, 5, 6)]
     trie = CandidateTrie([Candidate(c, 0) for c in candidates], 3, Rates()).tree(20)
-    tree = _with_window(trie, window)
+    tree = window.append_to(trie)
     mask, depths = tree.ancestor_mask(), tree.depths()
 
     cells = reference.cells()

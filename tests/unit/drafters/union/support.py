@@ -12,7 +12,6 @@ from tests.unit.drafters.support import make_context
 from vllm_trie.drafters import Drafter, DraftRequest
 from vllm_trie.drafters.base import DrafterOptions
 from vllm_trie.drafters.union import TrieUnionDrafter, TrieUnionOptions
-from vllm_trie.drafters.union.record import SharedRecord
 from vllm_trie.tree import TokenTree
 
 VOCAB = 40
@@ -91,10 +90,4 @@ class Scripted(Drafter):
 def make_union(parts: Sequence[Drafter], num_nodes: int = 32, **options: Any) -> TrieUnionDrafter:
     """A union of these parts."""
     context = make_context(num_nodes=num_nodes, vocab_size=VOCAB)
-    # Two real parts are made and replaced; the roster must know how many there are.
-    union = TrieUnionDrafter(TrieUnionOptions.model_validate(options), context)
-    union.parts = list(parts)
-    is_costly = [part.needs_node_argmax for part in parts]
-    union.shared = SharedRecord(is_costly)
-    union._usual_overhead = [num_nodes * 3 // 4 * costly for costly in is_costly]
-    return union
+    return TrieUnionDrafter(TrieUnionOptions.model_validate(options), context, parts)

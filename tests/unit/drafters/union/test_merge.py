@@ -8,9 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.drafters.union.support import VOCAB, prefixes, trees
-from vllm_trie.drafters.union.hindsight import Draft
-from vllm_trie.drafters.union.merge import edge_probabilities, merge
-from vllm_trie.drafters.union.tree import build_tree
+from vllm_trie.drafters.union.merge import (
+    Draft,
+    build_tree,
+    edge_probabilities,
+    merge,
+    window_sizes,
+)
 from vllm_trie.tree import TokenTree
 
 PARTS = st.lists(trees(), min_size=1, max_size=3)
@@ -25,7 +29,7 @@ def _paths(tree: TokenTree) -> list[tuple[int, ...]]:
 
 @given(PARTS)
 def test_each_prefix_once_and_said_by_its_parts(parts: list[TokenTree]) -> None:
-    merged = merge(parts)
+    merged = merge(dict(enumerate(parts)))
     trie = TokenTree.from_lists(merged.token_ids, merged.parents)
     trie.validate(VOCAB, 1000)
     paths = _paths(trie)
@@ -33,7 +37,7 @@ def test_each_prefix_once_and_said_by_its_parts(parts: list[TokenTree]) -> None:
     assert set(paths) == set().union(*map(prefixes, parts))
     for path, edges in zip(paths, merged.edges, strict=True):
         assert set(edges) == {i for i, part in enumerate(parts) if path in prefixes(part)}
-    for part, node_of in zip(parts, merged.node_of, strict=True):
+    for part, node_of in zip(parts, merged.node_of.values(), strict=True):
         edge = edge_probabilities(part)
         for node, target in enumerate(node_of):
             if target < 0:
@@ -46,7 +50,7 @@ def test_each_prefix_once_and_said_by_its_parts(parts: list[TokenTree]) -> None:
 
 @given(PARTS, st.lists(st.integers(0, 2), max_size=5))
 def test_the_true_path_is_the_longest_prefix(parts: list[TokenTree], text: list[int]) -> None:
-    merged = merge(parts)
+    merged = merge(dict(enumerate(parts)))
     known = set().union(*map(prefixes, parts))
     expected = 0
     while expected < len(text) and tuple(text[: expected + 1]) in known:
@@ -59,7 +63,7 @@ def test_the_true_path_is_the_longest_prefix(parts: list[TokenTree], text: list[
 def test_the_tree_keeps_the_budget_and_the_likeliest(
     parts: list[TokenTree], budget: int, data: st.DataObject
 ) -> None:
-    merged = merge(parts)
+    merged = merge(dict(enumerate(parts)))
     edges = data.draw(
         st.lists(st.floats(0.01, 0.99), min_size=merged.num_nodes, max_size=merged.num_nodes)
     )
@@ -71,7 +75,9 @@ def test_the_tree_keeps_the_budget_and_the_likeliest(
         wanted = 0 if part.never_accept is None else int(part.never_accept.sum())
         overhead[index] = wanted if wanted <= room else 0
         room -= overhead[index]
-    union = build_tree(Draft(merged, probabilities, overhead, budget, 10), parts)
+    trees = dict(enumerate(parts))
+    assert window_sizes(trees, budget) == overhead
+    union = build_tree(Draft(merged, probabilities, overhead, budget, 10), trees)
     union.tree.validate(VOCAB, budget)
     never = union.tree.never_accept
     candidates = int((~never).sum()) if never is not None else union.tree.num_nodes
@@ -81,14 +87,17 @@ def test_the_tree_keeps_the_budget_and_the_likeliest(
         assert union.tree.probabilities is not None
         found = sorted(union.tree.probabilities[:candidates].tolist(), reverse=True)
         assert found == pytest.approx(best)
-    for part, node_of in zip(parts, union.node_of, strict=True):
+    for part, node_of in zip(parts, union.node_of.values(), strict=True):
         for node, target in enumerate(node_of):
             if target >= 0:
                 assert union.tree.token_ids[target] == part.token_ids[node]
                 assert _paths(union.tree)[target] == _paths(part)[node]
-    chain = union.as_chain()
+    chain = build_tree(Draft(merged, probabilities, overhead, budget, 10), trees, chain_only=True)
+    assert chain.tree.never_accept is None
     assert chain.tree.is_chain
-    assert all(target < chain.tree.num_nodes for nodes in chain.node_of for target in nodes)
+    assert all(
+        target < chain.tree.num_nodes for nodes in chain.node_of.values() for target in nodes
+    )
 
 
 def test_a_window_shares_nothing_and_comes_last() -> None:
@@ -99,12 +108,12 @@ def test_a_window_shares_nothing_and_comes_last() -> None:
         np.zeros(2, dtype=np.float32),
         np.ones(2, dtype=bool),
     )
-    parts = [candidates, window]
+    parts = {0: candidates, 1: window}
     union = build_tree(Draft(merge(parts), [0.5, 0.25], {0: 0, 1: 2}, 4, 10), parts)
     assert union.tree.never_accept is not None
     assert union.tree.never_accept.tolist() == [False, False, True, True]
     assert union.tree.token_ids.tolist() == [1, 2, 1, 2]
-    assert union.node_of == [[0, 1], [2, 3]]
+    assert union.node_of == {0: [0, 1], 1: [2, 3]}
 
 
 def test_parts_without_probabilities_expect_less_of_each_sibling() -> None:

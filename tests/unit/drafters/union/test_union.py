@@ -1,4 +1,4 @@
-"""The union as a whole: what its parts are told, what it forgets, what it keeps."""
+"""The union as a whole: the requests that its parts get, the state that it keeps and drops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.drafters.union.support import VOCAB, Scripted, make_union, trees
 from vllm_trie.drafters import VerifiedStep
 from vllm_trie.drafters.lookahead import LookaheadDrafter
 from vllm_trie.drafters.union import TrieUnionDrafter, TrieUnionOptions
-from vllm_trie.drafters.union.hindsight import HORIZON
+from vllm_trie.drafters.union.evaluation import HORIZON
 from vllm_trie.tree import TokenTree
 
 
@@ -36,7 +36,9 @@ def test_any_schedule_gives_the_same_text(data: st.DataObject) -> None:
 
 
 @given(st.lists(trees(), min_size=2, max_size=2), st.data())
-def test_parts_hear_of_their_own_nodes(parts: list[TokenTree], data: st.DataObject) -> None:
+def test_parts_get_the_results_of_their_own_nodes(
+    parts: list[TokenTree], data: st.DataObject
+) -> None:
     """As if each had drafted alone, for the nodes that were verified."""
     scripted = [Scripted(lambda request, tree=tree: tree, True) for tree in parts]
     union = make_union(scripted, num_nodes=32, adaptive=False)
@@ -63,7 +65,7 @@ def test_parts_hear_of_their_own_nodes(parts: list[TokenTree], data: st.DataObje
             assert known.sum() == own.num_nodes + 1
 
 
-def test_a_resting_part_is_not_asked() -> None:
+def test_a_suspended_part_does_not_draft() -> None:
     right = TokenTree.from_lists([1], [-1], [0.5])
     useful, idle = Scripted(lambda request: right), Scripted(lambda request: TokenTree.empty())
     union = make_union([useful, idle])

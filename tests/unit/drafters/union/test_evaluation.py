@@ -1,4 +1,4 @@
-"""Judgements against a brute-force oracle: build the other tree, and see what it accepts."""
+"""Evaluations against a brute-force oracle: build the other tree, and see what it accepts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.drafters.union.support import trees
-from vllm_trie.drafters.union.hindsight import Draft, judge
-from vllm_trie.drafters.union.merge import MergedTrie, merge
+from vllm_trie.drafters.union.evaluation import evaluate
+from vllm_trie.drafters.union.merge import Draft, MergedTrie, merge
 
 
 def _accepted(
@@ -27,11 +27,11 @@ def _accepted(
 
 
 @given(st.data())
-def test_judgements(data: st.DataObject) -> None:
+def test_evaluations(data: st.DataObject) -> None:
     parts = data.draw(st.lists(trees(), min_size=1, max_size=3))
     drafting = {i: int(p.never_accept.sum()) if p.never_accept is not None else 0
                 for i, p in enumerate(parts)}  # fmt: skip
-    merged = merge(parts)
+    merged = merge(dict(enumerate(parts)))
     edges = data.draw(
         st.lists(
             st.floats(0.01, 0.99), min_size=merged.num_nodes, max_size=merged.num_nodes, unique=True
@@ -43,30 +43,30 @@ def test_judgements(data: st.DataObject) -> None:
     windows = sum(drafting.values())
     budget = data.draw(st.integers(windows, windows + 12))
     text = data.draw(st.lists(st.integers(0, 2), min_size=5, max_size=5))
-    resting = {7: data.draw(st.integers(0, 6)), 8: 0}
-    judgement = judge(Draft(merged, probabilities, drafting, budget, 10), text, resting)
+    suspended = {7: data.draw(st.integers(0, 6)), 8: 0}
+    evaluation = evaluate(Draft(merged, probabilities, drafting, budget, 10), text, suspended)
 
     room = budget - windows
     with_all = _accepted(merged, probabilities, room, text, None)
-    assert judgement.num_tokens == with_all + 1
-    assert set(judgement.worth) == {*drafting, *resting}
+    assert evaluation.num_tokens == with_all + 1
+    assert set(evaluation.parts) == {*drafting, *suspended}
     for part, window in drafting.items():
         same = _accepted(merged, probabilities, room, text, part)
         more = _accepted(merged, probabilities, room + window, text, part)
-        assert judgement.worth[part] == (with_all - same, more - same)
-        # Worth less cost is what a tree without the part would have brought.
-        gross, cost = judgement.worth[part]
-        assert gross is not None
-        assert gross - cost == with_all - more
+        assert evaluation.parts[part] == (with_all - same, more - same)
+        # Gain less cost is the difference to the tree without the part.
+        gain, cost = evaluation.parts[part]
+        assert gain is not None
+        assert gain - cost == with_all - more
         assert cost >= 0
-    for part, window in resting.items():
+    for part, window in suspended.items():
         less = _accepted(merged, probabilities, room - window, text, None)
-        assert judgement.worth[part] == (None, with_all - less)
+        assert evaluation.parts[part] == (None, with_all - less)
 
 
 @given(trees(with_window=False), st.integers(0, 12))
 def test_the_selection_is_a_tree(tree, budget: int) -> None:
-    merged = merge([tree])
+    merged = merge({0: tree})
     probabilities = [] if tree.probabilities is None else tree.probabilities.tolist()
     selected = set(Draft(merged, probabilities, {0: 0}, budget, 1).selected())
     assert len(selected) == min(budget, merged.num_nodes)
