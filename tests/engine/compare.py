@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import runner_of, scheduler_of
+from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.drafters import DRAFTERS, OracleDrafter
 from vllm_trie.drafters import register, registry
 
@@ -95,7 +95,7 @@ def margins(expected: Sequence[Any], found: Sequence[Any]) -> list[float | None]
 
 def accepted_tokens(llm: Any) -> int:
     """Draft tokens that this engine has accepted so far: all output but one token a step."""
-    totals = runner_of(llm).tree_totals
+    totals = trees_of(llm).totals
     return totals.tokens - totals.steps
 
 

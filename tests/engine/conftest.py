@@ -25,12 +25,13 @@ def scheduler_of(llm: Any) -> Any:
 
 
 def runner_of(llm: Any) -> Any:
-    """The model runner of an engine that runs in this process, with its trees.
+    """The model runner of an engine that runs in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
-    On a patched vLLM the trees are beside the runner, in an object that shows its attributes too.
-    """
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    return getattr(getattr(runner, "drafter", None), "trees", runner)
+
+def trees_of(llm: Any) -> Any:
+    """The `TreeVerifier` of an engine that runs in this process."""
+    return runner_of(llm).drafter.trees
 
 
 def free_blocks(llm: Any) -> int:

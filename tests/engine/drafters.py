@@ -120,14 +120,14 @@ class FaultyDrafter(OracleDrafter):
             raise KeyError(request_id)
 
 
-class EndlessDrafter(TokenSeededDrafter):
-    """Never comes back once a request has ten output tokens."""
+class SlowDrafter(TokenSeededDrafter):
+    """Takes 0.3 s for a request with ten output tokens or more."""
 
-    name = "test_endless"
+    name = "test_slow"
 
     def propose_one(self, request: DraftRequest, tokens: list[int]) -> TokenTree:
-        while len(tokens) - request.num_prompt_tokens >= 10:
-            time.sleep(0)
+        if len(tokens) - request.num_prompt_tokens >= 10:
+            time.sleep(0.3)
         return TokenTree.from_lists(tokens[-1:], [-1])
 
 
@@ -148,4 +148,4 @@ class HiddenStateDrafter(OracleDrafter):
         return super().propose_one(request, tokens)
 
 
-DRAFTERS = (OracleDrafter, AnswerSetDrafter, FaultyDrafter, EndlessDrafter, HiddenStateDrafter)
+DRAFTERS = (OracleDrafter, AnswerSetDrafter, FaultyDrafter, SlowDrafter, HiddenStateDrafter)

@@ -60,16 +60,16 @@ from vllm import LLM, SamplingParams
 from vllm.plugins import load_general_plugins
 
 from tests.engine.compare import register_test_drafters, speculation
-from tests.engine.conftest import runner_of
+from tests.engine.conftest import runner_of, trees_of
 from tests.engine.drafters import OracleDrafter
 from vllm_trie.attention import triton_kernel
 from vllm_trie.attention.kernel_check import RequestShape
 from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks.worker import cpu_worker as worker
-from vllm_trie.vllm_hooks.worker import gpu_check
+from vllm_trie.vllm_hooks.worker import gpu_check, v1_adapter
 from vllm_trie.vllm_hooks.worker.attention import cuda as cuda_attention
 from vllm_trie.vllm_hooks.worker.attention.cuda import TreeTritonAttentionImpl
-from vllm_trie.vllm_hooks.worker.verification import compaction, placement
+from vllm_trie.vllm_hooks.worker.verification import compaction
 
 CHECKED = [
     [RequestShape(20, 1, 9), RequestShape(33, 1, 0), RequestShape(2, 3, 66)],  # more than a word
@@ -110,9 +110,9 @@ def broken_parts(patch: pytest.MonkeyPatch) -> Iterator[str]:
         return on_device._replace(words=torch.full_like(on_device.words, -1))
 
     def other_blocks(metadata: Any, *arguments: Any) -> Any:
-        rest = stock_rest(metadata, *arguments)
-        rest.metadata.block_table = metadata.block_table[: len(rest.metadata.seq_lens)]
-        return rest
+        plain = stock_plain(metadata, *arguments)
+        plain.metadata.block_table = metadata.block_table[: len(plain.metadata.seq_lens)]
+        return plain
 
     def keys_only(kv_caches: Any, source: Any, target: Any) -> None:
         values = [cache[..., cache.shape[3] // 2 :] for cache in kv_caches]
@@ -128,13 +128,13 @@ def broken_parts(patch: pytest.MonkeyPatch) -> Iterator[str]:
         raise RuntimeError("a fault of the device")
 
     stock_trees = triton_kernel.trees_on_device
-    stock_rest = cuda_attention.rest_of_batch
+    stock_plain = cuda_attention.plain_requests
     stock_move = impl.move_slots
     stock_update = impl.do_kv_cache_update
     for owner, name, replacement in (
         (triton_kernel, "trees_on_device", all_seen),
         (cuda_attention, "trees_on_device", all_seen),
-        (cuda_attention, "rest_of_batch", other_blocks),
+        (cuda_attention, "plain_requests", other_blocks),
         (impl, "move_slots", staticmethod(keys_only)),
         (impl, "do_kv_cache_update", values_first),
         (impl, "attend_to_trees", fault),
@@ -159,20 +159,20 @@ def refusals(runner: Any) -> dict[str, str]:
 def count_work(counts: dict[str, int]) -> None:
     """Count rows with trees, layers that see a mixed batch, and tokens whose KV is moved."""
     stock_attend = TreeTritonAttentionImpl.attend_to_trees
-    stock_moved = compaction.moved_rows
+    stock_moved = compaction.moved_tokens
 
     def attend_to_trees(self: Any, query: Any, kv_cache: Any, metadata: Any, trees: Any, out: Any):
         counts["rows"] += len(trees.rows)
         counts["mixed"] += not trees.covers_batch
         stock_attend(self, query, kv_cache, metadata, trees, out)
 
-    def moved_rows(rows: Any, accepted: Any) -> Any:
+    def moved_tokens(rows: Any, accepted: Any) -> Any:
         moved = stock_moved(rows, accepted)
         counts["moved"] += len(moved[0])
         return moved
 
     TreeTritonAttentionImpl.attend_to_trees = attend_to_trees
-    compaction.moved_rows = moved_rows
+    compaction.moved_tokens = moved_tokens
 
 
 def main() -> int:
@@ -183,7 +183,7 @@ def main() -> int:
         tuple(prompt): output for prompt, output in zip(PROMPTS, result["plain"], strict=True)
     }
     worker.CPU_BACKEND_CLASS = GPU_BACKEND
-    placement.prefers_chains = lambda *kernels: False  # as on a GPU
+    v1_adapter.prefers_chains = lambda *kernels: False  # as on a GPU
     llm = engine(**speculation("test_oracle", NODES))
     runner = runner_of(llm)
     layers = runner.compilation_config.static_forward_context.values()
@@ -193,11 +193,12 @@ def main() -> int:
     result["checked_steps"] = check.num_steps
     result["refusals"] = refusals(runner)
     assert not any(layer.kv_cache.any() for layer in layers)
+    totals = trees_of(llm).totals
     counts = {"mixed": 0, "rows": 0, "moved": 0}
     count_work(counts)
     result["trees"] = tokens(llm)
     result |= counts
-    result["tokens_per_step"] = runner.tree_totals.tokens / runner.tree_totals.steps
+    result["tokens_per_step"] = totals.tokens / totals.steps
     print("RESULT " + json.dumps(result))
     return 0
 

@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
 from tests.engine.compare import differences, generate, speculation
-from tests.engine.conftest import runner_of, scheduler_of
+from tests.engine.conftest import runner_of, scheduler_of, trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.vllm_hooks import plugin
 from vllm_trie.vllm_hooks.ledger import check as ledger
@@ -76,17 +76,17 @@ def test_speculation_runs_in_vllms_own_worker_and_runner(engine) -> None:
     worker = llm.llm_engine.model_executor.driver_worker.worker
     assert type(worker) is CPUWorker
     assert type(worker.model_runner) is CPUModelRunner
-    assert runner_of(llm) is worker.model_runner.drafter.trees
-    before = runner_of(llm).tree_totals.tokens - runner_of(llm).tree_totals.steps
+    totals = trees_of(llm).totals
+    before = totals.tokens - totals.steps
     greedy = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, detokenize=False)
     outputs = generate(llm, prompts(6), greedy)
     assert differences(generate(engine(), prompts(6), greedy), outputs) == []
-    assert runner_of(llm).tree_totals.tokens - runner_of(llm).tree_totals.steps > before + 50
+    assert totals.tokens - totals.steps > before + 50
 
 
 def test_drafters_get_the_cache_salt_in_a_field_of_vllms(engine) -> None:
     llm = engine(**speculation("ngram_trie", 32))
-    drafter = runner_of(llm).drafter.guarded.drafter
+    drafter = trees_of(llm).guard.drafter
     stock, seen = drafter.propose, []
 
     def propose(requests: Any) -> Any:

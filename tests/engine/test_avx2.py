@@ -36,7 +36,7 @@ some = [p for p in prompts() if len(p["prompt_token_ids"]) < 400][:6]
 trees = {"method": "ngram_trie", "num_speculative_tokens": 16, "node_budget": "fixed"}
 llm = LLM(**SETTINGS, speculative_config=trees)
 found = tokens(llm)
-totals = llm.llm_engine.model_executor.driver_worker.worker.model_runner.tree_totals
+totals = llm.llm_engine.model_executor.driver_worker.worker.model_runner.trees.totals
 assert totals.tokens > 1.2 * totals.steps
 assert choose_kernels().native.instructions == "AVX2"
 case = Case(prompt(4, 40), 3)

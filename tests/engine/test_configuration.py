@@ -23,7 +23,7 @@ from tests.engine.compare import (
     speculation,
     tell_oracle,
 )
-from tests.engine.conftest import runner_of
+from tests.engine.conftest import trees_of
 from tests.engine.families import UNSUPPORTED, write_config
 from tests.engine.prompts import prompts
 from tests.processes import run_python
@@ -105,7 +105,7 @@ def test_all_ways_lead_to_the_same_configuration():
 )
 def test_options_reach_the_drafter(engine, options):
     llm = engine(**{**speculation("ngram_trie", 8), **options})
-    drafter = runner_of(llm).drafter.guarded.drafter
+    drafter = trees_of(llm).guard.drafter
     assert drafter.options.ngram_size == 9
     assert drafter.options.index_output is False
     assert drafter.options.max_prefix_len == drafter.Options().max_prefix_len

@@ -15,7 +15,7 @@ from tests.engine.compare import (
     speculation,
     tell_oracle,
 )
-from tests.engine.conftest import runner_of, scheduler_of
+from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.prompts import prompts
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
@@ -146,7 +146,7 @@ def test_abort_midway(engine, expected):
     llm = engine(**speculation("test_oracle", 32))
     aborts = {3: range(1, 12, 4), 6: range(3, 12, 4)}
     check_outputs_beside_aborts(llm, expected[:12], GREEDY, aborts)
-    assert not [r for r in runner_of(llm)._stored_trees if r.startswith("abort-")]
+    assert not [r for r in trees_of(llm)._stored_trees if r.startswith("abort-")]
 
 
 def test_same_request_id_again_after_an_abort(engine, expected):

@@ -14,9 +14,10 @@ from tests.engine.compare import (
     speculation,
     tell_oracle,
 )
-from tests.engine.conftest import runner_of
+from tests.engine.conftest import runner_of, trees_of
 from tests.engine.drafters import HiddenStateDrafter
 from tests.engine.prompts import prompts
+from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, detokenize=False)
@@ -37,23 +38,23 @@ def test_a_drafter_that_fails_at_random(engine, expected, caplog, monkeypatch):
         outputs = generate(llm, prompts(16), GREEDY)
     assert differences(expected, outputs) == []
     assert accepted_tokens(llm) > before
-    failures = runner_of(llm).drafter.guarded.failures
+    failures = trees_of(llm).guard.failures
     assert failures["error"] > 0
     assert failures["malformed"] > 0
-    assert runner_of(llm).tree_totals.draft_failures == {k: n for k, n in failures.items() if n}
+    assert trees_of(llm).totals.draft_failures == {k: n for k, n in failures.items() if n}
     reports = [r for r in caplog.records if "drafter 'test_faulty' failed" in r.getMessage()]
     assert len(reports) == 1
     assert reports[0].exc_info is not None
 
 
-def test_a_drafter_that_never_comes_back(engine, expected):
-    llm = engine(**speculation("test_endless", 16, draft_timeout_s=0.5))
+def test_a_drafter_that_takes_too_long(engine, expected):
+    llm = engine(**speculation("test_slow", 16, draft_timeout_s=0.2))
     outputs = generate(llm, prompts(16), GREEDY)
     assert differences(expected, outputs) == []
-    assert runner_of(llm).drafter.guarded.failures["timeout"] == 1
-    # It stays off: the next requests do not wait for it again.
+    assert trees_of(llm).guard.failures["timeout"] == 1
+    # It stays off: the next requests do not wait for it.
     assert differences(expected, generate(llm, prompts(16), GREEDY)) == []
-    assert runner_of(llm).drafter.guarded.failures["timeout"] == 1
+    assert trees_of(llm).guard.failures["timeout"] == 1
 
 
 def test_hidden_states_and_last_steps(engine, expected):
@@ -95,13 +96,13 @@ def test_the_hidden_state_test_can_fail(engine, expected, monkeypatch):
     llm = engine(**speculation("test_hidden_states", 16), enable_prefix_caching=False)
     HiddenStateDrafter.seen.clear()
     runner = runner_of(llm)
-    stock = type(runner)._compact
+    stock = TreeVerifier.end_step
 
-    def wrong_rows(self, accepted):
-        self._last_rows = [max(0, row - 1) for row in self._last_rows]
-        stock(self, accepted)
+    def wrong_rows(self, new_tokens):
+        self._last_logits_rows = [max(0, row - 1) for row in self._last_logits_rows]
+        stock(self, new_tokens)
 
-    monkeypatch.setattr(type(runner), "_compact", wrong_rows)
+    monkeypatch.setattr(TreeVerifier, "end_step", wrong_rows)
     generate(llm, prompts(6), GREEDY)
     wrong = sum(
         int(runner.model.compute_logits(hidden[None]).argmax()) != tokens[-1]

@@ -180,11 +180,11 @@ def test_vllm_takes_the_backend_and_keeps_attention_out_of_graphs(pretended) -> 
 def test_nothing_serves_before_the_check(monkeypatch) -> None:
     done = []
     worker = object.__new__(cuda_worker.TreeGPUWorker)
-    worker.model_runner = object()
+    adapter = SimpleNamespace(calibrate=lambda: done.append("costs"))
+    worker.model_runner = SimpleNamespace(adapter=adapter)
     monkeypatch.setattr(
         cuda_worker.Worker, "compile_or_warm_up_model", lambda self: done.append("warm-up")
     )
-    monkeypatch.setattr(cuda_worker, "calibrate_step_cost", lambda runner: done.append("costs"))
     monkeypatch.setattr(cuda_worker, "check_device", lambda runner: done.append("check"))
     worker.compile_or_warm_up_model()
     assert done == ["check", "warm-up", "costs"]
@@ -199,7 +199,7 @@ def test_nothing_serves_before_the_check(monkeypatch) -> None:
     assert done == []
 
 
-def test_profiling_sees_the_logits_of_a_step_with_trees() -> None:
+def test_profiling_sees_the_logits_of_a_step_with_trees(monkeypatch) -> None:
     import torch
 
     rows = []
@@ -209,11 +209,11 @@ def test_profiling_sees_the_logits_of_a_step_with_trees() -> None:
             rows.append(len(states))
             return states.new_zeros(len(states), 7)
 
-    runner = SimpleNamespace(
-        model=Model(), sampler=None, max_num_reqs=8, num_spec_tokens=32, max_num_tokens=200
-    )
-    runner._dummy_sampler_run = lambda hidden_states: "sampled"
-    cuda_worker.reserve_for_verification(runner)
+    stock = cuda_worker.gpu_model_runner.GPUModelRunner
+    monkeypatch.setattr(stock, "_dummy_sampler_run", lambda self, hidden_states: "sampled")
+    runner = object.__new__(cuda_worker.TreeGPUModelRunner)
+    runner.model, runner.sampler = Model(), None
+    runner.max_num_reqs, runner.num_spec_tokens, runner.max_num_tokens = 8, 32, 200
     assert runner._dummy_sampler_run(torch.zeros(8, 4)) == "sampled"
     assert rows == [200]
     runner.max_num_tokens = 8192

@@ -132,7 +132,7 @@ def test_no_row_is_computed_twice(engine, expected, monkeypatch):
     pending: list[int] = []
     stock = cpu_attention.CPUAttentionBackendImpl.forward
     ours = cpu_attention.tree_attention
-    split = cpu_attention.rest_of_batch
+    split = cpu_attention.plain_requests
 
     def stock_forward(self, layer, query, key, value, kv_cache, metadata, output, *scales):
         if metadata is not None:
@@ -150,14 +150,14 @@ def test_no_row_is_computed_twice(engine, expected, monkeypatch):
             assert own + pending[-1] == len(query)
         ours(query, kv_cache, block_table, trees, scale, output, *biases)
 
-    def rest_of_batch(metadata, trees):
-        rest = split(metadata, trees)
-        counts["gathered"] += not isinstance(rest.rows, slice)
-        return rest
+    def plain_requests(metadata, trees):
+        plain = split(metadata, trees)
+        counts["gathered"] += not isinstance(plain.tokens, slice)
+        return plain
 
     monkeypatch.setattr(cpu_attention.CPUAttentionBackendImpl, "forward", stock_forward)
     monkeypatch.setattr(cpu_attention, "tree_attention", tree_attention)
-    monkeypatch.setattr(cpu_attention, "rest_of_batch", rest_of_batch)
+    monkeypatch.setattr(cpu_attention, "plain_requests", plain_requests)
     outputs = generate(llm, prompts(12), _some_without_drafts(), 6)
     assert differences(expected[:12], outputs) == []
     assert counts["mixed"] > 20

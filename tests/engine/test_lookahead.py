@@ -16,7 +16,7 @@ from tests.engine.compare import (
     preemptions,
     speculation,
 )
-from tests.engine.conftest import runner_of
+from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.tree import TokenTree
 
@@ -38,9 +38,9 @@ def test_greedy(engine, expected, config, batch_size):
     llm = engine(**config)
     count = COUNT if batch_size > 1 else 4
     assert check_same_outputs(llm, expected[:count], GREEDY, batch_size) > 0.2
-    assert not any(runner_of(llm).drafter.guarded.failures.values())
+    assert not any(trees_of(llm).guard.failures.values())
     generate(llm, prompts(1), SamplingParams(temperature=0.0, max_tokens=2))  # lets it forget
-    assert len(runner_of(llm).drafter.guarded.drafter._states) <= 1
+    assert len(trees_of(llm).guard.drafter._states) <= 1
 
 
 def test_budget_smaller_than_the_window(engine, expected):
@@ -87,7 +87,7 @@ def test_up_to_the_length_limit(engine):
 def test_abort_midway(engine, expected):
     llm = engine(**LOOKAHEAD)
     check_outputs_beside_aborts(llm, expected[:8], GREEDY, {4: (1, 5), 8: (2, 6)})
-    states = runner_of(llm).drafter.guarded.drafter._states
+    states = trees_of(llm).guard.drafter._states
     assert not [request for request in states if request.startswith("abort-")]
 
 
@@ -97,7 +97,7 @@ def test_abort_midway(engine, expected):
 def _wrong_window_nodes(engine) -> int:
     """Of 60 window nodes, those whose argmax is not plain vLLM's after the same tokens."""
     llm = engine(**WINDOW_ONLY, enable_prefix_caching=False)
-    drafter = runner_of(llm).drafter.guarded.drafter
+    drafter = trees_of(llm).guard.drafter
     stock, seen = drafter.propose, []
 
     def watch(requests):

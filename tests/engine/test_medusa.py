@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests.engine.compare import (
     preemptions,
     speculation,
 )
-from tests.engine.conftest import runner_of
+from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.drafters.medusa.checkpoint import (
     CheckpointError,
@@ -27,6 +28,7 @@ from vllm_trie.drafters.medusa.checkpoint import (
     save_fasterdecoding,
 )
 from vllm_trie.tiny_model import medusa_path, model_path
+from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, detokenize=False)
 COUNT = 14
@@ -93,21 +95,21 @@ def test_chunked_prefill_and_preemption(engine, expected):
 def test_hidden_state_of_the_last_accepted_node(engine, expected, monkeypatch):
     """The state of any other node is a worse one: of the last committed token, of the last node."""
     llm = engine(**medusa(joint="product"))
-    runner = runner_of(llm)
     right = check_same_outputs(llm, expected, GREEDY)
-    stock = type(runner)._remember_steps
+    stock = TreeVerifier.end_step
     wrong_rows = {
-        "first": lambda base, size: base,
-        "last": lambda base, size: base + size,
+        "first": lambda end, size: end - size - 1,
+        "last": lambda end, size: end - 1,
     }
     for name, wrong_row in wrong_rows.items():
 
-        def remember_steps(self, accepted, base, *args, wrong_row=wrong_row):
-            sizes = [len(tree.token_ids) for tree in self._step_trees]
-            self._last_rows = [wrong_row(*row) for row in zip(base, sizes, strict=True)]
-            stock(self, accepted, base, *args)
+        def end_step(self, new_tokens, wrong_row=wrong_row):
+            sizes = [tree.num_nodes for tree in self.step_trees]
+            ends = itertools.accumulate(size + 1 for size in sizes)
+            self._last_logits_rows = [wrong_row(*row) for row in zip(ends, sizes, strict=True)]
+            stock(self, new_tokens)
 
-        monkeypatch.setattr(type(runner), "_remember_steps", remember_steps)
+        monkeypatch.setattr(TreeVerifier, "end_step", end_step)
         assert check_same_outputs(llm, expected, GREEDY) < 0.85 * right, name
 
 
@@ -116,7 +118,7 @@ def test_state_given_is_that_of_the_whole_text(engine, expected, monkeypatch):
     from tools.tiny_model.model import load_model
 
     llm = engine(**medusa())
-    drafter = runner_of(llm)._guarded.drafter
+    drafter = trees_of(llm).guard.drafter
     seen = []
     stock = type(drafter).propose
 

@@ -15,7 +15,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from tests.engine.compare import generate, register_test_drafters, speculation, tell_oracle
-from tests.engine.conftest import runner_of, scheduler_of
+from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks.frontend.stat_logger import TreeSpecDecodingStats, TreeStatLogger
@@ -162,7 +162,7 @@ def test_failures_by_reason(engine, traffic):
     tell_oracle(expected)
     llm = engine(**speculation("test_faulty", 12), max_num_seqs=7)
     generate(llm, prompts(8), GREEDY)
-    failures = runner_of(llm).drafter.guarded.failures
+    failures = trees_of(llm).guard.failures
     found = {
         metric.labels["reason"]: metric.value
         for metric in llm.get_metrics()

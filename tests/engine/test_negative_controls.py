@@ -14,7 +14,7 @@ from tests.engine.compare import (
 )
 from tests.engine.prompts import prompts
 from vllm_trie.attention import move_slots_in_layers, split_cache
-from vllm_trie.vllm_hooks.worker import runner_v1 as runner
+from vllm_trie.vllm_hooks.worker import verifier
 from vllm_trie.vllm_hooks.worker.verification import compaction, placement
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
@@ -40,15 +40,15 @@ def test_without_compaction(engine, monkeypatch):
 
 
 def test_with_flat_positions(engine, monkeypatch):
-    stock = runner.place_trees
+    stock = verifier.place_trees
 
-    def place_trees_flat(model_runner, *args):
-        flat = model_runner.positions.clone()
-        batch = stock(model_runner, *args)
-        model_runner.positions.copy_(flat)
+    def place_trees_flat(trees, tokens, takes_chains):
+        flat = tokens.positions.clone()
+        batch = stock(trees, tokens, takes_chains)
+        tokens.positions.copy_(flat)
         return batch
 
-    monkeypatch.setattr(runner, "place_trees", place_trees_flat)
+    monkeypatch.setattr(verifier, "place_trees", place_trees_flat)
     assert _num_wrong(engine) > 6
 
 

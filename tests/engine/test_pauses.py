@@ -1,4 +1,4 @@
-"""Steps without drafts go vLLM's way without speculation, and nothing is lost between the two."""
+"""Steps without drafts take the path of an engine without speculation, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.compare import differences, generate, speculation, tell_oracle
-from tests.engine.conftest import runner_of
+from tests.engine.conftest import runner_of, trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.budget import NodeBudget
 from vllm_trie.tiny_model import medusa_path
@@ -60,17 +60,16 @@ def test_pausing_steps_do_nothing_for_drafts(engine, pauses, monkeypatch):
         "_calc_spec_decode_metadata",
         "propose_draft_token_ids",
     )
-    before = runner.tree_totals.steps, runner.tree_totals.tokens
+    totals = trees_of(llm).totals
+    before = totals.steps, totals.tokens
     assert differences(expected, generate(llm, prompts(8), GREEDY, 1)) == []
     assert 0 < calls["_calc_spec_decode_metadata"] <= calls["propose_draft_token_ids"]
     # Four of nine steps draft.
     assert calls["propose_draft_token_ids"] / calls["_prepare_inputs"] == pytest.approx(
         4 / 9, abs=0.1
     )
-    assert runner.tree_totals.steps - before[0] == calls["_prepare_inputs"]
-    assert runner.tree_totals.tokens - before[1] == sum(
-        len(o.outputs[0].token_ids) for o in expected
-    )
+    assert totals.steps - before[0] == calls["_prepare_inputs"]
+    assert totals.tokens - before[1] == sum(len(o.outputs[0].token_ids) for o in expected)
     assert runner.speculative_config is not None
 
 
@@ -80,7 +79,7 @@ def test_greedy(engine, pauses, method, options):
     expected = generate(engine(**options), prompts(12), GREEDY)
     tell_oracle(expected)
     tree = engine(**speculation(method, 24, node_budget="adaptive", **METHODS[method]), **options)
-    totals = runner_of(tree).tree_totals
+    totals = trees_of(tree).totals
     before = totals.tokens - totals.steps
     assert differences(expected, generate(tree, prompts(12), GREEDY, 5)) == []
     assert totals.tokens - totals.steps > before + 12  # drafts were accepted in between

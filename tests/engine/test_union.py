@@ -13,7 +13,7 @@ from tests.engine.compare import (
     speculation,
     tell_oracle,
 )
-from tests.engine.conftest import runner_of
+from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
@@ -38,14 +38,14 @@ def test_greedy(engine, expected, batch_size):
     llm = engine(**UNION)
     count = COUNT if batch_size > 1 else 4
     assert check_same_outputs(llm, expected[:count], GREEDY, batch_size) > 0.2
-    assert not any(runner_of(llm).drafter.guarded.failures.values())
+    assert not any(trees_of(llm).guard.failures.values())
 
 
 def test_the_window_moves_on_inside_the_union(engine, expected):
     """The part gets its own nodes' argmax back, wherever they lie in the merged tree."""
     config = {"drafters": ["ngram_trie", "lookahead"], "adaptive": False}
     llm = engine(**speculation("trie_union", 64, **config))
-    union = runner_of(llm).drafter.guarded.drafter
+    union = trees_of(llm).guard.drafter
     lookahead = union.parts[1]
     core = llm.llm_engine
     core.add_request("window", prompts()[0], GREEDY)
@@ -85,7 +85,7 @@ def test_seeded_sampling(engine, expected):
 def test_abort_midway(engine, expected):
     llm = engine(**UNION)
     check_outputs_beside_aborts(llm, expected[:8], GREEDY, {2: (1, 5), 4: (2, 6)})
-    union = runner_of(llm).drafter.guarded.drafter
+    union = trees_of(llm).guard.drafter
     assert not [request for request in union._states if request.startswith("abort-")]
     lookahead = union.parts[2]
     assert not [request for request in lookahead._states if request.startswith("abort-")]

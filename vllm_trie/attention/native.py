@@ -149,7 +149,7 @@ class NativeKernels:
             or not _is_plain(alibi_slopes, num_heads)
         ):
             return False
-        rows, words = trees.packed()
+        rows, words = trees.row_array, trees.word_array
         status = self._tree_attention(
             dtype,
             query.data_ptr(),

@@ -29,7 +29,7 @@ def tree_attention_portable(
     keys, values = split_cache(kv_cache)
     num_kv_heads, head_size = keys.shape[1], keys.shape[2]
     grouped = query.shape[1] != num_kv_heads
-    for index, (row, mask) in enumerate(zip(trees.rows, trees.masks(), strict=True)):
+    for index, (row, mask) in enumerate(zip(trees.rows, trees.masks, strict=True)):
         num_blocks = -(-row.seq_len // block_size)
         blocks = block_table[row.batch_index, :num_blocks].long()
         # [blocks, heads, head_size, block] -> [heads, slots, head_size]

@@ -49,7 +49,7 @@ def trees_on_device(trees: TreeBatch, group: int, device: torch.device) -> Devic
         device: where the cache is.
     """
     queries_per_block = max(1, 64 // triton.next_power_of_2(group))
-    rows, words = trees.packed()
+    rows, words = trees.row_array, trees.word_array
     num_words = rows[:, 3] * -(-rows[:, 3] // 64) * 2
     starts = np.cumsum(num_words) - num_words
     blocks = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import le, lt
 
 import numpy as np
@@ -18,13 +19,13 @@ class MalformedTreeError(ValueError):
     """A token tree breaks one of the rules that `TokenTree.validate` checks."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TokenTree:
     """A trie of draft tokens after the last committed token of one request.
 
-    The arrays are read-only by convention: nothing in this package writes to the arrays of a tree
-    it did not create. Parents come before children, so any leading part of the arrays is itself a
-    tree and truncating a draft does no harm.
+    Nothing in this package writes to the arrays of a tree that it did not create. Parents come
+    before children, so any leading part of the arrays is itself a tree. What is derived from the
+    arrays is cached at the first access: take a `copy` of a tree whose arrays may change later.
 
     Attributes:
         token_ids: int32 [N], the token of each node.
@@ -44,7 +45,7 @@ class TokenTree:
 
     @classmethod
     def empty(cls) -> TokenTree:
-        """A tree without nodes: verifying it is a plain decoding step."""
+        """Return the tree without nodes: verifying it is a plain decoding step."""
         return _EMPTY
 
     @classmethod
@@ -90,23 +91,44 @@ class TokenTree:
         """N, the number of draft tokens."""
         return len(self.token_ids)
 
-    @property
+    @cached_property
+    def token_list(self) -> list[int]:
+        """`token_ids` as a list, for loops in Python."""
+        tokens: list[int] = self.token_ids.tolist()
+        return tokens
+
+    @cached_property
+    def parent_list(self) -> list[int]:
+        """`parents` as a list, for loops in Python."""
+        parents: list[int] = self.parents.tolist()
+        return parents
+
+    @cached_property
     def is_chain(self) -> bool:
         """Whether every node is the only child of the node before it (true for an empty tree)."""
         return bool((self.parents == np.arange(-1, self.num_nodes - 1)).all())
 
     def depths(self) -> np.ndarray:
-        """int32 [N], number of tokens on the path to each node; a child of the root has depth 1.
+        """Return int32 [N], the number of tokens on the path to each node, at least 1.
 
         The position of a node in its sequence is the number of committed tokens plus depth - 1.
         """
         depths = [0] * self.num_nodes
-        for node, parent in enumerate(self.parents.tolist()):
+        for node, parent in enumerate(self.parent_list):
             depths[node] = 1 if parent < 0 else depths[parent] + 1
         return np.array(depths, dtype=np.int32)
 
+    def copy(self) -> TokenTree:
+        """Return the same tree in arrays of its own."""
+        return TokenTree(
+            self.token_ids.copy(),
+            self.parents.copy(),
+            None if self.probabilities is None else self.probabilities.copy(),
+            None if self.never_accept is None else self.never_accept.copy(),
+        )
+
     def prefix(self, num_nodes: int) -> TokenTree:
-        """The tree of the first `num_nodes` nodes (views, no copy); all of them if N is smaller."""
+        """Return the first `num_nodes` nodes (views), the tree itself if N is smaller."""
         if num_nodes >= self.num_nodes:
             return self
         num_nodes = max(num_nodes, 0)
@@ -118,7 +140,7 @@ class TokenTree:
         )
 
     def chain(self) -> TokenTree:
-        """The leading first-child path: in a depth-first, likeliest-first layout the likeliest.
+        """Return the leading first-child path, the likeliest path of a laid-out tree.
 
         The path ends before the first node that must never be accepted.
         """
@@ -128,11 +150,11 @@ class TokenTree:
         return self.prefix(length)
 
     def ancestor_words(self) -> np.ndarray:
-        """uint64 [N, ceil(N / 64)]: bit `j % 64` of word `j // 64` in row i is set if j is i or
-        an ancestor of i."""
+        """Return uint64 [N, ceil(N / 64)]: bit `j % 64` of word `j // 64` in row i is set if j is i
+        or an ancestor of i."""
         num_words = -(-self.num_nodes // _WORD_BITS)
         rows: list[int] = []
-        for node, parent in enumerate(self.parents.tolist()):
+        for node, parent in enumerate(self.parent_list):
             rows.append((rows[parent] if parent >= 0 else 0) | 1 << node)
         if num_words <= 1:
             return np.array(rows, dtype=np.uint64).reshape(self.num_nodes, num_words)
@@ -140,8 +162,8 @@ class TokenTree:
         return np.frombuffer(data, dtype="<u8").reshape(self.num_nodes, num_words)
 
     def ancestor_mask(self) -> np.ndarray:
-        """bool [N, N], the readable twin of `ancestor_words`: row i sees column j if j is i or an
-        ancestor of i."""
+        """Return bool [N, N], the readable twin of `ancestor_words`: row i sees column j if j is i
+        or an ancestor of i."""
         mask = np.zeros((self.num_nodes, self.num_nodes), dtype=bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
@@ -165,7 +187,7 @@ class TokenTree:
             raise MalformedTreeError(
                 f"the tree has {self.num_nodes} nodes, at most {max_nodes} are allowed"
             )
-        tokens, parents = self.token_ids.tolist(), self.parents.tolist()
+        tokens, parents = self.token_list, self.parent_list
         probabilities = None if self.probabilities is None else self.probabilities.tolist()
         if not self.num_nodes or (
             self.never_accept is None and _obeys_all(tokens, parents, probabilities, vocab_size)
@@ -208,10 +230,7 @@ class TokenTree:
 def _obeys_all(
     tokens: list[int], parents: list[int], probabilities: list[float] | None, vocab_size: int
 ) -> bool:
-    """Whether nothing is wrong with a tree of at least one node, found without a loop in Python.
-
-    What the checks one by one would find, without the name of what is wrong.
-    """
+    """Whether a tree of at least one node passes all checks, found without a loop in Python."""
     num_nodes = len(tokens)
     return (
         min(parents) >= ROOT

@@ -327,9 +327,9 @@ def test_packed_trees() -> None:
         TreeRow(batch_index=1, query_start=4, num_queries=3, num_nodes=2, seq_len=9),
         TreeRow(batch_index=2, query_start=7, num_queries=71, num_nodes=70, seq_len=80),
     ]
-    packed = build_tree_batch(rows, words, 80).packed()
-    assert packed.rows.tolist() == [[1, 4, 3, 2, 9], [2, 7, 71, 70, 80]]
-    assert packed.words.tolist() == [1, 3] + [5] * 140
+    trees = build_tree_batch(rows, words, 80)
+    assert trees.row_array.tolist() == [[1, 4, 3, 2, 9], [2, 7, 71, 70, 80]]
+    assert trees.word_array.tolist() == [1, 3] + [5] * 140
 
 
 def test_move_rows_of_gpu_caches() -> None:

@@ -132,14 +132,14 @@ def test_query_mask(tree: TokenTree, committed: int) -> None:
 def test_masks_see_all_earlier_tokens() -> None:
     tree = TokenTree.from_lists([1, 2, 3], [-1, 0, -1])
     batch = build_tree_batch([TreeRow(0, 0, 4, 3, 9)], [tree.ancestor_words()], 4)
-    (mask,) = batch.masks()
+    (mask,) = batch.masks
     assert mask.tolist() == [
         [True] * 5 + [True, False, False, False],
         [True] * 5 + [True, True, False, False],
         [True] * 5 + [True, True, True, False],
         [True] * 5 + [True, False, False, True],
     ]
-    assert batch.masks()[0] is mask
+    assert batch.masks[0] is mask
 
 
 # -- layout: against the operation with which vLLM itself writes the cache -------------------------

@@ -15,7 +15,7 @@ from vllm_trie.vllm_hooks.worker.verification.compaction import (
     CacheGroup,
     cache_groups,
     compact,
-    moved_rows,
+    moved_tokens,
 )
 
 BLOCK, HEADS, HEAD_SIZE = 4, 2, 3
@@ -56,7 +56,7 @@ def test_accepted_nodes_end_in_the_slots_behind_the_committed_tokens(step) -> No
     cache = torch.randn(num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE)
     before = cache.clone()
     mapping = torch.tensor(slots)
-    sources, targets = moved_rows(rows, accepted)
+    sources, targets = moved_tokens(rows, accepted)
     assert len(set(targets)) == len(targets)
     compact([CacheGroup(0, (cache,))], [mapping], sources, targets)
 
@@ -77,9 +77,9 @@ def test_accepted_nodes_end_in_the_slots_behind_the_committed_tokens(step) -> No
 
 def test_a_path_that_lies_in_front_moves_nothing() -> None:
     row = TreeRow(0, 0, 5, 4, 20)
-    assert moved_rows([row], [[0, 1, 2]]) == ([], [])
-    assert moved_rows([row], [[]]) == ([], [])
-    assert moved_rows([row], [[0, 3]]) == ([4], [2])
+    assert moved_tokens([row], [[0, 1, 2]]) == ([], [])
+    assert moved_tokens([row], [[]]) == ([], [])
+    assert moved_tokens([row], [[0, 3]]) == ([4], [2])
 
 
 def test_caches_that_layers_share_are_moved_once() -> None:

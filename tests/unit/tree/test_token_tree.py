@@ -179,3 +179,23 @@ def test_the_quick_check_finds_what_the_checks_one_by_one_find(
         except MalformedTreeError as error:
             found.append(str(error))
     assert found[0] == found[1]
+
+
+@given(token_trees())
+def test_lists_are_those_of_the_arrays(tree: TokenTree) -> None:
+    for each in (tree, tree.copy(), tree.prefix(tree.num_nodes // 2)):
+        assert each.token_list == each.token_ids.tolist()
+        assert each.parent_list == each.parents.tolist()
+
+
+def test_a_copy_does_not_follow_its_original() -> None:
+    tree = TokenTree.from_lists([5, 6, 7], [-1, 0, 0], [0.9, 0.5, 0.4])
+    copy = tree.copy()
+    for array in (tree.token_ids, tree.parents, tree.probabilities):
+        assert array is not None
+        array[:] = 0
+    assert copy.token_list == [5, 6, 7]
+    assert copy.parent_list == [-1, 0, 0]
+    assert copy.probabilities is not None
+    assert copy.probabilities.tolist() == pytest.approx([0.9, 0.5, 0.4])
+    assert copy.never_accept is None

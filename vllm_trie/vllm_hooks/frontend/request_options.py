@@ -1,9 +1,8 @@
-"""How much speculation a request may have."""
+"""The speculation options of a request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
@@ -36,62 +35,3 @@ def check_request_options(params: Any) -> None:
             f"extra_args[{SPECULATION!r}]={value!r} must be true (the default) or false; false "
             "decodes the request without drafts"
         )
-
-
-class DraftingLimits(NamedTuple):
-    """Bounds on a request's next tree."""
-
-    max_nodes: int
-    max_depth: int
-    chain_only: bool
-    cache_salt: str | None
-
-
-NO_DRAFT = DraftingLimits(0, 0, False, None)
-
-
-def drafting_limits(
-    state: Any, last_token: int, num_tokens: int, max_model_len: int
-) -> DraftingLimits:
-    """Bounds for a request that has just got new tokens.
-
-    Args:
-        state: vLLM's ``CachedRequestState``.
-        last_token: the newest token; it is committed, its KV is not computed yet.
-        num_tokens: prompt and output tokens so far.
-        max_model_len: length limit; nodes take slots up to it, one of which is the next step's
-            bonus token's.
-    """
-    params = state.sampling_params
-    if params is None or state.prompt_token_ids is None:  # pooling, or a prompt of embeddings
-        return NO_DRAFT
-    extra = params.extra_args or {}
-    if not extra.get(SPECULATION, True):
-        return NO_DRAFT
-    if params.thinking_token_budget is not None:
-        return NO_DRAFT  # vLLM counts thinking tokens along a chain
-    num_output = len(state.output_token_ids)
-    if last_token in params.all_stop_token_ids and num_output >= params.min_tokens:
-        return NO_DRAFT  # the scheduler is about to end it
-    room = max_model_len - num_tokens - 1
-    depth = room
-    if params.max_tokens is not None:
-        depth = min(depth, params.max_tokens - num_output - 1)
-    return DraftingLimits(
-        max_nodes=room,
-        max_depth=depth,
-        chain_only=params.structured_outputs is not None,
-        cache_salt=_shared_with(state, extra),
-    )
-
-
-def _shared_with(state: Any, extra: Mapping[str, Any]) -> str | None:
-    """The salt that tells whose text the request may draft from.
-
-    Adapters keep their text to themselves, as they do in vLLM's prefix cache: another's says little
-    about what this one writes, and its speed nothing about what another's requests said.
-    """
-    # A patched vLLM brings the salt by itself.
-    salt: str | None = getattr(state, "cache_salt", None) or extra.get(CACHE_SALT)
-    adapter = getattr(state, "lora_request", None)
-    return salt if adapter is None else f"{adapter.lora_name}\0{salt or ''}"

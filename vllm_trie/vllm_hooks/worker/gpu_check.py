@@ -29,8 +29,8 @@ from vllm_trie.attention.kernel_check import (
     random_step,
     relative_error,
 )
+from vllm_trie.vllm_hooks.worker.attention.tree_attention import TREE_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.verification import compaction
-from vllm_trie.vllm_hooks.worker.verification.pending_tree import TREE_ATTRIBUTE
 
 logger = init_logger(__name__)
 
@@ -233,7 +233,7 @@ def _check_compaction(checked: CheckedLayer, step: Step, generator: np.random.Ge
             length = int(generator.integers(1, min(8, row.num_nodes - 1) + 1))
             nodes = 1 + generator.choice(row.num_nodes - 1, length, replace=False)
             accepted[row.batch_index] = sorted(nodes.tolist())
-    sources, targets = compaction.moved_rows(step.trees.rows, accepted)
+    sources, targets = compaction.moved_tokens(step.trees.rows, accepted)
     cache = checked.kv_cache
     wanted = cache.clone()
     slots = step.step_slots()

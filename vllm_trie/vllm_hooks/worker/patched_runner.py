@@ -1,119 +1,76 @@
-"""Tree verification where vLLM's runner asks its proposer for it.
-
-On stock vLLM, :class:`TreeRunnerMixin` is put in front of the runner's class and its overrides call
-``super()``. A patched vLLM calls the proposer at the same places instead. The mixin then works on
-an object of its own, beside the runner: it reads the runner through it, and ``super()`` is what
-vLLM has done already.
-"""
+"""Tree speculation in a patched vLLM, whose model runner asks its proposer at the right places."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.spec_decode.draft_verifier import DraftVerifier
+from vllm.v1.spec_decode.draft_verifier import DraftVerifier  # type: ignore[import-not-found]
 
 from vllm_trie.attention import TreeBatch
-from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost
 from vllm_trie.vllm_hooks.worker.cpu_worker import CPU_BACKEND_CLASS
 from vllm_trie.vllm_hooks.worker.drafting.proposer import TreeProposer
-from vllm_trie.vllm_hooks.worker.runner_v1 import TreeRunnerMixin
-from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
+from vllm_trie.vllm_hooks.worker.v1_adapter import V1Adapter
 
-
-class RunnerView:
-    """A model runner as the mixin's base class: its attributes, and overridden methods done."""
-
-    def __init__(self, runner: Any) -> None:
-        self.runner = runner
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "runner":  # not set yet
-            raise AttributeError(name)
-        return getattr(self.runner, name)
-
-    def execute_model(self, *unused: Any) -> None:
-        """The runner goes on by itself."""
-
-    def load_model(self, *unused: Any) -> None:
-        """The model is loaded."""
-
-    def _prepare_inputs(self, *unused: Any) -> None:
-        """The inputs are prepared."""
-
-    def _on_request_state_removed(self, *unused: Any) -> None:
-        """The request is gone."""
-
-    def sample_tokens(self, output: Any) -> Any:
-        """The tokens are sampled."""
-        return output
-
-
-class TreeVerification(TreeRunnerMixin, RunnerView):
-    """State and work of tree verification, beside a runner."""
-
-    def __init__(self, runner: Any) -> None:
-        super().__init__(runner)
-        self.init_trees()
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 class TreeDraftVerifier(TreeProposer, DraftVerifier):
-    """The proposer of our methods, which verifies its drafts.
+    """The proposer of the plugin's methods, which verifies its drafts itself."""
 
-    Attributes:
-        trees: the step's trees and what became of them; set by :meth:`bind`.
-    """
-
-    trees: TreeVerification
-
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
-        # The only platform that :mod:`vllm_trie.vllm_hooks.setup.support` lets through; the runner
+        # The only platform that :mod:`vllm_trie.vllm_hooks.setup.support` lets through. The runner
         # makes its proposer before it loads the model, so this is in time.
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_CLASS)
 
-    def bind(self, runner: Any) -> None:
-        self.trees = TreeVerification(runner)
+    def bind(self, runner: GPUModelRunner) -> None:
+        self.adapter = V1Adapter(runner, self.trees)
 
     def load_model(self, target_model: Any, *unused: Any, **unused_too: Any) -> None:
         super().load_model(target_model)
-        self.trees.load_model()
+        self.adapter.check_layers()
 
     def warm_up(self) -> None:
-        calibrate_step_cost(self.trees)
+        self.adapter.calibrate()
 
     def keeps_to_max_model_len(self) -> bool:
         return True
 
     def remove_request(self, req_id: str) -> None:
-        self.trees._on_request_state_removed(req_id, None)
+        self.trees.release(req_id)
 
     def start_step(self) -> None:
-        self.trees.execute_model()
+        self.adapter.start_step()
 
-    def spec_decode_metadata(self, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> Any:
-        return self.trees._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
+    def spec_decode_metadata(
+        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
+    ) -> SpecDecodeMetadata:
+        return self.adapter.logits_metadata(num_draft_tokens, cu_num_scheduled_tokens)
 
-    def place_drafts(self, scheduler_output: Any, num_scheduled_tokens: Any) -> None:
-        self.trees._prepare_inputs(scheduler_output, num_scheduled_tokens)
+    def place_drafts(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
+    ) -> None:
+        self.adapter.begin_step(scheduler_output)
 
     def draft_trees(self) -> TreeBatch | None:
-        return self.trees._tree_batch
+        return self.trees.tree_batch
 
-    def verify(self, logits: Any, spec_decode_metadata: Any) -> Any:
-        return self.trees._sample(logits, spec_decode_metadata)
+    def verify(self, logits: Any, spec_decode_metadata: Any) -> SamplerOutput:
+        return self.adapter.sample(logits)
 
     def propose_for_step(self, step: Any) -> list[list[int]]:
-        return self.trees.propose_draft_token_ids(
-            step.scheduler_output,
-            step.sampled_token_ids,
-            step.sampling_metadata,
-            step.hidden_states,
-            step.sample_hidden_states,
+        return self.adapter.propose(
+            step.scheduler_output, step.sampled_token_ids, step.sample_hidden_states
         )
 
     def take_stats(self) -> dict[str, Any] | None:
-        report = getattr(self.trees.sample_tokens(SimpleNamespace()), STATS_ATTRIBUTE, None)
-        return None if report is None else asdict(report)
+        stats = self.trees.take_stats()
+        return None if stats is None else asdict(stats)

@@ -1,4 +1,4 @@
-"""What a worker reports of its tree speculation, from one step to the next."""
+"""A worker's statistics of tree speculation, between two reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TreeStats:
         steps: times that a request got new tokens, steps without a draft included.
         tokens: output tokens, accepted and bonus ones.
         drafting_seconds: time in the drafter.
-        verification_seconds: time in the tree walk and the KV moves, the forward pass not included.
+        verification_seconds: time in the tree walk and the KV moves, without the forward pass.
         preparation_seconds: time to place the trees into the batch (positions, masks).
         bookkeeping_seconds: time around the drafter: requests built, trees checked and kept.
         draft_failures: failed drafts by reason, see

@@ -1,4 +1,4 @@
-"""How long a decoding step takes, from one drafting to the next."""
+"""The duration of a decoding step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _MEMORY = 0.05
 class StepClock:
     """Times the engine's steps.
 
-    A step is what the runner does plus what the engine does between two calls of the runner
-    (scheduling, detokenizing, answering). The latter is averaged, because an engine without work
-    waits there too.
+    A step is the time in the runner and the time of the engine between two calls of the runner
+    (scheduling, detokenizing, answering). The latter is averaged, because an idle engine waits
+    there too.
     """
 
     def __init__(self) -> None:
@@ -21,11 +21,11 @@ class StepClock:
         self._outside = 0.0
 
     def start(self) -> None:
-        """The runner begins a step."""
+        """Begin a step."""
         self._started = time.perf_counter()
 
     def stop(self) -> float:
-        """The step's tokens are known; returns the step's seconds."""
+        """Return the step's seconds; its tokens are known now."""
         now = time.perf_counter()
         inside = now - self._started
         gap = min(self._started - self._ended, inside) if self._ended else 0.0
@@ -33,5 +33,5 @@ class StepClock:
         return inside + self._outside
 
     def leave(self) -> None:
-        """The runner gives control back to the engine."""
+        """Give control back to the engine."""
         self._ended = time.perf_counter()

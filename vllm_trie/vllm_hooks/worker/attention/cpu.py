@@ -1,4 +1,4 @@
-"""vLLM's CPU attention backend, with tree attention for the rows that have trees."""
+"""vLLM's CPU attention backend, with tree attention for requests with trees."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm_trie.attention import TreeBatch, choose_kernels, tree_attention
 from vllm_trie.attention.cpu_cache import SUPPORTED_ISAS
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.worker.attention.rest_of_batch import RestOfBatch, rest_of_batch
+from vllm_trie.vllm_hooks.worker.attention.plain_requests import PlainRequests, plain_requests
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import TreeAttention
 
 
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Builds the stock metadata, for kernels whose cache layout the plugin reads."""
+    """Builds the stock metadata for a kernel whose cache layout tree attention reads."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,34 +64,33 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):
         trees: TreeBatch,
         output: torch.Tensor,
     ) -> None:
-        tree_attention(
-            query, kv_cache, metadata.block_table, trees, self.scale, output, self.alibi_slopes
-        )
+        slopes: Any = self.alibi_slopes  # a tensor here, declared as the list that it was
+        tree_attention(query, kv_cache, metadata.block_table, trees, self.scale, output, slopes)
 
-    def rest_of_batch(
+    def plain_requests(
         self, layer: Any, query: torch.Tensor, metadata: CPUAttentionMetadata, trees: TreeBatch
-    ) -> RestOfBatch:
-        rest = rest_of_batch(metadata, trees)
-        rest.metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(rest.metadata.seq_lens),
+    ) -> PlainRequests:
+        plain = plain_requests(metadata, trees)
+        plain.metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(plain.metadata.seq_lens),
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_size,
-            seq_lens=rest.metadata.seq_lens,
+            seq_lens=plain.metadata.seq_lens,
             dtype=query.dtype,
-            query_start_loc=rest.metadata.query_start_loc,
+            query_start_loc=plain.metadata.query_start_loc,
             causal=metadata.causal,
             sliding_window_size=-1,
             isa=layer.isa,
             enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
         )
-        return rest
+        return plain
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):
     """Registered over ``CPU_ATTN`` in processes that run tree speculation.
 
-    A later engine without speculation in the same process gets stock behaviour from it.
+    A later engine without speculation in the same process gets stock behaviour.
     """
 
     @staticmethod

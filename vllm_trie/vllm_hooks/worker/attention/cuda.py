@@ -1,8 +1,8 @@
-"""vLLM's Triton attention backend, with tree attention for the rows that have trees.
+"""vLLM's Triton attention backend, with tree attention for requests with trees.
 
-Not yet run on a GPU: the classes run in Triton's interpreter, and the kernels compile for compute
-capabilities 7.5 to 12.0. :mod:`vllm_trie.vllm_hooks.setup.support` therefore refuses GPUs unless
-the user asks for them, and :mod:`vllm_trie.vllm_hooks.worker.gpu_check` checks results first.
+These classes have not run on a GPU yet, only in Triton's interpreter; the kernels compile for
+compute capabilities 7.5 to 12.0. :mod:`vllm_trie.vllm_hooks.setup.support` therefore refuses GPUs
+unless the user allows them, and :mod:`vllm_trie.vllm_hooks.worker.gpu_check` checks results first.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from vllm_trie.attention.triton_kernel import (
     tree_attention_triton,
     trees_on_device,
 )
-from vllm_trie.vllm_hooks.worker.attention.rest_of_batch import RestOfBatch, rest_of_batch
+from vllm_trie.vllm_hooks.worker.attention.plain_requests import PlainRequests, plain_requests
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import TreeAttention
 
 _STARTS_ATTRIBUTE = "vllm_trie_starts"
-"""Attribute of the metadata: its ``query_start_loc`` on the CPU, so that nobody waits for it."""
+"""Attribute of the metadata: a copy of its ``query_start_loc`` on the CPU."""
 _DEVICE_TREES_ATTRIBUTE = "vllm_trie_device_trees"
 """Attribute of the metadata: the step's :class:`DeviceTrees`, the same for all layers."""
 _MIN_SLOTS_PER_SPLIT = 256
@@ -41,8 +41,8 @@ _MIN_SLOTS_PER_SPLIT = 256
 class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
     """Builds the stock metadata; keeps attention out of CUDA graphs.
 
-    A graph captured without trees would replay without them. vLLM then captures the model in
-    pieces between the attention layers, as its default mode does for prefills.
+    A graph that was captured without trees would replay without them. vLLM captures the model in
+    pieces between the attention layers instead, as its default mode does for prefills.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
@@ -100,19 +100,19 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):
             num_splits(programs, longest, _num_processors(query.device)),
         )
 
-    def rest_of_batch(
+    def plain_requests(
         self, layer: Any, query: torch.Tensor, metadata: TritonAttentionMetadata, trees: TreeBatch
-    ) -> RestOfBatch:
-        return rest_of_batch(metadata, trees, getattr(metadata, _STARTS_ATTRIBUTE, None))
+    ) -> PlainRequests:
+        return plain_requests(metadata, trees, getattr(metadata, _STARTS_ATTRIBUTE, None))
 
 
 def num_splits(programs: int, seq_len: int, num_processors: int) -> int:
-    """Among how many programs to divide each request's slots, so that the device is full.
+    """Return the number of programs that share a request's slots, so that the device is full.
 
     Args:
-        programs: of the kernel without splits.
-        seq_len: of the longest request.
-        num_processors: of the device; each runs about two programs.
+        programs: number of programs of the kernel without splits.
+        seq_len: KV slots of the longest request.
+        num_processors: multiprocessors of the device; each runs about two programs.
     """
     wanted = min(2 * num_processors // programs, seq_len // _MIN_SLOTS_PER_SPLIT)
     return max((count for count in NUM_SPLITS if count <= wanted), default=1)
@@ -142,8 +142,8 @@ class TreeTritonAttentionBackend(TritonAttentionBackend):
     def get_builder_cls() -> type[TreeTritonMetadataBuilder]:
         return TreeTritonMetadataBuilder
 
-    # What follows describes requests one by one in the metadata, in fields that rest_of_batch does
-    # not know of, or promises an order of sums that splits do not keep.
+    # The first two put fields of each request into the metadata that plain_requests() does not
+    # split; the third fixes an order of sums, which splits change.
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:

@@ -1,4 +1,4 @@
-"""What tree attention adds to vLLM's attention, whatever the device."""
+"""What tree attention adds to vLLM's attention on every device."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from vllm.config import get_current_vllm_config
 
 from vllm_trie.attention import TreeBatch
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.worker.attention.rest_of_batch import RestOfBatch
-from vllm_trie.vllm_hooks.worker.verification.pending_tree import TREE_ATTRIBUTE
+from vllm_trie.vllm_hooks.worker.attention.plain_requests import PlainRequests
 
-_REST_ATTRIBUTE = "vllm_trie_rest"
-"""Attribute of the attention metadata that keeps its :class:`RestOfBatch` for later layers."""
+_Impl: Any = object  # vLLM's implementation is the next base class
+TREE_ATTRIBUTE = "draft_trees"
+"""Attribute of the attention metadata that carries the step's
+:class:`~vllm_trie.attention.TreeBatch` to the attention backend; a field on a patched vLLM."""
+_PLAIN_ATTRIBUTE = "vllm_trie_plain_requests"
+"""Attribute of the attention metadata that keeps its :class:`PlainRequests` for later layers."""
 
 
-class TreeAttention:
+class TreeAttention(_Impl):
     """Attention of one layer, in front of vLLM's implementation for a device.
 
-    The requests with trees are attended to by the device's tree kernel, all others by vLLM's own.
+    The device's tree kernel serves the requests with trees, vLLM's own kernel all others.
     """
 
     attends_to_trees = True
@@ -44,15 +47,15 @@ class TreeAttention:
                 layer, query, key, value, kv_cache, attn_metadata, output, *scales
             )
         if not trees.covers_batch:
-            rest = getattr(attn_metadata, _REST_ATTRIBUTE, None)
-            if rest is None:
-                rest = self.rest_of_batch(layer, query, attn_metadata, trees)
-                setattr(attn_metadata, _REST_ATTRIBUTE, rest)
-            own = rest.take(output)
+            plain = getattr(attn_metadata, _PLAIN_ATTRIBUTE, None)
+            if plain is None:
+                plain = self.plain_requests(layer, query, attn_metadata, trees)
+                setattr(attn_metadata, _PLAIN_ATTRIBUTE, plain)
+            own = plain.take(output)
             super().forward(
-                layer, rest.take(query), key, value, kv_cache, rest.metadata, own, *scales
+                layer, plain.take(query), key, value, kv_cache, plain.metadata, own, *scales
             )
-            rest.put_back(own, output)
+            plain.put_back(own, output)
         self.attend_to_trees(query, kv_cache, attn_metadata, trees, output)
         return output
 
@@ -64,23 +67,23 @@ class TreeAttention:
         trees: TreeBatch,
         output: torch.Tensor,
     ) -> None:
-        """Write the rows of ``output`` that belong to trees."""
+        """Write the part of ``output`` that belongs to requests with trees."""
         raise NotImplementedError
 
-    def rest_of_batch(
+    def plain_requests(
         self, layer: Any, query: torch.Tensor, metadata: Any, trees: TreeBatch
-    ) -> RestOfBatch:
-        """The requests without trees; called once a step, the other layers take it over."""
+    ) -> PlainRequests:
+        """Return the requests without trees; called once a step, for all layers."""
         raise NotImplementedError
 
     def refuse(self, unsupported: Mapping[str, bool]) -> None:
         """Refuse a layer that an engine with tree speculation cannot run.
 
         Args:
-            unsupported: whether the layer has what the name says.
+            unsupported: by feature, whether the layer has it.
 
         Raises:
-            ValueError: naming what it has.
+            ValueError: naming the features that it has.
         """
         found = [name for name, present in unsupported.items() if present]
         if found and config.read(get_current_vllm_config()) is not None:

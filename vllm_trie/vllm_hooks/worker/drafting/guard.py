@@ -1,30 +1,37 @@
-"""Calling a drafter so that whatever it does costs drafts at most, never the engine."""
+"""Calling a drafter so that its faults cost drafts at most, never the engine."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
 
 from vllm_trie.drafters import Drafter, DraftRequest
 from vllm_trie.tree import MalformedTreeError, TokenTree
-from vllm_trie.vllm_hooks.worker.drafting.watchdog import TimeLimitExceeded, Watchdog
 
 FailureReason = Literal["error", "malformed", "timeout"]
 FAILURE_REASONS: tuple[FailureReason, ...] = ("error", "malformed", "timeout")
 
+_Argument = TypeVar("_Argument")
+_Result = TypeVar("_Result")
 _EMPTY = TokenTree.empty()
+
+
+class _TooLate(Exception):
+    """A call of the drafter took longer than the time limit."""
 
 
 class GuardedDrafter:
     """A drafter behind a guard.
 
-    A request whose draft fails (an exception, a malformed tree) is decoded plainly from then on;
-    the other requests of the batch keep their drafts. A drafter that exceeds the time limit is
-    switched off for all requests: nobody can wait for it again and again.
+    A request whose draft fails (an exception, a malformed tree) is decoded without drafts from
+    then on; the other requests keep theirs. A drafter whose call took longer than the time limit
+    is switched off for all requests. The check comes after the call: a call that never returns
+    blocks the engine.
 
     Attributes:
+        drafter: the drafter; may be replaced.
         seconds: time spent in the drafter.
         failures: number of failures by reason, since the start.
     """
@@ -36,27 +43,30 @@ class GuardedDrafter:
         self.seconds = 0.0
         self.failures: dict[FailureReason, int] = dict.fromkeys(FAILURE_REASONS, 0)
         self._vocab_size = vocab_size
-        self._watchdog = Watchdog(time_limit_s)
+        self._time_limit_s = time_limit_s
         self._logger = logger
         self._failed_requests: set[str] = set()
         self._switched_off = False
         self._reported = False
-        self._new_failures: dict[FailureReason, int] = {}
+        self._new_failures: dict[str, int] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        """A valid tree for each request, empty where the drafter has none or failed."""
+        """Return a valid tree for each request, empty where the drafter has none or failed.
+
+        The trees own their arrays: a drafter may use its own again.
+        """
         start = time.perf_counter()
         active = requests
         if self._failed_requests:
             active = [r for r in requests if r.request_id not in self._failed_requests]
         if self._switched_off or not active:
-            return [TokenTree.empty()] * len(requests)
+            return [_EMPTY] * len(requests)
         proposed = self._propose_guarded(active)
         self.seconds += time.perf_counter() - start
         if len(active) == len(requests):
             return proposed
         by_id = {r.request_id: tree for r, tree in zip(active, proposed, strict=True)}
-        return [by_id.get(r.request_id, TokenTree.empty()) for r in requests]
+        return [by_id.get(r.request_id, _EMPTY) for r in requests]
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -64,52 +74,72 @@ class GuardedDrafter:
         if self._switched_off:
             return
         try:
-            self._watchdog.call(lambda: self.drafter.release(request_id))
-        except TimeLimitExceeded as error:
+            self._call(self.drafter.release, request_id)
+        except _TooLate as error:
             self._switch_off(error)
         except Exception:
             self._report("error", f"forgetting request {request_id}")
 
-    def take_new_failures(self) -> dict[FailureReason, int]:
-        """Number of failures by reason since the last call, without reasons that had none."""
+    def take_new_failures(self) -> dict[str, int]:
+        """Return the number of failures since the last call, by reasons that had any."""
         taken, self._new_failures = self._new_failures, {}
         return taken
 
-    def _propose_guarded(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        if self._switched_off:  # by another request of this very batch
-            return [TokenTree.empty()] * len(requests)
-        handed_out = list(requests)  # the drafter may do with its list as it likes
+    def _call(self, method: Callable[[_Argument], _Result], argument: _Argument) -> _Result:
+        """Return ``method(argument)``; raise :class:`_TooLate` if that took too long."""
+        deadline = time.perf_counter() + self._time_limit_s
         try:
-            trees = self._watchdog.call(lambda: self.drafter.propose(handed_out))
+            result = method(argument)
+        except Exception as error:
+            self._check_deadline(deadline, error)
+            raise
+        self._check_deadline(deadline)
+        return result
+
+    def _check_deadline(self, deadline: float, error: Exception | None = None) -> None:
+        late_s = time.perf_counter() - deadline
+        if late_s > 0:
+            message = f"{late_s:.2g} s longer than draft_timeout_s={self._time_limit_s:g}"
+            raise _TooLate(message) from error
+
+    def _propose_guarded(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        if self._switched_off:  # by another request of the same batch
+            return [_EMPTY] * len(requests)
+        handed_out = list(requests)  # the drafter may change its list
+        try:
+            trees = self._call(self.drafter.propose, handed_out)
             if len(trees) != len(requests):
                 raise MalformedTreeError(f"{len(trees)} trees for {len(requests)} requests")
-        except TimeLimitExceeded as error:
+        except _TooLate as error:
             self._switch_off(error)
-            return [TokenTree.empty()] * len(requests)
+            return [_EMPTY] * len(requests)
         except Exception as error:
             if len(requests) > 1:  # find the culprit, spare the others
                 return [self._propose_guarded([request])[0] for request in requests]
-            reason = "malformed" if isinstance(error, MalformedTreeError) else "error"
+            reason: FailureReason = (
+                "malformed" if isinstance(error, MalformedTreeError) else "error"
+            )
             self._give_up(requests[0], reason)
-            return [TokenTree.empty()]
+            return [_EMPTY]
         return [self._checked(request, tree) for request, tree in zip(requests, trees, strict=True)]
 
     def _checked(self, request: DraftRequest, tree: TokenTree) -> TokenTree:
-        """The tree if it obeys the rules; otherwise an empty one, and the request is given up."""
+        """Return a copy of a valid tree; give the request up and return no nodes otherwise."""
         if tree is _EMPTY:
             return tree
         try:
             if not isinstance(tree, TokenTree):
                 raise MalformedTreeError(f"a {type(tree).__name__} instead of a TokenTree")
+            tree = tree.copy()
             tree.validate(self._vocab_size, request.max_nodes)
             if request.chain_only and not tree.is_chain:
                 return tree.chain()
-        except Exception:  # the check itself may stumble over what is no array at all
+        except Exception:  # the check itself may stumble over what is no array
             self._give_up(request, "malformed")
-            return TokenTree.empty()
+            return _EMPTY
         return tree
 
-    def _switch_off(self, error: TimeLimitExceeded) -> None:
+    def _switch_off(self, error: _TooLate) -> None:
         self._switched_off = True
         self._report("timeout", f"{error}; drafting is switched off")
 
@@ -117,14 +147,14 @@ class GuardedDrafter:
         self._failed_requests.add(request.request_id)
         self._report(reason, f"request {request.request_id} is decoded without drafts")
         try:
-            self._watchdog.call(lambda: self.drafter.release(request.request_id))
-        except TimeLimitExceeded as error:
+            self._call(self.drafter.release, request.request_id)
+        except _TooLate as error:
             self._switch_off(error)
         except Exception:
             self._logger.debug("release after a failed draft failed too", exc_info=True)
 
     def _report(self, reason: FailureReason, consequence: str) -> None:
-        """Count a failure; the first is logged with its traceback, the rest at debug level."""
+        """Count a failure; log the first with its traceback, the others at debug level."""
         self.failures[reason] += 1
         self._new_failures[reason] = self._new_failures.get(reason, 0) + 1
         level = logging.DEBUG if self._reported else logging.ERROR

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import DrafterContext, get_drafter_class
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
+from vllm_trie.vllm_hooks.worker.drafting.tree_exchange import same_on_all_ranks
+from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(__name__)
 
 
 class TreeProposer:
-    """Holds the drafter of this rank; the model runner's mixin asks it for trees.
+    """Makes the drafter and the verifier of this rank from the engine's configuration.
 
     Args:
-        vllm_config: the engine's configuration, as written by
-            :func:`vllm_trie.vllm_hooks.setup.config.translate`.
+        vllm_config: as written by :func:`vllm_trie.vllm_hooks.setup.config.translate`.
+
+    Attributes:
+        trees: the verifier, which the model runner's adapter calls.
     """
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig) -> None:
         tree_config = config.read(vllm_config)
         if tree_config is None:
             raise ValueError(
@@ -31,23 +40,25 @@ class TreeProposer:
             )
         context = drafter_context(vllm_config, tree_config.draft_model)
         drafter = get_drafter_class(tree_config.method)(tree_config.drafter_options, context)
-        self.method = tree_config.method
-        self.context = context
-        adaptive = tree_config.engine_options.node_budget == "adaptive"
-        self.node_budget = NodeBudget() if adaptive else None
-        self.guarded = GuardedDrafter(
-            drafter, context.vocab_size, tree_config.engine_options.draft_timeout_s, logger
+        options = tree_config.engine_options
+        share_trees = None
+        if context.tensor_parallel_size > 1:
+            share_trees = partial(same_on_all_ranks, group=get_tp_group())
+        self.trees = TreeVerifier(
+            GuardedDrafter(drafter, context.vocab_size, options.draft_timeout_s, logger),
+            NodeBudget() if options.node_budget == "adaptive" else None,
+            share_trees,
         )
 
     def load_model(self, target_model: Any, *unused: Any, **unused_too: Any) -> None:
         """Load the drafter's own weights, if it has any."""
-        self.guarded.drafter.load_model(target_model)
+        self.trees.guard.drafter.load_model(target_model)
 
     def propose(self, *unused: Any, **unused_too: Any) -> None:
-        """vLLM's entrance for chains of drafts; the trees go another way.
+        """Refuse a model runner that expects chains of drafts from a proposer.
 
         Raises:
-            RuntimeError: always. A runner without the plugin's mixin would get here.
+            RuntimeError: always. Only a runner without the plugin's adapter calls this.
         """
         raise RuntimeError(
             "vllm-trie's drafters need the plugin's worker class, and this engine runs another "
@@ -55,10 +66,11 @@ class TreeProposer:
         )
 
 
-def drafter_context(vllm_config: Any, draft_model: str | None) -> DrafterContext:
-    """What drafters are told about the engine."""
+def drafter_context(vllm_config: VllmConfig, draft_model: str | None) -> DrafterContext:
+    """Return what drafters may know about the engine."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
+    assert vllm_config.speculative_config is not None
     return DrafterContext(
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
@@ -76,7 +88,7 @@ def drafter_context(vllm_config: Any, draft_model: str | None) -> DrafterContext
     )
 
 
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
+def _eos_token_ids(model: ModelConfig) -> tuple[int, ...]:
     for source in (model.try_get_generation_config(), vars(model.hf_config)):
         eos = source.get("eos_token_id")
         if eos is not None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_trie.tree import TokenTree
 
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
 _FIELDS = 3  # token, parent, flag
 
 
 def pack(trees: Sequence[TokenTree]) -> np.ndarray:
-    """int32 [len(trees) + 3 * nodes]: the node counts, then tokens, parents and flags."""
+    """Return int32 [len(trees) + 3 * nodes]: the node counts, then tokens, parents and flags."""
     counts = np.array([tree.num_nodes for tree in trees], dtype=np.int32)
     tokens = [tree.token_ids for tree in trees]
     parents = [tree.parents for tree in trees]
@@ -25,7 +29,7 @@ def pack(trees: Sequence[TokenTree]) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, num_trees: int) -> list[TokenTree]:
-    """The trees that :func:`pack` packed; probabilities are not carried."""
+    """Return the trees that :func:`pack` packed, without their probabilities."""
     counts = packed[:num_trees]
     tokens, parents, flags = packed[num_trees:].reshape(_FIELDS, -1)
     trees = []
@@ -38,16 +42,13 @@ def unpack(packed: np.ndarray, num_trees: int) -> list[TokenTree]:
     return trees
 
 
-def same_on_all_ranks(trees: list[TokenTree]) -> list[TokenTree]:
-    """Rank 0's trees, on every tensor-parallel rank.
+def same_on_all_ranks(trees: list[TokenTree], group: GroupCoordinator) -> list[TokenTree]:
+    """Return rank 0's trees, on every tensor-parallel rank.
 
     Drafters are deterministic, so ranks agree by themselves; but a time-out or a fault can hit one
     rank alone, and ranks that verify different trees would write wrong KV without noticing. The
     ranks call it together with the same number of trees.
     """
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
     if group.world_size == 1 or not trees:
         return trees
     source = group.ranks[0]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_trie.attention import TreeRow, move_slots_in_layers
 from vllm_trie.attention.device_copy import to_device
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 MoveSlots = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
 """Copies slots to others in the caches of several layers, see
@@ -24,41 +27,40 @@ class CacheGroup(NamedTuple):
     caches: tuple[torch.Tensor, ...]
     """The group's cache tensors, each once."""
     move: MoveSlots | None = None
-    """What moves slots in their layout; ``None`` for that of vLLM's CPU backend."""
+    """Moves slots in their layout; ``None`` for the layout of vLLM's CPU backend."""
 
 
-def cache_groups(kv_cache_config: Any, forward_context: Any) -> list[CacheGroup]:
-    """The cache tensors of every group; layers that share another's cache add nothing.
+def cache_groups(kv_cache_config: KVCacheConfig, layers: dict[str, Any]) -> list[CacheGroup]:
+    """Return the cache tensors of every group; layers that share another's cache add nothing.
 
     Args:
-        kv_cache_config: vLLM's ``KVCacheConfig``.
-        forward_context: layers by name (``static_forward_context``).
+        kv_cache_config: of the engine.
+        layers: by name (``static_forward_context``).
     """
     seen: set[int] = set()
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         caches, move = [], None
-        for name in group.layer_names:
-            cache = forward_context[name].kv_cache
-            move = getattr(getattr(forward_context[name], "impl", None), "move_slots", None)
-            if cache.data_ptr() not in seen:
-                seen.add(cache.data_ptr())
-                caches.append(cache)
+        for layer in (layers[name] for name in group.layer_names):
+            move = getattr(getattr(layer, "impl", None), "move_slots", None)
+            if layer.kv_cache.data_ptr() not in seen:
+                seen.add(layer.kv_cache.data_ptr())
+                caches.append(layer.kv_cache)
         groups.append(CacheGroup(index, tuple(caches), move))
     return groups
 
 
-def moved_rows(
+def moved_tokens(
     rows: Sequence[TreeRow], accepted: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[int]]:
-    """Flat token rows whose slots the accepted nodes' KV is in, and where it must go.
+    """Return the query tokens whose KV moves, and those whose slots it moves to.
 
     The j-th accepted node belongs into the slot of node j. Nodes are laid out likeliest path
-    first, so most often there is nothing to move.
+    first, so most often nothing moves.
 
     Args:
         rows: requests with trees.
-        accepted: accepted node indices of every row of the batch.
+        accepted: accepted node indices of every request of the batch.
     """
     sources, targets = [], []
     for row in rows:
@@ -80,13 +82,13 @@ def compact(
 
     Args:
         groups: cache tensors, changed.
-        slot_mappings: int64 [num_tokens] per group, slot of each token row of the step.
-        sources, targets: token rows as :func:`moved_rows` returns them.
+        slot_mappings: int64 [num_tokens] by group index, the slot of each query token.
+        sources, targets: query tokens as :func:`moved_tokens` returns them.
     """
     if not sources:
         return
-    rows = np.array([sources, targets], dtype=np.int64)
-    pairs = to_device(rows, slot_mappings[groups[0].index].device)
+    moves = np.array([sources, targets], dtype=np.int64)
+    pairs = to_device(moves, slot_mappings[groups[0].index].device)
     for group in groups:
         slots = slot_mappings[group.index][pairs].long()
         (group.move or move_slots_in_layers)(group.caches, slots[0], slots[1])

@@ -1,6 +1,6 @@
-"""Where a step's draft trees lie in the batch: token rows, positions and rows of logits.
+"""A step's draft trees and their places in the flat batch: query tokens, positions, logits rows.
 
-The token rows of a request with a tree, which are also its KV slots in order::
+The query tokens of a request with a tree, which are also its KV slots in order::
 
     tokens     [ committed, not computed yet ][ node 0 ][ node 1 ] ... [ node N - 1 ]
     positions  [ flat, set by vLLM           ][ number of committed tokens - 1 + depth ]
@@ -11,92 +11,96 @@ The last committed token and each node have a row of logits: ``N + 1`` rows for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch, prefers_chains
+from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch
 from vllm_trie.attention.device_copy import to_device
-from vllm_trie.vllm_hooks.worker.verification.pending_tree import PendingTree
+from vllm_trie.tree import TokenTree
+
+
+class QueryTokens(NamedTuple):
+    """The flat batch of a step's tokens, prepared as if all drafts were chains."""
+
+    starts: np.ndarray
+    """int32 [num_requests + 1], where each request's query tokens start; the last entry is their
+    number."""
+    num_computed: np.ndarray
+    """int [num_requests], tokens of each request whose KV is in the cache."""
+    positions: torch.Tensor
+    """int64 [num_tokens or more], changed in place."""
+    input_ids: torch.Tensor
+    """int32 [num_tokens or more], changed in place where the scheduler left placeholders."""
+
+
+def scheduled_tree(stored: TokenTree | None, scheduled: Sequence[int]) -> TokenTree:
+    """Return the tree that a request's scheduled draft tokens stand for; empty for no tokens.
+
+    vLLM's scheduler carries a flat list of tokens and may cut it or fill it with placeholders
+    (-1). A prefix of the stored tree's tokens is that part of the tree. Any other list is verified
+    as a chain, which is right for every list of tokens.
+    """
+    num_nodes = len(scheduled)
+    if not num_nodes:
+        return TokenTree.empty()
+    if stored is not None and stored.token_list[:num_nodes] == scheduled:
+        return stored.prefix(num_nodes)
+    return TokenTree.from_lists(scheduled, range(-1, num_nodes - 1))
 
 
 def place_trees(
-    runner: Any,
-    trees: Sequence[PendingTree],
-    num_scheduled_tokens: np.ndarray,
-    num_tokens: int,
+    trees: Sequence[TokenTree], tokens: QueryTokens, takes_chains: bool
 ) -> TreeBatch | None:
     """Set the nodes' positions and describe the trees to the attention backend.
 
     Args:
-        runner: vLLM's model runner after ``_prepare_inputs``; its ``positions`` and, for
-            placeholders, its ``input_ids`` are changed.
-        trees: tree of each batch row, empty ones included.
-        num_scheduled_tokens: int [batch rows], token rows of each.
-        num_tokens: their sum.
+        trees: of each request of the batch, empty ones included.
+        tokens: the batch.
+        takes_chains: whether chains belong to tree attention too; vLLM's kernel gets them if not.
 
     Returns:
         The trees that need tree attention, ``None`` if none does.
     """
-    ends = runner.query_start_loc.np[1:]
-    computed = runner.input_batch.num_computed_tokens_cpu
-    rows, words, positions = [], [], []
-    takes_chains = prefers_chains(runner.device, runner.dtype, runner.kv_cache_dtype)
+    starts = tokens.starts.tolist()
+    rows, words, nodes, positions = [], [], [], []
     for index, tree in enumerate(trees):
-        num_nodes = len(tree.token_ids)
+        num_nodes = tree.num_nodes
         if not num_nodes:
             continue
-        end = int(ends[index])
-        if tree.token_ids[-1] < 0:
+        start, end = starts[index : index + 2]
+        if tree.token_list[-1] < 0:
             # Placeholders of the scheduler: no token, but the embedding must find one.
-            runner.input_ids.gpu[end - num_nodes : end].clamp_(min=0)
-        if not takes_chains and tree.tree.is_chain:
-            continue  # to vLLM's kernel
-        num_queries = int(num_scheduled_tokens[index])
-        seq_len = int(computed[index]) + num_queries
-        rows.append(TreeRow(index, end - num_queries, num_queries, num_nodes, seq_len))
-        words.append(tree.tree.ancestor_words())
-        positions.append((end - num_nodes, seq_len - num_nodes - 1 + tree.depths))
+            tokens.input_ids[end - num_nodes : end].clamp_(min=0)
+        if not takes_chains and tree.is_chain:
+            continue
+        seq_len = int(tokens.num_computed[index]) + end - start
+        rows.append(TreeRow(index, start, end - start, num_nodes, seq_len))
+        words.append(tree.ancestor_words())
+        nodes.append(np.arange(end - num_nodes, end))
+        positions.append(tree.depths().astype(np.int64) + (seq_len - num_nodes - 1))
     if not rows:
         return None
-    token_rows = np.concatenate([first + np.arange(len(p)) for first, p in positions])
-    _set_positions(runner, token_rows, np.concatenate([p for _, p in positions]))
-    return build_tree_batch(rows, words, num_tokens)
+    _set(tokens.positions, np.concatenate(nodes), np.concatenate(positions))
+    return build_tree_batch(rows, words, starts[-1])
 
 
-def _set_positions(runner: Any, token_rows: np.ndarray, values: np.ndarray) -> None:
-    if runner.positions.device.type == "cpu":
-        runner.positions.numpy()[token_rows] = values
+def _set(tensor: torch.Tensor, indices: np.ndarray, values: np.ndarray) -> None:
+    if tensor.device.type == "cpu":
+        tensor.numpy()[indices] = values
     else:
-        device = runner.positions.device
-        runner.positions[to_device(token_rows, device)] = to_device(values, device)
+        tensor[to_device(indices, tensor.device)] = to_device(values, tensor.device)
 
 
-def logits_metadata(
-    num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray, device: torch.device
-) -> SpecDecodeMetadata:
-    """Of which token rows there are logits; all that the walk down the trees needs to know.
-
-    vLLM's own method also computes what its rejection sampler reads. Those fields are empty here.
+def logits_tokens(num_nodes: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return int32 [logits rows], the query token of each row of logits that the walk needs.
 
     Args:
-        num_draft_tokens: int [batch rows], nodes of each row's tree.
-        cu_num_scheduled_tokens: int [batch rows], where each row's token rows end.
-        device: of the indices.
+        num_nodes: int [num_requests], nodes of each tree.
+        ends: int [num_requests], where each request's query tokens end.
     """
-    num_sampled = num_draft_tokens + 1
-    ends = np.cumsum(num_sampled)
-    rows = np.repeat(cu_num_scheduled_tokens - ends, num_sampled) + np.arange(ends[-1])
-    logits_indices = to_device(rows.astype(np.int32), device)
-    unused = logits_indices[:0]
-    return SpecDecodeMetadata(
-        draft_token_ids=unused,
-        num_draft_tokens=num_draft_tokens.tolist(),
-        cu_num_draft_tokens=unused,
-        cu_num_sampled_tokens=unused,
-        target_logits_indices=unused,
-        bonus_logits_indices=unused,
-        logits_indices=logits_indices,
-    )
+    num_rows = num_nodes + 1
+    last_rows = np.cumsum(num_rows)
+    tokens = np.repeat(ends - last_rows, num_rows) + np.arange(last_rows[-1])
+    return tokens.astype(np.int32)

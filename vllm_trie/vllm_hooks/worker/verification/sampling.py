@@ -1,17 +1,17 @@
 """Lossless verification: walk down each tree with the target model's own samples.
 
-At every node the target's token is drawn by vLLM's own sampler from the target's distribution
-there; if a child carries that token the walk goes down, otherwise the token ends the step. Each
-output token is thus a sample of the target given its prefix, at any temperature. For a
-deterministic drafter the chance of going down is what multi-branch rejection sampling would accept
-(SpecInfer, Miao et al. 2024, section 4.3, with draft probabilities of one).
+At every node vLLM's sampler draws the target's token from the target's distribution there. If a
+child carries that token, the walk goes down; otherwise the token ends the step. Each output token
+is thus a sample of the target given its prefix, at any temperature. For a deterministic drafter the
+chance of going down is that of multi-branch rejection sampling (SpecInfer, Miao et al. 2024,
+section 4.3, with draft probabilities of one).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,31 +22,34 @@ from vllm.v1.sample.logits_processor.builtin import (
     MinTokensLogitsProcessor,
 )
 
-from vllm_trie.tree import accept_greedy
-from vllm_trie.vllm_hooks.worker.verification.pending_tree import PendingTree
+from vllm_trie.tree import TokenTree, accept_greedy
+
+if TYPE_CHECKING:
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
 
 _ARGMAX_ROWS = 512
-"""Rows of logits that are widened at a time on a GPU."""
+"""Logits rows that are widened to float32 at a time on a GPU."""
 
 
 class TreeSample(NamedTuple):
-    """What a step brought, row by row of the batch."""
+    """A step's verified tokens, by request of the batch."""
 
     token_ids: list[list[int]]
-    """Output tokens: those of the accepted nodes and one more."""
+    """Output tokens: the accepted nodes' and the bonus token."""
     accepted: list[list[int]]
     """Accepted node indices, root first."""
     logprobs: LogprobsTensors | None
-    """For ``[num_rows * width]`` tokens, width = the longest row, padded with any values."""
+    """Of ``num_requests * width`` tokens, width = the longest request's, padded with any values."""
 
     def padded(self, device: torch.device) -> SamplerOutput:
-        """vLLM's form of the sample: rows padded with -1, at least two columns.
+        """Return vLLM's form of the sample: padded with -1 to at least two columns.
 
         vLLM reads a single column as the output of a step without speculation.
         """
         width = max(2, max(map(len, self.token_ids)))
-        rows = [[*tokens, *[-1] * (width - len(tokens))] for tokens in self.token_ids]
-        token_ids = torch.from_numpy(np.array(rows, dtype=np.int32)).to(device)
+        padded = [[*tokens, *[-1] * (width - len(tokens))] for tokens in self.token_ids]
+        token_ids = torch.from_numpy(np.array(padded, dtype=np.int32)).to(device)
         return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=self.logprobs)
 
 
@@ -61,20 +64,20 @@ class _MinTokensBelow:
         return False
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        for row, (min_tokens, output, stop_ids, structured) in self._base.min_toks.items():
+        for index, (min_tokens, output, stop_ids, structured) in self._base.min_toks.items():
             if len(output) + self._level >= min_tokens or not stop_ids:
                 continue
             stops = torch.tensor(sorted(stop_ids), device=logits.device)
-            kept = logits[row, stops]
-            logits[row, stops] = -torch.inf
+            kept = logits[index, stops]
+            logits[index, stops] = -torch.inf
             # A grammar may leave nothing but a stop token: vLLM then lets it pass.
-            if structured and torch.isneginf(logits[row]).all():
-                logits[row, stops] = kept
+            if structured and torch.isneginf(logits[index]).all():
+                logits[index, stops] = kept
         return logits
 
 
-def is_plain_greedy(metadata: Any) -> bool:
-    """Whether the argmax of the raw logits is the whole of sampling for every row."""
+def is_plain_greedy(metadata: SamplingMetadata) -> bool:
+    """Whether every request's next token is the argmax of the raw logits."""
     return (
         metadata.all_greedy
         and metadata.max_num_logprobs is None
@@ -87,62 +90,64 @@ def is_plain_greedy(metadata: Any) -> bool:
     )
 
 
-def argmax_of_rows(sampler: Any, logits: torch.Tensor) -> list[int]:
-    """The token that greedy sampling takes from each row of logits.
+def argmax_of_logits(sampler: Sampler, logits: torch.Tensor) -> list[int]:
+    """Return the token that greedy sampling takes from each logits row.
 
-    On CPUs NumPy finds it several times faster than vLLM's operation does, with the same answer
-    for ties (the first), infinities and NaN.
+    On CPUs NumPy is several times faster than vLLM's operation, with the same answer for ties
+    (the first), infinities and NaN.
     """
     if logits.device.type == "cpu":
         return logits.to(torch.float32).numpy().argmax(axis=-1).tolist()
-    # A step of many trees has thousands of rows, whose copy in float32 would take gigabytes.
+    # A step with many trees has thousands of rows; a float32 copy of all would take gigabytes.
     parts = [sampler.greedy_sample(part.to(torch.float32)) for part in logits.split(_ARGMAX_ROWS)]
     return torch.cat(parts).tolist()
 
 
 def sample_greedy(
-    token_rows: Sequence[int], base: Sequence[int], trees: Sequence[PendingTree]
+    argmax: Sequence[int], first_rows: Sequence[int], trees: Sequence[TokenTree]
 ) -> TreeSample:
-    """Walk all trees by the argmax of each row of logits.
+    """Walk all trees by the argmax of each logits row.
 
     Args:
-        token_rows: argmax of every row of logits; request r owns the rows from ``base[r]``: one
-            for its last committed token and one for each node.
-        base: first row of each request.
-        trees: tree of each request.
+        argmax: of every logits row. A request owns ``N + 1`` of them: for its last committed token
+            and for each node.
+        first_rows: the first of each request.
+        trees: of each request.
     """
-    token_ids, accepted = [], []
-    for start, tree in zip(base, trees, strict=True):
-        if not tree.token_ids:
-            token_ids.append([token_rows[start]])
+    token_ids: list[list[int]] = []
+    accepted: list[list[int]] = []
+    for first, tree in zip(first_rows, trees, strict=True):
+        tokens = tree.token_list
+        if not tokens:
+            token_ids.append([argmax[first]])
             accepted.append([])
             continue
-        target = token_rows[start : start + len(tree.token_ids) + 1]
-        path = accept_greedy(tree.token_ids, tree.parents, target, tree.tree.never_accept)
+        target = argmax[first : first + len(tokens) + 1]
+        path = accept_greedy(tokens, tree.parent_list, target, tree.never_accept)
         last = path[-1] + 1 if path else 0
-        token_ids.append([*(tree.token_ids[node] for node in path), target[last]])
+        token_ids.append([*(tokens[node] for node in path), target[last]])
         accepted.append(path)
     return TreeSample(token_ids, accepted, None)
 
 
 def sample_levels(
-    sampler: Any,
+    sampler: Sampler,
     logits: torch.Tensor,
-    base: Sequence[int],
-    trees: Sequence[PendingTree],
-    metadata: Any,
+    first_rows: Sequence[int],
+    trees: Sequence[TokenTree],
+    metadata: SamplingMetadata,
 ) -> TreeSample:
     """Walk all trees together, one call of vLLM's sampler per level.
 
-    A row takes part with its own seed's generator only while its walk goes on, and its accepted
-    tokens count as output for penalties, bad words and ``min_tokens``: every random number is drawn
-    and every processor applied exactly as plain decoding would.
+    A request's own generator is used only while its walk goes on, and its accepted tokens count as
+    output for penalties, bad words and ``min_tokens``: every random number is drawn and every
+    processor applied exactly as in plain decoding.
 
     Args:
-        sampler: vLLM's ``Sampler``.
-        logits: [num_rows, vocab_size] of the target.
-        base, trees: as for :func:`sample_greedy`.
-        metadata: vLLM's ``SamplingMetadata`` of the batch.
+        sampler: vLLM's.
+        logits: [logits rows, vocab_size] of the target.
+        first_rows, trees: as for :func:`sample_greedy`.
+        metadata: of the batch.
     """
     num_requests = len(trees)
     children = [_children(tree) for tree in trees]
@@ -154,7 +159,8 @@ def sample_levels(
     while walking:
         level = len(logprobs)
         rows = torch.tensor(
-            [start + at + 1 for start, at in zip(base, node, strict=True)], device=logits.device
+            [first + at + 1 for first, at in zip(first_rows, node, strict=True)],
+            device=logits.device,
         )
         output = sampler(
             logits=logits[rows],
@@ -162,30 +168,27 @@ def sample_levels(
         )
         logprobs.append(output.logprobs_tensors)
         sampled = output.sampled_token_ids.view(-1).tolist()
-        for row in sorted(walking):
-            token_ids[row].append(sampled[row])
-            child = children[row].get((node[row], sampled[row]))
+        for index in sorted(walking):
+            token_ids[index].append(sampled[index])
+            child = children[index].get((node[index], sampled[index]))
             if child is None:
-                walking.discard(row)
+                walking.discard(index)
             else:
-                accepted[row].append(child)
-                node[row] = child
+                accepted[index].append(child)
+                node[index] = child
     return TreeSample(token_ids, accepted, _interleave(logprobs, num_requests))
 
 
-def _children(tree: PendingTree) -> dict[tuple[int, int], int]:
-    never = tree.tree.never_accept
-    return {
-        (parent, token): node
-        for node, (parent, token) in enumerate(zip(tree.parents, tree.token_ids, strict=True))
-        if never is None or not never[node]
-    }
+def _children(tree: TokenTree) -> dict[tuple[int, int], int]:
+    edges = zip(tree.parent_list, tree.token_list, strict=True)
+    never = tree.never_accept
+    return {edge: node for node, edge in enumerate(edges) if never is None or not never[node]}
 
 
 def _metadata_at(
-    metadata: Any, level: int, walking: set[int], token_ids: Sequence[list[int]]
-) -> Any:
-    """The batch's sampling metadata for the tokens ``level`` places behind the output."""
+    metadata: SamplingMetadata, level: int, walking: set[int], token_ids: Sequence[list[int]]
+) -> SamplingMetadata:
+    """Return the batch's sampling metadata for the tokens ``level`` places behind the output."""
     if level == 0:
         return metadata
     output = metadata.output_token_ids
@@ -199,14 +202,14 @@ def _metadata_at(
     ]
     return replace(
         metadata,
-        generators={row: g for row, g in metadata.generators.items() if row in walking},
+        generators={i: g for i, g in metadata.generators.items() if i in walking},
         output_token_ids=output,
         logitsprocs=LogitsProcessors(processors),
     )
 
 
 def _interleave(levels: list[LogprobsTensors], num_requests: int) -> LogprobsTensors | None:
-    """From one entry per level to rows of ``max(2, levels)`` tokens each, request by request."""
+    """Reorder one entry per level to ``max(2, levels)`` tokens per request."""
     if levels[0] is None:
         return None
     width = max(2, len(levels))
@@ -229,6 +232,6 @@ def _is_idle(processor: Any) -> bool:
     return False
 
 
-def _tracks_thinking(metadata: Any) -> bool:
+def _tracks_thinking(metadata: SamplingMetadata) -> bool:
     holder = metadata.thinking_budget_state_holder
     return holder is not None and holder.has_tracked_requests()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_trie.attention import TreeRow, build_tree_batch
-from vllm_trie.vllm_hooks.worker.attention.rest_of_batch import rest_of_batch
+from vllm_trie.vllm_hooks.worker.attention.plain_requests import plain_requests
 
 
 @dataclass
@@ -42,27 +42,27 @@ def test_every_row_is_in_one_part(requests: list[tuple[int, bool]]) -> None:
         for index in with_tree
     ]
     words = [np.ones((1, 1), dtype=np.uint64) for _ in rows]
-    rest = rest_of_batch(metadata, build_tree_batch(rows, words, num_tokens))
+    plain = plain_requests(metadata, build_tree_batch(rows, words, num_tokens))
 
     others = [index for index in range(len(requests)) if index not in with_tree]
     tokens = torch.arange(num_tokens).view(-1, 1, 1)
-    own = rest.take(tokens)
+    own = plain.take(tokens)
     wanted = [token for i in others for token in range(starts[i], starts[i + 1])]
     assert own.flatten().tolist() == wanted
-    assert rest.metadata.num_actual_tokens == len(wanted)
-    assert rest.metadata.max_query_len == max(lengths[i] for i in others)
-    assert rest.metadata.query_start_loc.tolist() == [
+    assert plain.metadata.num_actual_tokens == len(wanted)
+    assert plain.metadata.max_query_len == max(lengths[i] for i in others)
+    assert plain.metadata.query_start_loc.tolist() == [
         0,
         *np.cumsum([lengths[i] for i in others]).tolist(),
     ]
-    assert rest.metadata.query_start_loc.dtype == torch.int32
-    assert torch.equal(rest.metadata.seq_lens, seq_lens[others])
-    assert torch.equal(rest.metadata.block_table, block_table[others])
-    assert rest.metadata.causal is False
+    assert plain.metadata.query_start_loc.dtype == torch.int32
+    assert torch.equal(plain.metadata.seq_lens, seq_lens[others])
+    assert torch.equal(plain.metadata.block_table, block_table[others])
+    assert plain.metadata.causal is False
     assert metadata.num_actual_tokens == num_tokens
 
     written = torch.zeros_like(tokens)
-    target = rest.take(written)
+    target = plain.take(written)
     target += 1
-    rest.put_back(target, written)
+    plain.put_back(target, written)
     assert np.flatnonzero(written.flatten()).tolist() == wanted

@@ -1,0 +1,129 @@
+"""Model Runner V1's steps in the terms of :class:`TreeVerifier`, for a stock and a patched vLLM."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from vllm_trie.attention import prefers_chains
+from vllm_trie.attention.device_copy import to_device
+from vllm_trie.vllm_hooks.setup.layer_support import check_layers
+from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost
+from vllm_trie.vllm_hooks.worker.drafting.requests import draft_requests
+from vllm_trie.vllm_hooks.worker.verification.compaction import CacheGroup, cache_groups
+from vllm_trie.vllm_hooks.worker.verification.placement import QueryTokens, logits_tokens
+from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+class V1Adapter:
+    """Reads a model runner for its verifier; the only place that knows the runner's attributes."""
+
+    def __init__(self, runner: GPUModelRunner, trees: TreeVerifier) -> None:
+        self.runner = runner
+        self.trees = trees
+
+    def check_layers(self) -> None:
+        """Refuse a loaded model with attention layers that cannot verify trees."""
+        runner = self.runner
+        check_layers(runner.vllm_config, runner.compilation_config.static_forward_context)
+
+    def calibrate(self) -> None:
+        """Let the node budget observe forward passes; the runner is ready and has no requests."""
+        runner = self.runner
+        model: Any = runner.model
+
+        def run_step(num_tokens: int) -> None:
+            hidden_states, _ = runner._dummy_run(num_tokens)
+            model.compute_logits(hidden_states[:num_tokens])
+            runner._sync_device()  # a GPU may still be at work
+
+        num_ranks = runner.parallel_config.world_size_across_dp
+        calibrate_step_cost(self.trees.budget, run_step, runner.max_num_tokens, num_ranks)
+
+    def start_step(self) -> None:
+        self.trees.start_step(self.runner.input_batch.num_reqs)
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Place the step's drafts; the inputs are prepared as if they were chains."""
+        runner, batch = self.runner, self.runner.input_batch
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        self.trees.begin_step(batch.req_ids, drafts, scheduler_output.total_num_scheduled_tokens)
+        if drafts:
+            tokens = QueryTokens(
+                runner.query_start_loc.np[: batch.num_reqs + 1],
+                batch.num_computed_tokens_cpu,
+                runner.positions,
+                runner.input_ids.gpu,
+            )
+            dtype: Any = runner.dtype
+            self.trees.place(tokens, prefers_chains(runner.device, dtype, runner.kv_cache_dtype))
+
+    def logits_metadata(
+        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
+    ) -> SpecDecodeMetadata:
+        """Return the rows of logits that the walk needs, in vLLM's form.
+
+        The fields that only vLLM's rejection sampler reads are empty.
+
+        Args:
+            num_draft_tokens: int [num_requests], nodes of each tree.
+            cu_num_scheduled_tokens: int [num_requests], where each request's query tokens end.
+        """
+        tokens = logits_tokens(num_draft_tokens, cu_num_scheduled_tokens)
+        logits_indices = to_device(tokens, self.runner.device)
+        unused = logits_indices[:0]
+        return SpecDecodeMetadata(
+            draft_token_ids=unused,
+            num_draft_tokens=num_draft_tokens.tolist(),
+            cu_num_draft_tokens=unused,
+            cu_num_sampled_tokens=unused,
+            target_logits_indices=unused,
+            bonus_logits_indices=unused,
+            logits_indices=logits_indices,
+        )
+
+    def sample(self, logits: torch.Tensor | None) -> SamplerOutput:
+        """Verify the step's trees and move the accepted nodes' KV."""
+        batch = self.runner.input_batch
+        output = self.trees.verify(logits, self.runner.sampler, batch.sampling_metadata)
+        if self.trees.tree_batch is not None:
+            tables = batch.block_table
+            slot_mappings = [tables[g.index].slot_mapping.gpu for g in self._cache_groups]
+            self.trees.compact(self._cache_groups, slot_mappings)
+        return output
+
+    @cached_property
+    def _cache_groups(self) -> list[CacheGroup]:
+        runner = self.runner
+        return cache_groups(
+            runner.kv_cache_config, runner.compilation_config.static_forward_context
+        )
+
+    def propose(
+        self,
+        scheduler_output: SchedulerOutput,
+        new_tokens: list[list[int]],
+        sample_hidden_states: torch.Tensor,
+    ) -> list[list[int]]:
+        """Return the draft tokens of each request of the batch for the next step."""
+        runner = self.runner
+        self.trees.end_step(new_tokens)
+        if self.trees.is_pausing:  # a patched vLLM asks in these steps too
+            return [[] for _ in new_tokens]
+        requests = draft_requests(
+            runner.input_batch,
+            runner.requests,
+            new_tokens,
+            runner.max_model_len,
+            scheduler_output.num_spec_tokens_to_schedule,
+        )
+        return self.trees.draft(requests, len(new_tokens), sample_hidden_states)

@@ -1,0 +1,306 @@
+"""Tree speculation over the steps of an engine, whatever runs its model.
+
+:class:`TreeVerifier` owns all state of tree speculation. An adapter for a model runner calls it in
+this order in each step:
+
+1. ``start_step`` before anything else;
+2. ``begin_step``, then ``place`` in steps with drafts, when the inputs are prepared: the nodes'
+   positions follow their depth, their KV slots stay flat;
+3. attention reads ``tree_batch``;
+4. ``verify`` with the logits, then ``compact``: the accepted nodes' KV moves to its final slots;
+5. ``end_step`` with the new tokens, then ``draft`` unless ``is_pausing``;
+6. ``take_stats`` before the engine goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_trie.attention import TreeBatch
+from vllm_trie.budget import NodeBudget
+from vllm_trie.drafters import DraftRequest, VerifiedStep
+from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
+from vllm_trie.vllm_hooks.worker.stats import TreeStats
+from vllm_trie.vllm_hooks.worker.step_clock import StepClock
+from vllm_trie.vllm_hooks.worker.verification import compaction
+from vllm_trie.vllm_hooks.worker.verification.placement import (
+    QueryTokens,
+    place_trees,
+    scheduled_tree,
+)
+from vllm_trie.vllm_hooks.worker.verification.sampling import (
+    argmax_of_logits,
+    is_plain_greedy,
+    sample_greedy,
+    sample_levels,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+
+ShareTrees = Callable[[list[TokenTree]], list[TokenTree]]
+"""Returns rank 0's trees on every tensor-parallel rank."""
+
+_NO_DRAFT = VerifiedStep(TokenTree.empty(), (), None)
+
+
+class TreeVerifier:
+    """Draft trees of an engine's requests: proposed, placed, verified, released.
+
+    Args:
+        guard: the drafter of this rank.
+        budget: chooses the nodes that are verified; ``None`` verifies all.
+        share_trees: for several tensor-parallel ranks. They measure different times, so the
+            budget's pauses and least probabilities are for one rank only.
+
+    Attributes:
+        step_trees: trees of the step that runs, by batch index.
+        tree_batch: those of them that need tree attention.
+        has_drafts: whether the step that runs verifies drafts.
+        is_pausing: whether no drafts are wanted after the step that runs.
+        totals: statistics over the engine's lifetime.
+    """
+
+    def __init__(
+        self,
+        guard: GuardedDrafter,
+        budget: NodeBudget | None = None,
+        share_trees: ShareTrees | None = None,
+    ) -> None:
+        self.guard = guard
+        self.budget = budget
+        self.step_trees: Sequence[TokenTree] = []
+        self.tree_batch: TreeBatch | None = None
+        self.has_drafts = False
+        self.is_pausing = False
+        self.totals = TreeStats()
+        self._share_trees = share_trees
+        # By request id: the tree proposed last, and the result of the last verification.
+        self._stored_trees: dict[str, TokenTree] = {}
+        self._last_steps: dict[str, VerifiedStep] = {}
+        # Of the step that runs, by batch index.
+        self._request_ids: Sequence[str] = []
+        self._accepted: Sequence[Sequence[int]] = []
+        self._last_logits_rows: Sequence[int] = []  # those that gave the bonus tokens
+        # Without prefills in the step; with them, its duration cannot be attributed to nodes.
+        self._num_decode_tokens = 0
+        self._num_decoding = 0
+        self._clock = StepClock()
+        self._drafting_since = 0.0
+        self._stats = TreeStats()
+
+    def start_step(self, num_requests: int) -> None:
+        """Start the step's clock and decide whether the next step may have drafts.
+
+        Args:
+            num_requests: in the batch of the step before.
+        """
+        self._clock.start()
+        self.is_pausing = (
+            self.budget is not None
+            and self._share_trees is None
+            and not self.budget.should_draft(num_requests)
+        )
+
+    def begin_step(
+        self, request_ids: Sequence[str], drafts: Mapping[str, Sequence[int]], num_tokens: int
+    ) -> None:
+        """Find the trees that the scheduled drafts stand for.
+
+        Args:
+            request_ids: of the batch, in its order.
+            drafts: draft tokens by request id, as the scheduler sends them.
+            num_tokens: scheduled tokens of all requests.
+        """
+        start = time.perf_counter()
+        num_decode_tokens = len(request_ids) + sum(map(len, drafts.values()))
+        self._num_decode_tokens = num_tokens if num_tokens == num_decode_tokens else 0
+        self._request_ids = request_ids
+        self.has_drafts = bool(drafts)
+        self.tree_batch = None
+        self.step_trees = [TokenTree.empty()] * len(request_ids)
+        if drafts:
+            self.step_trees = [
+                scheduled_tree(self._stored_trees.get(request_id), drafts.get(request_id, ()))
+                for request_id in request_ids
+            ]
+            self._stats.preparation_seconds += time.perf_counter() - start
+
+    def place(self, tokens: QueryTokens, takes_chains: bool) -> None:
+        """Set the nodes' positions and describe the trees to attention.
+
+        Args:
+            tokens: the batch; its positions are changed.
+            takes_chains: whether tree attention is to verify chains too.
+        """
+        start = time.perf_counter()
+        self.tree_batch = place_trees(self.step_trees, tokens, takes_chains)
+        self._stats.preparation_seconds += time.perf_counter() - start
+
+    def verify(
+        self, logits: torch.Tensor | None, sampler: Sampler, metadata: SamplingMetadata
+    ) -> SamplerOutput:
+        """Sample the step's tokens: the accepted nodes' and one more for each request.
+
+        Args:
+            logits: [logits rows, vocab_size], ``N + 1`` rows for a request with N nodes.
+            sampler: vLLM's.
+            metadata: of the batch.
+        """
+        start = time.perf_counter()
+        trees = self.step_trees
+        is_greedy = self.has_drafts and is_plain_greedy(metadata)
+        argmax = None
+        if logits is not None and (is_greedy or self.guard.drafter.needs_node_argmax):
+            argmax = argmax_of_logits(sampler, logits)
+        if not self.has_drafts:
+            self._last_logits_rows = range(len(trees))
+            self._keep_results([()] * len(trees), self._last_logits_rows, argmax)
+            output: SamplerOutput = sampler(logits=logits, sampling_metadata=metadata)
+            return output
+        assert logits is not None
+        first_rows = [0, *accumulate(len(tree.token_list) + 1 for tree in trees[:-1])]
+        if is_greedy:
+            assert argmax is not None
+            sample = sample_greedy(argmax, first_rows, trees)
+        else:
+            sample = sample_levels(sampler, logits, first_rows, trees, metadata)
+        self._accepted = sample.accepted
+        self._last_logits_rows = [
+            first + (path[-1] + 1 if path else 0)
+            for first, path in zip(first_rows, sample.accepted, strict=True)
+        ]
+        self._keep_results(sample.accepted, first_rows, argmax)
+        if self.budget is not None:
+            self.budget.observe_verified(self._request_ids, trees, sample.accepted)
+        output = sample.padded(logits.device)
+        self._stats.verification_seconds += time.perf_counter() - start
+        return output
+
+    def _keep_results(
+        self,
+        accepted: Sequence[Sequence[int]],
+        first_rows: Sequence[int],
+        argmax: list[int] | None,
+    ) -> None:
+        """Keep each request's accepted nodes, and the argmax of its logits for the drafter."""
+        wants_argmax = argmax is not None and self.guard.drafter.needs_node_argmax
+        if not wants_argmax and not self.has_drafts:
+            self._last_steps.update(dict.fromkeys(self._request_ids, _NO_DRAFT))
+            return
+        for request_id, tree, path, first in zip(
+            self._request_ids, self.step_trees, accepted, first_rows, strict=True
+        ):
+            node_argmax = None
+            if wants_argmax and argmax is not None:
+                node_argmax = np.array(argmax[first : first + tree.num_nodes + 1], dtype=np.int32)
+            self._last_steps[request_id] = VerifiedStep(tree, tuple(path), node_argmax)
+
+    def compact(
+        self, groups: Sequence[compaction.CacheGroup], slot_mappings: Sequence[torch.Tensor]
+    ) -> None:
+        """Move the accepted nodes' KV into place before anything else reads the cache.
+
+        Args:
+            groups: cache tensors, changed.
+            slot_mappings: int64 [num_tokens] by group index, the slot of each query token.
+        """
+        if self.tree_batch is None:
+            return
+        start = time.perf_counter()
+        moves = compaction.moved_tokens(self.tree_batch.rows, self._accepted)
+        compaction.compact(groups, slot_mappings, *moves)
+        self._stats.verification_seconds += time.perf_counter() - start
+
+    def end_step(self, new_tokens: Sequence[Sequence[int]]) -> None:
+        """Take in the step's time and tokens, and drop its trees.
+
+        Trees of requests outside the batch stay: the scheduler may still send their drafts.
+
+        Args:
+            new_tokens: of each request of the batch; none while its prefill goes on.
+        """
+        self._drafting_since = time.perf_counter()
+        if self.budget is not None and self._num_decode_tokens:
+            num_requests = len(self.step_trees)
+            self.budget.observe_step(num_requests, self._num_decode_tokens, self._clock.stop())
+        self._num_decoding = sum(map(bool, new_tokens))
+        self._stats.steps += self._num_decoding
+        self._stats.tokens += sum(map(len, new_tokens))
+        for request_id in self._request_ids:
+            self._stored_trees.pop(request_id, None)
+
+    def draft(
+        self,
+        requests: Mapping[int, DraftRequest],
+        num_requests: int,
+        sample_hidden_states: torch.Tensor,
+    ) -> list[list[int]]:
+        """Draft the trees of the next step.
+
+        Args:
+            requests: those that get a tree, by batch index.
+            num_requests: in the batch.
+            sample_hidden_states: [logits rows, hidden_size].
+
+        Returns:
+            The draft tokens of each request of the batch.
+        """
+        spent = self.guard.seconds
+        takes_hidden_states = self.guard.drafter.needs_hidden_states
+        for index, request in requests.items():
+            request.last_step = self._last_steps.get(request.request_id)
+            if takes_hidden_states:
+                request.hidden_state = sample_hidden_states[self._last_logits_rows[index]]
+        drafts: list[list[int]] = [[] for _ in range(num_requests)]
+        trees = self._propose(list(requests.values()))
+        for (index, request), tree in zip(requests.items(), trees, strict=True):
+            if tree.num_nodes:
+                self._stored_trees[request.request_id] = tree
+                drafts[index] = tree.token_list
+        drafting = self.guard.seconds - spent
+        elapsed = time.perf_counter() - self._drafting_since
+        self._stats.drafting_seconds += drafting
+        self._stats.bookkeeping_seconds += elapsed - drafting
+        if self.budget is not None and drafting:
+            self.budget.observe_drafting(elapsed)
+        return drafts
+
+    def _propose(self, requests: list[DraftRequest]) -> list[TokenTree]:
+        """Return the trees of some requests, cut by the budget, the same on all ranks."""
+        request_ids = [request.request_id for request in requests]
+        if self.budget is not None and self._share_trees is None:
+            least = self.budget.least_probabilities(request_ids, self._num_decoding)
+            for request, probability in zip(requests, least, strict=True):
+                request.min_probability = probability
+        trees = self.guard.propose(requests) if requests else []
+        if self.budget is not None:
+            trees = self.budget.cut(request_ids, trees, self._num_decoding)
+        return trees if self._share_trees is None else self._share_trees(trees)
+
+    def take_stats(self) -> TreeStats | None:
+        """Return the statistics since the last call, if any request got tokens; end the step."""
+        stats = None
+        if self._stats.steps:
+            stats, self._stats = self._stats, TreeStats()
+            stats.draft_failures = self.guard.take_new_failures()
+            self.totals.add(stats)
+        self._clock.leave()
+        return stats
+
+    def release(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._stored_trees.pop(request_id, None)
+        self._last_steps.pop(request_id, None)
+        self.guard.release(request_id)
+        if self.budget is not None:
+            self.budget.release(request_id)
