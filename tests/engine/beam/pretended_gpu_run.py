@@ -78,7 +78,7 @@ def described(options: dict[str, Any] | None, **settings: Any) -> dict[str, Any]
     made = scheduler(config, SPECS["full"])
     return {
         "reason": enabled.reason_off(config),
-        "scheduler": made._beam_off,
+        "scheduler": made.beam_off,
         "asynchronous": isinstance(made, AsyncScheduler),
         "v2": made.use_v2_model_runner,
         "lines": [line for line in lines if "beam search" in line],
@@ -99,7 +99,7 @@ def main() -> None:
         ),
     }
     allowed = configured({"allow_untested_gpu": True})
-    result["caches"] = {name: scheduler(allowed, specs)._beam_off for name, specs in SPECS.items()}
+    result["caches"] = {name: scheduler(allowed, specs).beam_off for name, specs in SPECS.items()}
     stock = pretended.PretendedCuda.is_cuda
     pretended.PretendedCuda.is_cuda = classmethod(lambda cls: False)
     config = SimpleNamespace(additional_config={"vllm_trie": {"allow_untested_gpu": True}})

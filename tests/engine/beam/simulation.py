@@ -34,7 +34,7 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
     search_settings,
 )
 from vllm_trie.vllm_hooks.scheduler.beam_scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
-from vllm_trie.vllm_hooks.scheduler.results import RESULT_FIELD
+from vllm_trie.vllm_hooks.scheduler.group import RESULT_FIELD
 
 VOCAB = 24
 EOS = 0
@@ -225,7 +225,7 @@ class Simulation:
             block_size=block_size,
             log_stats=True,
         )
-        self.scheduler._vocab_size = VOCAB
+        self.scheduler.beam_groups.vocab_size = VOCAB
         self._hasher = get_request_block_hasher(block_size, sha256) if prefix_caching else None
         self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._depth = 2 if asynchronous else 1
@@ -255,7 +255,7 @@ class Simulation:
             member_params = params.clone()
             member_params.n = 1
             self._add(member_id, prompt, member_params, priority)
-        if self._overcommit and (group := self.scheduler._groups.get(name)) is not None:
+        if self._overcommit and (group := self.scheduler.beam_groups.by_id.get(name)) is not None:
             group.expected_blocks = 0  # admit it whatever runs: groups will fight for blocks
         return member_ids
 
@@ -287,6 +287,7 @@ class Simulation:
     def abort(self, request_ids: list[str]) -> None:
         """Abort as the engine does when a client goes away."""
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.check_integrity()
         self.open.difference_update(request_ids)
 
     def step(self) -> None:
@@ -294,6 +295,7 @@ class Simulation:
         assert self.scheduler.has_requests() or self._queue
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
+            self.scheduler.check_integrity()
             self.peak_blocks = max(
                 self.peak_blocks,
                 self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks(),
@@ -307,6 +309,7 @@ class Simulation:
         for outputs in self.scheduler.update_from_output(output, result).values():
             for each in outputs.outputs:
                 self._take(each)
+        self.scheduler.check_integrity()
 
     def _take(self, output: Any) -> None:
         assert output.request_id in self.open, f"{output.request_id} has finished already"
@@ -339,16 +342,14 @@ class Simulation:
         assert not scheduler.requests
         assert not scheduler.running
         assert not scheduler.waiting
-        assert not scheduler._groups
-        assert not scheduler._group_of_row
-        assert not scheduler._group_of_member
-        assert not scheduler._unsent
-        assert not scheduler._refused
+        assert scheduler.beam_groups.idle
+        assert not scheduler.beam_rows.group_of
+        assert not scheduler.beam_rows._unsent
         manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         assert not manager.req_to_blocks
         assert not manager.num_cached_block
         assert not manager._pending_cow_copies
-        assert scheduler.max_num_active_reqs == scheduler._base_max_active
+        assert scheduler.max_num_active_reqs == scheduler.beam_groups._slots
         assert not self.worker.requests
 
 

@@ -65,6 +65,7 @@ def test_random_load_with_aborts(engine, eos_heavy_model, prefix_caching):
     def step() -> None:
         for result in llm_engine.step():
             finished[result.request_id] = [list(each.token_ids) for each in result.outputs]
+        scheduler_of(llm).check_integrity()
 
     for number, (tokens, params) in enumerate(requests):
         llm_engine.add_request(str(number), {"prompt_token_ids": tokens}, params)
@@ -89,4 +90,4 @@ def test_random_load_with_aborts(engine, eos_heavy_model, prefix_caching):
         if scheduler.has_requests():
             llm_engine.step()
     assert not scheduler.requests
-    assert not scheduler._group_of_row
+    assert not scheduler.beam_rows.group_of

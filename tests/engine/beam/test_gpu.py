@@ -12,7 +12,7 @@ from tests.engine.beam.cases import prompt
 from tests.engine.beam.test_entrances import beam_params
 from tests.engine.conftest import needs_triton, scheduler_of
 from tests.processes import run_program
-from vllm_trie.vllm_hooks.scheduler import rows
+from vllm_trie.vllm_hooks.scheduler import beam_scheduler
 from vllm_trie.vllm_hooks.setup import beam_support as enabled
 
 # -- a platform that says it is a GPU --------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_the_server_hands_searches_and_their_streams_to_vllm(monkeypatch) -> Non
 def test_a_cache_that_cannot_be_shared_is_an_error_not_a_wrong_result(engine, monkeypatch) -> None:
     from vllm.sampling_params import BeamSearchParams
 
-    monkeypatch.setattr(rows, "cache_reason", lambda config: "KV cache of kind X")
+    monkeypatch.setattr(beam_scheduler, "cache_reason", lambda config: "KV cache of kind X")
     llm = engine(additional_config={"for": "a strange cache"}, block_size=32, max_num_seqs=8)
     source = [{"prompt_token_ids": list(prompt(2, 40))}]
     with pytest.raises(RuntimeError, match="beam search failed"):

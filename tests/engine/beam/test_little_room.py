@@ -113,5 +113,5 @@ def test_every_search_of_a_full_queue_can_be_aborted(engine):
                 core.step()
         assert not core.has_unfinished_requests()
         assert not scheduler.requests
-        assert not scheduler._groups
+        assert scheduler.beam_groups.idle
     run_cases(llm, SHIPPED, cases((4,)))

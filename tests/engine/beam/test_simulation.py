@@ -171,7 +171,7 @@ def test_failure_inside_a_search_fails_its_request_only(vllm_config, monkeypatch
     def fail(*args: Any) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(simulation.scheduler._groups["broken"].search, "advance", fail)
+    monkeypatch.setattr(simulation.scheduler.beam_groups.by_id["broken"].search, "advance", fail)
     simulation.run()
     assert [simulation.finished[member].reason for member in broken] == ["error", "error"]
     check_beam(simulation, sound, expected_beam([3, 2, 1], 4))

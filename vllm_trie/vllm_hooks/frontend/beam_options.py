@@ -1,7 +1,7 @@
-"""From the user's ``SamplingParams`` to the search, and the marks that requests carry.
+"""Beam requests: from the user's ``SamplingParams`` to the settings of a search.
 
 In the front end, :func:`prepare_params` checks a beam request and puts a normalized description
-under :data:`SPEC_KEY` into its ``extra_args``; vLLM copies it to the ``n`` member requests that it
+under :data:`SPEC_KEY` into its ``extra_args``. vLLM copies it to the ``n`` member requests that it
 makes of the request. In the engine, :func:`beam_spec` reads it back.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import random
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
@@ -18,11 +18,35 @@ from vllm.sampling_params import SamplingParams
 from vllm_trie.beam import OPTION_NAMES, BeamOptions, SearchSettings, parse_options
 from vllm_trie.vllm_hooks.frontend.request_options import SPECULATION
 
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.request import Request
+
 SPEC_KEY = "vllm_trie_beam"
 """Key in ``extra_args`` of a member request, and of the result in ``kv_transfer_params``."""
 
 _SIMILAR = 0.82
 """Ratio of :class:`difflib.SequenceMatcher` from which a name is taken for a misspelled option."""
+
+_LEAST = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logprobs": 0,
+}
+"""Sampling parameters with a least value; None is allowed, too."""
+
+_LEAVE_OUT: dict[str, Any] = {
+    "min_p": 0.0,
+    "logit_bias": {},
+    "allowed_token_ids": None,
+    "structured_outputs": None,
+    "prompt_logprobs": None,
+    "logprob_token_ids": None,
+    "repetition_detection": None,
+    "thinking_token_budget": None,
+}
+"""Sampling parameters without support, and the value that means unset, in addition to None."""
 
 
 class BeamRequestError(VLLMValidationError, ValueError):
@@ -30,13 +54,13 @@ class BeamRequestError(VLLMValidationError, ValueError):
 
 
 class BeamSpec(NamedTuple):
-    """What the engine needs to know beside the member's own ``SamplingParams``.
+    """Description of a search that the engine needs in addition to ``SamplingParams``.
 
     Attributes:
         n: Members of the request.
-        options: Of the search.
-        seed: Of the search. vLLM gives each member a seed of its own, or none; but a short search
-            may be over before its last member arrives, whose search must find the same.
+        options: Options of the search.
+        seed: Seed of the search. vLLM gives each member its own seed, or none; but a short search
+            may end before its last member arrives, whose search must find the same.
     """
 
     n: int
@@ -45,16 +69,15 @@ class BeamSpec(NamedTuple):
 
 
 def asks_for_beam(params: Any) -> bool:
-    """Whether a request of these parameters is a beam request of ours."""
-    extra_args = getattr(params, "extra_args", None)
-    return bool(extra_args) and "beam_width" in extra_args
+    """Return whether a request with these parameters asks for native beam search."""
+    return "beam_width" in (getattr(params, "extra_args", None) or {})
 
 
 def refuse_own_key(params: Any) -> None:
-    """Refuse a request that brings the description which only the plugin may write.
+    """Refuse a request with the description that only the plugin may write.
 
     Raises:
-        BeamRequestError: It does; the engine would take it for a checked one.
+        BeamRequestError: It has one; the engine would trust it.
     """
     if SPEC_KEY in (getattr(params, "extra_args", None) or {}):
         raise BeamRequestError(
@@ -92,35 +115,16 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
     return prepared
 
 
-def check_inputs(request: Any) -> None:
-    """Refuse a beam request with inputs that the search cannot continue.
-
-    Args:
-        request: vLLM's ``EngineCoreRequest`` or ``Request``.
-
-    Raises:
-        BeamRequestError: It has embeddings, images or an open end.
-    """
-    if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        raise BeamRequestError("beam search: prompt embeddings are not supported; send token ids")
-    if request.mm_features:
-        raise BeamRequestError("beam search: multimodal prompts are not supported with beam_width")
-    if request.resumable:
-        raise BeamRequestError("beam search: streaming input is not supported with beam_width")
-
-
 def beam_spec(params: SamplingParams | None) -> BeamSpec | None:
-    """The beam description of a member request, None for an ordinary request."""
-    if params is None or not params.extra_args:
-        return None
-    spec = params.extra_args.get(SPEC_KEY)
+    """Return the description of a member request, None for an ordinary request."""
+    spec = (params.extra_args or {}).get(SPEC_KEY) if params is not None else None
     if spec is None:
         return None
     return BeamSpec(spec["n"], BeamOptions.model_validate(spec["options"]), spec["seed"])
 
 
 def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int) -> SearchSettings:
-    """The search that a member's parameters ask for."""
+    """Return the settings of the search that a member's parameters ask for."""
     options = spec.options
     stop_token_ids = [params.eos_token_id, *(params.stop_token_ids or ())]
     do_sample = options.do_sample
@@ -146,19 +150,8 @@ def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int)
     )
 
 
-def min_blocks(num_prompt_tokens: int, beam_width: int, max_new: int, block_size: int) -> int:
-    """Fewest KV blocks with which a search can take its steps.
-
-    After the first fork every row has a block of its own behind the prompt's full blocks.
-    """
-    full, tail = divmod(num_prompt_tokens, block_size)
-    if max_new <= 1 or beam_width == 1:
-        return full + bool(tail) + (max_new > 1 and not tail)
-    return full + beam_width
-
-
 def row_params(num_candidates: int, max_new_tokens: int) -> SamplingParams:
-    """Sampling parameters of a row: greedy, with the log-probabilities of the best candidates."""
+    """Return the parameters of a row: greedy, with the log-probabilities of its candidates."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=max_new_tokens,
@@ -170,86 +163,87 @@ def row_params(num_candidates: int, max_new_tokens: int) -> SamplingParams:
     )
 
 
+def check_inputs(request: EngineCoreRequest | Request) -> None:
+    """Refuse a beam request with inputs that the search cannot continue.
+
+    Raises:
+        BeamRequestError: It has embeddings, images or streaming input.
+    """
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        raise BeamRequestError("beam search: prompt embeddings are not supported; send token ids")
+    if request.mm_features:
+        raise BeamRequestError("beam search: multimodal prompts are not supported with beam_width")
+    if request.resumable:
+        raise BeamRequestError("beam search: streaming input is not supported with beam_width")
+
+
+def check_slots(beam_width: int, slots: int) -> None:
+    """Refuse a search with more rows than an engine runs requests.
+
+    Raises:
+        BeamRequestError: `beam_width` is above `slots`.
+    """
+    if beam_width > slots:
+        raise BeamRequestError(
+            f"beam_width must be at most max_num_seqs={slots}, got {beam_width}; lower beam_width "
+            "or start the engine with a larger max_num_seqs"
+        )
+
+
+def check_blocks(
+    num_prompt_tokens: int, beam_width: int, max_new_tokens: int, block_size: int, blocks: int
+) -> None:
+    """Refuse a search that needs more KV blocks, of `block_size` tokens, than an engine has.
+
+    Raises:
+        BeamRequestError: It needs more than `blocks`.
+    """
+    needed = min_blocks(num_prompt_tokens, beam_width, max_new_tokens, block_size)
+    if needed > blocks:
+        raise BeamRequestError(
+            f"beam_width={beam_width} with a prompt of {num_prompt_tokens} tokens needs at "
+            f"least {needed} KV blocks of {block_size} tokens, the engine has {blocks}; "
+            "lower beam_width, shorten the prompt or give the engine more KV cache memory"
+        )
+
+
+def min_blocks(
+    num_prompt_tokens: int, beam_width: int, max_new_tokens: int, block_size: int
+) -> int:
+    """Return the fewest KV blocks with which a search can take its steps.
+
+    After the first fork every row has a block of its own behind the prompt's full blocks.
+    """
+    full, tail = divmod(num_prompt_tokens, block_size)
+    if max_new_tokens <= 1 or beam_width == 1:
+        return full + bool(tail) + (max_new_tokens > 1 and not tail)
+    return full + beam_width
+
+
 def _refuse_misspelled(names: Iterable[str]) -> None:
-    """Refuse keys that look like an option; others may be for somebody else."""
+    """Refuse keys that look like an option; others may belong to other plugins."""
     for name in names:
         for meant in difflib.get_close_matches(name, OPTION_NAMES, n=1, cutoff=_SIMILAR):
             raise BeamRequestError(f"beam search: {name!r} is unknown; did you mean {meant!r}?")
 
 
 def _refuse_unsupported(params: SamplingParams, options: BeamOptions) -> None:
-    refused: Sequence[tuple[str, bool, Any, str]] = (
-        (
-            "repetition_penalty",
-            params.repetition_penalty < 1.0,
-            params.repetition_penalty,
-            "use a value of at least 1",
-        ),
-        (
-            "presence_penalty",
-            params.presence_penalty < 0.0,
-            params.presence_penalty,
-            "use a value of at least 0",
-        ),
-        (
-            "frequency_penalty",
-            params.frequency_penalty < 0.0,
-            params.frequency_penalty,
-            "use a value of at least 0",
-        ),
-        ("min_p", params.min_p > 0.0, params.min_p, "leave it out"),
-        ("logit_bias", bool(params.logit_bias), params.logit_bias, "leave it out"),
-        (
-            "allowed_token_ids",
-            params.allowed_token_ids is not None,
-            params.allowed_token_ids,
-            "leave it out",
-        ),
-        (
-            "structured_outputs",
-            params.structured_outputs is not None,
-            params.structured_outputs,
-            "leave it out, or use LLM.beam_search, which hands such requests to vLLM's own search",
-        ),
-        (
-            "prompt_logprobs",
-            params.prompt_logprobs is not None,
-            params.prompt_logprobs,
-            "leave it out",
-        ),
-        (
-            "logprob_token_ids",
-            params.logprob_token_ids is not None,
-            params.logprob_token_ids,
-            "leave it out",
-        ),
-        (
-            "logprobs",
-            params.logprobs is not None and params.logprobs < 0,
-            params.logprobs,
-            "ask for a number of log-probabilities",
-        ),
-        (
-            "repetition_detection",
-            params.repetition_detection is not None,
-            params.repetition_detection,
-            "leave it out",
-        ),
-        (
-            "thinking_token_budget",
-            params.thinking_token_budget is not None,
-            params.thinking_token_budget,
-            "leave it out",
-        ),
-        (
-            "temperature",
-            options.do_sample and params.temperature < 1e-5,
-            params.temperature,
-            "use a temperature above 0, or leave do_sample out",
-        ),
-    )
-    for name, wrong, value, advice in refused:
-        if wrong:
-            raise BeamRequestError(
-                f"beam search: {name}={value!r} is not supported with beam_width; {advice}"
-            )
+    advice: dict[str, str] = {}
+    for name, least in _LEAST.items():
+        value = getattr(params, name)
+        if value is not None and value < least:
+            advice[name] = f"use a value of at least {least:.0f}"
+    for name, unset in _LEAVE_OUT.items():
+        if getattr(params, name) not in (None, unset):
+            advice[name] = "leave it out"
+    if "structured_outputs" in advice:
+        advice["structured_outputs"] += (
+            ", or use LLM.beam_search, which hands such requests to vLLM's own search"
+        )
+    if options.do_sample and params.temperature < 1e-5:
+        advice["temperature"] = "use a temperature above 0, or leave do_sample out"
+    for name, what in advice.items():
+        raise BeamRequestError(
+            f"beam search: {name}={getattr(params, name)!r} is not supported with beam_width; "
+            f"{what}"
+        )

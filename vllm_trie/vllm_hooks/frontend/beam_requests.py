@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import functools
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.engine.output_processor import RequestState
 
 from vllm_trie.vllm_hooks.frontend.beam_options import (
     SPEC_KEY,
     BeamRequestError,
     asks_for_beam,
+    check_blocks,
     check_inputs,
-    min_blocks,
+    check_slots,
     prepare_params,
     refuse_own_key,
 )
 from vllm_trie.vllm_hooks.setup.beam_support import reason_off
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import RequestState
+
 
 def has_distinct_outputs(params: SamplingParams) -> bool:
-    """Whether this is a beam request, whose outputs differ at temperature 0 too."""
+    """Return whether this is a beam request, whose outputs differ at temperature 0, too."""
     # Copies that the engine makes of a checked request carry the key in place of the options.
     return asks_for_beam(params) or SPEC_KEY in (params.extra_args or {})
 
 
-def prepare_request(vllm_config: Any, params: SamplingParams) -> SamplingParams:
+def prepare_request(vllm_config: VllmConfig, params: SamplingParams) -> SamplingParams:
     """Check a beam request's parameters and return a copy that the engine understands.
 
     Raises:
@@ -37,12 +42,14 @@ def prepare_request(vllm_config: Any, params: SamplingParams) -> SamplingParams:
     if reason := reason_off(vllm_config):
         raise BeamRequestError(f"beam_width was given, but native beam search is off: {reason}")
     prepared = prepare_params(params)
-    assert prepared.extra_args is not None
-    _check_slots(vllm_config, prepared.extra_args[SPEC_KEY]["options"]["beam_width"])
+    scheduler = vllm_config.scheduler_config
+    active = getattr(scheduler, "max_num_active_seqs", None)
+    slots = scheduler.max_num_seqs if active is None else min(scheduler.max_num_seqs, active)
+    check_slots(_beam_width(prepared), slots)
     return prepared
 
 
-def check_processed(vllm_config: Any, request: Any) -> None:
+def check_processed(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
     """Refuse a processed beam request that the engine cannot hold.
 
     Keeps the members of a request on one engine: may set its ``data_parallel_rank``.
@@ -51,9 +58,24 @@ def check_processed(vllm_config: Any, request: Any) -> None:
         BeamRequestError: Why it cannot be served.
     """
     check_inputs(request)
-    options = request.sampling_params.extra_args[SPEC_KEY]["options"]
-    _check_blocks(vllm_config, request, options["beam_width"])
-    _keep_members_together(vllm_config.parallel_config, request)
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    params, prompt = request.sampling_params, request.prompt_token_ids
+    assert params is not None
+    assert prompt is not None
+    if cache.num_gpu_blocks:  # known here
+        # Data-parallel engines report the sum of their blocks.
+        blocks = cache.num_gpu_blocks // parallel.data_parallel_size - 1
+        room = vllm_config.model_config.max_model_len - len(prompt)
+        max_new = room if params.max_tokens is None else min(params.max_tokens, room)
+        check_blocks(len(prompt), _beam_width(params), max_new, cache.block_size, blocks)
+    # One engine must get all members, to make them one group.
+    if parallel.data_parallel_size > 1 and params.n > 1 and request.data_parallel_rank is None:
+        ranks = (
+            parallel.data_parallel_size_local
+            if parallel.local_engines_only
+            else parallel.data_parallel_size
+        )
+        request.data_parallel_rank = zlib.crc32(request.request_id.encode()) % ranks
 
 
 def complete_output(output: Any, result: dict[str, Any]) -> None:
@@ -68,7 +90,7 @@ def complete_output(output: Any, result: dict[str, Any]) -> None:
 
 
 def wrap_verify_greedy_sampling(original: Any) -> Any:
-    """Allow ``n > 1`` at temperature 0 for beam requests: their outputs differ all the same."""
+    """Allow ``n > 1`` at temperature 0 for beam requests."""
 
     @functools.wraps(original)
     def _verify_greedy_sampling(self: SamplingParams) -> None:
@@ -113,16 +135,8 @@ def wrap_make_request_output(original: Any) -> Any:
         if kv_transfer_params is not None and SPEC_KEY in kv_transfer_params:
             self._beam_result = kv_transfer_params[SPEC_KEY]  # type: ignore[attr-defined]
             kv_transfer_params = None
-        return original(
-            self,
-            new_token_ids,
-            pooling_output,
-            finish_reason,
-            stop_reason,
-            kv_transfer_params,
-            *args,
-            **kwargs,
-        )
+        outcome = (new_token_ids, pooling_output, finish_reason, stop_reason)
+        return original(self, *outcome, kv_transfer_params, *args, **kwargs)
 
     return make_request_output
 
@@ -141,44 +155,6 @@ def wrap_new_completion_output(original: Any) -> Any:
     return _new_completion_output
 
 
-def _check_slots(vllm_config: Any, beam_width: int) -> None:
-    scheduler = vllm_config.scheduler_config
-    slots = scheduler.max_num_seqs
-    if (active := getattr(scheduler, "max_num_active_seqs", None)) is not None:
-        slots = min(slots, active)
-    if beam_width > slots:
-        raise BeamRequestError(
-            f"beam_width must be at most max_num_seqs={slots}, got {beam_width}; lower beam_width "
-            "or start the engine with a larger max_num_seqs"
-        )
-
-
-def _check_blocks(vllm_config: Any, request: Any, beam_width: int) -> None:
-    cache = vllm_config.cache_config
-    if not cache.num_gpu_blocks:  # not known here
-        return
-    # Data-parallel engines report the sum of their blocks.
-    blocks = cache.num_gpu_blocks // vllm_config.parallel_config.data_parallel_size - 1
-    num_prompt_tokens = len(request.prompt_token_ids)
-    room = vllm_config.model_config.max_model_len - num_prompt_tokens
-    max_new = min(request.sampling_params.max_tokens, room)
-    needed = min_blocks(num_prompt_tokens, beam_width, max_new, cache.block_size)
-    if needed > blocks:
-        raise BeamRequestError(
-            f"beam_width={beam_width} with a prompt of {num_prompt_tokens} tokens needs at "
-            f"least {needed} KV blocks of {cache.block_size} tokens, the engine has {blocks}; "
-            "lower beam_width, shorten the prompt or give the engine more KV cache memory"
-        )
-
-
-def _keep_members_together(parallel: Any, request: Any) -> None:
-    """Send all members of a request to one of several data-parallel engines: to be one group."""
-    if parallel.data_parallel_size == 1 or request.data_parallel_rank is not None:
-        return
-    if request.sampling_params.n > 1:
-        ranks = (
-            parallel.data_parallel_size_local
-            if parallel.local_engines_only
-            else parallel.data_parallel_size
-        )
-        request.data_parallel_rank = zlib.crc32(request.request_id.encode()) % ranks
+def _beam_width(params: SamplingParams) -> int:
+    assert params.extra_args is not None
+    return int(params.extra_args[SPEC_KEY]["options"]["beam_width"])

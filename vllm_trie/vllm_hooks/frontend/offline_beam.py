@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm import RequestOutput
 from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput, BeamSearchSequence
@@ -14,30 +14,30 @@ from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingPa
 
 from vllm_trie.vllm_hooks.setup.beam_support import reason_for_stock_search
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
 logger = init_logger(__name__)
 
 EXTRA_OPTIONS = ("early_stopping", "do_sample", "num_beam_groups", "diversity_penalty")
-"""Attributes of a ``BeamSearchParams`` object that the native search reads beside vLLM's fields."""
+"""Attributes of a ``BeamSearchParams`` that the native search reads, next to vLLM's fields."""
+
+NOT_TOKENS = "only text prompts and token ids are searched natively"
 
 
 def beam_extra_args(params: BeamSearchParams) -> dict[str, Any]:
-    """The ``extra_args`` that ask the engine for this search."""
-    extra_args: dict[str, Any] = {
-        "beam_width": params.beam_width,
-        "length_penalty": params.length_penalty,
-    }
-    for name in EXTRA_OPTIONS:
-        if hasattr(params, name):
-            extra_args[name] = getattr(params, name)
-    return extra_args
+    """Return the ``extra_args`` that ask the engine for this search."""
+    extra_args = {"beam_width": params.beam_width, "length_penalty": params.length_penalty}
+    given = {name: getattr(params, name) for name in EXTRA_OPTIONS if hasattr(params, name)}
+    return {**extra_args, **given}
 
 
 def wrap_beam_search(original: Any) -> Any:
-    """``LLM.beam_search``: the same arguments and results, on the native search."""
+    """Give ``LLM.beam_search`` the native search, with the same arguments and results."""
 
     @functools.wraps(original)
     def beam_search(
-        self: Any,
+        self: LLM,
         prompts: Sequence[Any],
         params: BeamSearchParams,
         lora_request: Any = None,
@@ -53,7 +53,7 @@ def wrap_beam_search(original: Any) -> Any:
 
 
 def native_beam_search(
-    llm: Any,
+    llm: LLM,
     prompts: Sequence[Any],
     params: BeamSearchParams,
     lora_request: Any,
@@ -61,23 +61,26 @@ def native_beam_search(
     concurrency_limit: int | None,
     priority: int | Sequence[int] | None = None,
 ) -> list[BeamSearchOutput] | None:
-    """``LLM.beam_search`` by the scheduler; None where only vLLM's own search can serve it.
+    """Search in the scheduler; return None where only vLLM's own search can serve the call.
 
     Args:
         llm: vLLM's ``LLM``.
-        priority: of all requests or of each, an argument since vLLM 0.33.
+        priority: Priority of all requests or of each, an argument since vLLM 0.33.
+
+    Raises:
+        ValueError: ``concurrency_limit`` is below 1.
+        RuntimeError: A search failed in the engine.
     """
-    engine_inputs = None
+    engine_inputs: list[Any] = []
     reason = reason_for_stock_search(llm.llm_engine.vllm_config, params)
     if reason is None:
-        engine_inputs = llm._preprocess_cmpl(prompts)
+        engine_inputs = list(llm._preprocess_cmpl(prompts))
         if any(engine_input["type"] != "token" for engine_input in engine_inputs):
-            reason = "only text prompts and token ids are searched natively"
+            reason = NOT_TOKENS
     if reason is not None:
         logger.info_once("LLM.beam_search runs vLLM's own beam search: %s", reason)
         return None
 
-    assert engine_inputs is not None
     lora_requests = llm._lora_request_to_seq(lora_request, len(engine_inputs))
     priorities = llm._priority_to_seq(priority, len(engine_inputs))
     if concurrency_limit is None:
@@ -120,20 +123,18 @@ def _to_beam_output(
     tokenizer: Any,
     params: BeamSearchParams,
 ) -> BeamSearchOutput:
-    prompt_token_ids = engine_input["prompt_token_ids"]
     sequences = []
     for output in result.outputs:
         if output.finish_reason == "error":
             raise RuntimeError(
                 f"beam search failed for request {result.request_id}; the engine's log says why"
             )
-        # As vLLM's own search returns them: tokens and text begin with the prompt.
-        tokens = [*prompt_token_ids, *output.token_ids]
-        logprobs: list[dict[int, Logprob]] = list(output.logprobs or [])
+        # As in vLLM's own search, tokens and text begin with the prompt.
+        tokens = [*engine_input["prompt_token_ids"], *output.token_ids]
         sequence = BeamSearchSequence(
             orig_prompt=engine_input,
             tokens=tokens,
-            logprobs=logprobs,
+            logprobs=cast(list[dict[int, Logprob]], list(output.logprobs or [])),
             lora_request=lora_request,
             cum_logprob=output.cumulative_logprob or 0.0,
             text=tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens),

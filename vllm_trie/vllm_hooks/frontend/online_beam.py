@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamRequestError
-from vllm_trie.vllm_hooks.frontend.offline_beam import beam_extra_args
+from vllm_trie.vllm_hooks.frontend.offline_beam import NOT_TOKENS, beam_extra_args
 from vllm_trie.vllm_hooks.setup.beam_support import reason_for_stock_search
 
 logger = init_logger(__name__)
@@ -39,14 +39,8 @@ _FIELDS = (
 refuses the request."""
 
 
-_NO_STREAM = (
-    "stream=true is not supported with beam search: hypotheses are known only at the end; set "
-    "stream to false"
-)
-
-
 def refuse_stream(request: Any) -> None:
-    """Refuse a beam request, asked for in either way, that wants its output streamed.
+    """Refuse an OpenAI request that asks for a beam search, in either way, and for a stream.
 
     Raises:
         BeamRequestError: It does.
@@ -54,14 +48,17 @@ def refuse_stream(request: Any) -> None:
     extra_args = getattr(request, "vllm_xargs", None) or {}
     beam = getattr(request, "use_beam_search", False) or "beam_width" in extra_args
     if beam and getattr(request, "stream", False):
-        raise BeamRequestError(_NO_STREAM)
+        raise BeamRequestError(
+            "stream=true is not supported with beam search: hypotheses are known only at the end; "
+            "set stream to false"
+        )
 
 
 def wrap_to_beam_search_params(original: Any) -> Any:
-    """Keep what a ``BeamSearchParams`` has no field for: the request itself."""
+    """Keep the request, for the fields that a ``BeamSearchParams`` lacks."""
 
     @functools.wraps(original)
-    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> BeamSearchParams:
+    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = original(self, *args, **kwargs)
         params.openai_request = self
         return params
@@ -73,7 +70,7 @@ def wrap_to_sampling_params(original: Any) -> Any:
     """Refuse to stream a beam request that came as ``vllm_xargs``."""
 
     @functools.wraps(original)
-    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> SamplingParams:
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_stream(self)
         return original(self, *args, **kwargs)
 
@@ -81,7 +78,7 @@ def wrap_to_sampling_params(original: Any) -> Any:
 
 
 def wrap_beam_search(original: Any) -> Any:
-    """The serving classes' ``beam_search``: one native request in place of one per token."""
+    """Have the serving classes' ``beam_search`` send one native request, not one per token."""
 
     @functools.wraps(original)
     def beam_search(
@@ -112,24 +109,23 @@ def native_beam_search(
     session_id: str | None,
     **options: Any,
 ) -> AsyncGenerator[RequestOutput, None] | None:
-    """The request's outputs; None where only vLLM's own search can serve it.
+    """Return the request's outputs; None where only vLLM's own search can serve it.
 
     Args:
         serving: vLLM's serving class.
-        options: what later versions of vLLM pass besides, for the engine client.
+        options: Further arguments of later versions of vLLM, for the engine client.
 
     Raises:
-        BeamRequestError: The native search would serve it, but for something that it refuses.
+        BeamRequestError: The native search refuses something in the request.
     """
     reason = reason_for_stock_search(serving.engine_client.vllm_config, params)
     if reason is None and prompt["type"] != "token":
-        reason = "only text prompts and token ids are searched natively"
+        reason = NOT_TOKENS
     if reason is not None:
         logger.info_once("use_beam_search runs vLLM's own beam search: %s", reason)
         return None
-    if (request := getattr(params, "openai_request", None)) is not None:
-        refuse_stream(request)
-    return serving.engine_client.generate(
+    refuse_stream(getattr(params, "openai_request", None))
+    outputs: AsyncGenerator[RequestOutput, None] = serving.engine_client.generate(
         prompt,
         to_sampling_params(params),
         request_id,
@@ -138,32 +134,32 @@ def native_beam_search(
         session_id=session_id,
         **options,
     )
+    return outputs
 
 
 def to_sampling_params(params: BeamSearchParams) -> SamplingParams:
-    """The native request of a server's beam-search request.
+    """Return the native request of a server's beam-search request.
 
     Raises:
         BeamRequestError: A field of the request does not go with beam search.
     """
-    request = getattr(params, "openai_request", None)
-    extra_args = beam_extra_args(params)
-    values: dict[str, Any] = {}
-    if request is not None:
-        extra_args |= getattr(request, "vllm_xargs", None) or {}
-        values = {
-            name: value
-            for name in _FIELDS
-            if (value := getattr(request, name, None)) is not None and value != []
-        }
-        if (logprobs := _num_logprobs(request)) is not None:
-            values["logprobs"] = logprobs
-        response_format = getattr(request, "response_format", None)
-        if getattr(response_format, "type", "text") != "text":
-            raise BeamRequestError(
-                f"response_format={response_format.type!r} is not supported with beam search; "
-                "leave it out"
-            )
+    request: Any = getattr(params, "openai_request", None)
+    extra_args = beam_extra_args(params) | (getattr(request, "vllm_xargs", None) or {})
+    values = {
+        name: value
+        for name in _FIELDS
+        if (value := getattr(request, name, None)) is not None and value != []
+    }
+    logprobs = getattr(request, "logprobs", None)
+    if isinstance(logprobs, bool):  # chat has two fields, completions have one number
+        logprobs = (getattr(request, "top_logprobs", None) or 0) if logprobs else None
+    if logprobs is not None:
+        values["logprobs"] = logprobs
+    response_format = getattr(getattr(request, "response_format", None), "type", "text")
+    if response_format != "text":
+        raise BeamRequestError(
+            f"response_format={response_format!r} is not supported with beam search; leave it out"
+        )
     return SamplingParams.from_optional(
         n=params.beam_width,
         temperature=params.temperature,
@@ -175,11 +171,3 @@ def to_sampling_params(params: BeamSearchParams) -> SamplingParams:
         extra_args=extra_args,
         **values,
     )
-
-
-def _num_logprobs(request: Any) -> int | None:
-    """Log-probabilities per token: a number for completions, two fields for chat."""
-    logprobs = getattr(request, "logprobs", None)
-    if isinstance(logprobs, bool):
-        return (getattr(request, "top_logprobs", None) or 0) if logprobs else None
-    return logprobs

@@ -1,24 +1,22 @@
 """vLLM's schedulers with native beam search.
 
-A beam request is prefilled once as one row; from then on its group of rows takes one step of the
-search whenever every row has an output. Rows are ordinary running requests to vLLM: they are
-batched, chunked, preempted and prefix-cached by its own code. What is added, a mixin each, is
+A beam request is prefilled once as one row. From then on its group takes one step of the search
+whenever every row has an output. Rows are ordinary running requests to vLLM, which batches, chunks,
+preempts and prefix-caches them. Next to vLLM's own state there are two objects:
 
-- `admission` of whole groups: ``beam_width`` rows must fit next to what runs,
-- `stepping`: rows without children go, forks share blocks with their parent (`rows`),
-- `unsent`: telling the worker about rows it does not know,
-- `preemption`: rows and groups that lose their KV, and how they go on,
-- `results`: hypothesis ``i`` becomes the whole output of member ``i``.
+- ``beam_groups``: which groups run (admission, fairness, parking), and the answers to members;
+- ``beam_rows``: what becomes of rows and their KV in a step (forks, moves, preemption).
 
-Life of a row's KV::
+The classes below only pass vLLM's calls on to them::
 
-    waiting --schedule--> running --output--> at the barrier --search step--> running (a child)
-       ^                     |                     |
-       +---- preempted ------+                     +-- preempted: *suspended*, its output is kept,
-                                                       its children are recomputed
+    add_request          -> beam_groups.add
+    schedule             -> beam_groups.before_schedule, vLLM's own, beam_rows.send_as_new
+    update_from_output   -> beam_rows.take_outputs, beam_groups.step, vLLM's own
+    _preempt_request     -> vLLM's own, beam_rows.after_preemption
+    finish_requests      -> vLLM's own, beam_groups.drop_finished
 
-A search step happens outside vLLM's ``schedule``, so no row of the group is in flight then, also
-under asynchronous scheduling: a row is scheduled again only after its group's step.
+A search step happens outside ``schedule``, so no row of the group is in flight then, also under
+asynchronous scheduling: a row is scheduled again only after its group's step.
 """
 
 from __future__ import annotations
@@ -28,120 +26,155 @@ from typing import Any
 
 from vllm.config.scheduler import SchedulerConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.vllm_hooks.scheduler.admission import BeamAdmission
-from vllm_trie.vllm_hooks.scheduler.preemption import BeamPreemption
-from vllm_trie.vllm_hooks.scheduler.results import Outputs
-from vllm_trie.vllm_hooks.scheduler.stepping import BeamStepping
+from vllm_trie.vllm_hooks.frontend.beam_options import beam_spec
+from vllm_trie.vllm_hooks.scheduler.groups import BeamGroups, Outputs
+from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
+from vllm_trie.vllm_hooks.setup.beam_support import cache_reason, reason_off, say_where_untested
 
 
-class BeamScheduling(BeamAdmission, BeamPreemption, BeamStepping):
-    """Beam search on top of a scheduler class of vLLM; mixed in before it."""
+class TrieBeamScheduler(Scheduler):
+    """vLLM's scheduler with native beam search."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.beam_off = reason_off(self.vllm_config) or cache_reason(self.kv_cache_config)
+        say_where_untested(self.vllm_config)
+        self.beam_counters = BeamCounters()
+        self.beam_rows = BeamRows(self, self.beam_counters)
+        self.beam_groups = BeamGroups(self, self.beam_rows, self.beam_counters)
+
+    def add_request(self, request: Request) -> None:
+        spec = beam_spec(request.sampling_params)
+        if spec is None:
+            super().add_request(request)
+        else:
+            self.beam_groups.add(request, spec, self.beam_off)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        if not self._groups:
+        if not self.beam_groups.by_id:
             return super().schedule(throttle_prefills)
-        self._unpark()
-        self._break_stall()
-        self._admit_groups()
+        self.beam_groups.before_schedule()
         output = super().schedule(throttle_prefills)
-        # Under asynchronous scheduling an empty step is usual while outputs are on their way.
-        self._stalled = not (output.total_num_scheduled_tokens or self._anything_in_flight())
-        if self._unsent:
-            self._send_as_new(output)
+        self.beam_groups.after_schedule(output)
+        self.beam_rows.send_as_new(output)
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs: Outputs = {}
-        if self._group_of_row:
-            scheduler_output = self._take_row_outputs(
-                scheduler_output, model_runner_output, outputs
+        if self.beam_rows.group_of:
+            scheduler_output, ready = self.beam_rows.take_outputs(
+                scheduler_output, model_runner_output
             )
-        if self._refused:
-            self._emit_refusals(outputs)
-        if not self._groups and self.max_num_active_reqs != self._base_max_active:
-            self.max_num_active_reqs = self._base_max_active
+            for group in ready:
+                self.beam_groups.step(group, outputs)
+        self.beam_groups.answer_refused(outputs)
         result = super().update_from_output(scheduler_output, model_runner_output)
-        for client, client_outputs in outputs.items():
-            if client in result:
-                result[client].outputs = [*result[client].outputs, *client_outputs]
-            else:
-                result[client] = EngineCoreOutputs(outputs=client_outputs)
+        for client, answers in outputs.items():
+            own = result.setdefault(client, EngineCoreOutputs())
+            own.outputs = [*own.outputs, *answers]
         return result
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         super().update_draft_token_ids(draft_token_ids)
-        for row_id in self._group_of_row:
+        for row_id in self.beam_rows.group_of:
             # The worker drafted after its own token; the row goes on with the search's.
             self.requests[row_id].spec_token_ids = []
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        if not self._groups and not self._refused:
+        if self.beam_groups.idle:
             return super().finish_requests(request_ids, finished_status)
         if request_ids is None:
-            ids = list(self.requests)
-        else:
-            ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        groups = {id(g): g for i in ids if (g := self._group_of_member.get(i)) is not None}
-        # Rows are nobody's to finish: they go with their group.
-        finished = super().finish_requests(
-            [i for i in ids if i not in self._group_of_row], finished_status
-        )
-        for group in groups.values():
-            if group.finished:
-                self._remove(group)
-        self._refused = [member for member in self._refused if not member.is_finished()]
+            request_ids = self.requests
+        elif isinstance(request_ids, str):
+            request_ids = [request_ids]
+        # Rows are not for clients to finish: they go with their group.
+        ids = [
+            request_id for request_id in request_ids if request_id not in self.beam_rows.group_of
+        ]
+        finished = super().finish_requests(ids, finished_status)
+        self.beam_groups.drop_finished()
         return finished
 
+    def _preempt_request(
+        self, request: Request, timestamp: float, drop_stale_output: bool = False
+    ) -> None:
+        super()._preempt_request(request, timestamp, drop_stale_output)
+        group = self.beam_rows.group_of.get(request.request_id)
+        if group is not None:
+            self.beam_rows.after_preemption(request, group)
 
-class TrieBeamScheduler(BeamScheduling, Scheduler):
-    """vLLM's scheduler with native beam search."""
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        if reset_running_requests or not self.beam_rows.group_of:
+            self.beam_rows.release_queued_copies()
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        # Metrics and the balance between data-parallel engines see groups that wait, too.
+        running, waiting = super().get_request_counts()
+        return running, waiting + self.beam_groups.counts()[0]
+
+    def get_num_unfinished_requests(self) -> int:
+        unfinished = super().get_num_unfinished_requests()
+        if self._pause_state == PauseState.UNPAUSED:
+            # Groups at their barrier, or without KV, have nothing in vLLM's own queues.
+            unfinished += self.beam_groups.counts()[1]
+        elif self._pause_state == PauseState.PAUSED_NEW:
+            unfinished -= self.beam_groups.num_rows_that_stall_a_pause()
+        return unfinished
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of groups, rows and KV blocks; call it between two steps."""
+        self.beam_groups.check_integrity()
 
 
-class AsyncTrieBeamScheduler(BeamScheduling, AsyncScheduler):
+class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
     """vLLM's asynchronous scheduler with native beam search.
 
-    Ordinary requests run ahead of their outputs as ever. A row cannot: what it computes next is
-    decided by its group's outputs. It therefore takes part in every other step.
+    Ordinary requests run ahead of their outputs. A row cannot: its group's outputs decide what it
+    computes next. It therefore takes part in every other step.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._last_scheduled: dict[str, int] = {}  # of the last step that was not empty
+        self._last_scheduled: dict[str, int] = {}  # by the last step that was not empty
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
-        if self._beam_off is not None:
+        if self.beam_off is not None:
             return
         scheduled = scheduler_output.num_scheduled_tokens
-        for row_id in self._group_of_row:
+        for row_id in self.beam_rows.group_of:
             if row_id in scheduled:
-                # Without a placeholder for its next token the row has nothing to compute until
+                # Without a placeholder for its next token, the row has nothing to compute until
                 # its group has taken its step.
                 row = self.requests[row_id]
                 row.num_output_placeholders = 0
                 row.spec_token_ids = []
         if not self.use_v2_model_runner:
-            self._mend_resumed(scheduler_output)
+            self._recompute_last_token(scheduler_output)
         if scheduled:
             self._last_scheduled = scheduled
 
-    def _mend_resumed(self, scheduler_output: SchedulerOutput) -> None:
-        """Have a token computed again that the worker got wrong.
+    def _recompute_last_token(self, scheduler_output: SchedulerOutput) -> None:
+        """Have the last token of some resumed requests computed again.
 
         Model Runner V1 takes the last token that it computes of a request from the last step that
-        was not empty, if the request was in it. That is right unless the request was preempted in
-        an empty step and comes back with a part of its tokens only. Empty steps are rare without
-        beam search; beside it they are usual.
+        was not empty, if the request was in it. That is wrong for a request that was preempted in
+        an empty step and comes back with a part of its tokens. Empty steps are rare in vLLM alone,
+        and usual next to beam search.
         """
         for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             request = self.requests[request_id]
@@ -149,6 +182,6 @@ class AsyncTrieBeamScheduler(BeamScheduling, AsyncScheduler):
                 request.num_computed_tokens -= 1
 
 
-def scheduler_class(scheduler_config: SchedulerConfig) -> type[BeamScheduling]:
-    """The scheduler with beam search for synchronous or asynchronous scheduling."""
+def scheduler_class(scheduler_config: SchedulerConfig) -> type[TrieBeamScheduler]:
+    """Return the scheduler with beam search for synchronous or asynchronous scheduling."""
     return AsyncTrieBeamScheduler if scheduler_config.async_scheduling else TrieBeamScheduler

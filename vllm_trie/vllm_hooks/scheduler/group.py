@@ -1,4 +1,4 @@
-"""One beam request inside the scheduler: its members, its search and its rows."""
+"""One beam request inside the scheduler: its search, its rows and the answers to its members."""
 
 from __future__ import annotations
 
@@ -7,40 +7,49 @@ from typing import Any, NamedTuple
 import numpy as np
 from vllm.sampling_params import SamplingParams
 from vllm.utils.math_utils import cdiv
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.beam import BeamSearch, Hypothesis, num_raw_candidates
 from vllm_trie.beam.search import StopStringFinder
 from vllm_trie.vllm_hooks.frontend.beam_options import (
+    SPEC_KEY,
     BeamSpec,
     check_inputs,
     min_blocks,
     row_params,
     search_settings,
 )
+from vllm_trie.vllm_hooks.ledger.extension_points import offered
+
+RESULT_FIELD = "extension_result" if offered("extension_result") else "kv_transfer_params"
+"""Field of an ``EngineCoreOutput`` in which a search's result travels to the front end."""
+
+MISSING = Hypothesis([], [], float("-inf"), 0.0, "length", None, [])
+"""Answer to a member for which the search found no hypothesis."""
 
 
 class RowOutput(NamedTuple):
-    """What the model said about a row, until all rows of its group have an output.
+    """Output of a row, kept until all rows of its group have one.
 
     Attributes:
-        token_id: The token the worker sampled, and has appended to its copy of the row.
+        token_id: Token that the worker sampled and appended to its copy of the row.
         logprobs: Log-probabilities of the step's batch.
-        index: The row's place in them.
+        place: Index of the row in `logprobs`.
     """
 
     token_id: int
     logprobs: LogprobsLists
-    index: int
+    place: int
 
 
 class BeamGroup:
     """State of one beam request.
 
-    The front end knows ``n`` *members*, requests that are never queued and that receive one
-    hypothesis each at the end. The engine runs *rows*, up to ``beam_width`` requests of our own
-    that the front end never sees. ``rows[i]`` is row ``i`` of the search.
+    ``BeamGroups`` writes ``members`` and ``parked``, ``BeamRows`` writes ``rows``, ``outputs`` and
+    ``prefill_stats``. ``rows[i]`` is row ``i`` of the search.
     """
 
     def __init__(
@@ -59,7 +68,6 @@ class BeamGroup:
         prompt = member.prompt_token_ids
         assert prompt is not None
         self.group_id = group_id
-        self.n = spec.n
         self.beam_width = spec.options.beam_width
         self.members: dict[int, Request] = {}
         self.prototype = member
@@ -74,24 +82,28 @@ class BeamGroup:
         )
         self.row_params: SamplingParams = row_params(self.num_candidates, max_new_tokens)
         self.min_blocks = min_blocks(len(prompt), self.beam_width, max_new_tokens, block_size)
-        # A trie is little more than its longest path: hypotheses meet a few tokens back.
+        # The trie is little larger than its longest path: hypotheses meet a few tokens back.
         self.expected_blocks = cdiv(len(prompt) + max_new_tokens, block_size) + 2 * self.beam_width
 
+        self.parked = False
         self.rows: list[Request] = []
         self.outputs: dict[str, RowOutput] = {}
-        self.started = False
-        self.parked = False
-        self.prefill_stats: Any = None
+        self.prefill_stats: PrefillStats | None = None
         self._num_rows_made = 0
         self._history: list[tuple[np.ndarray, np.ndarray]] = []
 
     @property
+    def started(self) -> bool:
+        """Whether the engine has rows of this group."""
+        return bool(self.rows)
+
+    @property
     def finished(self) -> bool:
-        """Whether nobody waits for this group any more."""
+        """Whether no member waits for an answer."""
         return all(member.is_finished() for member in self.members.values())
 
     def first_row(self) -> Request:
-        """The row of the prompt."""
+        """Return the row of the prompt."""
         member = self.prototype
         return Request(
             self.new_row_id(),
@@ -108,9 +120,9 @@ class BeamGroup:
         )
 
     def child_row(self, parent: Request, token_id: int) -> Request:
-        """A row of the parent's tokens and one more; without KV until it is given some.
+        """Return a row of the parent's tokens and one more, without KV.
 
-        A shallow copy: making a request anew would hash its whole prompt again.
+        The row is a shallow copy: a new request would hash its whole prompt again.
         """
         row = Request.__new__(Request)
         row.__dict__.update(parent.__dict__)
@@ -134,53 +146,93 @@ class BeamGroup:
         row.append_output_token_ids(token_id)
         return row
 
+    def new_row_id(self) -> str:
+        """Return an id that no row has had."""
+        self._num_rows_made += 1
+        return f"{self.group_id}~{self._num_rows_made}"
+
+    def all_tokens(self, row: Request) -> np.ndarray:
+        """Return int32[num_tokens], the prompt and the generated tokens of a row."""
+        generated = row._all_token_ids[self.prompt.size :]
+        return np.concatenate([self.prompt, np.asarray(generated, dtype=np.int32)])
+
     def candidates(self) -> tuple[np.ndarray, np.ndarray]:
-        """Candidates of all rows: int[rows, k] tokens and float32[rows, k] log-probabilities."""
+        """Return the candidates of all rows: int[rows, k] tokens, float32[rows, k] logprobs.
+
+        Keeps those that members want as log-probabilities.
+        """
         outputs = [self.outputs[row.request_id] for row in self.rows]
-        # Column 0 is the sampled token, the candidates follow, best first.
+        # Column 0 is the sampled token; the candidates follow, best first.
         columns = slice(1, self.num_candidates + 1)
         logprobs = outputs[0].logprobs
         if all(output.logprobs is logprobs for output in outputs):
-            places = [output.index for output in outputs]
+            places = [output.place for output in outputs]
             token_ids = logprobs.logprob_token_ids[places, columns]
             values = logprobs.logprobs[places, columns]
-        else:  # rows whose outputs came in different steps
-            token_ids = np.stack([o.logprobs.logprob_token_ids[o.index, columns] for o in outputs])
-            values = np.stack([o.logprobs.logprobs[o.index, columns] for o in outputs])
+        else:  # the outputs are of different steps
+            token_ids = np.stack([o.logprobs.logprob_token_ids[o.place, columns] for o in outputs])
+            values = np.stack([o.logprobs.logprobs[o.place, columns] for o in outputs])
         if self.num_logprobs:
             kept = slice(0, self.num_logprobs)
             self._history.append((token_ids[:, kept].copy(), values[:, kept].copy()))
         return token_ids, values
 
-    def all_tokens(self, row: Request) -> np.ndarray:
-        """int32[num_tokens]: prompt and hypothesis of a row."""
-        tokens = np.empty(row.num_tokens, dtype=np.int32)
-        tokens[: self.prompt.size] = self.prompt
-        tokens[self.prompt.size :] = row._all_token_ids[self.prompt.size :]
-        return tokens
+    def output(self, member: Request, hypothesis: Hypothesis) -> EngineCoreOutput:
+        """Return the whole output of a member. Takes the member's events."""
+        by_token = hypothesis.reason == "stop" and not isinstance(hypothesis.stop, str)
+        params = member.sampling_params
+        assert params is not None
+        result: dict[str, Any] = {
+            "score": hypothesis.score,
+            "cumulative_logprob": sum(hypothesis.logprobs),
+            "steps": self.search.steps,
+        }
+        if self.search.trace is not None:
+            result["trace"] = self.search.trace.to_dict()
+        output = EngineCoreOutput(
+            request_id=member.request_id,
+            new_token_ids=hypothesis.token_ids,
+            new_logprobs=self._logprobs_of(hypothesis),
+            # The front end finds a stop string itself, as for ordinary requests: it cuts the text
+            # and reports the string as the stop reason.
+            finish_reason=FinishReason.STOP if by_token else FinishReason.LENGTH,
+            stop_reason=(
+                hypothesis.stop if by_token and hypothesis.stop != params.eos_token_id else None
+            ),
+            events=member.take_events(),
+            prefill_stats=self.prefill_stats,
+            trace_headers=member.trace_headers,
+        )
+        setattr(output, RESULT_FIELD, {SPEC_KEY: result})
+        return output
 
-    def logprobs_of(self, hypothesis: Hypothesis) -> LogprobsLists | None:
-        """The log-probabilities that the user asked for, None if none.
+    def _logprobs_of(self, hypothesis: Hypothesis) -> LogprobsLists | None:
+        """Return the log-probabilities that the user asked for, None if none.
 
-        Per token: the hypothesis' own token first, then the best ``num_logprobs``.
+        Each token has 1 + ``num_logprobs`` columns: itself, then the best of its step.
         """
         if self.num_logprobs is None:
             return None
         count = len(hypothesis.token_ids)
         token_ids = np.empty((count, 1 + self.num_logprobs), dtype=np.int32)
         values = np.empty((count, 1 + self.num_logprobs), dtype=np.float32)
-        ranks = np.empty(count, dtype=np.int64)
-        for index, (step, row, position) in enumerate(hypothesis.places):
-            token_ids[index, 0] = hypothesis.token_ids[index]
-            values[index, 0] = hypothesis.logprobs[index]
-            ranks[index] = position + 1
-            if self.num_logprobs:
+        token_ids[:, 0] = hypothesis.token_ids
+        values[:, 0] = hypothesis.logprobs
+        ranks = np.array([place + 1 for _, _, place in hypothesis.places], dtype=np.int64)
+        if self.num_logprobs:
+            for index, (step, row, _) in enumerate(hypothesis.places):
                 step_token_ids, step_values = self._history[step]
                 token_ids[index, 1:] = step_token_ids[row]
                 values[index, 1:] = step_values[row]
         return LogprobsLists(token_ids, values, ranks, None)
 
-    def new_row_id(self) -> str:
-        """An id that no row has had."""
-        self._num_rows_made += 1
-        return f"{self.group_id}~{self._num_rows_made}"
+
+def error_output(member: Request) -> EngineCoreOutput:
+    """Return the output of a member whose request failed. Takes the member's events."""
+    return EngineCoreOutput(
+        request_id=member.request_id,
+        new_token_ids=[],
+        finish_reason=FinishReason.ERROR,
+        events=member.take_events(),
+        trace_headers=member.trace_headers,
+    )

@@ -1,22 +1,41 @@
-"""Rows of groups: children in place, forked, moved or computed again; freeing."""
+"""Rows of all groups: their ids, their KV blocks and their places in vLLM's queues.
+
+A row of a group that has started is in one of four states::
+
+    state      status     where                     KV
+    running    RUNNING    running list              yes; in flight, or its output is at the barrier
+    waiting    PREEMPTED  queue (WAITING at first)  no; it is computed again from its tokens
+    suspended  PREEMPTED  nowhere                   no; its output is at the barrier
+    parked     PREEMPTED  nowhere                   no; its group is parked
+
+A search step turns rows into their children outside vLLM's ``schedule``, when no row of the group
+is in flight. A child without KV waits, unless its group is parked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING
 
-from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.vllm_hooks.scheduler.blocks import fork_blocks, move_blocks
-from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
-from vllm_trie.vllm_hooks.setup.beam_support import cache_reason, reason_off, say_where_untested
+from vllm_trie.beam import Child
+from vllm_trie.vllm_hooks.scheduler.blocks import check_references, fork_blocks, move_blocks
+from vllm_trie.vllm_hooks.scheduler.group import BeamGroup, RowOutput
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 
 @dataclass(slots=True)
 class BeamCounters:
-    """What the scheduler did for beam search since it was made; tests and benchmarks read it."""
+    """Events of native beam search since the scheduler was made, for tests and benchmarks."""
 
     groups: int = 0
     steps: int = 0
@@ -30,38 +49,118 @@ class BeamCounters:
     groups_failed: int = 0
 
 
-class BeamRows(Scheduler):
-    """A scheduler's groups and rows, and what happens to rows in a step of the search."""
+class BeamRows:
+    """Owner of the rows: makes, forks, moves, preempts and frees them, and sends them anew.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.beam_counters = BeamCounters()
-        self._beam_off = reason_off(self.vllm_config) or cache_reason(self.kv_cache_config)
-        say_where_untested(self.vllm_config)
-        self._groups: dict[str, BeamGroup] = {}
-        self._group_of_member: dict[str, BeamGroup] = {}
-        self._group_of_row: dict[str, BeamGroup] = {}
-        self._unsent: set[str] = set()  # rows that the worker does not know (any more)
-        self._refused: list[Request] = []
-        self._stalled = False
-        self._base_max_active = self.max_num_active_reqs
-        self._vocab_size = self.vllm_config.model_config.get_vocab_size()
+    It writes the ``rows_*`` counters, and changes rows in the scheduler's ``requests``, ``running``
+    list, waiting queues, ``finished_req_ids`` and KV cache manager; no other request.
+    """
+
+    def __init__(self, scheduler: Scheduler, counters: BeamCounters) -> None:
+        self._scheduler = scheduler
+        self._counters = counters
+        self.group_of: dict[str, BeamGroup] = {}
+        """Row id to group. Only this class writes it."""
+        self._unsent: set[str] = set()  # rows that the worker does not know, or not any more
+
+    # -- steps of a group --------------------------------------------------------------------------
+
+    def start(self, group: BeamGroup) -> None:
+        """Queue the group's first row, the prompt."""
+        row = group.first_row()
+        group.rows = [row]
+        self.group_of[row.request_id] = group
+        self._scheduler.add_request(row)
+
+    def take_outputs(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> tuple[SchedulerOutput, list[BeamGroup]]:
+        """Take the outputs of rows out of a step's output.
+
+        Returns:
+            The scheduler output without rows, for vLLM's own code, and the groups whose barrier is
+            complete.
+        """
+        scheduled = scheduler_output.num_scheduled_tokens
+        touched: dict[str, BeamGroup] = {}
+        for row_id in scheduled:
+            group = self.group_of.get(row_id)
+            if group is not None and self._take_output(
+                group, row_id, scheduler_output, model_runner_output
+            ):
+                touched[group.group_id] = group
+        rest = copy(scheduler_output)
+        rest.num_scheduled_tokens = {
+            request_id: count
+            for request_id, count in scheduled.items()
+            if request_id not in self.group_of
+        }
+        return rest, [g for g in touched.values() if len(g.outputs) == len(g.rows)]
+
+    def _take_output(
+        self,
+        group: BeamGroup,
+        row_id: str,
+        scheduler_output: SchedulerOutput,
+        model_runner_output: ModelRunnerOutput,
+    ) -> bool:
+        """Keep a row's output at the barrier; return whether it has one."""
+        row = self._scheduler.requests[row_id]
+        row.num_in_flight_tokens -= scheduler_output.num_scheduled_tokens[row_id]
+        index = model_runner_output.req_id_to_index[row_id]
+        sampled = model_runner_output.sampled_token_ids
+        if not sampled or not len(sampled[index]):
+            return False  # a chunk of the prompt
+        if drafts := scheduler_output.scheduled_spec_decode_tokens.get(row_id):
+            # vLLM pads a resumed row with placeholder drafts; they are never accepted.
+            row.num_computed_tokens -= len(drafts)
+        logprobs = model_runner_output.logprobs
+        assert logprobs is not None
+        starts = logprobs.cu_num_generated_tokens
+        place = index if starts is None else starts[index]
+        group.outputs[row_id] = RowOutput(int(sampled[index][0]), logprobs, place)
+        if group.prefill_stats is None and (stats := row.take_prefill_stats()) is not None:
+            stats.finalize(self._scheduler.kv_cache_manager.estimate_cached_tokens(row))
+            group.prefill_stats = stats
+        return True
+
+    def replace(self, group: BeamGroup, children: Sequence[Child]) -> None:
+        """Put the rows of the children in the place of the group's rows, and empty its barrier."""
+        parents, outputs = group.rows, group.outputs
+        tokens_of: dict[int, dict[int, int]] = {}  # parent -> child's rank -> token
+        for rank, child in enumerate(children):
+            tokens_of.setdefault(child.parent, {})[rank] = child.token_id
+        # Rows without children first: a fork may need their blocks.
+        self.free([row for i, row in enumerate(parents) if i not in tokens_of])
+        rows: dict[int, Request] = {}
+        for i, tokens in tokens_of.items():
+            parent = parents[i]
+            if parent.status == RequestStatus.RUNNING:
+                sampled = outputs[parent.request_id].token_id
+                rows |= self._extend_running(group, parent, sampled, tokens)
+            else:  # suspended
+                rows |= {
+                    rank: self._new_row(group, parent, token) for rank, token in tokens.items()
+                }
+                self._counters.rows_recomputed += len(tokens)
+                self.free([parent])
+        group.outputs = {}
+        group.rows = [rows[rank] for rank in range(len(children))]
+        self._gather(group)
+        self.requeue(group)
 
     def _extend_running(
         self, group: BeamGroup, parent: Request, sampled: int, tokens: dict[int, int]
     ) -> dict[int, Request]:
-        """Children of a row that has its KV: one stays in its place, the others are forks.
+        """Return the children of a row that has KV: one takes its blocks, the others are forks.
 
         Args:
-            group: of the row.
-            parent: the row.
-            sampled: the token that the worker has appended to it.
-            tokens: the children's tokens by rank.
-
-        Returns:
-            The children's rows by rank.
+            group: Group of the row.
+            parent: The row.
+            sampled: Token that the worker has appended to it.
+            tokens: Rank to token of the children. The result has the same keys.
         """
-        # The child of the token that the worker has appended itself costs nothing.
+        # The child with the worker's own token costs nothing.
         heir = next((rank for rank, token_id in tokens.items() if token_id == sampled), None)
         in_place = heir is not None and parent.request_id not in self._unsent
         if heir is None:
@@ -73,89 +172,229 @@ class BeamRows(Scheduler):
         }
         if in_place:
             parent.append_output_token_ids(tokens[heir])
+            self._counters.rows_in_place += 1
             rows[heir] = parent
-            self.beam_counters.rows_in_place += 1
         else:
             rows[heir] = self._move(group, parent, tokens[heir])
         return rows
 
-    def _extend_suspended(
-        self, group: BeamGroup, parent: Request, tokens: dict[int, int]
-    ) -> dict[int, Request]:
-        """Children of a row that lost its KV, by rank: all of them are computed again."""
-        rows = {rank: self._new_row(group, parent, token_id) for rank, token_id in tokens.items()}
-        self.beam_counters.rows_recomputed += len(rows)
-        self._free_rows([parent])
-        return rows
-
     def _new_row(self, group: BeamGroup, parent: Request, token_id: int) -> Request:
-        """A child without KV, which the worker does not know."""
+        """Return a child without KV, which the worker does not know."""
         row = group.child_row(parent, token_id)
-        self.requests[row.request_id] = row
-        self._group_of_row[row.request_id] = group
+        self._scheduler.requests[row.request_id] = row
+        self.group_of[row.request_id] = group
         self._unsent.add(row.request_id)
         return row
 
     def _fork(self, group: BeamGroup, parent: Request, token_id: int) -> Request:
-        """A child that shares the parent's KV, or one to be computed if there is no room."""
+        """Return a child that shares the parent's KV; without KV if slots or blocks run out."""
+        scheduler = self._scheduler
         row = self._new_row(group, parent, token_id)
         num_computed = parent.num_computed_tokens
-        has_slot = len(self.running) < self.max_num_running_reqs
-        if not has_slot or not fork_blocks(
-            self.kv_cache_manager, parent.request_id, row.request_id, num_computed
+        if len(scheduler.running) < scheduler.max_num_running_reqs and fork_blocks(
+            scheduler.kv_cache_manager, parent.request_id, row.request_id, num_computed
         ):
-            self.beam_counters.rows_recomputed += 1
-            return row  # stays preempted: computed again when there is room
-        row.num_computed_tokens = num_computed
-        row.status = RequestStatus.RUNNING
-        self.running.append(row)
-        self.beam_counters.rows_forked += 1
+            row.num_computed_tokens = num_computed
+            row.status = RequestStatus.RUNNING
+            scheduler.running.append(row)
+            self._counters.rows_forked += 1
+        else:
+            self._counters.rows_recomputed += 1
         return row
 
     def _move(self, group: BeamGroup, parent: Request, token_id: int) -> Request:
         """Hand the parent's blocks to a child with another token than the worker appended.
 
-        A new row id, because under asynchronous scheduling the worker finds a row's last token by
+        The child has a new id: under asynchronous scheduling the worker finds a row's last token by
         its id.
         """
+        scheduler = self._scheduler
         row = self._new_row(group, parent, token_id)
-        move_blocks(self.kv_cache_manager, parent.request_id, row.request_id)
+        move_blocks(scheduler.kv_cache_manager, parent.request_id, row.request_id)
         row.num_computed_tokens = parent.num_computed_tokens
         row.status = RequestStatus.RUNNING
-        self.running[self.running.index(parent)] = row
-        self._free_rows([parent])
-        self.beam_counters.rows_moved += 1
+        scheduler.running[scheduler.running.index(parent)] = row
+        self.free([parent])
+        self._counters.rows_moved += 1
         return row
 
-    def _gather_running(self, group: BeamGroup) -> None:
-        """Keep the group's rows where the group was: vLLM preempts from the end of the list."""
+    def _gather(self, group: BeamGroup) -> None:
+        """Keep running rows where their group was: vLLM preempts from the end of the list."""
+        running = self._scheduler.running
         mine = {row.request_id for row in group.rows}
-        first = next(
-            (i for i, row in enumerate(self.running) if row.request_id in mine), len(self.running)
-        )
-        rest = [row for row in self.running if row.request_id not in mine]
+        first = next((i for i, row in enumerate(running) if row.request_id in mine), len(running))
+        rest = [row for row in running if row.request_id not in mine]
         rows = [row for row in group.rows if row.status == RequestStatus.RUNNING]
-        self.running = [*rest[:first], *rows, *rest[first:]]
+        self._scheduler.running = [*rest[:first], *rows, *rest[first:]]
 
-    def _free_rows(self, rows: list[Request]) -> None:
-        """Give back what rows hold, wherever they are."""
-        if not rows:
+    # -- queues and blocks -------------------------------------------------------------------------
+
+    def requeue(self, group: BeamGroup) -> None:
+        """Queue the group's rows that have neither KV nor an output, unless it is parked."""
+        if group.parked:
             return
-        running = {row.request_id for row in rows if row.status == RequestStatus.RUNNING}
-        if running:
-            self.running = [row for row in self.running if row.request_id not in running]
+        for row in reversed(group.rows):
+            if row.status != RequestStatus.RUNNING and row.request_id not in group.outputs:
+                self._scheduler.waiting.prepend_request(row)
+
+    def preempt(self, group: BeamGroup) -> None:
+        """Take the KV of all running rows of a group; out of the queues too if it is parked."""
+        if group.parked:
+            self._unqueue(row for row in group.rows if row.status != RequestStatus.RUNNING)
+        victims = [row for row in group.rows if row.status == RequestStatus.RUNNING]
+        self._leave_running(victims)
+        now = time.monotonic()
+        for row in victims:
+            self._scheduler._preempt_request(row, now)
+
+    def after_preemption(self, row: Request, group: BeamGroup) -> None:
+        """Give a row that vLLM has preempted and queued a new id, and its place.
+
+        The worker must not resume the row: it has appended its own token to it, and under
+        asynchronous scheduling it takes the last token of the step before by the row's id. An
+        output on its way to the old id is ignored.
+        """
+        scheduler = self._scheduler
+        self._counters.rows_preempted += 1
+        scheduler.waiting.remove_request(row)  # a queue may be ordered by id
+        old = row.request_id
+        row.request_id = new = group.new_row_id()
+        row.num_in_flight_tokens = row.num_stale_output_tokens = 0
+        row.drop_stale_output = False
+        del scheduler.requests[old], self.group_of[old]
+        scheduler.requests[new] = row
+        self.group_of[new] = group
+        if old in self._unsent:
+            self._unsent.remove(old)
+        else:
+            scheduler.finished_req_ids.add(old)
+        self._unsent.add(new)
+        if old in group.outputs:
+            group.outputs[new] = group.outputs.pop(old)  # only its children are computed again
+        elif not group.parked:
+            scheduler.waiting.prepend_request(row)
+
+    def free(self, rows: list[Request]) -> None:
+        """Give back all that rows hold, in whatever state they are."""
+        self._leave_running([row for row in rows if row.status == RequestStatus.RUNNING])
         self._unqueue(row for row in rows if row.status != RequestStatus.RUNNING)
         for row in rows:
             row.status = RequestStatus.FINISHED_ABORTED
-            self._free_request(row)
-            del self._group_of_row[row.request_id]
+            self._scheduler._free_request(row)
+            del self.group_of[row.request_id]
             self._unsent.discard(row.request_id)
-        self.beam_counters.rows_dropped += len(rows)
+        self._counters.rows_dropped += len(rows)
+
+    def free_group(self, group: BeamGroup) -> None:
+        """Free all rows of a group, also those of a step that failed half-way."""
+        ids = [row_id for row_id, owner in self.group_of.items() if owner is group]
+        self.free([self._scheduler.requests[row_id] for row_id in ids])
+
+    def release_queued_copies(self) -> None:
+        """Drop the copies that forks have queued, and free both of their ends.
+
+        To be called when the rows are preempted or gone, so that nothing needs the copies.
+        """
+        manager = self._scheduler.kv_cache_manager
+        _, held = manager.take_kv_cache_block_copies()
+        manager.block_pool.free_blocks(held)
+
+    def _leave_running(self, rows: list[Request]) -> None:
+        if rows:
+            ids = {row.request_id for row in rows}
+            running = self._scheduler.running
+            self._scheduler.running = [row for row in running if row.request_id not in ids]
 
     def _unqueue(self, rows: Iterable[Request]) -> None:
-        """Take rows out of the queues of those that wait."""
-        waiting = list(rows)
-        if waiting:
-            self.waiting.remove_requests(waiting)
-            self.kv_holding_waiting.remove_requests(waiting)
-            self.deferred_waiting.difference_update(waiting)
+        if waiting := list(rows):
+            self._scheduler.waiting.remove_requests(waiting)
+            self._scheduler.kv_holding_waiting.remove_requests(waiting)
+            self._scheduler.deferred_waiting.difference_update(waiting)
+
+    # -- the worker --------------------------------------------------------------------------------
+
+    def send_as_new(self, output: SchedulerOutput) -> None:
+        """Move rows that the worker does not know from a step's cached to its new requests.
+
+        A new request carries its tokens and its block table. All its tokens become its prompt; from
+        here on the scheduler counts its output tokens as the worker does.
+        """
+        cached = output.scheduled_cached_reqs
+        for new in output.scheduled_new_reqs:  # Model Runner V2 resumes requests as new ones
+            self._unsent.discard(new.req_id)
+        unknown = {i for i, row_id in enumerate(cached.req_ids) if row_id in self._unsent}
+        if not unknown:
+            return
+        scheduler = self._scheduler
+        for i in sorted(unknown):
+            row_id = cached.req_ids[i]
+            row = scheduler.requests[row_id]
+            output.scheduled_new_reqs.append(
+                NewRequestData(
+                    req_id=row_id,
+                    # An array: workers copy it many times faster than a list.
+                    prompt_token_ids=self.group_of[row_id].all_tokens(row),  # type: ignore[arg-type]
+                    mm_features=[],
+                    sampling_params=row.sampling_params,
+                    pooling_params=None,
+                    block_ids=scheduler.kv_cache_manager.get_block_ids(row_id),
+                    num_computed_tokens=cached.num_computed_tokens[i],
+                    lora_request=row.lora_request,
+                    prefill_token_ids=row._all_token_ids if scheduler.use_v2_model_runner else None,
+                )
+            )
+            row.num_prompt_tokens = row.num_tokens
+            row._output_token_ids.clear()
+            self._unsent.discard(row_id)
+        _drop(cached, unknown)
+
+    def check_integrity(self, groups: Iterable[BeamGroup]) -> None:
+        """Assert what holds for the rows of all `groups` between two calls of the scheduler.
+
+        - vLLM's requests and ``group_of`` hold exactly the rows of the started groups.
+        - A row is in the state that this module's table gives, and in no other place.
+        - No barrier is complete, and it holds outputs of the group's rows only.
+        - Rows that the worker does not know exist.
+        - Blocks have as many references as holders; queued copies hold both their ends.
+        """
+        scheduler = self._scheduler
+        rows = {row.request_id: (row, group) for group in groups for row in group.rows}
+        assert self.group_of == {row_id: group for row_id, (_, group) in rows.items()}
+        assert self._unsent <= rows.keys(), f"unsent rows are gone: {self._unsent - rows.keys()}"
+        running = [row.request_id for row in scheduler.running]
+        queues = (scheduler.waiting, scheduler.kv_holding_waiting)
+        waiting = [request.request_id for request in chain.from_iterable(queues)]
+        tables = [
+            m.req_to_blocks for m in scheduler.kv_cache_manager.coordinator.single_type_managers
+        ]
+        for row_id, (row, group) in rows.items():
+            assert scheduler.requests.get(row_id) is row
+            at_barrier = row_id in group.outputs
+            runs = row.status == RequestStatus.RUNNING
+            waits = not runs and not at_barrier and not group.parked
+            assert running.count(row_id) == runs, f"{row_id}: {row.status}, in running: {not runs}"
+            assert waiting.count(row_id) == waits, f"{row_id}: {row.status}, queued: {not waits}"
+            assert runs or not any(table.get(row_id) for table in tables), f"{row_id} holds KV"
+            assert not at_barrier or not row.num_in_flight_tokens, f"{row_id} runs ahead"
+            assert group.outputs.keys() <= {row.request_id for row in group.rows}
+            assert len(group.outputs) < len(group.rows), f"{group.group_id}: no step taken"
+        on_hold = chain.from_iterable(blocks for _, blocks in scheduler.deferred_frees)
+        check_references(scheduler.kv_cache_manager, on_hold)
+
+
+def _drop(cached: CachedRequestData, places: set[int]) -> None:
+    """Take the requests in these places out."""
+    for i in places:
+        cached.resumed_req_ids.discard(cached.req_ids[i])
+        cached.all_token_ids.pop(cached.req_ids[i], None)
+    for name in (
+        "req_ids",
+        "new_token_ids",
+        "new_block_ids",
+        "num_computed_tokens",
+        "num_output_tokens",
+    ):
+        values = getattr(cached, name)  # new_token_ids may be empty
+        setattr(cached, name, [value for i, value in enumerate(values) if i not in places])
+    # A cached property of the old lists.
+    cached.__dict__.pop("_req_id_to_num_output_tokens", None)

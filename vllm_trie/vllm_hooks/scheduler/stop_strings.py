@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.beam.search import StopStringFinder
 
@@ -12,13 +12,19 @@ from vllm_trie.beam.search import StopStringFinder
 _MAX_TOKENS_PER_CHARACTER = 4
 
 
-def make_stop_string_finder(model_config: Any, params: SamplingParams) -> StopStringFinder | None:
-    """A function that tells which stop string the last token completes; None without any."""
+def make_stop_string_finder(
+    model_config: ModelConfig, params: SamplingParams
+) -> StopStringFinder | None:
+    """Return a function that finds the stop string that the last token completes.
+
+    None if the request has no stop strings.
+
+    Raises:
+        ValueError: It has some, and the engine has no tokenizer.
+    """
     stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
     if not stops:
         return None
-    from vllm.tokenizers import cached_tokenizer_from_config
-
     tokenizer = cached_tokenizer_from_config(model_config)
     if tokenizer is None:
         raise ValueError("beam search: stop strings need a tokenizer; unset skip_tokenizer_init")
@@ -30,7 +36,7 @@ def make_stop_string_finder(model_config: Any, params: SamplingParams) -> StopSt
         before = len(tokenizer.decode(tail[:-1], skip_special_tokens=skip).rstrip("\ufffd"))
         text = tokenizer.decode(tail, skip_special_tokens=skip)
         for stop in stops:
-            # At least one of its characters is new: an older one was looked at before.
+            # At least one of its characters is new; earlier tokens were checked before.
             if text.find(stop, max(0, before - len(stop) + 1)) >= 0:
                 return stop
         return None

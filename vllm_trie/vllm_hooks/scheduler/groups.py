@@ -1,0 +1,321 @@
+"""Beam groups: intake, refusal, admission, parking and answers.
+
+Admission keeps groups and ordinary requests fair to each other:
+
+- A group starts where ``beam_width`` rows fit next to what runs; their slots stay reserved.
+- Groups start in order of arrival. They overtake neither one another nor earlier ordinary requests.
+- While the next group waits for slots alone, no ordinary request takes a slot that falls free.
+
+Rows at the barrier hold blocks. When nothing can be scheduled because a sibling waits for blocks,
+the youngest group gives up its own: alone, it keeps its outputs and loses only KV; next to other
+groups, it is parked until they are done or there is room.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, check_blocks, check_slots
+from vllm_trie.vllm_hooks.scheduler.blocks import num_blocks
+from vllm_trie.vllm_hooks.scheduler.group import MISSING, BeamGroup, error_output
+from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
+from vllm_trie.vllm_hooks.scheduler.stop_strings import make_stop_string_finder
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+logger = init_logger(__name__)
+
+Outputs = dict[int, list[EngineCoreOutput]]
+"""Client index to outputs."""
+
+_STATUS = {
+    FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
+    FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH_CAPPED,
+    FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
+}
+
+
+class BeamGroups:
+    """Owner of the groups: takes members in, decides which groups run, and answers members.
+
+    It writes the ``groups*`` and ``steps`` counters and, of the scheduler,
+    ``max_num_active_reqs`` and the members among ``requests``.
+    """
+
+    def __init__(self, scheduler: Scheduler, rows: BeamRows, counters: BeamCounters) -> None:
+        self._scheduler = scheduler
+        self._rows = rows
+        self._counters = counters
+        self._slots = scheduler.max_num_active_reqs
+        self._refused: list[Request] = []
+        self._stalled = False
+        self.by_id: dict[str, BeamGroup] = {}
+        """Group id to group, in order of arrival. Only this class writes it."""
+        self.vocab_size = scheduler.vllm_config.model_config.get_vocab_size()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no member waits for anything."""
+        return not self.by_id and not self._refused
+
+    def counts(self) -> tuple[int, int]:
+        """Return the number of members of groups without KV, and of groups and refused members."""
+        waiting = (group for group in self.by_id.values() if not group.started or group.parked)
+        return sum(len(group.members) for group in waiting), len(self.by_id) + len(self._refused)
+
+    # -- intake ------------------------------------------------------------------------------------
+
+    def add(self, request: Request, spec: BeamSpec, off: str | None) -> None:
+        """Add a member to its group, or refuse it; the first member makes the group.
+
+        Args:
+            request: The member.
+            spec: Its description.
+            off: Why this engine has no native beam search, None if it has.
+        """
+        self._scheduler.requests[request.request_id] = request
+        if self._scheduler.log_stats:
+            request.record_event(EngineCoreEventType.QUEUED)
+        index, group_id = 0, request.request_id
+        if spec.n > 1:  # "{index}_{parent request id}", see vLLM's ParentRequest
+            prefix, _, group_id = request.request_id.partition("_")
+            index = int(prefix)
+        try:
+            if off is not None:
+                raise ValueError(f"native beam search is off: {off}")
+            if group_id not in self.by_id:
+                self.by_id[group_id] = self._new_group(group_id, request, spec)
+        except ValueError as error:
+            logger.error("Beam request %s refused: %s", request.request_id, error)
+            self._refused.append(request)
+        else:
+            self.by_id[group_id].members[index] = request
+
+    def _new_group(self, group_id: str, member: Request, spec: BeamSpec) -> BeamGroup:
+        """Make a member's group.
+
+        Raises:
+            ValueError: The group could not run even alone.
+        """
+        scheduler = self._scheduler
+        assert member.sampling_params is not None
+        group = BeamGroup(
+            group_id,
+            spec,
+            member,
+            scheduler.max_model_len,
+            self.vocab_size,
+            scheduler.block_size,
+            make_stop_string_finder(scheduler.vllm_config.model_config, member.sampling_params),
+        )
+        check_slots(group.beam_width, min(scheduler.max_num_running_reqs, self._slots))
+        check_blocks(
+            group.prompt.size,
+            group.beam_width,
+            group.search.settings.max_new_tokens,
+            scheduler.block_size,
+            num_blocks(scheduler.kv_cache_manager),
+        )
+        return group
+
+    # -- admission ---------------------------------------------------------------------------------
+
+    def before_schedule(self) -> None:
+        """Resume, park and start groups for the step that vLLM is about to schedule."""
+        self._unpark()
+        if self._stalled and self._scheduler.pause_state == PauseState.UNPAUSED:
+            self._break_stall()
+        self._admit()
+
+    def after_schedule(self, output: SchedulerOutput) -> None:
+        """Note whether the step that vLLM has scheduled leaves the engine stalled."""
+        # Under asynchronous scheduling an empty step is usual while outputs are on their way.
+        rows = (row for group in self.by_id.values() for row in group.rows)
+        self._stalled = not output.total_num_scheduled_tokens and not any(
+            request.num_in_flight_tokens for request in (*self._scheduler.running, *rows)
+        )
+
+    def _admit(self) -> None:
+        """Start the groups that fit; keep the slots of started groups free of other requests."""
+        scheduler = self._scheduler
+        started = [group for group in self.by_id.values() if group.started]
+        reserved = sum(group.beam_width for group in started)
+        others = sum(row.request_id not in self._rows.group_of for row in scheduler.running)
+        pool = scheduler.kv_cache_manager.block_pool
+        room = num_blocks(scheduler.kv_cache_manager) - sum(g.expected_blocks for g in started)
+        held_back = False
+        for group in self.by_id.values():
+            if group.started:
+                continue
+            if self._overtakes(group):
+                break
+            if reserved + others + group.beam_width > self._slots:
+                held_back = reserved + group.beam_width <= self._slots
+                break
+            if started and (
+                group.expected_blocks > room
+                or group.min_blocks > pool.get_num_free_blocks()
+                or any(other.parked for other in started)
+            ):
+                break
+            self._start(group)
+            started.append(group)
+            reserved += group.beam_width
+            room -= group.expected_blocks
+        unused = reserved - sum(len(group.rows) for group in started)
+        scheduler.max_num_active_reqs = self._slots - unused
+        if held_back and not self._head_was_preempted():
+            # Otherwise a wide group would never see enough free slots at once.
+            scheduler.max_num_active_reqs = min(
+                scheduler.max_num_active_reqs, len(scheduler.running)
+            )
+
+    def _overtakes(self, group: BeamGroup) -> bool:
+        """Return whether an earlier ordinary request still waits."""
+        scheduler = self._scheduler
+        if not scheduler.waiting:
+            return False
+        head = scheduler.waiting.peek_request()
+        if head in scheduler.deferred_waiting or head.request_id in self._rows.group_of:
+            return False
+        return head < group.prototype
+
+    def _head_was_preempted(self) -> bool:
+        waiting = self._scheduler.waiting
+        return bool(waiting) and waiting.peek_request().status == RequestStatus.PREEMPTED
+
+    def _start(self, group: BeamGroup) -> None:
+        self._counters.groups += 1
+        if self._scheduler.log_stats:
+            now = time.monotonic()
+            for member in group.members.values():
+                member.record_event(EngineCoreEventType.SCHEDULED, now)
+        self._rows.start(group)
+
+    # -- parking -----------------------------------------------------------------------------------
+
+    def _break_stall(self) -> None:
+        """Free the blocks of the youngest group that holds some."""
+        active = self._active()
+        for group in reversed(active):
+            if any(row.status == RequestStatus.RUNNING for row in group.rows):
+                if len(active) > 1:
+                    group.parked = True
+                    self._counters.groups_parked += 1
+                self._rows.preempt(group)
+                return
+
+    def _unpark(self) -> None:
+        """Let the oldest parked group go on if no other group is short of blocks."""
+        group = next((group for group in self.by_id.values() if group.parked), None)
+        if group is None:
+            return
+        if active := self._active():
+            rows = (row for other in active for row in other.rows)
+            hungry = any(row.status == RequestStatus.PREEMPTED for row in rows)
+            manager = self._scheduler.kv_cache_manager
+            enough = min(group.expected_blocks, num_blocks(manager) // 2)
+            if hungry or manager.block_pool.get_num_free_blocks() < enough:
+                return
+        group.parked = False
+        self._rows.requeue(group)
+
+    def _active(self) -> list[BeamGroup]:
+        return [group for group in self.by_id.values() if group.started and not group.parked]
+
+    def num_rows_that_stall_a_pause(self) -> int:
+        """Return the number of running rows whose group cannot go on before a pause ends.
+
+        They wait for a sibling without KV, which stays queued as long as the engine is paused.
+        """
+        if not self._stalled:
+            return 0
+        return sum(row.request_id in self._rows.group_of for row in self._scheduler.running)
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    def step(self, group: BeamGroup, outputs: Outputs) -> None:
+        """Take a step of a group's search; add the members' answers to `outputs` if it ends."""
+        try:
+            children = group.search.advance(*group.candidates())
+            self._counters.steps += 1
+            if not group.search.done:
+                self._rows.replace(group, children)
+                return
+            hypotheses = group.search.hypotheses()
+            for index, member in sorted(group.members.items()):
+                if not member.is_finished():
+                    found = hypotheses[index] if index < len(hypotheses) else MISSING
+                    self._answer(member, group.output(member, found), outputs)
+        except Exception:
+            # One request must never take the server down.
+            logger.exception("Beam search failed for request %s", group.group_id)
+            self._counters.groups_failed += 1
+            for member in group.members.values():
+                if not member.is_finished():
+                    self._answer(member, error_output(member), outputs)
+        self._remove(group)
+
+    def answer_refused(self, outputs: Outputs) -> None:
+        """Add the errors of refused members to `outputs`."""
+        for member in self._refused:
+            if not member.is_finished():
+                self._answer(member, error_output(member), outputs)
+                self._forget(member)
+        self._refused = []
+
+    def drop_finished(self) -> None:
+        """Forget groups and refused members that no client waits for any more."""
+        for group in [group for group in self.by_id.values() if group.finished]:
+            self._remove(group)
+        self._refused = [member for member in self._refused if not member.is_finished()]
+
+    def _answer(self, member: Request, output: EngineCoreOutput, outputs: Outputs) -> None:
+        assert output.finish_reason is not None
+        member.status = _STATUS[output.finish_reason]
+        outputs.setdefault(member.client_index, []).append(output)
+
+    def _remove(self, group: BeamGroup) -> None:
+        self._rows.free_group(group)
+        for member in group.members.values():
+            self._forget(member)
+        del self.by_id[group.group_id]
+        if not self.by_id:
+            self._scheduler.max_num_active_reqs = self._slots
+
+    def _forget(self, member: Request) -> None:
+        self._scheduler.requests.pop(member.request_id, None)
+        if self._scheduler.finished_req_ids_dict is not None:
+            self._scheduler.finished_req_ids_dict[member.client_index].add(member.request_id)
+
+    def check_integrity(self) -> None:
+        """Assert what holds between two calls of the scheduler, for groups and their rows.
+
+        - A member waits in each group, and vLLM's requests hold it; the same for refused members.
+        - Groups have at most ``beam_width`` rows; only started groups are parked.
+        - The slots that started groups reserve exist, and no more requests run than there are.
+        - Without groups all slots are free for ordinary requests.
+        """
+        scheduler = self._scheduler
+        for group_id, group in self.by_id.items():
+            assert group.group_id == group_id
+            assert not group.finished, f"nobody waits for {group_id}"
+            assert len(group.rows) <= group.beam_width, f"{group_id}: {len(group.rows)} rows"
+            assert group.started or not group.parked, f"{group_id}: parked before its start"
+        members = [m for group in self.by_id.values() for m in group.members.values()]
+        for member in (*members, *self._refused):
+            assert member.is_finished() or scheduler.requests.get(member.request_id) is member
+        reserved = sum(group.beam_width for group in self.by_id.values() if group.started)
+        assert reserved <= self._slots, f"{reserved} slots are reserved, {self._slots} exist"
+        assert len(scheduler.running) <= scheduler.max_num_running_reqs
+        assert scheduler.max_num_active_reqs <= self._slots
+        assert self.by_id or scheduler.max_num_active_reqs == self._slots
+        self._rows.check_integrity(self.by_id.values())
