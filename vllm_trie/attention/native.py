@@ -11,43 +11,11 @@ import torch
 
 from vllm_trie.attention.tree_batch import TreeBatch
 from vllm_trie.native import SHARED_HEADERS, NativeLibrary
-from vllm_trie.native.library import Signature
 
 _FOLDER = Path(__file__).parent / "cpu"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MULTIPLE = 16
 """Head sizes and block sizes are multiples of this; those of vLLM's CPU backend all are."""
-
-
-_POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_SIGNATURES: dict[str, Signature] = {
-    "vllm_trie_tree_attention": (
-        _INT,  # 0 if it was done
-        [
-            _INT,  # dtype
-            *(_POINTER, _INT64),  # query
-            *(_POINTER, _INT64, _INT64),  # cache
-            *(_POINTER, _INT64),  # block table
-            *(_POINTER, _POINTER, _INT64),  # trees
-            *(_POINTER, _INT64),  # output
-            *(_INT, _INT, _INT, _INT),  # heads, KV heads, head size, block size
-            *(ctypes.c_float, _POINTER, _INT),  # scale, ALiBi slopes, threads
-        ],
-    ),
-    "vllm_trie_move_slots": (
-        _INT,  # 0 if it was done
-        [
-            _INT,  # bytes of an element
-            *(_POINTER, _INT64, _INT64, _INT64),  # caches
-            *(_INT, _INT, _INT),  # KV heads, block size, head size
-            *(_POINTER, _POINTER, _INT64),  # slots
-            _INT,  # threads
-        ],
-    ),
-    "vllm_trie_lanes": (_INT, []),
-    "vllm_trie_bf16_products": (_INT, []),
-    "vllm_trie_has_openmp": (_INT, []),
-}
 
 
 def load_kernels(march: str = "native") -> NativeKernels | None:
@@ -59,7 +27,6 @@ def load_kernels(march: str = "native") -> NativeKernels | None:
     library = NativeLibrary(
         f"attention-{march}",
         "attention kernels",
-        _SIGNATURES,
         [_FOLDER / "tree_attention.cpp", _FOLDER / "move_slots.cpp"],
         [*sorted(_FOLDER.glob("*.hpp")), *SHARED_HEADERS],
         flags=(

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from struct import Struct
 
 from vllm_trie.native.build import DEFAULT_FLAGS, load_library
-
-Signature = tuple[Any, Sequence[Any]]
-"""ctypes' types of a function's result and of its arguments."""
+from vllm_trie.native.interface import Interface
 
 
 class NativeLibrary:
     """One of the package's own libraries.
 
+    Its functions and structures are those that its sources define; see
+    :mod:`vllm_trie.native.interface` for how to write them.
+
     Args:
         name: of the library, for the file and the log.
         subject: what it holds, for messages.
-        signatures: of its functions, by name.
         sources, headers, flags: as for :func:`load_library`.
     """
 
@@ -28,14 +28,12 @@ class NativeLibrary:
         self,
         name: str,
         subject: str,
-        signatures: Mapping[str, Signature],
         sources: Sequence[Path],
         headers: Sequence[Path] = (),
         flags: Sequence[str] = DEFAULT_FLAGS,
     ) -> None:
         self._name = name
         self._subject = subject
-        self._signatures = signatures
         self._sources = sources
         self._headers = headers
         self._flags = flags
@@ -45,10 +43,10 @@ class NativeLibrary:
         return self._loaded is not None
 
     def require(self) -> ctypes.CDLL:
-        """The library.
+        """Return the library.
 
         Raises:
-            RuntimeError: there is none on this machine.
+            RuntimeError: it is not available on this machine.
         """
         library = self._loaded
         if library is None:
@@ -57,13 +55,21 @@ class NativeLibrary:
             )
         return library
 
+    def layout(self, name: str) -> Struct:
+        """Return what packs and unpacks a structure that the sources or headers define."""
+        return self._interface.layout(name)
+
+    @functools.cached_property
+    def _interface(self) -> Interface:
+        return Interface([*self._sources, *self._headers])
+
     @functools.cached_property
     def _loaded(self) -> ctypes.CDLL | None:
         library = load_library(self._name, self._sources, flags=self._flags, headers=self._headers)
         if library is None:
             return None
-        for name, (result, arguments) in self._signatures.items():
+        for name, (result, arguments) in self._interface.functions().items():
             function = getattr(library, name)
             function.restype = result
-            function.argtypes = list(arguments)
+            function.argtypes = arguments
         return library

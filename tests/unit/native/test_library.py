@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ctypes import ArgumentError, c_int32, c_int64
+from ctypes import ArgumentError
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,10 @@ from vllm_trie.drafters.ngram_trie import native as ngram_trie
 from vllm_trie.native import NativeBuildError, NativeLibrary, find_compiler
 from vllm_trie.native import build as build_module
 
-SOURCE = 'extern "C" long long twice(long long value) { return 2 * value; }\n'
+SOURCE = """
+#include <cstdint>
+extern "C" int64_t twice(int64_t value) { return 2 * value; }
+"""
 
 
 @pytest.fixture
@@ -21,7 +24,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NativeLibrary:
     build_module._log_once.cache_clear()
     source = tmp_path / "twice.cpp"
     source.write_text(SOURCE)
-    return NativeLibrary("twice", "doubling", {"twice": (c_int64, [c_int64])}, [source])
+    return NativeLibrary("twice", "doubling", [source])
 
 
 def test_functions_have_their_types(library: NativeLibrary) -> None:
@@ -47,7 +50,9 @@ def test_a_missing_library_is_told_by_its_subject(
 
 
 def test_a_function_that_is_not_there_is_an_error(library: NativeLibrary, tmp_path: Path) -> None:
-    other = NativeLibrary("twice", "doubling", {"thrice": (c_int32, [])}, [tmp_path / "twice.cpp"])
+    source = tmp_path / "thrice.cpp"
+    source.write_text('#if 0\nextern "C" int thrice() { return 3; }\n#endif\n')
+    other = NativeLibrary("thrice", "tripling", [source])
     with pytest.raises(AttributeError, match="thrice"):
         other.is_available()
 

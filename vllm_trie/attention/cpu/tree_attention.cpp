@@ -308,15 +308,15 @@ class Attention {
 }  // namespace
 }  // namespace vllm_trie
 
-extern "C" {
-
 // dtype: 0 float32, 1 bfloat16, 2 float16. Returns 0, or 1 if the shapes are not supported.
-int vllm_trie_tree_attention(int dtype, const void* query, int64_t query_stride, const void* cache,
-                             int64_t block_stride, int64_t head_stride, const int32_t* block_table,
-                             int64_t block_table_stride, const void* rows, const uint64_t* words,
-                             int64_t num_rows, void* output, int64_t output_stride, int num_heads,
-                             int num_kv_heads, int head_size, int block_size, float scale,
-                             const float* alibi_slopes, int num_threads) {
+extern "C" int vllm_trie_tree_attention(int dtype, const void* query, int64_t query_stride,
+                                        const void* cache, int64_t block_stride,
+                                        int64_t head_stride, const int32_t* block_table,
+                                        int64_t block_table_stride, const void* rows,
+                                        const uint64_t* words, int64_t num_rows, void* output,
+                                        int64_t output_stride, int num_heads, int num_kv_heads,
+                                        int head_size, int block_size, float scale,
+                                        const float* alibi_slopes, int num_threads) {
   using namespace vllm_trie;
   if (head_size % kSegment || block_size % kSegment || num_heads % num_kv_heads ||
       num_heads / num_kv_heads > kMaxRows || !(scale > 0.0f)) {
@@ -343,9 +343,9 @@ int vllm_trie_tree_attention(int dtype, const void* query, int64_t query_stride,
   return 1;
 }
 
-int vllm_trie_lanes(void) { return vllm_trie::kLanes; }
+extern "C" int vllm_trie_lanes() { return vllm_trie::kLanes; }
 
-int vllm_trie_bf16_products(void) {
+extern "C" int vllm_trie_bf16_products() {
 #if defined(VLLM_TRIE_BF16_PRODUCTS)
   return 1;
 #else
@@ -353,5 +353,4 @@ int vllm_trie_bf16_products(void) {
 #endif
 }
 
-int vllm_trie_has_openmp(void) { return vllm_trie::have_openmp(); }
-}
+extern "C" int vllm_trie_has_openmp() { return vllm_trie::have_openmp(); }

@@ -1,8 +1,9 @@
-"""Medusa drafting with dynamic trees: heads on the target's hidden state guess the next tokens."""
+"""Medusa drafting: heads on the target's hidden state guess the tokens of a dynamic tree."""
 
 from __future__ import annotations
 
 from vllm_trie.drafters.medusa.drafter import MedusaDrafter
+from vllm_trie.drafters.medusa.heads import HeadTiming
 from vllm_trie.drafters.medusa.options import MedusaOptions
 
-__all__ = ["MedusaDrafter", "MedusaOptions"]
+__all__ = ["HeadTiming", "MedusaDrafter", "MedusaOptions"]

@@ -12,7 +12,7 @@ from vllm_trie.drafters.medusa import native
 
 
 class HeadLogits(NamedTuple):
-    """What the heads say, and how to read it."""
+    """Logits of the heads, and how to read them."""
 
     data: Tensor
     """[K, rows, num_outputs] in any float dtype, the last dimension contiguous."""
@@ -26,12 +26,11 @@ class HeadLogits(NamedTuple):
 
 
 def top_candidates(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:
-    """The candidates of each head and their probabilities.
+    """Return the candidates of each head and their probabilities.
 
-    Where a head's logits have no softmax (NaN or infinity among them), its candidates have
-    probability 0, so that no tree takes them. On a CPU this is one native call; torch's
-    operations, which take the vocabulary apart several times, would cost more than everything else
-    in the choice of a tree.
+    Candidates have probability 0, so that no tree takes them, where a head's logits have no softmax
+    (NaN or infinity among them). On a CPU this is one native call; torch's operations would cost
+    more than the rest of the choice of a tree.
 
     Returns:
         Tokens int32 and probabilities float32, both [rows, K, num_candidates], contiguous.
@@ -42,7 +41,7 @@ def top_candidates(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:
 
 
 def top_candidates_torch(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:
-    """The readable twin of core/candidates.cpp, for any device and dtype."""
+    """Compute the same with torch, for any device and dtype: the twin of core/candidates.cpp."""
     data = logits.data.float().transpose(0, 1)
     values, outputs = data.topk(min(logits.num_candidates, data.shape[-1]), dim=-1)
     scale = 1.0 / logits.temperatures[None, :, None]

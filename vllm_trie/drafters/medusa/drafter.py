@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,13 +14,14 @@ from torch import Tensor
 
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
 from vllm_trie.drafters.medusa import native
-from vllm_trie.drafters.medusa.backend import Job, choose_backend
+from vllm_trie.drafters.medusa.backend import choose_backend
 from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
 from vllm_trie.drafters.medusa.checkpoint import CheckpointError, load_checkpoint
 from vllm_trie.drafters.medusa.compiled_heads import CompiledHeads, in_huge_pages
-from vllm_trie.drafters.medusa.heads import MedusaHeads
+from vllm_trie.drafters.medusa.heads import HeadTiming, MedusaHeads
 from vllm_trie.drafters.medusa.options import MedusaOptions
 from vllm_trie.drafters.medusa.output_layer import target_output_layer
+from vllm_trie.drafters.medusa.selection import Job
 from vllm_trie.drafters.medusa.trees import template
 from vllm_trie.tree import TokenTree
 
@@ -31,6 +33,11 @@ class MedusaDrafter(Drafter):
 
     State: with `joint="context"`, an index of each request's own text. The heads are the same on
     every tensor-parallel rank: hidden states are whole on each of them.
+
+    Attributes:
+        heads: the heads, None until they are loaded.
+        temperatures: float32 [K], one for each head that is used; None until they are loaded.
+        timing: of the last call of `propose`.
     """
 
     name: ClassVar[str] = "medusa_dynamic"
@@ -47,13 +54,15 @@ class MedusaDrafter(Drafter):
         self._fixed_paths = options.fixed_paths()
         self._device = torch.device(context.device)
         self._dtype = getattr(torch, context.dtype)
-        self._backend = choose_backend(self._device, self._dtype)
+        self._has_native = native.reads(self._device, self._dtype)
+        self._backend = choose_backend()
         self._indexes: dict[str, Any] | None = None
         if self._fixed_paths is None and options.joint == "context":
             self._indexes = {}
         self._max_depth = options.max_depth or context.max_model_len
-        self._heads: MedusaHeads | None = None
-        self._reading: tuple[Tensor, Tensor | None, int] | None = None
+        self.heads: MedusaHeads | None = None
+        self.temperatures: Tensor | None = None
+        self.timing = HeadTiming()
         self._compiled: CompiledHeads | None = None
 
     def load_model(self, target_model: Any) -> None:
@@ -75,35 +84,23 @@ class MedusaDrafter(Drafter):
         self._check_options(loaded.heads, num_heads)
         self.set_heads(loaded.heads, loaded.temperatures[:num_heads])
 
-    def set_heads(self, heads: MedusaHeads, temperatures: Sequence[float]) -> None:
+    def set_heads(self, heads: MedusaHeads, temperatures: Sequence[float] | Tensor) -> None:
         """Use these heads, as many as there are temperatures; moves them to the target's device
         and dtype."""
-        self._heads = heads.to(self._device, self._dtype).requires_grad_(False)
+        self.heads = heads.to(self._device, self._dtype).requires_grad_(False)
         self._compiled = None
-        if native.reads(self._device, self._dtype):
-            for name in ("block_weight", "output_weight"):
-                if not (name == "output_weight" and heads.shape.shares_output):
-                    weight = getattr(self._heads, name)
-                    weight.data = in_huge_pages(weight.data)
+        if self._has_native:
+            heads.block_weight.data = in_huge_pages(heads.block_weight.data)
+            if not heads.shape.shares_output:
+                heads.output_weight.data = in_huge_pages(heads.output_weight.data)
         if not self.options.calibrate:
             temperatures = [1.0] * len(temperatures)
-        self._reading = (
-            torch.tensor(temperatures, dtype=torch.float32, device=self._device),
-            self._heads.token_map,
-            self.options.top_tokens,
-        )
+        self.temperatures = torch.as_tensor(temperatures, dtype=torch.float32, device=self._device)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        if self._heads is None or self._reading is None:
-            raise RuntimeError("the Medusa heads are not loaded: call load_model first")
         states = [request.hidden_state for request in requests]
-        compiled = self._compiled_heads()
-        rows = None if compiled is None else compiled.rows(states)
         if self._fixed_paths is not None:
-            if rows is not None:
-                tokens, probabilities = compiled.top_candidates(rows)
-            else:
-                tokens, probabilities = top_candidates(self._ask_heads(states))
+            tokens, probabilities = self.top_candidates(states)
             return [
                 template(
                     self._fixed_paths, request.max_nodes, self._depth(request), request.chain_only
@@ -121,20 +118,45 @@ class MedusaDrafter(Drafter):
             )
             for request in requests
         ]
-        if rows is not None:
-            return compiled.draft_batch(jobs, rows)
-        return self._backend.draft_batch(jobs, lambda: self._ask_heads(states))
+        if (found := self._compiled_rows(states)) is not None:
+            compiled, rows = found
+            return compiled.draft_batch(jobs, rows, self.timing)
+        return self._backend.select_batch(*self.top_candidates(states), jobs)
 
-    def _compiled_heads(self) -> CompiledHeads | None:
-        """The heads in compiled code, if there is any for their kind."""
-        if self._compiled is None and native.reads(self._device, self._dtype):
-            temperatures, _, num_candidates = self._reading
-            self._compiled = CompiledHeads(self._heads, temperatures, num_candidates)
-        return self._compiled
+    def top_candidates(self, states: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+        """Return each head's candidates, likeliest first, after hidden states [hidden_size].
 
-    def _ask_heads(self, states: Sequence[Tensor]) -> HeadLogits:
-        hidden = torch.stack(list(states)).to(self._dtype)
-        return HeadLogits(self._heads(hidden, len(self._reading[0])), *self._reading)
+        Returns:
+            Tokens int32 and probabilities float32, both [states, K, m].
+        """
+        found = self._compiled_rows(states)
+        self.timing.asked = perf_counter()
+        if found is not None:
+            compiled, rows = found
+            candidates = compiled.top_candidates(rows)
+            self.timing.products = compiled.product_seconds
+            return candidates
+        heads, temperatures = self._loaded()
+        logits = heads(torch.stack(list(states)).to(self._dtype), len(temperatures))
+        self.timing.products = perf_counter() - self.timing.asked
+        return top_candidates(
+            HeadLogits(logits, temperatures, heads.token_map, self.options.top_tokens)
+        )
+
+    def _loaded(self) -> tuple[MedusaHeads, Tensor]:
+        if self.heads is None or self.temperatures is None:
+            raise RuntimeError("the Medusa heads are not loaded: call load_model first")
+        return self.heads, self.temperatures
+
+    def _compiled_rows(self, states: Sequence[Tensor]) -> tuple[CompiledHeads, list[int]] | None:
+        """Return the heads in compiled code and the addresses of the states for them; None if these
+        are heads or states for torch."""
+        if not self._has_native:
+            return None
+        if self._compiled is None:
+            self._compiled = CompiledHeads(*self._loaded(), self.options.top_tokens)
+        rows = self._compiled.rows(states)
+        return None if rows is None else (self._compiled, rows)
 
     def release(self, request_id: str) -> None:
         if self._indexes is not None:

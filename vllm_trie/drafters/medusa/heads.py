@@ -13,6 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+@dataclass(slots=True)
+class HeadTiming:
+    """Timing of the heads in the last step, to tell their cost from that of everything else."""
+
+    asked: float = 0.0
+    """`time.perf_counter()` when the heads were asked."""
+    products: float = 0.0
+    """Seconds that the heads themselves took."""
+
+
 @dataclass(frozen=True)
 class HeadsShape:
     """Shape of a set of heads.
@@ -64,7 +74,7 @@ class MedusaHeads(nn.Module):
         self.register_buffer("token_map", None)
 
     def forward(self, hidden: Tensor, num_heads: int | None = None) -> Tensor:
-        """Logits [K, rows, num_outputs] of the first `num_heads` heads; `hidden` is
+        """Return logits [K, rows, num_outputs] of the first `num_heads` heads; `hidden` is
         [rows, hidden_size]."""
         count = num_heads or self.shape.num_heads
         x = hidden.expand(count, *hidden.shape)
@@ -79,7 +89,7 @@ class MedusaHeads(nn.Module):
         return torch.bmm(x, self.output_weight[:count].transpose(1, 2))
 
     def head(self, index: int, hidden: Tensor) -> Tensor:
-        """Logits [rows, num_outputs] of one head, in the dtype of `hidden`."""
+        """Return logits [rows, num_outputs] of one head, in the dtype of `hidden`."""
         x = hidden
         for layer in range(self.shape.num_layers):
             bias = None

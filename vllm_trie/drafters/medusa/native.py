@@ -1,70 +1,44 @@
-"""The compiled selection, and the Python types that stand for it."""
+"""The compiled selection of a tree's nodes, and the compiled search for the heads' candidates."""
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
+from ctypes import c_int32
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from vllm_trie.drafters.medusa.constants import CONCENTRATION, DISCOUNT, MIN_ORDER
-from vllm_trie.native import SHARED_HEADERS, NativeLibrary
-from vllm_trie.native.library import Signature
+from vllm_trie.drafters.medusa import constants
+from vllm_trie.native import DEFAULT_FLAGS, SHARED_HEADERS, NativeLibrary
 from vllm_trie.tree import TokenTree
 
 if TYPE_CHECKING:
-    from vllm_trie.drafters.medusa.backend import Job
     from vllm_trie.drafters.medusa.candidates import HeadLogits
+    from vllm_trie.drafters.medusa.selection import Job
 
 _FOLDER = Path(__file__).parent / "core"
 _NGRAM_FOLDER = Path(__file__).parents[1] / "ngram_trie" / "core"
 _NONE = -1
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
-
-
-class _Scoring(ctypes.Structure):
-    _fields_ = [
-        ("concentration", c_double),
-        ("discount", c_double),
-        ("min_order", c_int32),
-    ]
-
-
-SCORING = _Scoring(CONCENTRATION, DISCOUNT, MIN_ORDER)
-_PACK_JOB = struct.Struct("qd3i4xi4x").pack
-_PACK_LOGITS = struct.Struct("11q").pack
-"""Make C++'s `Job` and `HeadLogits` of their members."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers that stand for the dtypes of which there is compiled code."""
-_HEADS = (c_char_p, c_char_p, c_int64, c_int64)
-"""Types of arguments: heads, addresses of hidden states, their number, threads."""
-_TREES = (POINTER(_Scoring), c_int64, c_void_p)
+_CONSTANTS = ("CONCENTRATION", "DISCOUNT", "MIN_LEFT", "MIN_ORDER")
 
-SIGNATURES: dict[str, Signature] = {
-    "medusa_index_new": (c_void_p, [c_int32]),
-    "medusa_index_free": (None, [c_void_p]),
-    "medusa_top_candidates": (c_int32, [c_char_p, c_void_p, c_void_p]),
-    "medusa_head_candidates": (c_int32, [*_HEADS, c_void_p, c_void_p, POINTER(c_int64)]),
-    "medusa_select": (
-        c_int32,
-        [c_void_p, c_void_p, c_int64, c_int64, c_char_p, c_int64, *_TREES],
-    ),
-    "medusa_draft": (c_int32, [c_char_p, c_char_p, *_TREES]),
-    "medusa_draft_with_heads": (c_int32, [c_char_p, c_char_p, c_void_p]),
-}
-SOURCES = (*sorted(_FOLDER.glob("*.cpp")), _NGRAM_FOLDER / "index.cpp")
-HEADERS = (
-    *sorted([*_FOLDER.glob("*.hpp"), *_NGRAM_FOLDER.glob("*.hpp")]),
-    *SHARED_HEADERS,
+LIBRARY_ARGUMENTS = (
+    "medusa_select",
+    "selection",
+    (*sorted(_FOLDER.glob("*.cpp")), _NGRAM_FOLDER / "index.cpp"),
+    (*sorted([*_FOLDER.glob("*.hpp"), *_NGRAM_FOLDER.glob("*.hpp")]), *SHARED_HEADERS),
+    (*DEFAULT_FLAGS, *(f"-DMEDUSA_{name}={getattr(constants, name)!r}" for name in _CONSTANTS)),
 )
-_LIBRARY = NativeLibrary("medusa_select", "selection", SIGNATURES, SOURCES, HEADERS)
-is_available = _LIBRARY.is_available
-require_library = _LIBRARY.require
+LIBRARY = NativeLibrary(*LIBRARY_ARGUMENTS)
+is_available = LIBRARY.is_available
+require_library = LIBRARY.require
+_pack_job = LIBRARY.layout("Job").pack
+_pack_batch = LIBRARY.layout("Batch").pack
+_pack_logits = LIBRARY.layout("HeadLogits").pack
 
 
 class NativeIndex:
@@ -81,56 +55,61 @@ class NativeIndex:
             self._library.medusa_index_free(self.handle)
 
 
-def pack_jobs(jobs: Sequence[Job]) -> tuple[list[bytes], int]:
-    """The jobs as C++ reads them one after the other, and the most nodes that a tree may have."""
-    parts, most = [], 0
-    for index, text, max_nodes, max_depth, chain_only, least in jobs:
-        handle = 0 if index is None else index.handle
-        parts.append(_PACK_JOB(handle, least, max_nodes, max_depth, chain_only, len(text)))
-        parts.append(text.tobytes())
-        if max_nodes > most:
-            most = max_nodes
-    return parts, most
+def new_index(max_order: int) -> NativeIndex:
+    """Return an index of a text that is empty yet."""
+    return NativeIndex(max_order)
 
 
-class TreeRoom:
-    """Trees of `stride` nodes for compiled code to write.
+class BatchOfJobs:
+    """Jobs as C++ reads them, and room for their trees.
 
     The heads push everything else out of the caches, and then each new line of Python and each
-    object costs its way there: so the trees are made before they are asked, as large as they may
-    become, and all that is left to do is to cut those that have not become that large.
+    object costs its way there. So the trees are made before the call, as large as they may become;
+    afterwards those that stayed smaller are cut.
+
+    Attributes:
+        packed: a `Batch` of core/api.cpp, the given addresses, and the jobs.
+        numbers: what the call writes the trees to.
     """
 
-    __slots__ = ("numbers", "stride", "trees")
+    __slots__ = ("_stride", "_trees", "numbers", "packed")
 
-    def __init__(self, num_trees: int, stride: int) -> None:
-        self.stride = stride
-        self.numbers = numbers = (c_int32 * (num_trees * (1 + 3 * stride)))()
-        size, read = 4 * stride, np.frombuffer
-        self.trees = (
+    def __init__(self, jobs: Sequence[Job], addresses: bytes = b"") -> None:
+        parts, stride = [b"", addresses], 0
+        for index, text, max_nodes, max_depth, chain_only, least in jobs:
+            handle = 0 if index is None else index.handle
+            parts.append(_pack_job(handle, least, max_nodes, max_depth, chain_only, len(text)))
+            parts.append(text.tobytes())
+            if max_nodes > stride:
+                stride = max_nodes
+        parts[0] = _pack_batch(len(jobs), stride)
+        self.packed = b"".join(parts)
+        self.numbers = numbers = (c_int32 * (len(jobs) * (1 + 3 * stride)))()
+        self._stride, size, read = stride, 4 * stride, np.frombuffer
+        self._trees = (
             [
                 TokenTree(
                     read(numbers, _INT32, stride, start),
                     read(numbers, _INT32, stride, start + size),
                     read(numbers, _FLOAT32, stride, start + 2 * size),
                 )
-                for start in range(4 * num_trees, 4 * len(numbers), 3 * size)
+                for start in range(4 * len(jobs), 4 * len(numbers), 3 * size)
             ]
             if stride
-            else [TokenTree.empty()] * num_trees
+            else [TokenTree.empty()] * len(jobs)
         )
 
-    def read(self, status: int) -> list[TokenTree]:
-        """The trees that a native function has written.
+    def trees(self, status: int) -> list[TokenTree]:
+        """Return the trees that a native function has written.
 
         Raises:
             MemoryError: by its status it had no memory.
         """
         if status == 0:  # all of them fill their room
-            return self.trees
+            return self._trees
         if status == _NONE:
             raise MemoryError("no memory to choose the nodes of a tree")
-        trees, numbers, stride = self.trees, self.numbers, self.stride
+        trees, numbers, stride = self._trees, self.numbers, self._stride
         for i in range(len(trees)):
             size = numbers[i]
             if size != stride:
@@ -141,76 +120,51 @@ class TreeRoom:
 def select_batch(
     tokens: np.ndarray, probabilities: np.ndarray, jobs: Sequence[Job]
 ) -> list[TokenTree]:
-    """Select for every job in one native call; see :class:`Backend` for the arguments."""
-    packed, stride = pack_jobs(jobs)
-    room = TreeRoom(len(jobs), stride)
-    status = require_library().medusa_select(
-        tokens.ctypes.data,
-        probabilities.ctypes.data,
-        *tokens.shape[1:],
-        b"".join(packed),
-        len(jobs),
-        *(SCORING, stride, room.numbers),
+    """Select for every job in one native call; see :class:`Backend`."""
+    batch = BatchOfJobs(jobs)
+    return batch.trees(
+        require_library().medusa_select(
+            *(tokens.ctypes.data, probabilities.ctypes.data, *tokens.shape[1:]),
+            *(batch.packed, batch.numbers),
+        )
     )
-    return room.read(status)
-
-
-def draft_batch(jobs: Sequence[Job], ask_heads: Callable[[], HeadLogits]) -> list[TokenTree]:
-    """Find the candidates and select, in one native call; see :class:`Backend` for the arguments.
-
-    The logits must be of a kind that :func:`reads` accepts.
-    """
-    packed, stride = pack_jobs(jobs)
-    room = TreeRoom(len(jobs), stride)
-    draft = require_library().medusa_draft
-    logits = ask_heads()  # what is packed are addresses: keep the tensors
-    return room.read(draft(_pack_logits(logits), b"".join(packed), SCORING, stride, room.numbers))
-
-
-def top_candidates(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:
-    """What :func:`vllm_trie.drafters.medusa.candidates.top_candidates` promises, for logits that
-    :func:`reads` accepts; uses at most as many threads as torch."""
-    num_heads, num_rows, num_outputs = logits.data.shape
-    tokens, probabilities = room_for_candidates(
-        num_rows, num_heads, min(logits.num_candidates, num_outputs)
-    )
-    status = require_library().medusa_top_candidates(
-        _pack_logits(logits), tokens.ctypes.data, probabilities.ctypes.data
-    )
-    check_candidates(status)
-    return tokens, probabilities
-
-
-def room_for_candidates(
-    num_rows: int, num_heads: int, num_candidates: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int32 and probabilities float32, both [num_rows, num_heads, num_candidates]."""
-    shape = (num_rows, num_heads, num_candidates)
-    return np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float32)
-
-
-def check_candidates(status: int) -> None:
-    """Raise MemoryError if a native function that looks for candidates had no memory."""
-    if status == _NONE:
-        raise MemoryError("no memory for the heads' candidates")
 
 
 def reads(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there is compiled code for logits of this kind; their last dimension must be
-    contiguous."""
+    """Return whether there is compiled code for logits and weights of this kind."""
     return device.type == "cpu" and dtype in DTYPES and is_available()
 
 
-def _pack_logits(logits: HeadLogits) -> bytes:
+def top_candidates(logits: HeadLogits) -> tuple[np.ndarray, np.ndarray]:
+    """Return what :func:`vllm_trie.drafters.medusa.candidates.top_candidates` does.
+
+    The logits must be of a kind that :func:`reads` accepts. Uses at most as many threads as torch.
+    """
     data, temperatures, token_map, num_candidates = logits
     num_heads, num_rows, num_outputs = data.shape
-    return _PACK_LOGITS(
-        data.data_ptr(),
-        DTYPES[data.dtype],
-        *data.stride()[:2],
-        *(num_heads, num_rows, num_outputs),
-        temperatures.data_ptr(),
-        0 if token_map is None else token_map.data_ptr(),
-        min(num_candidates, num_outputs),
+    num_candidates = min(num_candidates, num_outputs)
+    packed = _pack_logits(
+        *(data.data_ptr(), DTYPES[data.dtype], *data.stride()[:2]),
+        *(num_heads, num_rows, num_outputs, temperatures.data_ptr()),
+        *(0 if token_map is None else token_map.data_ptr(), num_candidates),
         torch.get_num_threads(),
     )
+    find = require_library().medusa_top_candidates
+    return write_candidates(
+        (num_rows, num_heads, num_candidates), lambda *room: find(packed, *room)
+    )
+
+
+def write_candidates(
+    shape: tuple[int, int, int], find: Callable[[int, int], int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens int32 and probabilities float32 of this shape, [rows, K, m], that
+    `find(address of tokens, address of probabilities)` has written.
+
+    Raises:
+        MemoryError: by its status it had no memory.
+    """
+    tokens, probabilities = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float32)
+    if find(tokens.ctypes.data, probabilities.ctypes.data) == _NONE:
+        raise MemoryError("no memory for the heads' candidates")
+    return tokens, probabilities

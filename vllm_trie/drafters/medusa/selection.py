@@ -4,15 +4,15 @@ The tree holds the `max_nodes` likeliest paths over the heads' candidates. A pat
 at most its parent's, so taking the likeliest node that is known and then making its children known
 finds exactly those paths, parents first.
 
-How likely a path is can be told in two ways:
+There are two ways to compute how likely a path is:
 
 - As the product of the heads' probabilities. This is the problem of Algorithm 1 of "Acceleration of
   Multiple Heads Decoding for LLM via Dynamic Tree Attention", which solves it layer by layer
   (`algorithm1` here); best-first visits no layer's candidates that cannot make it.
 - With a text, token by token from the contexts of every length that end there, the longest first.
-  The heads stand where interpolated Kneser-Ney smoothing has the shortest context: they get what no
-  context has claimed. With n successors counted after a context, u of them distinct, successor t
-  of count c gets (c - d) / (n + theta) of the probability that is left, and
+  The heads take the place of the shortest context in interpolated Kneser-Ney smoothing: they get
+  what no context has claimed. With n successors counted after a context, u of them distinct,
+  successor t of count c gets (c - d) / (n + theta) of the probability that is left, and
   (theta + d·u) / (n + theta) is passed on (Teh, "A hierarchical Bayesian language model based on
   Pitman-Yor processes", 2006, eq. 4, with the heads as the base distribution).
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,34 @@ class Limits(NamedTuple):
     """Nodes whose path is less likely are left out."""
 
 
+class Job(NamedTuple):
+    """One request of a batch, with the limits of its tree."""
+
+    index: Any | None
+    """Index of the request's own text; None for the product of the heads alone."""
+    text: np.ndarray
+    """int32 [num_tokens]; the index is brought up to date with it."""
+    max_nodes: int
+    max_depth: int
+    chain_only: bool
+    min_probability: float = 0.0
+
+
+def new_index(max_order: int) -> NgramIndex:
+    """Return an index of a text that is empty yet."""
+    return NgramIndex(max_order)
+
+
+def select_batch(
+    tokens: np.ndarray, probabilities: np.ndarray, jobs: Sequence[Job]
+) -> list[TokenTree]:
+    """Return the tree of every job, one after the other; see :class:`Backend`."""
+    return [
+        select(tokens[i], probabilities[i], Limits(*limits), index, text.tolist())
+        for i, (index, text, *limits) in enumerate(jobs)
+    ]
+
+
 def select(
     tokens: np.ndarray,
     probabilities: np.ndarray,
@@ -53,7 +81,7 @@ def select(
     index: NgramIndex | None = None,
     text: Sequence[int] = (),
 ) -> TokenTree:
-    """The tree of the likeliest paths.
+    """Return the tree of the likeliest paths.
 
     Args:
         tokens, probabilities: int32 and float32 [K, m], each head's candidates, likeliest first.
@@ -104,16 +132,11 @@ def select(
 
 
 def algorithm1(probabilities: np.ndarray, num_nodes: int) -> list[tuple[tuple[int, ...], float]]:
-    """Algorithm 1 of the paper: the best paths by product, layer by layer.
+    """Return the best paths of ranks by product, with their probabilities, likeliest first.
 
-    Each head extends every path in a queue bounded to `num_nodes`; paths that fall out of it cannot
-    have a child in it. Kept as the paper has it, as an oracle for `select`.
-
-    Args:
-        probabilities: [K, m].
-
-    Returns:
-        Paths of ranks with their probabilities, likeliest first.
+    This is Algorithm 1 as the paper has it, an oracle for `select`. Layer by layer, each head
+    extends every path in a queue bounded to `num_nodes`; paths that fall out of it cannot have a
+    child in it. `probabilities`: [K, m].
     """
     queue: list[tuple[float, tuple[int, ...]]] = []  # a min-heap of at most num_nodes paths
     layer: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
@@ -135,7 +158,7 @@ def algorithm1(probabilities: np.ndarray, num_nodes: int) -> list[tuple[tuple[in
 
 
 def _blend(index: NgramIndex, contexts: list[Match]) -> tuple[dict[int, float], float]:
-    """The text's share of each successor's probability, and what it leaves to the heads."""
+    """Return the text's share of each successor's probability, and what it leaves to the heads."""
     shares: dict[int, float] = {}
     left = 1.0
     for order in range(len(contexts) - 1, MIN_ORDER - 1, -1):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Sequence
-from ctypes import POINTER, c_char, c_double, c_int32, c_int64, c_void_p
+from ctypes import c_char, c_int64, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -21,53 +20,13 @@ NODE_BYTES = 32
 """Size of a node in memory and in a corpus file."""
 
 
-class _Scoring(ctypes.Structure):
-    _fields_ = [
-        (name, c_double)
-        for name in (
-            "own_concentration",
-            "own_discount",
-            "shared_concentration",
-            "shared_discount",
-        )
-    ]
-
-
-_SCORING = _Scoring(*OWN, *SHARED)
-
-
-# DraftJob of core/api.cpp: three handles and the tokens' address, two counts, four limits, two
-# results. Packed, not a ctypes.Structure: a tenth of the time.
-_DRAFT_JOB = struct.Struct("@4P2qd3i4x2i")
-
-
 _LIBRARY = NativeLibrary(
-    "ngram_trie",
-    "n-gram core",
-    {
-        "ngram_index_new": (c_void_p, [c_int32]),
-        "ngram_index_free": (None, [c_void_p]),
-        "ngram_index_num_bytes": (c_int64, [c_void_p]),
-        "ngram_index_num_tokens": (c_int64, [c_void_p]),
-        "ngram_index_num_nodes": (c_int64, [c_void_p]),
-        "ngram_index_add": (c_int32, [c_void_p, c_void_p, c_int64]),
-        "ngram_index_remove": (c_int32, [c_void_p, c_int32]),
-        "ngram_index_arrays": (None, [c_void_p] * 5),
-        "ngram_corpus_open": (
-            c_void_p,
-            [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int32, c_int32],
-        ),
-        "ngram_corpus_close": (None, [c_void_p]),
-        "ngram_draft": (
-            c_int32,
-            [c_void_p, c_int32, POINTER(_Scoring), c_int32, c_void_p, c_void_p, c_void_p],
-        ),
-    },
-    sorted(_FOLDER.glob("*.cpp")),
-    sorted(_FOLDER.glob("*.hpp")),
+    "ngram_trie", "n-gram core", sorted(_FOLDER.glob("*.cpp")), sorted(_FOLDER.glob("*.hpp"))
 )
 is_available = _LIBRARY.is_available
 require_library = _LIBRARY.require
+_JOB = _LIBRARY.layout("DraftJob")
+_BLEND = _LIBRARY.layout("Blend").pack(*OWN, *SHARED)
 
 
 class NativeIndex:
@@ -180,7 +139,7 @@ def draft_batch(jobs: Sequence[Job]) -> list[tuple[TokenTree, int]]:
     status = library.ngram_draft(
         ctypes.addressof(rows),
         len(jobs),
-        ctypes.byref(_SCORING),
+        _BLEND,
         stride,
         token_ids.ctypes.data,
         parents.ctypes.data,
@@ -189,7 +148,7 @@ def draft_batch(jobs: Sequence[Job]) -> list[tuple[TokenTree, int]]:
     if status == _NONE:
         raise MemoryError("no memory for the n-grams of a request")
     drafts = []
-    for i, (*_, size, used_text) in enumerate(_DRAFT_JOB.iter_unpack(rows)):
+    for i, (*_, size, used_text) in enumerate(_JOB.iter_unpack(rows)):
         tree = TokenTree.empty()
         if size:
             tree = TokenTree(token_ids[i, :size], parents[i, :size], probabilities[i, :size])
@@ -198,7 +157,7 @@ def draft_batch(jobs: Sequence[Job]) -> list[tuple[TokenTree, int]]:
 
 
 def _packed(job: Job) -> bytes:
-    return _DRAFT_JOB.pack(
+    return _JOB.pack(
         job.own.handle,
         0 if job.store is None else job.store.handle,
         0 if job.corpus is None else job.corpus.handle,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from vllm_trie.drafters.medusa import compiled_heads, native
 from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates_torch
 from vllm_trie.drafters.medusa.compiled_heads import MAX_ROWS, CompiledHeads, in_huge_pages
 from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
-from vllm_trie.native import DEFAULT_FLAGS, build_library
+from vllm_trie.native import NativeLibrary
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
 
@@ -29,14 +29,11 @@ def instructions(request):
         return
     if not {"avx2", "fma", "f16c"} <= set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip("this CPU has no AVX2")
-    flags = [flag.replace("=native", f"={request.param}") for flag in DEFAULT_FLAGS]
-    path = build_library("medusa_select", native.SOURCES, flags, native.HEADERS)
-    library = ctypes.CDLL(str(path))
-    for name, (result, arguments) in native.SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, list(arguments)
+    name, subject, sources, headers, flags = native.LIBRARY_ARGUMENTS
+    flags = [flag.replace("=native", f"={request.param}") for flag in flags]
+    library = NativeLibrary(name, subject, sources, headers, flags)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "require_library", lambda: library)
+        patch.setattr(native, "require_library", library.require)
         yield
 
 
@@ -184,12 +181,17 @@ def test_states_that_are_left_to_torch(monkeypatch):
     assert [tree[:2] for tree in found] == [tree[:2] for tree in expected]
 
 
-def test_time_of_the_products_is_told():
+def test_time_of_the_heads():
     heads = random_heads()
     compiled = CompiledHeads(heads, torch.ones(3), 5)
-    compiled.product_nanoseconds = native.c_int64()
     compiled.top_candidates(compiled.rows(torch.randn(1, 16)))
-    assert 0 < compiled.product_nanoseconds.value < 1e9
+    assert 0 < compiled.product_seconds < 1
+    for options in ({}, {"tree": "fixed"}):
+        drafter = make_medusa(random_heads(num_heads=4), **options)
+        start = time.perf_counter()
+        drafter.propose(make_requests())
+        end = time.perf_counter()
+        assert start < drafter.timing.asked < drafter.timing.asked + drafter.timing.products < end
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,7 +15,7 @@ from tests.unit.drafters.medusa.support import (
     random_heads,
 )
 from tests.unit.drafters.support import make_context
-from vllm_trie.drafters.medusa import backend
+from vllm_trie.drafters.medusa import native, selection
 from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
 from vllm_trie.drafters.medusa.checkpoint import CheckpointError, save_vllm
 from vllm_trie.drafters.medusa.drafter import MedusaDrafter
@@ -102,9 +102,9 @@ def test_limits_of_the_request(tree, joint):
 def test_without_a_compiler_the_trees_are_the_same(monkeypatch):
     heads = random_heads()
     expected = describe(make_medusa(heads).propose(make_requests()))
-    monkeypatch.setattr(backend.native, "is_available", lambda: False)
+    monkeypatch.setattr(native, "is_available", lambda: False)
     slow = make_medusa(heads)
-    assert isinstance(slow._backend, backend.PythonBackend)
+    assert slow._backend is selection
     found = describe(slow.propose(make_requests()))
     assert [tree[:2] for tree in found] == [tree[:2] for tree in expected]
     for tree, wanted in zip(found, expected, strict=True):

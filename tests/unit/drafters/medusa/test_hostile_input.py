@@ -10,25 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.drafters.medusa.support import make_medusa, make_requests, random_heads
-from vllm_trie.drafters.medusa import native
-from vllm_trie.drafters.medusa.backend import Job, NativeBackend, PythonBackend
-from vllm_trie.drafters.medusa.candidates import HeadLogits
+from vllm_trie.drafters.medusa import native, selection
+from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates_torch
+from vllm_trie.drafters.medusa.selection import Job
 from vllm_trie.tree import TokenTree
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
 
-BACKENDS = [NativeBackend, PythonBackend]
+BACKENDS = [native, selection]
+CANDIDATES = {native: native.top_candidates, selection: top_candidates_torch}
 NO_TEXT = np.empty(0, dtype=np.int32)
 
 
-def draft(backend_class: type, logits: torch.Tensor, *jobs: tuple, m: int = 8) -> list[TokenTree]:
+def draft(backend, logits: torch.Tensor, *jobs: tuple, m: int = 8) -> list[TokenTree]:
     """Trees of (text, max_nodes, max_depth) for each row of logits."""
-    backend = backend_class()
     made = [
         Job(backend.new_index(15), np.array(text, dtype=np.int32), nodes, depth, False)
         for text, nodes, depth in jobs
     ]
-    return backend.draft_batch(made, lambda: HeadLogits(logits, torch.ones(len(logits)), None, m))
+    reading = HeadLogits(logits, torch.ones(len(logits)), None, m)
+    return backend.select_batch(*CANDIDATES[backend](reading), made)
 
 
 values = st.one_of(
@@ -66,10 +67,9 @@ def test_a_vocabulary_of_one_token(backend):
 
 
 def test_no_room_is_no_tree():
-    trees = draft(NativeBackend, torch.randn(2, 3, 9), ([1], 0, 4), ([1], 4, 0), ([1], -3, 4))
+    trees = draft(native, torch.randn(2, 3, 9), ([1], 0, 4), ([1], 4, 0), ([1], -3, 4))
     assert [tree.num_nodes for tree in trees] == [0, 0, 0]
-    empty = HeadLogits(torch.randn(2, 0, 9), torch.ones(2), None, 4)
-    assert NativeBackend().draft_batch([], lambda: empty) == []
+    assert draft(native, torch.randn(2, 0, 9)) == []
 
 
 def test_more_nodes_than_there_are_paths():
@@ -83,7 +83,7 @@ def test_ties_are_broken_alike():
     tokens = np.arange(12, dtype=np.int32).reshape(1, 3, 4)
     shares = np.full((1, 3, 4), 0.25, dtype=np.float32)
     found = []
-    for backend in (NativeBackend(), PythonBackend()):
+    for backend in BACKENDS:
         job = Job(None, NO_TEXT, 50, 3, False)
         [tree] = backend.select_batch(tokens, shares, [job])
         found.append((tree.token_ids.tolist(), tree.parents.tolist()))

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.drafters.medusa import native
-from vllm_trie.drafters.medusa.backend import Job, NativeBackend, PythonBackend
-from vllm_trie.drafters.medusa.selection import Limits, algorithm1, select
+from vllm_trie.drafters.medusa import native, selection
+from vllm_trie.drafters.medusa.selection import Job, Limits, algorithm1, select
 from vllm_trie.drafters.ngram_trie.index import NgramIndex
 from vllm_trie.tree import TokenTree, depth_first_layout
 
@@ -94,7 +93,7 @@ def test_algorithm1_has_every_parent(given_candidates, num_nodes):
 @settings(max_examples=120, deadline=None)
 def test_compiled_selection_is_its_twin(given_candidates, limit, text, with_text):
     trees = []
-    for backend in (NativeBackend(), PythonBackend()):
+    for backend in (native, selection):
         index = backend.new_index(15) if with_text else None
         trees.append(select_one(backend, given_candidates, limit, index, text))
     assert same(*trees)
@@ -157,31 +156,29 @@ def test_the_text_goes_deeper_than_the_heads():
 
 @pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
 def test_a_changed_text_is_indexed_anew():
-    backend = NativeBackend()
-    index = backend.new_index(15)
+    index = native.new_index(15)
     head = np.array([[9]], dtype=np.int32), np.array([[0.01]], dtype=np.float32)
     first = [1, 2, 3] * 10
     second = [1, 4, 5] * 9
 
     def draft(index, text):
-        return select_one(backend, head, Limits(8, 8), index, text)
+        return select_one(native, head, Limits(8, 8), index, text)
 
     draft(index, first)
-    assert same(draft(index, second), draft(backend.new_index(15), second))
+    assert same(draft(index, second), draft(native.new_index(15), second))
 
 
 @pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
 @given(st.lists(st.tuples(limits, texts), min_size=1, max_size=4), candidates(4, 8))
 @settings(max_examples=20, deadline=None)
 def test_a_batch_is_its_requests(batch, given_candidates):
-    backend = NativeBackend()
     shift = np.arange(len(batch), dtype=np.int32)[:, None, None]  # other tokens for each request
     tokens = (given_candidates[0] + shift) % VOCAB
     probabilities = np.repeat(given_candidates[1][None], len(batch), axis=0)
     jobs = [
-        Job(backend.new_index(15), np.array(text, dtype=np.int32), *limit) for limit, text in batch
+        Job(native.new_index(15), np.array(text, dtype=np.int32), *limit) for limit, text in batch
     ]
-    together = backend.select_batch(tokens, probabilities, jobs)
+    together = native.select_batch(tokens, probabilities, jobs)
     for i, (limit, text) in enumerate(batch):
         alone = (tokens[i], probabilities[i])
-        assert same(together[i], select_one(backend, alone, limit, backend.new_index(15), text))
+        assert same(together[i], select_one(native, alone, limit, native.new_index(15), text))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_trie.drafters.medusa.checkpoint.fasterdecoding_layout import vllm_name
 from vllm_trie.drafters.medusa.checkpoint.files import (
     TEMPERATURES_KEY,
     CheckpointError,
@@ -18,21 +17,17 @@ from vllm_trie.drafters.medusa.checkpoint.files import (
     read_config,
     read_tensors,
 )
-from vllm_trie.drafters.medusa.checkpoint.vllm_layout import HeadTensors, collect_heads
+from vllm_trie.drafters.medusa.checkpoint.layouts import vllm_name
 from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Heads as read from disk.
-
-    Attributes:
-        heads: on the CPU, in the dtype of the file.
-        temperatures: one a head, 1.0 where the checkpoint has none.
-    """
+class Checkpoint(NamedTuple):
+    """Heads as read from disk."""
 
     heads: MedusaHeads
+    """On the CPU, in the dtype of the file."""
     temperatures: tuple[float, ...]
+    """One a head, 1.0 where the checkpoint has none."""
 
 
 def load_checkpoint(
@@ -46,121 +41,187 @@ def load_checkpoint(
     Args:
         path: a folder, a file of weights in it, or a repository's name on the Hugging Face hub.
         hidden_size, vocab_size: of the target model, which the heads must fit.
-        target_output: returns the target's own output layer [vocab_size, hidden_size]; asked only
+        target_output: returns the target's own output layer [vocab_size, hidden_size]; called only
             if the checkpoint says `original_lm_head` and does not hold that layer.
 
     Raises:
         CheckpointError: files are missing or damaged, or the heads do not fit the model.
     """
-    folder, file = locate(path)
-    config = read_config(folder)
-    tensors = {vllm_name(name): value for name, value in read_tensors(file).items()}
-    where = str(file)
-    parts = collect_heads(tensors, config, vocab_size, target_output, where)
-    if parts.token_map is not None:
-        # vLLM, too, takes full output layers and keeps the mapped rows.
-        rows, outputs = len(parts.token_map), parts.outputs
-        outputs = [
-            o[parts.token_map] if len(o) > rows and len(o) == vocab_size else o for o in outputs
-        ]
-        parts = parts._replace(outputs=outputs)
-    shape = _checked_shape(parts, hidden_size, vocab_size, where)
-    return Checkpoint(_make_heads(parts, shape), _temperatures(config, shape.num_heads, where))
-
-
-def _checked_shape(parts: HeadTensors, hidden_size: int, vocab_size: int, where: str) -> HeadsShape:
-    """The shape of the heads; all parts have it, and it fits the target."""
-    token_map = parts.token_map
-    num_outputs = vocab_size if token_map is None else len(token_map)
-    for head, output in enumerate(parts.outputs):
-        _check_output(head, output, num_outputs, hidden_size, vocab_size, token_map, where)
-    has_bias = parts.blocks[0][0][1] is not None
-    for head, layers in enumerate(parts.blocks):
-        for layer, (weight, bias) in enumerate(layers):
-            _check_block(head, layer, weight, bias, hidden_size, has_bias, where)
-    num_heads = len(parts.blocks)
-    return HeadsShape(
-        num_heads=num_heads,
-        num_layers=len(parts.blocks[0]),
+    reader = _Reader(path, hidden_size, vocab_size)
+    blocks = reader.blocks()
+    outputs = reader.outputs(len(blocks), target_output)
+    token_map = reader.token_map()
+    if token_map is not None:
+        # As vLLM does, take full output layers and keep the mapped rows.
+        full = [len(output) == vocab_size > len(token_map) for output in outputs]
+        outputs = [o[token_map] if whole else o for o, whole in zip(outputs, full, strict=True)]
+    reader.check_outputs(outputs, token_map)
+    reader.check_blocks(blocks)
+    shape = HeadsShape(
+        num_heads=len(blocks),
+        num_layers=len(blocks[0]),
         hidden_size=hidden_size,
         vocab_size=vocab_size,
-        num_outputs=num_outputs,
-        has_bias=has_bias,
-        shares_output=len(parts.outputs) == 1 and num_heads > 1,
+        num_outputs=len(outputs[0]),
+        has_bias=blocks[0][0][1] is not None,
+        shares_output=len(outputs) == 1 and len(blocks) > 1,
     )
+    heads = MedusaHeads(shape, dtype=outputs[0].dtype).requires_grad_(False)
+    for head, layers in enumerate(blocks):
+        for layer, (weight, bias) in enumerate(layers):
+            heads.block_weight[head, layer].copy_(weight)
+            if heads.block_bias is not None and bias is not None:
+                heads.block_bias[head, layer].copy_(bias)
+    for head, output in enumerate(outputs):
+        heads.output_weight[head].copy_(output)
+    heads.token_map = token_map
+    return Checkpoint(heads, reader.temperatures(len(blocks)))
 
 
-def _make_heads(parts: HeadTensors, shape: HeadsShape) -> MedusaHeads:
-    """Heads with copies of the parts, not to be trained."""
-    heads = MedusaHeads(shape, dtype=parts.outputs[0].dtype)
-    with torch.no_grad():
-        for head, layers in enumerate(parts.blocks):
+_Block = tuple[Tensor, Tensor | None]
+"""Weight and bias."""
+
+
+class _Reader:
+    """The tensors and the configuration of one checkpoint, and the size of the target model."""
+
+    def __init__(self, path: str | Path, hidden_size: int, vocab_size: int) -> None:
+        folder, file = locate(path)
+        self._config = read_config(folder)
+        self._tensors = {vllm_name(name): value for name, value in read_tensors(file).items()}
+        self._where = str(file)
+        self._hidden_size = hidden_size
+        self._vocab_size = vocab_size
+
+    def blocks(self) -> list[list[_Block]]:
+        """Return the residual blocks of each head."""
+        pattern = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
+        found = [(int(m[1]), int(m[2])) for name in self._tensors if (m := pattern.fullmatch(name))]
+        if not found:
+            names = ", ".join(sorted(self._tensors)[:4])
+            raise CheckpointError(
+                f"{self._where} has no tensors of Medusa heads (it has {names}, ...); expected "
+                "names like 'blocks.0.layers.0.weight' (vLLM) or '0.0.linear.weight' "
+                "(FasterDecoding)"
+            )
+        num_heads, num_layers = (1 + max(numbers) for numbers in zip(*found, strict=True))
+        names = [
+            [f"blocks.{head}.layers.{layer}" for layer in range(num_layers)]
+            for head in range(num_heads)
+        ]
+        wanted = [f"{name}.weight" for layers in names for name in layers]
+        if missing := [name for name in wanted if name not in self._tensors]:
+            raise CheckpointError(
+                f"{self._where} lacks {', '.join(missing[:4])}; the file is incomplete"
+            )
+        for key in ("num_heads", "medusa_num_heads"):
+            stated = self._config.get(key)
+            if isinstance(stated, int) and stated > num_heads:
+                raise CheckpointError(
+                    f"config.json says {key}={stated}, but {self._where} holds {num_heads} heads; "
+                    "the file is incomplete"
+                )
+        tensors = self._tensors
+        return [
+            [(tensors[f"{name}.weight"], tensors.get(f"{name}.bias")) for name in layers]
+            for layers in names
+        ]
+
+    def outputs(self, num_heads: int, target_output: Callable[[], Tensor] | None) -> list[Tensor]:
+        """Return the output layer of each head, or a single one that all share."""
+        tensors = self._tensors
+        if self._config.get("original_lm_head"):
+            for name in ("lm_head.weight", "lm_heads.0.weight"):
+                if name in tensors:
+                    return [tensors[name]]
+            if target_output is None:
+                raise CheckpointError(
+                    f"{self._where} uses the model's own output layer (original_lm_head) without "
+                    "holding it"
+                )
+            return [target_output()]
+        names = [f"lm_heads.{head}.weight" for head in range(num_heads)]
+        for head, name in enumerate(names):
+            if name not in tensors:
+                raise CheckpointError(
+                    f"{self._where} lacks the output layer of head {head} ('{name}'), and "
+                    "config.json does not say original_lm_head"
+                )
+        return [tensors[name] for name in names]
+
+    def token_map(self) -> Tensor | None:
+        """Return the distinct tokens of the outputs, int64; None if they are all tokens."""
+        truncated = self._config.get("truncated_vocab_size") or self._vocab_size
+        token_map = self._tensors.get("token_map")
+        if token_map is None and truncated < self._vocab_size:
+            raise CheckpointError(
+                f"config.json says truncated_vocab_size={truncated}, but {self._where} has no "
+                "token_map"
+            )
+        if token_map is None or truncated >= self._vocab_size:
+            return None  # as in vLLM, a map of the whole vocabulary is not used
+        token_map = token_map.to(torch.int64)
+        if token_map.ndim != 1 or len(token_map) != truncated:
+            raise CheckpointError(
+                f"token_map in {self._where} has shape {tuple(token_map.shape)}; config.json says "
+                f"truncated_vocab_size={truncated}"
+            )
+        low, high = int(token_map.min()), int(token_map.max())
+        if low < 0 or high >= self._vocab_size or len(token_map.unique()) != truncated:
+            raise CheckpointError(
+                f"token_map in {self._where} must hold distinct tokens from 0 to "
+                f"{self._vocab_size - 1}, found {low} to {high}"
+            )
+        return token_map
+
+    def temperatures(self, num_heads: int) -> tuple[float, ...]:
+        """Return the temperature of each head."""
+        given = self._config.get(TEMPERATURES_KEY)
+        if given is None:
+            return (1.0,) * num_heads
+        valid = (
+            isinstance(given, list)
+            and len(given) >= num_heads
+            and all(isinstance(value, int | float) and 0.05 <= value <= 20.0 for value in given)
+        )
+        if not valid:
+            raise CheckpointError(
+                f"config.json next to {self._where} says {TEMPERATURES_KEY}={given!r}; it must be "
+                f"a list of {num_heads} numbers from 0.05 to 20, or be left out"
+            )
+        return tuple(float(value) for value in given[:num_heads])
+
+    def check_outputs(self, outputs: list[Tensor], token_map: Tensor | None) -> None:
+        """Check the shapes of the output layers."""
+        num_outputs = self._vocab_size if token_map is None else len(token_map)
+        for head, output in enumerate(outputs):
+            if output.ndim != 2 or output.shape[1] != self._hidden_size:
+                self._refuse(f"the output layer of head {head}", output)
+            if len(output) != num_outputs:
+                kind = "tokens of the model" if token_map is None else "entries of token_map"
+                raise CheckpointError(
+                    f"head {head} in {self._where} guesses among {len(output)} tokens, but there "
+                    f"are {num_outputs} {kind} (vocabulary of {self._vocab_size}): these heads "
+                    "were made for another vocabulary"
+                )
+
+    def check_blocks(self, blocks: list[list[_Block]]) -> None:
+        """Check the shapes of the residual blocks; all have a bias or none has."""
+        size, has_bias = self._hidden_size, blocks[0][0][1] is not None
+        for head, layers in enumerate(blocks):
             for layer, (weight, bias) in enumerate(layers):
-                heads.block_weight[head, layer].copy_(weight)
-                if heads.block_bias is not None and bias is not None:
-                    heads.block_bias[head, layer].copy_(bias)
-        for head, output in enumerate(parts.outputs):
-            heads.output_weight[head].copy_(output)
-    heads.token_map = parts.token_map
-    return heads.requires_grad_(False)
+                block = f"block {layer} of head {head}"
+                if weight.shape != (size, size):
+                    self._refuse(block, weight)
+                found = None if bias is None else tuple(bias.shape)
+                if found != ((size,) if has_bias else None):
+                    raise CheckpointError(
+                        f"the bias of {block} in {self._where} is {found}; all blocks must have "
+                        f"one of shape ({size},), or none may"
+                    )
 
-
-def _check_output(
-    head: int,
-    output: Tensor,
-    rows: int,
-    hidden_size: int,
-    vocab_size: int,
-    token_map: Tensor | None,
-    where: str,
-) -> None:
-    if output.ndim != 2 or output.shape[1] != hidden_size:
+    def _refuse(self, part: str, weight: Tensor) -> None:
         raise CheckpointError(
-            f"the output layer of head {head} in {where} has shape {tuple(output.shape)}, but the "
-            f"model's hidden size is {hidden_size}: these heads belong to another model"
+            f"{part} in {self._where} has shape {tuple(weight.shape)}, but the model's hidden size "
+            f"is {self._hidden_size}: these heads belong to another model"
         )
-    if output.shape[0] != rows:
-        kind = "entries of token_map" if token_map is not None else "tokens of the model"
-        raise CheckpointError(
-            f"head {head} in {where} guesses among {output.shape[0]} tokens, but there are {rows} "
-            f"{kind} (vocabulary of {vocab_size}): these heads were made for another vocabulary"
-        )
-
-
-def _check_block(
-    head: int,
-    layer: int,
-    weight: Tensor,
-    bias: Tensor | None,
-    hidden_size: int,
-    has_bias: bool,
-    where: str,
-) -> None:
-    if weight.shape != (hidden_size, hidden_size):
-        raise CheckpointError(
-            f"block {layer} of head {head} in {where} has shape {tuple(weight.shape)}, but the "
-            f"model's hidden size is {hidden_size}: these heads belong to another model"
-        )
-    if has_bias != (bias is not None) or (bias is not None and bias.shape != (hidden_size,)):
-        found = None if bias is None else tuple(bias.shape)
-        raise CheckpointError(
-            f"the bias of block {layer} of head {head} in {where} is {found}; all blocks must "
-            f"have one of shape ({hidden_size},), or none may"
-        )
-
-
-def _temperatures(config: Mapping[str, Any], num_heads: int, where: str) -> tuple[float, ...]:
-    given = config.get(TEMPERATURES_KEY)
-    if given is None:
-        return (1.0,) * num_heads
-    valid = (
-        isinstance(given, list)
-        and len(given) >= num_heads
-        and all(isinstance(value, int | float) and 0.05 <= value <= 20.0 for value in given)
-    )
-    if not valid:
-        raise CheckpointError(
-            f"config.json beside {where} says {TEMPERATURES_KEY}={given!r}; it must be a list of "
-            f"{num_heads} numbers from 0.05 to 20, or be left out"
-        )
-    return tuple(float(value) for value in given[:num_heads])

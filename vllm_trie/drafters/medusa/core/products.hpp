@@ -179,6 +179,15 @@ void multiply_group(const Weight* weights, int64_t size, int num_outputs,
     }
 }
 
+// multiply_group for a number of rows that the compiler does not know.
+template <int kRows = kTileRows, typename... Arguments>
+void multiply_tile(int64_t num_rows, Arguments... arguments) {
+    if (num_rows == kRows)
+        multiply_group<kRows>(arguments...);
+    else if constexpr (kRows > 1)
+        multiply_tile<kRows - 1>(num_rows, arguments...);
+}
+
 // results[num_rows, result_stride] = rows[num_rows, row_stride] times the weights
 // [num_outputs, size] of successive outputs; the results up to the next multiple of kLanes are
 // minus infinity. Rows have zeros up to padded_size(size). The weights come from memory once for
@@ -190,26 +199,11 @@ void multiply_rows(const Weight* weights, int64_t size, int64_t num_outputs,
     const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
     for (int64_t output = 0; output < num_outputs; output += kLanes) {
         const int group = static_cast<int>(std::min<int64_t>(kLanes, num_outputs - output));
-        const Weight* of_group = weights + output * size;
         for (int64_t tile = 0; tile < num_tiles; ++tile) {
             const int64_t row = num_rows * tile / num_tiles;  // tiles of nearly equal height
-            const RowOf<Weight>* some = rows + row * row_stride;
-            float* to = results + row * result_stride + output;
-            switch (num_rows * (tile + 1) / num_tiles - row) {
-#define MEDUSA_ROWS(n)                                                                     \
-    case n:                                                                                \
-        multiply_group<n>(of_group, size, group, some, row_stride, to, result_stride);     \
-        break;
-                MEDUSA_ROWS(1)
-                MEDUSA_ROWS(2)
-                MEDUSA_ROWS(3)
-                MEDUSA_ROWS(4)
-                MEDUSA_ROWS(5)
-                MEDUSA_ROWS(6)
-                MEDUSA_ROWS(7)
-                MEDUSA_ROWS(8)
-#undef MEDUSA_ROWS
-            }
+            multiply_tile(num_rows * (tile + 1) / num_tiles - row, weights + output * size, size,
+                          group, rows + row * row_stride, row_stride,
+                          results + row * result_stride + output, result_stride);
         }
     }
 }

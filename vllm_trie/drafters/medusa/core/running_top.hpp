@@ -1,5 +1,5 @@
-// The largest of a head's logits and the sum of its softmax, taken block by block as the logits
-// come: none of them is needed again, so that a block need not leave the nearest cache.
+// The largest of a head's logits and the sum of its softmax, taken block by block. No logit is
+// needed again, so a block need not leave the nearest cache.
 #pragma once
 
 #include <algorithm>
@@ -25,9 +25,8 @@ inline Floats larger(Floats a, Floats b) {
 #endif
 }
 
-// 2^x for x <= 0, relative error 3e-6: half the work of exp2_nonpositive, and all that a
-// probability needs that is told with an error of percents. At most 2^-126 for less than that; NaN
-// for NaN.
+// 2^x for x <= 0 with a relative error of 3e-6, which a head's probabilities do not notice, and half
+// the work of exp2_nonpositive. At most 2^-126 below that; NaN for NaN.
 inline Floats quick_exp2(Floats x) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
     const Floats r = (Floats)_mm512_reduce_ps((__m512)x, 9);  // x - floor(x)
@@ -54,7 +53,7 @@ inline Floats quick_exp2(Floats x) {
 
 class RunningTop {
    public:
-    // Forget everything; `count` outputs are wanted of a softmax at `temperature`.
+    // Start anew: find `count` outputs of a softmax at `temperature`.
     void begin(int32_t count, float temperature) {
         count_ = count;
         factor_ = static_cast<float>(kLog2E / temperature);
@@ -69,8 +68,8 @@ class RunningTop {
         }
     }
 
-    // The next outputs, `first` ... of them at most kBlock. Up to the next multiple of kLanes
-    // minus infinity follows them.
+    // Take the next `size` outputs from `first` on, at most kBlock. Minus infinity follows them up
+    // to the next multiple of kLanes.
     void scan(const float* logits, int32_t first, int32_t size) {
         const float before = maximum_;
         Floats largest_yet = broadcast(maximum_), bound = broadcast(bound_);
@@ -92,7 +91,7 @@ class RunningTop {
         total_ += sum_of(logits, size);
     }
 
-    // What `next` has seen of the outputs after this one's.
+    // Take what `next` has seen of the outputs after this one's.
     void append(const RunningTop& next) {
         const float maximum = std::max(maximum_, next.maximum_);
         if (maximum > kMinusInfinity) {
@@ -100,18 +99,17 @@ class RunningTop {
                      next.total_ * std::exp2((next.maximum_ - maximum) * factor_);
             maximum_ = maximum;
         }
-        for (int32_t i = 0; i < next.num_found_; ++i) {
-            logits_[num_found_] = next.logits_[i];
-            outputs_[num_found_++] = next.outputs_[i];
-        }
+        std::copy_n(next.logits_.begin(), next.num_found_, logits_.begin() + num_found_);
+        std::copy_n(next.outputs_.begin(), next.num_found_, outputs_.begin() + num_found_);
+        num_found_ += next.num_found_;
         if (num_found_ > most_) drop_the_rest();
     }
 
-    // The `count` likeliest outputs, likeliest first and of equal ones the first, and their
-    // probabilities; outputs as tokens if there is a map. All probabilities are 0 if the logits have
-    // no softmax: infinity or NaN among them, or nothing.
+    // Write the `count` likeliest outputs, likeliest first and of equal ones the first, and their
+    // probabilities; outputs as tokens if there is a map. Probabilities are 0 if the logits have no
+    // softmax: infinity or NaN among them, or all excluded.
     void finish(const int64_t* token_map, int32_t* outputs, float* probabilities) {
-        int32_t num_told = 0;
+        int32_t num_likely = 0;
         if (std::isfinite(maximum_) && total_ > 0.0) {
             if (num_found_ > count_) drop_the_rest();
             order_.resize(num_found_);
@@ -119,16 +117,16 @@ class RunningTop {
             std::sort(order_.begin(), order_.end(), [](const Output& a, const Output& b) {
                 return a.logit > b.logit || (a.logit == b.logit && a.output < b.output);
             });
-            num_told = std::min(num_found_, count_);
+            num_likely = std::min(num_found_, count_);
         }
-        for (int32_t i = 0; i < num_told; ++i) {
+        for (int32_t i = 0; i < num_likely; ++i) {
             const double share = std::exp2((order_[i].logit - maximum_) * factor_) / total_;
             outputs[i] = order_[i].output;
             probabilities[i] = static_cast<float>(std::min(share, 1.0));
         }
-        // Outputs that are excluded, or all: any others.
-        for (int32_t output = 0, i = num_told; i < count_; ++output) {
-            if (std::find(outputs, outputs + num_told, output) != outputs + num_told) continue;
+        // Fill up with any other outputs.
+        for (int32_t output = 0, i = num_likely; i < count_; ++output) {
+            if (std::find(outputs, outputs + num_likely, output) != outputs + num_likely) continue;
             outputs[i] = output;
             probabilities[i++] = 0.0f;
         }
@@ -159,7 +157,7 @@ class RunningTop {
 #endif
     }
 
-    // Append those of kLanes logits that exceed the bound, in their order. There is room.
+    // Append those of kLanes logits that exceed the bound, in their order, to where there is room.
     void keep(const float* logits, int32_t first, Floats bound) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
         const __m512 values = _mm512_loadu_ps(logits);
@@ -168,7 +166,7 @@ class RunningTop {
         const __m512i lanes =
             _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const __m512i outputs = _mm512_add_epi32(_mm512_set1_epi32(first), lanes);
-        // Whole vectors are stored: a store of chosen lanes alone takes many times as long.
+        // Storing whole vectors: a store of chosen lanes alone takes many times as long.
         _mm512_storeu_ps(&logits_[num_found_], _mm512_maskz_compress_ps(chosen, values));
         _mm512_storeu_si512(&outputs_[num_found_], _mm512_maskz_compress_epi32(chosen, outputs));
         num_found_ += __builtin_popcount(chosen);
@@ -187,45 +185,40 @@ class RunningTop {
         return number;
     }
 
-    // Raise the bound until few more than the wanted ones reach it. Outputs that come later must
-    // exceed it: of equal ones the first are wanted. Bisection, unlike selection, has hardly a
-    // branch that depends on the logits.
+    // Raise the bound until hardly more than the wanted outputs reach it, and drop the others.
+    // Later outputs must exceed it: of equal ones the first are wanted. Bisection, unlike
+    // selection, has hardly a branch that depends on the logits.
     void drop_the_rest() {
-        float low = bound_, high = maximum_;
-        if (low == kMinusInfinity) {
-            low = high;
-            for (int32_t i = 0; i < num_found_; ++i) low = std::min(low, logits_[i]);
-        }
-        if (!std::isfinite(high)) {  // no softmax
+        if (!std::isfinite(maximum_)) {  // no softmax
             num_found_ = 0;
-            bound_ = high;
+            bound_ = maximum_;
             return;
         }
-        int32_t above = count_reaching(high);  // of what reaches it, the first `count` suffice
-        if (above >= count_) {
+        float low = maximum_, high = maximum_;
+        for (int32_t i = 0; i < num_found_; ++i) low = std::min(low, logits_[i]);
+        int32_t ties = count_ - count_reaching(high);  // outputs that stay if they equal `low`
+        if (ties <= 0) {
             low = high;
-            above = 0;
+            ties = count_;
         }
         while (low < high) {
             const float middle = 0.5f * low + 0.5f * high;
             if (middle <= low || middle >= high) break;  // neighbours: only ties are left
-            const int32_t number = count_reaching(middle);
-            if (number < count_) {
+            const int32_t reaching = count_reaching(middle);
+            if (reaching < count_) {
                 high = middle;
-                above = number;
+                ties = count_ - reaching;
                 continue;
             }
             low = middle;
-            if (number <= count_ + count_ / 8) {
-                above = number;  // all stay
+            if (reaching <= count_ + count_ / 8) {
+                ties = reaching;  // all stay
                 break;
             }
         }
-        int32_t kept = 0, ties = std::max(count_ - above, 0);
-        const bool all = above >= count_;
+        int32_t kept = 0;
         for (int32_t i = 0; i < num_found_; ++i) {
-            const bool stays = all ? logits_[i] >= low
-                                   : logits_[i] > low || (logits_[i] == low && ties-- > 0);
+            const bool stays = logits_[i] > low || (logits_[i] == low && ties-- > 0);
             logits_[kept] = logits_[i];
             outputs_[kept] = outputs_[i];
             kept += stays;

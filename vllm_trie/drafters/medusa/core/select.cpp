@@ -3,20 +3,22 @@
 namespace medusa {
 namespace {
 
-// What is left for the heads below this is not worth a look.
-constexpr double kMinLeft = 1e-6;
+// Constants of the blend: constants.py, which native.py defines for the compiler.
+constexpr double kConcentration = MEDUSA_CONCENTRATION, kDiscount = MEDUSA_DISCOUNT;
+constexpr double kMinLeft = MEDUSA_MIN_LEFT;
+constexpr int32_t kMinOrder = MEDUSA_MIN_ORDER;
 
 }  // namespace
 
 ngram::BestFirstTree& Selector::select(const Job& job, const int32_t* tokens,
-                                       const Candidates& candidates, const Scoring& scoring) {
+                                       const Candidates& candidates) {
     tree_.begin(job.limits);
     if (contexts_.empty()) contexts_.resize(1);
     if (job.own != nullptr) {
         job.own->synchronize(tokens, job.num_tokens);
         ngram::match_suffix(job.own->view(), tokens, job.num_tokens, contexts_[0]);
     }
-    expand(job.own, candidates, scoring, 1.0, ngram::kNone, 1);
+    expand(job.own, candidates, 1.0, ngram::kNone, 1);
     while (tree_.choose()) {
         if (!tree_.may_grow()) continue;
         const ngram::Guess& guess = tree_.newest();
@@ -26,21 +28,21 @@ ngram::BestFirstTree& Selector::select(const Job& job, const int32_t* tokens,
             ngram::advance(job.own->view(), contexts_[guess.parent + 1], guess.token,
                            contexts_[count]);
         }
-        expand(job.own, candidates, scoring, guess.probability, count - 1, guess.depth + 1);
+        expand(job.own, candidates, guess.probability, count - 1, guess.depth + 1);
     }
     return tree_;
 }
 
 // The children of a node become known: what the text says, then the heads.
-void Selector::expand(const ngram::Index* text, const Candidates& candidates,
-                      const Scoring& scoring, double above, int32_t parent, int32_t depth) {
+void Selector::expand(const ngram::Index* text, const Candidates& candidates, double above,
+                      int32_t parent, int32_t depth) {
     successors_.clear();
     double left = 1.0;
     if (text != nullptr) {
         const ngram::Contexts& contexts = contexts_[parent + 1];
-        for (int32_t order = contexts.size - 1; order >= scoring.min_order; --order)
-            left = successors_.blend(text->view(), contexts.matches[order], scoring.concentration,
-                                     scoring.discount, left, 0.0);
+        for (int32_t order = contexts.size - 1; order >= kMinOrder; --order)
+            left = successors_.blend(text->view(), contexts.matches[order], kConcentration,
+                                     kDiscount, left, 0.0);
     }
     const bool knows_none = successors_.size() == 0;
     if (depth <= candidates.num_heads && left >= kMinLeft) {

@@ -10,20 +10,12 @@
 
 namespace medusa {
 
-// Constants of the blend, see constants.py.
-struct Scoring {
-    double concentration;
-    double discount;
-    int32_t min_order;  // shorter contexts have no say
-};
-
-// One request of a batch, as native.py packs it: `num_tokens` tokens of its text follow.
+// One request of a batch; `num_tokens` tokens of its text follow.
 struct Job {
     ngram::Index* own;  // null: the product of the heads alone
     ngram::Limits limits;
     int32_t num_tokens;
 };
-static_assert(sizeof(Job) == 40, "native.py packs it");
 
 // What the heads say for one request, [num_heads, num_candidates]; each row likeliest first, its
 // tokens distinct.
@@ -38,11 +30,11 @@ class Selector {
     // The tree, which stays valid until the next call. Brings the job's index up to date with the
     // tokens of its text.
     ngram::BestFirstTree& select(const Job& job, const int32_t* tokens,
-                                 const Candidates& candidates, const Scoring& scoring);
+                                 const Candidates& candidates);
 
    private:
-    void expand(const ngram::Index* text, const Candidates& candidates, const Scoring& scoring,
-                double above, int32_t parent, int32_t depth);
+    void expand(const ngram::Index* text, const Candidates& candidates, double above,
+                int32_t parent, int32_t depth);
 
     ngram::BestFirstTree tree_;
     std::vector<ngram::Contexts> contexts_;  // of the last committed token, then one a chosen node

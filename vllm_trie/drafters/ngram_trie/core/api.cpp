@@ -54,8 +54,6 @@ bool is_sound(const View& view, int64_t num_nodes, int64_t table_size, int64_t n
 
 }  // namespace
 
-extern "C" {
-
 // One request of a batch; the last two members are results.
 struct DraftJob {
     Index* own;
@@ -70,15 +68,15 @@ struct DraftJob {
 };
 
 // Returns null without memory or if no index can have contexts of that length.
-Index* ngram_index_new(int32_t max_order) { return ngram::new_index(max_order); }
+extern "C" Index* ngram_index_new(int32_t max_order) { return ngram::new_index(max_order); }
 
-void ngram_index_free(Index* index) { delete index; }
-int64_t ngram_index_num_bytes(const Index* index) { return index->num_bytes(); }
-int64_t ngram_index_num_tokens(const Index* index) { return index->num_tokens(); }
-int64_t ngram_index_num_nodes(const Index* index) { return index->num_nodes(); }
+extern "C" void ngram_index_free(Index* index) { delete index; }
+extern "C" int64_t ngram_index_num_bytes(const Index* index) { return index->num_bytes(); }
+extern "C" int64_t ngram_index_num_tokens(const Index* index) { return index->num_tokens(); }
+extern "C" int64_t ngram_index_num_nodes(const Index* index) { return index->num_nodes(); }
 
 // Add a text; negative tokens separate. Returns its number, or kNone without memory.
-int32_t ngram_index_add(Index* index, const int32_t* tokens, int64_t num_tokens) {
+extern "C" int32_t ngram_index_add(Index* index, const int32_t* tokens, int64_t num_tokens) {
     return ngram::without_throwing([&] {
         const int32_t doc = index->begin_text();
         index->reserve(num_tokens);
@@ -87,7 +85,7 @@ int32_t ngram_index_add(Index* index, const int32_t* tokens, int64_t num_tokens)
     });
 }
 
-int32_t ngram_index_remove(Index* index, int32_t doc) {
+extern "C" int32_t ngram_index_remove(Index* index, int32_t doc) {
     if (!index->has_text(doc)) return kNone;
     return ngram::without_throwing([&] {
         index->remove_text(doc);
@@ -96,8 +94,8 @@ int32_t ngram_index_remove(Index* index, int32_t doc) {
 }
 
 // The arrays of an index, for writing them to a file.
-void ngram_index_arrays(const Index* index, const void** nodes, int64_t* num_nodes,
-                        const int32_t** table, int64_t* table_size) {
+extern "C" void ngram_index_arrays(const Index* index, const void** nodes, int64_t* num_nodes,
+                                   const int32_t** table, int64_t* table_size) {
     *nodes = index->nodes().data();
     *num_nodes = static_cast<int64_t>(index->nodes().size());
     *table = index->table().data();
@@ -105,9 +103,9 @@ void ngram_index_arrays(const Index* index, const void** nodes, int64_t* num_nod
 }
 
 // An index over arrays that the caller keeps alive; null if they are not sound.
-Corpus* ngram_corpus_open(const void* nodes, int64_t num_nodes, const int32_t* table,
-                          int64_t table_size, const int32_t* tokens, int64_t num_tokens,
-                          int32_t max_order, int32_t vocab_size) {
+extern "C" Corpus* ngram_corpus_open(const void* nodes, int64_t num_nodes, const int32_t* table,
+                                     int64_t table_size, const int32_t* tokens, int64_t num_tokens,
+                                     int32_t max_order, int32_t vocab_size) {
     const bool is_power_of_two = table_size > 0 && (table_size & (table_size - 1)) == 0;
     if (!is_power_of_two || num_nodes < 1 || num_nodes > INT32_MAX || num_tokens > INT32_MAX ||
         max_order < 1 || max_order > ngram::kMaxOrder)
@@ -124,12 +122,13 @@ Corpus* ngram_corpus_open(const void* nodes, int64_t num_nodes, const int32_t* t
     return corpus;
 }
 
-void ngram_corpus_close(Corpus* corpus) { delete corpus; }
+extern "C" void ngram_corpus_close(Corpus* corpus) { delete corpus; }
 
 // Draft for a batch. Row i of the outputs, `stride` entries long, holds the tree of job i.
 // Returns 0, or kNone without memory.
-int32_t ngram_draft(DraftJob* jobs, int32_t num_jobs, const ngram::Scoring* scoring,
-                    int32_t stride, int32_t* token_ids, int32_t* parents, float* probabilities) {
+extern "C" int32_t ngram_draft(DraftJob* jobs, int32_t num_jobs, const ngram::Blend* scoring,
+                               int32_t stride, int32_t* token_ids, int32_t* parents,
+                               float* probabilities) {
     return ngram::without_throwing([&] {
         static thread_local ngram::Drafter drafter;
         for (int32_t i = 0; i < num_jobs; ++i) {
@@ -155,5 +154,3 @@ int32_t ngram_draft(DraftJob* jobs, int32_t num_jobs, const ngram::Scoring* scor
         return 0;
     });
 }
-
-}  // extern "C"

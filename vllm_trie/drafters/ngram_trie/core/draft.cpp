@@ -18,7 +18,7 @@ constexpr double kPathTrust = 0.4;
 
 }  // namespace
 
-void Drafter::draft(const View* sources, int32_t num_sources, const Scoring& scoring,
+void Drafter::draft(const View* sources, int32_t num_sources, const Blend& scoring,
                     const int32_t* tokens, int64_t num_tokens, const Limits& limits) {
     tree_.begin(limits);
     contexts_.resize(kMaxSources);
@@ -47,7 +47,7 @@ const Match* Drafter::longest_match(int32_t source, int32_t min_length) const {
 
 // Fills successors_ with the likeliest next tokens: every context length of every source has its
 // say, the longest first, and passes on what it is not sure of.
-void Drafter::predict(const View* sources, int32_t num_sources, const Scoring& scoring,
+void Drafter::predict(const View* sources, int32_t num_sources, const Blend& scoring,
                       const Contexts* contexts, double cut) {
     successors_.clear();
     int32_t longest = 0;

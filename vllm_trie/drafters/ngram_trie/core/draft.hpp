@@ -11,7 +11,7 @@ namespace ngram {
 
 // Parameters of the Pitman-Yor blend, as ctypes passes them; the shared sources are all but the
 // first.
-struct Scoring {
+struct Blend {
     double own_concentration;
     double own_discount;
     double shared_concentration;
@@ -21,7 +21,7 @@ struct Scoring {
 class Drafter {
    public:
     // Draft after `tokens`. Sources are in the order in which they are believed.
-    void draft(const View* sources, int32_t num_sources, const Scoring& scoring,
+    void draft(const View* sources, int32_t num_sources, const Blend& scoring,
                const int32_t* tokens, int64_t num_tokens, const Limits& limits);
 
     // The tree, which stays valid until the next call.
@@ -30,7 +30,7 @@ class Drafter {
     const Match* longest_match(int32_t source, int32_t min_length) const;
 
    private:
-    void predict(const View* sources, int32_t num_sources, const Scoring& scoring,
+    void predict(const View* sources, int32_t num_sources, const Blend& scoring,
                  const Contexts* contexts, double cut);
     void discover(double above, int32_t parent, int32_t depth);
 
