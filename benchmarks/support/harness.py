@@ -124,8 +124,8 @@ def print_table(columns: Sequence[str], lines: Any, title: str | None = None) ->
     """Print a table: an iterable of lines with a value for each column."""
     table = Table(title=title, title_justify="left")
     for column in columns:
-        justify = "left" if column in ("method", "workload", "measure") else "right"
-        table.add_column(column, justify=justify)
+        is_name = column in ("method", "workload", "measure")
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
     for line in lines:
         table.add_row(*map(_cell, line))
     # Redirected output has no width of its own; this one folds no table.
