@@ -41,17 +41,9 @@ from vllm_trie.tree import TokenTree
 
 KERNELS = ("stock", "native", "torch", "compaction")
 COLUMNS = (
-    "kernel",
-    "context",
-    "nodes",
-    "num_heads",
-    "num_kv_heads",
-    "head_size",
-    "dtype",
-    "threads",
-    "ms",
-    "ratio_to_stock",
-)
+    "kernel", "context", "nodes", "num_heads", "num_kv_heads", "head_size", "dtype", "threads",
+    "ms", "ratio_to_stock",
+)  # fmt: skip
 BLOCK_SIZE = 128
 MOVED_TOKENS = 8
 MOVED_LAYERS = 32

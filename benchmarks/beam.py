@@ -30,20 +30,10 @@ from support.harness import Row, finish, interleave, median_seconds, option_pars
 from vllm_trie import local_engine
 
 COLUMNS = (
-    "method",
-    "prompt_len",
-    "beam_width",
-    "num_prompts",
-    "total_ms",
-    "ms_per_step",
-    "tokens_per_s",
-    "ratio_to_trie",
-    "computed_tokens",
-    "peak_blocks",
-    "greedy_blocks",
-    "kv_bytes_per_token",
+    "method", "prompt_len", "beam_width", "num_prompts", "total_ms", "ms_per_step", "tokens_per_s",
+    "ratio_to_trie", "computed_tokens", "peak_blocks", "greedy_blocks", "kv_bytes_per_token",
     "identical_to_hf",
-)
+)  # fmt: skip
 METHODS = ("trie", "vllm", "hf", "plain")
 # Hugging Face copies the prompt's KV to every beam of every prompt: 128 of 1500 tokens would take
 # longer than everything else together.

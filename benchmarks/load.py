@@ -32,15 +32,9 @@ from support.harness import (
 from vllm_trie import local_engine
 
 COLUMNS = (
-    "method",
-    "nodes",
-    "prompts",
-    "batch_size",
-    "tokens_per_s",
-    "ratio_to_plain",
-    "nodes_per_step",
+    "method", "nodes", "prompts", "batch_size", "tokens_per_s", "ratio_to_plain", "nodes_per_step",
     "tokens_per_step",
-)
+)  # fmt: skip
 
 
 def speculative_configs(

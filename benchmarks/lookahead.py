@@ -44,18 +44,9 @@ from support.stage import Counts, Stage
 from vllm_trie import local_engine
 
 COLUMNS = (
-    "method",
-    "prompt_set",
-    "steps",
-    "verification_tokens",
-    "computed_tokens",
-    "tokens_per_step",
-    "tokens_per_s",
-    "ratio_to_plain",
-    "saved",
-    "over_best_part",
-    "identical",
-)
+    "method", "prompt_set", "steps", "verification_tokens", "computed_tokens", "tokens_per_step",
+    "tokens_per_s", "ratio_to_plain", "saved", "over_best_part", "identical",
+)  # fmt: skip
 BY_HAND = ("demo", "edit", "question", "write", "continue")
 PARTS = ["ngram_trie", "lookahead_trie", "medusa_dynamic"]
 """Drafters that the engine is started with."""

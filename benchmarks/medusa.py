@@ -52,23 +52,10 @@ from support.stage import Stage, Turns
 from vllm_trie import local_engine
 
 COLUMNS = (
-    "method",
-    "nodes",
-    "batch_size",
-    "tokens_per_step",
-    "ratio_to_fixed",
-    "tokens_per_s",
-    "ratio_to_plain",
-    "draft_ms",
-    "select_us",
-    "choose_us",
-    "model_ms",
-    "draft_over_model",
-    "predicted_over_accepted",
-    "identical",
-    "select_over_model",
-    "heads_ms",
-)
+    "method", "nodes", "batch_size", "tokens_per_step", "ratio_to_fixed", "tokens_per_s",
+    "ratio_to_plain", "draft_ms", "select_us", "choose_us", "model_ms", "draft_over_model",
+    "predicted_over_accepted", "identical", "select_over_model", "heads_ms",
+)  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {
     "chain": {"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]},
     "fixed": {"tree": "fixed"},

@@ -65,16 +65,9 @@ from vllm_trie import local_engine
 WORKLOADS = ("shipped", "replay", "beam")
 SHAPES = ("tiny", "0.4b", "1b")
 COLUMNS = (
-    "method",
-    "workload",
-    "category",
-    "tokens_per_s",
-    "ratio_to_plain",
-    "decode_ratio_to_plain",
-    "ms_per_output_token",
-    "tokens_per_step",
-    "identical",
-)
+    "method", "workload", "category", "tokens_per_s", "ratio_to_plain", "decode_ratio_to_plain",
+    "ms_per_output_token", "tokens_per_step", "identical",
+)  # fmt: skip
 CURVE = (1, 3, 5, 9, 13, 17, 25, 33, 49, 65)
 
 

@@ -32,17 +32,9 @@ from vllm_trie import local_engine
 PEERS = ("ngram", "suffix")
 """vLLM's own drafters that need no second model."""
 COLUMNS = (
-    "method",
-    "nodes",
-    "batch_size",
-    "tokens_per_s",
-    "ratio_to_plain",
-    "tokens_per_step",
-    "nodes_per_step",
-    "hook_ms_per_step",
-    "draft_ms_per_step",
-    "identical",
-)
+    "method", "nodes", "batch_size", "tokens_per_s", "ratio_to_plain", "tokens_per_step",
+    "nodes_per_step", "hook_ms_per_step", "draft_ms_per_step", "identical",
+)  # fmt: skip
 
 
 class HookTimes(NamedTuple):
