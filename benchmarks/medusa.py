@@ -41,6 +41,7 @@ import numpy as np
 from support.engines import decode
 from support.harness import (
     Row,
+    Timed,
     finish,
     interleave,
     median_seconds,
@@ -213,6 +214,19 @@ def compare(options: Any) -> list[Row]:
             runs[method, nodes] = lambda drafter=drafter, nodes=nodes: measured(drafter, nodes)
     timed = interleave(runs, options.repeats)
 
+    return method_rows(timed, plain, size)
+
+
+def method_rows(
+    timed: dict[tuple[str, int], Timed], plain: list[list[int]], batch_size: int
+) -> list[Row]:
+    """Return a row for each method and number of nodes.
+
+    Args:
+        timed: by method and number of nodes; each run returned its outputs and figures.
+        plain: outputs of plain decoding.
+        batch_size: requests at a time.
+    """
     plain_seconds = median_seconds(timed["plain", 0])
     rows = {}
     for (method, nodes), repeats in timed.items():
@@ -221,7 +235,7 @@ def compare(options: Any) -> list[Row]:
         row = rows[method, nodes] = {
             "method": method,
             "nodes": nodes,
-            "batch_size": size,
+            "batch_size": batch_size,
             "tokens_per_step": times[0]["tokens_per_step"],
             "tokens_per_s": sum(map(len, plain)) / seconds,
             "ratio_to_plain": plain_seconds / seconds,
@@ -241,33 +255,44 @@ def compare(options: Any) -> list[Row]:
     return list(rows.values())
 
 
-def cost(options: Any) -> list[Row]:
-    """Compare drafting with a step of a model of 0.4 B parameters, in bfloat16."""
-    import torch
-    from vllm import SamplingParams
+def write_cost_model(folder: Path) -> tuple[str, str]:
+    """Write the configuration of a model of 0.4 B parameters and random Medusa heads for it.
 
-    from vllm_trie.drafters.medusa import HeadTiming
+    Returns:
+        The folders of the model and of the heads.
+    """
+    import torch
+
     from vllm_trie.drafters.medusa.checkpoint import save_vllm
     from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
 
     shape = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096}
     shape |= {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32_000}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape}
+    config |= {"tie_word_embeddings": True, "max_position_embeddings": 2048}
+    model, heads_folder = folder / "model", folder / "heads"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    heads = MedusaHeads(HeadsShape(4, 1, 1024, 32_000, 32_000))
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=0.05)
+    save_vllm(heads, heads_folder)
+    return str(model), str(heads_folder)
+
+
+def cost(options: Any) -> list[Row]:
+    """Compare drafting with a step of a model of 0.4 B parameters, in bfloat16."""
+    from vllm import SamplingParams
+
+    from vllm_trie.drafters.medusa import HeadTiming
+
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        model, heads_folder = Path(folder) / "model", Path(folder) / "heads"
-        model.mkdir()
-        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape}
-        config |= {"tie_word_embeddings": True, "max_position_embeddings": 2048}
-        (model / "config.json").write_text(json.dumps(config))
-        heads = MedusaHeads(HeadsShape(4, 1, 1024, 32_000, 32_000))
-        with torch.no_grad():
-            for parameter in heads.parameters():
-                parameter.normal_(std=0.05)
-        save_vllm(heads, heads_folder)
-        del heads
+        model, heads = write_cost_model(Path(folder))
         for nodes in options.nodes:
             llm = local_engine.start_engine(
-                str(model),
+                model,
                 max_model_len=1024,
                 max_num_seqs=options.batch_size,
                 dtype="bfloat16",
@@ -275,7 +300,7 @@ def cost(options: Any) -> list[Row]:
                 skip_tokenizer_init=True,
                 speculative_config={
                     "method": "medusa_dynamic",
-                    "model": str(heads_folder),
+                    "model": heads,
                     "num_speculative_tokens": nodes,
                     "node_budget": "fixed",
                 },
@@ -304,7 +329,7 @@ def cost(options: Any) -> list[Row]:
             row["select_over_model"] = 1e-3 * row["select_us"] * options.batch_size
             row["select_over_model"] /= row["model_ms"]
             rows.append(row)
-            del llm, stage
+            del llm, stage, turns
     return rows
 
 
