@@ -62,7 +62,7 @@ docs-tools: venv
 # replay.py needs the files that SPEC_BENCH_QUESTIONS and SPEC_BENCH_ANSWERS name.
 bench: venv ## run the benchmarks; results go to .bench/*.json
 	@mkdir -p .bench
-	@set -e; for script in benchmarks/[!_]*.py; do \
+	@set -e; for script in benchmarks/*.py; do \
 		name=$$(basename "$$script" .py); \
 		if [ "$$name" = replay ] && [ -z "$$SPEC_BENCH_QUESTIONS" ]; then \
 			echo "== replay skipped: SPEC_BENCH_QUESTIONS is not set"; continue; fi; \

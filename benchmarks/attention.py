@@ -1,15 +1,15 @@
-"""Tree attention beside vLLM's own kernel on a chain of as many tokens, one layer, one step.
+"""Tree attention against vLLM's own kernel on a chain of as many tokens: one layer, one step.
 
-Rows of `stock` are vLLM's CPU kernel with causal attention for 1 + nodes tokens; `native` is this
-project's C++ kernel and `torch` its fallback without a compiler, both with a random tree. Every
-run passes over the caches of several layers in turn, as a model does, so that a layer's keys and
-values are not in the nearest cache when it comes. Unless `--kernels` leaves it out, `compaction`
-is the move of 8 accepted tokens in 32 layers, beside reading them and writing them again with
-vLLM's cache update (`stock` there). It is measured twice: one move behind another, with the lines
-near, and (`from memory`) behind a pass over as much other memory as no cache holds, which is where
-the forward pass of a model with that many layers leaves them: it reads all weights after it touched
-the first layer's slots. `ms` is the median of interleaved repeats, per layer (all 32 layers for
-compaction).
+Rows of `stock` are vLLM's CPU kernel with causal attention for 1 + nodes tokens. `native` is this
+project's C++ kernel and `torch` its fallback without a compiler, both with a random tree. Every run
+passes over the caches of several layers in turn, as a model does, so no layer's keys and values are
+in the nearest cache. `ms` is the median of interleaved repeats, per layer.
+
+`compaction` moves 8 accepted tokens in 32 layers (`ms` is for all of them). Its `stock` row reads
+them and writes them again with vLLM's cache update. It is measured twice: one move after another,
+with the lines near, and (`from memory`) after a pass over more memory than any cache holds. The
+second is where a forward pass leaves the lines: it reads all weights after it touched the first
+layer's slots. `--kernels` can leave it out.
 
     python benchmarks/attention.py --json attention.json
 """
@@ -20,12 +20,13 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from _common import Row, finish, in_turns, median_seconds, option_parser
+from support.harness import Row, finish, interleave, median_seconds, option_parser
 
 from vllm_trie.attention import (
     TreeBatch,
@@ -40,27 +41,18 @@ from vllm_trie.tree import TokenTree
 
 KERNELS = ("stock", "native", "torch", "compaction")
 COLUMNS = (
-    "kernel",
-    "context",
-    "nodes",
-    "num_heads",
-    "num_kv_heads",
-    "head_size",
-    "dtype",
-    "threads",
-    "ms",
-    "ratio_to_stock",
-)
+    "kernel", "context", "nodes", "num_heads", "num_kv_heads", "head_size", "dtype", "threads",
+    "ms", "ratio_to_stock",
+)  # fmt: skip
 BLOCK_SIZE = 128
 MOVED_TOKENS = 8
 MOVED_LAYERS = 32
-FORGOTTEN_BYTES = 256 << 20
+FLUSHED_BYTES = 256 << 20
 """More than any cache holds."""
 
 
 def parse() -> argparse.Namespace:
-    parser = option_parser(__doc__)
-    parser.set_defaults(repeats=15)
+    parser = option_parser(__doc__, repeats=15)
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
@@ -82,7 +74,7 @@ def random_caches(options: argparse.Namespace, dtype: torch.dtype, slots: int, l
 def stock_run(
     options: argparse.Namespace, query: Any, caches: Any, table: Any, seq_len: int, scale: float
 ) -> Callable[[], None]:
-    """vLLM's kernel on the same tokens as a chain."""
+    """Return a run of vLLM's kernel on the same tokens as a chain."""
     from vllm import _custom_ops as ops
 
     starts = torch.tensor([0, len(query)], dtype=torch.int32)
@@ -126,7 +118,7 @@ def stock_run(
 
 
 def halves_of(cache: torch.Tensor) -> Any:
-    """Keys and values as vLLM's operations take them."""
+    """Return keys and values as vLLM's operations take them."""
     num_blocks, num_kv_heads, block_size, double_head_size = cache.shape
     view = cache.view(num_blocks, num_kv_heads, 2 * block_size, double_head_size // 2)
     return view.chunk(2, dim=2)
@@ -144,6 +136,12 @@ def random_trees(nodes: int, context: int) -> TreeBatch:
     return build_tree_batch([row], [tree.ancestor_words()], nodes + 1)
 
 
+def pass_over(kernel: Any, query: Any, caches: Any, tree: Any) -> None:
+    """Run a kernel on all caches; `tree` are its further arguments."""
+    for cache in caches:
+        kernel(query, cache, *tree)
+
+
 def attention_rows(options: argparse.Namespace, dtype_name: str) -> list[Row]:
     dtype = getattr(torch, dtype_name)
     native = choose_kernels().native
@@ -156,32 +154,21 @@ def attention_rows(options: argparse.Namespace, dtype_name: str) -> list[Row]:
         query = torch.randn(nodes + 1, options.num_heads, options.head_size).to(dtype)
         output = torch.empty_like(query)
         scale = options.head_size**-0.5
-        trees = random_trees(nodes, context)
-
-        def tree_run(kernel: Any, case: Any, layers: Any = caches) -> Callable[[], None]:
-            query, table, trees, scale, output = case
-
-            def run() -> None:
-                for cache in layers:
-                    kernel(query, cache, table, trees, scale, output)
-
-            return run
-
-        case = (query, table, trees, scale, output)
+        tree = (table, random_trees(nodes, context), scale, output)
         runs = {"stock": stock_run(options, query, caches, table, seq_len, scale)}
         if native is not None and "native" in options.kernels:
-            runs["native"] = tree_run(native.tree_attention, case)
+            runs["native"] = partial(pass_over, native.tree_attention, query, caches, tree)
         if "torch" in options.kernels:
-            runs["torch"] = tree_run(tree_attention_portable, case)
-        in_turns(runs, 1)
-        timed = in_turns(runs, options.repeats)
+            runs["torch"] = partial(pass_over, tree_attention_portable, query, caches, tree)
+        interleave(runs, 1)
+        timed = interleave(runs, options.repeats)
         ms = {name: 1e3 * median_seconds(each) / options.layers for name, each in timed.items()}
         rows += [row_of(options, name, context, nodes, dtype_name, ms, ms["stock"]) for name in ms]
     return rows
 
 
 def compaction_rows(options: argparse.Namespace, dtype_name: str) -> list[Row]:
-    """Moves of MOVED_TOKENS slots from the tree's end to its beginning, in MOVED_LAYERS layers."""
+    """Measure moves of MOVED_TOKENS slots from a tree's end to its beginning, in all layers."""
     from vllm import _custom_ops as ops
 
     dtype = getattr(torch, dtype_name)
@@ -206,10 +193,10 @@ def compaction_rows(options: argparse.Namespace, dtype_name: str) -> list[Row]:
         "compaction": lambda: move_slots_in_layers(caches, source, target),
         "stock compaction": write_again,
     }
-    in_turns(runs, 1)
-    timed = in_turns(runs, 3 * options.repeats)
+    interleave(runs, 1)
+    timed = interleave(runs, 3 * options.repeats)
     ms = {name: 1e3 * median_seconds(each) for name, each in timed.items()}
-    weights = torch.ones(FORGOTTEN_BYTES // 8, dtype=torch.int64)
+    weights = torch.ones(FLUSHED_BYTES // 8, dtype=torch.int64)
     for name, run in runs.items():
         seconds = []
         for _ in range(options.repeats):

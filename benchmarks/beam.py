@@ -1,15 +1,15 @@
-"""Beam search: native on shared blocks, vLLM's own, Hugging Face's, and plain sampling beside them.
+"""Beam search: native on shared blocks, vLLM's own, Hugging Face's, and plain sampling.
 
 `trie` is this project's search, `vllm` vLLM's own (`LLM.beam_search` without the plugin), `hf` is
-`transformers`' `generate(num_beams=b)`, `plain` is sampling with `n=b` in the same engine: the cost
+`transformers`' `generate(num_beams=b)`. `plain` is sampling with `n=b` in the same engine: the cost
 of as many rows that do not search. All take the same float32 model, prompts and number of tokens,
 run in turns in this process, and start each run with an empty prefix cache. Times are medians. vLLM
-runs as it does by default: the model compiled, blocks of the platform's size (128 tokens on CPUs).
+runs with its defaults: the model compiled, blocks of the platform's size (128 tokens on CPUs).
 
-`computed_tokens` are the tokens that went through the model; `peak_blocks` the most KV blocks in
-use, beside `greedy_blocks`, those of as many greedy requests; `kv_bytes_per_token` is the paper's
-Mem/Tok, peak KV bytes over the tokens of the prompt and of one output. `hf` has no blocks: its
-cache holds the prompt and the output b times, which is also what b separate sequences would take.
+`computed_tokens` are the tokens that went through the model. `peak_blocks` are the most KV blocks
+in use, to be compared with `greedy_blocks`, those of as many greedy requests. `kv_bytes_per_token`
+is the paper's Mem/Tok: peak KV bytes over the tokens of the prompt and of one output. `hf` has no
+blocks: its cache holds the prompt and the output b times, as b separate sequences would.
 
     python benchmarks/beam.py --json beam.json
 """
@@ -24,25 +24,16 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from _common import Row, finish, in_turns, median_seconds, option_parser
+from support.engines import each_schedule, scheduler_of
+from support.harness import Row, finish, interleave, median_seconds, option_parser
 
-from vllm_trie.demo import engines
+from vllm_trie import local_engine
 
 COLUMNS = (
-    "method",
-    "prompt_len",
-    "beam_width",
-    "num_prompts",
-    "total_ms",
-    "ms_per_step",
-    "tokens_per_s",
-    "ratio_to_trie",
-    "computed_tokens",
-    "peak_blocks",
-    "greedy_blocks",
-    "kv_bytes_per_token",
+    "method", "prompt_len", "beam_width", "num_prompts", "total_ms", "ms_per_step", "tokens_per_s",
+    "ratio_to_trie", "computed_tokens", "peak_blocks", "greedy_blocks", "kv_bytes_per_token",
     "identical_to_hf",
-)
+)  # fmt: skip
 METHODS = ("trie", "vllm", "hf", "plain")
 # Hugging Face copies the prompt's KV to every beam of every prompt: 128 of 1500 tokens would take
 # longer than everything else together.
@@ -58,7 +49,7 @@ class Load(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What a run took of the engine."""
+    """Work and memory of a run."""
 
     computed_tokens: int
     peak_blocks: int
@@ -84,13 +75,12 @@ class Bench:
             enforce_eager=options.eager,
             max_model_len=min(longest + 64, 2048),
             max_num_seqs=most,
-            max_logprobs=2 * max(options.widths),  # vLLM's own search asks for that many
+            max_logprobs=2 * max(options.widths),  # as many as vLLM's own search asks for
             max_num_batched_tokens=4096,
             block_size=options.block_size,
             kv_cache_memory_bytes=options.kv_cache_gib << 30,
         )
-        self._scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
-        self.block_size = self._scheduler.block_size
+        self.block_size = scheduler_of(self._llm).block_size
         self._hf = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
         self._hf.generation_config.eos_token_id = None
         config = self._hf.config
@@ -98,13 +88,13 @@ class Bench:
         self.kv_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_size
 
     def prompts(self, load: Load) -> list[list[int]]:
-        """Different prompts of equal length, the same for every method."""
+        """Return different prompts of equal length, the same for every method."""
         room = len(self._source) - load.prompt_len
         starts = [number * 911 % room for number in range(load.num_prompts)]
         return [self._source[start : start + load.prompt_len] for start in starts]
 
     def run(self, method: str, load: Load) -> list[list[list[int]]]:
-        """The generated tokens: per prompt and hypothesis."""
+        """Return the generated tokens of each prompt and hypothesis."""
         return getattr(self, f"_run_{method}")(load)
 
     def _sampling_params(self, load: Load, **options: Any) -> Any:
@@ -164,28 +154,22 @@ class Bench:
         return tokens.tolist()
 
     def usage(self, method: str, load: Load) -> Usage:
-        """Computed tokens and peak blocks, from a run that is not timed."""
+        """Measure computed tokens and peak blocks, in a run that is not timed."""
         length = load.prompt_len + self._num_tokens
         rows = load.num_prompts * load.beam_width
         if method == "hf":
             return Usage(rows * (length - 1), rows * -(-length // self.block_size))
-        pool = self._scheduler.kv_cache_manager.block_pool
-        stock = self._scheduler.schedule
+        pool = scheduler_of(self._llm).kv_cache_manager.block_pool
         computed, peak = 0, 0
 
-        def schedule(*args: Any) -> Any:
+        def count(output: Any) -> None:
             nonlocal computed, peak
-            output = stock(*args)
             computed += output.total_num_scheduled_tokens
             # One block of the pool is the null block.
             peak = max(peak, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
-            return output
 
-        self._scheduler.schedule = schedule
-        try:
+        with each_schedule(self._llm, count):
             self.run(method, load)
-        finally:
-            del self._scheduler.schedule
         return Usage(computed, peak)
 
 
@@ -198,14 +182,14 @@ def _text() -> str:
 
 
 def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
-    """The rows of one load, one per method."""
+    """Return the rows of one load, one for each method."""
     size = load.num_prompts * load.beam_width * load.prompt_len
     methods = [name for name in options.methods if name != "hf" or size <= HF_MAX_TOKENS]
     runs: dict[str, Callable[[], Any]] = {
         name: functools.partial(bench.run, name, load) for name in methods
     }
-    usage = {name: bench.usage(name, load) for name in methods}  # warms everything up, too
-    timed = in_turns(runs, options.repeats)
+    usage = {name: bench.usage(name, load) for name in methods}  # this also warms up
+    timed = interleave(runs, options.repeats)
     seconds = {name: median_seconds(timed[name]) for name in methods}
     tokens = load.num_prompts * load.beam_width * options.tokens
     length = load.prompt_len + options.tokens
@@ -248,18 +232,18 @@ def main() -> None:
     parser.add_argument("--kv-cache-gib", type=int, default=2)
     parser.add_argument("--eager", action="store_true", help="do not let vLLM compile the model")
     options = parser.parse_args()
-    engines.set_environment(options.verbose)
+    local_engine.set_environment(options.verbose)
     if options.model is None:
         from vllm_trie.tiny_model import model_path
 
         options.model = str(model_path())
-    with engines.silence(not options.verbose):
+    with local_engine.silence(not options.verbose):
         bench = Bench(options)
     rows: list[Row] = []
     for load in itertools.starmap(
         Load, itertools.product(options.prompt_lens, options.widths, options.num_prompts)
     ):
-        with engines.silence(not options.verbose):
+        with local_engine.silence(not options.verbose):
             rows += measure(bench, options, load)
         print(f"measured {load}", flush=True)
     finish(rows, options.json, COLUMNS)

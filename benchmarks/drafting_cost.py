@@ -1,14 +1,13 @@
-"""What drafting by n-grams costs on one core: indexing, appending, drafting, in batches.
+"""Cost of drafting by n-grams on one core: indexing, appending, drafting, drafting in batches.
 
     python benchmarks/drafting_cost.py --json cost.json
 
-The text is synthetic: phrases drawn from a fixed stock, so that it repeats itself as real text
-does (`--text FILE` with a tokenizer takes a real one). Times are medians over interleaved repeats.
+The text is synthetic: phrases drawn from a fixed stock, which repeat themselves as real text does
+(`--text FILE` takes a real one). Times are medians over interleaved repeats.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import defaultdict
@@ -17,9 +16,8 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from _replay_data import DEFAULT_TOKENIZER, load_tokenizer
-from rich.console import Console
-from rich.table import Table
+from support.harness import Row, print_table, write_json
+from support.replay_data import DEFAULT_TOKENIZER, load_tokenizer
 
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
 from vllm_trie.ngrams import MAX_ORDER, Index, Job, NativeBackend
@@ -33,11 +31,11 @@ LIMITS = {
     "draft_us": 50.0,
     "batch_ms": 1.5,
 }
-"""What is demanded: a prompt of 4,096 tokens, a draft of 32 nodes in it, 32 such requests."""
+"""Requirements for a prompt of 4,096 tokens, a draft of 32 nodes in it, 32 such requests."""
 
 
 def synthetic_text(size: int, seed: int) -> np.ndarray:
-    """int32 [size]: phrases of 2 to 12 tokens, the frequent ones as frequent as Zipf has them."""
+    """Return int32 [size]: phrases of 2 to 12 tokens with Zipf-like frequencies."""
     random = np.random.default_rng(seed)
     stock = [
         (32_000 * random.random(random.integers(2, 13)) ** 4).astype(np.int32) for _ in range(3000)
@@ -49,7 +47,7 @@ def synthetic_text(size: int, seed: int) -> np.ndarray:
 
 
 def draft(backend: NativeBackend, own: Index, tokens: np.ndarray, store: Index | None) -> float:
-    """Microseconds of one draft of an indexed text."""
+    """Return the microseconds of one draft of an indexed text."""
     job = Job(own, store, None, tokens, len(tokens), NUM_NODES, 1 << 20, False)
     begin = time.perf_counter()
     backend.draft_batch([job])
@@ -57,7 +55,7 @@ def draft(backend: NativeBackend, own: Index, tokens: np.ndarray, store: Index |
 
 
 def measure(texts: list[np.ndarray], store_text: np.ndarray) -> tuple[dict[str, float], Index]:
-    """One repeat of every measurement."""
+    """Run every measurement once; return the results by name, and the index of a text."""
     backend = NativeBackend(BLEND)
     store = backend.new_index(MAX_ORDER)
     store.add_text(store_text)
@@ -120,20 +118,14 @@ def main(
         found, own = measure(texts, store_text)
         for name, value in found.items():
             times[name].append(value)
-    rows = [
+    rows: list[Row] = [
         {"measure": name, "value": statistics.median(values), "limit": LIMITS.get(name)}
         for name, values in times.items()
     ]
     size = own.num_bytes / own.num_tokens
     rows.append({"measure": "bytes_per_token", "value": size, "limit": None})
-    table = Table("measure", "value", "limit")
-    for row in rows:
-        table.add_row(
-            row["measure"], f"{row['value']:.2f}", "" if row["limit"] is None else str(row["limit"])
-        )
-    Console().print(table)
-    if json_out is not None:
-        json_out.write_text(json.dumps(rows, indent=1) + "\n")
+    print_table(("measure", "value", "limit"), (row.values() for row in rows))
+    write_json(rows, json_out)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Throughput over the batch size: plain vLLM, its `ngram`, fixed node budgets, the adaptive one.
+"""Throughput by batch size: plain vLLM, its `ngram`, fixed node budgets, the adaptive budget.
 
-Two workloads: `matching`, the demo's prompts decoded greedily, whose answers reuse their context;
-`random`, prompts of random tokens sampled at a high temperature, where no draft can succeed and the
-best that speculation can do is to get out of the way.
+Two workloads. `matching` decodes the demo's prompts greedily; their answers reuse their context.
+`random` samples from prompts of random tokens at a high temperature: no draft can succeed, and the
+best that speculation can do is to stay out of the way.
 
 A batch that starts together ends with its slowest requests alone. With `--requests-per-slot 8` the
-next request takes a place as soon as it is free, so that the batch is as large as it says nearly
-all the time, as on a busy server.
+next request takes a place as soon as it is free, so the batch stays full nearly all the time, as on
+a busy server.
 
     python benchmarks/load.py --json load.json
 """
@@ -18,34 +18,35 @@ from collections.abc import Sequence
 from itertools import count, islice
 from typing import Any
 
-from _common import Row, finish, in_turns, median_ratio, median_seconds, option_parser, quietly
-from speculation import keep_kernel_overrides
+from support.engines import Prompts, count_steps, keep_kernel_overrides
+from support.harness import (
+    Row,
+    finish,
+    interleave,
+    median_ratio,
+    median_seconds,
+    option_parser,
+    run_quietly,
+)
 
-from vllm_trie.demo import engines, measure
-from vllm_trie.demo.prompts import chat_tokens, demo_prompts
+from vllm_trie import local_engine
 
 COLUMNS = (
-    "method",
-    "nodes",
-    "prompts",
-    "batch_size",
-    "tokens_per_s",
-    "ratio_to_plain",
-    "nodes_per_step",
+    "method", "nodes", "prompts", "batch_size", "tokens_per_s", "ratio_to_plain", "nodes_per_step",
     "tokens_per_step",
-)
+)  # fmt: skip
 
 
 def speculative_configs(
     nodes: Sequence[int], adaptive_nodes: int
 ) -> dict[tuple[str, int], dict[str, Any] | None]:
-    """The contestants: name and node limit -> vLLM's `speculative_config`.
+    """Return the contestants: name and node limit -> vLLM's `speculative_config`.
 
     Args:
         nodes: fixed budgets.
         adaptive_nodes: limit of the adaptive one.
     """
-    memory = engines.without_memory("ngram_trie")
+    memory = local_engine.without_memory("ngram_trie")
     fixed = {
         (f"ngram_trie fixed {n}", n): {
             "method": "ngram_trie",
@@ -72,10 +73,10 @@ def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--model", help="a chat model; the shipped one if left out")
     parser.add_argument(
-        "--nodes", nargs="*", type=int, default=[8, 32], help="fixed budgets to compare with"
+        "--nodes", nargs="*", type=int, default=[8, 32], help="fixed budgets to compare"
     )
     parser.add_argument(
-        "--adaptive-nodes", type=int, default=32, help="most nodes of a tree, adaptive budget"
+        "--adaptive-nodes", type=int, default=32, help="node limit of the adaptive budget"
     )
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--requests-per-slot", type=int, default=1)
@@ -90,26 +91,25 @@ def main() -> None:
         "for the step cost of a real model; only the random workload makes sense then",
     )
     options = parser.parse_args()
-    finish(quietly(run, options), options.json, COLUMNS)
+    finish(run_quietly(run, options), options.json, COLUMNS)
 
 
 def run(options: Any) -> list[Row]:
     """Start all engines, then measure every batch size of both workloads."""
-    from transformers import AutoTokenizer
+    from support.prompts import demo_chats
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     from vllm_trie.tiny_model import model_path
 
     model = options.model or str(model_path())
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    matching = [chat_tokens(tokenizer, prompt.message) for prompt in demo_prompts()]
-    rng = random.Random(0)
+    matching = list(demo_chats(model).values())
+    rng, vocab_size = random.Random(0), local_engine.text_config(model).vocab_size
     noise = [
-        [rng.randrange(10, len(tokenizer)) for _ in range(rng.randint(60, 160))] for _ in range(64)
+        [rng.randrange(10, vocab_size) for _ in range(rng.randint(60, 160))] for _ in range(64)
     ]
     limits: dict[str, Any] = {
-        "max_model_len": engines.room_for(
+        "max_model_len": local_engine.room_for(
             max(map(len, [*matching, *noise])),
             options.max_tokens,
             max([options.adaptive_nodes, *options.nodes]),
@@ -120,7 +120,7 @@ def run(options: Any) -> list[Row]:
         limits |= dummy_shape(options.dummy_shape, **limits)
     llms = {}
     for key, config in speculative_configs(options.nodes, options.adaptive_nodes).items():
-        llms[key] = engines.start_engine(model, **limits, speculative_config=config)
+        llms[key] = local_engine.start_engine(model, **limits, speculative_config=config)
         keep_kernel_overrides()
     workloads = {
         "matching": (matching, {"temperature": 0.0}),
@@ -146,21 +146,17 @@ def run(options: Any) -> list[Row]:
 def compare(
     llms: dict[tuple[str, int], Any],
     workload: str,
-    queue: Sequence[Sequence[int]],
+    queue: Prompts,
     batch_size: int,
     params: Any,
     repeats: int,
 ) -> list[Row]:
-    """Rows of all contestants for one queue of prompts, plain vLLM first."""
-    observations = {}
-    for key, llm in llms.items():  # counts, and warms up
-        observed, _ = measure.observe(llm, queue[:batch_size], params)
-        steps = sum(count.steps for count in observed)
-        observations[key] = {
-            "tokens_per_step": sum(count.tokens for count in observed) / steps,
-            "nodes_per_step": sum(count.nodes for count in observed) / steps,
-        }
-    timed = in_turns(
+    """Return the rows of all contestants for one queue of prompts, plain vLLM first."""
+    # This run warms the engines up, too.
+    counted = {
+        key: count_steps(llm, queue[:batch_size], params, batch_size) for key, llm in llms.items()
+    }
+    timed = interleave(
         {key: lambda llm=llm: serve(llm, queue, batch_size, params) for key, llm in llms.items()},
         repeats,
     )
@@ -172,13 +168,13 @@ def compare(
             "batch_size": batch_size,
             "tokens_per_s": len(queue) * params.max_tokens / median_seconds(timed[method, nodes]),
             "ratio_to_plain": median_ratio(timed["plain", 0], timed[method, nodes]),
-            **observations[method, nodes],
+            **counted[method, nodes],
         }
         for method, nodes in llms
     ]
 
 
-def serve(llm: Any, queue: Sequence[Sequence[int]], batch_size: int, params: Any) -> None:
+def serve(llm: Any, queue: Prompts, batch_size: int, params: Any) -> None:
     """Answer all prompts, at most `batch_size` at a time."""
     engine = llm.llm_engine
     waiting = iter(queue)
@@ -194,7 +190,7 @@ def serve(llm: Any, queue: Sequence[Sequence[int]], batch_size: int, params: Any
 
 
 def dummy_shape(text: str, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
-    """Engine options for random weights of a Llama-like shape.
+    """Return engine options for random weights of a Llama-like shape.
 
     Args:
         text: hidden size and number of layers, like ``1024x24``.

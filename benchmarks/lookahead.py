@@ -1,24 +1,23 @@
-"""Lookahead on the shipped model: the trie against independent verification, and the union of
-drafters against each of its parts.
+"""Lookahead on the shipped model: against independent verification, and in a union of drafters.
 
 Rows of the first kind (`prompt_set` is "lookahead": the demo's prompts and those written by hand,
-or `--sets`) are means over prompts that generate `--max-tokens` tokens each, end or no end:
+or `--sets`) are means over prompts that generate exactly `--max-tokens` tokens each:
 
     plain                    vLLM without speculation
     lookahead_independent    every candidate verified in its own branch, as LADE does
     lookahead_trie_all       the same candidates as a trie, all of them
-    lookahead_trie           the trie without its unlikely nodes, as the method does by default; at
-                             another threshold with `--min-probability`
+    lookahead_trie           the trie without its unlikely nodes, the method's default;
+                             `--min-probability` sets another threshold
 
-`verification_tokens` are nodes that verify candidates, `window_tokens` those of the lookahead
-window, and `computed_tokens` are both and the last token of every step. `saved` is against
-independent verification. That and the trie of all candidates accept the same tokens in every step.
+`verification_tokens` are nodes that verify candidates, `window_tokens` nodes of the lookahead
+window, and `computed_tokens` are both and the last token of every step. `saved` compares with
+independent verification, which accepts the same tokens in every step as the trie of all candidates.
 
 Rows of the second kind, one for each prompt set and method at `--nodes` nodes, decode the prompts
 to their end, at most `--max-tokens` tokens. Every run has new drafters, which know no finished
-requests. `union` merges ngram_trie, lookahead and medusa; `union_product` the same with the heads
-as the paper has them, which read no text (`medusa_product`); `union_two` only ngram_trie and
-lookahead.
+requests. `union` merges ngram_trie, lookahead and medusa. `union_product` does the same with the
+heads as the paper has them, which read no text (`medusa_product`). `union_two` merges only
+ngram_trie and lookahead.
 
     python benchmarks/lookahead.py --json lookahead.json
     python benchmarks/lookahead.py --only union
@@ -26,33 +25,88 @@ lookahead.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from _common import Row, finish, in_turns, option_parser
-from _lookahead_stage import Counts, Stage, decode, row_of
+from support.engines import Prompts, decode
+from support.harness import (
+    Row,
+    Timed,
+    finish,
+    interleave,
+    median_seconds,
+    option_parser,
+    run_quietly,
+)
+from support.stage import Counts, Stage
 
-from vllm_trie.demo import engines
+from vllm_trie import local_engine
 
 COLUMNS = (
-    "method",
-    "prompt_set",
-    "steps",
-    "verification_tokens",
-    "computed_tokens",
-    "tokens_per_step",
-    "tokens_per_s",
-    "ratio_to_plain",
-    "saved",
-    "over_best_part",
-    "identical",
-)
+    "method", "prompt_set", "steps", "verification_tokens", "computed_tokens", "tokens_per_step",
+    "tokens_per_s", "ratio_to_plain", "saved", "over_best_part", "identical",
+)  # fmt: skip
 BY_HAND = ("demo", "edit", "question", "write", "continue")
+PARTS = ["ngram_trie", "lookahead_trie", "medusa_dynamic"]
+"""Drafters that the engine is started with."""
+PRODUCT = {"joint": "product"}
+FORGET = {"ngram_trie": {"store_tokens": 0}}
+UNION_METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ngram_trie": ("ngram_trie", FORGET["ngram_trie"]),
+    "lookahead_trie": ("lookahead_trie", {}),
+    "medusa_dynamic": ("medusa_dynamic", {}),
+    "medusa_product": ("medusa_dynamic", PRODUCT),
+    "union_two": ("trie_union", {"drafters": PARTS[:2], "options": FORGET}),
+    "union": ("trie_union", {"drafters": PARTS, "options": FORGET}),
+    "union_product": (
+        "trie_union",
+        {"drafters": PARTS, "options": {**FORGET, "medusa_dynamic": PRODUCT}},
+    ),
+}
+"""Name in the table -> method and its options."""
+UNION_PARTS = {
+    "union_two": ("ngram_trie", "lookahead_trie"),
+    "union": ("ngram_trie", "lookahead_trie", "medusa_dynamic"),
+    "union_product": ("ngram_trie", "lookahead_trie", "medusa_product"),
+}
 
 
-def lookahead_rows(plain: Any, stage: Stage, prompts: list[list[int]], options: Any) -> list[Row]:
-    """Plain decoding, independent verification, the trie of all candidates and of the likely."""
-    from _lookahead import CountedLookahead, IndependentLookahead
+def new_drafter(
+    stage: Stage, method: str, options: dict[str, Any], nodes: int, cls: Any = None
+) -> Any:
+    """Make a drafter for a budget of `nodes` nodes, with the engine's own Medusa heads."""
+    from vllm_trie.drafters import get_drafter_class, parse_options
+
+    context = dataclasses.replace(stage.own.context, num_nodes=nodes)
+    drafter = (cls or get_drafter_class(method))(parse_options(method, options), context)
+    medusa = stage.own.parts[PARTS.index("medusa_dynamic")]
+    for part in getattr(drafter, "parts", [drafter]):
+        if part.name == "medusa_dynamic":
+            part.set_heads(medusa.heads, medusa.temperatures)
+    return drafter
+
+
+def row_of(method: str, timed: Timed, expected: list[list[int]]) -> Row:
+    """Return a row from the repeats of a run, with the counts of the first."""
+    outputs, counts = timed[0][1]
+    num_tokens = sum(map(len, outputs))
+    return {
+        "method": method,
+        "generated_tokens": num_tokens,
+        "steps": counts.steps,
+        "verification_tokens": counts.nodes - counts.window,
+        "window_tokens": counts.window,
+        "computed_tokens": counts.steps + counts.nodes,
+        "tokens_per_step": num_tokens / counts.steps,
+        "tokens_per_s": num_tokens / median_seconds(timed),
+        "identical": all(found == expected for _, (found, _) in timed),
+    }
+
+
+def lookahead_rows(plain: Any, stage: Stage, prompts: Prompts, options: Any) -> list[Row]:
+    """Measure plain decoding, independent verification and the tries of candidates."""
+    from support.lookahead import CountedLookahead, IndependentLookahead
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
@@ -65,40 +119,66 @@ def lookahead_rows(plain: Any, stage: Stage, prompts: list[list[int]], options: 
     every = {**likely, "min_probability": 0.0}
     if options.min_probability is not None:
         likely["min_probability"] = options.min_probability
-    budget = lookahead_budget(options)
-    method = "lookahead_trie"
-    news = {
-        "lookahead_independent": stage.make(method, every, budget, IndependentLookahead),
-        "lookahead_trie_all": stage.make(method, every, budget, CountedLookahead),
-        "lookahead_trie": stage.make(method, likely, budget, CountedLookahead),
-    }
-    size = options.batch_size
+    budget, size = lookahead_budget(options), options.batch_size
+
+    def run_plain() -> Any:
+        outputs = decode(plain, prompts, params, size)
+        return outputs, Counts(steps=sum(map(len, outputs)))
+
+    def run(cls: Any, settings: dict[str, Any]) -> Any:
+        drafter = new_drafter(stage, "lookahead_trie", settings, budget, cls)
+        return stage.run(drafter, budget, prompts, params, size)
+
     runs: dict[str, Callable[[], Any]] = {
-        "plain": lambda: (decode(plain, prompts, params, size), Counts())
+        "plain": run_plain,
+        "lookahead_independent": lambda: run(IndependentLookahead, every),
+        "lookahead_trie_all": lambda: run(CountedLookahead, every),
+        "lookahead_trie": lambda: run(CountedLookahead, likely),
     }
-    for name, new in news.items():
-        runs[name] = lambda new=new: stage.run(new, budget, prompts, params, size)
-    timed = in_turns(runs, options.repeats)
+    timed = interleave(runs, options.repeats)
     expected = timed["plain"][0][1][0]
-    timed["plain"][0][1][1].steps = sum(map(len, expected))
-    rows = [row_of(name, repeats, expected) for name, repeats in timed.items()]
-    independent = rows[1]["verification_tokens"]
-    for row in rows:
+    rows = {method: row_of(method, each, expected) for method, each in timed.items()}
+    independent = rows["lookahead_independent"]["verification_tokens"]
+    plain_speed = rows["plain"]["tokens_per_s"]
+    for row in rows.values():
         row["prompt_set"], row["nodes"] = "lookahead", budget
-        row["ratio_to_plain"] = row["tokens_per_s"] / rows[0]["tokens_per_s"]
+        row["ratio_to_plain"] = row["tokens_per_s"] / plain_speed
         row["saved"] = 1 - row["verification_tokens"] / independent
         for key in ["steps", *(key for key in row if key.endswith("_tokens"))]:
             row[key] /= len(prompts)
-    rows[0]["saved"] = None
-    return rows
+    rows["plain"]["saved"] = None
+    return list(rows.values())
 
 
 def lookahead_budget(options: Any) -> int:
-    """Nodes for the whole window and all candidates."""
+    """Return the number of nodes for the whole window and all candidates."""
     from vllm_trie.drafters.lookahead.options import window_nodes
 
     candidates = options.num_candidates * (options.ngram_size - 1)
     return window_nodes(options.window_size, options.ngram_size) + candidates
+
+
+def union_rows(plain: Any, stage: Stage, name: str, prompts: Prompts, options: Any) -> list[Row]:
+    """Measure the unions and their parts on one prompt set."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
+    nodes, size = options.nodes, options.union_batch_size
+
+    def run(method: str, settings: dict[str, Any]) -> Any:
+        drafter = new_drafter(stage, method, settings, nodes)
+        return stage.run(drafter, nodes, prompts, params, size)
+
+    runs = {key: lambda value=value: run(*value) for key, value in UNION_METHODS.items()}
+    expected = decode(plain, prompts, params, size)
+    timed = interleave(runs, options.repeats)
+    rows = {method: row_of(method, each, expected) for method, each in timed.items()}
+    for method, row in rows.items():
+        row["prompt_set"], row["nodes"] = name, nodes
+        if method in UNION_PARTS:
+            best = max(rows[part]["tokens_per_step"] for part in UNION_PARTS[method])
+            row["over_best_part"] = row["tokens_per_step"] / best - 1
+    return list(rows.values())
 
 
 def main() -> None:
@@ -119,24 +199,17 @@ def main() -> None:
     parser.add_argument(
         "--sets",
         nargs="+",
-        help="prompt sets; if left out, those written by hand for the first kind of rows, and all "
-        "for the second",
+        help="prompt sets; if left out, the demo's and those written by hand for the first kind of "
+        "rows, and all for the second",
     )
-    parser.add_argument("--prompts", type=int, help="at most so many prompts of a set")
+    parser.add_argument("--prompts", type=int, help="largest number of prompts of a set")
     options = parser.parse_args()
-    engines.set_environment(options.verbose)
-    with engines.silence(not options.verbose):
-        rows = run(options)
-    columns = [column for column in COLUMNS if any(row.get(column) is not None for row in rows)]
-    if options.only == "lookahead":
-        columns.remove("prompt_set")  # leaves room for the methods' names
-    finish(rows, options.json, columns)
+    finish(run_quietly(run, options), options.json, COLUMNS)
 
 
 def run(options: Any) -> list[Row]:
     """Start both engines, then measure."""
-    from _lookahead import prompt_sets
-    from _lookahead_union import union_rows
+    from support.prompts import prompt_sets
 
     from vllm_trie.tiny_model import medusa_path, model_path
 
@@ -145,11 +218,18 @@ def run(options: Any) -> list[Row]:
     budget = max(lookahead_budget(options), options.nodes)
     longest = max(len(prompt) for prompts in sets.values() for prompt in prompts)
     limits = {
-        "max_model_len": engines.room_for(longest, options.max_tokens, budget),
+        "max_model_len": local_engine.room_for(longest, options.max_tokens, budget),
         "max_num_seqs": max(options.batch_size, options.union_batch_size),
     }
-    plain = engines.start_engine(model, **limits)
-    stage = Stage(model, str(medusa_path()), budget, **limits)
+    plain = local_engine.start_engine(model, **limits)
+    config = {
+        "method": "trie_union",
+        "drafters": PARTS,
+        "model": str(medusa_path()),
+        "num_speculative_tokens": budget,
+        "node_budget": "fixed",
+    }
+    stage = Stage(local_engine.start_engine(model, **limits, speculative_config=config))
     rows = []
     if options.only != "union":
         prompts = [prompt for name in options.sets or BY_HAND for prompt in sets[name]]

@@ -1,17 +1,20 @@
-"""Plain vLLM, its own drafters and this project's, side by side: one command, one run.
+"""Plain vLLM, its own drafters and this project's side by side: one command, one run.
 
-Two workloads. `shipped`: the demo's prompts on the model that ships with the project. `replay`:
-recorded answers of Spec-Bench on a replay model, which has the compute of a real shape with dummy
-weights and whose greedy output is the recorded answer, so that a real model's text meets a real
-step cost on the real engine. `replay` needs the two files of Spec-Bench, by option or by the
-environment variables SPEC_BENCH_QUESTIONS and SPEC_BENCH_ANSWERS; without them it is left out.
-A third, `beam`, runs beam.py's comparison of beam searches.
+Workloads:
 
-Requests run one at a time, greedily; every method answers a question before the next one comes.
+    shipped  the demo's prompts on the model that ships with the project
+    replay   recorded answers of Spec-Bench on a replay model, which has the compute of a real shape
+             with dummy weights and whose greedy output is the recorded answer: a real model's text
+             at a real step's cost on the real engine. Needs the two files of Spec-Bench, by option
+             or by the environment variables SPEC_BENCH_QUESTIONS and SPEC_BENCH_ANSWERS, and is
+             left out without them
+    beam     beam.py's comparison of beam searches
+
+Requests run one at a time, greedily. Every method answers a question before the next one comes.
 Drafters that learn from finished requests begin empty and keep what they learn until the end of a
-repeat. Engines are compiled, as vLLM's are by default. tokens_per_s is output over the whole time
-of the requests, prefill included; ms_per_output_token counts the time after the first token only,
-and so does decode_ratio_to_plain. tokens_per_step: tokens after the first one by steps.
+repeat. Engines are compiled, vLLM's default. `tokens_per_s` is output over the whole time of the
+requests, prefill included. `ms_per_output_token` and `decode_ratio_to_plain` count the time after
+the first token only. `tokens_per_step` is tokens after the first one over their steps.
 
     python benchmarks/peers.py --questions question.jsonl --answers vicuna-7b.jsonl \
         --json peers.json --plot docs/img
@@ -30,8 +33,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _common import Row, finish, option_parser
-from _peers_engines import (
+from rich.progress import Progress
+from support.harness import Row, finish, machine, option_parser
+from support.peers_engines import (
     DEFAULT_METHODS,
     METHODS,
     MOST_NODES,
@@ -45,8 +49,8 @@ from _peers_engines import (
     run_in_turns,
     step_milliseconds,
 )
-from _peers_rows import MEAN, print_breakdown, summarize, with_means
-from _replay_data import (
+from support.peers_rows import MEAN, print_breakdown, summarize, with_means
+from support.replay_data import (
     ANSWERS_VARIABLE,
     DEFAULT_TOKENIZER,
     MULTI_TURN,
@@ -55,29 +59,21 @@ from _replay_data import (
     load_tokenizer,
     read_recordings,
 )
-from rich.progress import Progress
 
-from vllm_trie.demo import engines
+from vllm_trie import local_engine
 
 WORKLOADS = ("shipped", "replay", "beam")
 SHAPES = ("tiny", "0.4b", "1b")
 COLUMNS = (
-    "method",
-    "workload",
-    "category",
-    "tokens_per_s",
-    "ratio_to_plain",
-    "decode_ratio_to_plain",
-    "ms_per_output_token",
-    "tokens_per_step",
-    "identical",
-)
+    "method", "workload", "category", "tokens_per_s", "ratio_to_plain", "decode_ratio_to_plain",
+    "ms_per_output_token", "tokens_per_step", "identical",
+)  # fmt: skip
 CURVE = (1, 3, 5, 9, 13, 17, 25, 33, 49, 65)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = option_parser(__doc__)
-    parser.set_defaults(repeats=1)
+    """Parse the command line, or `arguments`."""
+    parser = option_parser(__doc__, repeats=1)
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT_METHODS))
     for flag, variable in (("--questions", QUESTIONS_VARIABLE), ("--answers", ANSWERS_VARIABLE)):
@@ -96,19 +92,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=256, help="longest output")
     parser.add_argument("--shape", choices=SHAPES, default="0.4b", help="of the replay model")
     parser.add_argument("--dtype", default="bfloat16", help="of the replay model")
-    parser.add_argument("--eager", action="store_true", help="do not let vLLM compile the model")
+    parser.add_argument("--eager", action="store_true", help="run the model without compilation")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the ratios, as PNG and SVG")
     parser.add_argument(
         "--curve",
         action="store_true",
-        help="measure only what a step of the replay model costs by its number of tokens",
+        help="measure only the cost of the replay model's steps, by number of tokens",
     )
     parser.add_argument(
         "--rows",
         nargs="+",
         type=Path,
         metavar="JSON",
-        help="measure nothing: take the rows of earlier runs, of different categories or workloads",
+        help="measure nothing and join the rows of earlier runs, of different categories or "
+        "workloads",
     )
     return parser.parse_args(arguments)
 
@@ -129,13 +126,13 @@ def main() -> None:
     finish(rows, options.json, COLUMNS)
     print_breakdown(rows)
     if options.plot is not None:
-        from _peers_plot import plot
+        from support.peers_plot import plot
 
         plot(rows, options.plot, options.shape)
 
 
 def run_apart(options: argparse.Namespace) -> list[Row]:
-    """Each workload in a process of its own: they want different numbers of threads."""
+    """Run each workload in its own process, as they need different numbers of threads."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for workload in options.workload:
@@ -150,39 +147,40 @@ def run_apart(options: argparse.Namespace) -> list[Row]:
 
 
 def run(options: argparse.Namespace) -> list[Row]:
-    """The rows of one workload."""
+    """Return the rows of one workload."""
     [workload] = options.workload
     if workload == "beam":
         return run_beam(options)
     if workload == "replay":
         if options.questions is None or options.answers is None:
             print(
-                "replay is left out: it needs --questions and --answers, or the environment "
-                f"variables {QUESTIONS_VARIABLE} and {ANSWERS_VARIABLE}"
+                "the workload replay is left out: it needs --questions and --answers, or the "
+                f"environment variables {QUESTIONS_VARIABLE} and {ANSWERS_VARIABLE}"
             )
             return []
         use_all_cores(options)
         return run_replay(options)
-    engines.set_environment(options.verbose)
+    local_engine.set_environment(options.verbose)
     return run_shipped(options)
 
 
 def use_all_cores(options: argparse.Namespace) -> None:
-    """Set the environment for a model of real size; before torch is imported."""
+    """Set the environment for a model of real size; call it before importing torch."""
     threads = str(os.cpu_count() or 1)
     # numba, which vLLM's ngram method uses, sets OpenMP's number of threads for all engines.
     own = {"OMP_NUM_THREADS": threads}
     own["NUMBA_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads)
-    engines.set_environment(options.verbose, engines.ENVIRONMENT | own)
+    local_engine.set_environment(options.verbose, local_engine.ENVIRONMENT | own)
 
 
 def print_curve(options: argparse.Namespace) -> None:
-    """What a step of the replay model costs, by its number of tokens."""
-    from _common import machine
-
+    """Print the cost of the replay model's steps, by number of tokens."""
     use_all_cores(options)
     settings = dict(replay_settings(options.dtype), enforce_eager=options.eager)
-    with engines.silence(not options.verbose), replaying(options.shape, 32_000, 1 << 13) as model:
+    with (
+        local_engine.silence(not options.verbose),
+        replaying(options.shape, 32_000, 1 << 13) as model,
+    ):
         contestant = Contestant(PLAIN, model, max_model_len=2048, **settings)
         found = step_milliseconds(contestant, CURVE)
     print(machine())
@@ -191,28 +189,21 @@ def print_curve(options: argparse.Namespace) -> None:
 
 
 def run_shipped(options: argparse.Namespace) -> list[Row]:
-    """The demo's prompts on the shipped model."""
-    from transformers import AutoTokenizer
+    """Measure the demo's prompts on the shipped model."""
+    from support.prompts import demo_chats
 
-    from vllm_trie.demo.prompts import chat_tokens, demo_prompts
     from vllm_trie.tiny_model import model_path
 
     model = str(model_path())
-    tokenizer = AutoTokenizer.from_pretrained(model)
     questions = [
-        Question(
-            prompt.name,
-            chat_tokens(tokenizer, prompt.message),
-            None,
-            options.max_tokens,
-        )
-        for prompt in demo_prompts()
+        Question(name, prompt, None, options.max_tokens)
+        for name, prompt in demo_chats(model).items()
     ]
     return measure(options, "shipped", model, questions, {"dtype": "float32"})
 
 
 def run_replay(options: argparse.Namespace) -> list[Row]:
-    """Recorded answers on a replay model."""
+    """Measure recorded answers on a replay model."""
     encoder = load_tokenizer(options.tokenizer)
     recordings = read_recordings(options.questions, options.answers, encoder)
     chosen = choose(list(recordings), options.questions_per_category, options.categories)
@@ -232,9 +223,9 @@ def run_replay(options: argparse.Namespace) -> list[Row]:
 def choose(
     recordings: Sequence[Recording], per_category: int, categories: Sequence[str] | None
 ) -> list[Recording]:
-    """Questions spread evenly over each category, category by category.
+    """Choose questions spread evenly over each category, category by category.
 
-    All turns of a question stay together, so half as many questions with two turns are taken.
+    All turns of a question stay together; questions with two turns count twice.
 
     Args:
         recordings: all turns, in the order of the file.
@@ -265,20 +256,20 @@ def measure(
     questions: Sequence[Question],
     settings: dict[str, Any],
 ) -> list[Row]:
-    """Start all engines, ask them all questions, and sum up."""
+    """Start all engines, ask them all questions, and return the rows."""
     methods, missing = available(options.methods)
     print(*missing, sep="\n", end="\n" if missing else "", flush=True)
     longest = max(len(each.prompt) + each.max_tokens for each in questions)
     settings |= {
-        "max_model_len": engines.room_for(longest, 0, MOST_NODES),
+        "max_model_len": local_engine.room_for(longest, 0, MOST_NODES),
         "enforce_eager": options.eager,
     }
-    prepare = _prepare if workload == "replay" else _nothing
+    prepare = play_answer if workload == "replay" else lambda question: None
     with Progress(transient=True) as progress:
         starting = progress.add_task("engines", total=len(methods))
         contestants = []
         for method in methods:
-            with engines.silence(not options.verbose):
+            with local_engine.silence(not options.verbose):
                 contestants.append(Contestant(method, model, **settings))
             progress.advance(starting)
         warm_up(contestants, questions[-1], prepare)
@@ -291,19 +282,16 @@ def measure(
     return with_means(summarize(workload, methods, questions, found))
 
 
-def _prepare(question: Question) -> None:
-    from _replay_model import Recorded
+def play_answer(question: Question) -> None:
+    """Make the question's recorded answer the output of all replay models."""
+    from support.replay_model import Recorded
 
     assert question.answer is not None
     Recorded.play([*question.prompt, *question.answer])
 
 
-def _nothing(question: Question) -> None:
-    """The model needs no help."""
-
-
 def warm_up(contestants: Sequence[Contestant], question: Question, prepare: Any) -> None:
-    """Run a part of a question on every engine; they forget it before anything is measured."""
+    """Run a part of a question on every engine, which forgets it before it is measured."""
     short = question._replace(max_tokens=min(question.max_tokens, 32))
     prepare(short)
     for each in contestants:
@@ -311,7 +299,7 @@ def warm_up(contestants: Sequence[Contestant], question: Question, prepare: Any)
 
 
 def run_beam(options: argparse.Namespace) -> list[Row]:
-    """beam.py on few loads, as rows of this table; `plain` there is sampling with n = width."""
+    """Run beam.py on a few loads; its `plain` is sampling with n = width."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "beam.json"
         command = [sys.executable, str(Path(__file__).with_name("beam.py")), "--json", str(out)]

@@ -1,11 +1,10 @@
-"""Speculation in the real engine: speed beside plain vLLM and its own drafters, and what the
-plugin's hooks cost in a step.
+"""Speculation in the real engine: speed against plain vLLM, and the cost of the plugin's hooks.
 
-Rows of the methods named by `--methods` come from the demo's prompts, decoded to their end; no
-drafter remembers finished requests, because every repeat asks for the same text again. Rows of
-`full_trees` come from a drafter whose trees always have exactly as many nodes as they may, so that
-`hook_ms_per_step` is the cost for that many nodes, moves of KV included; their tokens/s says
-nothing. All times are medians.
+Rows of the methods named by `--methods`, and of vLLM's own drafters, come from the demo's prompts,
+decoded to their end. No drafter remembers finished requests, because every repeat asks for the same
+text again. Rows of `full_trees` come from a drafter whose trees always have as many nodes as they
+may. Their `hook_ms_per_step` is the cost for that many nodes, moves of KV included; their tokens/s
+means nothing. All times are medians.
 
     python benchmarks/speculation.py --json speculation.json
 """
@@ -17,29 +16,29 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from _common import Row, finish, in_turns, median_seconds, option_parser, quietly
+from support.engines import Prompts, after_each_step, count_steps, decode, keep_kernel_overrides
+from support.harness import (
+    Row,
+    Timed,
+    finish,
+    interleave,
+    median_seconds,
+    option_parser,
+    run_quietly,
+)
 
-from vllm_trie.demo import engines, measure
-from vllm_trie.demo.prompts import chat_tokens, demo_prompts
+from vllm_trie import local_engine
 
 PEERS = ("ngram", "suffix")
 """vLLM's own drafters that need no second model."""
 COLUMNS = (
-    "method",
-    "nodes",
-    "batch_size",
-    "tokens_per_s",
-    "ratio_to_plain",
-    "tokens_per_step",
-    "nodes_per_step",
-    "hook_ms_per_step",
-    "draft_ms_per_step",
-    "identical",
-)
+    "method", "nodes", "batch_size", "tokens_per_s", "ratio_to_plain", "tokens_per_step",
+    "nodes_per_step", "hook_ms_per_step", "draft_ms_per_step", "identical",
+)  # fmt: skip
 
 
 class HookTimes(NamedTuple):
-    """Seconds of one engine step in the plugin's own code."""
+    """Seconds of the plugin's own code, summed over an engine's steps or in one of them."""
 
     requests: int
     """Requests that got tokens."""
@@ -48,6 +47,17 @@ class HookTimes(NamedTuple):
     bookkeeping: float
     drafting: float
 
+    @classmethod
+    def of(cls, stats: Any) -> HookTimes:
+        """Return the times in a `TreeStats`."""
+        return cls(
+            stats.steps,
+            stats.preparation_seconds,
+            stats.verification_seconds,
+            stats.bookkeeping_seconds,
+            stats.drafting_seconds,
+        )
+
     @property
     def hooks(self) -> float:
         """All of it except the drafter."""
@@ -55,45 +65,23 @@ class HookTimes(NamedTuple):
 
 
 def watch_hooks(llm: Any) -> list[HookTimes]:
-    """A list that grows by an entry with each later step of an engine in this process."""
-    from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
+    """Return a list that grows by an entry with each step of an engine in this process."""
+    seen: list[HookTimes] = []
+    before = HookTimes(0, 0.0, 0.0, 0.0, 0.0)
 
-    runner, seen = engines.runner_of(llm), []
-    stock = runner.sample_tokens
+    def note(trees: Any) -> None:
+        nonlocal before
+        now = HookTimes.of(trees.totals)
+        if now.requests > before.requests:
+            seen.append(HookTimes(*(b - a for a, b in zip(before, now, strict=True))))
+        before = now
 
-    def sample_tokens(grammar_output: Any) -> Any:
-        output = stock(grammar_output)
-        stats = getattr(output, STATS_ATTRIBUTE, None)
-        if stats is not None:
-            seen.append(
-                HookTimes(
-                    stats.steps,
-                    stats.preparation_seconds,
-                    stats.verification_seconds,
-                    stats.bookkeeping_seconds,
-                    stats.drafting_seconds,
-                )
-            )
-        return output
-
-    runner.sample_tokens = sample_tokens
+    after_each_step(llm, note)
     return seen
 
 
-def keep_kernel_overrides() -> None:
-    """Let later engines of this process use the kernel overrides of the first.
-
-    vLLM 0.32 registers its overrides for the CPU again with every engine, and its search through
-    all loaded modules stumbles over one of numba's, which the method `ngram` imports.
-    """
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
-
-
 class Contestant:
-    """One engine, its name and what was seen of its hooks."""
+    """One engine, its method, and the times of its hooks."""
 
     def __init__(
         self,
@@ -104,42 +92,32 @@ class Contestant:
         **limits: int,
     ) -> None:
         self.method, self.nodes = method, nodes
-        self.is_ours = method not in ("plain", *PEERS)
         config = None
         if method != "plain":
             config = {
                 "method": method,
                 "num_speculative_tokens": nodes,
-                **engines.without_memory(method),
+                **local_engine.without_memory(method),
                 **(extra or {}),
             }
-        self.llm = engines.start_engine(model, **limits, speculative_config=config)
-        self.hooks = watch_hooks(self.llm) if self.is_ours else []
+        self.llm = local_engine.start_engine(model, **limits, speculative_config=config)
+        has_trees = method not in ("plain", *PEERS)
+        self._hooks = watch_hooks(self.llm) if has_trees else []
 
-    def run(self, prompts: Sequence[Sequence[int]], params: Any, batch_size: int) -> Any:
-        """Decode all prompts, `batch_size` at a time; their outputs."""
-        outputs = []
-        for group in measure.batches(prompts, batch_size):
-            some, _ = measure.generate(self.llm, [prompts[index] for index in group], params)
-            outputs += some
-        return outputs
+    def measure(self, prompts: Prompts, params: Any, batch_size: int) -> Any:
+        """Return a function that decodes all prompts and returns their outputs."""
+        return lambda: decode(self.llm, prompts, params, batch_size)
 
-    def count(self, prompts: Sequence[Sequence[int]], params: Any, batch_size: int) -> Row:
-        """Tokens and nodes of a step and request; also warms the engine up."""
-        counts = []
-        for group in measure.batches(prompts, batch_size):
-            some, _ = measure.observe(self.llm, [prompts[index] for index in group], params)
-            counts += some
-        steps = sum(count.steps for count in counts)
-        return {
-            "tokens_per_step": sum(count.tokens for count in counts) / steps,
-            "nodes_per_step": sum(count.nodes for count in counts) / steps,
-        }
+    def count(self, prompts: Prompts, params: Any, batch_size: int) -> Row:
+        """Return tokens and nodes of a step and request; the run also warms the engine up."""
+        counted = count_steps(self.llm, prompts, params, batch_size)
+        self._hooks.clear()
+        return counted
 
-    def hook_times(self, full_batch: int | None) -> Row:
-        """Medians over the steps seen since the last call; of full batches only, if asked."""
-        seen = [step for step in self.hooks if full_batch is None or step.requests == full_batch]
-        self.hooks.clear()
+    def hook_times(self, full_batch: int | None = None) -> Row:
+        """Return medians over the steps since the last call; of full batches only, if asked."""
+        seen = [step for step in self._hooks if full_batch in (None, step.requests)]
+        self._hooks.clear()
 
         def milliseconds(name: str) -> float:
             return 1e3 * median(getattr(step, name) for step in seen) if seen else 0.0
@@ -152,79 +130,55 @@ class Contestant:
             "draft_ms_per_step": milliseconds("drafting"),
         }
 
+    def row(self, batch_size: int, timed: Timed, expected: list[list[int]]) -> Row:
+        """Return the columns that all rows have; `expected` is plain vLLM's output."""
+        return {
+            "method": self.method,
+            "nodes": self.nodes,
+            "batch_size": batch_size,
+            "tokens_per_s": sum(map(len, timed[0][1])) / median_seconds(timed),
+            "identical": all(outputs == expected for _, outputs in timed),
+        }
+
 
 def compare(
-    contestants: Sequence[Contestant],
-    prompts: Sequence[Sequence[int]],
-    params: Any,
-    batch_size: int,
-    repeats: int,
+    contestants: Sequence[Contestant], prompts: Prompts, params: Any, batch_size: int, repeats: int
 ) -> list[Row]:
-    """Rows of all contestants at one batch size, the first of them the baseline."""
+    """Return the rows of all contestants at one batch size; the first is the baseline."""
     counted = [each.count(prompts, params, batch_size) for each in contestants]
-    for each in contestants:
-        each.hooks.clear()
-
-    def runner(each: Contestant) -> Any:
-        return lambda: each.run(prompts, params, batch_size)
-
-    timed = in_turns({i: runner(each) for i, each in enumerate(contestants)}, repeats)
+    runs = {i: each.measure(prompts, params, batch_size) for i, each in enumerate(contestants)}
+    timed = interleave(runs, repeats)
     plain_seconds, expected = median_seconds(timed[0]), timed[0][0][1]
     return [
-        _row(each, batch_size, timed[index], expected)
+        each.row(batch_size, timed[index], expected)
         | {"ratio_to_plain": plain_seconds / median_seconds(timed[index])}
         | counted[index]
-        | each.hook_times(None)
+        | each.hook_times()
         for index, each in enumerate(contestants)
     ]
-
-
-def _row(
-    each: Contestant,
-    batch_size: int,
-    timed: Sequence[tuple[float, list[list[int]]]],
-    expected: list[list[int]],
-) -> Row:
-    """What all rows say.
-
-    Args:
-        each: the contestant.
-        batch_size: prompts that ran together.
-        timed: seconds and outputs of its repeats.
-        expected: plain vLLM's outputs.
-    """
-    num_tokens = sum(map(len, timed[0][1]))
-    return {
-        "method": each.method,
-        "nodes": each.nodes,
-        "batch_size": batch_size,
-        "tokens_per_s": num_tokens / median_seconds(timed),
-        "identical": all(outputs == expected for _, outputs in timed),
-    }
 
 
 def full_tree_rows(
     plain: Contestant,
     contestants: Sequence[Contestant],
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     params: Any,
     batch_size: int,
     repeats: int,
 ) -> list[Row]:
-    """Rows of the drafter with full trees; its hooks are timed in steps with the whole batch."""
-    from _full_trees import FullTreesDrafter
+    """Return the rows of the drafter with full trees, from steps with the whole batch."""
+    from support.full_trees import FullTreesDrafter
 
-    answers = plain.run(prompts, params, batch_size)
+    answers = decode(plain.llm, prompts, params, batch_size)
     FullTreesDrafter.answers.update(
         {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
     )
     rows = []
     for each in contestants:
         counted = each.count(prompts, params, batch_size)
-        each.hooks.clear()
-        timed = in_turns({0: lambda e=each: e.run(prompts, params, batch_size)}, repeats)[0]
+        timed = interleave({0: each.measure(prompts, params, batch_size)}, repeats)[0]
         rows.append(
-            _row(each, batch_size, timed, answers)
+            each.row(batch_size, timed, answers)
             | {"ratio_to_plain": None}
             | counted
             | each.hook_times(batch_size)
@@ -245,23 +199,23 @@ def main() -> None:
         "--full-trees", action="store_true", help="measure the cost of the hooks alone"
     )
     options = parser.parse_args()
-    finish(quietly(run, options), options.json, COLUMNS)
+    finish(run_quietly(run, options), options.json, COLUMNS)
 
 
 def run(options: Any) -> list[Row]:
     """Start all engines, then measure."""
-    import _full_trees
-    from transformers import AutoTokenizer
+    from support.full_trees import FullTreesDrafter
+    from support.prompts import demo_chats
     from vllm import SamplingParams
 
+    from vllm_trie.drafters import register
     from vllm_trie.tiny_model import model_path
 
-    _full_trees.register()
+    register(FullTreesDrafter)
     model = options.model or str(model_path())
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = [chat_tokens(tokenizer, prompt.message) for prompt in demo_prompts()]
+    prompts = list(demo_chats(model).values())
     limits = {
-        "max_model_len": engines.room_for(
+        "max_model_len": local_engine.room_for(
             max(map(len, prompts)), options.max_tokens, max(options.nodes)
         ),
         "max_num_seqs": max(options.batch_sizes),
@@ -279,7 +233,7 @@ def run(options: Any) -> list[Row]:
         Contestant(method, nodes, model, **limits) for method in methods for nodes in options.nodes
     ]
     full = [
-        Contestant(_full_trees.METHOD, nodes, model, {"node_budget": "fixed"}, **limits)
+        Contestant(FullTreesDrafter.name, nodes, model, {"node_budget": "fixed"}, **limits)
         for nodes in options.nodes
     ]
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)

@@ -1,4 +1,4 @@
-"""N-best lists with scores, as translation wants them: beam search inside vLLM's scheduler.
+"""N-best lists with scores, as in translation: beam search inside vLLM's scheduler.
 
     python examples/beam_nbest.py [--model PATH]
 
@@ -15,7 +15,7 @@ from vllm.sampling_params import BeamSearchParams
 
 from vllm_trie.tiny_model import model_path
 
-# The model that ships speaks Python, so it translates descriptions into signatures.
+# The shipped model knows only Python, so it translates descriptions into signatures.
 SOURCES = (
     "Write a function `area(width, height)` that returns the area of a rectangle.",
     "Write a function that counts the words in a text.",
@@ -24,17 +24,17 @@ WIDTH, BEST, MAX_TOKENS = 8, 4, 24
 
 
 def main(model: str) -> None:
-    llm = LLM(  # nothing to switch on: every engine has it
+    llm = LLM(  # every engine has beam search, nothing needs switching on
         model,
         dtype="float32",
         max_model_len=1024,
         kv_cache_memory_bytes=1 << 30,
-        enforce_eager=True,  # starts sooner; leave it out to serve
+        enforce_eager=True,  # starts faster; leave it out to serve
     )
     search = {"beam_width": WIDTH, "length_penalty": 0.6, "early_stopping": "never"}
     params = {
         "beam": SamplingParams(n=BEST, temperature=0.0, max_tokens=MAX_TOKENS, extra_args=search),
-        # Groups of beams that keep away from each other's words: a list with more variety.
+        # Groups of beams avoid each other's tokens, for a list with more variety.
         "diverse beam": SamplingParams(
             n=BEST,
             temperature=0.0,
@@ -42,7 +42,7 @@ def main(model: str) -> None:
             extra_args={**search, "num_beam_groups": 4, "diversity_penalty": 2.0},
         ),
     }
-    # Ordinary requests may stand in the same batch as beams.
+    # Ordinary requests share batches with beams.
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     chats = [[{"role": "user", "content": source}] for source in SOURCES for _ in range(3)]
     outputs = llm.chat(chats, [greedy, *params.values()] * len(SOURCES), use_tqdm=False)
@@ -57,7 +57,7 @@ def main(model: str) -> None:
                     f"   {len(output.token_ids):3} tokens   {output.text!r}"
                 )
 
-    # vLLM's own call takes the same way: its options, its result, the native search.
+    # vLLM's own call keeps its options and its result, and runs the native search.
     (result,) = llm.beam_search(
         [{"prompt": "def area(width, height):"}],
         BeamSearchParams(beam_width=3, max_tokens=MAX_TOKENS),

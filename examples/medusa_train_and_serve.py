@@ -2,8 +2,8 @@
 
     python examples/medusa_train_and_serve.py [--model PATH] [--data FILE_OR_FOLDER] [--steps N]
 
-The model stays frozen; only the heads learn. A few steps are enough to see them guess, a real run
-takes thousands and text that the model itself has written (see docs/medusa.md).
+The model stays frozen; only the heads learn. After a few steps they make first guesses. A real run
+takes thousands of steps, on text that the model itself has written (see docs/medusa.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import textwrap
 from pathlib import Path
 
 import httpx
-from serve_openai_client import serve  # the neighbour of this file
+from serve_openai_client import serve  # in this folder
 
 from vllm_trie.tiny_model import model_path
 
@@ -46,8 +46,8 @@ def main(model: str, data: Path | None, steps: int) -> None:
             print(f"head {number}: {head['top5']:.0%} of the tokens among its first five guesses")
 
         options = ["--spec-method", "medusa_dynamic", "--spec-model", str(heads)]
-        # The tree of the heads' own guesses. The default, "context", also asks the text so far,
-        # and would hide how little these heads have learnt. "fixed": verify every node.
+        # "product" drafts only what the heads predict. The default, "context", also uses the text
+        # so far, which would hide how little these heads have learned. "fixed" verifies every node.
         choice = {"vllm_trie": {"joint": "product", "node_budget": "fixed"}}
         options += ["--spec-tokens", "16", "--additional-config", json.dumps(choice)]
         options += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"]

@@ -2,7 +2,7 @@
 
     python examples/offline_ngram_trie.py [--model PATH]
 
-The plugin needs no import: vLLM loads it by itself, and `method` switches it on.
+vLLM loads the plugin without an import; `method` switches it on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Stack:
     def pop(self):
         return self.items.pop()
 """
-# Answers that reuse their context, as edits and summaries do, are where n-grams help most.
+# N-grams help most where answers reuse their context, as edits and summaries do.
 REQUESTS = ("Rename `items` to `entries`.", "Show me `push`.", "Which classes are defined here?")
 
 
@@ -34,13 +34,13 @@ def main(model: str) -> None:
         speculative_config={
             "method": "ngram_trie",
             "num_speculative_tokens": 32,  # nodes of a request's draft tree
-            # Options of the method go beside it; this is a default.
+            # Options of the method go next to it; this is the default.
             "index_output": True,
         },
         max_model_len=1024,
-        kv_cache_memory_bytes=1 << 30,  # the rest of the memory is yours
-        enforce_eager=True,  # starts sooner; leave it out to serve
-        disable_log_stats=False,  # keeps the counters that are read below
+        kv_cache_memory_bytes=1 << 30,  # leaves the rest of the memory free
+        enforce_eager=True,  # starts faster; leave it out to serve
+        disable_log_stats=False,  # keeps the counters read below
     )
     chats = [[{"role": "user", "content": f"{CODE}\n{request}"}] for request in REQUESTS]
     outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=96))

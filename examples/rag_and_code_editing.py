@@ -2,8 +2,8 @@
 
     python examples/rag_and_code_editing.py [--model PATH]
 
-Every prompt runs twice on one engine, with draft trees and without (a request can opt out). The
-answers are the same; the table says how many steps of the model the drafts saved.
+Every prompt runs twice on one engine, with and without draft trees (a request can opt out). The
+answers are the same; the table shows how many steps of the model the drafts saved.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROMPTS = {
 
 
 def accepted_drafts(llm: LLM) -> float:
-    """Output tokens that came from drafts since the engine started."""
+    """Return the number of output tokens from drafts since the engine started."""
     return sum(m.value for m in llm.get_metrics() if m.name == "vllm:trie_accepted_tokens")
 
 
@@ -60,14 +60,14 @@ def main(model: str) -> None:
         speculative_config={
             "method": "ngram_trie",
             "num_speculative_tokens": 32,
-            # Verify every node. The default, "adaptive", weighs the time of a step against what
-            # it brings, so its counts depend on the machine.
+            # Verify every node. The default, "adaptive", weighs accepted tokens against the time
+            # of a step, so its counts depend on the machine.
             "node_budget": "fixed",
         },
         dtype="float32",  # in bfloat16 a near-tie may fall the other way in a larger batch
         max_model_len=1024,
         kv_cache_memory_bytes=1 << 30,
-        enforce_eager=True,  # starts sooner; leave it out to serve
+        enforce_eager=True,  # starts faster; leave it out to serve
         disable_log_stats=False,  # keeps the counters
     )
     rows = []

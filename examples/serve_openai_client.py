@@ -34,14 +34,14 @@ START_LIMIT_S = 600
 
 @contextlib.contextmanager
 def serve(model: str, *options: str) -> Iterator[OpenAI]:
-    """A server on a free port, and a client of it; the server ends with the block."""
+    """Start a server on a free port and yield a client; the server ends with the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [str(Path(sys.executable).with_name("vllm")), "serve", model]
     command += ["--host", "127.0.0.1", "--port", str(port), *options]
     print("$ vllm", *command[1:], flush=True)
-    # Without this, vLLM binds its threads to cores of their own, whoever else works there.
+    # Otherwise vLLM pins its threads to cores, however busy these are.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ}
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
@@ -52,7 +52,7 @@ def serve(model: str, *options: str) -> Iterator[OpenAI]:
                 base_url=f"http://127.0.0.1:{port}/v1",
                 api_key="none",
                 max_retries=0,
-                http_client=DefaultHttpxClient(trust_env=False),  # no proxy on the way to here
+                http_client=DefaultHttpxClient(trust_env=False),  # no proxy for the local host
             )
             deadline = time.monotonic() + START_LIMIT_S
             while not _answers(client):

@@ -2,8 +2,8 @@
 
     python examples/tensor_parallel.py [--model PATH]
 
-Nothing changes but `tensor_parallel_size`: each rank holds half of the model, rank 0's trees are
-verified by both.
+Only `tensor_parallel_size` changes. Each rank holds half of the model, and both verify the trees of
+rank 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REQUESTS = ("Rename `items` to `stock`.", "Add docstrings to the functions.")
 
 def main(model: str) -> None:
     if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
-        # On CPUs vLLM gives each rank a NUMA node of its own, and refuses if there are too few.
+        # On CPUs vLLM gives each rank its own NUMA node, and refuses to start with too few.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     llm = LLM(
         model,

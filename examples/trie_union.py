@@ -2,9 +2,9 @@
 
     python examples/trie_union.py
 
-Text that repeats its context, n-grams that the model makes itself and trained heads find different
-tokens. `trie_union` merges what they find, verifies a token that several propose once, and keeps
-the likeliest nodes.
+N-grams of the context, n-grams that the model generates itself, and trained heads predict different
+tokens. `trie_union` merges their candidates, verifies a token that several propose only once, and
+keeps the likeliest nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm import LLM, SamplingParams
 from vllm_trie.tiny_model import medusa_path, model_path
 
 REQUESTS = (
-    # An answer that copies, an answer that hardly does, and text to be continued.
+    # An answer that copies its context, one that hardly does, and new code.
     "def area(width, height):\n    return width * height\n\nRename `width` to `breadth`.",
     "What is a dictionary in Python?",
     "Write a class `Timer` with methods `start` and `stop`.",
@@ -28,14 +28,14 @@ def main() -> None:
             "method": "trie_union",
             "drafters": ["ngram_trie", "lookahead", "medusa"],
             "model": str(medusa_path()),  # Medusa heads trained for the model
-            "num_speculative_tokens": 32,  # nodes of a request's tree, for all drafters together
-            # Options of a drafter go under its name; this is a default.
+            "num_speculative_tokens": 32,  # nodes of a request's tree, all drafters together
+            # Options of a drafter go under its name; this is the default.
             "options": {"medusa": {"joint": "context"}},
         },
         max_model_len=1024,
-        kv_cache_memory_bytes=64 << 20,  # the rest of the memory is yours
-        enforce_eager=True,  # starts sooner; leave it out to serve
-        disable_log_stats=False,  # keeps the counters that are read below
+        kv_cache_memory_bytes=64 << 20,  # leaves the rest of the memory free
+        enforce_eager=True,  # starts faster; leave it out to serve
+        disable_log_stats=False,  # keeps the counters read below
     )
     messages = [[{"role": "user", "content": request}] for request in REQUESTS]
     for output in llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=96)):

@@ -1,4 +1,4 @@
-"""Prompt lookup as a tree: whatever followed the last words before may follow them now."""
+"""Prompt lookup as a tree: drafts what followed earlier occurrences of the last tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_trie.tree import TokenTree, depth_first_layout
 
 
 class Options(DrafterOptions):
-    match_tokens: int = Field(default=2, ge=1, description="Tokens that must be the same.")
+    match_tokens: int = Field(default=2, ge=1, description="Tokens that must match.")
     continuations: int = Field(default=4, ge=1, description="Branches, the latest first.")
 
 
@@ -27,12 +27,12 @@ class PromptLookupDrafter(Drafter):
         tokens, size = request.token_ids, self.options.match_tokens
         if len(tokens) <= size:
             return TokenTree.empty()
-        # All places but the last where the text has its last `size` tokens.
+        # Ends of all earlier occurrences of the last `size` tokens.
         windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], size)
         ends = np.flatnonzero((windows == tokens[-size:]).all(axis=1)) + size
         branches = 1 if request.chain_only else self.options.continuations
         paths = [tokens[end : end + request.max_depth] for end in ends[::-1][:branches]]
-        # `from_paths` merges common beginnings; the budget is dealt out evenly.
+        # Each path gets an equal share of the budget; `from_paths` merges common prefixes.
         share = -(-request.max_nodes // max(1, len(paths)))
         tree = TokenTree.from_paths([path[:share] for path in paths], request.max_nodes)
-        return depth_first_layout(tree)  # likely paths in a row: fewer KV entries to move
+        return depth_first_layout(tree)  # contiguous likely paths need fewer KV moves

@@ -1,4 +1,4 @@
-"""Drafting with a method of one's own.
+"""Drafting with a method from another package.
 
 pip install examples/own_drafter
 python examples/own_drafter/run.py [--model PATH]

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import _peers_engines
 import peers
+import pytest
+from support import peers_engines
 
 PINNED = {
     "method",
@@ -81,22 +77,22 @@ def test_rows_have_the_pinned_keys_and_plausible_values(rows: list[dict[str, Any
 
 
 @pytest.fixture
-def learner(tmp_path: Path) -> Iterator[Callable[[], _peers_engines.Measured]]:
+def learner(tmp_path: Path) -> Iterator[Callable[[], peers_engines.Measured]]:
     """Ask one and the same question of an engine whose drafter learns from finished requests."""
     rng = random.Random(5)
     prompt, answer = ([rng.randrange(10, 30_000) for _ in range(n)] for n in (20, 60))
-    question = _peers_engines.Question("any", prompt, answer, len(answer))
-    with _peers_engines.replaying("tiny", 32_000, 512) as model:
-        contestant = _peers_engines.Contestant(
+    question = peers_engines.Question("any", prompt, answer, len(answer))
+    with peers_engines.replaying("tiny", 32_000, 512) as model:
+        contestant = peers_engines.Contestant(
             FIXED,
             model,
             max_model_len=256,
             enforce_eager=True,
-            **_peers_engines.replay_settings("bfloat16"),
+            **peers_engines.replay_settings("bfloat16"),
         )
-        peers._prepare(question)
+        peers.play_answer(question)
 
-        def ask(forget: bool = False) -> _peers_engines.Measured:
+        def ask(forget: bool = False) -> peers_engines.Measured:
             if forget:
                 contestant.forget()
             return contestant.run(question)
@@ -104,9 +100,9 @@ def learner(tmp_path: Path) -> Iterator[Callable[[], _peers_engines.Measured]]:
         yield ask
 
 
-def test_engines_learn_and_forget(learner: Callable[..., _peers_engines.Measured]) -> None:
+def test_engines_learn_and_forget(learner: Callable[..., peers_engines.Measured]) -> None:
     first, second, third = learner(), learner(), learner(forget=True)
     assert first.steps == 59, "random text cannot be guessed"
     assert second.steps < 30, "the answer was seen a moment ago"
-    assert third.steps == 59, "the engine was told to forget"
+    assert third.steps == 59, "the engine forgot"
     assert first.output == second.output == third.output

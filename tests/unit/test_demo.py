@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from vllm_trie import demo
-from vllm_trie.demo import command, engines, measure, report
-from vllm_trie.demo.measure import Counts, ObservedStep, Row, Timing
-from vllm_trie.demo.prompts import demo_prompts
+from vllm_trie import demo, local_engine
+from vllm_trie.demo import command, measure, report
+from vllm_trie.demo.measure import ObservedStep, Row
+from vllm_trie.local_engine import RequestStep
+from vllm_trie.tiny_model.chat_prompts import chat_prompts
 from vllm_trie.tree import TokenTree
 
-GOOD = Row("first", 100, 2.0, 1.0, 4.0, 30.0, True)
-BAD = Row("second", 100, 2.0, 1.0, 4.0, 30.0, False)
+GOOD = Row("first", 100, 2.0, 1.0, 25, 750, True)
+BAD = Row("second", 100, 2.0, 1.0, 25, 750, False)
 
 
 def rendered(*shown: Any) -> str:
@@ -33,11 +34,12 @@ def rendered(*shown: Any) -> str:
     return console.export_text()
 
 
-def a_step(parents: list[int], accepted: tuple[int, ...], step: int = 3) -> ObservedStep:
+def a_step(parents: list[int], path: tuple[int, ...], number: int = 3) -> ObservedStep:
+    """A step whose output follows `path` in a tree with these parents, and a bonus token."""
     tokens = list(range(10, 10 + len(parents)))
     tree = TokenTree.from_lists(tokens, parents)
-    new = (*(tokens[node] for node in accepted), 7)
-    return ObservedStep(0, step, (1, 2), tree, accepted, new)
+    new = (*(tokens[node] for node in path), 7)
+    return ObservedStep("a [name]", number, (1, 2), RequestStep(0, new, tree))
 
 
 def test_importing_the_demo_imports_no_engine() -> None:
@@ -50,7 +52,7 @@ def test_importing_the_demo_imports_no_engine() -> None:
 
 
 def test_prompts_are_distinct() -> None:
-    prompts = demo_prompts()
+    prompts = chat_prompts()
     assert 6 <= len(prompts) <= 8
     assert len({prompt.name for prompt in prompts}) == len(prompts)
     assert len({prompt.message for prompt in prompts}) == len(prompts)
@@ -58,25 +60,72 @@ def test_prompts_are_distinct() -> None:
 
 @given(count=st.integers(0, 40), batch_size=st.integers(1, 12))
 def test_batches_hold_every_prompt_once_in_order(count: int, batch_size: int) -> None:
-    groups = measure.batches(range(count), batch_size)
+    groups = local_engine.batches(range(count), batch_size)
     assert [index for group in groups for index in group] == list(range(count))
     assert all(len(group) == batch_size for group in groups[:-1])
     assert all(1 <= len(group) <= batch_size for group in groups)
 
 
-def test_summary_takes_medians_and_adds_up() -> None:
-    timings = [Timing([3.0, 1.0, 2.0], [1.0, 9.0, 0.5]), Timing([4.0], [2.0])]
-    counts = [Counts(5, 20, 100), Counts(5, 10, 50), Counts(10, 10, 0)]
-    first, second, total = measure.summarize(
-        ["a", "b", "c"], timings, [True, False], [30, 10], counts, batch_size=2
+def test_accepted_nodes_are_those_that_the_output_follows() -> None:
+    tree = TokenTree.from_lists([5, 6, 4, 8, 9], [-1, 0, -1, 0, 3])
+    assert RequestStep(0, (5, 8, 9, 1), tree).accepted == (0, 3, 4)
+    assert RequestStep(0, (5, 8), tree).accepted == (0, 3)  # cut off at a stop
+    assert RequestStep(0, (7,), tree).accepted == ()
+    assert RequestStep(0, (), tree).accepted == ()
+    window = TokenTree(tree.token_ids, tree.parents, None, np.array([0, 0, 0, 1, 1], bool))
+    assert RequestStep(0, (5, 8), window).accepted == (0,)
+    assert RequestStep(0, (5, 8), TokenTree.empty()).accepted == ()
+
+
+class FakeEngines:
+    """Engines whose runs take scripted times and give scripted outputs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, outputs: dict[str, list[Any]]) -> None:
+        self.runs: list[str] = []
+        self.outputs = outputs
+        self.clock = 0.0
+        monkeypatch.setattr(measure, "generate", self.generate)
+        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.clock)
+
+    def generate(self, llm: str, prompts: Any, params: Any) -> Any:
+        self.runs.append(llm)
+        output, seconds = self.outputs[llm].pop(0)
+        self.clock += seconds
+        return output
+
+
+def test_comparison_takes_turns_and_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    same, other = [[1] * 20, [2] * 10], [[1] * 20, [3] * 10]
+    engines = FakeEngines(
+        monkeypatch,
+        {
+            "plain": [(same, 50.0), (same, 3.0), (same, 1.0), (same, 2.0)],
+            "trees": [(same, 1.0), (same, 9.0), (same, 0.5)],
+        },
     )
-    assert (first.name, second.name) == ("a, b", "c")
-    assert (first.plain_seconds, first.tree_seconds) == (2.0, 1.0)
-    assert (first.tokens_per_step, first.nodes_per_step) == (3.0, 15.0)
-    assert (first.speed_up, first.plain_tokens_per_s, first.tree_tokens_per_s) == (2.0, 15.0, 30.0)
-    assert (total.tokens, total.plain_seconds, total.tree_seconds) == (40, 6.0, 3.0)
-    assert (total.tokens_per_step, total.nodes_per_step) == (2.0, 7.5)
-    assert [row.identical for row in (first, second, total)] == [True, False, False]
+    drafted = a_step([-1, 0], (0,))
+    monkeypatch.setattr(measure, "observe", lambda *args: (10, [drafted] * 75))
+    advanced: list[int] = []
+    row, observed = measure.compare(
+        "plain", "trees", ["a", "b"], [[1], [2]], None, 3, lambda: advanced.append(1)
+    )
+    assert "".join(name[0] for name in engines.runs) == "p" + "pt" + "tp" + "pt"
+    assert len(advanced) == 2 + 2 * 3
+    assert len(observed) == 75
+    assert (row.name, row.plain_seconds, row.tree_seconds) == ("a, b", 2.0, 1.0)
+    assert (row.tokens_per_step, row.nodes_per_step) == (3.0, 15.0)
+    assert (row.speed_up, row.plain_tokens_per_s, row.tree_tokens_per_s) == (2.0, 15.0, 30.0)
+    assert row.identical is True
+    engines.outputs = {"plain": [(same, 1.0)] * 2, "trees": [(other, 1.0)]}
+    assert measure.compare("plain", "trees", ["a"], [[1]], None, 1)[0].identical is False
+
+
+def test_the_last_row_adds_up() -> None:
+    first = Row("a, b", 30, 2.0, 1.0, 10, 150, True)
+    row = measure.total([first, Row("c", 10, 4.0, 2.0, 10, 0, False)])
+    assert (row.tokens, row.plain_seconds, row.tree_seconds) == (40, 6.0, 3.0)
+    assert (row.tokens_per_step, row.nodes_per_step) == (2.0, 7.5)
+    assert row.identical is False
 
 
 def test_drawn_step_is_one_that_needed_the_tree() -> None:
@@ -107,7 +156,7 @@ def test_table_and_verdict_say_whether_outputs_are_identical() -> None:
 def test_drawn_step_shows_the_tree_and_where_it_belongs() -> None:
     step = a_step([-1, 0, -1, 2, 3], (2, 3, 4))
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    report.show_step(console, step, "a [name]", lambda tokens: "".join(f"<{t}>" for t in tokens))
+    report.show_step(console, step, lambda tokens: "".join(f"<{t}>" for t in tokens))
     text = console.export_text()
     assert "a [name]" in text
     assert "<1><2><12><13><14><7>" in text
@@ -126,9 +175,9 @@ def pretended_run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let the command run without engines and return the rows it is given."""
 
     def pretend(rows: list[Row]) -> None:
-        result = rows, a_step([-1, 0, 1], (0, 1)), lambda tokens: str(list(tokens)), "a note"
-        monkeypatch.setattr(command, "_run", lambda *args, **options: result)
-        monkeypatch.setattr(engines, "set_environment", lambda verbose: None)
+        result = rows, a_step([-1, 0, 1], (0, 1)), lambda tokens: str(list(tokens))
+        monkeypatch.setattr(command, "_measure", lambda *args: result)
+        monkeypatch.setattr(local_engine, "set_environment", lambda verbose: None)
 
     return pretend
 
@@ -173,24 +222,24 @@ def test_the_users_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     monkeypatch.setenv("A_NEW_ONE", "")
     monkeypatch.delenv("A_NEW_ONE")
-    engines.set_environment(True, {"OMP_NUM_THREADS": "1", "A_NEW_ONE": "x"})
+    local_engine.set_environment(True, {"OMP_NUM_THREADS": "1", "A_NEW_ONE": "x"})
     assert os.environ["OMP_NUM_THREADS"] == "3"
     assert os.environ["A_NEW_ONE"] == "x"
     assert "VLLM_LOGGING_LEVEL" not in os.environ
 
 
 def test_silence_holds_back_what_native_code_prints(capfd: pytest.CaptureFixture[str]) -> None:
-    with engines.silence():
+    with local_engine.silence():
         os.write(1, b"noise\n")
         os.write(2, b"noise\n")
-    with engines.silence(active=False):
+    with local_engine.silence(active=False):
         os.write(1, b"wanted\n")
     assert capfd.readouterr() == ("wanted\n", "")
 
 
-def test_silence_tells_all_when_something_fails(capfd: pytest.CaptureFixture[str]) -> None:
+def test_silence_reports_everything_when_something_fails(capfd: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
-        with engines.silence():
+        with local_engine.silence():
             os.write(1, b"the reason\n")
             raise RuntimeError
 
@@ -200,7 +249,7 @@ def test_silence_tells_all_when_something_fails(capfd: pytest.CaptureFixture[str
 
 
 def test_parameters_are_counted_from_the_files(tmp_path: Path) -> None:
-    assert engines.num_parameters(str(tmp_path)) is None
+    assert report.num_parameters(str(tmp_path)) is None
     weights = {"a": np.zeros((3, 4), np.float32), "b": np.zeros(5, np.float16)}
     save_file(weights, tmp_path / "model.safetensors")
-    assert engines.num_parameters(str(tmp_path)) == 17
+    assert report.num_parameters(str(tmp_path)) == 17

@@ -1,21 +1,18 @@
-"""The parts of the speculation benchmark that decide what is measured."""
+"""The shared frame of the benchmarks, and the drafter of the speculation benchmark."""
 
 from __future__ import annotations
 
-import sys
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import harness
+from support.full_trees import FullTreesDrafter
 
-from vllm_trie.drafters import DrafterContext, DraftRequest, get_drafter_class, registry
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import _common
-import _full_trees
+from vllm_trie.drafters import DrafterContext, DraftRequest
 
 VOCAB_SIZE = 500
 CONTEXT = DrafterContext(
@@ -43,7 +40,7 @@ CONTEXT = DrafterContext(
 def test_full_trees_are_full_and_hold_the_answer(
     num_nodes: int, max_depth: int, done: int, chain_only: bool
 ) -> None:
-    drafter = _full_trees.FullTreesDrafter(_full_trees.FullTreesDrafter.Options(), CONTEXT)
+    drafter = FullTreesDrafter(FullTreesDrafter.Options(), CONTEXT)
     prompt, answer = [1, 2, 3], list(range(100, 130))
     drafter.answers[tuple(prompt)] = answer
     tokens = np.array(prompt + answer[:done], dtype=np.int32)
@@ -58,7 +55,7 @@ def test_full_trees_are_full_and_hold_the_answer(
 
 
 def test_full_trees_make_kv_move() -> None:
-    drafter = _full_trees.FullTreesDrafter(_full_trees.FullTreesDrafter.Options(), CONTEXT)
+    drafter = FullTreesDrafter(FullTreesDrafter.Options(), CONTEXT)
     prompt, answer = [1, 2, 3], list(range(100, 200))
     drafter.answers[tuple(prompt)] = answer
     accepted, moved = [], 0
@@ -80,12 +77,6 @@ def test_full_trees_make_kv_move() -> None:
     assert moved > 10
 
 
-def test_full_trees_become_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
-    _full_trees.register()
-    assert get_drafter_class(_full_trees.METHOD) is _full_trees.FullTreesDrafter
-
-
 def test_runs_take_turns() -> None:
     order: list[str] = []
 
@@ -93,17 +84,17 @@ def test_runs_take_turns() -> None:
         order.append(name)
         return name.upper()
 
-    timed = _common.in_turns({"a": lambda: run("a"), "b": lambda: run("b")}, 3)
+    timed = harness.interleave({"a": lambda: run("a"), "b": lambda: run("b")}, 3)
     assert "".join(order) == "abbaab"
     assert [result for _, result in timed["b"]] == ["B"] * 3
-    assert _common.median_seconds([(3.0, None), (1.0, None), (2.0, None)]) == 2.0
+    assert harness.median_seconds([(3.0, None), (1.0, None), (2.0, None)]) == 2.0
     slower = [(3.0, None), (4.0, None), (20.0, None)]
-    assert _common.median_ratio(slower, [(1.0, None), (2.0, None), (4.0, None)]) == 3.0
+    assert harness.median_ratio(slower, [(1.0, None), (2.0, None), (4.0, None)]) == 3.0
 
 
 def test_rows_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"method": "plain", "ms": 0.12345, "hidden": 1}, {"method": "trees", "ms": None}]
-    _common.finish(rows, tmp_path / "rows.json", ["method", "ms"])
+    harness.finish(rows, tmp_path / "rows.json", ["method", "ms"])
     assert "0.123" in capsys.readouterr().out
-    written = _common.json.loads((tmp_path / "rows.json").read_text())
+    written = json.loads((tmp_path / "rows.json").read_text())
     assert [{k: v for k, v in row.items() if k != "machine"} for row in written] == rows

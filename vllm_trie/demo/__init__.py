@@ -1,6 +1,6 @@
-"""The demo: speculation at work on real prompts, measured beside plain vLLM.
+"""The demo: draft trees on real prompts, measured against plain vLLM.
 
-Importing this package imports neither torch nor vLLM; thread settings must come before them.
+Importing this package imports neither torch nor vLLM; thread settings have to come before them.
 """
 
 from __future__ import annotations

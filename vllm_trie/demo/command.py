@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +14,25 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from vllm_trie.demo import engines
-from vllm_trie.demo.prompts import chat_tokens, demo_prompts
+from vllm_trie import local_engine
 
 if TYPE_CHECKING:
     from vllm_trie.demo.measure import ObservedStep, Row
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options that decide what is measured."""
+
+    model: str
+    method: str
+    nodes: int
+    batch_size: int
+    max_tokens: int
+    repeats: int
+    verbose: bool
 
 
 @app.command()
@@ -43,110 +56,90 @@ def demo(
 
     Exit status 1 if any output differs.
     """
+    from vllm_trie.demo import report
     from vllm_trie.drafters import available_methods
+    from vllm_trie.tiny_model import model_path
 
     if method not in available_methods():
         raise typer.BadParameter(
             f"{method!r} is not a method; allowed: {', '.join(available_methods())}",
             param_hint="--method",
         )
-    engines.set_environment(verbose)
+    local_engine.set_environment(verbose)
     if model is None:
-        from vllm_trie.tiny_model import model_path
-
-        path = _or_exit(model_path)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    else:
-        path = model
-    # Engines are started with the terminal's streams turned away, so the console keeps its own.
+    path = _or_exit(model_path) if model is None else model
+    settings = Settings(path, method, nodes, batch_size, max_tokens, repeats, verbose)
+    # Engines start with the terminal's streams redirected, so the console keeps its own.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as terminal:
         console = Console(file=terminal, highlight=False)
         console.print(
             f"[bold]vllm-trie demo[/]: plain vLLM and [bold]{method}[/] with {nodes} nodes, "
             f"batch size {batch_size}\n"
         )
-        rows, step, decode, note = _run(
-            console, str(path), method, nodes, batch_size, max_tokens, repeats, verbose,
-            shipped=model is None,
-        )  # fmt: skip
-        _show(console, rows, step, decode, note, method, svg)
+        rows, drawn, decode = _measure(console, settings)
+        console.print(report.comparison_table(rows, method))
+        console.print(report.verdict(rows))
+        note = report.notes(report.num_parameters(path), model is None, method)
+        console.print(f"\n[dim]{note}[/]\n")
+        report.show_step(console, drawn, decode, svg)
     if json_path is not None:
-        from vllm_trie.demo.report import json_rows
-
-        flat = json_rows(rows, method, nodes, batch_size)
+        flat = report.json_rows(rows, method, nodes, batch_size)
         json_path.write_text(json.dumps(flat, indent=1) + "\n", encoding="utf-8")
     if not rows[-1].identical:
         raise typer.Exit(1)
 
 
-def _run(
-    console: Console,
-    path: str,
-    method: str,
-    nodes: int,
-    batch_size: int,
-    max_tokens: int,
-    repeats: int,
-    verbose: bool,
-    shipped: bool,
-) -> tuple[list[Row], ObservedStep | None, Any, str]:
-    """Start the engines and measure; the engines live until the process ends."""
-    from vllm_trie.demo import measure, report
+def _measure(console: Console, settings: Settings) -> tuple[list[Row], ObservedStep | None, Any]:
+    """Start the engines, which live until the process ends, and measure.
 
-    prompts = demo_prompts()
-    groups = measure.batches(prompts, batch_size)
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
-        task = progress.add_task(
-            "loading vLLM", total=3 + len(groups) * (2 + 2 * repeats), start=True
-        )
+    Returns:
+        A row for each batch and one for all, the step to draw, and the tokenizer's `decode`.
+    """
+    from vllm_trie.demo import measure
+    from vllm_trie.tiny_model.chat_prompts import chat_prompts
+
+    prompts = chat_prompts()
+    groups = local_engine.batches(range(len(prompts)), settings.batch_size)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        num_runs = len(groups) * (2 + 2 * settings.repeats)
+        task = progress.add_task("loading vLLM", total=3 + num_runs)
 
         def advance(what: str | None = None) -> None:
             progress.update(task, advance=1, description=what)
 
-        with engines.silence(not verbose):
+        with local_engine.silence(not settings.verbose):
             from vllm import SamplingParams
-        tokenizer, token_ids = _tokenized(path, [prompt.message for prompt in prompts])
-        length = _checked_length(path, max(map(len, token_ids)), max_tokens, nodes)
-        with engines.silence(not verbose):
-            settings = {"max_model_len": length, "max_num_seqs": batch_size}
+        decode, token_ids = _tokenized(settings.model, [prompt.message for prompt in prompts])
+        length = _checked_length(settings, max(map(len, token_ids)))
+        params = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
+        rows, observed = [], []
+        with local_engine.silence(not settings.verbose):
+            limits = {"max_model_len": length, "max_num_seqs": settings.batch_size}
             advance("starting plain vLLM")
-            plain = engines.start_engine(path, **settings)
-            advance(f"starting vLLM with {method}")
-            trees = engines.start_engine(
-                path, **settings, speculative_config=_speculative_config(method, nodes)
+            plain = local_engine.start_engine(settings.model, **limits)
+            advance(f"starting vLLM with {settings.method}")
+            trees = local_engine.start_engine(
+                settings.model, **limits, speculative_config=_speculative_config(settings)
             )
-            advance("warming up")
-            params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-            counts, steps = [], []
+            advance("measuring, in turns")
             for group in groups:
+                names = [prompts[index].name for index in group]
                 some = [token_ids[index] for index in group]
-                measure.generate(plain, some, params)
-                advance()
-                found, observed = measure.observe(trees, some, params, first=group[0])
-                counts += found
-                steps += observed
-                advance()
-            progress.update(task, description="measuring, in turns")
-            timings, identical, tokens = measure.compare(
-                plain, trees, token_ids, params, batch_size, repeats, advance
-            )
-    rows = measure.summarize(
-        [prompt.name for prompt in prompts], timings, identical, tokens, counts, batch_size
-    )
-    note = report.notes(engines.num_parameters(path), shipped, method)
-    return rows, measure.most_telling(steps), tokenizer.decode, note
+                row, steps = measure.compare(
+                    plain, trees, names, some, params, settings.repeats, advance
+                )
+                rows.append(row)
+                observed += steps
+    return [*rows, measure.total(rows)], measure.most_telling(observed), decode
 
 
 def _tokenized(path: str, messages: Sequence[str]) -> tuple[Any, list[list[int]]]:
-    """The model's tokenizer, and each message as the chat prompt that its users would send."""
+    """Return the tokenizer's `decode`, and the chat prompt of each message."""
     from transformers import AutoTokenizer
+
+    from vllm_trie.tiny_model.chat_prompts import chat_tokens
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -161,13 +154,14 @@ def _tokenized(path: str, messages: Sequence[str]) -> tuple[Any, list[list[int]]
         raise typer.BadParameter(
             f"{path!r} has no chat template; take a chat model", param_hint="--model"
         )
-    return tokenizer, [chat_tokens(tokenizer, message) for message in messages]
+    return tokenizer.decode, [chat_tokens(tokenizer, message) for message in messages]
 
 
-def _checked_length(path: str, longest: int, max_tokens: int, nodes: int) -> int:
-    """The engines' `max_model_len`."""
-    length = engines.room_for(longest, max_tokens, nodes)
-    limit = engines.text_config(path).max_position_embeddings
+def _checked_length(settings: Settings, longest: int) -> int:
+    """Return the engines' `max_model_len`."""
+    max_tokens, nodes = settings.max_tokens, settings.nodes
+    length = local_engine.room_for(longest, max_tokens, nodes)
+    limit = local_engine.text_config(settings.model).max_position_embeddings
     if length > limit:
         raise typer.BadParameter(
             f"{max_tokens} new tokens, the longest prompt and {nodes} nodes need {length} "
@@ -178,54 +172,29 @@ def _checked_length(path: str, longest: int, max_tokens: int, nodes: int) -> int
     return length
 
 
-def _show(
-    console: Console,
-    rows: Sequence[Row],
-    step: ObservedStep | None,
-    decode: Any,
-    note: str,
-    method: str,
-    svg: Path | None,
-) -> None:
-    from vllm_trie.demo import report
-    from vllm_trie.tree import draw_svg
-
-    console.print(report.comparison_table(rows, method))
-    console.print(report.verdict(rows))
-    console.print(f"\n[dim]{note}[/]\n")
-    if step is None:
-        console.print("[yellow]No tree was drafted in any step, so there is none to draw.[/]")
-        return
-    report.show_step(console, step, demo_prompts()[step.prompt].name, decode)
-    if svg is not None:
-        drawn = draw_svg(step.tree, lambda token: decode([token]), step.accepted)
-        svg.write_text(drawn, encoding="utf-8")
-        console.print(f"\nThe same tree as a picture: {svg}")
-
-
-def _speculative_config(method: str, nodes: int) -> dict[str, Any]:
+def _speculative_config(settings: Settings) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "method": method,
-        "num_speculative_tokens": nodes,
-        **engines.without_memory(method),
+        "method": settings.method,
+        "num_speculative_tokens": settings.nodes,
+        **local_engine.without_memory(settings.method),
     }
-    if method.startswith("medusa"):
+    if settings.method.startswith("medusa"):
         from vllm_trie.tiny_model import medusa_path
 
-        config["model"] = str(_or_exit(medusa_path))
+        config["model"] = _or_exit(medusa_path)
     return config
 
 
-def _or_exit(find: Any) -> Any:
+def _or_exit(find: Callable[[], Path]) -> str:
     try:
-        return find()
+        return str(find())
     except FileNotFoundError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; `arguments` are the command line's if left out. Returns the exit status."""
+    """Run the demo with `arguments`, or those of the command line; return the exit status."""
     try:
         app(
             args=None if arguments is None else list(arguments),

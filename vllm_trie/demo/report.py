@@ -1,8 +1,10 @@
-"""What the demo shows: the table, the drawn tree, the JSON rows."""
+"""Output of the demo: the table, the drawn tree, the JSON rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -13,13 +15,22 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_trie.demo.measure import ObservedStep, Row
-from vllm_trie.tree import draw_text
+from vllm_trie.tree import draw_svg, draw_text
 
 _SHOWN_BEFORE = 160  # characters of output shown before the drawn step
+_JSON_KEYS = (
+    "method",
+    "nodes",
+    "tokens_per_s",
+    "tokens_per_step",
+    "nodes_per_step",
+    "speed_up",
+    "identical",
+)
 
 
 def comparison_table(rows: Sequence[Row], method: str) -> Table:
-    """Plain vLLM beside the method; the last row is the sum of the others."""
+    """Return the table of plain vLLM next to the method; the last row is the sum of the others."""
     table = Table(
         box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold"
     )
@@ -53,7 +64,7 @@ def comparison_table(rows: Sequence[Row], method: str) -> Table:
 
 
 def verdict(rows: Sequence[Row]) -> Text | Panel:
-    """One line if all outputs are the same; a box that cannot be overlooked if not."""
+    """Return one line if all outputs are the same, a red box if not."""
     if rows[-1].identical:
         return Text("outputs identical: yes", style="bold green")
     wrong = "; ".join(row.name for row in rows[:-1] if not row.identical)
@@ -66,43 +77,51 @@ def verdict(rows: Sequence[Row]) -> Text | Panel:
 
 def show_step(
     console: Console,
-    step: ObservedStep,
-    prompt_name: str,
+    observed: ObservedStep | None,
     decode: Callable[[Sequence[int]], str],
+    svg: Path | None = None,
 ) -> None:
-    """Draw one step's tree under the text that it continues."""
-    before, new = decode(step.output_before), decode(step.new_tokens)
+    """Draw one step's tree under the text that it continues, and into a file if one is given."""
+    if observed is None:
+        console.print("[yellow]No tree was drafted in any step, so there is none to draw.[/]")
+        return
+    step, accepted = observed.step, observed.step.accepted
+    before, new = decode(observed.output_before), decode(step.tokens)
     text = Text()
     if len(before) > _SHOWN_BEFORE:
         text.append("… ", style="dim")
     text.append(before[-_SHOWN_BEFORE:])
     text.append(new, style="bold green")
     console.print(
-        f"[bold]One step's draft tree[/] (prompt “{escape(prompt_name)}”, step {step.step}): "
-        f"{step.tree.num_nodes} nodes, verified in one forward pass. The model's own choices "
-        f"follow the path marked ✓: {len(step.accepted)} accepted and a bonus token make "
-        f"{len(step.new_tokens)} tokens from this step, [bold green]shown in green[/] here:"
+        f"[bold]One step's draft tree[/] (prompt “{escape(observed.prompt)}”, step "
+        f"{observed.number}): {step.tree.num_nodes} nodes, verified in one forward pass. The "
+        f"model's own choices follow the path marked ✓: {len(accepted)} accepted and a bonus token "
+        f"make {len(step.tokens)} tokens from this step, [bold green]shown in green[/] here:"
     )
     console.print(Panel(text, expand=False, border_style="dim"))
-    drawn = draw_text(step.tree, lambda token: decode([token]), step.accepted)
+    drawn = draw_text(step.tree, lambda token: decode([token]), accepted)
     for line in drawn.splitlines():
         console.print(Text(line, style="bold green" if line.endswith(" ✓") else ""), soft_wrap=True)
+    if svg is not None:
+        picture = draw_svg(step.tree, lambda token: decode([token]), accepted)
+        svg.write_text(picture, encoding="utf-8")
+        console.print(f"\nThe same tree as a picture: {svg}")
 
 
 def notes(num_parameters: int | None, shipped: bool, method: str) -> str:
-    """What the numbers mean and what they do not."""
+    """Return the explanation under the table."""
     lines = [
-        f"Greedy decoding in float32; times are medians of runs in turns. {escape(method)} lets "
-        "the model itself check every drafted token, so it can change the speed, never the text."
+        f"Greedy decoding in float32; times are medians of runs in turns. With {escape(method)} "
+        "the model itself checks every drafted token: the speed can change, the text cannot."
     ]
     size = "" if num_parameters is None else _magnitude(num_parameters)
     if shipped:
         lines.append(
-            f"The model has only {size} parameters and learnt from the source code of Python's "
-            "standard library: it writes plausible code, not good code, and its answers are often "
+            f"The model has only {size} parameters and was trained on the source code of Python's "
+            "standard library. It writes plausible code, not good code, and its answers are often "
             "wrong. Most of a step's time is vLLM's own work in Python. Tokens per step depend on "
-            "how much an answer reuses of its context; the speed-up also on what a step costs. "
-            "So try your own model, on your own machine: `vllm-trie demo --model PATH`."
+            "how much of its context an answer reuses; the speed-up also depends on the cost of a "
+            "step. Try your own model on your own machine: `vllm-trie demo --model PATH`."
         )
     elif size:
         lines.append(f"The model has {size} parameters.")
@@ -113,35 +132,37 @@ def _magnitude(number: int) -> str:
     return f"{number / 1e6:.1f} M" if number < 1e9 else f"{number / 1e9:.1f} B"
 
 
+def num_parameters(model: str) -> int | None:
+    """Return the number of weights in a model folder's files; None if it has no safetensors.
+
+    The engine cannot tell: vLLM packs weights for the CPU's kernels and drops the originals.
+    """
+    from safetensors import safe_open
+
+    total = 0
+    for path in Path(model).glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as weights:
+            names = weights.keys()
+            total += sum(prod(weights.get_slice(name).get_shape()) for name in names)
+    return total or None
+
+
 def json_rows(
     rows: Sequence[Row], method: str, nodes: int, batch_size: int
 ) -> list[dict[str, Any]]:
-    """Flat rows, two for each row of the table: plain and the method."""
-    flat: list[dict[str, Any]] = []
+    """Return flat rows, two for each row of the table: plain and the method."""
+    flat = []
     for row in rows:
         shared = {"prompt": row.name, "batch_size": batch_size, "tokens": row.tokens}
-        flat.append(
-            shared
-            | {
-                "method": "plain",
-                "nodes": 0,
-                "tokens_per_s": row.plain_tokens_per_s,
-                "tokens_per_step": 1.0,
-                "nodes_per_step": 0.0,
-                "speed_up": 1.0,
-                "identical": True,
-            }
+        plain = ("plain", 0, row.plain_tokens_per_s, 1.0, 0.0, 1.0, True)
+        trees = (
+            method,
+            nodes,
+            row.tree_tokens_per_s,
+            row.tokens_per_step,
+            row.nodes_per_step,
+            row.speed_up,
+            row.identical,
         )
-        flat.append(
-            shared
-            | {
-                "method": method,
-                "nodes": nodes,
-                "tokens_per_s": row.tree_tokens_per_s,
-                "tokens_per_step": row.tokens_per_step,
-                "nodes_per_step": row.nodes_per_step,
-                "speed_up": row.speed_up,
-                "identical": row.identical,
-            }
-        )
+        flat += [shared | dict(zip(_JSON_KEYS, values, strict=True)) for values in (plain, trees)]
     return flat

@@ -310,5 +310,5 @@ def test_integrity_check_finds_damage(vllm_config, damage):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_soak(vllm_config, seed):
-    """Thousands of random groups; benchmarks/_beam_soak.py runs the same for longer."""
+    """Thousands of random groups; test_soak.py runs the same with other seeds, for longer."""
     random_run(vllm_config, seed, num_requests=120)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.lookahead import CountedLookahead, IndependentLookahead, repeat_shared_prefixes
 
 from tests.unit.drafters.lookahead.driver import Decoding, verify
 from tests.unit.drafters.lookahead.reference import toy_target
@@ -16,7 +14,6 @@ from vllm_trie.drafters.lookahead.candidates import CandidateTrie
 from vllm_trie.drafters.lookahead.pool import Candidate
 from vllm_trie.drafters.lookahead.rates import Rates
 
-FOLDER = Path(__file__).parents[3] / "benchmarks"
 VOCAB = 40
 CANDIDATES = st.lists(
     st.builds(Candidate, st.tuples(*[st.integers(0, 2)] * 3), st.integers(0, 3)),
@@ -25,19 +22,10 @@ CANDIDATES = st.lists(
 )
 
 
-@pytest.fixture(scope="module")
-def module():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        import _lookahead
-
-        yield _lookahead
-
-
 @given(candidates=CANDIDATES, depth=st.integers(1, 3))
-def test_every_candidate_has_a_branch_of_its_own(module, candidates, depth: int) -> None:
+def test_every_candidate_has_a_branch_of_its_own(candidates: list[Candidate], depth: int) -> None:
     trie = CandidateTrie(candidates, depth, Rates()).tree(100)
-    tree = module.repeat_shared_prefixes(trie, candidates, depth)
+    tree = repeat_shared_prefixes(trie, candidates, depth)
     tree.validate(VOCAB, 100)
     assert tree.num_nodes == sum(len(c.tokens[:depth]) for c in candidates)
     target = toy_target(3)
@@ -45,12 +33,12 @@ def test_every_candidate_has_a_branch_of_its_own(module, candidates, depth: int)
     assert accepted == verify(trie, [1, 2], target).accepted
 
 
-def test_both_accept_the_same_and_are_counted(module) -> None:
+def test_both_accept_the_same_and_are_counted() -> None:
     options = LookaheadOptions(window_size=4, pool_from_text=False, min_probability=0.0)
     context = make_context(num_nodes=64, vocab_size=VOCAB)
     decodings = [
         Decoding(drafter(options, context), [1, 2, 3], toy_target(VOCAB))
-        for drafter in (module.CountedLookahead, module.IndependentLookahead)
+        for drafter in (CountedLookahead, IndependentLookahead)
     ]
     sums = [0, 0]
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""What the table of peers is made of, without an engine."""
+"""The parts of the benchmark of peers, without an engine."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import json
 import sys
 from pathlib import Path
 
+import peers
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-
-import _peers_engines
-import _peers_plot
-import _replay_model
-import peers
-from _replay_data import Recording
+from support import peers_engines, peers_plot, replay_model
+from support.replay_data import Recording
 
 VOCAB_SIZE = 1000
 TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=20)
@@ -32,7 +27,7 @@ def test_rows_on_the_recorded_path_predict_it_and_others_do_not(
         st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=len(positions), max_size=len(positions))
     )
     last = len(recorded) - 1
-    found = _replay_model.next_tokens(
+    found = replay_model.next_tokens(
         torch.tensor(recorded), torch.tensor(tokens), torch.tensor(positions), VOCAB_SIZE
     ).tolist()
     for token, position, after in zip(tokens, positions, found, strict=True):
@@ -44,13 +39,13 @@ def test_rows_on_the_recorded_path_predict_it_and_others_do_not(
 @given(st.lists(st.integers(0, 65_535), min_size=1, max_size=20))
 def test_token_ids_survive_bfloat16_as_two_digits(tokens: list[int]) -> None:
     digits = torch.zeros(len(tokens), 8, dtype=torch.bfloat16)
-    _replay_model.write_digits(digits, torch.tensor(tokens))
-    assert _replay_model.read_digits(digits).tolist() == tokens
+    replay_model.write_digits(digits, torch.tensor(tokens))
+    assert replay_model.read_digits(digits).tolist() == tokens
 
 
 def test_the_shapes_have_the_parameters_that_their_names_say() -> None:
     for shape, millions in (("0.4b", (380, 440)), ("1b", (950, 1100))):
-        sizes = _replay_model.SHAPES[shape]
+        sizes = replay_model.SHAPES[shape]
         hidden = sizes["hidden_size"]
         head_size = hidden // sizes["num_attention_heads"]
         attention = hidden * (2 * hidden + 2 * head_size * sizes["num_key_value_heads"])
@@ -76,14 +71,14 @@ def test_questions_are_spread_and_their_turns_stay_together() -> None:
 
 
 def measured(output: list[int], seconds: float, first: float, steps: int) -> object:
-    parts = dict.fromkeys(_peers_engines.PARTS, 0.25)
-    return _peers_engines.Measured(output, seconds, first, steps, 8 * steps, parts)
+    parts = dict.fromkeys(peers_engines.PARTS, 0.25)
+    return peers_engines.Measured(output, seconds, first, steps, 8 * steps, parts)
 
 
 def example_rows() -> list[dict]:
     questions = [
-        _peers_engines.Question("qa", [1], [5, 6, 7, 8, 9], 5),
-        _peers_engines.Question("rag", [1], [5, 6, 7], 3),
+        peers_engines.Question("qa", [1], [5, 6, 7, 8, 9], 5),
+        peers_engines.Question("rag", [1], [5, 6, 7], 3),
     ]
     found = {
         (0, "plain"): [measured([5, 6, 7, 8, 9], s, 1.0, 4) for s in (5.0, 4.0, 9.0)],
@@ -142,15 +137,15 @@ def test_rows_of_earlier_runs_are_joined_and_drawn(
     assert "dummy weights of a 0.4b shape" in drawing or (folder / "peers-replay.png").exists()
 
 
-def test_a_missing_peer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_peers_engines.importlib.util, "find_spec", lambda name: None)
-    methods, missing = _peers_engines.available(["plain", "suffix"])
+def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_engines.importlib.util, "find_spec", lambda name: None)
+    methods, missing = peers_engines.available(["plain", "suffix"])
     assert methods == ["plain"]
     assert "arctic-inference" in missing[0]
 
 
 def test_every_drawing_has_a_title() -> None:
-    assert set(_peers_plot.TITLES) == set(peers.WORKLOADS)
+    assert set(peers_plot.TITLES) == set(peers.WORKLOADS)
 
 
 def test_replay_is_left_out_without_its_data(

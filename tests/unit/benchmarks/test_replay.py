@@ -1,4 +1,4 @@
-"""The replay benchmark measures what its definition says."""
+"""The replay benchmark follows its definition."""
 
 from __future__ import annotations
 
@@ -8,19 +8,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
+import replay
 
 from vllm_trie.tree import TokenTree
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
-
-
-@pytest.fixture
-def replay_module(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import replay
-
-    return replay
 
 
 class Scripted:
@@ -38,10 +30,10 @@ class Scripted:
         self.finished = tokens.tolist()
 
 
-def test_steps_follow_the_definition(replay_module) -> None:
+def test_steps_follow_the_definition() -> None:
     method = Scripted()
-    recording = replay_module.Recording(1, "qa", prompt=[7, 8], output=[9, 1, 2, 3, 1, 5, 6, 1, 0])
-    steps = replay_module.replay(method, "a", recording)
+    recording = replay.Recording(1, "qa", prompt=[7, 8], output=[9, 1, 2, 3, 1, 5, 6, 1, 0])
+    steps = replay.replay(method, "a", recording)
     # 9 comes from the prefill; then 1 2 +3, then 1 +5, then nothing +6, then 1 +0 (EOS).
     assert [step.num_tokens for step in steps] == [3, 2, 1, 2]
     assert [step.num_nodes for step in steps] == [2, 2, 2, 2]
@@ -50,15 +42,15 @@ def test_steps_follow_the_definition(replay_module) -> None:
     assert method.finished == [7, 8, 9, 1, 2, 3, 1, 5, 6, 1, 0]
 
 
-def test_the_last_step_is_not_counted_beyond_the_end(replay_module) -> None:
-    recording = replay_module.Recording(1, "qa", prompt=[7], output=[9, 1])
-    [step] = replay_module.replay(Scripted(), "a", recording)
+def test_the_last_step_is_not_counted_beyond_the_end() -> None:
+    recording = replay.Recording(1, "qa", prompt=[7], output=[9, 1])
+    [step] = replay.replay(Scripted(), "a", recording)
     assert step.num_tokens == 1
 
 
-def test_categories_pool_their_questions_and_the_mean_does_not(replay_module) -> None:
-    step = replay_module.Step
-    rows = replay_module.summarize(
+def test_categories_pool_their_questions_and_the_mean_does_not() -> None:
+    step = replay.Step
+    rows = replay.summarize(
         "m", 8, {"qa": [step(4, 8, 1.0, 2.5), step(2, 6, 3.0, 1.5)], "rag": [step(1, 0, 2.0, None)]}
     )
     found = {row["category"]: row for row in rows}

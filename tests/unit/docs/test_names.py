@@ -72,8 +72,10 @@ def test_flags_of_benchmarks(found: Page) -> None:
 def _with_modules(script: Path) -> str:
     """A benchmark's source and that of the benchmarks' modules it imports from."""
     source = script.read_text()
-    modules = re.findall(r"^from (_[a-z]\w*) import", source, re.M)
-    return source + "".join((script.parent / f"{name}.py").read_text() for name in modules)
+    modules = re.findall(r"^from support\.(\w+) import", source, re.M)
+    return source + "".join(
+        (script.parent / "support" / f"{name}.py").read_text() for name in modules
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The drafting methods that replay.py compares: ours and its peers'."""
+"""The drafting methods that replay.py compares: this project's and its peers'."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Method(Protocol):
         ...
 
     def finish(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> None:
-        """The request ended with these tokens."""
+        """Take note that the request ended with these tokens."""
         ...
 
 
@@ -54,11 +54,11 @@ class OwnDrafter:
 
 
 class PromptLookup:
-    """Prompt lookup as vLLM's `ngram` does it: of the longest n-gram at the end of the text that
-    occurred before, with `min_length` to `max_length` tokens, the first occurrence is continued.
+    """Prompt lookup as in vLLM's `ngram`.
 
-    The lengths are vLLM's `prompt_lookup_min` and `prompt_lookup_max`; it takes 5 for both if
-    neither is set.
+    Finds the longest n-gram at the end of the text that occurred before, of `min_length` to
+    `max_length` tokens, and continues its first occurrence. The lengths are vLLM's
+    `prompt_lookup_min` and `prompt_lookup_max`, both 5 by default.
     """
 
     def __init__(self, num_nodes: int, min_length: int = 5, max_length: int = 5) -> None:
@@ -84,8 +84,8 @@ class PromptLookup:
 class SuffixDecoding:
     """Arctic Inference's suffix decoding, called as vLLM's `suffix` method calls it.
 
-    Prompt and output of the request make a local tree, the outputs of all requests a global one.
-    The defaults are vLLM's; `tree` turns its tree mode on and lifts what limits the tree's size.
+    Prompt and output of the request form a local tree, the outputs of all requests a global one.
+    The defaults are vLLM's. `tree` turns the tree mode on and lifts the limits on the tree's size.
     """
 
     def __init__(self, num_nodes: int, tree: bool = False, remember: bool = True) -> None:
@@ -128,7 +128,6 @@ class SuffixDecoding:
         self._known[request_id] = len(tokens)
 
 
-# name -> what makes the method, from the number of nodes and the vocabulary's size.
 METHODS: dict[str, Callable[[int, int], Method]] = {
     "ngram_trie": lambda n, v: OwnDrafter("ngram_trie", n, v, store_tokens=0),
     "ngram_trie_store": lambda n, v: OwnDrafter("ngram_trie", n, v),
@@ -143,3 +142,4 @@ METHODS: dict[str, Callable[[int, int], Method]] = {
     "suffix_tree": lambda n, v: SuffixDecoding(n, tree=True),
     "suffix_tree_own_text": lambda n, v: SuffixDecoding(n, tree=True, remember=False),
 }
+"""Name -> constructor, from the number of nodes and the size of the vocabulary."""

@@ -18,29 +18,29 @@ MT_BENCH_CATEGORIES = frozenset(
 )
 QUESTIONS_VARIABLE = "SPEC_BENCH_QUESTIONS"
 ANSWERS_VARIABLE = "SPEC_BENCH_ANSWERS"
-"""Environment variables that name the two files where no option does."""
+"""Environment variables that name the two files without an option."""
 DEFAULT_TOKENIZER = "mistral_common/data/tokenizer.model.v1"
 
 
 class Recording(NamedTuple):
-    """One turn of a question with the answer that a model gave."""
+    """One turn of a question with the answer of a model."""
 
     question_id: int
     category: str
     prompt: list[int]
     output: list[int]
-    """The answer's tokens and then EOS."""
+    """The answer's tokens and EOS."""
 
 
 class Tokenizer(NamedTuple):
     encode: Callable[[str, bool], list[int]]
-    """Token ids of a text; the flag says whether BOS comes first."""
+    """Returns the token ids of a text, after BOS if the flag is set."""
     eos_token_id: int
     vocab_size: int
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """A SentencePiece file (`*.model*`), or a Hugging Face tokenizer's folder or name.
+    """Load a SentencePiece file (`*.model*`), or a Hugging Face tokenizer's folder or name.
 
     The default is a file in the installed package mistral_common.
     """
@@ -48,7 +48,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == DEFAULT_TOKENIZER:
         package = find_spec("mistral_common")
         if package is None or package.origin is None:
-            raise SystemExit("--tokenizer: mistral_common is not installed; name another tokenizer")
+            raise SystemExit(
+                f"--tokenizer {name}: mistral_common is not installed; name another tokenizer"
+            )
         path = Path(package.origin).parent / "data" / "tokenizer.model.v1"
     if ".model" in path.name and path.is_file():
         from sentencepiece import SentencePieceProcessor
@@ -70,10 +72,10 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def read_recordings(questions: Path, answers: Path, tokenizer: Tokenizer) -> Iterator[Recording]:
-    """Every turn of every question, in the order of the file.
+    """Yield every turn of every question, in the order of the file.
 
-    The prompt of a turn is Vicuna's template with the earlier turns and their recorded answers;
-    prompt and answer are encoded separately.
+    The prompt of a turn is Vicuna's template with the earlier turns and their recorded answers.
+    Prompt and answer are encoded separately.
     """
     recorded = {row["question_id"]: row["choices"][0]["turns"] for row in _read_lines(answers)}
     for question in _read_lines(questions):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from speculation import keep_kernel_overrides
-
-from vllm_trie.demo import engines
+from support.engines import each_schedule, keep_kernel_overrides
+from vllm_trie.local_engine import decode_steps, runner_of, start_engine, trees_of
 
 PLAIN = "plain"
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -41,7 +41,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
         "node_budget": "fixed",
     },
 }
-"""name -> vLLM's `speculative_config`."""
+"""Name -> vLLM's `speculative_config`."""
 PEERS = ("ngram", "ngram_default", "suffix")
 DEFAULT_METHODS = (PLAIN, "ngram", "suffix", "ngram_trie")
 MOST_NODES = 32
@@ -54,7 +54,7 @@ class Question(NamedTuple):
     category: str
     prompt: list[int]
     answer: list[int] | None
-    """The recorded answer, which the model must give; None if the model is free."""
+    """The recorded answer that the model has to give; None if it is free."""
     max_tokens: int
 
 
@@ -66,75 +66,76 @@ class Measured(NamedTuple):
     """From the prompt's arrival to the last token."""
     first_token_seconds: float
     steps: int
-    """Steps after the one that gave the first token."""
+    """Steps after the one with the first token."""
     nodes: int
     """Draft tokens that were verified."""
     parts: dict[str, float]
     """Seconds in the steps after the first token, by part: see `PARTS`."""
 
 
-@dataclass(slots=True)
-class _Watch:
-    """Sums up what an engine does."""
+class _PartTimer:
+    """Sums up the time in each part of an engine's steps; only the outermost call counts."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    nodes: int = 0
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._depth = 0
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, its time counted."""
+        """Return `function` with its time added to a part."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:
+                return function(*args, **kwargs)
+            self._depth = 1
             start = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
+                self._depth = 0
                 self.seconds[part] += time.perf_counter() - start
 
         return call
 
 
 class Contestant:
-    """One method's engine, in this process, and what it does step by step."""
+    """One method's engine, in this process, and the time of its steps by part."""
 
     def __init__(self, method: str, model: str, **settings: Any) -> None:
         self.method = method
-        self.llm = engines.start_engine(
+        self.llm = start_engine(
             model, max_num_seqs=1, speculative_config=METHODS[method], **settings
         )
         keep_kernel_overrides()
-        self._runner = engines.runner_of(self.llm)
-        self._watch = _Watch()
-        self._number = 0
-        self._memory = "0"
-        for part, name in (
-            ("forward", "_model_forward"),
-            ("sampling", "_sample"),
-            ("drafting", "propose_draft_token_ids"),
-        ):
-            setattr(self._runner, name, self._watch.timed(part, getattr(self._runner, name)))
-        model_object = self._runner.model
-        model_object.compute_logits = self._watch.timed("logits", model_object.compute_logits)
-        self._count_nodes()
+        self._runner, self._trees = runner_of(self.llm), trees_of(self.llm)
+        self._memory = 0
+        self._timer = _PartTimer()
+        self._watch()
 
-    def _count_nodes(self) -> None:
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        stock, watch = scheduler.schedule, self._watch
+    def _watch(self) -> None:
+        """Time the runner's public methods and modules."""
+        runner, timed = self._runner, self._timer.timed
+        model = runner.model
+        model.forward = timed("forward", model.forward)
+        model.compute_logits = timed("logits", model.compute_logits)
+        for name in ("sampler", "rejection_sampler"):
+            if module := getattr(runner, name, None):
+                module.forward = timed("sampling", module.forward)
+        runner.propose_draft_token_ids = timed("drafting", runner.propose_draft_token_ids)
 
-        def schedule(*args: Any, **kwargs: Any) -> Any:
-            output = stock(*args, **kwargs)
-            watch.nodes += sum(map(len, output.scheduled_spec_decode_tokens.values()))
-            return output
-
-        scheduler.schedule = schedule
+    def _part_seconds(self) -> dict[str, float]:
+        seconds = dict(self._timer.seconds)
+        if self._trees is not None:  # trees are verified without vLLM's samplers
+            seconds["sampling"] += self._trees.totals.verification_seconds
+        return seconds
 
     def forget(self) -> None:
         """Begin anew: neither drafter nor prefix cache know the requests so far.
 
-        What the drafter of this project stores, and the blocks of the prefix cache, belong to a
-        cache salt; vLLM's suffix decoding has no such thing, so it gets an empty cache.
+        This project's store and the prefix cache keep to a cache salt. vLLM's suffix decoding has
+        no salts, so it gets an empty cache.
         """
-        self._memory = str(int(self._memory) + 1)
+        self._memory += 1
         drafter = getattr(self._runner, "drafter", None)
         if hasattr(drafter, "suffix_cache"):
             cache = drafter.suffix_cache
@@ -145,54 +146,63 @@ class Contestant:
     def run(self, question: Question) -> Measured:
         """Decode one request greedily and alone."""
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
             temperature=0.0,
             max_tokens=question.max_tokens,
             ignore_eos=question.answer is not None,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
         )
-        prompt = {"prompt_token_ids": question.prompt, "cache_salt": self._memory}
-        engine, watch = self.llm.llm_engine, self._watch
-        name = f"{self.method}-{self._number}"
-        self._number += 1
         output: list[int] = []
-        steps, first_token, before = 0, 0.0, {}
-        nodes = watch.nodes
-        start = time.perf_counter()
-        engine.add_request(name, prompt, params)
-        while engine.has_unfinished_requests():
-            new = [token for each in engine.step() for token in each.outputs[0].token_ids]
-            if new and not output:
-                first_token, before = time.perf_counter(), dict(watch.seconds)
-            elif new:
-                steps += 1
-            output += new
-        end = time.perf_counter()
-        parts = {part: watch.seconds[part] - before.get(part, 0.0) for part in PARTS}
-        return Measured(output, end - start, first_token - start, steps, watch.nodes - nodes, parts)
+        steps, nodes, first_token, before = 0, 0, 0.0, dict.fromkeys(PARTS, 0.0)
+
+        def count_nodes(scheduled: Any) -> None:
+            nonlocal nodes
+            nodes += sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+
+        with each_schedule(self.llm, count_nodes):
+            start = time.perf_counter()
+            for work in decode_steps(self.llm, [question.prompt], params, str(self._memory)):
+                new = [token for step in work for token in step.tokens]
+                if new and not output:
+                    first_token, before = time.perf_counter(), self._part_seconds()
+                elif new:
+                    steps += 1
+                output += new
+            end = time.perf_counter()
+        after = self._part_seconds()
+        parts = {part: after[part] - before[part] for part in PARTS}
+        return Measured(output, end - start, first_token - start, steps, nodes, parts)
 
 
 def step_milliseconds(
     contestant: Contestant, sizes: Sequence[int], repeats: int = 5
 ) -> dict[int, float]:
-    """Tokens in a step -> milliseconds of the model and its logits, without attention; medians."""
-    runner = engines.runner_of(contestant.llm)
+    """Measure the model and its logits, without attention, by the number of tokens in a step.
+
+    Returns:
+        Number of tokens -> milliseconds, a median.
+    """
+    import torch
+    from vllm.forward_context import set_forward_context
+
+    model = runner_of(contestant.llm).model
+    config = contestant.llm.llm_engine.vllm_config
+    tokens, positions = torch.ones(max(sizes), dtype=torch.int32), torch.arange(max(sizes))
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     for repeat in range(repeats + 1):
         for size in sizes:
             start = time.perf_counter()
-            hidden_states, _ = runner._dummy_run(size)
-            runner.model.compute_logits(hidden_states[:size])
+            # Without attention metadata, vLLM's attention layers do nothing.
+            with set_forward_context(None, config, num_tokens=size), torch.inference_mode():
+                model.compute_logits(model(tokens[:size], positions[:size]))
             if repeat:  # the first one warms up
                 seconds[size].append(time.perf_counter() - start)
     return {size: 1e3 * median(values) for size, values in seconds.items()}
 
 
 def available(methods: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The methods that can run here, and a line for each that cannot."""
+    """Return the methods that can run here, and a line for each that cannot."""
     kept, missing = [], []
     for method in methods:
         if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
@@ -209,17 +219,17 @@ def run_in_turns(
     prepare: Callable[[Question], None],
     advance: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, str, Measured]]:
-    """Ask every engine every question, engine after engine; the order turns with each question.
+    """Ask every engine each question in turn; the order rotates with each question.
 
     Args:
-        contestants: engines that are warm.
+        contestants: warm engines.
         questions: asked in this order.
-        repeats: how often; the engines forget in between.
+        repeats: passes over all questions; the engines forget in between.
         prepare: called before each question.
         advance: called after each question.
 
     Yields:
-        The question's index, the method and what was measured.
+        The question's index, the method and the measurement.
     """
     for repeat in range(repeats):
         for each in contestants:
@@ -234,23 +244,20 @@ def run_in_turns(
 
 @contextmanager
 def replaying(shape: str, vocab_size: int, length: int) -> Iterator[str]:
-    """The folder of a replay model, known to vLLM.
+    """Write a replay model that vLLM can load, and give its folder to the block.
 
     Args:
         shape: a key of the replay model's shapes.
         vocab_size: of the tokenizer of the recorded text.
         length: longest prompt and answer.
     """
-    import tempfile
-    from pathlib import Path
+    from support import replay_model
 
-    import _replay_model
-
-    _replay_model.register()
+    replay_model.register()
     with tempfile.TemporaryDirectory() as folder:
-        yield _replay_model.write_config(Path(folder), shape, vocab_size, length)
+        yield replay_model.write_config(Path(folder), shape, vocab_size, length)
 
 
 def replay_settings(dtype: str) -> Mapping[str, Any]:
-    """Engine options of a replay model."""
+    """Return the engine options of a replay model."""
     return {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": dtype}

@@ -1,7 +1,7 @@
-"""The demo's prompts: what people ask a code model, about code that the shipped model has not seen.
+"""The demo's prompts: requests to a code model about code that the shipped model has not seen.
 
-The code comes from modules of the standard library that are held out of its training, or was
-written for this file.
+The code comes from modules of the standard library that were held out of training, or was written
+for this file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
-class Prompt(NamedTuple):
-    """One user's message."""
+class ChatPrompt(NamedTuple):
+    """One message of a user."""
 
     name: str
     message: str
@@ -63,31 +63,31 @@ def _source(*objects: Callable[..., Any]) -> str:
     return "\n".join(textwrap.dedent(inspect.getsource(each)) for each in objects)
 
 
-def demo_prompts() -> list[Prompt]:
-    """The prompts, from answers that repeat much of their context to those that repeat little."""
+def chat_prompts() -> list[ChatPrompt]:
+    """Return the prompts; the first answers repeat much of their context, the last ones little."""
     return [
-        Prompt(
+        ChatPrompt(
             "rename attribute",
             f"Here is my class:\n\n{_INVENTORY}\nRename `items` to `stock`.",
         ),
-        Prompt(
+        ChatPrompt(
             "add log calls",
             f"{_source(sched.scheduler.enter, sched.scheduler.cancel)}\n"
             "Add a `print` call with its name to every function.",
         ),
-        Prompt(
+        ChatPrompt(
             "show one function",
             f"{_source(colorsys.rgb_to_yiq, colorsys.yiq_to_rgb, colorsys.rgb_to_hsv)}\n"
             "Show me `rgb_to_hsv`.",
         ),
-        Prompt("fix a bug", f"{_INVOICE}\nThis does not work, fix it."),
-        Prompt("add docstrings", f"{_INVENTORY}\nAdd docstrings."),
-        Prompt("summarize code", f"{_source(fnmatch.filter)}\nSummarize the code."),
-        Prompt(
+        ChatPrompt("fix a bug", f"{_INVOICE}\nThis does not work, fix it."),
+        ChatPrompt("add docstrings", f"{_INVENTORY}\nAdd docstrings."),
+        ChatPrompt("summarize code", f"{_source(fnmatch.filter)}\nSummarize the code."),
+        ChatPrompt(
             "answer from a text",
             f"{_HANDBOOK}\n\nWhat happens when the cache is full?",
         ),
-        Prompt(
+        ChatPrompt(
             "write new code",
             "Write a function `largest(numbers)` that returns the largest number in a list.",
         ),
@@ -95,11 +95,11 @@ def demo_prompts() -> list[Prompt]:
 
 
 def chat_tokens(tokenizer: Any, message: str) -> list[int]:
-    """A user's message as token ids, up to where the model's answer begins.
+    """Return the token ids of a one-turn chat, up to where the answer begins.
 
     Args:
         tokenizer: Hugging Face's, with a chat template.
-        message: one turn.
+        message: the user's turn.
     """
     return tokenizer.apply_chat_template(
         [{"role": "user", "content": message}], add_generation_prompt=True, return_dict=False

@@ -1,16 +1,13 @@
-"""From measured requests to the rows of peers.py."""
+"""Rows and tables of peers.py from measured requests."""
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from _common import Row
-from _peers_engines import PARTS, PEERS, PLAIN, Measured, Question
-from rich.console import Console
-from rich.table import Table
+from support.harness import Row, print_table
+from support.peers_engines import PARTS, PEERS, PLAIN, Measured, Question
 
 MEAN = "mean"
 
@@ -21,13 +18,13 @@ def summarize(
     questions: Sequence[Question],
     found: dict[tuple[int, str], list[Measured]],
 ) -> list[Row]:
-    """A row for each category and method; a category's figure pools its questions.
+    """Return a row for each category and method; a category's figure pools its questions.
 
     Args:
         workload: named in the rows.
         methods: the baseline of the ratios is `plain`, if it is among them.
         questions: as asked.
-        found: (question, method) -> one measurement a repeat.
+        found: (question, method) -> one measurement for each repeat.
     """
     rows = []
     for category in dict.fromkeys(question.category for question in questions):
@@ -72,7 +69,7 @@ def summarize(
 def _total(
     found: dict[tuple[int, str], list[Measured]], indices: Sequence[int], method: str
 ) -> dict[str, float]:
-    """Sums over the questions; times are medians over the repeats, the rest is from the first."""
+    """Sum over the questions; times are medians over the repeats, the rest is from the first."""
     total: dict[str, float] = dict.fromkeys(
         ("seconds", "decode", "tokens", "steps", "nodes", *PARTS), 0.0
     )
@@ -89,7 +86,7 @@ def _total(
 
 
 def with_means(rows: Sequence[Row]) -> list[Row]:
-    """The rows and, for each workload and method, the mean over the categories.
+    """Return the rows and, for each workload and method, the mean over the categories.
 
     In the rows of this project's methods, `ratio_to_best_peer` is the mean of a ratio to plain over
     the largest such mean that one of vLLM's own drafters has (in a category: over the fastest).
@@ -125,24 +122,18 @@ def with_means(rows: Sequence[Row]) -> list[Row]:
 
 
 def print_breakdown(rows: Sequence[Row]) -> None:
-    """Where a step's time goes, on average over the categories."""
-    means = [row for row in rows if row["category"] == MEAN]
-    if not means:
-        return
-    parts = [f"{part}_ms_per_step" for part in PARTS]
-    table = Table(title="Milliseconds of a step after the first token", title_justify="left")
-    for column in ("workload", "method", "nodes", "step", *PARTS, "rest", "against best peer"):
-        table.add_column(column, justify="left" if column in ("workload", "method") else "right")
-    for row in means:
-        values = [row[part] for part in parts]
-        versus = row["ratio_to_best_peer"]
-        table.add_row(
-            row["workload"],
-            row["method"],
-            f"{row['nodes_per_step']:.1f}",
-            f"{row['ms_per_step']:.2f}",
-            *(f"{value:.2f}" for value in values),
-            f"{row['ms_per_step'] - sum(values):.2f}",
-            f"{versus:.2f}" if versus else "-",
-        )
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    """Print the time of a step by part, averaged over the categories."""
+    lines = []
+    for row in rows:
+        if row["category"] == MEAN:
+            values = [row[f"{part}_ms_per_step"] for part in PARTS]
+            step = row["ms_per_step"]
+            lines.append(
+                [
+                    *(row["workload"], row["method"], row["nodes_per_step"], step, *values),
+                    *(step - sum(values), row["ratio_to_best_peer"]),
+                ]
+            )
+    if lines:
+        columns = ("workload", "method", "nodes", "step", *PARTS, "rest", "over best peer")
+        print_table(columns, lines, "Milliseconds of a step after the first token")

@@ -1,13 +1,13 @@
 """A model of real size whose greedy output is a recorded answer; for benchmarks only.
 
-The class is vLLM's Llama with dummy weights: all layers, the attention and the vocabulary's
-projection are computed as for a trained model of that shape. Only then the logits of each row get
-a new maximum: the recorded token that follows the row's position. So a step costs what a step of
-such a model costs, while the text is a real model's.
+The class is vLLM's Llama with dummy weights: all layers, the attention and the projection to the
+vocabulary are computed as for a trained model of that shape. Then the logits of each row get a new
+maximum: the recorded token that follows the row's position. A step costs what a step of such a
+model costs, and the text is a real model's.
 
-Rows are told apart by their position alone, so the engine may run one request at a time. A row
-whose token is not the recorded one of its position is off the recorded path; it gets some other
-token, so that nothing can be learned from it.
+Only its position identifies a row, so the engine may run one request at a time. A row whose token
+is not the recorded one of its position is off the recorded path. It gets another token, so a
+drafter learns nothing from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 
 ARCHITECTURE = "ReplayLlamaForCausalLM"
 SHAPES: dict[str, dict[str, int]] = {
-    # Weights in millions of the layers and the projection to a vocabulary of 32,000.
+    # In millions: weights of the layers + of the projection to a vocabulary of 32,000.
     "tiny": {  # for tests
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "intermediate_size": 4096,
     },
-    "1b": {  # 973 + 66, Llama 3.2 1B but for its vocabulary
+    "1b": {  # 973 + 66: Llama 3.2 1B with another vocabulary
         "hidden_size": 2048,
         "num_hidden_layers": 16,
         "num_attention_heads": 32,
@@ -52,7 +52,7 @@ _TOP = 1.0e4
 
 
 class Recorded:
-    """The text of the request that runs now, shared by all replay models of this process."""
+    """Text of the running request, shared by all replay models of this process."""
 
     tokens: ClassVar[torch.Tensor] = torch.zeros(2, dtype=torch.int64)
 
@@ -65,10 +65,10 @@ class Recorded:
 def next_tokens(
     recorded: torch.Tensor, input_ids: torch.Tensor, positions: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """int64 [rows], the token after each row.
+    """Return the token after each row: int64 [rows].
 
     Args:
-        recorded: int64 [length], prompt and answer; after its end the last token goes on.
+        recorded: int64 [length], prompt and answer; beyond its end the last token repeats.
         input_ids: int [rows], the rows' tokens.
         positions: int [rows], the rows' positions.
         vocab_size: token ids are below.
@@ -82,13 +82,13 @@ def next_tokens(
 
 
 def write_digits(hidden_states: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Let the hidden states [rows, hidden_size], in place, carry token ids below 65,536."""
+    """Write token ids below 65,536 into the hidden states [rows, hidden_size], in place."""
     hidden_states[:, 0] = tokens // _DIGIT
     hidden_states[:, 1] = tokens % _DIGIT
 
 
 def read_digits(hidden_states: torch.Tensor) -> torch.Tensor:
-    """int64 [rows], the token ids that `write_digits` wrote."""
+    """Return the token ids that `write_digits` wrote: int64 [rows]."""
     digits = hidden_states[:, :2].to(torch.int64)
     return digits[:, 0] * _DIGIT + digits[:, 1]
 
@@ -114,12 +114,12 @@ class ReplayLlamaForCausalLM(LlamaForCausalLM):
 
 
 def register() -> None:
-    """Make the class known to vLLM, in this process."""
+    """Register the class with vLLM, in this process."""
     ModelRegistry.register_model(ARCHITECTURE, ReplayLlamaForCausalLM)
 
 
 def write_config(folder: Path, shape: str, vocab_size: int, max_positions: int) -> str:
-    """Write the model's config.json; returns the folder's name as vLLM wants it.
+    """Write the model's config.json; return the folder as vLLM's `model`.
 
     Args:
         folder: an existing folder.

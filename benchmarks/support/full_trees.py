@@ -1,4 +1,4 @@
-"""A drafter for measurements: every tree has exactly as many nodes as it may have."""
+"""A drafter for measurements: every tree has as many nodes as it may have."""
 
 from __future__ import annotations
 
@@ -8,26 +8,21 @@ from typing import ClassVar
 
 import numpy as np
 
-from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest, registry
+from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.tree import TokenTree, depth_first_layout
 
-METHOD = "full_trees"
 _TRUE_SHARE = 0.6  # probability that the true path is one token longer
 
 
-class _NoOptions(DrafterOptions):
-    """It has no options."""
-
-
 class FullTreesDrafter(Drafter):
-    """Random trees in which a part of the right answer hides, seldom on the leading path.
+    """Random trees that contain a part of the right answer, seldom on the leading path.
 
-    `answers` maps a prompt to the output that is known to follow. What real drafters find would
-    decide how large their trees are; here the costs that depend on the size can be measured.
+    The trees of real drafters are as large as what they find; these show the costs that depend on
+    the size. `answers` maps a prompt to its known output.
     """
 
-    name = METHOD
-    Options = _NoOptions
+    name = "full_trees"
+    Options = DrafterOptions
     answers: ClassVar[dict[tuple[int, ...], list[int]]] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
@@ -45,7 +40,7 @@ class FullTreesDrafter(Drafter):
         edges = set(zip(parents, nodes, strict=True))
         depths = list(range(1, length + 1))
         while len(nodes) < request.max_nodes:
-            # A wrong branch of random length from a random place of the true path.
+            # A wrong branch of random length from a random node of the true path.
             parent = rng.randint(-1, length - 1)
             for _ in range(rng.randint(1, 4)):
                 depth = 1 if parent < 0 else depths[parent] + 1
@@ -62,8 +57,3 @@ class FullTreesDrafter(Drafter):
             probabilities.append(above * rng.uniform(0.1, 0.9))
         tree = depth_first_layout(TokenTree.from_lists(nodes, parents, probabilities))
         return tree.chain() if request.chain_only else tree
-
-
-def register() -> None:
-    """Make it a method of this process."""
-    registry.register(FullTreesDrafter)

@@ -1,12 +1,12 @@
-"""Bars for peers.py: speed over plain vLLM by category and method."""
+"""Bar charts of peers.py: speed over plain vLLM by category and method."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from _common import Row, machine
-from _peers_engines import PLAIN
+from support.harness import Row, machine
+from support.peers_engines import PLAIN
 
 TITLES = {
     "shipped": "the model that ships with the project (3.5 M parameters, float32)",
@@ -22,7 +22,7 @@ def plot(rows: Sequence[Row], folder: Path, shape: str) -> list[Path]:
 
     Args:
         rows: of peers.py.
-        folder: made if it is missing.
+        folder: created if it is missing.
         shape: of the replay model, for the title.
 
     Returns:

@@ -1,0 +1,81 @@
+"""Engines of the benchmarks: what happens in their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from support.harness import Row
+from vllm_trie.local_engine import batches, decode_steps, generate, runner_of, trees_of
+
+Prompts = Sequence[Sequence[int]]
+
+
+def keep_kernel_overrides() -> None:
+    """Let later engines of this process use the kernel overrides of the first.
+
+    vLLM 0.32 registers its overrides for the CPU again with every engine, and its search through
+    all loaded modules fails on one of numba's, which the method `ngram` imports.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+def decode(llm: Any, prompts: Prompts, params: Any, batch_size: int) -> list[list[int]]:
+    """Return the output tokens of all prompts, `batch_size` at a time."""
+    return [
+        output for group in batches(prompts, batch_size) for output in generate(llm, group, params)
+    ]
+
+
+def count_steps(llm: Any, prompts: Prompts, params: Any, batch_size: int) -> Row:
+    """Decode all prompts; return tokens and verified nodes of a step and request."""
+    steps = [
+        step
+        for group in batches(prompts, batch_size)
+        for work in decode_steps(llm, group, params)
+        for step in work
+    ]
+    return {
+        "tokens_per_step": sum(len(step.tokens) for step in steps) / len(steps),
+        "nodes_per_step": sum(step.tree.num_nodes for step in steps) / len(steps),
+    }
+
+
+def after_each_step(llm: Any, call: Callable[[Any], None]) -> None:
+    """Call `call` with the engine's `TreeVerifier` after each step that sampled tokens."""
+    runner, trees = runner_of(llm), trees_of(llm)
+    stock = runner.sample_tokens
+
+    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        output = stock(*args, **kwargs)
+        call(trees)
+        return output
+
+    runner.sample_tokens = sample_tokens
+
+
+def scheduler_of(llm: Any) -> Any:
+    """Return the scheduler of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+@contextmanager
+def each_schedule(llm: Any, call: Callable[[Any], None]) -> Iterator[None]:
+    """Call `call` with each output of the engine's scheduler, while the block runs."""
+    scheduler = scheduler_of(llm)
+    stock = scheduler.schedule
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = stock(*args, **kwargs)
+        call(output)
+        return output
+
+    scheduler.schedule = schedule
+    try:
+        yield
+    finally:
+        del scheduler.schedule

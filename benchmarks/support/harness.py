@@ -1,0 +1,140 @@
+"""The frame of every benchmark: options, interleaved runs, the machine, tables, JSON rows."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_trie import local_engine
+
+Key = TypeVar("Key", bound=Hashable)
+Row = dict[str, Any]
+Timed = Sequence[tuple[float, Any]]
+"""Seconds and result of each repeat of a run."""
+
+
+def option_parser(description: str | None, repeats: int = 3) -> argparse.ArgumentParser:
+    """Return a parser with the options of every benchmark.
+
+    Args:
+        description: the script's docstring, shown as it is written.
+        repeats: default of `--repeats`.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the rows to this file")
+    parser.add_argument(
+        "--repeats", type=int, default=repeats, help="interleaved runs of each method"
+    )
+    parser.add_argument("--verbose", action="store_true", help="show vLLM's own messages")
+    return parser
+
+
+def interleave(runs: Mapping[Key, Callable[[], Any]], repeats: int) -> dict[Key, Timed]:
+    """Time every run once, `repeats` times over, so that a slow minute affects all of them.
+
+    The order is reversed in every other repeat.
+    """
+    found: dict[Key, list[tuple[float, Any]]] = {key: [] for key in runs}
+    for repeat in range(repeats):
+        for key in runs if repeat % 2 == 0 else reversed(runs):
+            start = time.perf_counter()
+            result = runs[key]()
+            found[key].append((time.perf_counter() - start, result))
+    return dict(found)
+
+
+def median_seconds(timed: Timed) -> float:
+    """Return the median duration of a run's repeats."""
+    return median(seconds for seconds, _ in timed)
+
+
+def median_ratio(base: Timed, timed: Timed) -> float:
+    """Return the speed of a run over another's: the median of the ratios of each repeat.
+
+    The machine's speed drifts, and less within a repeat than over all of them.
+    """
+    return median(theirs / ours for (theirs, _), (ours, _) in zip(base, timed, strict=True))
+
+
+def machine() -> str:
+    """Describe the machine and the versions in one line."""
+    parts = [_processor(), f"{os.cpu_count()} cores"]
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads:
+        parts.append(f"OMP_NUM_THREADS={threads}")
+    parts.append(f"Python {platform.python_version()}")
+    for name in ("vllm", "torch"):
+        try:
+            parts.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(parts)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def run_quietly(
+    run: Callable[[argparse.Namespace], list[Row]], options: argparse.Namespace
+) -> list[Row]:
+    """Return the rows that `run` measures, without what engines print unless `--verbose` is set.
+
+    Sets the environment first: `run` imports torch and vLLM, not the module around it.
+    """
+    local_engine.set_environment(options.verbose)
+    with local_engine.silence(not options.verbose):
+        return run(options)
+
+
+def finish(rows: Sequence[Row], json_path: Path | None, columns: Sequence[str]) -> None:
+    """Print the rows as a table of the `columns` that have values, and write all rows as JSON."""
+    described = [{"machine": machine(), **row} for row in rows]
+    shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
+    print_table(shown, ([row.get(name) for name in shown] for row in rows), machine())
+    write_json(described, json_path)
+
+
+def write_json(rows: Sequence[Row], path: Path | None) -> None:
+    """Write the rows to `path`, if there is one."""
+    if path is not None:
+        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def print_table(columns: Sequence[str], lines: Any, title: str | None = None) -> None:
+    """Print a table: an iterable of lines with a value for each column."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        is_name = column in ("method", "workload", "measure")
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
+    for line in lines:
+        table.add_row(*map(_cell, line))
+    # Redirected output has no width of its own; this one folds no table.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)

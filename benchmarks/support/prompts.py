@@ -1,0 +1,63 @@
+"""Prompts of the benchmarks that run the shipped model, as token ids."""
+
+from __future__ import annotations
+
+import itertools
+
+MIXED_ROUNDS = 14
+
+
+def demo_chats(model: str) -> dict[str, list[int]]:
+    """Return the demo's prompts by name, as chats of `model`."""
+    from transformers import AutoTokenizer
+
+    from vllm_trie.tiny_model.chat_prompts import chat_prompts, chat_tokens
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return {prompt.name: chat_tokens(tokenizer, prompt.message) for prompt in chat_prompts()}
+
+
+def held_out_tasks(model: str, per_kind: int) -> list[list[int]]:
+    """Return task documents from modules that training never saw, `per_kind` of each kind."""
+    from transformers import AutoTokenizer
+
+    from tools.tiny_model.evaluate import held_out_documents
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [tokenizer.encode(document.prompt) for document in held_out_documents(per_kind)]
+
+
+def written_by_hand(model: str) -> dict[str, list[list[int]]]:
+    """Return the prompts written by hand, by category: edit, question, write, continue."""
+    from transformers import AutoTokenizer
+
+    from tools.tiny_model.prompts import HAND_PROMPTS
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sets: dict[str, list[list[int]]] = {}
+    for prompt in HAND_PROMPTS:
+        sets.setdefault(prompt.category, []).append(tokenizer.encode(prompt.render()))
+    return sets
+
+
+def prompt_sets(model: str) -> dict[str, list[list[int]]]:
+    """Return all prompts by set.
+
+    `demo`: the demo's; `tasks`: held-out task documents; `edit`, `question`, `write`, `continue`:
+    written by hand; `library`: those of the engine tests; `mixed`: in turns a copying, a chat and
+    a free prompt of the others.
+    """
+    from tests.engine.prompts import prompts as library_prompts
+
+    sets = {
+        "demo": list(demo_chats(model).values()),
+        "tasks": held_out_tasks(model, 2),
+        **written_by_hand(model),
+        "library": [prompt["prompt_token_ids"] for prompt in library_prompts()],
+    }
+    copying = sets["tasks"] + sets["edit"]
+    chat = sets["demo"] + sets["question"]
+    free = sets["write"] + sets["continue"]
+    rounds = itertools.zip_longest(*(kind[:MIXED_ROUNDS] for kind in (copying, chat, free)))
+    sets["mixed"] = [prompt for prompts in rounds for prompt in prompts if prompt is not None]
+    return sets
