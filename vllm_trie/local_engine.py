@@ -154,7 +154,7 @@ def trees_of(llm: Any) -> Any | None:
     """Return the `TreeVerifier` of an engine in this process; None without draft trees."""
     runner = runner_of(llm)
     # A patched vLLM keeps it in the drafter.
-    holders = runner, getattr(runner, "drafter", None)
+    holders: tuple[Any, ...] = (runner, getattr(runner, "drafter", None))
     return next((each.trees for each in holders if hasattr(each, "trees")), None)
 
 

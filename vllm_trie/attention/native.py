@@ -139,7 +139,7 @@ class NativeKernels:
             None if alibi_slopes is None else alibi_slopes.data_ptr(),
             torch.get_num_threads(),
         )
-        return status == 0
+        return bool(status == 0)
 
     def move_slots(
         self, caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor
@@ -171,7 +171,7 @@ class NativeKernels:
             len(source),
             torch.get_num_threads(),
         )
-        return status == 0
+        return bool(status == 0)
 
 
 def _is_plain(alibi_slopes: torch.Tensor | None, num_heads: int) -> bool:

@@ -144,7 +144,7 @@ class NodeBudget:
             1.0 + self._drafting_seconds / plain
         )
         keep = allocation.keep if is_worthwhile else np.zeros(len(calibrated), dtype=bool)
-        ends = np.cumsum(sizes)
+        ends = np.cumsum(sizes, dtype=np.int64)
         starts = ends - sizes
         num_kept = np.add.reduceat(keep, starts, dtype=np.int64).tolist()
         expected = np.add.reduceat(calibrated * keep, starts).tolist()

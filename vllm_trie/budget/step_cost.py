@@ -111,7 +111,8 @@ class StepCost:
             self._table = self._build(max(size, 128))
             self._unseen = 0
         seconds: np.ndarray = self._table[:size] + self.seconds_per_row * num_rows
-        return np.maximum(seconds, _MIN_SECONDS)
+        bounded: np.ndarray = np.maximum(seconds, _MIN_SECONDS)
+        return bounded
 
     def _build(self, size: int) -> np.ndarray:
         """Return float64 [size], seconds by number of tokens without the cost of requests."""

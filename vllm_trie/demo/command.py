@@ -116,7 +116,7 @@ def _measure(console: Console, settings: Settings) -> tuple[list[Row], ObservedS
         params = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
         rows, observed = [], []
         with local_engine.silence(not settings.verbose):
-            limits = {"max_model_len": length, "max_num_seqs": settings.batch_size}
+            limits: dict[str, Any] = {"max_model_len": length, "max_num_seqs": settings.batch_size}
             advance("starting plain vLLM")
             plain = local_engine.start_engine(settings.model, **limits)
             advance(f"starting vLLM with {settings.method}")

@@ -42,17 +42,24 @@ def advance(index: NgramIndex, contexts: list[Match], token: int) -> list[Match]
 
 def count_successors(index: NgramIndex, match: Match) -> Counted:
     """Return the successors of a context."""
-    place = match if isinstance(match, Place) else match.once
+    place = _once(match)
     if place is not None:
         token = index.token_at(Place(place.text, place.position + 1))
         return Counted([(token, 1)], 1, 1) if token >= 0 else Counted([], 0, 0)
+    assert isinstance(match, Node)
     successors = [(child.token, child.types) for child in match.hot]
     return Counted(successors, match.child_types, len(match.children))
 
 
 def _follow(index: NgramIndex, match: Match, token: int) -> Match | None:
-    place = match if isinstance(match, Place) else match.once
+    place = _once(match)
     if place is not None:
         after = Place(place.text, place.position + 1)
         return after if index.token_at(after) == token else None
+    assert isinstance(match, Node)
     return match.children.get(token)
+
+
+def _once(match: Match) -> Place | None:
+    """Return where a context that occurred once ends, None if it occurred more often."""
+    return match if isinstance(match, Place) else match.once

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -136,7 +137,7 @@ class DraftBatch:
     def __init__(
         self, jobs: Sequence[Job], blend: bytes, candidates: Candidates | None = None
     ) -> None:
-        parts: list[bytes | np.ndarray] = [b"", blend]
+        parts: list[Any] = [b"", blend]
         stride = 0
         for own, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least in jobs:
             packed = _PACK_JOB(
@@ -157,7 +158,8 @@ class DraftBatch:
         self._end = end = len(jobs) * self._step
         # ctypes makes a type for each length: with powers of two there are few.
         self.rows = rows = (c_int32 * (1 << end.bit_length()))()
-        size, read = 4 * stride, np.frombuffer
+        size = 4 * stride
+        read: Any = np.frombuffer  # its annotation lacks ctypes' arrays
         self._trees = (
             [
                 TokenTree(

@@ -101,6 +101,7 @@ def chat_tokens(tokenizer: Any, message: str) -> list[int]:
         tokenizer: Hugging Face's, with a chat template.
         message: the user's turn.
     """
-    return tokenizer.apply_chat_template(
+    token_ids: list[int] = tokenizer.apply_chat_template(
         [{"role": "user", "content": message}], add_generation_prompt=True, return_dict=False
     )
+    return token_ids
