@@ -109,7 +109,7 @@ def test_prefix_cache_hits_on_blocks_that_trees_wrote(engine, expected):
 
 @pytest.mark.parametrize("num_nodes", [8, 64])
 def test_up_to_the_length_limit(engine, num_nodes):
-    """Outputs that end at max_model_len, alone and beside requests that are far from it."""
+    """Outputs that end at max_model_len, alone and next to requests that are far from it."""
     plain = engine(max_model_len=160)
     tree = engine(**speculation("test_oracle", num_nodes), max_model_len=160)
     some = [{"prompt_token_ids": p["prompt_token_ids"][:140]} for p in prompts()]

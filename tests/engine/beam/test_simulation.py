@@ -105,7 +105,7 @@ def crowd(
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_pool_too_small_for_the_groups(vllm_config, prefix_caching, asynchronous):
-    """Groups that together need far more than the pool finish all the same, and correctly."""
+    """Groups that together need far more than the pool finish nevertheless, and correctly."""
     simulation, finish = crowd(vllm_config, 4, prefix_caching, asynchronous)
     finish()
     counters = simulation.scheduler.beam_counters

@@ -73,7 +73,7 @@ def test_dashboard_names_metrics_that_exist(ours: dict[str, Any], stock: set[str
     for name in used - set(ours):
         base = next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), name)
         assert base in stock, name
-    assert set(ours) <= used, "a metric of ours is in no panel"
+    assert set(ours) <= used, "a metric of the plugin is in no panel"
 
 
 def test_dashboard_groups_by_labels_that_exist(ours: dict[str, tuple[str, ...]]) -> None:

@@ -59,7 +59,7 @@ def test_allowed_values_are_those_that_the_class_takes(name: str) -> None:
 
 
 def complains(options: type[BaseModel], option: str, value: object) -> bool:
-    """Whether this one value is refused, whatever it means beside the others' defaults."""
+    """Whether this one value is refused, whatever it means with the others' defaults."""
     try:
         options.model_validate({option: value, "beam_width": 1} if "Beam" in options.__name__
                                else {option: value})  # fmt: skip

@@ -94,7 +94,7 @@ def test_nodes_below_the_least_probability_are_left_out(text: list[int], least: 
     [tree] = make_drafter().propose([make_request(text, max_nodes=64, min_probability=least)])
     found, known = by_path(tree), by_path(full)
     assert all(p >= np.float32(least) for p in found.values())
-    # Shares too small to matter are not counted, so a node may be promised a little less; so it may
+    # Shares too small to matter are not counted, so a node may get a little less; so it may
     # be in a tree that has all the nodes it can have.
     if full.num_nodes < 64:
         assert all(p <= known[path] + 1e-6 for path, p in found.items() if path in known)

@@ -29,7 +29,7 @@ def calibrate_step_cost(
 
     Args:
         budget: changed.
-        run_step: runs a forward pass of so many tokens and waits for its end.
+        run_step: runs a forward pass of a number of tokens and waits for its end.
         max_num_tokens: most tokens of a step.
         num_ranks: ranks that run together. Several do the same number of passes whatever their
             clocks say: a rank that stopped alone would leave the others waiting for it.

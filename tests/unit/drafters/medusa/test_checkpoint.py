@@ -102,7 +102,7 @@ def test_token_map(tmp_path):
         save_fasterdecoding(heads, tmp_path / "other")
 
     def whole(tensors):
-        """vLLM also takes whole output layers beside a map, and picks its rows."""
+        """vLLM also takes whole output layers with a map, and picks its rows."""
         for head in range(3):
             rows = torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16)
             rows[heads.token_map] = tensors[f"lm_heads.{head}.weight"]
