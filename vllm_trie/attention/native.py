@@ -88,7 +88,7 @@ class NativeKernels:
         output: torch.Tensor,
         alibi_slopes: torch.Tensor | None = None,
     ) -> bool:
-        """What :func:`vllm_trie.attention.tree_attention` promises, with the same arguments.
+        """Do what :func:`vllm_trie.attention.tree_attention` does, with the same arguments.
 
         Uses as many threads as torch does. Sums are float32; with AVX-512's bfloat16
         instructions the products of bfloat16 queries and keys are exact, so that results in 16-bit
@@ -144,7 +144,7 @@ class NativeKernels:
     def move_slots(
         self, caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor
     ) -> bool:
-        """What :func:`vllm_trie.attention.move_slots` promises, with the same arguments.
+        """Do what :func:`vllm_trie.attention.move_slots` does, with the same arguments.
 
         Returns:
             False, with nothing done, if the caches differ in shape or their strides are not vLLM's.

@@ -48,7 +48,7 @@ def load_library(
     Args:
         name: of the library, for the file and the log.
         sources: C++ files to compile together; they export C functions.
-        flags: compiler flags besides `-shared -fPIC`.
+        flags: compiler flags in addition to `-shared -fPIC`.
         headers: files that the sources include; a change in one rebuilds the library.
 
     Returns:
@@ -74,7 +74,7 @@ def build_library(
     headers: Sequence[Path] = (),
     rebuild: bool = False,
 ) -> Path:
-    """Path of the compiled library, compiled now if it is not in the cache or `rebuild` is set.
+    """Return the path of the library, compiled now if it is not cached or `rebuild` is set.
 
     Raises:
         NativeBuildError: no compiler, or it failed (its message is included).
@@ -93,7 +93,7 @@ def build_library(
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept, created if missing and readable by the user alone.
+    """Return the folder of compiled libraries, created if missing and readable by the user alone.
 
     `VLLM_TRIE_CACHE_DIR` if set, else `vllm_trie` below `XDG_CACHE_HOME` or `~/.cache`, else, where
     none of these can be written, a folder in the system's temporary directory.
@@ -130,12 +130,12 @@ def _load(
     try:
         return ctypes.CDLL(str(library))
     except OSError:
-        # Damaged, or made for another C library: once more from the sources.
+        # Damaged, or made for another C library: compile it again.
         return ctypes.CDLL(str(build_library(name, sources, flags, headers, rebuild=True)))
 
 
 def find_compiler() -> tuple[str, ...]:
-    """The command that calls the C++ compiler: `CXX`, which may have arguments, or the first found.
+    """Return the command of the C++ compiler: `CXX`, which may have arguments, or the first found.
 
     Links are not followed: `g++` may be one to ccache, and clang goes by the name it is called.
 
@@ -144,7 +144,7 @@ def find_compiler() -> tuple[str, ...]:
     """
     chosen = os.environ.get("CXX")
     if chosen:
-        with suppress(ValueError):  # a quotation mark without its fellow
+        with suppress(ValueError):  # an unbalanced quotation mark
             program, *arguments = shlex.split(chosen) or [""]
             if found := shutil.which(program):
                 return (os.path.abspath(found), *arguments)
@@ -169,7 +169,7 @@ def _digest(compiler: Sequence[str], files: Sequence[Path], flags: Sequence[str]
 
 @functools.cache
 def _cpu_description() -> str:
-    """What `-march=native` depends on: a home folder may be shared by unlike machines."""
+    """Return what `-march=native` depends on: unlike machines may share a home folder."""
     wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()

@@ -1,9 +1,9 @@
 // Parallel regions on the OpenMP runtime that the process has already.
 //
-// Linking an OpenMP runtime of our own could put a second one beside torch's, with threads that
-// compete for the same cores. So this library links none: it calls the entry points that compilers
-// emit for `#pragma omp parallel` and that GNU's, LLVM's and Intel's runtimes all export. Where the
-// process has no OpenMP runtime, work runs on the calling thread.
+// A second OpenMP runtime next to torch's would have threads that compete for the same cores. So
+// this library links none: it calls the entry points that compilers emit for `#pragma omp parallel`
+// and that GNU's, LLVM's and Intel's runtimes all export. Where the process has no OpenMP runtime,
+// work runs on the calling thread.
 #pragma once
 
 extern "C" {

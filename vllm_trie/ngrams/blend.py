@@ -1,4 +1,4 @@
-"""Blended back-off in readable Python: the twin of core/draft.cpp, and what runs without it.
+"""Blended back-off in readable Python: the twin of core/draft.cpp, and its fallback.
 
 The probability of the next token blends contexts of every length, in every source, the longest
 first: with n successors counted after a context, u of them distinct, successor t of count c gets
@@ -22,8 +22,8 @@ from vllm_trie.tree import ROOT
 
 
 class Source(NamedTuple):
-    """How far the counts of a source are believed: the parameters of a Pitman-Yor process, the same
-    for contexts of all lengths."""
+    """Trust in the counts of a source: the parameters of a Pitman-Yor process, the same for every
+    length of context."""
 
     concentration: float
     """theta: pseudo-observations of "something else", at least 0."""
@@ -39,14 +39,14 @@ class Blend(NamedTuple):
     shared: Source
     """Finished requests and the corpus."""
     path_trust: float = 0.0
-    """How much likelier than the blend says a guess is whose parent was accepted: that the text is
-    being repeated is then more certain. Odds of small probabilities grow by this part."""
+    """Added certainty, once a parent was accepted, that the text repeats itself. Odds of small
+    probabilities grow by this part."""
     min_left: float = 0.0
-    """Contexts are asked as long as at least this much probability is left."""
+    """Shorter contexts are asked while at least this much probability is left."""
     cut_left: float = 0.0
     cut_share: float = 0.0
-    """Once a tree has enough guesses, a successor must have some probability to be chosen. Contexts
-    are not asked when less than the first part of that is left; shares below the second are left
+    """Once a tree has enough guesses, a successor needs some probability to be chosen. Contexts are
+    not asked when less than `cut_left` of that is left; shares below `cut_share` of it are left
     out."""
     min_left_for_heads: float = 0.0
     """Heads are asked if at least this much probability is left."""

@@ -1,4 +1,4 @@
-"""Contexts in the readable index: those at the end of a text, and what followed them."""
+"""Contexts in the readable index: those at the end of a text, and their successors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Match = Node | Place
 
 
 class Counted(NamedTuple):
-    """What followed a context."""
+    """The successors of a context."""
 
     likeliest: list[tuple[int, int]]
     """(successor, its types) of the likeliest."""
@@ -22,20 +22,15 @@ class Counted(NamedTuple):
 
 
 def match_suffix(index: NgramIndex, token_ids: Sequence[int]) -> list[Match]:
-    """The contexts at the end of a text, by length. If one occurred, so did all shorter."""
+    """Return the contexts at the end of a text, by length. If one occurred, so did all shorter."""
     matches: list[Match] = [index.root]
-    for length in range(1, min(index.max_order, len(token_ids)) + 1):
-        match: Match | None = index.root
-        for token in token_ids[len(token_ids) - length :]:
-            match = _follow(index, match, int(token))
-            if match is None:
-                return matches
-        matches.append(match)
+    for token in token_ids[-index.max_order :]:
+        matches = advance(index, matches, int(token))
     return matches
 
 
 def advance(index: NgramIndex, contexts: list[Match], token: int) -> list[Match]:
-    """The contexts that end one token later."""
+    """Return the contexts that end one token later."""
     longer: list[Match] = [index.root]
     for match in contexts[: index.max_order]:
         child = _follow(index, match, token)
@@ -46,7 +41,7 @@ def advance(index: NgramIndex, contexts: list[Match], token: int) -> list[Match]
 
 
 def count_successors(index: NgramIndex, match: Match) -> Counted:
-    """What followed a context."""
+    """Return the successors of a context."""
     place = match if isinstance(match, Place) else match.once
     if place is not None:
         token = index.token_at(Place(place.text, place.position + 1))

@@ -12,8 +12,8 @@ Layout, all integers little-endian:
     table            int32 each, its size a power of two
     tokens           int32 each, -1 between documents
 
-The digest shows damage and tampering; that the index in it cannot lead a reader astray is checked
-besides, so that even a file made to deceive is refused and never crashes the engine.
+The digest shows damage and tampering. The index is checked in addition: a file made to deceive is
+refused and never crashes the engine.
 
 The idea of drafting from a data store: He et al., "REST: Retrieval-Based Speculative Decoding".
 """
@@ -42,11 +42,11 @@ _HASH_CHUNK = 1 << 24
 
 
 class CorpusError(ValueError):
-    """A corpus file cannot be used; the message names the file and says why and what to do."""
+    """A corpus file cannot be used. The message names the file, the reason and the remedy."""
 
 
 class CorpusHeader(BaseModel):
-    """What a corpus file says about itself."""
+    """Contents of a corpus file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -75,7 +75,7 @@ def write_corpus(
     tokenizer: str,
     max_order: int = MAX_ORDER,
 ) -> CorpusHeader:
-    """Index documents and write the file, in place of an older one only once it is complete.
+    """Index documents and write the file; an older one is replaced once the new one is complete.
 
     Args:
         path: the file.
@@ -138,7 +138,7 @@ def write_corpus(
 
 
 def read_header(path: Path) -> CorpusHeader:
-    """What a corpus file says about itself; its content is not checked against the digest.
+    """Return the header of a corpus file; its content is not checked against the digest.
 
     Raises:
         CorpusError: not a corpus file, of another version, or truncated.
@@ -150,7 +150,7 @@ def read_header(path: Path) -> CorpusHeader:
 def open_corpus(
     path: Path, vocab_size: int | None = None, tokenizer: str | None = None
 ) -> native.NativeCorpus:
-    """Map a corpus file into memory, after checking it whole.
+    """Check a whole corpus file and map it into memory.
 
     Args:
         path: the file.
@@ -194,7 +194,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[CorpusHeader, bytes, int]:
-    """Header, digest, and where the nodes begin."""
+    """Return the header, the digest and the offset of the nodes."""
     prefix = file.read(_PREFIX.size)
     if prefix[: len(MAGIC)] != MAGIC[: len(prefix)] or not prefix:
         raise _error(path, "it is not a corpus file")

@@ -1,16 +1,16 @@
-"""The n-gram index in readable Python: the twin of core/index.cpp, and what runs without it.
+"""The n-gram index in readable Python: the twin of core/index.cpp, and its fallback.
 
 A trie of all n-grams of up to `max_order + 1` tokens of some texts. An n-gram c·t, context c and
-successor t, carries the two counts that Kneser-Ney smoothing needs: how often it occurred, and how
-many distinct tokens came before it. The second answers "how likely is t in a new context", which is
-what a shorter context is asked for when the longer ones do not know.
+successor t, carries the two counts that Kneser-Ney smoothing needs: its occurrences, and the number
+of distinct tokens before it. The second answers "how likely is t in a new context", the question to
+a shorter context when the longer ones do not know.
 
 Source: Kneser and Ney, "Improved backing-off for m-gram language modeling" (1995).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +52,7 @@ class Node:
         self.types = 1
         """Distinct tokens before it; its occurrences if it is of the greatest length."""
         self.once = once
-        """Where its last token is, while it occurred once. Its successor is then read from the
+        """Place of its last token, while it occurred once. Its successor is then read from the
         text; it gets children when it occurs again."""
         self.text = -1 if once is None else once.text
         """The text in which it occurred last."""
@@ -64,33 +64,52 @@ class Node:
         self.child_types = 0
         """Sum of `types` over the children."""
 
-    def add_types(self, change: int) -> None:
-        """One more type (1) or one less (-1)."""
+    def one_more_type(self) -> None:
+        """Count a token that had not come before, and move up among the siblings."""
         assert self.parent is not None
-        self.types += change
-        self.parent.child_types += change
+        self.types += 1
+        self.parent.child_types += 1
+        hot, cold = self.parent.hot, self.parent.cold
+        if self not in hot:
+            if hot[-1].types > self.types:
+                return
+            cold.remove(self)
+            cold.insert(0, hot.pop())
+            hot.append(self)
+        self.put_in_order()
+
+    def one_type_less(self) -> None:
+        """Take back what `one_more_type` did; the siblings in `cold` stay there."""
+        assert self.parent is not None
+        self.types -= 1
+        self.parent.child_types -= 1
+        if self in self.parent.hot:
+            self.put_in_order()
+
+    def put_in_order(self) -> None:
+        """Move to the place in the parent's `hot` that the types say, before its equals."""
+        assert self.parent is not None
+        hot = self.parent.hot
+        hot.remove(self)
+        hot.insert(sum(sibling.types > self.types for sibling in hot), self)
 
 
 class NgramIndex:
-    """An index of texts. Adding and removing texts in any order leaves the counts of those that
-    are in it."""
+    """An index of texts. Its counts are those of the texts in it, whatever was removed before."""
 
     def __init__(self, max_order: int) -> None:
         self.max_order = max_order
         self.root = Node(None, -1, None)
         self.texts: dict[int, list[int]] = {}
         self.num_tokens = 0
+        self.num_nodes = 1
         self._free_texts: list[int] = []
         self._current = -1
         self._open: list[Node] = []  # known contexts that end at the text's end, longest first
 
     @property
-    def num_nodes(self) -> int:
-        return 1 + sum(1 for _ in self._below(self.root))
-
-    @property
     def num_bytes(self) -> int:
-        """A rough figure; Python objects take about ten times what the compiled index does."""
+        """Return a rough figure, about ten times that of the compiled index."""
         return 600 * self.num_nodes
 
     def add_text(self, token_ids: Sequence[int] | np.ndarray) -> int:
@@ -100,8 +119,8 @@ class NgramIndex:
         return text
 
     def synchronize(self, token_ids: list[int]) -> None:
-        """Make these tokens the only text: append what is missing, or begin anew where they do not
-        continue what is known."""
+        """Make these tokens the only text: append what is new, or begin anew where they do not
+        continue the text."""
         known = self.texts.get(0, [])
         if not self.texts or known != token_ids[: len(known)]:
             self.__init__(self.max_order)  # type: ignore[misc]
@@ -110,7 +129,7 @@ class NgramIndex:
         self.append(token_ids[len(known) :])
 
     def begin_text(self) -> int:
-        """Begin a new text, to which `append` adds."""
+        """Begin a new text, to which `append` adds; returns its number."""
         self._current = self._free_texts.pop() if self._free_texts else len(self.texts)
         self.texts[self._current] = []
         self._open = [self.root]
@@ -138,9 +157,8 @@ class NgramIndex:
                 self._add_child(context, token, place)
                 continue
             child.count += 1
-            if self.is_new_type(longer_is_new, order):
-                child.add_types(1)
-                _move_up(child)
+            if longer_is_new or order == self.max_order:
+                child.one_more_type()
             longer_is_new = False
             if order < self.max_order:
                 self._enter_successor(child)
@@ -148,12 +166,8 @@ class NgramIndex:
             child.text = self._current
         self._open = [*still_open, self.root]
 
-    def is_new_type(self, longer_is_new: bool, order: int) -> bool:
-        """Whether a known n-gram of `order` + 1 tokens counts once more."""
-        return longer_is_new or order == self.max_order
-
     def _enter_successor(self, node: Node) -> None:
-        """The n-gram occurs again: from now on its successors are nodes."""
+        """Make the successor of an n-gram that occurs again a node."""
         if node.once is None:
             return
         place = Place(node.once.text, node.once.position + 1)
@@ -164,15 +178,16 @@ class NgramIndex:
 
     def _add_child(self, parent: Node, token: int, once: Place) -> None:
         child = parent.children[token] = Node(parent, token, once)
-        parent.child_types += 1
+        self.num_nodes += 1
         if len(parent.hot) < MAX_SUCCESSORS:
             parent.hot.append(child)
         else:
             parent.cold.insert(0, child)
-        _move_up(child)
+        child.types = 0
+        child.one_more_type()
 
     def token_at(self, place: Place) -> int:
-        """The token there, negative at the end of a text."""
+        """Return the token there, negative at the end of a text."""
         text = self.texts[place.text]
         return text[place.position] if place.position < len(text) else -1
 
@@ -204,59 +219,25 @@ class NgramIndex:
                     continue  # it occurred here alone, and vanishes with the text
                 gram.count -= 1
                 if longer_vanished or length == width:
-                    gram.add_types(-1)
-                    _move_down(gram)
+                    gram.one_type_less()
                 longer_vanished = gram.count == 0
                 if longer_vanished:
-                    _remove(gram)
+                    self._remove(gram)
         self.texts[text] = []
         self._free_texts.append(text)
 
-    def _below(self, node: Node) -> Iterator[Node]:
-        for child in node.children.values():
-            yield child
-            yield from self._below(child)
-
-
-def _move_up(node: Node) -> None:
-    """Put a child whose `types` grew where it belongs."""
-    assert node.parent is not None
-    hot, cold = node.parent.hot, node.parent.cold
-    if node not in hot:
-        if hot[-1].types > node.types:
+    def _remove(self, node: Node) -> None:
+        assert node.parent is not None
+        parent = node.parent
+        self.num_nodes -= 1
+        del parent.children[node.token]
+        parent.child_types -= node.types
+        if node not in parent.hot:
+            parent.cold.remove(node)
             return
-        cold.remove(node)
-        cold.insert(0, hot.pop())
-        hot.append(node)
-    at = hot.index(node)
-    while at > 0 and hot[at - 1].types <= node.types:
-        hot[at - 1], hot[at] = hot[at], hot[at - 1]
-        at -= 1
-
-
-def _move_down(node: Node) -> None:
-    """Put a child whose `types` shrank where it belongs among those that are kept in order."""
-    assert node.parent is not None
-    hot = node.parent.hot
-    if node not in hot:
-        return
-    at = hot.index(node)
-    while at + 1 < len(hot) and hot[at + 1].types > node.types:
-        hot[at + 1], hot[at] = hot[at], hot[at + 1]
-        at += 1
-
-
-def _remove(node: Node) -> None:
-    assert node.parent is not None
-    parent = node.parent
-    del parent.children[node.token]
-    parent.child_types -= node.types
-    if node not in parent.hot:
-        parent.cold.remove(node)
-        return
-    parent.hot.remove(node)
-    if parent.cold:
-        # The first of the others takes its place.
-        next_hot = parent.cold.pop(0)
-        parent.hot.append(next_hot)
-        _move_up(next_hot)
+        parent.hot.remove(node)
+        if parent.cold:
+            # The first of the others takes its place.
+            next_hot = parent.cold.pop(0)
+            parent.hot.append(next_hot)
+            next_hot.put_in_order()

@@ -27,9 +27,9 @@ class Job(NamedTuple):
     """Index of the request's own text, brought up to date with `tokens[:num_indexed]`; None to
     draft from the heads' candidates alone."""
     store: Any | None
-    """Index of finished requests; only beside `own`."""
+    """Index of finished requests; requires `own`."""
     corpus: Any | None
-    """Index of a corpus; only beside `own`."""
+    """Index of a corpus; requires `own`."""
     tokens: np.ndarray
     """int32 [num_tokens], contiguous: the draft continues it."""
     num_indexed: int

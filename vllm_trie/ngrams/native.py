@@ -1,10 +1,10 @@
-"""The compiled n-gram index and drafter, and the Python types that stand for them."""
+"""The compiled n-gram index and drafting, and the Python types that stand for them."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_int32, c_int64
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +25,9 @@ _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _LIBRARY = NativeLibrary("ngrams", "n-gram core", sorted(CORE.glob("*.cpp")), HEADERS)
 is_available = _LIBRARY.is_available
 require_library = _LIBRARY.require
-_PACK_BATCH = _LIBRARY.layout("Batch").pack
+_PACK_BATCH = _LIBRARY.layout("DraftBatch").pack
 _PACK_BLEND = _LIBRARY.layout("Blend").pack
-_PACK_JOB = _LIBRARY.layout("Job").pack
+_PACK_JOB = _LIBRARY.layout("DraftJob").pack
 
 
 class NativeIndex:
@@ -38,7 +38,6 @@ class NativeIndex:
         self.handle = self._library.ngram_index_new(max_order)
         if not self.handle:
             raise MemoryError("no memory for an n-gram index")
-        self.max_order = max_order
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
@@ -70,19 +69,13 @@ class NativeIndex:
             raise KeyError(f"the index holds no text {text}")
 
     def arrays(self) -> tuple[bytes, bytes]:
-        """Copies of the node array and of the hash table."""
-        nodes, table = c_void_p(), c_void_p()
-        num_nodes, table_size = c_int64(), c_int64()
-        self._library.ngram_index_arrays(
-            self.handle,
-            ctypes.byref(nodes),
-            ctypes.byref(num_nodes),
-            ctypes.byref(table),
-            ctypes.byref(table_size),
-        )
+        """Return copies of the node array and of the hash table."""
+        found = (c_int64 * 4)()
+        self._library.ngram_index_arrays(self.handle, found)
+        nodes, num_nodes, table, table_size = found
         return (
-            ctypes.string_at(nodes.value or 0, num_nodes.value * NODE_BYTES),
-            ctypes.string_at(table.value or 0, table_size.value * 4),
+            ctypes.string_at(nodes, num_nodes * NODE_BYTES),
+            ctypes.string_at(table, table_size * 4),
         )
 
 
@@ -97,7 +90,12 @@ class NativeCorpus:
         max_order: int,
         vocab_size: int,
     ) -> None:
-        """`nodes` uint8 [n * NODE_BYTES], `table` int32 (its size a power of two), `tokens` int32.
+        """Open an index.
+
+        Args:
+            nodes: uint8 [n * NODE_BYTES].
+            table: int32, its size a power of two.
+            tokens: int32.
 
         Raises:
             ValueError: the arrays are not those of an index.
@@ -105,14 +103,10 @@ class NativeCorpus:
         self._library = require_library()
         self._arrays = (nodes, table, tokens)
         self.handle = self._library.ngram_corpus_open(
-            nodes.ctypes.data,
-            len(nodes) // NODE_BYTES,
-            table.ctypes.data,
-            len(table),
-            tokens.ctypes.data,
-            len(tokens),
-            max_order,
-            vocab_size,
+            *(nodes.ctypes.data, len(nodes) // NODE_BYTES),
+            *(table.ctypes.data, len(table)),
+            *(tokens.ctypes.data, len(tokens)),
+            *(max_order, vocab_size),
         )
         if not self.handle:
             raise ValueError("the arrays do not form an n-gram index")
@@ -137,7 +131,7 @@ class DraftBatch:
         rows: where it writes.
     """
 
-    __slots__ = ("_stride", "_trees", "parts", "rows")
+    __slots__ = ("_end", "_step", "_stride", "_trees", "parts", "rows")
 
     def __init__(
         self, jobs: Sequence[Job], blend: bytes, candidates: Candidates | None = None
@@ -145,9 +139,13 @@ class DraftBatch:
         parts: list[bytes | np.ndarray] = [b"", blend]
         stride = 0
         for own, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least in jobs:
-            handles = [0 if index is None else index.handle for index in (own, store, corpus)]
-            limits = (least, max_nodes, max_depth, chain)
-            parts += (_PACK_JOB(*handles, *limits, len(tokens), num_indexed), tokens)
+            packed = _PACK_JOB(
+                0 if own is None else own.handle,
+                0 if store is None else store.handle,
+                0 if corpus is None else corpus.handle,
+                *(least, max_nodes, max_depth, chain, len(tokens), num_indexed),
+            )
+            parts += (packed, tokens)
             if max_nodes > stride:
                 stride = max_nodes
         predicted = (0, 0, 0, 0)
@@ -155,9 +153,11 @@ class DraftBatch:
             predicted = (*(a.ctypes.data for a in candidates), *candidates.tokens.shape[1:])
         parts[0] = _PACK_BATCH(len(jobs), stride, *predicted)
         self.parts = parts
-        self.rows = rows = (c_int32 * (len(jobs) * (2 + 3 * stride)))()
+        self._stride, self._step = stride, 2 + 3 * stride
+        self._end = end = len(jobs) * self._step
+        # ctypes makes a type for each length: with powers of two there are few.
+        self.rows = rows = (c_int32 * (1 << end.bit_length()))()
         size, read = 4 * stride, np.frombuffer
-        self._stride = stride
         self._trees = (
             [
                 TokenTree(
@@ -165,7 +165,7 @@ class DraftBatch:
                     read(rows, _INT32, stride, start + size),
                     read(rows, _FLOAT32, stride, start + 2 * size),
                 )
-                for start in range(8, 4 * len(rows), 8 + 3 * size)
+                for start in range(8, 4 * end, 8 + 3 * size)
             ]
             if stride
             else [TokenTree.empty()] * len(jobs)
@@ -173,7 +173,7 @@ class DraftBatch:
 
     def used_texts(self) -> list[int]:
         """Return the text of each job's store that matched, -1 where none did."""
-        return self.rows[1 :: 2 + 3 * self._stride]
+        return self.rows[1 : self._end : self._step]
 
     def trees(self, status: int) -> list[TokenTree]:
         """Return the trees that a native function has written.
@@ -185,9 +185,9 @@ class DraftBatch:
             return self._trees
         if status == _NONE:
             raise MemoryError("no memory to draft a tree")
-        trees, stride = self._trees, self._stride
-        for i, size in enumerate(self.rows[:: 2 + 3 * stride]):
-            if size != stride:
+        trees = self._trees
+        for i, size in enumerate(self.rows[: self._end : self._step]):
+            if size != self._stride:
                 trees[i] = trees[i].prefix(size) if size else TokenTree.empty()
         return trees
 

@@ -1,4 +1,4 @@
-"""Tokenizers, as far as drafting from texts needs them."""
+"""Tokenizers of corpora."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class CorpusTokenizer(NamedTuple):
-    """What a corpus needs of a tokenizer."""
+    """The part of a tokenizer that a corpus needs."""
 
     encode: Callable[[str], list[int]]
     """Token ids of a text, without BOS and EOS."""
@@ -22,7 +22,7 @@ class CorpusTokenizer(NamedTuple):
 
 
 def load_corpus_tokenizer(name: str) -> CorpusTokenizer:
-    """A Hugging Face tokenizer's name or folder, or a SentencePiece file (`*.model*`).
+    """Load a tokenizer: a Hugging Face name or folder, or a SentencePiece file (`*.model*`).
 
     Raises:
         ValueError: there is no such tokenizer, or its library is not installed.
@@ -52,7 +52,7 @@ def _load_hugging_face(name: str) -> CorpusTokenizer:
 
     tokenizer = AutoTokenizer.from_pretrained(name)
     return CorpusTokenizer(
-        # It would warn of texts that are longer than the model's context.
+        # verbose would warn of texts longer than the model's context.
         lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
         tokenizer.get_vocab(),
     )

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
-from vllm_trie.ngrams import Job, NativeBackend, PythonBackend, native
+from vllm_trie.ngrams import (
+    Blend,
+    Candidates,
+    Job,
+    NativeBackend,
+    PythonBackend,
+    Source,
+    native,
+)
 from vllm_trie.ngrams.index import MAX_SUCCESSORS, NgramIndex, Node
 
 needs_compiler = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
@@ -100,6 +108,25 @@ def test_counts_are_those_of_the_texts_that_are_left(
     assert index.num_tokens == sum(item >= 0 for text in texts for item in text)
 
 
+HEADS_BLEND = Blend(
+    own=Source(0.2, 0.7), shared=Source(4.0, 0.8), min_left_for_heads=1e-6, min_order=1
+)
+
+
+@st.composite
+def head_candidates(draw: st.DrawFn) -> Candidates:
+    """Candidates of two jobs; those of some heads have no probability."""
+    num_heads, num_candidates = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = (2, num_heads, num_candidates)
+    tokens = np.argsort(rng.random((*shape[:2], 9)), axis=-1)[..., :num_candidates]
+    probabilities = -np.sort(-rng.dirichlet(np.full(num_candidates, 0.3), shape[:2]), axis=-1)
+    probabilities[rng.random(shape[:2]) < 0.1] = draw(st.sampled_from([0.0, np.nan]))
+    return Candidates(
+        np.ascontiguousarray(tokens, dtype=np.int32), probabilities.astype(np.float32)
+    )
+
+
 @needs_compiler
 @given(
     edits,
@@ -112,6 +139,8 @@ def test_counts_are_those_of_the_texts_that_are_left(
         st.booleans(),
         st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
     ),
+    st.one_of(st.none(), head_candidates()),
+    st.sampled_from([BLEND, HEADS_BLEND]),
 )
 def test_compiled_core_equals_its_twin(
     edits: list[list[int] | int],
@@ -119,8 +148,10 @@ def test_compiled_core_equals_its_twin(
     max_order: int,
     num_indexed: int,
     limits: tuple[int, int, bool, float],
+    candidates: Candidates | None,
+    blend: Blend,
 ) -> None:
-    backends = (NativeBackend(BLEND), PythonBackend(BLEND))
+    backends = (NativeBackend(blend), PythonBackend(blend))
     drafts = []
     for backend in backends:
         store = backend.new_index(max_order)
@@ -131,7 +162,10 @@ def test_compiled_core_equals_its_twin(
         shorter = Job(own, store, None, tokens[: len(text) // 2], 0, *limits)
         job = Job(own, store, None, tokens, num_indexed, *limits)
         half = shorter._replace(num_indexed=min(num_indexed, len(text) // 2))
-        drafts.append([*backend.draft_batch([half]), *backend.draft_batch([job, shorter])])
+        heads_alone = Job(None, None, None, tokens, 0, *limits)
+        drafts.append([*backend.draft_batch([half])])
+        drafts[-1] += backend.draft_batch([job, shorter], candidates)
+        drafts[-1] += backend.draft_batch([heads_alone, job], candidates)
         drafts[-1].append((store.num_tokens, store.num_nodes, own.num_nodes))
     assert drafts[0].pop() == drafts[1].pop()
     for compiled, readable in zip(*drafts, strict=True):

@@ -1,4 +1,4 @@
-"""The method `ngram_trie`: drafts from n-grams of text that was seen before."""
+"""The method `ngram_trie`: drafts from n-grams of earlier text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_trie.ngrams import Backend, Blend, Index, Job, Source, choose_backend
 from vllm_trie.ngrams.corpus_file import fingerprint, open_corpus
 from vllm_trie.ngrams.native import NativeCorpus
 from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
-from vllm_trie.tree import TokenTree, depth_first_layout
+from vllm_trie.tree import TokenTree
 
 BLEND = Blend(
     own=Source(concentration=0.5, discount=0.7),
@@ -28,14 +28,14 @@ BLEND = Blend(
     cut_left=0.5,
     cut_share=0.25,
 )
-"""The scoring "blended"; docs/ngram_trie.md has what more parameters bring."""
+"""The scoring "blended"; docs/ngram_trie.md has the alternatives that were measured."""
 
 
 class NgramTrieDrafter(Drafter):
-    """Drafts the likeliest continuations of a text, as earlier text has them.
+    """Drafts the continuations of a text that earlier text makes likeliest.
 
     State: an index of each request's own text, built from the prompt at the first call and
-    extended by the tokens accepted since at each later one; with scoring "blended", also the
+    extended at each later one by the tokens accepted since; with scoring "blended", also the
     outputs of finished requests.
     """
 
@@ -59,7 +59,7 @@ class NgramTrieDrafter(Drafter):
 
 
 def load_corpus(path: str, context: DrafterContext) -> NativeCorpus:
-    """Open the corpus that an engine was told to draft from.
+    """Open the corpus of the option `corpus`.
 
     Raises:
         ValueError: the file cannot be used, or was not built with the model's tokenizer.
@@ -130,19 +130,12 @@ class BlendedScoring:
         )
 
 
-@dataclass(slots=True)
-class _FrequencyState:
-    trie: FrequencyTrie
-    indexed: np.ndarray
-    """int32, the tokens taken in, to notice a request that came back with other tokens."""
-
-
 class FrequencyScoring:
     """The paper's method, as a reference: in plain Python, without a store."""
 
     def __init__(self, options: NgramTrieOptions) -> None:
         self._options = options
-        self._states: dict[str, _FrequencyState] = {}
+        self._tries: dict[str, FrequencyTrie] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         """Draft a tree for each request."""
@@ -150,27 +143,19 @@ class FrequencyScoring:
 
     def release(self, request_id: str) -> None:
         """Forget a request."""
-        self._states.pop(request_id, None)
+        self._tries.pop(request_id, None)
 
     def _propose_one(self, request: DraftRequest) -> TokenTree:
-        state = self._updated_state(request)
-        tree = state.trie.draft(
-            request.token_ids[-self._options.max_prefix_len :].tolist(),
+        trie = self._tries.get(request.request_id)
+        if trie is None:
+            trie = self._tries[request.request_id] = FrequencyTrie(self._options.ngram_size)
+        tokens = request.token_ids
+        trie.synchronize(
+            tokens if self._options.index_output else tokens[: request.num_prompt_tokens]
+        )
+        return trie.draft(
+            tokens[-self._options.max_prefix_len :].tolist(),
             request.max_nodes,
             request.max_depth,
             request.chain_only,
         )
-        return depth_first_layout(tree)
-
-    def _updated_state(self, request: DraftRequest) -> _FrequencyState:
-        num_indexed = (
-            len(request.token_ids) if self._options.index_output else request.num_prompt_tokens
-        )
-        tokens = request.token_ids[:num_indexed]
-        state = self._states.get(request.request_id)
-        if state is None or not np.array_equal(tokens[: len(state.indexed)], state.indexed):
-            state = _FrequencyState(FrequencyTrie(self._options.ngram_size), tokens[:0])
-            self._states[request.request_id] = state
-        state.trie.append(tokens[len(state.indexed) :].tolist())
-        state.indexed = tokens.copy()
-        return state

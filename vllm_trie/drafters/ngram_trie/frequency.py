@@ -5,14 +5,16 @@ Source: "Faster In-Context Learning for LLMs via N-Gram Trie Speculative Decodin
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
+import numpy as np
+
+from vllm_trie.ngrams.best_first import BestFirstTree
 from vllm_trie.tree import ROOT, TokenTree
 
 
 class TrieNode:
-    """A node of the index: how often its path occurred, and what followed."""
+    """A node of the index: the number of times its path occurred, and what followed."""
 
     __slots__ = ("children", "frequency")
 
@@ -31,10 +33,19 @@ class FrequencyTrie:
 
     def __init__(self, ngram_size: int) -> None:
         self.ngram_size = ngram_size
-        self.num_tokens = 0
+        self._tokens = np.empty(0, dtype=np.int32)
         self._root = TrieNode()
         # Ends of the windows that can still grow, longest first.
         self._open: list[TrieNode] = []
+
+    def synchronize(self, token_ids: np.ndarray) -> None:
+        """Make these tokens the text: append what is new, or begin anew where they do not continue
+        the text."""
+        known = len(self._tokens)
+        if not np.array_equal(token_ids[:known], self._tokens):
+            known, self._root, self._open = 0, TrieNode(), []
+        self.append(token_ids[known:].tolist())
+        self._tokens = token_ids.copy()
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add tokens to the end of the text; O(ngram_size) a token."""
@@ -47,10 +58,9 @@ class FrequencyTrie:
                 child.frequency += 1
                 grown.append(child)
             self._open = grown[-(self.ngram_size - 1) :]
-        self.num_tokens += len(token_ids)
 
     def find(self, path: Sequence[int]) -> TrieNode | None:
-        """The node at the end of a path, None if these tokens never occurred in a row."""
+        """Return the node at the end of a path, None if its tokens never occurred in a row."""
         node: TrieNode | None = self._root
         for token in path:
             if node is None:
@@ -61,7 +71,7 @@ class FrequencyTrie:
     def draft(
         self, suffix: Sequence[int], max_nodes: int, max_depth: int, chain_only: bool
     ) -> TokenTree:
-        """The most frequent continuations of the longest known part of `suffix`.
+        """Return the most frequent continuations of the longest known part of `suffix`.
 
         Args:
             suffix: the last tokens of the text, at most `max_prefix_len` of them.
@@ -70,40 +80,30 @@ class FrequencyTrie:
             chain_only: follow only the most frequent continuation.
 
         Returns:
-            The `max_nodes` most frequent nodes below the match. A parent is at least as frequent as
-            its child, so the parents of a chosen node are always chosen. Ties go to the node found
-            first. The probability of a node is its frequency over that of the match.
+            The `max_nodes` most frequent nodes below the match, depth-first. A parent is at least
+            as frequent as its child, so the parents of a chosen node are always chosen. Ties go to
+            the node found first. The probability of a node is its frequency over that of the match.
         """
+        tree = BestFirstTree(max_nodes, max_depth, chain_only)
         for start in range(len(suffix)):
             match = self.find(suffix[start:])
             if match is not None and match.children:
-                return _most_frequent(match, max_nodes, max_depth, chain_only)
-        return TokenTree.empty()
+                _grow(tree, match)
+                break
+        return tree.lay_out()
 
 
-def _most_frequent(match: TrieNode, max_nodes: int, max_depth: int, chain_only: bool) -> TokenTree:
+def _grow(tree: BestFirstTree, match: TrieNode) -> None:
     total = sum(child.frequency for child in match.children.values())
-    token_ids: list[int] = []
-    parents: list[int] = []
-    probabilities: list[float] = []
-    # (-frequency, order of discovery, token, trie node, parent, depth)
-    heap: list[tuple[int, int, int, TrieNode, int, int]] = []
-    discovered = 0
+    nodes = {ROOT: match}  # by number of the chosen guess
 
-    def discover(node: TrieNode, parent: int, depth: int) -> None:
-        nonlocal discovered
-        for token, child in node.children.items():
-            heapq.heappush(heap, (-child.frequency, discovered, token, child, parent, depth))
-            discovered += 1
+    def expand(parent: int, depth: int) -> None:
+        for token, child in nodes[parent].children.items():
+            tree.discover(child.frequency / total, token, parent, depth)
 
-    discover(match, ROOT, 1)
-    while heap and len(token_ids) < max_nodes:
-        negative, _, token, node, parent, depth = heapq.heappop(heap)
-        token_ids.append(token)
-        parents.append(parent)
-        probabilities.append(-negative / total)
-        if chain_only:
-            heap.clear()
-        if depth < max_depth:
-            discover(node, len(token_ids) - 1, depth + 1)
-    return TokenTree.from_lists(token_ids, parents, probabilities)
+    expand(ROOT, 1)
+    while guess := tree.choose():
+        if tree.may_grow():
+            number = len(tree.chosen) - 1
+            nodes[number] = nodes[guess.parent].children[guess.token]
+            expand(number, guess.depth + 1)

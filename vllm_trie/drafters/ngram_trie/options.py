@@ -42,7 +42,7 @@ class NgramTrieOptions(DrafterOptions):
     corpus: str | None = Field(
         default=None,
         description="With scoring 'blended': a file made by `vllm-trie corpus build` with the "
-        "model's tokenizer, to draft from beside the requests' own text.",
+        "model's tokenizer, to draft from in addition to the requests' own text.",
     )
     ngram_size: int = Field(
         default=13,

@@ -1,4 +1,4 @@
-"""Outputs of finished requests, to draft from."""
+"""The outputs of finished requests, to draft from."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class RequestStore:
         return sum(index.num_bytes for index in self._indexes.values())
 
     def index(self, cache_salt: str | None) -> Index | None:
-        """What requests with this salt may draft from, None if that is nothing."""
+        """Return the index that requests with this salt draft from, None if it is empty."""
         return self._indexes.get(cache_salt)
 
     def add(self, cache_salt: str | None, token_ids: np.ndarray) -> None:
-        """Take in an output, and let go of what no longer fits; of a text longer than the whole
-        store the end is kept."""
+        """Add an output, and remove the oldest that no longer fit; of a text longer than the whole
+        store, keep the end."""
         token_ids = token_ids[-self._max_tokens :]
         if len(token_ids) == 0:
             return
@@ -56,7 +56,7 @@ class RequestStore:
         self.num_tokens += len(token_ids)
 
     def mark_used(self, cache_salt: str | None, text: int) -> None:
-        """A draft matched this text; texts that are gone are ignored."""
+        """Make this text the most recently used; texts that are gone are ignored."""
         if (cache_salt, text) in self._sizes:
             self._sizes.move_to_end((cache_salt, text))
 

@@ -15,10 +15,10 @@ namespace {
 
 bool in_range(int64_t value, int64_t low, int64_t high) { return low <= value && value < high; }
 
-// Whether reading the arrays can leave them: every index is in its range, and no search is endless.
+// Whether reads stay within the arrays: every index is in its range, and every search ends.
 bool is_sound(const View& view, int64_t num_nodes, int64_t table_size, int64_t num_tokens,
               int32_t vocab_size) {
-    // The root is nobody's child.
+    // The root is no child.
     const auto is_node_or_none = [num_nodes](int64_t id) {
         return id == kNone || in_range(id, ngram::kRoot + 1, num_nodes);
     };
@@ -72,13 +72,13 @@ extern "C" int32_t ngram_index_remove(Index* index, int32_t doc) {
     });
 }
 
-// The arrays of an index, for writing them to a file.
-extern "C" void ngram_index_arrays(const Index* index, const void** nodes, int64_t* num_nodes,
-                                   const int32_t** table, int64_t* table_size) {
-    *nodes = index->nodes().data();
-    *num_nodes = static_cast<int64_t>(index->nodes().size());
-    *table = index->table().data();
-    *table_size = static_cast<int64_t>(index->table().size());
+// The arrays of an index, for writing them to a file: address and size of the nodes, then of the
+// table.
+extern "C" void ngram_index_arrays(const Index* index, int64_t* found) {
+    found[0] = reinterpret_cast<int64_t>(index->nodes().data());
+    found[1] = static_cast<int64_t>(index->nodes().size());
+    found[2] = reinterpret_cast<int64_t>(index->table().data());
+    found[3] = static_cast<int64_t>(index->table().size());
 }
 
 // An index over arrays that the caller keeps alive; null if they are not sound.
@@ -103,7 +103,8 @@ extern "C" Corpus* ngram_corpus_open(const void* nodes, int64_t num_nodes, const
 
 extern "C" void ngram_corpus_close(Corpus* corpus) { delete corpus; }
 
-// Returns 0, 1 if any tree has less than `stride` nodes, or kNone without memory. See draft_batch().
+// Runs draft_batch(). Returns 0, 1 if any tree has less than `stride` nodes, or kNone without
+// memory.
 extern "C" int32_t ngram_draft(const char* batch, int32_t* rows) {
     return ngram::without_throwing([&] {
         return ngram::draft_batch(batch, ngram::read_batch(batch).candidates, rows);

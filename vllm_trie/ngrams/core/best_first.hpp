@@ -10,7 +10,6 @@
 
 namespace ngram {
 
-// As native.py packs them.
 struct Limits {
     double min_probability;  // of a guess's path: what is less likely is left out
     int32_t max_nodes;
@@ -38,7 +37,7 @@ class BestFirstTree {
     }
 
     int32_t size() const { return static_cast<int32_t>(chosen_.size()); }
-    // What is less likely than this cannot be chosen any more; 0 as long as anything can.
+    // A probability below which nothing can be chosen any more; 0 while everything can.
     double bound() const {
         return is_full() ? std::max(best_.front(), limits_.min_probability)
                          : limits_.min_probability;
@@ -48,8 +47,7 @@ class BestFirstTree {
                (is_full() && probability <= best_.front());
     }
 
-    // A child of the guess chosen as number `parent` becomes known. What has no probability (NaN
-    // included) is never chosen.
+    // Makes a child of guess number `parent` known, unless it has no probability (or NaN).
     void discover(double probability, int32_t token, int32_t parent, int32_t depth) {
         const int32_t tick = ticks_++;
         if (!(probability > 0.0) || is_hopeless(probability)) return;
@@ -64,7 +62,7 @@ class BestFirstTree {
         std::push_heap(heap_.begin(), heap_.end(), less_likely);
     }
 
-    // Choose the likeliest known guess, number size() - 1 from now on; false if the tree is done.
+    // Chooses the likeliest known guess, which becomes number size() - 1; false if there is none.
     bool choose() {
         if (heap_.empty() || chosen_.size() >= max_nodes_) return false;
         std::pop_heap(heap_.begin(), heap_.end(), less_likely);

@@ -17,12 +17,12 @@ T take(const char*& bytes) {
 
 bool draft_batch(const char* batch, const Candidates& candidates, int32_t* rows) {
     static thread_local Drafter drafter;
-    const Batch head = take<Batch>(batch);
+    const DraftBatch head = take<DraftBatch>(batch);
     const Blend blend = take<Blend>(batch);
     Candidates predicted = candidates;
     bool any_smaller = false;
     for (int64_t i = 0; i < head.num_jobs; ++i) {
-        const Job job = take<Job>(batch);
+        const DraftJob job = take<DraftJob>(batch);
         const auto* tokens = reinterpret_cast<const int32_t*>(batch);
         batch += sizeof(int32_t) * job.num_tokens;
         BestFirstTree& tree = drafter.draft(job, tokens, predicted, blend);
@@ -39,10 +39,9 @@ bool draft_batch(const char* batch, const Candidates& candidates, int32_t* rows)
     return any_smaller;
 }
 
-BestFirstTree& Drafter::draft(const Job& job, const int32_t* tokens, const Candidates& candidates,
-                              const Blend& blend) {
+BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
+                              const Candidates& candidates, const Blend& blend) {
     tree_.begin(job.limits);
-    contexts_.resize(std::max<size_t>(contexts_.size(), kMaxSources));
     num_sources_ = 0;
     if (job.own != nullptr) {
         job.own->synchronize(tokens, job.num_indexed);
@@ -50,15 +49,16 @@ BestFirstTree& Drafter::draft(const Job& job, const int32_t* tokens, const Candi
     }
     if (job.store != nullptr) sources_[num_sources_++] = job.store->view();
     if (job.corpus != nullptr) sources_[num_sources_++] = job.corpus->view;
+    if (contexts_.size() < kMaxSources) contexts_.resize(kMaxSources);
     for (int32_t s = 0; s < num_sources_; ++s)
         match_suffix(sources_[s], tokens, job.num_tokens, contexts_[s]);
     expand(candidates, blend, 1.0, kNone, 1);
     while (tree_.choose()) {
         if (!tree_.may_grow()) continue;
         const Guess& guess = tree_.newest();
-        const size_t row = static_cast<size_t>(tree_.size()) * kMaxSources;
-        if (contexts_.size() < row + kMaxSources) contexts_.resize(row + kMaxSources);
-        const Contexts* from = &contexts_[static_cast<size_t>(guess.parent + 1) * kMaxSources];
+        const size_t row = static_cast<size_t>(tree_.size()) * num_sources_;
+        if (contexts_.size() < row + num_sources_) contexts_.resize(row + num_sources_);
+        const Contexts* from = contexts_after(guess.parent);
         for (int32_t s = 0; s < num_sources_; ++s)
             advance(sources_[s], from[s], guess.token, contexts_[row + s]);
         expand(candidates, blend, guess.probability, tree_.size() - 1, guess.depth + 1);
@@ -66,7 +66,7 @@ BestFirstTree& Drafter::draft(const Job& job, const int32_t* tokens, const Candi
     return tree_;
 }
 
-int32_t Drafter::used_text(const Job& job, int32_t min_length) const {
+int32_t Drafter::used_text(const DraftJob& job, int32_t min_length) const {
     // The store is the second source: only a job with a text of its own has one.
     if (job.store == nullptr || contexts_[1].size <= min_length) return kNone;
     const Match& match = contexts_[1].matches[contexts_[1].size - 1];
@@ -77,10 +77,9 @@ int32_t Drafter::used_text(const Job& job, int32_t min_length) const {
 void Drafter::expand(const Candidates& candidates, const Blend& blend, double above,
                      int32_t parent, int32_t depth) {
     successors_.clear();
-    const Contexts* contexts = &contexts_[static_cast<size_t>(parent + 1) * kMaxSources];
-    const double left = ask_contexts(blend, contexts, tree_.bound() / above);
+    const double left = ask_contexts(blend, contexts_after(parent), tree_.bound() / above);
     if (depth <= candidates.num_heads && left >= blend.min_left_for_heads)
-        ask_head(candidates, depth - 1, left, above);
+        ask_head(candidates, depth - 1, left, above * (1.0 + blend.path_trust));
     for (const Successor& successor : successors_) {
         double probability = successor.probability;
         if (depth > 1 && blend.path_trust > 0.0)
@@ -110,15 +109,16 @@ double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts, doubl
     return left;
 }
 
-// A head gets the probability that the contexts have left.
-void Drafter::ask_head(const Candidates& candidates, int64_t head, double left, double above) {
+// A head gets the probability that the contexts have left. The path of a child of probability p has
+// at most p * most.
+void Drafter::ask_head(const Candidates& candidates, int64_t head, double left, double most) {
     const bool knows_none = successors_.size() == 0;
     const int64_t first = head * candidates.num_candidates;
     for (int64_t i = first; i < first + candidates.num_candidates; ++i) {
         const int32_t token = candidates.tokens[i];
         const double share = left * static_cast<double>(candidates.probabilities[i]);
         // The rest is no likelier; but the text's own successors get their part of it.
-        const bool is_hopeless = tree_.is_hopeless(above * share);
+        const bool is_hopeless = tree_.is_hopeless(most * share);
         if (is_hopeless && knows_none) break;
         Successor* known = knows_none ? nullptr : successors_.find(token);
         if (known != nullptr)

@@ -9,7 +9,7 @@
 
 namespace ngram {
 
-// How far the counts of a source are believed: a Pitman-Yor process.
+// Trust in the counts of a source: the parameters of a Pitman-Yor process.
 struct Source {
     double concentration;
     double discount;
@@ -35,7 +35,7 @@ struct Corpus {
 };
 
 // One request. In a batch, its tokens follow it.
-struct Job {
+struct DraftJob {
     Index* own;              // brought up to date with the tokens; null: the heads alone draft
     const Index* store;      // may be null
     const Corpus* corpus;    // may be null
@@ -44,8 +44,8 @@ struct Job {
     int64_t num_indexed;     // leading tokens that belong in `own`
 };
 
-// What heads predict, [num_heads, num_candidates] for each job: head i the token at depth i + 1, the
-// likeliest first, its tokens distinct.
+// Predictions of heads, [num_heads, num_candidates] for each job: head i predicts the token at
+// depth i + 1, the likeliest first, its tokens distinct.
 struct Candidates {
     const int32_t* tokens;
     const float* probabilities;
@@ -54,7 +54,7 @@ struct Candidates {
 };
 
 // The beginning of a batch. A Blend and the jobs follow.
-struct Batch {
+struct DraftBatch {
     int64_t num_jobs;
     int64_t stride;  // nodes that a row of the results has room for
     Candidates candidates;
@@ -65,8 +65,8 @@ struct Batch {
 // `stride` entries each. Returns whether any tree has less than `stride` nodes.
 bool draft_batch(const char* batch, const Candidates& candidates, int32_t* rows);
 
-inline Batch read_batch(const char* bytes) {
-    Batch batch;
+inline DraftBatch read_batch(const char* bytes) {
+    DraftBatch batch;
     std::memcpy(&batch, bytes, sizeof(batch));
     return batch;
 }
@@ -74,22 +74,26 @@ inline Batch read_batch(const char* bytes) {
 class Drafter {
    public:
     // The tree, which stays valid until the next call. Brings the job's own index up to date.
-    BestFirstTree& draft(const Job& job, const int32_t* tokens, const Candidates& candidates,
+    BestFirstTree& draft(const DraftJob& job, const int32_t* tokens, const Candidates& candidates,
                          const Blend& blend);
     // The text of the job's store in which its last tokens occur, kNone if less than `min_length`
     // of them do.
-    int32_t used_text(const Job& job, int32_t min_length) const;
+    int32_t used_text(const DraftJob& job, int32_t min_length) const;
 
    private:
+    // One for each source.
+    const Contexts* contexts_after(int32_t guess) const {
+        return contexts_.data() + static_cast<size_t>(guess + 1) * num_sources_;
+    }
     void expand(const Candidates& candidates, const Blend& blend, double above, int32_t parent,
                 int32_t depth);
     double ask_contexts(const Blend& blend, const Contexts* contexts, double cut);
-    void ask_head(const Candidates& candidates, int64_t head, double left, double above);
+    void ask_head(const Candidates& candidates, int64_t head, double left, double most);
 
     BestFirstTree tree_;
     View sources_[kMaxSources];  // in the order in which they are believed
     int32_t num_sources_ = 0;
-    std::vector<Contexts> contexts_;  // root's, then one row a node; kMaxSources a row
+    std::vector<Contexts> contexts_;  // root's, then one row a node; num_sources_ a row
     Successors successors_;
 };
 

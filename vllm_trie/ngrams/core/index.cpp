@@ -7,7 +7,8 @@ namespace ngram {
 int64_t Index::num_bytes() const {
     int64_t bytes = static_cast<int64_t>(nodes_.capacity() * (sizeof(Node) + sizeof(Upkeep)) +
                                          table_.capacity() * sizeof(int32_t));
-    for (const auto& text : owned_) bytes += static_cast<int64_t>(text.capacity() * sizeof(int32_t));
+    for (const auto& text : owned_)
+        bytes += static_cast<int64_t>(text.capacity() * sizeof(int32_t));
     return bytes;
 }
 

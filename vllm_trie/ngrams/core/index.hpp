@@ -1,5 +1,5 @@
-// The n-gram index: a trie of all n-grams of some texts, with the counts that the blended scoring
-// needs. The readable twin is index.py; both make the same trees, bit for bit.
+// The n-gram index: a trie of all n-grams of some texts, with the counts that a blend needs. The
+// readable twin is index.py; both make the same trees, bit for bit.
 //
 // Two things keep it small and fast:
 //  - An n-gram that occurred once has no children. Its successors are read from the text at
@@ -20,7 +20,7 @@ constexpr int kMaxOrder = 15;  // longest context
 constexpr int32_t kNone = -1;
 constexpr int32_t kRoot = 0;
 
-// The n-gram that ends with `token` and begins with the path of `parent`: what drafts read.
+// The n-gram that begins with the path of `parent` and ends with `token`: the part drafts read.
 struct alignas(32) Node {
     int32_t token;
     int32_t parent;
@@ -36,7 +36,7 @@ struct alignas(32) Node {
 };
 static_assert(sizeof(Node) == 32, "two to a cache line; the corpus file holds them like this");
 
-// What only changes to the index need.
+// Members that only changes to the index need.
 struct Upkeep {
     int32_t prev;      // sibling
     int32_t hot_tail;  // last child that is kept in order
@@ -59,7 +59,7 @@ inline uint32_t hash_edge(int32_t parent, int32_t token) {
     return static_cast<uint32_t>(key >> 32);
 }
 
-// What a draft reads, wherever it is stored: in memory or in a mapped file.
+// An index as a draft reads it, in memory or in a mapped file.
 struct View {
     const Node* nodes;
     const int32_t* table;  // open addressing, linear probing; kNone is free
@@ -76,7 +76,7 @@ struct View {
         }
     }
 
-    // Begin to fetch what find() will read.
+    // Fetches what find() will read.
     void prefetch(int32_t parent, int32_t token) const {
         __builtin_prefetch(&table[hash_edge(parent, token) & table_mask]);
     }
@@ -116,8 +116,7 @@ class Index {
     int32_t num_nodes() const { return static_cast<int32_t>(nodes_.size() - free_nodes_.size()); }
     int64_t num_bytes() const;
 
-    // Make `tokens` the only text, appending what is new. Of a text that is not a beginning of them
-    // nothing is kept.
+    // Make `tokens` the only text: append what is new, or begin anew where they do not continue it.
     void synchronize(const int32_t* tokens, int64_t size);
     // A new, empty text; the next tokens belong to it. Returns its number.
     int32_t begin_text();

@@ -7,8 +7,8 @@
 
 namespace ngram {
 
-// Nothing may throw across a C interface: what runs out of memory, or would need more than there
-// can be, returns kNone instead of the result of `work`.
+// Returns the result of `work`, or kNone if it throws (out of memory, or a size that cannot be):
+// nothing may throw across a C interface.
 template <typename Work>
 int32_t without_throwing(const Work& work) noexcept {
     try {

@@ -1,4 +1,4 @@
-// The tokens that may come next, and how the contexts of a text share out probability among them.
+// The tokens that may come next, and the shares of probability that contexts give them.
 #pragma once
 
 #include <vector>
@@ -37,7 +37,8 @@ class Successors {
     // A token that is not among them.
     void append(int32_t token, double probability) {
         int16_t& first = slot(token);
-        if (first == kNone && items_.size() < kMaxFound) first = static_cast<int16_t>(items_.size());
+        if (first == kNone && items_.size() < kMaxFound)
+            first = static_cast<int16_t>(items_.size());
         items_.push_back({token, probability});
     }
 
@@ -76,7 +77,7 @@ class Successors {
     }
 
    private:
-    // Those of all contexts of all sources; what else is appended is found only behind these.
+    // At most those of all contexts of all sources; anything else is found only behind these.
     static constexpr size_t kMaxFound = kMaxSources * (kMaxOrder + 1) * kMaxHot;
     static constexpr size_t kSlots = 1024;
     static_assert(kMaxFound < INT16_MAX, "slots are narrow, so that few cache lines hold them");
