@@ -157,15 +157,22 @@ class MedusaDrafter(Drafter):
     def _job(self, request: DraftRequest) -> Job:
         own, text = None, _NO_TEXT
         if self._indexes is not None:
-            own = self._indexes.get(request.request_id)
+            own, text = self._indexes.get(request.request_id), request.token_ids
             if own is None:
                 own = self._backend.new_index(self.options.max_context_len)
                 self._indexes[request.request_id] = own
-            text = np.ascontiguousarray(request.token_ids, dtype=np.int32)
+            if not text.flags.c_contiguous:
+                text = np.ascontiguousarray(text)
         return Job(
-            *(own, None, None, text, len(text)),
-            *(request.max_nodes, self._depth(request)),
-            *(request.chain_only, request.min_probability),
+            own,
+            None,
+            None,
+            text,
+            len(text),
+            request.max_nodes,
+            self._depth(request),
+            request.chain_only,
+            request.min_probability,
         )
 
     def _check_options(self, heads: MedusaHeads, num_heads: int) -> None:
