@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 
 from tests.engine.compare import accepted_tokens, generate, margins, speculation, tell_oracle
@@ -17,13 +18,15 @@ GREEDY = SamplingParams(
     temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, logprobs=2
 )
 
+INT8_DTYPE = "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
+
 pytestmark = pytest.mark.usefixtures("test_drafters")
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    # vLLM takes weights of 4 bits in 16-bit floating point only.
-    [("int8", "float32"), ("gptq", "bfloat16"), ("awq", "bfloat16")],
+    # vLLM takes weights of 4 bits in 16-bit floating point only, and on CPUs with AMX those of 8.
+    [("int8", INT8_DTYPE), ("gptq", "bfloat16"), ("awq", "bfloat16")],
 )
 def test_greedy(
     engine: Any, tmp_path_factory: pytest.TempPathFactory, kind: str, dtype: str

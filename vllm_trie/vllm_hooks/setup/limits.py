@@ -253,12 +253,12 @@ LIMITS: tuple[Limit, ...] = (
 
 
 def problems(
-    feature: Feature, config: VllmConfig, limits: tuple[Limit, ...] = LIMITS
+    feature: Feature, config: VllmConfig, limits: tuple[Limit, ...] | None = None
 ) -> Iterator[str]:
-    """Yield the message of each row that stops a feature.
+    """Yield the message of each row that stops a feature, of the whole table by default.
 
     Lazy, since a row may rely on those before it: on there being a model, for one.
     """
-    for limit in limits:
+    for limit in LIMITS if limits is None else limits:
         if feature in limit.stops and (message := limit.message(config)):
             yield message
