@@ -62,12 +62,15 @@ def wait_for(
     """
     start = last_progress = time.monotonic()
     seen = (0, 0)
-    while not ready():
+    while True:
+        ended = process.poll() is not None  # asked first: it may end while `ready` looks
+        if ready():
+            return
         now = time.monotonic()
         found = (int(cpu_seconds(process.pid)), log.stat().st_size)
         if found != seen:
             seen, last_progress = found, now
-        if process.poll() is not None:
+        if ended:
             problem = f"the process ended with status {process.returncode}"
         elif now - start > limit:
             problem = f"the process was not ready within {limit:g} s"
