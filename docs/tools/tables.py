@@ -53,7 +53,7 @@ def limits() -> str:
     """A Markdown table of what stops the features, from the table that start-up reads."""
     from vllm_trie.vllm_hooks.setup.limits import FEATURES, LIMITS
 
-    effects = {"trees": "refused", "beams": "off"}
+    effects = {"trees": "no", "chains": "no", "beams": "off"}
     lines = [
         " | ".join(["| condition", *FEATURES.values()]) + " |",
         " | ".join(["| ---", *("---" for _ in FEATURES)]) + " |",

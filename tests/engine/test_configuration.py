@@ -36,6 +36,7 @@ from vllm_trie.vllm_hooks.setup import method_names as misspelled
 from vllm_trie.vllm_hooks.setup.support import reason_off
 
 TREES = {"method": "ngram_trie", "num_speculative_tokens": 8}
+CHAINS = {**TREES, "verification": "chain"}
 
 
 @pytest.fixture(autouse=True)
@@ -198,13 +199,43 @@ def test_one_option_in_two_places():
         assert words in message
 
 
+NEITHER = ("state space", "encoder and decoder", "embeddings")
+"""Families that no drafts can be verified for."""
+
+
 @pytest.mark.parametrize("family", UNSUPPORTED)
-def test_unsupported_models(tmp_path: Path, family: str):
+def test_models_without_trees(tmp_path: Path, family: str):
     values, reason = UNSUPPORTED[family]
-    message = refusal(model=write_config(tmp_path / "model", values))
+    path = write_config(tmp_path / "model", values)
+    message = refusal(model=path, speculative_config={**TREES, "verification": "tree"})
     assert "'ngram_trie'" in message
     assert reason in message
     assert values["architectures"][0] in message or "runner_type" in message
+    assert ("verification='chain'" in message) == (family not in NEITHER)
+    if family in NEITHER:
+        assert reason in refusal(model=path)
+        assert reason in refusal(model=path, speculative_config=CHAINS)
+        return
+    for asked in (TREES, CHAINS):
+        found = engine_config(model=path, speculative_config=asked)
+        assert config.verification(found) == "chain"
+
+
+def test_trees_where_they_are_supported(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO):
+        assert config.verification(engine_config()) == "tree"
+    assert "ngram_trie verifies its drafts as trees" in caplog.text
+    assert config.verification(engine_config(speculative_config=CHAINS)) == "chain"
+
+
+def test_a_model_without_trees_says_so_at_start_up(tmp_path: Path, caplog, monkeypatch):
+    path = write_config(tmp_path / "model", UNSUPPORTED["latent attention"][0])
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO):
+        engine_config(model=path)
+    assert "verifies its drafts as chains" in caplog.text
+    assert "(MLA) is not supported" in caplog.text
 
 
 @pytest.mark.parametrize("family", UNSUPPORTED)
@@ -237,14 +268,18 @@ def test_a_sliding_window_that_is_switched_off(tmp_path: Path):
         ({"worker_cls": "theirs.Worker"}, ["worker_cls='theirs.Worker'", "'auto'"]),
         ({"scheduler_cls": "theirs.Scheduler"}, ["scheduler_cls='theirs.Scheduler'", "leave"]),
         ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size=2", "set it to 1"]),
-        ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype='fp8'", "'auto'"]),
+        (
+            {"kv_cache_dtype": "fp8", "speculative_config": {**TREES, "verification": "tree"}},
+            ["kv_cache_dtype='fp8'", "'auto'", "verification='chain'"],
+        ),
         (
             {
+                "speculative_config": {**TREES, "verification": "tree"},
                 "kv_transfer_config": {
                     "kv_connector": "ExampleConnector",
                     "kv_role": "kv_both",
                     "kv_connector_extra_config": {"shared_storage_path": "local_storage"},
-                }
+                },
             },
             ["kv_transfer_config", "leave"],
         ),
@@ -254,7 +289,10 @@ def test_settings_that_do_not_go_together(options, said):
     if "kv_transfer_config" in options:
         from vllm.config import KVTransferConfig
 
-        options = {"kv_transfer_config": KVTransferConfig(**options["kv_transfer_config"])}
+        options = {
+            **options,
+            "kv_transfer_config": KVTransferConfig(**options["kv_transfer_config"]),
+        }
     message = refusal(**options)
     for words in ("'ngram_trie'", *said):
         assert words in message
@@ -266,7 +304,7 @@ def test_model_runner_v2(monkeypatch):
     monkeypatch.setitem(vars(envs), "VLLM_USE_V2_MODEL_RUNNER", True)
     assert "Model Runner V2" in refusal()  # without Triton vLLM itself is the first to refuse
     with pytest.raises(ValueError, match="Model Runner V2") as caught:
-        support.check_supported(found, "ngram_trie")
+        support.choose_verification(found, "ngram_trie", "auto")
     assert "unset VLLM_USE_V2_MODEL_RUNNER" in str(caught.value)
 
 
@@ -446,6 +484,7 @@ PRELUDE = """
 import json, pathlib, sys
 from vllm import LLM, SamplingParams
 TREES = {"method": "ngram_trie", "num_speculative_tokens": 8}
+CHAINS = {**TREES, "verification": "chain"}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
 SETTINGS = dict(
     model=sys.argv[2], dtype="float32", enforce_eager=True, max_model_len=128,

@@ -98,9 +98,9 @@ def test_a_gpu_is_refused_unless_the_user_allows_it(monkeypatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     with pytest.raises(ValueError, match="allow_untested_gpu=True") as caught:
-        support.check_supported(found, "ngram_trie")
+        support.choose_verification(found, "ngram_trie", "tree")
     assert "never run on a GPU" in str(caught.value)
-    support.check_supported(allowed, "ngram_trie")
+    assert support.choose_verification(allowed, "ngram_trie", "auto") == "tree"
 
 
 @pytest.mark.parametrize(
@@ -119,15 +119,15 @@ def test_settings_that_a_gpu_cannot_have(monkeypatch, changes, said) -> None:
         part = found.attention_config if name == "backend" else found.cache_config
         object.__setattr__(part, name, value)
     with pytest.raises(ValueError, match=said) as caught:
-        support.check_supported(found, "ngram_trie")
-    assert str(caught.value).count("\n- ") == 1
+        support.choose_verification(found, "ngram_trie", "tree")
+    assert str(caught.value).count("\n- ") == 2  # and that chains run
 
 
 def test_other_accelerators_are_refused(monkeypatch) -> None:
     found = gpu_config()
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     with pytest.raises(ValueError, match="neither a CPU nor an NVIDIA GPU"):
-        support.check_supported(found, "ngram_trie")
+        support.choose_verification(found, "ngram_trie", "tree")
 
 
 def test_the_ledger_fits_the_gpus_symbols() -> None:

@@ -199,7 +199,7 @@ def one_feature(monkeypatch: pytest.MonkeyPatch) -> Iterator[Installation]:
     patches = (
         a_patch("method"),
         a_patch("static", scope="native_search"),
-        a_patch("inherited", scope="model_runner"),
+        a_patch("inherited", scope="tree_runner"),
         a_patch("gone", wrapper=None),
     )
     monkeypatch.setattr(table, "PATCHES", patches)
@@ -214,7 +214,7 @@ def test_scopes(one_feature: Installation, subject: Any) -> None:
     for feature in ("speculation", "speculation", "beam"):
         one_feature.install(feature, native_search=False)  # type: ignore[arg-type]
     assert names_of(one_feature) == ["method"]
-    with contextlib.suppress(KeyError), one_feature.installed("model_runner"):
+    with contextlib.suppress(KeyError), one_feature.installed("tree_runner"):
         assert names_of(one_feature) == ["method", "inherited"]
         assert subject().inherited() == "inherited!"
         raise KeyError

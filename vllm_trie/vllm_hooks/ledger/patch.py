@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 Feature = Literal["speculation", "beam"]
 Platform = Literal["any", "cpu", "cuda"]
-Scope = Literal["process", "native_search", "model_runner"]
+Scope = Literal["process", "native_search", "tree_runner", "chain_runner"]
 _Replacing = Literal["wrapped", "subclassed"]
 _Using = Literal["overridden", "called", "made", "read", "set", "changed", "registered"]
 Kind = _Replacing | _Using | Literal["relied on"]

@@ -20,6 +20,8 @@ from vllm_trie.vllm_hooks.setup.config_keys import (
     ALLOW_GPU,
     BEAM_SEARCH,
     CONFIG_KEY,
+    VERIFICATION,
+    Verification,
     own_part,
     spelled,
 )
@@ -43,6 +45,12 @@ class EngineOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    verification: Verification = Field(
+        default="auto",
+        description="'tree' verifies trees by the plugin's attention; 'chain' verifies drafts "
+        "without branches by vLLM's attention and rejection sampler, on every model that vLLM "
+        "speculates with; 'auto' takes trees where they are supported and chains elsewhere.",
+    )
     node_budget: Literal["adaptive", "fixed"] = Field(
         default="adaptive",
         description="'adaptive' spends nodes where they bring the most tokens per second, down to "
@@ -158,6 +166,18 @@ def read(vllm_config: VllmConfig) -> TreeConfig | None:
             f"{', '.join(available_methods())} instead of naming the class"
         )
     return _parse({k: v for k, v in carried.items() if k != BEAM_SEARCH})
+
+
+def verification(vllm_config: VllmConfig) -> Literal["tree", "chain"]:
+    """Return what :func:`set_verification` chose for the engine."""
+    chosen: Literal["tree", "chain"] = own_part(vllm_config.additional_config)[VERIFICATION]
+    return chosen
+
+
+def set_verification(vllm_config: VllmConfig, chosen: Literal["tree", "chain"]) -> None:
+    """Let the workers read how drafts are verified, in place of "auto"."""
+    additional: Any = vllm_config.additional_config
+    additional[CONFIG_KEY] = {**additional[CONFIG_KEY], VERIFICATION: chosen}
 
 
 def _refuse_options_without_method(engine_args: EngineArgs) -> None:

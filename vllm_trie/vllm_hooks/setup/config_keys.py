@@ -7,7 +7,7 @@ It also carries a speculative method with its options, see
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 CONFIG_KEY = "vllm_trie"
 """The plugin's key in vLLM's ``additional_config``."""
@@ -15,6 +15,10 @@ BEAM_SEARCH = "beam_search"
 """False turns native beam search off. Tree speculation leaves this key alone."""
 ALLOW_GPU = "allow_untested_gpu"
 """True switches tree speculation and native beam search on where they have never run."""
+
+VERIFICATION = "verification"
+"""How drafts are verified; start-up replaces "auto" by what it chose."""
+Verification = Literal["auto", "tree", "chain"]
 
 
 def spelled(key: str) -> str:

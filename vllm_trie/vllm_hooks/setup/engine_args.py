@@ -44,14 +44,16 @@ def _choose_worker(parallel_config: ParallelConfig, method: str) -> None:
 
 
 def verify(vllm_config: VllmConfig) -> None:
-    """Refuse a complete configuration that its tree method cannot run with; finish one that it can.
+    """Refuse a complete configuration that its method cannot run with; finish one that it can.
 
     Raises:
         ValueError: every reason at once.
     """
     tree_config = config.read(vllm_config)
     if tree_config is not None:
-        support.check_supported(vllm_config, tree_config.method)
+        asked = tree_config.engine_options.verification
+        chosen = support.choose_verification(vllm_config, tree_config.method, asked)
+        config.set_verification(vllm_config, chosen)
         _leave_requests_unpadded(vllm_config)
 
 

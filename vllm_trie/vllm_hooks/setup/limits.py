@@ -1,7 +1,7 @@
-"""The support table: what stops tree speculation, native beam search, or both.
+"""The support table: what stops draft trees, draft chains and native beam search.
 
-Start-up refuses trees by it, beam search switches itself off by it, `vllm-trie doctor` and the
-documentation print it.
+Start-up chooses between trees and chains by it and refuses what neither can serve, beam search
+switches itself off by it, `vllm-trie doctor` and the documentation print it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ from vllm_trie.vllm_hooks.setup.config_keys import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-Feature = Literal["trees", "beams"]
-FEATURES: dict[Feature, str] = {"trees": "tree speculation", "beams": "native beam search"}
+Feature = Literal["trees", "chains", "beams"]
+FEATURES: dict[Feature, str] = {
+    "trees": "draft trees",
+    "chains": "draft chains",
+    "beams": "native beam search",
+}
 TREES: tuple[Feature, ...] = ("trees",)
+CHAINS: tuple[Feature, ...] = ("chains",)
 BEAMS: tuple[Feature, ...] = ("beams",)
-BOTH = TREES + BEAMS
+DRAFTS = TREES + CHAINS
+ALL = DRAFTS + BEAMS
 
 ENV_SWITCH = "VLLM_TRIE_BEAM"
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -125,7 +131,7 @@ _NO_WINDOW = (
 
 # fmt: off
 PLATFORM_LIMITS: tuple[Limit, ...] = (
-    Limit(BOTH, "accelerators other than NVIDIA GPUs",
+    Limit(ALL, "accelerators other than NVIDIA GPUs",
         lambda c: _other_platform(),
         "platform {found!r} is neither a CPU nor an NVIDIA GPU; vllm-trie runs on x86 CPUs and, "
         "untested, on NVIDIA GPUs"),
@@ -133,14 +139,14 @@ PLATFORM_LIMITS: tuple[Limit, ...] = (
         lambda c: _other_cpu(),
         "CPU architecture {found} is not supported: tree attention reads the cache layouts "
         f"{' and '.join(SUPPORTED_ISAS)} of x86 CPUs"),
-    Limit(TREES, "NVIDIA GPUs with a [patched](../patches/README.md) vLLM",
+    Limit(DRAFTS, "NVIDIA GPUs with a [patched](../patches/README.md) vLLM",
         lambda c: _is_cuda() and offered("draft_verifier"),
         "a patched vLLM verifies trees on CPUs only; on a GPU, run stock vLLM"),
 )
 """Rows that no setting changes; their `find` does not look at the configuration."""
 
 UNTESTED_LIMITS = (
-    Limit(TREES, "NVIDIA GPUs without `allow_untested_gpu`",
+    Limit(DRAFTS, "NVIDIA GPUs without `allow_untested_gpu`",
         lambda c: _is_cuda() and not offered("draft_verifier") and not switch(c, ALLOW_GPU),
         "allow_untested_gpu=False: tree speculation has never run on a GPU. What is known: its "
         "Triton kernel gives exact results and a whole engine the right tokens in Triton's "
@@ -160,7 +166,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(BEAMS, f'`"{BEAM_SEARCH}": false` in `additional_config["{CONFIG_KEY}"]`',
         lambda c: switch(c, BEAM_SEARCH) is False,
         f"{spelled(BEAM_SEARCH)}=False turns it off"),
-    Limit(BOTH, "a `scheduler_cls` that is not the plugin's",
+    Limit(ALL, "a `scheduler_cls` that is not the plugin's",
         _other_scheduler,
         "scheduler_cls={found!r} cannot be used with vllm-trie's schedulers; leave scheduler_cls "
         "out"),
@@ -168,17 +174,17 @@ LIMITS: tuple[Limit, ...] = (
     *PLATFORM_LIMITS,
     *UNTESTED_LIMITS,
     # Model
-    Limit(BOTH, "models that do not generate text",
+    Limit(ALL, "models that do not generate text",
         lambda c: c.model_config is None or c.model_config.runner_type != "generate",
         "{model}: the model does not generate text (runner_type is not 'generate'); use a "
         "generative model"),
-    Limit(BOTH, "encoder-decoder models",
+    Limit(ALL, "encoder-decoder models",
         lambda c: c.model_config.is_encoder_decoder,
         "{model}: encoder-decoder models are not supported"),
     Limit(BEAMS, "diffusion models",
         lambda c: getattr(c.model_config, "is_diffusion", False),
         "{model}: diffusion models are not supported"),
-    Limit(BOTH, "state-space, recurrent and hybrid models",
+    Limit(ALL, "state-space, recurrent and hybrid models",
         lambda c: c.model_config.is_hybrid or c.model_config.is_attention_free
         or c.model_config.has_inner_state,
         "{model}: models with state-space or recurrent layers are not supported"),
@@ -188,11 +194,15 @@ LIMITS: tuple[Limit, ...] = (
     Limit(TREES, "multimodal rotary positions (M-RoPE)",
         lambda c: c.model_config.uses_mrope,
         "{model}: multimodal rotary positions (M-RoPE) are not supported"),
-    Limit(BOTH, "sliding windows, unless `disable_sliding_window` lifts them",
+    Limit(TREES, "soft caps on attention scores",
+        lambda c: getattr(c.model_config.hf_text_config, "attn_logit_softcapping", None),
+        "{model}: soft caps on attention scores (attn_logit_softcapping={found}) are not "
+        "supported"),
+    Limit(TREES + BEAMS, "sliding windows, unless `disable_sliding_window` lifts them",
         lambda c: c.model_config.get_sliding_window() is not None, _NO_WINDOW),
     Limit(TREES, "sliding windows in some layers, with `disable_sliding_window` too",
         _windows_in_layers, _NO_WINDOW),
-    Limit(BOTH, "attention in chunks",
+    Limit(TREES + BEAMS, "attention in chunks",
         lambda c: getattr(c.model_config, "attention_chunk_size", None),
         "{model}: attention in chunks (attention_chunk_size={found}) is not supported; run this "
         "model without vllm-trie"),
@@ -203,18 +213,18 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: "logprobs" not in c.model_config.logprobs_mode and c.model_config.logprobs_mode,
         "logprobs_mode={found!r} yields no log-probabilities; use 'raw_logprobs'"),
     # Engine
-    Limit(BOTH, "pipeline parallelism",
+    Limit(ALL, "pipeline parallelism",
         lambda c: c.parallel_config.pipeline_parallel_size > 1
         and c.parallel_config.pipeline_parallel_size,
         "pipeline_parallel_size={found} is not supported; set it to 1 (tensor parallelism works)"),
-    Limit(BOTH, "context parallelism",
+    Limit(ALL, "context parallelism",
         lambda c: c.parallel_config.decode_context_parallel_size > 1
         or c.parallel_config.prefill_context_parallel_size > 1,
         "context parallelism is not supported; leave its sizes at 1"),
     Limit(TREES, "dual batch overlap",
         lambda c: c.parallel_config.use_ubatching,
         "dual batch overlap is not supported; switch it off"),
-    Limit(BOTH, "KV connectors (`kv_transfer_config`)",
+    Limit(TREES + BEAMS, "KV connectors (`kv_transfer_config`)",
         lambda c: c.kv_transfer_config is not None,
         "KV connectors (kv_transfer_config) are not supported: they could send KV of nodes and "
         "rows that are dropped; leave the setting out"),
@@ -228,7 +238,7 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: c.cache_config.cache_dtype not in ("auto", *_DTYPES)
         and c.cache_config.cache_dtype,
         "kv_cache_dtype={found!r} is not supported; use 'auto'"),
-    Limit(TREES, "Model Runner V2",
+    Limit(DRAFTS, "Model Runner V2",
         lambda c: c.use_v2_model_runner,
         "Model Runner V2 is not supported; unset VLLM_USE_V2_MODEL_RUNNER (vLLM then chooses V1 by "
         "itself)"),

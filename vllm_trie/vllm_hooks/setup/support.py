@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
-from vllm_trie.vllm_hooks.setup.config_keys import ALLOW_GPU
+from vllm_trie.vllm_hooks.setup.config_keys import ALLOW_GPU, Verification
 from vllm_trie.vllm_hooks.setup.limits import (
     PLATFORM_LIMITS,
     UNTESTED_LIMITS,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "cache_reason",
     "check_layers",
-    "check_supported",
+    "choose_verification",
     "reason_for_stock_search",
     "reason_off",
     "say_where_untested",
@@ -34,24 +34,37 @@ __all__ = [
 logger = init_logger(__name__)
 
 
-# -- trees ---------------------------------------------------------------------------------------
+# -- drafts --------------------------------------------------------------------------------------
 
 
-def check_supported(vllm_config: VllmConfig, method: str) -> None:
-    """Refuse a configuration that tree verification cannot serve.
+def choose_verification(
+    vllm_config: VllmConfig, method: str, asked: Verification
+) -> Literal["tree", "chain"]:
+    """Return how the engine verifies drafts.
 
     Args:
         vllm_config: the engine's configuration.
-        method: the method's name, for the message.
+        method: the method's name, for the messages.
+        asked: the option; ``"auto"`` takes trees where they are supported, chains elsewhere.
 
     Raises:
-        ValueError: every reason at once, each with what to do.
+        ValueError: the configuration serves neither, or not the one that was asked for; every
+            reason at once, each with what to do.
     """
-    if found := list(problems("trees", vllm_config)):
+    against_trees = list(problems("trees", vllm_config))
+    against_chains = list(problems("chains", vllm_config))
+    chosen = asked if asked != "auto" else "chain" if against_trees else "tree"
+    if found := against_trees if chosen == "tree" else against_chains:
+        if chosen == "tree" and not against_chains:
+            found.append("verification='chain' runs here: drafts without branches")
         raise ValueError(
             f"speculative method {method!r} of vllm-trie cannot run with this configuration:\n- "
             + "\n- ".join(found)
         )
+    if asked == "auto":
+        reasons = f" Trees cannot run here: {'; '.join(against_trees)}" if against_trees else ""
+        logger.info("%s verifies its drafts as %ss.%s", method, chosen, reasons)
+    return chosen
 
 
 def check_layers(vllm_config: VllmConfig, layers: Mapping[str, Any]) -> None:
@@ -75,8 +88,8 @@ def check_layers(vllm_config: VllmConfig, layers: Mapping[str, Any]) -> None:
     if unaware:
         raise ValueError(
             "these attention layers use a backend that knows nothing of draft trees: "
-            f"{', '.join(unaware)}; leave attention_backend at its default or run without "
-            "vllm-trie's speculative methods"
+            f"{', '.join(unaware)}; leave attention_backend at its default or set "
+            "verification='chain'"
         )
     partial = [
         f"{name} ({type(layer).__name__})"
@@ -86,7 +99,7 @@ def check_layers(vllm_config: VllmConfig, layers: Mapping[str, Any]) -> None:
     if partial:
         raise ValueError(
             "tree attention needs full causal attention, and these layers have another kind: "
-            f"{', '.join(partial)}; run this model without vllm-trie's speculative methods"
+            f"{', '.join(partial)}; set verification='chain' for this model"
         )
 
 

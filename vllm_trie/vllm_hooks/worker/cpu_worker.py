@@ -1,4 +1,4 @@
-"""vLLM's CPU worker and model runner with tree speculation."""
+"""vLLM's CPU worker and Model Runner V1 with the plugin's speculation."""
 
 from __future__ import annotations
 
@@ -10,25 +10,34 @@ from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_trie.vllm_hooks import ledger
-from vllm_trie.vllm_hooks.worker.runner_v1 import TreeRunnerMixin
+from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.worker.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
 
 CPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cpu.TreeCPUAttentionBackend"
 
 
+class ChainCPUModelRunner(ChainRunnerMixin, CPUModelRunner):
+    """The CPU model runner with drafts that vLLM verifies."""
+
+
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
-    """The CPU model runner with tree speculation."""
+    """The CPU model runner with draft trees."""
 
 
 class TreeCPUWorker(cpu_worker.CPUWorker):
-    """The CPU worker for tree speculation."""
+    """The CPU worker for the plugin's methods."""
 
-    model_runner: TreeCPUModelRunner
+    model_runner: ChainCPUModelRunner
 
     def init_device(self) -> None:
-        register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_CLASS)
-        # An engine that this process ran before may have left the stock backend in the cache.
+        verification = config.verification(self.vllm_config)
+        # An engine that this process ran before may have left the other backend in place.
+        if verification == "tree":
+            register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_CLASS)
+        else:
+            AttentionBackendEnum.CPU_ATTN.clear_override()
         selector._cached_get_attn_backend.cache_clear()
-        with ledger.installed("model_runner"):
+        with ledger.installed(f"{verification}_runner"):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:

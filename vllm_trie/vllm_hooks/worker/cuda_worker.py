@@ -1,4 +1,4 @@
-"""vLLM's GPU worker and Model Runner V1 with tree speculation.
+"""vLLM's GPU worker and Model Runner V1 with the plugin's speculation.
 
 These classes have not run on a GPU yet: :mod:`vllm_trie.vllm_hooks.setup.support` refuses GPUs
 unless the user allows them.
@@ -15,11 +15,16 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_trie.vllm_hooks import ledger
+from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.gpu_check import check_device
-from vllm_trie.vllm_hooks.worker.runner_v1 import TreeRunnerMixin
+from vllm_trie.vllm_hooks.worker.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
 from vllm_trie.vllm_hooks.worker.verification.sampling import argmax_of_logits
 
 GPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cuda.TreeTritonAttentionBackend"
+
+
+class ChainGPUModelRunner(ChainRunnerMixin, gpu_model_runner.GPUModelRunner):
+    """The GPU model runner with drafts that vLLM verifies."""
 
 
 class TreeGPUModelRunner(TreeRunnerMixin, gpu_model_runner.GPUModelRunner):
@@ -41,21 +46,24 @@ class TreeGPUModelRunner(TreeRunnerMixin, gpu_model_runner.GPUModelRunner):
 
 
 class TreeGPUWorker(Worker):
-    """The GPU worker for tree speculation."""
+    """The GPU worker for the plugin's methods."""
 
-    model_runner: TreeGPUModelRunner
+    model_runner: ChainGPUModelRunner | TreeGPUModelRunner
 
     def init_device(self) -> None:
-        register_backend(AttentionBackendEnum.CUSTOM, GPU_BACKEND_CLASS)
-        self.vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
-        # An engine that this process ran before may have left another backend in the cache.
-        selector._cached_get_attn_backend.cache_clear()
-        with ledger.installed("model_runner"):
+        verification = config.verification(self.vllm_config)
+        if verification == "tree":
+            register_backend(AttentionBackendEnum.CUSTOM, GPU_BACKEND_CLASS)
+            self.vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+            # An engine that this process ran before may have left another backend in the cache.
+            selector._cached_get_attn_backend.cache_clear()
+        with ledger.installed(f"{verification}_runner"):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:
-        # First, as vLLM watches for kernels that are compiled after its own warm-up.
-        check_device(self.model_runner)
+        if isinstance(self.model_runner, TreeGPUModelRunner):
+            # First, as vLLM watches for kernels that are compiled after its own warm-up.
+            check_device(self.model_runner)
         times = super().compile_or_warm_up_model()
         self.model_runner.adapter.calibrate()
         return times

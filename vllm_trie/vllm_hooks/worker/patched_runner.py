@@ -12,7 +12,7 @@ from vllm.v1.spec_decode.draft_verifier import DraftVerifier  # type: ignore[imp
 from vllm_trie.attention import TreeBatch
 from vllm_trie.vllm_hooks.worker.cpu_worker import CPU_BACKEND_CLASS
 from vllm_trie.vllm_hooks.worker.drafting.proposer import TreeProposer
-from vllm_trie.vllm_hooks.worker.v1_adapter import V1Adapter
+from vllm_trie.vllm_hooks.worker.v1_adapter import V1Adapter, V1TreeAdapter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
 
 
 class TreeDraftVerifier(TreeProposer, DraftVerifier):
-    """The proposer of the plugin's methods, which verifies its drafts itself."""
+    """The proposer of the plugin's methods, which has its drafts verified by the adapter."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
-        # The only platform that :mod:`vllm_trie.vllm_hooks.setup.support` lets through. The runner
-        # makes its proposer before it loads the model, so this is in time.
-        register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_CLASS)
+        if not self.chain_only:
+            # The only platform that :mod:`vllm_trie.vllm_hooks.setup.support` lets through. The
+            # runner makes its proposer before it loads the model, so this is in time.
+            register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_CLASS)
 
     def bind(self, runner: GPUModelRunner) -> None:
-        self.adapter = V1Adapter(runner, self.trees)
+        adapter = V1Adapter if self.chain_only else V1TreeAdapter
+        self.adapter = adapter(runner, self.trees)
 
     def load_model(self, target_model: Any, *unused: Any, **unused_too: Any) -> None:
         super().load_model(target_model)
@@ -64,7 +66,7 @@ class TreeDraftVerifier(TreeProposer, DraftVerifier):
         return self.trees.tree_batch
 
     def verify(self, logits: Any, spec_decode_metadata: Any) -> SamplerOutput:
-        return self.adapter.sample(logits)
+        return self.adapter.sample(logits, spec_decode_metadata)
 
     def propose_for_step(self, step: Any) -> list[list[int]]:
         return self.adapter.propose(

@@ -1,7 +1,9 @@
-"""Tree speculation in stock vLLM's Model Runner V1: overrides that call the adapter.
+"""Speculation in stock vLLM's Model Runner V1: overrides that call the adapter.
 
-:class:`TreeRunnerMixin` comes before the runner's class in the subclasses of
-:mod:`~vllm_trie.vllm_hooks.worker.cpu_worker` and :mod:`~vllm_trie.vllm_hooks.worker.cuda_worker`.
+The mixins come before the runner's class in the subclasses of
+:mod:`~vllm_trie.vllm_hooks.worker.cpu_worker` and :mod:`~vllm_trie.vllm_hooks.worker.cuda_worker`:
+:class:`ChainRunnerMixin` where vLLM verifies the drafts, :class:`TreeRunnerMixin` where the plugin
+does.
 """
 
 from __future__ import annotations
@@ -15,8 +17,7 @@ import numpy as np
 import torch
 
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import TREE_ATTRIBUTE
-from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
-from vllm_trie.vllm_hooks.worker.v1_adapter import V1Adapter
+from vllm_trie.vllm_hooks.worker.v1_adapter import V1Adapter, V1TreeAdapter
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ else:
     _Runner = object
 
 
-class TreeRunnerMixin(_Runner):
-    """Overrides of ``GPUModelRunner``, and of the CPU runner that derives from it."""
+class ChainRunnerMixin(_Runner):
+    """Overrides of ``GPUModelRunner`` that draft; everything else stays vLLM's."""
 
     @property
     def trees(self) -> TreeVerifier:
@@ -41,25 +42,6 @@ class TreeRunnerMixin(_Runner):
     @cached_property
     def adapter(self) -> V1Adapter:
         return V1Adapter(self, self.trees)
-
-    @contextmanager
-    def _as_without_speculation(self) -> Iterator[None]:
-        """Let a method of vLLM's take the path of an engine without speculation.
-
-        ``speculative_config`` is vLLM's only switch, and it is the engine's, not the step's. With
-        it, ``_prepare_inputs`` describes drafts that are not there, and ``sample_tokens`` sends the
-        scheduler empty drafts of each request, or drafts of zeros if ``_input_fits_in_drafter``
-        says no. On a small model this is a noticeable part of a step.
-        """
-        config, self.speculative_config = self.speculative_config, None
-        try:
-            yield
-        finally:
-            self.speculative_config = config
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
-        self.adapter.check_layers()
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)
@@ -77,13 +59,61 @@ class TreeRunnerMixin(_Runner):
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> Any:
-        if scheduler_output.scheduled_spec_decode_tokens:
-            prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        else:
-            with self._as_without_speculation():
-                prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self.adapter.begin_step(scheduler_output)
         return prepared
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        *unused: Any,
+        **unused_too: Any,
+    ) -> list[list[int]]:
+        return self.adapter.propose(scheduler_output, sampled_token_ids, sample_hidden_states)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
+        output = super().sample_tokens(grammar_output)
+        self.adapter.finish(output)
+        return output
+
+
+class TreeRunnerMixin(ChainRunnerMixin):
+    """Further overrides, which verify trees."""
+
+    @cached_property
+    def adapter(self) -> V1Adapter:
+        return V1TreeAdapter(self, self.trees)
+
+    @contextmanager
+    def _as_without_speculation(self, hidden: bool) -> Iterator[None]:
+        """Let a method of vLLM's take the path of an engine without speculation, if `hidden`.
+
+        ``speculative_config`` is vLLM's only switch, and it is the engine's, not the step's. With
+        it, ``_prepare_inputs`` describes drafts that are not there, and ``sample_tokens`` sends the
+        scheduler empty drafts of each request, or drafts of zeros if ``_input_fits_in_drafter``
+        says no. On a small model this is a noticeable part of a step.
+        """
+        config = self.speculative_config
+        if hidden:
+            self.speculative_config = None
+        try:
+            yield
+        finally:
+            self.speculative_config = config
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.adapter.check_layers()
+
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
+    ) -> Any:
+        with self._as_without_speculation(not scheduler_output.scheduled_spec_decode_tokens):
+            return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
 
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
@@ -100,30 +130,8 @@ class TreeRunnerMixin(_Runner):
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
-        return self.adapter.sample(logits)
-
-    def propose_draft_token_ids(
-        self,
-        scheduler_output: SchedulerOutput,
-        sampled_token_ids: Any,
-        sampling_metadata: Any,
-        hidden_states: torch.Tensor,
-        sample_hidden_states: torch.Tensor,
-        *unused: Any,
-        **unused_too: Any,
-    ) -> list[list[int]]:
-        return self.adapter.propose(scheduler_output, sampled_token_ids, sample_hidden_states)
+        return self.adapter.sample(logits, spec_decode_metadata)
 
     def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
-        if self.trees.is_pausing:
-            with self._as_without_speculation():
-                output = super().sample_tokens(grammar_output)
-            new_tokens = getattr(output, "sampled_token_ids", None)
-            if new_tokens:
-                self.trees.end_step(new_tokens)
-        else:
-            output = super().sample_tokens(grammar_output)
-        stats = self.trees.take_stats()
-        if stats is not None:
-            setattr(output, STATS_ATTRIBUTE, stats)
-        return output
+        with self._as_without_speculation(self.trees.is_pausing):
+            return super().sample_tokens(grammar_output)

@@ -14,6 +14,7 @@ from vllm_trie.attention.device_copy import to_device
 from vllm_trie.vllm_hooks.setup.support import check_layers
 from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost
 from vllm_trie.vllm_hooks.worker.drafting.requests import draft_requests
+from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.verification.compaction import CacheGroup, cache_groups
 from vllm_trie.vllm_hooks.worker.verification.placement import QueryTokens, logits_tokens
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
@@ -25,19 +26,19 @@ if TYPE_CHECKING:
 
 
 class V1Adapter:
-    """Reads a model runner for its verifier; the only place that knows the runner's attributes."""
+    """Reads a model runner for its verifier; with its subclass the only code that knows the runner.
+
+    As it is, vLLM verifies the drafts as chains.
+    """
+
+    chain_only = True
 
     def __init__(self, runner: GPUModelRunner, trees: TreeVerifier) -> None:
         self.runner = runner
         self.trees = trees
 
-    @property
-    def _layers(self) -> dict[str, Any]:
-        return self.runner.compilation_config.static_forward_context
-
     def check_layers(self) -> None:
-        """Refuse a loaded model with attention layers that cannot verify trees."""
-        check_layers(self.runner.vllm_config, self._layers)
+        """Refuse a loaded model with attention layers that cannot verify drafts."""
 
     def calibrate(self) -> None:
         """Let the node budget observe forward passes; the runner is ready and has no requests."""
@@ -56,11 +57,73 @@ class V1Adapter:
         self.trees.start_step(self.runner.input_batch.num_reqs)
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Place the step's drafts; the inputs are prepared as if they were chains."""
-        runner, batch = self.runner, self.runner.input_batch
+        """Find the step's drafts, whose inputs are prepared."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        self.trees.begin_step(batch.req_ids, drafts, scheduler_output.total_num_scheduled_tokens)
-        if drafts:
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        self.trees.begin_step(self.runner.input_batch.req_ids, drafts, num_tokens)
+
+    def logits_metadata(
+        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
+    ) -> SpecDecodeMetadata:
+        """Return which rows of logits the step needs."""
+        return self.runner._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
+
+    def sample(
+        self, logits: torch.Tensor | None, metadata: SpecDecodeMetadata | None
+    ) -> SamplerOutput:
+        """Sample the step's tokens and verify its drafts."""
+        runner = self.runner
+        sampling_metadata = runner.input_batch.sampling_metadata
+        if metadata is None:
+            return runner.sampler(logits=logits, sampling_metadata=sampling_metadata)
+        return runner.rejection_sampler(metadata, None, logits, sampling_metadata)
+
+    def propose(
+        self,
+        scheduler_output: SchedulerOutput,
+        new_tokens: list[list[int]],
+        sample_hidden_states: torch.Tensor,
+    ) -> list[list[int]]:
+        """Return the draft tokens of each request of the batch for the next step."""
+        runner = self.runner
+        if self.chain_only:
+            self.trees.observe_chains(new_tokens)
+        self.trees.end_step(new_tokens)
+        if self.trees.is_pausing:
+            return [[] for _ in new_tokens]
+        requests = draft_requests(
+            runner.input_batch,
+            runner.requests,
+            new_tokens,
+            runner.max_model_len,
+            scheduler_output.num_spec_tokens_to_schedule,
+            self.chain_only,
+        )
+        return self.trees.draft(requests, len(new_tokens), sample_hidden_states)
+
+    def finish(self, output: Any) -> None:
+        """Attach the step's statistics to vLLM's output of the step."""
+        stats = self.trees.take_stats()
+        if stats is not None:
+            setattr(output, STATS_ATTRIBUTE, stats)
+
+
+class V1TreeAdapter(V1Adapter):
+    """Verifies trees in place of vLLM."""
+
+    chain_only = False
+
+    @property
+    def _layers(self) -> dict[str, Any]:
+        return self.runner.compilation_config.static_forward_context
+
+    def check_layers(self) -> None:
+        check_layers(self.runner.vllm_config, self._layers)
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        super().begin_step(scheduler_output)
+        runner, batch = self.runner, self.runner.input_batch
+        if scheduler_output.scheduled_spec_decode_tokens:
             tokens = QueryTokens(
                 runner.query_start_loc.np[: batch.num_reqs + 1],
                 batch.num_computed_tokens_cpu,
@@ -87,7 +150,9 @@ class V1Adapter:
             logits_indices=logits_indices,
         )
 
-    def sample(self, logits: torch.Tensor | None) -> SamplerOutput:
+    def sample(
+        self, logits: torch.Tensor | None, metadata: SpecDecodeMetadata | None
+    ) -> SamplerOutput:
         """Verify the step's trees and move the accepted nodes' KV."""
         batch = self.runner.input_batch
         output = self.trees.verify(logits, self.runner.sampler, batch.sampling_metadata)
@@ -97,26 +162,12 @@ class V1Adapter:
             self.trees.compact(self._cache_groups, slot_mappings)
         return output
 
+    def finish(self, output: Any) -> None:
+        new_tokens = getattr(output, "sampled_token_ids", None)
+        if self.trees.is_pausing and new_tokens:  # vLLM did not ask for drafts
+            self.trees.end_step(new_tokens)
+        super().finish(output)
+
     @cached_property
     def _cache_groups(self) -> list[CacheGroup]:
         return cache_groups(self.runner.kv_cache_config, self._layers)
-
-    def propose(
-        self,
-        scheduler_output: SchedulerOutput,
-        new_tokens: list[list[int]],
-        sample_hidden_states: torch.Tensor,
-    ) -> list[list[int]]:
-        """Return the draft tokens of each request of the batch for the next step."""
-        runner = self.runner
-        self.trees.end_step(new_tokens)
-        if self.trees.is_pausing:  # a patched vLLM asks in these steps too
-            return [[] for _ in new_tokens]
-        requests = draft_requests(
-            runner.input_batch,
-            runner.requests,
-            new_tokens,
-            runner.max_model_len,
-            scheduler_output.num_spec_tokens_to_schedule,
-        )
-        return self.trees.draft(requests, len(new_tokens), sample_hidden_states)

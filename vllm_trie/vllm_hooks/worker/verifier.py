@@ -8,6 +8,8 @@ this order in each step:
    positions follow their depth, their KV slots stay flat;
 3. attention reads ``tree_batch``;
 4. ``verify`` with the logits, then ``compact``: the accepted nodes' KV moves to its final slots;
+   where vLLM has verified chains, ``observe_chains`` alone takes the place of 2's ``place``, 3
+   and 4;
 5. ``end_step`` with the new tokens, then ``draft`` unless ``is_pausing``;
 6. ``take_stats`` before the engine goes on.
 """
@@ -176,6 +178,23 @@ class TreeVerifier:
         output = sample.padded(logits.device)
         self._stats.verification_seconds += time.perf_counter() - start
         return output
+
+    def observe_chains(self, new_tokens: Sequence[Sequence[int]]) -> None:
+        """Take in what vLLM accepted of the step's drafts, all of them chains.
+
+        Args:
+            new_tokens: of each request of the batch: the accepted ones and one more; none while its
+                prefill goes on.
+        """
+        accepted = [range(max(len(tokens) - 1, 0)) for tokens in new_tokens]
+        num_rows = [len(tree.token_list) + 1 for tree in self.step_trees]
+        first_rows = [0, *accumulate(num_rows[:-1])]
+        self._last_logits_rows = [
+            first + len(path) for first, path in zip(first_rows, accepted, strict=True)
+        ]
+        self._keep_results(accepted, first_rows, None)
+        if self.budget is not None and self.has_drafts:
+            self.budget.observe_verified(self._request_ids, self.step_trees, accepted)
 
     def _keep_results(
         self,

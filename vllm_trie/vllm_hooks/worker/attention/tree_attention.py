@@ -90,5 +90,5 @@ class TreeAttention(_Impl):
         if found and config.read(get_current_vllm_config()) is not None:
             raise ValueError(
                 f"the model's attention has {' and '.join(found)}, which tree attention does not "
-                "support; run this model without vllm-trie's speculative methods"
+                "support; set verification='chain' for this model"
             )

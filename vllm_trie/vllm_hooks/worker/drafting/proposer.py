@@ -29,6 +29,7 @@ class TreeProposer:
 
     Attributes:
         trees: the verifier, which the model runner's adapter calls.
+        chain_only: whether vLLM verifies the drafts, as chains.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -41,6 +42,7 @@ class TreeProposer:
         context = drafter_context(vllm_config, tree_config.draft_model)
         drafter = get_drafter_class(tree_config.method)(tree_config.drafter_options, context)
         options = tree_config.engine_options
+        self.chain_only = options.verification == "chain"
         share_trees = None
         if context.tensor_parallel_size > 1:
             share_trees = partial(same_on_all_ranks, group=get_tp_group())

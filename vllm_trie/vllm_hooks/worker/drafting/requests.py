@@ -18,8 +18,9 @@ def draft_requests(
     new_tokens: Sequence[Sequence[int]],
     max_model_len: int,
     max_nodes: int,
+    chain_only: bool,
 ) -> dict[int, DraftRequest]:
-    """Return the requests that get a tree, by batch index.
+    """Return the requests that get a draft, by batch index.
 
     Args:
         batch: Model Runner V1's, with the new tokens.
@@ -29,6 +30,7 @@ def draft_requests(
         max_model_len: length limit. Nodes take slots up to it, except for the slot of the next
             step's bonus token.
         max_nodes: the scheduler's limit on a draft.
+        chain_only: whether all drafts are chains; those of structured outputs always are.
     """
     requests = {}
     for index, tokens in enumerate(new_tokens):
@@ -55,14 +57,14 @@ def draft_requests(
             num_prompt_tokens=int(batch.num_prompt_tokens[index]),
             max_nodes=min(max_nodes, room),
             max_depth=max_depth,
-            chain_only=params.structured_outputs is not None,
+            chain_only=chain_only or params.structured_outputs is not None,
             cache_salt=_cache_salt(state, params.extra_args or {}),
         )
     return requests
 
 
 def _may_draft(state: CachedRequestState, last_token: int) -> bool:
-    """Whether a request that has just got new tokens may have a tree."""
+    """Whether a request that has just got new tokens may have a draft."""
     params = state.sampling_params
     if params is None or state.prompt_token_ids is None:  # pooling, or a prompt of embeddings
         return False
