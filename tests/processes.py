@@ -69,7 +69,7 @@ def wait_for(
         if ready():
             return
         now = time.monotonic()
-        found = (int(cpu_seconds(process.pid)), log.stat().st_size)
+        found = (int(5 * cpu_seconds(process.pid)), log.stat().st_size)
         if found != seen:
             seen, last_progress = found, now
         if ended:
