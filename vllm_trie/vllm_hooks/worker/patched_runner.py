@@ -27,9 +27,11 @@ class TreeDraftVerifier(TreeProposer, DraftVerifier):
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
-        if not self.chain_only:
-            # The only platform that :mod:`vllm_trie.vllm_hooks.setup.support` lets through. The
-            # runner makes its proposer before it loads the model, so this is in time.
+        # The only platform that :mod:`vllm_trie.vllm_hooks.setup.support` lets through. The runner
+        # makes its proposer before it loads the model, so this is in time.
+        if self.chain_only:
+            AttentionBackendEnum.CPU_ATTN.clear_override()
+        else:
             register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_CLASS)
 
     def bind(self, runner: GPUModelRunner) -> None:
