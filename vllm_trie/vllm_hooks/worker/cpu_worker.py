@@ -37,7 +37,7 @@ class TreeCPUWorker(cpu_worker.CPUWorker):
         else:
             AttentionBackendEnum.CPU_ATTN.clear_override()
         selector._cached_get_attn_backend.cache_clear()
-        with ledger.installed(f"{verification}_runner"):
+        with ledger.installed("tree_runner" if verification == "tree" else "chain_runner"):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:

@@ -57,7 +57,7 @@ class TreeGPUWorker(Worker):
             self.vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
             # An engine that this process ran before may have left another backend in the cache.
             selector._cached_get_attn_backend.cache_clear()
-        with ledger.installed(f"{verification}_runner"):
+        with ledger.installed("tree_runner" if verification == "tree" else "chain_runner"):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:

@@ -74,9 +74,12 @@ class V1Adapter:
         """Sample the step's tokens and verify its drafts."""
         runner = self.runner
         sampling_metadata = runner.input_batch.sampling_metadata
+        output: SamplerOutput
         if metadata is None:
-            return runner.sampler(logits=logits, sampling_metadata=sampling_metadata)
-        return runner.rejection_sampler(metadata, None, logits, sampling_metadata)
+            output = runner.sampler(logits=logits, sampling_metadata=sampling_metadata)
+        else:
+            output = runner.rejection_sampler(metadata, None, logits, sampling_metadata)
+        return output
 
     def propose(
         self,
