@@ -34,7 +34,8 @@ def runner_of(llm: Any) -> Any:
 
 def trees_of(llm: Any) -> Any:
     """The `TreeVerifier` of an engine that runs in this process."""
-    return runner_of(llm).drafter.trees
+    runner = runner_of(llm)
+    return (runner.drafter if hasattr(runner, "drafter") else runner.adapter).trees
 
 
 def free_blocks(llm: Any) -> int:

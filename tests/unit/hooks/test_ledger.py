@@ -94,7 +94,7 @@ def test_every_entry_says_why_and_until_when() -> None:
         assert patch.target.startswith("vllm."), patch.target
         assert (patch.wrapper is not None) == (patch.kind in ("wrapped", "subclassed"))
         assert bool(patch.successor) == bool(patch.extension_point), patch.target
-    keys = [(patch.target, patch.feature) for patch in ledger.PATCHES]
+    keys = [(patch.target, patch.feature, patch.scope) for patch in ledger.PATCHES]
     assert len(set(keys)) == len(keys)
 
 

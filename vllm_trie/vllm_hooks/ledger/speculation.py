@@ -40,6 +40,9 @@ _scheduler = group(
 _metrics = group("vllm.v1.metrics.", retire_when=_STATS, extension_point="proposer_stats")
 _any = group("vllm.")
 
+_v2_runner = _verified("vllm.v1.worker.gpu.")
+_v2_overridden = _verified("vllm.v1.worker.gpu.model_runner:GPUModelRunner.")
+
 _ATTENTION_FORWARD = (
     "layer query key value kv_cache attn_metadata output output_scale output_block_scale"
 )
@@ -176,6 +179,50 @@ SPECULATION_PATCHES: tuple[Patch, ...] = (
         "sliding_window_size isa enable_kv_split",
         retire_when="tree attention also serves the rows without trees as fast as the stock kernel",
         platform="cpu"),
+)
+# fmt: on
+
+# fmt: off
+V2_PATCHES: tuple[Patch, ...] = (
+    _verified("vllm.v1.worker.cpu.model_runner:", platform="cpu")("CPUModelRunner", "subclassed",
+        "Model Runner V2 where vLLM verifies the drafts", "vllm_config device",
+        wrapper="worker.cpu_worker:ChainCPUModelRunnerV2", scope="v2_runner"),
+    _verified("vllm.v1.worker.gpu.model_runner:", platform="cuda")("GPUModelRunner", "subclassed",
+        "Model Runner V2 where vLLM verifies the drafts", "vllm_config device",
+        wrapper="worker.cuda_worker:ChainGPUModelRunnerV2", scope="v2_runner"),
+    _v2_runner("model_runner:init_speculator", "wrapped", "makes the plugin's speculator",
+        "vllm_config device req_states", wrapper="worker.runner_v2:wrap_init_speculator",
+        scope="v2_runner", retire_when=_PLUGGABLE),
+    _any("config.speculative:SpeculativeConfig.use_ngram", "wrapped",
+        "keeps the requests' text off the device, which only vLLM's own n-grams read", "",
+        wrapper="worker.runner_v2:wrap_use_ngram", scope="v2_runner", retire_when=_PLUGGABLE),
+    _any("config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", "called",
+        "asks whether Model Runner V2 would serve the engine with a method that it knows", "",
+        retire_when=_PLUGGABLE),
+    _v2_runner("spec_decode.speculator:BaseSpeculator.propose", "overridden",
+        "proposes the drafters' chains",
+        "input_batch attn_metadata slot_mappings last_hidden_states dummy_run "
+        "num_speculative_tokens"),
+    _v2_overridden("load_model", "overridden",
+        "loads the drafter's weights; the rejection sampler learns how much was drafted"),
+    _v2_overridden("finish_requests", "overridden", "forgets ended requests", "scheduler_output"),
+    _v2_overridden("add_requests", "overridden",
+        "keeps the requests' text on the host, for drafters", "scheduler_output"),
+    _v2_overridden("execute_model", "overridden", "starts a step", "scheduler_output"),
+    _v2_overridden("prepare_inputs", "overridden", "finds the step's drafts", "scheduler_output"),
+    _v2_overridden("sample", "overridden", "starts the copy of the sampled tokens to the host",
+        "hidden_states input_batch grammar_output"),
+    _v2_overridden("sample_tokens", "overridden", "attaches the worker's statistics to its output",
+        "grammar_output", retire_when=_STATS),
+    _v2_runner("spec_decode.rejection_sampler:RejectionSampler.__call__", "called",
+        "verifies the drafts", "logits input_batch draft_logits invalid_drafts"),
+    _v2_runner("async_utils:async_copy_to_np", "called", "copies sampled tokens to the host", "x"),
+    _v2_runner("async_utils:AsyncOutput.__init__", "relied on",
+        "the output that the scheduler gets is in its model_runner_output", "model_runner_output"),
+    _any("v1.core.sched.output:SchedulerOutput.num_invalid_spec_tokens", "set",
+        "keeps fillers out of the count of draft tokens", retire_when=_STATS),
+    _any("utils.torch_utils:async_tensor_h2d", "called", "copies drafts to the device",
+        "data device", retire_when=_PLUGGABLE),
 )
 # fmt: on
 

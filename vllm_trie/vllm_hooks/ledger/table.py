@@ -10,9 +10,9 @@ from typing import Literal
 from vllm_trie.vllm_hooks.ledger.beam import BEAM_PATCHES
 from vllm_trie.vllm_hooks.ledger.extension_points import offered
 from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, resolve
-from vllm_trie.vllm_hooks.ledger.speculation import GPU_PATCHES, SPECULATION_PATCHES
+from vllm_trie.vllm_hooks.ledger.speculation import GPU_PATCHES, SPECULATION_PATCHES, V2_PATCHES
 
-PATCHES: tuple[Patch, ...] = (*SPECULATION_PATCHES, *GPU_PATCHES, *BEAM_PATCHES)
+PATCHES: tuple[Patch, ...] = (*SPECULATION_PATCHES, *GPU_PATCHES, *V2_PATCHES, *BEAM_PATCHES)
 """Every symbol of vLLM that the plugin touches, on all platforms."""
 SUPPORTED_VLLM_VERSIONS = ("0.32", "0.33")
 """Release series of vLLM that the table was written for."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_trie.vllm_hooks.frontend.request_options import CACHE_SALT
-from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE, TreeStats
+from vllm_trie.vllm_hooks.worker.stats import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -51,7 +51,7 @@ def wrap_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the workers' statistics until the scheduler makes its own."""
+    """Keep the workers' statistics until the scheduler makes its own; count no fillers."""
 
     @functools.wraps(original)
     def update_from_output(self: Scheduler, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -62,6 +62,14 @@ def wrap_update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
                 setattr(self, STATS_ATTRIBUTE, report)
             else:
                 pending.add(report)
+        fillers = getattr(model_runner_output, FILLERS_ATTRIBUTE, None)
+        if fillers:
+            # A draft that the grammar cut short may have ended before that.
+            invalid = scheduler_output.num_invalid_spec_tokens or {}
+            scheduler_output.num_invalid_spec_tokens = {
+                request_id: max(count, invalid.get(request_id, 0))
+                for request_id, count in fillers.items()
+            }
         return original(self, scheduler_output, model_runner_output)
 
     return update_from_output

@@ -1,8 +1,9 @@
 """From engine arguments to a configuration that vLLM accepts, and back in the workers.
 
 vLLM's ``SpeculativeConfig`` knows a fixed list of methods and refuses unknown keys. The plugin
-therefore rewrites one of its methods to vLLM's ``custom_class``, which names the plugin's proposer,
-and carries the method's name and options in ``additional_config["vllm_trie"]``.
+therefore rewrites one of its methods to one of vLLM's (:mod:`.runner_choice`) with the plugin's
+proposer as its model, and carries the method's name and options in
+``additional_config["vllm_trie"]``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_trie.drafters import available_methods, parse_options
 from vllm_trie.vllm_hooks.ledger import offered
-from vllm_trie.vllm_hooks.setup import method_names
+from vllm_trie.vllm_hooks.setup import method_names, runner_choice
 from vllm_trie.vllm_hooks.setup.config_keys import (
     ALLOW_GPU,
     BEAM_SEARCH,
@@ -36,6 +37,8 @@ VERIFIER_CLASS = "vllm_trie.vllm_hooks.worker.patched_runner.TreeDraftVerifier"
 CPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cpu_worker.TreeCPUWorker"
 GPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cuda_worker.TreeGPUWorker"
 DEFAULT_NODES = 32
+DEFAULT_CHAIN = 8
+"""The default on Model Runner V2, which verifies as many tokens for every request."""
 MAX_NODES = 256
 """Largest node budget: beyond it a tree costs more than it gains on any known hardware."""
 
@@ -130,7 +133,9 @@ def translate(engine_args: EngineArgs) -> None:
     carried_model = given.pop("draft_model", None)
     if (draft_model := _draft_model(method, asked.pop("model", None))) is None:
         draft_model = carried_model
-    num_nodes = _check_num_nodes(asked.pop("num_speculative_tokens", None))
+    stands_for = runner_choice.stands_for()
+    default_nodes = DEFAULT_NODES if stands_for == runner_choice.V1_METHOD else DEFAULT_CHAIN
+    num_nodes = _check_num_nodes(asked.pop("num_speculative_tokens", None), default_nodes)
 
     known = _speculative_config_fields()
     passed_on = {key: asked.pop(key) for key in list(asked) if key in known}
@@ -144,7 +149,7 @@ def translate(engine_args: EngineArgs) -> None:
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
     engine_args.speculative_config = {
         **passed_on,
-        "method": "custom_class",
+        "method": stands_for,
         "model": VERIFIER_CLASS if offered("draft_verifier") else PROPOSER_CLASS,
         "num_speculative_tokens": num_nodes,
     }
@@ -231,7 +236,7 @@ def _own_options(engine_args: EngineArgs, method: str) -> dict[str, Any]:
 
 
 def _check_method(method: str, named: Any) -> None:
-    if named not in (None, method, "custom_class"):
+    if named not in (None, method, runner_choice.V1_METHOD, runner_choice.V2_METHOD):
         raise ValueError(
             f"the speculative model {method!r} is a method of vllm-trie, but method={named!r} was "
             f"asked for; leave the model out or set method={method!r}"
@@ -250,13 +255,13 @@ def _draft_model(method: str, model: Any) -> Any:
     return model
 
 
-def _check_num_nodes(value: Any) -> int:
+def _check_num_nodes(value: Any, default: int) -> int:
     if value is None:
-        return DEFAULT_NODES
+        return default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
         raise ValueError(
             f"num_speculative_tokens={value!r} is the node budget of a request's draft tree and "
-            f"must be a whole number from 1 to {MAX_NODES}; leave it out for {DEFAULT_NODES}"
+            f"must be a whole number from 1 to {MAX_NODES}; leave it out for {default}"
         )
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_trie.vllm_hooks.ledger import offered
-from vllm_trie.vllm_hooks.setup import config, support
+from vllm_trie.vllm_hooks.setup import config, runner_choice, support
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig
@@ -74,6 +75,12 @@ def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
         ]
 
 
+def _belongs_on_v2(vllm_config: VllmConfig) -> bool:
+    if config.read(vllm_config) is None or config.verification(vllm_config) != "chain":
+        return False
+    return runner_choice.belongs_on_v2(vllm_config)
+
+
 # -- patches ---------------------------------------------------------------------------------------
 
 
@@ -95,8 +102,14 @@ def wrap_create_engine_config(original: Callable[..., VllmConfig]) -> Callable[.
 
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        given = copy.copy(vars(self))
         vllm_config = original(self, *args, **kwargs)
         verify(vllm_config)
+        if _belongs_on_v2(vllm_config):
+            vars(self).update(given)
+            with runner_choice.on_v2():
+                vllm_config = original(self, *args, **kwargs)
+            verify(vllm_config)
         return vllm_config
 
     return create_engine_config

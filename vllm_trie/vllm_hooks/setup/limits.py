@@ -238,10 +238,10 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: c.cache_config.cache_dtype not in ("auto", *_DTYPES)
         and c.cache_config.cache_dtype,
         "kv_cache_dtype={found!r} is not supported; use 'auto'"),
-    Limit(DRAFTS, "Model Runner V2",
+    Limit(TREES, "Model Runner V2",
         lambda c: c.use_v2_model_runner,
-        "Model Runner V2 is not supported; unset VLLM_USE_V2_MODEL_RUNNER (vLLM then chooses V1 by "
-        "itself)"),
+        "Model Runner V2 verifies chains only; set verification='chain', or "
+        "VLLM_USE_V2_MODEL_RUNNER=0 for trees on V1"),
     # GPU settings
     Limit(TREES, "on a GPU: an `attention_backend` other than `TRITON_ATTN`",
         lambda c: _is_cuda() and _other_backend(c),

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker and Model Runner V1 with the plugin's speculation."""
+"""vLLM's CPU worker and its model runners with the plugin's speculation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import cpu_worker
+from vllm.v1.worker.cpu import model_runner as cpu_model_runner_v2
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.setup.runner_choice import runner_scope
 from vllm_trie.vllm_hooks.worker.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
+from vllm_trie.vllm_hooks.worker.runner_v2 import ChainRunnerV2Mixin
 
 CPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cpu.TreeCPUAttentionBackend"
 
@@ -22,6 +25,10 @@ class ChainCPUModelRunner(ChainRunnerMixin, CPUModelRunner):
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     """The CPU model runner with draft trees."""
+
+
+class ChainCPUModelRunnerV2(ChainRunnerV2Mixin, cpu_model_runner_v2.CPUModelRunner):
+    """Model Runner V2 on a CPU, with drafts that vLLM verifies."""
 
 
 class TreeCPUWorker(cpu_worker.CPUWorker):
@@ -37,7 +44,7 @@ class TreeCPUWorker(cpu_worker.CPUWorker):
         else:
             AttentionBackendEnum.CPU_ATTN.clear_override()
         selector._cached_get_attn_backend.cache_clear()
-        with ledger.installed("tree_runner" if verification == "tree" else "chain_runner"):
+        with ledger.installed(runner_scope(self.vllm_config, verification)):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:

@@ -1,4 +1,4 @@
-"""vLLM's GPU worker and Model Runner V1 with the plugin's speculation.
+"""vLLM's GPU worker and its model runners with the plugin's speculation.
 
 These classes have not run on a GPU yet: :mod:`vllm_trie.vllm_hooks.setup.support` refuses GPUs
 unless the user allows them.
@@ -12,12 +12,15 @@ import torch
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu import model_runner as gpu_model_runner_v2
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.setup.runner_choice import runner_scope
 from vllm_trie.vllm_hooks.worker.gpu_check import check_device
 from vllm_trie.vllm_hooks.worker.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
+from vllm_trie.vllm_hooks.worker.runner_v2 import ChainRunnerV2Mixin
 from vllm_trie.vllm_hooks.worker.verification.sampling import argmax_of_logits
 
 GPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cuda.TreeTritonAttentionBackend"
@@ -45,10 +48,16 @@ class TreeGPUModelRunner(TreeRunnerMixin, gpu_model_runner.GPUModelRunner):
         return sampled
 
 
+class ChainGPUModelRunnerV2(ChainRunnerV2Mixin, gpu_model_runner_v2.GPUModelRunner):
+    """Model Runner V2, with drafts that vLLM verifies."""
+
+
 class TreeGPUWorker(Worker):
     """The GPU worker for the plugin's methods."""
 
-    model_runner: ChainGPUModelRunner | TreeGPUModelRunner
+    model_runner: (  # type: ignore[assignment]
+        ChainGPUModelRunner | TreeGPUModelRunner | ChainGPUModelRunnerV2
+    )
 
     def init_device(self) -> None:
         verification = config.verification(self.vllm_config)
@@ -57,7 +66,7 @@ class TreeGPUWorker(Worker):
             self.vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
             # An engine that this process ran before may have left another backend in the cache.
             selector._cached_get_attn_backend.cache_clear()
-        with ledger.installed("tree_runner" if verification == "tree" else "chain_runner"):
+        with ledger.installed(runner_scope(self.vllm_config, verification)):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 STATS_ATTRIBUTE = "vllm_trie_stats"
 """Attribute of vLLM's ``ModelRunnerOutput`` that carries a :class:`TreeStats` to the scheduler."""
+FILLERS_ATTRIBUTE = "vllm_trie_fillers"
+"""Attribute of it with the number of a step's fillers by request id, on Model Runner V2."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,266 @@
+"""Steps of Model Runner V2 in the adapter, with arrays in place of a runner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData
+
+from tests.unit.drafters.support import VOCAB, make_context
+from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
+from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
+from vllm_trie.vllm_hooks.worker.runner_v2 import DraftedOnly
+from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
+from vllm_trie.vllm_hooks.worker.v2_adapter import V2Adapter
+from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
+
+WIDTH = 4
+MAX_MODEL_LEN = 20
+EOS = 2
+
+
+class NextNumbers(Drafter):
+    """Drafts the numbers after the last token, no further than to the next multiple of five."""
+
+    name = "next_numbers"
+    Options = DrafterOptions
+    needs_hidden_states = True
+
+    def __init__(self) -> None:
+        super().__init__(DrafterOptions(), make_context())
+        self.requests: list[DraftRequest] = []
+        self.released: list[str] = []
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        self.requests = list(requests)
+        paths = []
+        for request in requests:
+            last = int(request.token_ids[-1])
+            length = min((-last) % 5, request.max_nodes, request.max_depth)
+            paths.append([*range(last + 1, last + 1 + length)])
+        return [TokenTree.from_paths([path], WIDTH) for path in paths]
+
+    def release(self, request_id: str) -> None:
+        self.released.append(request_id)
+
+
+class Steps:
+    """An adapter and the runner's part of its steps."""
+
+    def __init__(self) -> None:
+        self.drafter = NextNumbers()
+        guard = GuardedDrafter(self.drafter, VOCAB, 30.0, logging.getLogger("tests.v2"))
+        states: Any = SimpleNamespace(
+            max_num_reqs=8, max_model_len=MAX_MODEL_LEN, num_speculative_steps=WIDTH
+        )
+        self.adapter = V2Adapter(TreeVerifier(guard), states, torch.device("cpu"))
+        self.adapter.calibrate()
+        self.indices: dict[str, int] = {}
+
+    def add(self, request_id: str, prompt: list[int], num_output: int = 0, **params: Any) -> None:
+        """A request; the last `num_output` tokens of its text are output."""
+        params = {"max_tokens": 30, "stop_token_ids": [EOS], **params}
+        data: Any = NewRequestData(
+            req_id=request_id,
+            prompt_token_ids=prompt[: len(prompt) - num_output],
+            mm_features=[],
+            sampling_params=SamplingParams(**params),
+            pooling_params=None,
+            block_ids=(),
+            num_computed_tokens=0,
+            lora_request=None,
+            prefill_token_ids=prompt,
+        )
+        self.adapter.add_requests([data])
+        self.indices.setdefault(request_id, len(self.indices) + 2)
+
+    def step(self, sampled: dict[str, list[int]], scheduled: int = 0) -> list[list[int]]:
+        """Run a step with these tokens sampled; return each request's row of draft tokens."""
+        ids = [*sampled]
+        places = {i: [-1] * scheduled for i in ids} if scheduled else {}
+        output: Any = SimpleNamespace(
+            scheduled_spec_decode_tokens=places,
+            total_num_scheduled_tokens=len(ids) * (scheduled + 1),
+        )
+        tokens = np.full((len(ids), WIDTH + 1), -7)
+        for row, some in zip(tokens, sampled.values(), strict=True):
+            row[: len(some)] = some
+        num_rows = len(ids) * (scheduled + 1)
+        batch: Any = SimpleNamespace(
+            req_ids=ids,
+            idx_mapping=torch.tensor([self.indices[i] for i in ids]),
+            cu_num_logits_np=np.arange(len(ids) + 1) * (scheduled + 1),
+            logits_indices=torch.arange(num_rows) + 1,
+        )
+        # Row r of the logits has hidden state [r].
+        hidden_states = torch.arange(-1.0, num_rows).unsqueeze(1)
+        self.adapter.trees.start_step(len(ids))
+        self.adapter.begin_step(output, ids)
+        counts = torch.tensor([len(some) for some in sampled.values()])
+        self.adapter.keep_sampled(torch.from_numpy(tokens), counts)
+        return self.adapter.propose(batch, hidden_states, WIDTH).tolist()
+
+    def drafted(self, request_id: str) -> int:
+        return int(self.adapter.num_drafted[self.indices[request_id]])
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: event)
+    return Steps()
+
+
+def test_a_short_draft_is_filled_up_and_its_length_kept(steps: Steps) -> None:
+    steps.add("a", [7, 8])
+    steps.add("b", [7, 8])
+    steps.add("c", [7, 8])
+    assert steps.step({"a": [11], "b": [13], "c": [15]}) == [
+        [12, 13, 14, 15], [14, 15, 0, 0], [0, 0, 0, 0],
+    ]  # fmt: skip
+    assert [steps.drafted(i) for i in "abc"] == [4, 2, 0]
+    assert all(request.chain_only for request in steps.drafter.requests)
+
+
+def test_fillers_never_reach_the_verifier(steps: Steps) -> None:
+    steps.add("a", [7, 8])
+    steps.step({"a": [13]})
+    steps.step({"a": [14, 15, 3]}, scheduled=WIDTH)
+    step = steps.drafter.requests[0].last_step
+    assert step is not None
+    assert (step.tree.token_list, step.accepted) == ([14, 15], (0, 1))
+    assert steps.adapter._fillers == {"a": 2}
+    assert steps.drafter.requests[0].token_ids.tolist() == [7, 8, 13, 14, 15, 3]
+
+
+def test_a_draft_that_the_scheduler_cut(steps: Steps) -> None:
+    steps.add("a", [7, 8])
+    steps.step({"a": [11]})
+    steps.step({"a": [12, 9]}, scheduled=2)
+    step = steps.drafter.requests[0].last_step
+    assert step is not None
+    assert (step.tree.token_list, step.accepted) == ([12, 13], (0,))
+
+
+def test_hidden_states_are_those_of_the_last_accepted_token(steps: Steps) -> None:
+    for name in "ab":
+        steps.add(name, [7, 8])
+    steps.step({"a": [13], "b": [11]})
+    steps.step({"a": [14, 3], "b": [12, 13, 14, 6]}, scheduled=WIDTH)
+    # Rows 0 to 4 are those of the first request, fillers included.
+    assert [r.hidden_state.tolist() for r in steps.drafter.requests] == [[1.0], [5.0 + 3]]
+
+
+def test_prefills_in_chunks_get_no_draft(steps: Steps) -> None:
+    steps.add("a", [7, 8])
+    assert steps.step({"a": []}) == [[0] * WIDTH]
+    assert steps.drafted("a") == 0
+    assert steps.adapter.trees.take_stats() is None
+
+
+@pytest.mark.parametrize(
+    ("params", "sampled", "counted"),
+    [
+        ({}, [12, EOS, 13], 2),
+        ({"min_tokens": 4}, [12, EOS, 13], 3),
+        ({"max_tokens": 3}, [12, 13, 14], 2),
+    ],
+)
+def test_a_text_ends_where_the_scheduler_ends_it(
+    steps: Steps, params: dict[str, Any], sampled: list[int], counted: int
+) -> None:
+    """Scheduled ahead, an ended request runs once more; nothing learns from that."""
+    steps.add("a", [7, 8], **params)
+    steps.step({"a": [11]})
+    steps.drafter.requests = []
+    steps.step({"a": sampled}, scheduled=WIDTH)
+    goes_on = counted == len(sampled)
+    assert bool(steps.drafter.requests) == goes_on
+    if not goes_on:
+        assert steps.step({"a": [16]}) == [[0] * WIDTH]
+        assert not steps.drafter.requests
+    stats = steps.adapter.trees.take_stats()
+    assert stats is not None
+    assert stats.tokens == 1 + counted
+
+
+@pytest.mark.parametrize(
+    "params", [{"extra_args": {"speculation": False}}, {"thinking_token_budget": 4}]
+)
+def test_requests_without_drafts(steps: Steps, params: dict[str, Any]) -> None:
+    steps.add("a", [7, 8], **params)
+    assert steps.step({"a": [11]}) == [[0] * WIDTH]
+    assert not steps.drafter.requests
+
+
+def test_drafts_end_before_the_length_limit(steps: Steps) -> None:
+    steps.add("a", list(range(MAX_MODEL_LEN - 4)))
+    steps.step({"a": [11]})
+    (request,) = steps.drafter.requests
+    assert (request.max_nodes, request.max_depth) == (2, 2)
+    steps.step({"a": [12, 13, 14]}, scheduled=2)
+    assert steps.drafted("a") == 0
+
+
+def test_a_request_that_starts_again(steps: Steps) -> None:
+    """After a preemption, its prefill holds the output too, and its draft is gone."""
+    steps.add("a", [7, 8])
+    steps.step({"a": [11]})
+    steps.add("a", [7, 8, 11], num_output=1)
+    steps.step({"a": []}, scheduled=WIDTH)
+    steps.step({"a": [12]})
+    (request,) = steps.drafter.requests
+    assert request.token_ids.tolist() == [7, 8, 11, 12]
+    assert request.num_prompt_tokens == 2
+    assert request.last_step is not None
+    assert request.last_step.accepted == ()
+
+
+def test_ended_requests_are_forgotten_and_statistics_attached(steps: Steps) -> None:
+    steps.add("a", [7, 8])
+    steps.step({"a": [11]})
+    steps.adapter.release(["a", "unknown"])
+    assert steps.drafter.released == ["a", "unknown"]
+    assert not steps.adapter._requests
+    output = SimpleNamespace(model_runner_output=SimpleNamespace())
+    steps.adapter.finish(output)
+    assert getattr(output.model_runner_output, STATS_ATTRIBUTE).tokens == 1
+
+
+def test_requests_of_the_warm_up_are_not_drafted_for(steps: Steps) -> None:
+    steps.adapter._is_drafting = False
+    steps.add("_warmup_0_", [7, 8])
+    assert steps.step({"_warmup_0_": [11]}) == [[0] * WIDTH]
+    assert not steps.drafter.requests
+
+
+@pytest.mark.parametrize("invalid", [None, [False, False, True, False, False, False]])
+def test_only_drafted_tokens_are_valid(invalid: list[bool] | None) -> None:
+    passed = {}
+
+    def rejection_sampler(logits: Any, batch: Any, draft_logits: Any, invalid_drafts: Any) -> str:
+        passed["invalid"] = invalid_drafts.tolist()
+        return "output"
+
+    num_drafted = torch.tensor([9, 2, 0])
+    batch: Any = SimpleNamespace(
+        # Three rows of request 1, three of request 2; the first row of each verifies no draft.
+        expanded_idx_mapping=torch.tensor([1, 1, 1, 2, 2, 2]),
+        expanded_local_pos=torch.tensor([0, 1, 2, 0, 1, 2]),
+    )
+    given = None if invalid is None else torch.tensor(invalid)
+    sampler: Any = rejection_sampler
+    output = DraftedOnly(sampler, num_drafted)(torch.empty(6, 4), batch, None, given)
+    assert output == "output"
+    expected = [False, False, False, False, True, True]
+    if invalid is not None:
+        expected = [a or b for a, b in zip(expected, invalid, strict=True)]
+    assert passed["invalid"] == expected

@@ -1,0 +1,65 @@
+"""Which of vLLM's two model runners serves an engine with a method of vllm-trie.
+
+vLLM chooses Model Runner V1 for ``custom_class``, the method that the plugin's are rewritten to,
+and V2 for ``ngram_gpu``. Only V1 can verify trees. Chains run where vLLM runs an engine without
+speculation: on V2 on GPUs, and elsewhere where the user asks for V2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Literal
+
+from vllm_trie.vllm_hooks.ledger import offered
+from vllm_trie.vllm_hooks.ledger.patch import Scope
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+V1_METHOD = "custom_class"
+V2_METHOD = "ngram_gpu"
+"""Methods of vLLM in whose place a method of the plugin goes."""
+
+_on_v2: ContextVar[bool] = ContextVar("on_v2", default=False)
+
+
+@contextmanager
+def on_v2() -> Iterator[None]:
+    """Configure engines for Model Runner V2 within a ``with`` block."""
+    token = _on_v2.set(True)
+    try:
+        yield
+    finally:
+        _on_v2.reset(token)
+
+
+def stands_for() -> str:
+    """Return the method of vLLM that a method of the plugin is rewritten to."""
+    import vllm.envs as envs
+
+    asks_for_v2 = bool(envs.VLLM_USE_V2_MODEL_RUNNER) or _on_v2.get()
+    # A patched vLLM has its extension points in Model Runner V1 only.
+    return V2_METHOD if asks_for_v2 and not offered("draft_verifier") else V1_METHOD
+
+
+def belongs_on_v2(vllm_config: VllmConfig) -> bool:
+    """Return whether V2 would serve chains, in a complete configuration that V1 serves so far."""
+    import vllm.envs as envs
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    if envs.VLLM_USE_V2_MODEL_RUNNER is not None or offered("draft_verifier"):
+        return False
+    if current_platform.is_cpu() or not current_platform.is_cuda() or not HAS_TRITON:
+        return False
+    reasons = vllm_config._get_v2_model_runner_unsupported_features()
+    return not vllm_config.use_v2_model_runner and len(reasons) == 1  # the method alone
+
+
+def runner_scope(vllm_config: VllmConfig, verification: Literal["tree", "chain"]) -> Scope:
+    """Return the scope of the patches that make the model runner."""
+    if vllm_config.use_v2_model_runner:
+        return "v2_runner"
+    return "tree_runner" if verification == "tree" else "chain_runner"

@@ -1,0 +1,156 @@
+"""Speculation in stock vLLM's Model Runner V2: overrides that call the adapter.
+
+:class:`ChainRunnerV2Mixin` comes before the runner's class in the subclasses of
+:mod:`~vllm_trie.vllm_hooks.worker.cpu_worker` and :mod:`~vllm_trie.vllm_hooks.worker.cuda_worker`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from vllm_trie.vllm_hooks.worker.drafting.proposer import TreeProposer
+from vllm_trie.vllm_hooks.worker.v2_adapter import V2Adapter
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Runner
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+    from vllm.v1.worker.gpu.states import RequestState
+else:
+    _Runner = object
+
+
+class ChainSpeculator(BaseSpeculator):
+    """The plugin's drafter where the runner expects a draft model."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+    ) -> None:
+        trees = TreeProposer(vllm_config).trees
+        trees.budget = None
+        self.adapter = V2Adapter(trees, req_states, device)
+        self._num_tokens = req_states.num_speculative_steps
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Do nothing: drafters run on the host."""
+
+    def capture(self) -> None:
+        """Do nothing: drafters run on the host."""
+
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        *unused: Any,
+        dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
+        **unused_too: Any,
+    ) -> torch.Tensor:
+        """Return the draft tokens of each request, int64 [requests, N]."""
+        if dummy_run:
+            return input_batch.idx_mapping.new_zeros((input_batch.num_reqs, self._num_tokens))
+        max_nodes = self._num_tokens if num_speculative_tokens is None else num_speculative_tokens
+        return self.adapter.propose(input_batch, last_hidden_states, max_nodes)
+
+
+class DraftedOnly:
+    """vLLM's rejection sampler, which may accept the tokens that were drafted and no fillers.
+
+    A rejected filler leaves the target's distribution as it is, so that a request without a draft
+    gets the token that it would get without speculation, sampled ones with a seed included.
+    """
+
+    def __init__(self, rejection_sampler: RejectionSampler, num_drafted: torch.Tensor) -> None:
+        self._rejection_sampler = rejection_sampler
+        self._num_drafted = num_drafted
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> Any:
+        # Row i of a request verifies its draft token i - 1; row 0 belongs to its last token.
+        num_drafted = self._num_drafted[input_batch.expanded_idx_mapping]
+        fillers = input_batch.expanded_local_pos > num_drafted
+        if invalid_drafts is not None:
+            fillers |= invalid_drafts
+        return self._rejection_sampler(logits, input_batch, draft_logits, fillers)
+
+
+class ChainRunnerV2Mixin(_Runner):
+    """Overrides of Model Runner V2 that draft; everything else stays vLLM's."""
+
+    speculator: ChainSpeculator
+
+    @property
+    def adapter(self) -> V2Adapter:
+        return self.speculator.adapter
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.adapter.trees.guard.drafter.load_model(self.model)
+        self.rejection_sampler: Any = DraftedOnly(self.rejection_sampler, self.adapter.num_drafted)
+
+    def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
+        super().finish_requests(scheduler_output)
+        self.adapter.release(scheduler_output.finished_req_ids)
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        super().add_requests(scheduler_output)
+        self.adapter.add_requests(scheduler_output.scheduled_new_reqs)
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        self.adapter.trees.start_step(len(scheduler_output.num_scheduled_tokens))
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
+        self.adapter.begin_step(scheduler_output, batch.req_ids)
+        return batch
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        sampled = super().sample(*args, **kwargs)
+        self.adapter.keep_sampled(sampled[0].sampled_token_ids, sampled[1])
+        return sampled
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        if output is not None:
+            self.adapter.finish(output)
+        return output
+
+
+def wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the plugin's speculator; in place only while a worker makes its runner."""
+
+    @functools.wraps(original)
+    def init_speculator(
+        vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+    ) -> ChainSpeculator:
+        return ChainSpeculator(vllm_config, device, req_states)
+
+    return init_speculator
+
+
+def wrap_use_ngram(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Keep the runner from holding every request's text on the device, for vLLM's own n-grams."""
+
+    @functools.wraps(original)
+    def use_ngram(self: Any) -> bool:
+        return False
+
+    return use_ngram

@@ -1,0 +1,224 @@
+"""Model Runner V2's steps in the terms of :class:`TreeVerifier`: chains, which vLLM verifies.
+
+vLLM schedules the same number N of draft tokens for every request, as placeholders, before it
+knows them; this keeps asynchronous scheduling and full CUDA graphs. A shorter chain is filled up
+with tokens that verification rejects unseen::
+
+    row of a request   [ drafted tokens ][ 0 ... 0 ]     N tokens
+    num_drafted          number of the former
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
+
+from vllm_trie.drafters import DraftRequest
+from vllm_trie.vllm_hooks.worker.drafting.requests import draft_request
+from vllm_trie.vllm_hooks.worker.stats import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE
+from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.states import RequestState
+
+_FILLER = 0
+"""Any token of the vocabulary: the model computes it, verification never accepts it."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request's text on the host, where drafters read it; the runner's own is on the device.
+
+    Attributes:
+        data: as the scheduler sent it.
+        token_ids: int32 [capacity], the text so far and room for the rest of it.
+        num_tokens: length of the text.
+        has_ended: whether the text ends here. Scheduled ahead, the request may run once more.
+        drafted: the draft tokens of the next step.
+    """
+
+    data: NewRequestData
+    token_ids: np.ndarray
+    num_tokens: int
+    has_ended: bool = False
+    drafted: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, data: NewRequestData, max_model_len: int) -> _Request:
+        text = data.prefill_token_ids or []
+        token_ids = np.empty(max(max_model_len, len(text)), dtype=np.int32)
+        token_ids[: len(text)] = text
+        return cls(data, token_ids, len(text))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.data.prompt_len
+
+    def extend(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Add sampled tokens to the text; return those before its end."""
+        params = self.data.sampling_params
+        assert params is not None
+        taken = 0
+        while taken < len(tokens) and not self.has_ended and self.num_tokens < len(self.token_ids):
+            token = tokens[taken]
+            self.token_ids[self.num_tokens] = token
+            self.num_tokens += 1
+            taken += 1
+            num_output = self.num_output_tokens
+            stops = token in params.all_stop_token_ids and num_output >= params.min_tokens
+            self.has_ended = stops or num_output == params.max_tokens
+        return tokens[:taken]
+
+
+class V2Adapter:
+    """Follows a model runner for its verifier and turns drafts into rows of draft tokens.
+
+    Args:
+        trees: the verifier; without a node budget, as vLLM verifies N tokens for each request
+            whatever was drafted.
+        req_states: the runner's.
+        device: of the model.
+
+    Attributes:
+        num_drafted: int64 [max_num_seqs] on the device, drafted tokens of each request, by the
+            runner's request index.
+    """
+
+    def __init__(self, trees: TreeVerifier, req_states: RequestState, device: torch.device) -> None:
+        self.trees = trees
+        self.num_drafted = torch.zeros(req_states.max_num_reqs, dtype=torch.int64, device=device)
+        self._req_states = req_states
+        self._device = device
+        self._requests: dict[str, _Request] = {}
+        self._fillers: dict[str, int] = {}  # of the step that runs, by request id
+        self._is_drafting = False
+        # On their way to the host: the sampled tokens, their numbers, and the event to wait for.
+        self._sampled: tuple[np.ndarray, np.ndarray] | None = None
+        self._copied = torch.cuda.Event(blocking=True)
+
+    def calibrate(self) -> None:
+        """Begin to draft: requests before this call are the warm-up's, not worth learning from."""
+        self._is_drafting = True
+
+    def add_requests(self, new_requests: Iterable[NewRequestData]) -> None:
+        """Take in requests that start, or start again after a preemption."""
+        for data in new_requests:
+            self._requests[data.req_id] = _Request.of(data, self._req_states.max_model_len)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that have ended."""
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+            self.trees.release(request_id)
+
+    def begin_step(self, scheduler_output: SchedulerOutput, request_ids: Sequence[str]) -> None:
+        """Tell the verifier what is scheduled of each request's draft."""
+        drafts: dict[str, list[int]] = {}
+        self._fillers = {}
+        for request_id, places in scheduler_output.scheduled_spec_decode_tokens.items():
+            drafted = self._requests[request_id].drafted[: len(places)]
+            self._fillers[request_id] = len(places) - len(drafted)
+            if drafted:
+                drafts[request_id] = drafted
+        self.trees.begin_step(request_ids, drafts, scheduler_output.total_num_scheduled_tokens)
+
+    def keep_sampled(self, tokens: torch.Tensor, num_sampled: torch.Tensor) -> None:
+        """Start the copy of the step's tokens to the host; :meth:`propose` waits for it.
+
+        Args:
+            tokens: int64 [requests, up to N + 1].
+            num_sampled: int32 [requests].
+        """
+        self._sampled = async_copy_to_np(tokens), async_copy_to_np(num_sampled)
+        self._copied.record()
+
+    def propose(
+        self, batch: InputBatch, hidden_states: torch.Tensor, max_nodes: int
+    ) -> torch.Tensor:
+        """Draft the next step's chains; the one place of a step that waits for the device.
+
+        Args:
+            batch: of the step.
+            hidden_states: [tokens of the step, hidden_size].
+            max_nodes: the scheduler's limit on a draft.
+
+        Returns:
+            int64 [requests, N] on the device.
+        """
+        self._copied.synchronize()
+        assert self._sampled is not None
+        tokens, counts = self._sampled
+        requests = [self._requests[request_id] for request_id in batch.req_ids]
+        new_tokens = [
+            request.extend(row[:count])
+            for request, row, count in zip(requests, tokens.tolist(), counts.tolist(), strict=True)
+        ]
+        self.trees.observe_chains(new_tokens)
+        self.trees.end_step(new_tokens)
+        drafts: list[list[int]] = [[] for _ in requests]
+        if self._is_drafting:
+            wanted = self._draft_requests(batch.req_ids, new_tokens, max_nodes)
+            rows = self._verified_rows(batch, hidden_states)
+            drafts = self.trees.draft(wanted, len(requests), rows)
+        for request, draft in zip(requests, drafts, strict=True):
+            request.drafted = draft
+        return self._on_device(batch, drafts)
+
+    def _draft_requests(
+        self, request_ids: Sequence[str], new_tokens: Sequence[Sequence[int]], max_nodes: int
+    ) -> dict[int, DraftRequest]:
+        """Return the requests that get a draft, by batch index."""
+        wanted = {}
+        for index, request_id in enumerate(request_ids):
+            request = self._requests[request_id]
+            if not new_tokens[index] or request.has_ended:
+                continue
+            drafted = draft_request(
+                request_id,
+                request.data,
+                request.token_ids[: request.num_tokens],
+                request.data.prompt_len,
+                request.num_output_tokens,
+                self._req_states.max_model_len,
+                max_nodes,
+                chain_only=True,
+            )
+            if drafted is not None:
+                wanted[index] = drafted
+        return wanted
+
+    def _verified_rows(self, batch: InputBatch, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of the last committed token and of each drafted one."""
+        if not self.trees.guard.drafter.needs_hidden_states:
+            return hidden_states[:0]
+        num_rows = [len(tree.token_list) + 1 for tree in self.trees.step_trees]
+        first_rows = batch.cu_num_logits_np[:-1]
+        rows = np.concatenate(
+            [first + np.arange(n) for first, n in zip(first_rows, num_rows, strict=True)]
+        )
+        return hidden_states[batch.logits_indices[async_tensor_h2d(rows, device=self._device)]]
+
+    def _on_device(self, batch: InputBatch, drafts: Sequence[Sequence[int]]) -> torch.Tensor:
+        width = self._req_states.num_speculative_steps
+        packed = np.full((len(drafts), width + 1), _FILLER, dtype=np.int64)
+        for row, draft in zip(packed, drafts, strict=True):
+            row[: len(draft)] = draft
+            row[width] = len(draft)
+        on_device = async_tensor_h2d(packed, device=self._device)
+        self.num_drafted[batch.idx_mapping] = on_device[:, width]
+        return on_device[:, :width]
+
+    def finish(self, output: Any) -> None:
+        """Attach the step's statistics to the output that vLLM sends to the scheduler."""
+        setattr(output.model_runner_output, FILLERS_ATTRIBUTE, self._fillers)
+        stats = self.trees.take_stats()
+        if stats is not None:
+            setattr(output.model_runner_output, STATS_ATTRIBUTE, stats)
