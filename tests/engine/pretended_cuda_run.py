@@ -85,25 +85,38 @@ from vllm_trie.vllm_hooks import plugin
 
 plugin.register()
 
+from vllm import envs
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import get_attn_backend
 
 from vllm_trie.tiny_model import model_path
+from vllm_trie.vllm_hooks.setup.config import verification
 from vllm_trie.vllm_hooks.worker.cuda_worker import GPU_BACKEND_CLASS
 
+TREES, CHAINS = {"verification": "tree"}, {"verification": "chain"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "TRITON_ATTN": {"attention_backend": "TRITON_ATTN"},
-    "FLASH_ATTN": {"attention_backend": "FLASH_ATTN"},
-    "FULL": {"compilation_config": {"cudagraph_mode": "FULL"}},
-    "fp8": {"kv_cache_dtype": "fp8"},
+    "FLASH_ATTN": {"attention_backend": "FLASH_ATTN", "speculation": TREES},
+    "FULL": {"compilation_config": {"cudagraph_mode": "FULL"}, "speculation": TREES},
+    "fp8": {"kv_cache_dtype": "fp8", "speculation": TREES},
+    "chains": {"speculation": CHAINS},
+    "chains, synchronous": {"speculation": CHAINS, "async_scheduling": False},
+    "chains instead of trees": {"kv_cache_dtype": "fp8"},
+    "chains on V1": {"speculation": CHAINS, "runner_v2": False},
 }
 
 
-def configure(allow: bool, **settings: Any) -> Any:
-    speculation = {"method": "ngram_trie", "allow_untested_gpu": allow}
+def configure(
+    allow: bool,
+    speculation: dict[str, Any] | None = None,
+    runner_v2: bool | None = None,
+    **settings: Any,
+) -> Any:
+    vars(envs)["VLLM_USE_V2_MODEL_RUNNER"] = runner_v2
+    speculation = {"method": "ngram_trie", "allow_untested_gpu": allow, **(speculation or {})}
     return EngineArgs(
         model=str(model_path()), max_model_len=512, speculative_config=speculation, **settings
     ).create_engine_config()
@@ -116,6 +129,8 @@ def described(allow: bool, **settings: Any) -> dict[str, Any]:
         return {"refused": str(error)}
     return {
         "worker": config.parallel_config.worker_cls,
+        "verification": verification(config),
+        "tokens": config.speculative_config.num_speculative_tokens,
         "v2": bool(config.use_v2_model_runner),
         "async": bool(config.scheduler_config.async_scheduling),
         "graphs": config.compilation_config.cudagraph_mode.name,

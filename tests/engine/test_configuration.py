@@ -31,7 +31,7 @@ from vllm_trie.drafters import available_methods
 from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks import ledger, plugin
 from vllm_trie.vllm_hooks.ledger import Patch, table
-from vllm_trie.vllm_hooks.setup import config, support
+from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup import method_names as misspelled
 from vllm_trie.vllm_hooks.setup.support import reason_off
 
@@ -299,13 +299,17 @@ def test_settings_that_do_not_go_together(options, said):
 
 
 def test_model_runner_v2(monkeypatch):
-    found = engine_config()
     # Where an engine has run, vLLM reads no environment variable any more.
     monkeypatch.setitem(vars(envs), "VLLM_USE_V2_MODEL_RUNNER", True)
     assert "Model Runner V2" in refusal()  # without Triton vLLM itself is the first to refuse
-    with pytest.raises(ValueError, match="Model Runner V2") as caught:
-        support.choose_verification(found, "ngram_trie", "auto")
-    assert "unset VLLM_USE_V2_MODEL_RUNNER" in str(caught.value)
+    monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)
+    found = engine_config(speculative_config={"method": "ngram_trie"}, async_scheduling=None)
+    assert found.use_v2_model_runner
+    assert config.verification(found) == "chain"
+    assert found.speculative_config.num_speculative_tokens == 8
+    message = refusal(speculative_config={**TREES, "verification": "tree"})
+    assert "Model Runner V2 verifies chains only" in message
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in message
 
 
 def test_an_unknown_method_is_vllms_to_refuse():

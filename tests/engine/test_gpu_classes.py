@@ -161,9 +161,29 @@ def test_configurations_on_a_gpu(pretended) -> None:
         assert getattr(sys.modules[module], worker) is cuda_worker.TreeGPUWorker
         assert not allowed[name]["v2"]
         assert not allowed[name]["async"]
+        assert allowed[name]["verification"] == "tree"
     assert "attention_backend='FLASH_ATTN'" in allowed["FLASH_ATTN"]["refused"]
     assert "cudagraph_mode='FULL'" in allowed["FULL"]["refused"]
     assert "kv_cache_dtype='fp8'" in allowed["fp8"]["refused"]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "v2", "asynchronous", "tokens"),
+    [
+        ("chains", True, True, 8),
+        ("chains, synchronous", True, False, 8),
+        ("chains instead of trees", True, True, 8),
+        ("chains on V1", False, False, 32),
+    ],
+)
+def test_chains_run_on_the_runner_that_vllm_prefers(
+    pretended, name: str, v2: bool, asynchronous: bool, tokens: int
+) -> None:
+    found = pretended["allowed"][name]
+    assert found["verification"] == "chain"
+    assert (found["v2"], found["async"], found["tokens"]) == (v2, asynchronous, tokens)
+    assert found["worker"].endswith("TreeGPUWorker")
 
 
 @needs_triton
@@ -179,7 +199,8 @@ def test_nothing_serves_before_the_check(monkeypatch) -> None:
     done = []
     worker = object.__new__(cuda_worker.TreeGPUWorker)
     adapter = SimpleNamespace(calibrate=lambda: done.append("costs"))
-    worker.model_runner = SimpleNamespace(adapter=adapter)
+    worker.model_runner = object.__new__(cuda_worker.TreeGPUModelRunner)
+    worker.model_runner.adapter = adapter
     monkeypatch.setattr(
         cuda_worker.Worker, "compile_or_warm_up_model", lambda self: done.append("warm-up")
     )

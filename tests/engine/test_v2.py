@@ -1,0 +1,87 @@
+"""Chains on Model Runner V2: vLLM's own runner on a CPU, its kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import needs_triton
+from tests.processes import run_program
+
+pytestmark = needs_triton
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return run_program("tests.engine.v2_run")
+
+
+@pytest.fixture(params=["synchronous", "asynchronous"])
+def result(request: pytest.FixtureRequest, results: dict[str, Any]) -> dict[str, Any]:
+    return results[request.param]
+
+
+def test_asynchronous_scheduling_is_the_default_and_can_be_switched_off(results) -> None:
+    assert results["asynchronous"]["async"]
+    assert not results["synchronous"]["async"]
+
+
+def test_plain_v2_gives_the_tokens_of_plain_v1(results) -> None:
+    assert results["v1"] == []
+
+
+def test_greedy_tokens_are_those_of_plain_v2(result) -> None:
+    """Prefills in chunks, preemptions, requests without drafts among the others."""
+    assert result["greedy"] == []
+    assert result["preempted"] > 0
+    assert result["stats"]["steps"] < result["stats"]["tokens"]
+
+
+def test_greedy_tokens_where_most_drafts_are_right(result) -> None:
+    assert result["oracle"] == []
+    assert result["oracle_tokens_per_step"] > 1.5
+
+
+def test_beam_searches_beside_chains(result) -> None:
+    assert result["beams"] == []
+
+
+def test_seeds(result) -> None:
+    """Without a draft, the tokens are plain V2's; with one, only their distribution is."""
+    assert result["seeds"] == []
+
+
+def test_structured_outputs(result) -> None:
+    assert result["structured"] == []
+
+
+def test_drafters_that_fail(result) -> None:
+    assert result["faulty"] == []
+    assert result["failures"]["error"] > 0
+    assert result["failures"]["malformed"] > 0
+
+
+def test_drafters_see_the_hidden_state_of_the_last_committed_token(result) -> None:
+    with_drafts, without, common = result["hidden_states"]
+    assert with_drafts < without <= 3 * 13  # the last token of a text has no draft
+    assert common > with_drafts / 2
+    assert result["hidden_states_error"] < 1e-4
+
+
+def test_a_step_waits_for_the_device_once(result) -> None:
+    least, most, steps = result["waits"]
+    assert least == most == 1
+    assert steps > 50
+
+
+def test_statistics(result) -> None:
+    assert result["stats"]["tokens"] == result["tokens"]
+    assert result["counted_tokens"] == result["all_tokens"]
+    # Without fillers; vLLM does not count what aborted requests had in flight.
+    assert 0.9 * result["all_drafts"] < result["counted_drafts"] <= result["all_drafts"]
+
+
+def test_nothing_is_left_and_the_text_stays_off_the_device(result) -> None:
+    assert result["requests_left"] == result["blocks_lost"] == 0
+    assert not result["dense_text"]

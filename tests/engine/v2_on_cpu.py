@@ -1,0 +1,82 @@
+"""Model Runner V2 on a CPU: its kernels in Triton's interpreter, its streams and events idle.
+
+vLLM's CPU build has the runner and a worker for it, and misses a Triton that runs on CPUs. Import
+this module before vLLM, in a process of its own: Triton reads its environment once, and vLLM
+decides once whether it has Triton. Everything else is vLLM's own: the runner, its kernels, its
+rejection sampler, its scheduler; attention is the CPU's.
+"""
+
+# What is set up here must stand before the imports that it is for.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["TORCH_COMPILE_DISABLE"] = "1"  # its own Triton code would want a device
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import triton.backends
+
+# vLLM's CPU build takes Triton only with a backend for CPUs; the interpreter needs none.
+triton.backends.backends["cpu"] = SimpleNamespace(
+    driver=SimpleNamespace(is_active=lambda: True), compiler=None
+)
+
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+_load, _store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+
+def _as_bool(mask: TensorHandle) -> TensorHandle:
+    """A mask that the interpreter takes; a conjunction with a scalar may come as integers."""
+    return TensorHandle(mask.data.astype(bool), mask.dtype)
+
+
+InterpreterBuilder.create_masked_load = lambda self, ptrs, mask, *rest: _load(
+    self, ptrs, _as_bool(mask), *rest
+)
+InterpreterBuilder.create_masked_store = lambda self, ptrs, value, mask, *rest: _store(
+    self, ptrs, value, _as_bool(mask), *rest
+)
+
+
+class Event:
+    """A stand-in for an event, whose work is always done; counts who waits for it."""
+
+    waits = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, *args: Any) -> None:
+        pass
+
+    def wait(self, *args: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        Event.waits += 1
+
+    def query(self) -> bool:
+        return True
+
+
+def schedule_as_on_a_gpu() -> None:
+    """Leave asynchronous scheduling as vLLM resolved it, which a CPU always switches off."""
+    import torch
+    import vllm.v1.worker.cpu.shm  # noqa: F401 - its stand-ins, before the ones here
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        resolved = vllm_config.scheduler_config.async_scheduling
+        stock(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = resolved
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    torch.Event = torch.cuda.Event = Event
