@@ -80,6 +80,8 @@ BEAM_PATCHES: tuple[Patch, ...] = (
     _scheduler("add_request", "overridden", "takes beam requests in", "request"),
     _scheduler("schedule", "overridden", "admits groups, sends forked rows to the worker",
         "throttle_prefills"),
+    _scheduler("_handle_blocked_waiting_request", "overridden",
+        "ordinary requests leave the slots of groups free", "request"),
     _scheduler("update_from_output", "overridden", "takes the rows' outputs and steps the searches",
         "scheduler_output model_runner_output"),
     _scheduler("_preempt_request", "overridden", "a preempted row is sent to the worker anew",
