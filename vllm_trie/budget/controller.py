@@ -218,9 +218,4 @@ def _subtree(tree: TokenTree, keep: np.ndarray, num_kept: int) -> TokenTree:
         return tree.prefix(num_kept)
     new_index = np.cumsum(keep, dtype=np.int32) - 1
     parents = tree.parents[keep]
-    return TokenTree(
-        tree.token_ids[keep],
-        np.where(parents < 0, parents, new_index[parents]).astype(np.int32),
-        None if tree.probabilities is None else tree.probabilities[keep],
-        None if tree.never_accept is None else tree.never_accept[keep],
-    )
+    return tree.select(keep, np.where(parents < 0, parents, new_index[parents]).astype(np.int32))
