@@ -27,13 +27,8 @@ TokenText = Callable[[int], str]
 
 
 def draw_text(trace: SearchTrace, token_text: TokenText, dropped: bool = True) -> str:
-    """Return the search as lines of text, depth first, likelier siblings first.
-
-    Args:
-        trace: The search.
-        token_text: Text of a token id; white space is made visible.
-        dropped: Whether to draw dropped candidates.
-    """
+    """Return the search as lines of text, depth first, likelier siblings first; white space of
+    tokens is made visible, and `dropped` draws dropped candidates too."""
     layout = _Layout(trace, token_text, dropped)
     return "\n".join(
         [

@@ -115,12 +115,8 @@ class NodeBudget:
     ) -> list[TokenTree]:
         """Return the trees without the nodes that are not worth their time.
 
-        Trees without probabilities stay whole. All trees do until step costs are known.
-
-        Args:
-            request_ids: requests that were drafted for.
-            trees: their trees.
-            num_rows: requests that get a token from the next step.
+        Trees without probabilities stay whole. All trees do until step costs are known. `num_rows`
+        requests, with or without a tree, get a token from the next step.
         """
         cut = list(trees)
         predicted, open_to_cuts = [], []

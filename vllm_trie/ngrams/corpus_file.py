@@ -77,7 +77,6 @@ def write_corpus(
     """Index documents and write the file; an older one is replaced once the new one is complete.
 
     Args:
-        path: the file.
         documents: int32 token ids of each document.
         vocab_size: token ids are in [0, vocab_size).
         tokenizer: fingerprint of the tokenizer that the ids come from.
@@ -158,7 +157,6 @@ def open_corpus(
     """Check a whole corpus file and map it into memory.
 
     Args:
-        path: the file.
         vocab_size: of the target model; the corpus may not have tokens beyond it.
         tokenizer: fingerprint of the target model's tokenizer.
 

@@ -34,10 +34,7 @@ def draw_text(
 ) -> str:
     """Draw the tree as lines of text, one node a line in depth-first order.
 
-    Args:
-        tree: the tree; siblings appear in index order.
-        token_text: returns the text of a token id.
-        accepted: indices of accepted nodes, marked with `✓`.
+    Siblings appear in index order; `accepted` are indices of nodes to mark with `✓`.
     """
     accepted = set(accepted)
 
