@@ -114,12 +114,7 @@ def tree_attention_portable(
 def move_slots_in_layers(
     kv_caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor
 ) -> None:
-    """Copy the keys and values of slots to other slots of every layer's CPU cache, in place.
-
-    Args:
-        kv_caches: one tensor per layer as for :func:`vllm_trie.attention.move_slots`, changed.
-        source, target: as for :func:`vllm_trie.attention.move_slots`.
-    """
+    """Do :func:`vllm_trie.attention.move_slots` in every layer's CPU cache."""
     if not kv_caches or not len(source):
         return
     native = choose_kernels()

@@ -41,13 +41,8 @@ class DeviceTrees(NamedTuple):
 
 
 def trees_on_device(trees: TreeBatch, group: int, device: torch.device) -> DeviceTrees:
-    """Copy a batch of trees to the device.
-
-    Args:
-        trees: of the step.
-        group: query heads per KV head.
-        device: where the cache is.
-    """
+    """Copy a batch of trees to the cache's device; `group` is the number of query heads per KV
+    head."""
     queries_per_block = max(1, 64 // triton.next_power_of_2(group))
     rows, words = trees.row_array, trees.word_array
     num_words = rows[:, 3] * -(-rows[:, 3] // 64) * 2

@@ -117,11 +117,8 @@ def write_checkpoint(
 ) -> None:
     """Write tensors to a file, in the format of its ending, and `config.json` next to it.
 
-    Args:
-        file: its folder is made if it is missing.
-        tensors: by name; floating-point ones are stored in bfloat16, others keep their dtype.
-        config: the configuration; the temperatures are added to it.
-        temperatures: one a head.
+    The folder is made if it is missing. Floating-point tensors are stored in bfloat16, others keep
+    their dtype. The temperatures, one a head, are added to the configuration.
     """
     from safetensors.torch import save_file
 
