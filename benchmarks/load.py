@@ -1,4 +1,4 @@
-"""Throughput by batch size: plain vLLM, its `ngram`, fixed node budgets, the adaptive budget.
+"""Throughput by batch size: plain vLLM, its `ngram`, fixed node budgets, adaptive trees and chains.
 
 Two workloads. `matching` decodes the demo's prompts greedily; their answers reuse their context.
 `random` samples from prompts of random tokens at a high temperature: no draft can succeed, and the
@@ -44,9 +44,10 @@ def speculative_configs(
 
     Args:
         nodes: fixed budgets.
-        adaptive_nodes: limit of the adaptive one.
+        adaptive_nodes: limit of the adaptive ones, trees and chains.
     """
     memory = local_engine.without_memory("ngram_trie")
+    adaptive = {"method": "ngram_trie", "num_speculative_tokens": adaptive_nodes, **memory}
     fixed = {
         (f"ngram_trie fixed {n}", n): {
             "method": "ngram_trie",
@@ -60,11 +61,8 @@ def speculative_configs(
         ("plain", 0): None,
         ("ngram", 5): {"method": "ngram", "num_speculative_tokens": 5},
         **fixed,
-        ("ngram_trie adaptive", adaptive_nodes): {
-            "method": "ngram_trie",
-            "num_speculative_tokens": adaptive_nodes,
-            **memory,
-        },
+        ("ngram_trie adaptive", adaptive_nodes): adaptive,
+        ("ngram_trie chain", adaptive_nodes): {**adaptive, "verification": "chain"},
     }
 
 

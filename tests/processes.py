@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 900.0
 IDLE_LIMIT_S = 120.0
@@ -33,16 +35,16 @@ def one_at_a_time() -> Iterator[None]:
         yield
 
 
-def cpu_seconds(session: int) -> float:
-    """Return the CPU time of a session's processes and of their children that ended."""
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            # proc(5): the fields from the third on; the command before them may hold spaces.
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                ticks += sum(map(int, fields[11:15]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+def cpu_seconds(leader: int) -> float:
+    """Return the CPU time of a process, its descendants in any session, and those that ended."""
+    seconds = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(leader)
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = each.cpu_times()
+                seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
 
 
 def wait_for(
@@ -52,7 +54,7 @@ def wait_for(
 
     Args:
         ready: asked twice a second.
-        process: leads a session; the CPU time of the session counts as progress.
+        process: its CPU time and that of its descendants count as progress.
         log: its growth counts as progress.
         limit: of the whole wait, in seconds.
 
@@ -67,7 +69,7 @@ def wait_for(
         if ready():
             return
         now = time.monotonic()
-        found = (int(cpu_seconds(process.pid)), log.stat().st_size)
+        found = (int(5 * cpu_seconds(process.pid)), log.stat().st_size)
         if found != seen:
             seen, last_progress = found, now
         if ended:
@@ -83,7 +85,10 @@ def wait_for(
 
 
 def end(process: subprocess.Popen[bytes], patience: float = 20.0) -> None:
-    """End all processes of a session: its leader may take `patience` seconds to do it itself."""
+    """End a session and its leader's descendants in others; the leader has `patience` seconds."""
+    descendants = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        descendants = psutil.Process(process.pid).children(recursive=True)
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -91,6 +96,10 @@ def end(process: subprocess.Popen[bytes], patience: float = 20.0) -> None:
             process.wait(timeout=patience)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for each in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(descendants, patience)
 
 
 def run_python(

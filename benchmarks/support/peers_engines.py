@@ -30,6 +30,11 @@ METHODS: dict[str, dict[str, Any] | None] = {
     # vLLM's defaults, 24 tokens among them.
     "suffix": {"method": "suffix"},
     "ngram_trie": {"method": "ngram_trie", "num_speculative_tokens": 32},
+    "ngram_trie_chain": {
+        "method": "ngram_trie",
+        "num_speculative_tokens": 16,
+        "verification": "chain",
+    },
     "ngram_trie_no_store": {
         "method": "ngram_trie",
         "num_speculative_tokens": 32,
@@ -43,7 +48,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
 }
 """Name -> vLLM's `speculative_config`."""
 PEERS = ("ngram", "ngram_default", "suffix")
-DEFAULT_METHODS = (PLAIN, "ngram", "suffix", "ngram_trie")
+DEFAULT_METHODS = (PLAIN, "ngram", "suffix", "ngram_trie", "ngram_trie_chain")
 MOST_NODES = 32
 PARTS = ("forward", "logits", "sampling", "drafting")
 
@@ -125,7 +130,7 @@ class Contestant:
 
     def _part_seconds(self) -> dict[str, float]:
         seconds = dict(self._timer.seconds)
-        if self._trees is not None:  # trees are verified without vLLM's samplers
+        if self._trees is not None:  # trees are verified without vLLM's samplers; chains add 0
             seconds["sampling"] += self._trees.totals.verification_seconds
         return seconds
 

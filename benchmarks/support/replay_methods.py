@@ -26,7 +26,14 @@ class Method(Protocol):
 class OwnDrafter:
     """A drafter of this package, called as the engine calls it."""
 
-    def __init__(self, name: str, num_nodes: int, vocab_size: int, **options: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        num_nodes: int,
+        vocab_size: int,
+        chain_only: bool = False,
+        **options: Any,
+    ) -> None:
         context = DrafterContext(
             vocab_size=vocab_size,
             max_model_len=1 << 20,
@@ -43,9 +50,12 @@ class OwnDrafter:
         )
         self._drafter = get_drafter_class(name)(parse_options(name, options), context)
         self._num_nodes = num_nodes
+        self._chain_only = chain_only
 
     def draft(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> TokenTree:
-        request = DraftRequest(request_id, tokens, num_prompt_tokens, self._num_nodes, 1 << 20)
+        request = DraftRequest(
+            request_id, tokens, num_prompt_tokens, self._num_nodes, 1 << 20, self._chain_only
+        )
         [tree] = self._drafter.propose([request])
         return tree
 
@@ -131,6 +141,10 @@ class SuffixDecoding:
 METHODS: dict[str, Callable[[int, int], Method]] = {
     "ngram_trie": lambda n, v: OwnDrafter("ngram_trie", n, v, store_tokens=0),
     "ngram_trie_store": lambda n, v: OwnDrafter("ngram_trie", n, v),
+    "ngram_trie_chain": lambda n, v: OwnDrafter(
+        "ngram_trie", n, v, chain_only=True, store_tokens=0
+    ),
+    "ngram_trie_store_chain": lambda n, v: OwnDrafter("ngram_trie", n, v, chain_only=True),
     "paper": lambda n, v: OwnDrafter("ngram_trie", n, v, scoring="frequency"),
     "paper_static": lambda n, v: OwnDrafter(
         "ngram_trie", n, v, scoring="frequency", index_output=False

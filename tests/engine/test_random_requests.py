@@ -26,6 +26,16 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"max_num_batched_tokens": 64, "max_num_seqs": 5, "block_size": 64},
         speculation("ngram_trie", 40),
     ),
+    "chains": (
+        {"max_num_batched_tokens": 96, "max_num_seqs": 6, "block_size": 32},
+        speculation(
+            "trie_union",
+            12,
+            drafters=["ngram", "lookahead", "medusa"],
+            model=HEADS,
+            verification="chain",
+        ),
+    ),
     "little memory": (
         {"num_gpu_blocks_override": 20, "max_model_len": 544, "block_size": 32},
         speculation("lookahead_trie", 59),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import processes
@@ -57,3 +58,16 @@ def test_a_busy_process_may_take_longer_than_the_idle_limit(
 def test_a_program_that_fails_says_what_it_printed() -> None:
     with pytest.raises(AssertionError, match="no such thing"):
         processes.run_python("-c", "raise SystemExit('no such thing')")
+
+
+def test_no_process_outlives_a_program_that_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that the program started in a session of its own, too."""
+    written = tmp_path / "pid"
+    start = f"subprocess.Popen({[sys.executable, '-c', IDLE]!r}, start_new_session=True).pid"
+    write = f"pathlib.Path({str(written)!r}).write_text(str({start}))"
+    monkeypatch.setattr(processes, "IDLE_LIMIT_S", 2.0)
+    with pytest.raises(RuntimeError, match="no progress"):
+        processes.run_python("-c", f"import pathlib, subprocess, time\n{write}\n{IDLE}")
+    assert not psutil.pid_exists(int(written.read_text()))

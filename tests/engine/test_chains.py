@@ -1,0 +1,96 @@
+"""Chains: drafts without branches that vLLM's own attention and rejection sampler verify."""
+
+from __future__ import annotations
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+from tests.engine.compare import (
+    check_outputs_beside_aborts,
+    check_same_outputs,
+    differences,
+    generate,
+    preemptions,
+    speculation,
+    tell_oracle,
+)
+from tests.engine.conftest import runner_of, trees_of
+from tests.engine.prompts import prompts
+from vllm_trie.tiny_model import medusa_path
+
+pytestmark = pytest.mark.usefixtures("test_drafters")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, detokenize=False)
+HEADS = {"model": str(medusa_path())}
+METHODS = {
+    "test_oracle": {},
+    "lookahead_trie": {},
+    "medusa_dynamic": HEADS,
+    "trie_union": {**HEADS, "drafters": ["ngram", "lookahead", "medusa"]},
+}
+
+
+def chains(method: str, num_tokens: int = 8, **options):
+    return speculation(method, num_tokens, verification="chain", **options)
+
+
+@pytest.fixture(scope="module")
+def expected(_engines):
+    """Plain vLLM's outputs, which the oracle drafter then knows."""
+    outputs = generate(_engines(), prompts(16), GREEDY)
+    tell_oracle(outputs)
+    return outputs
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy(engine, expected, method):
+    llm = engine(**chains(method, **METHODS[method]))
+    assert check_same_outputs(llm, expected, GREEDY, 8) > 0.15
+
+
+def test_attention_and_verification_are_vllms(engine, expected, monkeypatch):
+    # After an engine with trees in the same process, whose attention replaces vLLM's.
+    generate(engine(**speculation("test_oracle", 8)), prompts(1), GREEDY)
+    llm = engine(**chains("test_oracle", 9))
+    layers = runner_of(llm).compilation_config.static_forward_context.values()
+    assert {type(layer.impl) for layer in layers if hasattr(layer, "impl")} == {
+        CPUAttentionBackendImpl
+    }
+    verified = []
+    forward = RejectionSampler.forward
+    monkeypatch.setattr(
+        RejectionSampler, "forward", lambda *a, **k: (verified.append(1), forward(*a, **k))[1]
+    )
+    assert differences(expected[:4], generate(llm, prompts(4), GREEDY)) == []
+    assert len(verified) > 10
+
+
+def test_little_room(engine, expected):
+    """Prompts in parts, preemptions, a prefix cache, and requests without drafts beside others."""
+    llm = engine(
+        **chains("ngram_trie", 16, node_budget="adaptive"),
+        max_num_batched_tokens=48,
+        max_model_len=640,
+        num_gpu_blocks_override=40,
+        block_size=32,
+    )
+    params = [GREEDY.clone() for _ in expected]
+    for quiet in params[::3]:
+        quiet.extra_args = {"speculation": False}
+    with preemptions(llm) as preempted:
+        check_same_outputs(llm, expected, params)
+    assert preempted
+    assert check_same_outputs(llm, expected[:8], GREEDY, 4) > 0.1
+
+
+def test_length_limit_and_aborts(engine):
+    limit = {"max_model_len": 160}
+    some = [{"prompt_token_ids": p["prompt_token_ids"][:140]} for p in prompts(12)]
+    endless = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
+    outputs = generate(engine(**limit), some, endless)
+    tell_oracle(outputs)
+    llm = engine(**chains("test_oracle"), **limit)
+    check_same_outputs(llm, outputs, endless)
+    check_outputs_beside_aborts(llm, outputs, endless, {2: [1, 5], 3: [3, 7]})
+    assert not [r for r in trees_of(llm)._stored_trees if r.startswith("abort-")]
