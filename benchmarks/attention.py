@@ -144,7 +144,7 @@ def pass_over(kernel: Any, query: Any, caches: Any, tree: Any) -> None:
 
 def attention_rows(options: argparse.Namespace, dtype_name: str) -> list[Row]:
     dtype = getattr(torch, dtype_name)
-    native = choose_kernels().native
+    native = choose_kernels()
     rows = []
     for context, nodes in itertools.product(options.contexts, options.nodes):
         seq_len = context + nodes + 1

@@ -164,10 +164,10 @@ def rank_accuracies(first: Any, prompts: list[list[int]], outputs: list[list[int
 
 def compare(options: Any) -> list[Row]:
     """Measure all methods at all node counts on the shipped model."""
+    from support.fitted_trees import fit_paths
     from support.prompts import held_out_tasks, written_by_hand
     from vllm import SamplingParams
 
-    from vllm_trie.drafters.medusa.trees import fit_paths
     from vllm_trie.tiny_model import medusa_path, model_path
 
     model = options.model or str(model_path())

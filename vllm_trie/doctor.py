@@ -142,20 +142,15 @@ def in_series(found: str, series: str) -> bool:
 
 
 def check_torch(distributions: dict[str, str], torch: str | None) -> Iterator[Problem]:
-    """Yield an error where vLLM asks for another torch, a warning for companions that do not fit.
-
-    Args:
-        distributions: vLLM's, by name.
-        torch: the version that is installed.
-    """
+    """Yield an error where vLLM's distributions ask for another torch, a warning for companions
+    that do not fit the installed one."""
     for name in distributions:
         for line in distribution(name).requires or ():
             wanted = Requirement(line)
             if wanted.name != "torch" or (wanted.marker and not wanted.marker.evaluate()):
                 continue
             if torch is None or not wanted.specifier.contains(torch, prereleases=True):
-                text = f"{name} asks for torch{wanted.specifier}, found {torch or 'none'}"
-                yield _error(text)
+                yield _error(f"{name} asks for torch{wanted.specifier}, found {torch or 'none'}")
     if torch and "+cpu" in torch:
         for name in ("torchvision", "torchaudio", "torchcodec"):
             found = installed_version(name)
@@ -167,11 +162,8 @@ def check_torch(distributions: dict[str, str], torch: str | None) -> Iterator[Pr
 
 
 def check_plugin_is_loaded(allowed: str | None) -> Iterator[Problem]:
-    """Yield why vLLM does not find the plugin or may not load it.
-
-    Args:
-        allowed: The value of ``VLLM_PLUGINS``: names separated by commas, or None for all.
-    """
+    """Yield why vLLM does not find the plugin or may not load it; `allowed` is ``VLLM_PLUGINS``,
+    names separated by commas or None for all."""
     if PLUGIN_NAME not in {point.name for point in entry_points(group=PLUGIN_GROUP)}:
         yield _error(
             "vllm-trie is importable but not installed, so vLLM does not see it; pip install -e ."
@@ -240,7 +232,7 @@ def describe_platform() -> tuple[dict[str, Any], list[Problem]]:
             machine |= {"device": "cuda", "gpu": torch.cuda.get_device_name(0)}
             machine |= {"cuda": torch.version.cuda, "compute_capability": capability}
             found, problems = check_gpu(torch.device("cuda", 0), capability)
-            machine |= {"tree_attention": found}
+            machine["tree_attention"] = found
     except Exception as error:  # a torch of the wrong build fails with OSError and others
         problems.append(_error(f"torch does not import: {error}"))
     if machine["device"] == "cpu":
@@ -260,13 +252,7 @@ def check_gpu(
 ) -> tuple[str, list[Problem]]:
     """Run the GPU kernel on random trees, for the layers of three kinds of models.
 
-    Args:
-        device: the torch device.
-        capability: its compute capability.
-        check: what to run on each; None for the kernel's own check.
-
-    Returns:
-        What was found, in words, and the problems.
+    Returns what was found, in words, and the problems. `check` replaces the kernel's own check.
     """
     problems = [
         _warning(

@@ -100,12 +100,7 @@ def start_engine(
 ) -> Any:
     """Start a `vllm.LLM` in this process; engines that are compared differ only in their method.
 
-    Args:
-        model: folder or name of the model.
-        max_model_len: length limit of a sequence, the nodes of its tree included.
-        max_num_seqs: largest batch.
-        speculative_config: vLLM's option, None for plain decoding.
-        options: further options of `vllm.LLM`.
+    `max_model_len` includes the nodes of a tree; `options` are further options of `vllm.LLM`.
     """
     from vllm import LLM
 
@@ -199,11 +194,8 @@ def decode_steps(
 ) -> Iterator[list[RequestStep]]:
     """Decode one batch of prompts; yield the requests that got tokens after each engine step.
 
-    Args:
-        llm: an engine in this process, with or without draft trees.
-        prompts: token ids.
-        params: vLLM's sampling parameters.
-        cache_salt: separates what drafters and the prefix cache remember.
+    The engine is one in this process, with or without draft trees. `cache_salt` separates what
+    drafters and the prefix cache remember.
     """
     from vllm.sampling_params import RequestOutputKind
 

@@ -46,7 +46,7 @@ def use_kernel(monkeypatch):
             pytest.skip(f"no compiler here, or none for {name}")
         choose_kernels.cache_clear()
         monkeypatch.setattr(kernels, "load_kernels", lambda: loaded)
-        native = choose_kernels().native
+        native = choose_kernels()
         assert (native.instructions if native else "torch") == KERNELS[name]
 
     yield use

@@ -150,14 +150,8 @@ def random_step(
     num_blocks: int,
     generator: np.random.Generator,
 ) -> Step | None:
-    """Return a step with these requests; ``None`` if the cache cannot hold it.
-
-    Args:
-        shape: of the layer.
-        requests: of the step, in batch order.
-        num_blocks: of the cache.
-        generator: draws the numbers, the trees and the blocks.
-    """
+    """Return a step with these requests, in batch order; ``None`` if a cache of `num_blocks` cannot
+    hold it."""
     blocks_of = [-(-request.seq_len // shape.block_size) for request in requests]
     if sum(blocks_of) > num_blocks:
         return None
@@ -242,12 +236,8 @@ def _sought_slots(
 
 
 def fill_cache(kv_cache: torch.Tensor, step: Step) -> None:
-    """Write a step's keys and values into its slots, and wrong values into all others.
-
-    Args:
-        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], changed.
-        step: drawn for a cache of this size.
-    """
+    """Write the keys and values of a step that was drawn for this cache into its slots, and wrong
+    values into all others; `kv_cache` is [num_blocks, num_kv_heads, block_size, 2 * head_size]."""
     kv_cache.fill_(_UNUSED)
     block_size = kv_cache.shape[2]
     slots = torch.from_numpy(step.slots).to(kv_cache.device)
@@ -280,23 +270,16 @@ def check_kernel(
     batches: Sequence[Sequence[RequestShape]] = BATCHES,
     splits: Sequence[int] = (),
 ) -> KernelCheck:
-    """Run the kernel on random steps in a cache of its own.
+    """Run the kernel on random steps, one for each of the batches, in a cache of its own.
 
     Args:
-        shape: of the layer.
-        device: to run on.
-        batches: one step each.
         splits: numbers of programs that share a request's slots, checked one after another; all
             that the kernel has if empty.
 
     Raises:
         Exception: whatever the kernel's compiler or the device raises.
     """
-    from vllm_trie.attention.triton_kernel import (
-        NUM_SPLITS,
-        tree_attention_triton,
-        trees_on_device,
-    )
+    from vllm_trie.attention import triton_kernel
 
     generator = np.random.default_rng(0)
     largest, num_steps = 0.0, 0
@@ -309,12 +292,12 @@ def check_kernel(
         kv_cache = torch.empty(size, dtype=shape.dtype, device=device).transpose(1, 2)
         fill_cache(kv_cache, step)
         group = shape.num_heads // shape.num_kv_heads
-        trees = trees_on_device(step.trees, group, device)
+        trees = triton_kernel.trees_on_device(step.trees, group, device)
         query = step.query.to(device)
         block_table = torch.from_numpy(step.block_table).to(device)
-        for num_splits in splits or NUM_SPLITS:
+        for num_splits in splits or triton_kernel.NUM_SPLITS:
             output = torch.full_like(query, _UNUSED)
-            tree_attention_triton(
+            triton_kernel.tree_attention_triton(
                 query, kv_cache, block_table, trees, step.scale, output, num_splits
             )
             found = output.cpu()[torch.from_numpy(step.tree_rows)]

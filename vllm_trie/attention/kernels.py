@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,40 +16,27 @@ from vllm_trie.attention.tree_batch import TreeBatch
 logger = logging.getLogger(__name__)
 
 
-class KernelChoice(NamedTuple):
-    """The kernels of this process."""
-
-    native: NativeKernels | None
-    """``None``: torch operations."""
-    reason: str
-    """The choice and its reason, for the log."""
-
-
 @functools.cache
-def choose_kernels() -> KernelChoice:
-    """Choose once per process, with one log line; compile the native kernels on first use."""
+def choose_kernels() -> NativeKernels | None:
+    """Return the kernels of this process, None for torch operations. Chooses once, with one log
+    line, and compiles on first use."""
     native = load_kernels()
     if native is None:
         reason = "torch operations (slower), as the native kernel could not be built or loaded"
     else:
         threads = "OpenMP" if native.has_openmp else "one thread, as no OpenMP runtime is loaded"
         reason = f"native, {native.instructions}, {threads}"
-    choice = KernelChoice(native, f"tree attention on the CPU: {reason}")
-    logger.info("%s", choice.reason)
-    return choice
+    logger.info("tree attention on the CPU: %s", reason)
+    return native
 
 
 def prefers_chains(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
     """Whether this kernel should verify chains too, which vLLM's kernel could verify.
 
-    The native kernel is faster for chains in every dtype; the others are slower.
-
-    Args:
-        device: of the model.
-        dtype: of the queries.
-        cache_dtype: of the KV cache.
+    The native kernel is faster for chains in every dtype; the others are slower. `dtype` is that of
+    the queries.
     """
-    return device.type == "cpu" and dtype == cache_dtype and choose_kernels().native is not None
+    return device.type == "cpu" and dtype == cache_dtype and choose_kernels() is not None
 
 
 def tree_attention(
@@ -77,7 +63,7 @@ def tree_attention(
             Test Long", 2022): the slope times the key's position in the text is added to the scaled
             score. A node's position follows its depth, not its slot.
     """
-    native = choose_kernels().native
+    native = choose_kernels()
     arguments = (query, kv_cache, block_table, trees, scale, output, alibi_slopes)
     if native is None or not native.tree_attention(*arguments):
         tree_attention_portable(*arguments)
@@ -128,15 +114,10 @@ def tree_attention_portable(
 def move_slots_in_layers(
     kv_caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor
 ) -> None:
-    """Copy the keys and values of slots to other slots of every layer's CPU cache, in place.
-
-    Args:
-        kv_caches: one tensor per layer as for :func:`vllm_trie.attention.move_slots`, changed.
-        source, target: as for :func:`vllm_trie.attention.move_slots`.
-    """
+    """Do :func:`vllm_trie.attention.move_slots` in every layer's CPU cache."""
     if not kv_caches or not len(source):
         return
-    native = choose_kernels().native
+    native = choose_kernels()
     if native is None or not native.move_slots(kv_caches, source, target):
         for kv_cache in kv_caches:
             move_slots(kv_cache, source, target)

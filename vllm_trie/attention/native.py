@@ -38,7 +38,7 @@ def load_kernels(march: str = "native") -> NativeKernels | None:
             "-fno-math-errno",
         ),
     )
-    return NativeKernels(library.require()) if library.is_available() else None
+    return NativeKernels(library) if library.is_available() else None
 
 
 class _Layers:
@@ -66,8 +66,10 @@ class _Layers:
 class NativeKernels:
     """Typed access to one compiled library. Any thread may call it."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, native: NativeLibrary) -> None:
+        library = native.require()
         self._tree_attention = library.vllm_trie_tree_attention
+        self._pack_attention = native.layout("Arguments").pack
         self._move_slots = library.vllm_trie_move_slots
         self._layers: dict[int, _Layers] = {}
         lanes = library.vllm_trie_lanes()
@@ -117,29 +119,18 @@ class NativeKernels:
         ):
             return False
         rows, words = trees.row_array, trees.word_array
-        status = self._tree_attention(
+        packed = self._pack_attention(
             dtype,
-            query.data_ptr(),
-            query.stride(0),
-            kv_cache.data_ptr(),
-            kv_cache.stride(0),
-            kv_cache.stride(1),
-            block_table.data_ptr(),
-            block_table.stride(0),
-            rows.ctypes.data,
-            words.ctypes.data,
-            len(rows),
-            output.data_ptr(),
-            output.stride(0),
-            num_heads,
-            num_kv_heads,
-            head_size,
-            block_size,
-            scale,
-            None if alibi_slopes is None else alibi_slopes.data_ptr(),
+            *(query.data_ptr(), query.stride(0)),
+            *(kv_cache.data_ptr(), *kv_cache.stride()[:2]),
+            *(block_table.data_ptr(), block_table.stride(0)),
+            *(rows.ctypes.data, words.ctypes.data, len(rows)),
+            *(output.data_ptr(), output.stride(0)),
+            *(num_heads, num_kv_heads, head_size, block_size, scale),
+            0 if alibi_slopes is None else alibi_slopes.data_ptr(),
             torch.get_num_threads(),
         )
-        return bool(status == 0)
+        return bool(self._tree_attention(packed) == 0)
 
     def move_slots(
         self, caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor

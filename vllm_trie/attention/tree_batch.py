@@ -109,12 +109,7 @@ def query_mask(ancestor_words: np.ndarray, num_queries: int) -> np.ndarray:
 def build_tree_batch(
     rows: Sequence[TreeRow], ancestor_words: Sequence[np.ndarray], num_tokens: int
 ) -> TreeBatch:
-    """Describe one step.
-
-    Args:
-        rows: requests with trees.
-        ancestor_words: uint64 [N, ceil(N / 64)] for each of them.
-        num_tokens: scheduled tokens of the whole step, other requests included.
-    """
+    """Describe one step of `num_tokens` scheduled tokens, those of other requests included; see
+    :class:`TreeBatch`."""
     covered = sum(row.num_queries for row in rows)
     return TreeBatch(tuple(rows), tuple(ancestor_words), covered == num_tokens)

@@ -41,13 +41,8 @@ class DeviceTrees(NamedTuple):
 
 
 def trees_on_device(trees: TreeBatch, group: int, device: torch.device) -> DeviceTrees:
-    """Copy a batch of trees to the device.
-
-    Args:
-        trees: of the step.
-        group: query heads per KV head.
-        device: where the cache is.
-    """
+    """Copy a batch of trees to the cache's device; `group` is the number of query heads per KV
+    head."""
     queries_per_block = max(1, 64 // triton.next_power_of_2(group))
     rows, words = trees.row_array, trees.word_array
     num_words = rows[:, 3] * -(-rows[:, 3] // 64) * 2
@@ -99,63 +94,46 @@ def tree_attention_triton(
     num_blocks = len(trees.blocks)
     if not num_blocks:
         return
-    group = num_heads // num_kv_heads
-    padded_group = triton.next_power_of_2(group)
-    rows_per_block = max(_MIN_ROWS, trees.queries_per_block * padded_group)
-    padded_head = max(16, triton.next_power_of_2(head_size))
-    partial, state = output, output
-    # Only rows of trees: a prefill in the same batch has thousands of others.
+    padded_group = triton.next_power_of_2(num_heads // num_kv_heads)
     num_rows = num_blocks * trees.queries_per_block
-    if num_splits > 1:
-        shape = (num_splits, num_rows, num_heads)
-        partial = torch.empty(*shape, head_size, dtype=torch.float32, device=query.device)
-        state = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
+    partial, state = _partial_results(output, num_splits, num_rows)
+    padded_head = max(16, triton.next_power_of_2(head_size))
+    sizes = {"HEAD_SIZE": head_size, "PADDED_HEAD": padded_head, "SPLITS": num_splits}
     _attend[(num_blocks, num_kv_heads, num_splits)](
-        query,
-        kv_cache,
-        block_table,
-        trees.rows,
-        trees.words,
-        trees.blocks,
-        output,
-        partial,
-        state,
-        scale * _LOG2_E,
-        num_rows,
-        num_heads,
-        query.stride(0),
-        output.stride(0),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        kv_cache.stride(2),
-        block_table.stride(0),
-        GROUP=group,
+        *(query, kv_cache, block_table, trees.rows, trees.words, trees.blocks),
+        *(output, partial, state, scale * _LOG2_E, num_rows, num_heads),
+        *(query.stride(0), output.stride(0), *kv_cache.stride()[:3], block_table.stride(0)),
+        GROUP=num_heads // num_kv_heads,
         PADDED_GROUP=padded_group,
-        HEAD_SIZE=head_size,
-        PADDED_HEAD=padded_head,
         BLOCK_SIZE=block_size,
         QUERIES=trees.queries_per_block,
-        ROWS=rows_per_block,
+        ROWS=max(_MIN_ROWS, trees.queries_per_block * padded_group),
         TILE=_tile(padded_head, kv_cache.element_size()),
-        SPLITS=num_splits,
         # Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
         WIDEN=triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
+        **sizes,
     )
     if num_splits > 1:
         _join[(num_rows, num_heads)](
-            trees.rows,
-            trees.blocks,
-            partial,
-            state,
-            output,
-            num_rows,
-            num_heads,
-            output.stride(0),
-            HEAD_SIZE=head_size,
-            PADDED_HEAD=padded_head,
+            *(trees.rows, trees.blocks, partial, state, output),
+            *(num_rows, num_heads, output.stride(0)),
             QUERIES=trees.queries_per_block,
-            SPLITS=num_splits,
+            **sizes,
         )
+
+
+def _partial_results(
+    output: torch.Tensor, num_splits: int, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for each program's weighted values, and for its maxima and sums; any tensor
+    where one program has all slots."""
+    if num_splits == 1:
+        return output, output
+    num_heads, head_size = output.shape[1:]
+    # Only rows of trees: a prefill in the same batch has thousands of others.
+    shape = (num_splits, num_rows, num_heads)
+    partial = torch.empty(*shape, head_size, dtype=torch.float32, device=output.device)
+    return partial, torch.empty(*shape, 2, dtype=torch.float32, device=output.device)
 
 
 def _check_cache(kv_cache: torch.Tensor, head_size: int, dtype: torch.dtype) -> None:

@@ -9,10 +9,17 @@ from __future__ import annotations
 from vllm_trie.beam.candidates import num_raw_candidates
 from vllm_trie.beam.reference import reference_search
 from vllm_trie.beam.search import BeamSearch, Child, Hypothesis
-from vllm_trie.beam.settings import OPTION_NAMES, BeamOptions, SearchSettings, parse_options
+from vllm_trie.beam.settings import (
+    MAX_LENGTH_PENALTY,
+    OPTION_NAMES,
+    BeamOptions,
+    SearchSettings,
+    parse_options,
+)
 from vllm_trie.beam.trace import SearchTrace
 
 __all__ = [
+    "MAX_LENGTH_PENALTY",
     "OPTION_NAMES",
     "BeamOptions",
     "BeamSearch",

@@ -11,7 +11,7 @@ from functools import cached_property
 from html import escape
 
 from vllm_trie.beam.trace import NodeFate, SearchTrace
-from vllm_trie.tree.draw import visible_text
+from vllm_trie.tree.draw import outline, place_rows, svg_document, visible_text
 
 _MARKS = {NodeFate.KEPT: "", NodeFate.DROPPED: " ✗", NodeFate.FINISHED: " ■"}
 
@@ -27,29 +27,16 @@ TokenText = Callable[[int], str]
 
 
 def draw_text(trace: SearchTrace, token_text: TokenText, dropped: bool = True) -> str:
-    """Return the search as lines of text, depth first, likelier siblings first.
-
-    Args:
-        trace: The search.
-        token_text: Text of a token id; white space is made visible.
-        dropped: Whether to draw dropped candidates.
-    """
+    """Return the search as lines of text, depth first, likelier siblings first; white space of
+    tokens is made visible, and `dropped` draws dropped candidates too."""
     layout = _Layout(trace, token_text, dropped)
-    children = layout.children
-    lines = [f"● {trace.steps} steps, beam width {trace.beam_width}"]
-    stack = [(node, "", node == children[-1][-1]) for node in reversed(children[-1])]
-    while stack:
-        node, indent, is_last = stack.pop()
-        label = f"{layout.labels[node]} {trace.sums[node]:.2f}{_MARKS[NodeFate(trace.fates[node])]}"
-        if node in layout.ranks:
-            rank, score = layout.ranks[node]
-            label += f"  #{rank} {score:.3f}"
-        lines.append(f"{indent}{'└─' if is_last else '├─'} {label}")
-        indent += "   " if is_last else "│  "
-        below = children[node]
-        stack.extend((child, indent, child == below[-1]) for child in reversed(below))
-    lines.append("■ finished  ✗ dropped  #1 best returned hypothesis, with its score")
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"● {trace.steps} steps, beam width {trace.beam_width}",
+            *outline(layout.children, layout.line),
+            "■ finished  ✗ dropped  #1 best returned hypothesis, with its score",
+        ]
+    )
 
 
 def draw_svg(trace: SearchTrace, token_text: TokenText, dropped: bool = True) -> str:
@@ -59,24 +46,18 @@ def draw_svg(trace: SearchTrace, token_text: TokenText, dropped: bool = True) ->
     """
     layout = _Layout(trace, token_text, dropped)
     width = layout.columns[-1] + 8 * _CHARACTER + _MARGIN
-    height = _TOP + _ROW * (max(layout.rows.values(), default=0.0) + 1) + _MARGIN
+    height = _TOP + _ROW * (max(layout.rows, default=0.0) + 1) + _MARGIN
     legend = "".join(
         f'<tspan class="{fate}" dx="12">■ {fate}</tspan>'
         for fate in ("kept", "finished", "dropped")
     )
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}">',
-            _STYLE,
-            f'<rect class="background" width="{width:.0f}" height="{height:.0f}"/>',
-            f'<text x="{_MARGIN}" y="{_MARGIN + 4}">{trace.steps} steps, beam width '
-            f"{trace.beam_width}{legend}</text>",
-            *(layout.edge(node) for node in layout.nodes),
-            *(layout.box(node) for node in layout.nodes),
-            "</svg>",
-        ]
+    title = (
+        f'<text x="{_MARGIN}" y="{_MARGIN + 4}">{trace.steps} steps, beam width '
+        f"{trace.beam_width}{legend}</text>"
     )
+    edges = (layout.edge(node) for node in layout.nodes)
+    boxes = (layout.box(node) for node in layout.nodes)
+    return svg_document(width, height, _STYLE, [title, *edges, *boxes])
 
 
 class _Layout:
@@ -111,21 +92,9 @@ class _Layout:
         return lefts
 
     @cached_property
-    def rows(self) -> dict[int, float]:
+    def rows(self) -> list[float]:
         """Vertical place of each node: a leaf has its own row, a parent that of its first child."""
-        rows: dict[int, float] = {}
-        order: list[int] = []
-        stack = list(reversed(self.children[-1]))
-        while stack:
-            node = stack.pop()
-            order.append(node)
-            if not self.children[node]:
-                rows[node] = len(rows)
-            stack.extend(reversed(self.children[node]))
-        for node in reversed(order):
-            if self.children[node]:
-                rows[node] = rows[self.children[node][0]]
-        return rows
+        return place_rows(self.children, lambda below: below[0])
 
     @cached_property
     def returned(self) -> set[int]:
@@ -136,6 +105,15 @@ class _Layout:
                 nodes.add(node)
                 node = self.trace.parents[node]
         return nodes
+
+    def line(self, node: int) -> str:
+        """Return a node's line of text."""
+        trace = self.trace
+        line = f"{self.labels[node]} {trace.sums[node]:.2f}{_MARKS[NodeFate(trace.fates[node])]}"
+        if node in self.ranks:
+            rank, score = self.ranks[node]
+            line += f"  #{rank} {score:.3f}"
+        return line
 
     def place(self, node: int) -> tuple[float, float]:
         """Return the left end and the middle height of a node's box."""

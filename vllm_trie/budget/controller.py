@@ -115,12 +115,8 @@ class NodeBudget:
     ) -> list[TokenTree]:
         """Return the trees without the nodes that are not worth their time.
 
-        Trees without probabilities stay whole. All trees do until step costs are known.
-
-        Args:
-            request_ids: requests that were drafted for.
-            trees: their trees.
-            num_rows: requests that get a token from the next step.
+        Trees without probabilities stay whole. All trees do until step costs are known. `num_rows`
+        requests, with or without a tree, get a token from the next step.
         """
         cut = list(trees)
         predicted, open_to_cuts = [], []
@@ -218,9 +214,4 @@ def _subtree(tree: TokenTree, keep: np.ndarray, num_kept: int) -> TokenTree:
         return tree.prefix(num_kept)
     new_index = np.cumsum(keep, dtype=np.int32) - 1
     parents = tree.parents[keep]
-    return TokenTree(
-        tree.token_ids[keep],
-        np.where(parents < 0, parents, new_index[parents]).astype(np.int32),
-        None if tree.probabilities is None else tree.probabilities[keep],
-        None if tree.never_accept is None else tree.never_accept[keep],
-    )
+    return tree.select(keep, np.where(parents < 0, parents, new_index[parents]).astype(np.int32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 
@@ -12,31 +13,24 @@ from vllm_trie.native.build import DEFAULT_FLAGS, load_library
 from vllm_trie.native.interface import Interface
 
 
+@dataclass(frozen=True, eq=False)
 class NativeLibrary:
     """One of the package's own libraries.
 
     Its functions and structures are those that its sources define; see
     :mod:`vllm_trie.native.interface` for how to write them.
 
-    Args:
+    Attributes:
         name: of the library, for the file and the log.
         subject: what it holds, for messages.
         sources, headers, flags: as for :func:`load_library`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        subject: str,
-        sources: Sequence[Path],
-        headers: Sequence[Path] = (),
-        flags: Sequence[str] = DEFAULT_FLAGS,
-    ) -> None:
-        self._name = name
-        self._subject = subject
-        self._sources = sources
-        self._headers = headers
-        self._flags = flags
+    name: str
+    subject: str
+    sources: Sequence[Path]
+    headers: Sequence[Path] = ()
+    flags: Sequence[str] = DEFAULT_FLAGS
 
     def is_available(self) -> bool:
         """Whether the library can be used; compiles it at the first call."""
@@ -51,7 +45,7 @@ class NativeLibrary:
         library = self._loaded
         if library is None:
             raise RuntimeError(
-                f"the compiled {self._subject} is not available; see the log for the reason"
+                f"the compiled {self.subject} is not available; see the log for the reason"
             )
         return library
 
@@ -61,11 +55,11 @@ class NativeLibrary:
 
     @functools.cached_property
     def _interface(self) -> Interface:
-        return Interface([*self._sources, *self._headers])
+        return Interface([*self.sources, *self.headers])
 
     @functools.cached_property
     def _loaded(self) -> ctypes.CDLL | None:
-        library = load_library(self._name, self._sources, flags=self._flags, headers=self._headers)
+        library = load_library(self.name, self.sources, flags=self.flags, headers=self.headers)
         if library is None:
             return None
         for name, (result, arguments) in self._interface.functions().items():

@@ -102,6 +102,19 @@ struct Float16 {
   uint16_t bits;
 };
 
+// Calls work with a value of the type that the number stands for: 0 float32, 1 bfloat16, 2 float16.
+template <typename Work>
+void with_dtype(int64_t dtype, const Work& work) {
+  switch (dtype) {
+    case 0:
+      return work(float{});
+    case 1:
+      return work(BFloat16{});
+    case 2:
+      return work(Float16{});
+  }
+}
+
 inline float to_float(float value) { return value; }
 
 inline float to_float(BFloat16 value) {

@@ -25,8 +25,8 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterable
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -38,7 +38,6 @@ MAGIC = b"VTRIECRP"
 VERSION = 1
 _PREFIX = struct.Struct("<8sII32s")
 _ALIGNMENT = 64
-_HASH_CHUNK = 1 << 24
 
 
 class CorpusError(ValueError):
@@ -78,7 +77,6 @@ def write_corpus(
     """Index documents and write the file; an older one is replaced once the new one is complete.
 
     Args:
-        path: the file.
         documents: int32 token ids of each document.
         vocab_size: token ids are in [0, vocab_size).
         tokenizer: fingerprint of the tokenizer that the ids come from.
@@ -87,22 +85,7 @@ def write_corpus(
     Raises:
         CorpusError: a token is outside the vocabulary, or there is no text.
     """
-    parts: list[np.ndarray] = []
-    num_documents = 0
-    for number, document in enumerate(documents):
-        tokens = np.ascontiguousarray(document, dtype=np.int32)
-        if len(tokens) == 0:
-            continue
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
-            wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
-            raise CorpusError(
-                f"document {number} has token {wrong}; token ids are in [0, {vocab_size})"
-            )
-        parts += [tokens, np.array([-1], dtype=np.int32)]
-        num_documents += 1
-    if not parts:
-        raise CorpusError("the corpus has no text")
-    tokens = np.concatenate(parts)
+    tokens, num_documents = _join(documents, vocab_size)
     index = native.NativeIndex(max_order)
     index.add_text(tokens)
     nodes, table = index.arrays()
@@ -122,19 +105,40 @@ def write_corpus(
     digest = hashlib.sha256()
     for part in body:
         digest.update(part)
+    _replace(path, [_PREFIX.pack(MAGIC, VERSION, len(text), digest.digest()), *body])
+    return header
+
+
+def _join(documents: Iterable[np.ndarray], vocab_size: int) -> tuple[np.ndarray, int]:
+    """Return the tokens of all documents, each followed by -1, and the number of documents."""
+    parts: list[np.ndarray] = []
+    for number, document in enumerate(documents):
+        tokens = np.ascontiguousarray(document, dtype=np.int32)
+        if len(tokens) == 0:
+            continue
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
+            raise CorpusError(
+                f"document {number} has token {wrong}; token ids are in [0, {vocab_size})"
+            )
+        parts += [tokens, np.array([-1], dtype=np.int32)]
+    if not parts:
+        raise CorpusError("the corpus has no text")
+    return np.concatenate(parts), len(parts) // 2
+
+
+def _replace(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file under another name, and rename it once it is complete."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(_PREFIX.pack(MAGIC, VERSION, len(text), digest.digest()))
-            for part in body:
-                file.write(part)
+            file.writelines(parts)
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
-    return header
 
 
 def read_header(path: Path) -> CorpusHeader:
@@ -153,7 +157,6 @@ def open_corpus(
     """Check a whole corpus file and map it into memory.
 
     Args:
-        path: the file.
         vocab_size: of the target model; the corpus may not have tokens beyond it.
         tokenizer: fingerprint of the target model's tokenizer.
 
@@ -164,10 +167,8 @@ def open_corpus(
     with _open(path) as file:
         header, digest, offset = _read_header(path, file)
         file.seek(_PREFIX.size)
-        found = hashlib.sha256()
-        while chunk := file.read(_HASH_CHUNK):
-            found.update(chunk)
-    if found.digest() != digest:
+        found = hashlib.file_digest(file, "sha256").digest()
+    if found != digest:
         raise _error(path, "its content does not match its digest: it is damaged or was changed")
     if tokenizer is not None and tokenizer != header.tokenizer:
         raise _error(path, "it was built with another tokenizer than the model's")
@@ -186,14 +187,14 @@ def open_corpus(
         raise _error(path, str(error)) from None
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> BufferedReader:
     try:
         return path.open("rb")
     except OSError as error:
         raise CorpusError(f"corpus {path}: {error.strerror}") from None
 
 
-def _read_header(path: Path, file: BinaryIO) -> tuple[CorpusHeader, bytes, int]:
+def _read_header(path: Path, file: BufferedReader) -> tuple[CorpusHeader, bytes, int]:
     """Return the header, the digest and the offset of the nodes."""
     prefix = file.read(_PREFIX.size)
     if prefix[: len(MAGIC)] != MAGIC[: len(prefix)] or not prefix:

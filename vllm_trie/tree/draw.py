@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from html import escape
 from unicodedata import combining, east_asian_width
 
@@ -34,26 +34,62 @@ def draw_text(
 ) -> str:
     """Draw the tree as lines of text, one node a line in depth-first order.
 
-    Args:
-        tree: the tree; siblings appear in index order.
-        token_text: returns the text of a token id.
-        accepted: indices of accepted nodes, marked with `✓`.
+    Siblings appear in index order; `accepted` are indices of nodes to mark with `✓`.
     """
     accepted = set(accepted)
-    children = _children(tree)
-    lines = ["●"]
+
+    def label(node: int) -> str:
+        text = visible_text(token_text(int(tree.token_ids[node])))
+        return f"{text}{_suffix(tree, node)}{' ✓' if node in accepted else ''}"
+
+    return "\n".join(["●", *outline(tree.children(), label)])
+
+
+def outline(children: Sequence[Sequence[int]], label: Callable[[int], str]) -> Iterator[str]:
+    """Yield a line for each node, depth first; the last of `children` are the root's."""
     stack = [(node, "", node == children[-1][-1]) for node in reversed(children[-1])]
     while stack:
         node, indent, is_last = stack.pop()
-        label = visible_text(token_text(int(tree.token_ids[node])))
-        lines.append(
-            f"{indent}{'└─' if is_last else '├─'} {label}{_suffix(tree, node)}"
-            f"{' ✓' if node in accepted else ''}"
-        )
+        yield f"{indent}{'└─' if is_last else '├─'} {label(node)}"
         indent += "   " if is_last else "│  "
         below = children[node]
         stack.extend((child, indent, child == below[-1]) for child in reversed(below))
-    return "\n".join(lines)
+
+
+def place_rows(
+    children: Sequence[Sequence[int]], of_parent: Callable[[list[float]], float]
+) -> list[float]:
+    """Return the row of each node: a leaf has its own, from 0, and `of_parent` returns a parent's
+    from those of its children."""
+    rows = [0.0] * (len(children) - 1)
+    next_row = 0
+    stack = list(reversed(children[-1]))
+    while stack:
+        node = stack.pop()
+        if not children[node]:
+            rows[node] = next_row
+            next_row += 1
+        stack.extend(reversed(children[node]))
+    # Children have larger indices than their parent, so backwards they are placed first.
+    for node in range(len(rows) - 1, -1, -1):
+        if children[node]:
+            rows[node] = of_parent([rows[child] for child in children[node]])
+    return rows
+
+
+def svg_document(width: float, height: float, style: str, drawn: Iterable[str]) -> str:
+    """Return an SVG image of this size in pixels, with a background."""
+    size = f'width="{width:.0f}" height="{height:.0f}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
+            f'viewBox="0 0 {width:.0f} {height:.0f}">',
+            style,
+            f'<rect class="background" {size}/>',
+            *drawn,
+            "</svg>",
+        ]
+    )
 
 
 def draw_svg(
@@ -64,12 +100,13 @@ def draw_svg(
     Arguments as for `draw_text`. All text is escaped.
     """
     accepted = set(accepted)
-    children = _children(tree)
+    children = tree.children()
     depths = tree.depths().tolist()
     labels = [visible_text(token_text(int(token))) for token in tree.token_ids]
     widths = [_CHAR * _num_cells(label) + 14 for label in labels]
     column_x = _columns(depths, widths)
-    y = _rows(tree, children)
+    rows = place_rows(children, lambda below: (below[0] + below[-1]) / 2)
+    y = [_MARGIN + _ROW * (row + 0.5) for row in rows]
     height = 2 * _MARGIN + _ROW * max(1, sum(not below for below in children[:-1]))
     width = column_x[-1] - _COLUMN_GAP + _LABEL_ROOM + _MARGIN
     root_y = (y[children[-1][0]] + y[children[-1][-1]]) / 2 if children[-1] else height / 2
@@ -89,18 +126,8 @@ def draw_svg(
             f'C{bend:.1f} {from_y:.1f} {bend:.1f} {y[node]:.1f} {x:.1f} {y[node]:.1f}"/>'
         )
         boxes += _box(tree, node, labels[node], x, y[node], widths[node], marked)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}">',
-            _STYLE,
-            f'<rect class="background" width="{width:.0f}" height="{height:.0f}"/>',
-            *edges,
-            f'<circle class="root" cx="{column_x[0]:.1f}" cy="{root_y:.1f}" r="5"/>',
-            *boxes,
-            "</svg>",
-        ]
-    )
+    root = f'<circle class="root" cx="{column_x[0]:.1f}" cy="{root_y:.1f}" r="5"/>'
+    return svg_document(width, height, _STYLE, [*edges, root, *boxes])
 
 
 def _columns(depths: list[int], widths: list[float]) -> list[float]:
@@ -143,32 +170,6 @@ _STYLE = """<style>
 text { font: 13px ui-monospace, "DejaVu Sans Mono", monospace; fill: #1f2328 }
 text.probability { font-size: 9px; fill: #6e7781 }
 </style>"""
-
-
-def _children(tree: TokenTree) -> list[list[int]]:
-    """Return the children of each node in index order; the last list is the root's."""
-    children: list[list[int]] = [[] for _ in range(tree.num_nodes + 1)]
-    for node, parent in enumerate(tree.parents.tolist()):
-        children[parent].append(node)
-    return children
-
-
-def _rows(tree: TokenTree, children: list[list[int]]) -> list[float]:
-    """Return the vertical centre of each node: of a parent, that of its children."""
-    y = [0.0] * tree.num_nodes
-    next_row = 0
-    stack = children[-1][::-1]
-    while stack:
-        node = stack.pop()
-        if not children[node]:
-            y[node] = _MARGIN + _ROW * (next_row + 0.5)
-            next_row += 1
-        stack.extend(reversed(children[node]))
-    # Children have larger indices than their parent, so backwards they are placed first.
-    for node in range(tree.num_nodes - 1, -1, -1):
-        if children[node]:
-            y[node] = (y[children[node][0]] + y[children[node][-1]]) / 2
-    return y
 
 
 def _num_cells(text: str) -> int:

@@ -12,9 +12,7 @@ def depth_first_order(tree: TokenTree) -> np.ndarray:
 
     Siblings are in order of probability; ties, and trees without probabilities, keep their order.
     """
-    children: list[list[int]] = [[] for _ in range(tree.num_nodes + 1)]
-    for node, parent in enumerate(tree.parents.tolist()):
-        children[parent].append(node)  # the root's list is the last one, index -1
+    children = tree.children()
     if tree.probabilities is not None:
         probabilities = tree.probabilities.tolist()
         for siblings in children:
@@ -41,12 +39,7 @@ def depth_first_layout(tree: TokenTree) -> TokenTree:
     new_index = np.empty(tree.num_nodes + 1, dtype=np.int32)
     new_index[order] = np.arange(tree.num_nodes, dtype=np.int32)
     new_index[-1] = -1
-    return TokenTree(
-        tree.token_ids[order],
-        new_index[tree.parents[order]],
-        None if tree.probabilities is None else tree.probabilities[order],
-        None if tree.never_accept is None else tree.never_accept[order],
-    )
+    return tree.select(order, new_index[tree.parents[order]])
 
 
 def is_prefix(prefix: TokenTree, tree: TokenTree) -> bool:

@@ -108,6 +108,13 @@ class TokenTree:
         """Whether every node is the only child of the node before it (true for an empty tree)."""
         return bool((self.parents == np.arange(-1, self.num_nodes - 1)).all())
 
+    def children(self) -> list[list[int]]:
+        """Return the children of each node in index order; the last list is the root's."""
+        children: list[list[int]] = [[] for _ in range(self.num_nodes + 1)]
+        for node, parent in enumerate(self.parent_list):
+            children[parent].append(node)
+        return children
+
     def depths(self) -> np.ndarray:
         """Return int32 [N], the number of tokens on the path to each node, at least 1.
 
@@ -127,17 +134,22 @@ class TokenTree:
             None if self.never_accept is None else self.never_accept.copy(),
         )
 
+    def select(self, nodes: np.ndarray | slice, parents: np.ndarray) -> TokenTree:
+        """Return some nodes in the given order, with `parents` as theirs, int32; a slice selects
+        views."""
+        return TokenTree(
+            self.token_ids[nodes],
+            parents,
+            None if self.probabilities is None else self.probabilities[nodes],
+            None if self.never_accept is None else self.never_accept[nodes],
+        )
+
     def prefix(self, num_nodes: int) -> TokenTree:
         """Return the first `num_nodes` nodes (views), the tree itself if N is smaller."""
         if num_nodes >= self.num_nodes:
             return self
-        num_nodes = max(num_nodes, 0)
-        return TokenTree(
-            self.token_ids[:num_nodes],
-            self.parents[:num_nodes],
-            None if self.probabilities is None else self.probabilities[:num_nodes],
-            None if self.never_accept is None else self.never_accept[:num_nodes],
-        )
+        nodes = slice(max(num_nodes, 0))
+        return self.select(nodes, self.parents[nodes])
 
     def chain(self) -> TokenTree:
         """Return the leading first-child path, the likeliest path of a laid-out tree.

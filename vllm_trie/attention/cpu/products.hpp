@@ -1,7 +1,9 @@
 // Small matrix products: a tile of rows times a strip of columns, accumulated in registers.
 #pragma once
 
-#include "../../native/vectors.hpp"
+#include <type_traits>
+
+#include "../../native/multiplier.hpp"
 
 namespace vllm_trie {
 
@@ -11,23 +13,31 @@ constexpr int kTileRows = kLanes == 16 ? 12 : 6;
 
 // c[kRows, kVectors * kLanes] = a[kRows, depth] * b[depth, ...] + c * factor
 //
-// factors: one per row, or null to overwrite c. b's rows are kStrip apart.
-template <int kRows, int kVectors>
-inline void multiply_tile(const float* __restrict a, int64_t a_stride, const float* __restrict b,
+// factors: one per row, or null to overwrite c. b's rows are kStrip apart; where the machine
+// multiplies pairs (`depth` is even then), two rows are interleaved: [depth / 2, kStrip, 2].
+template <int kRows, int kVectors, typename T>
+inline void multiply_tile(const T* __restrict a, int64_t a_stride, const T* __restrict b,
                           int64_t depth, const float* factors, float* __restrict c,
                           int64_t c_stride) {
+  using M = Multiplier<T>;
   Floats sums[kRows][kVectors];
 #pragma GCC unroll 16
   for (int row = 0; row < kRows; ++row) {
     for (int v = 0; v < kVectors; ++v) sums[row][v] = Floats{};
   }
-  for (int64_t k = 0; k < depth; ++k) {
-    Floats columns[kVectors];
-    for (int v = 0; v < kVectors; ++v) columns[v] = load(b + k * kStrip + v * kLanes);
+  for (int64_t k = 0; k < depth; k += M::kSize / kLanes) {
+    typename M::Vector columns[kVectors];
+    for (int v = 0; v < kVectors; ++v) columns[v] = M::load_row(b + k * kStrip + v * M::kSize);
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row) {
-      const Floats value = broadcast(a[row * a_stride + k]);
-      for (int v = 0; v < kVectors; ++v) sums[row][v] += value * columns[v];
+      const typename M::Vector value = M::repeat(a + row * a_stride + k);
+      for (int v = 0; v < kVectors; ++v) {
+        if constexpr (std::is_same_v<T, float>) {
+          sums[row][v] += value * columns[v];  // the compiler decides whether to round in between
+        } else {
+          sums[row][v] = M::add(sums[row][v], value, columns[v]);
+        }
+      }
     }
   }
 #pragma GCC unroll 16
@@ -40,64 +50,13 @@ inline void multiply_tile(const float* __restrict a, int64_t a_stride, const flo
   }
 }
 
-#if defined(VLLM_TRIE_BF16_PRODUCTS)
-// The same for bfloat16 operands, whose products are exact in the float32 sums. `depth` is even; b
-// holds pairs of rows interleaved: [depth / 2, kStrip, 2]. Overwrites c.
-template <int kRows, int kVectors>
-inline void multiply_tile(const BFloat16* __restrict a, int64_t a_stride,
-                          const BFloat16* __restrict b, int64_t depth, const float*,
-                          float* __restrict c, int64_t c_stride) {
-  __m512 sums[kRows][kVectors];
-#pragma GCC unroll 16
-  for (int row = 0; row < kRows; ++row) {
-    for (int v = 0; v < kVectors; ++v) sums[row][v] = _mm512_setzero_ps();
-  }
-  for (int64_t k = 0; k < depth / 2; ++k) {
-    __m512i columns[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      columns[v] = _mm512_loadu_si512(b + (k * kStrip + v * kLanes) * 2);
-    }
-#pragma GCC unroll 16
-    for (int row = 0; row < kRows; ++row) {
-      int32_t pair;
-      std::memcpy(&pair, a + row * a_stride + 2 * k, 4);
-      const __m512bh value = (__m512bh)_mm512_set1_epi32(pair);
-      for (int v = 0; v < kVectors; ++v) {
-        sums[row][v] = _mm512_dpbf16_ps(sums[row][v], value, (__m512bh)columns[v]);
-      }
-    }
-  }
-#pragma GCC unroll 16
-  for (int row = 0; row < kRows; ++row) {
-    for (int v = 0; v < kVectors; ++v) {
-      _mm512_storeu_ps(c + row * c_stride + v * kLanes, sums[row][v]);
-    }
-  }
-}
-#endif
-
-template <int kVectors, typename T>
-void multiply_rows(int rows, const T* a, int64_t a_stride, const T* b, int64_t depth,
-                   const float* factors, float* c, int64_t c_stride) {
-  switch (rows) {
-#define VLLM_TRIE_ROWS(n)                                                         \
-  case n:                                                                         \
-    if constexpr (n <= kTileRows)                                                 \
-      multiply_tile<n, kVectors>(a, a_stride, b, depth, factors, c, c_stride);    \
-    break;
-    VLLM_TRIE_ROWS(1)
-    VLLM_TRIE_ROWS(2)
-    VLLM_TRIE_ROWS(3)
-    VLLM_TRIE_ROWS(4)
-    VLLM_TRIE_ROWS(5)
-    VLLM_TRIE_ROWS(6)
-    VLLM_TRIE_ROWS(7)
-    VLLM_TRIE_ROWS(8)
-    VLLM_TRIE_ROWS(9)
-    VLLM_TRIE_ROWS(10)
-    VLLM_TRIE_ROWS(11)
-    VLLM_TRIE_ROWS(12)
-#undef VLLM_TRIE_ROWS
+// multiply_tile for a number of rows that the compiler does not know.
+template <int kVectors, int kRows = kTileRows, typename... Arguments>
+void multiply_rows(int rows, Arguments... arguments) {
+  if (rows == kRows) {
+    multiply_tile<kRows, kVectors>(arguments...);
+  } else if constexpr (kRows > 1) {
+    multiply_rows<kVectors, kRows - 1>(rows, arguments...);
   }
 }
 

@@ -13,7 +13,9 @@ struct Row {  // as tree_batch.TreeRow
   int64_t batch_index, query_start, num_queries, num_nodes, seq_len;
 };
 
+// The arguments of tree attention; native.py packs them.
 struct Arguments {
+  int64_t dtype;  // as for with_dtype()
   const void* query;
   int64_t query_stride;  // between tokens; heads lie side by side
   const void* cache;

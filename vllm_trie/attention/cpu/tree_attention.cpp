@@ -61,11 +61,7 @@ struct Partial {
 template <typename T>
 class Attention {
  public:
-#if defined(VLLM_TRIE_BF16_PRODUCTS)
-  using Product = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16, float>;
-#else
-  using Product = float;
-#endif
+  using Product = RowOf<T>;
 
   explicit Attention(const Arguments& arguments)
       : arguments_(arguments),
@@ -308,39 +304,18 @@ class Attention {
 }  // namespace
 }  // namespace vllm_trie
 
-// dtype: 0 float32, 1 bfloat16, 2 float16. Returns 0, or 1 if the shapes are not supported.
-extern "C" int vllm_trie_tree_attention(int dtype, const void* query, int64_t query_stride,
-                                        const void* cache, int64_t block_stride,
-                                        int64_t head_stride, const int32_t* block_table,
-                                        int64_t block_table_stride, const void* rows,
-                                        const uint64_t* words, int64_t num_rows, void* output,
-                                        int64_t output_stride, int num_heads, int num_kv_heads,
-                                        int head_size, int block_size, float scale,
-                                        const float* alibi_slopes, int num_threads) {
+// Returns 0, or 1 if the shapes are not supported.
+extern "C" int vllm_trie_tree_attention(const vllm_trie::Arguments* packed) {
   using namespace vllm_trie;
-  if (head_size % kSegment || block_size % kSegment || num_heads % num_kv_heads ||
-      num_heads / num_kv_heads > kMaxRows || !(scale > 0.0f)) {
+  const Arguments& arguments = *packed;
+  const int group = arguments.num_heads / arguments.num_kv_heads;
+  if (arguments.head_size % kSegment || arguments.block_size % kSegment ||
+      arguments.num_heads % arguments.num_kv_heads || group > kMaxRows ||
+      !(arguments.scale > 0.0f)) {
     return 1;
   }
-  const Arguments arguments{query,      query_stride, cache,
-                            block_stride, head_stride, block_table,
-                            block_table_stride, static_cast<const Row*>(rows), words,
-                            num_rows,   output,       output_stride,
-                            num_heads,  num_kv_heads, head_size,
-                            block_size, scale,        alibi_slopes,
-                            num_threads};
-  switch (dtype) {
-    case 0:
-      Attention<float>(arguments).run();
-      return 0;
-    case 1:
-      Attention<BFloat16>(arguments).run();
-      return 0;
-    case 2:
-      Attention<Float16>(arguments).run();
-      return 0;
-  }
-  return 1;
+  with_dtype(arguments.dtype, [&](auto type) { Attention<decltype(type)>(arguments).run(); });
+  return 0;
 }
 
 extern "C" int vllm_trie_lanes() { return vllm_trie::kLanes; }

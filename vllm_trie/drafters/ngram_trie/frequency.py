@@ -75,9 +75,7 @@ class FrequencyTrie:
 
         Args:
             suffix: the last tokens of the text, at most `max_prefix_len` of them.
-            max_nodes: number of nodes to choose (`num_draft`).
-            max_depth: deepest node allowed.
-            chain_only: follow only the most frequent continuation.
+            max_nodes: number of nodes to choose (the paper's `num_draft`).
 
         Returns:
             The `max_nodes` most frequent nodes below the match, depth-first. A parent is at least

@@ -174,13 +174,8 @@ class UnionTree:
 
 
 def build_tree(draft: Draft, trees: Mapping[int, TokenTree], chain_only: bool = False) -> UnionTree:
-    """Lay out the likeliest candidates that fit, and then the parts' never-accepted nodes.
-
-    Args:
-        draft: the merged candidates of `trees`.
-        trees: the tree of each part that drafted.
-        chain_only: whether to keep the likeliest path only.
-    """
+    """Lay out the likeliest candidates that fit, then the parts' never-accepted nodes; of a chain
+    only the likeliest path. `draft` holds the merged candidates of `trees`, by part."""
     merged, nodes = draft.merged, _depth_first(draft)
     place = {node: index for index, node in enumerate(nodes)}
     parents = [place.get(merged.parents[node], ROOT) for node in nodes]

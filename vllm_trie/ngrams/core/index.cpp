@@ -154,7 +154,7 @@ int32_t Index::add_child(int32_t parent, int32_t token, int32_t doc, int32_t pos
         above.first_child = tail = id;
         upkeep_[id].is_hot = true;
     } else {
-        link_after(id, tail);
+        link_between(tail, id, nodes_[tail].next);
         if (above.num_children <= kMaxHot) {
             tail = id;
             upkeep_[id].is_hot = true;
@@ -187,32 +187,17 @@ void Index::remove_node(int32_t id) {
     free_nodes_.push_back(id);
 }
 
-void Index::unlink(int32_t id) {
-    const int32_t prev = upkeep_[id].prev, next = nodes_[id].next;
-    if (prev == kNone)
-        nodes_[nodes_[id].parent].first_child = next;
-    else
-        nodes_[prev].next = next;
+// Make siblings follow one another; kNone before the first child of `parent`, and after the last.
+void Index::join(int32_t parent, int32_t prev, int32_t next) {
+    (prev == kNone ? nodes_[parent].first_child : nodes_[prev].next) = next;
     if (next != kNone) upkeep_[next].prev = prev;
 }
 
-void Index::link_before(int32_t id, int32_t place) {
-    const int32_t prev = upkeep_[place].prev;
-    nodes_[id].next = place;
-    upkeep_[id].prev = prev;
-    upkeep_[place].prev = id;
-    if (prev == kNone)
-        nodes_[nodes_[id].parent].first_child = id;
-    else
-        nodes_[prev].next = id;
-}
+void Index::unlink(int32_t id) { join(nodes_[id].parent, upkeep_[id].prev, nodes_[id].next); }
 
-void Index::link_after(int32_t id, int32_t place) {
-    const int32_t next = nodes_[place].next;
-    upkeep_[id].prev = place;
-    nodes_[id].next = next;
-    nodes_[place].next = id;
-    if (next != kNone) upkeep_[next].prev = id;
+void Index::link_between(int32_t prev, int32_t id, int32_t next) {
+    join(nodes_[id].parent, prev, id);
+    join(nodes_[id].parent, id, next);
 }
 
 // Put a child whose `types` grew where it belongs; of equals the one that grew last is first.
@@ -222,7 +207,7 @@ void Index::move_up(int32_t id) {
     if (!upkeep_[id].is_hot) {
         if (nodes_[tail].types > types) return;
         unlink(id);
-        link_before(id, tail);
+        link_between(upkeep_[tail].prev, id, tail);
         upkeep_[id].is_hot = true;
         upkeep_[tail].is_hot = false;
         tail = id;
@@ -233,7 +218,7 @@ void Index::move_up(int32_t id) {
         place = upkeep_[place].prev;
     if (tail == id) tail = upkeep_[id].prev;
     unlink(id);
-    link_before(id, place);
+    link_between(upkeep_[place].prev, id, place);
 }
 
 // Put a child whose `types` shrank where it belongs among those that are kept in order.
@@ -246,7 +231,7 @@ void Index::move_down(int32_t id) {
     if (place == id) return;
     if (tail == place) tail = id;
     unlink(id);
-    link_after(id, place);
+    link_between(place, id, nodes_[place].next);
 }
 
 void Index::one_more_type(int32_t id) {
@@ -263,6 +248,10 @@ void Index::one_type_less(int32_t id) {
 
 void Index::insert_entry(int32_t id) {
     if (++num_entries_ * 2 > static_cast<int64_t>(table_.size())) grow_table();
+    place_entry(id);
+}
+
+void Index::place_entry(int32_t id) {
     const uint32_t mask = static_cast<uint32_t>(table_.size() - 1);
     uint32_t slot = hash_edge(nodes_[id].parent, nodes_[id].token) & mask;
     while (table_[slot] != kNone) slot = (slot + 1) & mask;
@@ -272,13 +261,8 @@ void Index::insert_entry(int32_t id) {
 void Index::grow_table() {
     std::vector<int32_t> old(table_.size() * 2, kNone);
     old.swap(table_);
-    const uint32_t mask = static_cast<uint32_t>(table_.size() - 1);
-    for (int32_t id : old) {
-        if (id == kNone) continue;
-        uint32_t slot = hash_edge(nodes_[id].parent, nodes_[id].token) & mask;
-        while (table_[slot] != kNone) slot = (slot + 1) & mask;
-        table_[slot] = id;
-    }
+    for (int32_t id : old)
+        if (id != kNone) place_entry(id);
 }
 
 // Linear probing without tombstones: entries behind the hole move into it.

@@ -125,11 +125,9 @@ class Index {
     void reserve(int64_t num_tokens);
     // Take a text out again, as if it had never been added.
     void remove_text(int32_t doc);
-    const std::vector<int32_t>& text(int32_t doc) const { return owned_[doc]; }
     bool has_text(int32_t doc) const {
         return doc >= 0 && doc < static_cast<int32_t>(owned_.size()) && texts_[doc].size > 0;
     }
-    bool is_empty() const { return owned_.empty(); }
     int32_t last_text(int32_t node) const { return upkeep_[node].last_doc; }
     const std::vector<Node>& nodes() const { return nodes_; }
     const std::vector<int32_t>& table() const { return table_; }
@@ -139,11 +137,12 @@ class Index {
     int32_t add_child(int32_t parent, int32_t token, int32_t doc, int32_t pos);
     void remove_node(int32_t id);
     void insert_entry(int32_t id);
+    void place_entry(int32_t id);
     void erase_entry(int32_t id);
     void grow_table();
+    void join(int32_t parent, int32_t prev, int32_t next);
     void unlink(int32_t id);
-    void link_before(int32_t id, int32_t place);
-    void link_after(int32_t id, int32_t place);
+    void link_between(int32_t prev, int32_t id, int32_t next);
     void move_up(int32_t id);
     void move_down(int32_t id);
     void one_more_type(int32_t id);

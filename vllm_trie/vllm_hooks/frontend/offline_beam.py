@@ -12,10 +12,12 @@ from vllm.logger import init_logger
 from vllm.logprobs import Logprob
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
-from vllm_trie.vllm_hooks.setup.support import reason_for_stock_search
+from vllm_trie.beam import MAX_LENGTH_PENALTY
+from vllm_trie.vllm_hooks.setup.support import beam_slots, reason_for_stock_search
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
@@ -72,7 +74,7 @@ def native_beam_search(
         RuntimeError: A search failed in the engine.
     """
     engine_inputs: list[Any] = []
-    reason = reason_for_stock_search(llm.llm_engine.vllm_config, params)
+    reason = _reason_for_stock_search(llm.llm_engine.vllm_config, params)
     if reason is None:
         engine_inputs = list(llm._preprocess_cmpl(prompts))
         if any(engine_input["type"] != "token" for engine_input in engine_inputs):
@@ -105,6 +107,20 @@ def native_beam_search(
         _to_beam_output(result, engine_input, lora, tokenizer, params)
         for result, engine_input, lora in zip(results, engine_inputs, lora_requests, strict=True)
     ]
+
+
+def _reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -> str | None:
+    """Return why only vLLM's own search can serve a call, also for what a server refuses."""
+    if reason := reason_for_stock_search(vllm_config, params):
+        return reason
+    if params.beam_width > (slots := beam_slots(vllm_config)):
+        return f"beam_width={params.beam_width} is above max_num_seqs={slots}"
+    if abs(params.length_penalty) > MAX_LENGTH_PENALTY:
+        limit = f"{MAX_LENGTH_PENALTY:.0f}"
+        return f"length_penalty={params.length_penalty} is not between -{limit} and {limit}"
+    if params.max_tokens < 1:
+        return f"max_tokens={params.max_tokens} is below 1"
+    return None
 
 
 def _sampling_params(params: BeamSearchParams) -> SamplingParams:

@@ -48,8 +48,8 @@ class RowOutput(NamedTuple):
 class BeamGroup:
     """State of one beam request.
 
-    ``BeamGroups`` writes ``members`` and ``parked``, ``BeamRows`` writes ``rows``, ``outputs`` and
-    ``prefill_stats``. ``rows[i]`` is row ``i`` of the search.
+    ``BeamGroups`` writes ``members`` and ``parked``, ``Admission`` ``waited_steps``, ``BeamRows``
+    ``rows``, ``outputs`` and ``prefill_stats``. ``rows[i]`` is row ``i`` of the search.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class BeamGroup:
         # The trie is little larger than its longest path: hypotheses meet a few tokens back.
         self.expected_blocks = cdiv(len(prompt) + max_new_tokens, block_size) + 2 * self.beam_width
 
+        self.waited_steps = 0
         self.parked = False
         self.rows: list[Request] = []
         self.outputs: dict[str, RowOutput] = {}

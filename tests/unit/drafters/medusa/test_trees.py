@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.fitted_trees import fit_paths
 
-from vllm_trie.drafters.medusa.trees import PUBLISHED, check_paths, fit_paths, template
+from vllm_trie.drafters.medusa.trees import PUBLISHED, check_paths, template
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -110,38 +110,32 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def write_checkpoint(
-    folder: Path,
-    name: str,
+    file: Path,
     tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,
     config: dict[str, Any],
     temperatures: tuple[float, ...] | None,
 ) -> None:
-    """Write tensors and `config.json`.
+    """Write tensors to a file, in the format of its ending, and `config.json` next to it.
 
-    Args:
-        folder: made if it is missing.
-        name: of the file of tensors; its ending says in which format.
-        tensors: by name.
-        dtype: of floating-point tensors in the file; others keep theirs.
-        config: the configuration; the temperatures are added to it.
-        temperatures: one a head.
+    The folder is made if it is missing. Floating-point tensors are stored in bfloat16, others keep
+    their dtype. The temperatures, one a head, are added to the configuration.
     """
     from safetensors.torch import save_file
 
-    stored = {key: _stored(value, dtype) for key, value in tensors.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    if name.endswith(".safetensors"):
-        save_file(stored, str(folder / name), metadata={"format": "pt"})
+    stored = {key: _stored(value) for key, value in tensors.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".safetensors":
+        save_file(stored, str(file), metadata={"format": "pt"})
     else:
-        torch.save(stored, folder / name)
-    (folder / name).chmod(0o644)
+        torch.save(stored, file)
+    file.chmod(0o644)
     if temperatures is not None:
         config[TEMPERATURES_KEY] = [round(value, 4) for value in temperatures]
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(config, indent=2) + "\n"
+    (file.parent / "config.json").write_text(text, encoding="utf-8")
 
 
-def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _stored(value: Tensor) -> Tensor:
     # A copy: safetensors refuses views of one storage.
-    kept = dtype if value.is_floating_point() else value.dtype
+    kept = torch.bfloat16 if value.is_floating_point() else value.dtype
     return value.detach().to("cpu", kept, copy=True).contiguous()

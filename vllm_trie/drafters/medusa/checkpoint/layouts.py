@@ -12,7 +12,7 @@ FasterDecoding: `medusa_lm_head.pt` (or `.safetensors`) with the tensors
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,12 @@ def save_vllm(
     heads: MedusaHeads,
     folder: Path,
     temperatures: tuple[float, ...] | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `model.safetensors` and `config.json`.
+    """Write `model.safetensors`, in bfloat16, and `config.json`.
 
     Args:
         folder: made if it is missing.
         temperatures: one a head; left out of the configuration if None.
-        dtype: of the heads' tensors in the file.
-        extra: more keys for the configuration.
     """
     shape = heads.shape
     tensors: dict[str, Tensor] = {}
@@ -68,31 +64,27 @@ def save_vllm(
         "num_heads": shape.num_heads,
         "num_hidden_layers": shape.num_layers,
         "medusa_fc_bias": shape.has_bias,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": "bfloat16",
     }
     if shape.shares_output:
         config["original_lm_head"] = True
     if heads.token_map is not None:
         tensors["token_map"] = heads.token_map.to(torch.int64)
         config["truncated_vocab_size"] = shape.num_outputs
-    config |= extra or {}
-    write_checkpoint(folder, "model.safetensors", tensors, dtype, config, temperatures)
+    write_checkpoint(folder / "model.safetensors", tensors, config, temperatures)
 
 
 def save_fasterdecoding(
     heads: MedusaHeads,
     folder: Path,
     temperatures: tuple[float, ...] | None = None,
-    dtype: torch.dtype = torch.bfloat16,
     base_model: str = "",
-    as_safetensors: bool = False,
 ) -> None:
-    """Write `medusa_lm_head.pt` (or `.safetensors`) and `config.json`.
+    """Write `medusa_lm_head.pt`, in bfloat16, and `config.json`.
 
     Args:
-        folder, temperatures, dtype: as in :func:`save_vllm`.
+        folder, temperatures: as in :func:`save_vllm`.
         base_model: name of the target model, for the configuration.
-        as_safetensors: not as `.pt`.
 
     Raises:
         CheckpointError: the heads have a token map, which this layout lacks.
@@ -115,8 +107,7 @@ def save_fasterdecoding(
         "medusa_num_layers": shape.num_layers,
         "base_model_name_or_path": base_model,
     }
-    name = "medusa_lm_head.safetensors" if as_safetensors else "medusa_lm_head.pt"
-    write_checkpoint(folder, name, tensors, dtype, config, temperatures)
+    write_checkpoint(folder / "medusa_lm_head.pt", tensors, config, temperatures)
 
 
 def _blocks(heads: MedusaHeads) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:

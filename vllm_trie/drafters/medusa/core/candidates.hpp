@@ -17,7 +17,7 @@ using namespace vllm_trie;
 // Logits of the heads, [num_heads, num_rows, num_outputs] by strides that count elements.
 struct HeadLogits {
     const void* data;
-    int64_t dtype;  // 0 float32, 1 bfloat16, 2 float16
+    int64_t dtype;  // as for with_dtype()
     int64_t head_stride, row_stride;
     int64_t num_heads, num_rows, num_outputs;
     const float* temperatures;  // [num_heads], positive
@@ -53,19 +53,6 @@ void top_candidates(const HeadLogits& logits, int32_t* tokens, float* probabilit
 // they are there, so they are never written to memory.
 void head_candidates(const Heads& heads, const void* const* rows, int64_t num_rows,
                      int32_t* tokens, float* probabilities);
-
-// Call work with a value of the type that the number stands for.
-template <typename Work>
-void with_dtype(int64_t dtype, const Work& work) {
-    switch (dtype) {
-        case 0:
-            return work(float{});
-        case 1:
-            return work(BFloat16{});
-        case 2:
-            return work(Float16{});
-    }
-}
 
 // Share out the numbers from 0 to `total`: call work(thread, begin, end) on at most `num_threads`
 // threads. Throws std::bad_alloc if any of the calls does.

@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "../../../native/vectors.hpp"
+#include "../../../native/multiplier.hpp"
 
 namespace medusa {
 
@@ -16,37 +16,6 @@ using namespace vllm_trie;
 
 // Rows that share one reading of the weights' registers.
 constexpr int kTileRows = 8;
-
-// What weights of a type are multiplied with: rows of floats, or of the weights' own type where the
-// machine multiplies pairs of it and adds in float32.
-template <typename Weight>
-struct Multiplier {
-    using Row = float;
-    using Vector = Floats;
-    static constexpr int kSize = kLanes;  // weights that one instruction multiplies
-    static Vector load_weights(const Weight* from) { return load_floats(from); }
-    static Vector load_row(const Row* from) { return load(from); }
-    static Floats add(Floats sum, Vector row, Vector weights) {
-        return multiply_add(row, weights, sum);
-    }
-};
-
-#if defined(VLLM_TRIE_BF16_PRODUCTS)
-template <>
-struct Multiplier<BFloat16> {
-    using Row = BFloat16;
-    using Vector = __m512bh;
-    static constexpr int kSize = 2 * kLanes;
-    static Vector load_weights(const BFloat16* from) { return (Vector)_mm512_loadu_si512(from); }
-    static Vector load_row(const BFloat16* from) { return (Vector)_mm512_loadu_si512(from); }
-    static Floats add(Floats sum, Vector row, Vector weights) {
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, row, weights);
-    }
-};
-#endif
-
-template <typename Weight>
-using RowOf = typename Multiplier<Weight>::Row;
 
 // Outputs that share one reading of the rows: as many as registers hold the sums of.
 constexpr int outputs_at_once(int num_rows) {

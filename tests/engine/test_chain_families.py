@@ -1,0 +1,171 @@
+"""Greedy output with chains is plain vLLM's where trees cannot go.
+
+Sliding windows, sinks, soft caps, attention in chunks, multimodal positions, fp8 KV caches:
+the models are tiny and their weights random, but vLLM's own code for the family runs. Each family's
+engine with chains has chunked prefill, prefix caching and preemptions; the plain one has none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry as model_registry
+
+from tests.engine.chain_families import CYCLE, FAMILIES, RECURRENT, VOCABULARY, write_model
+from tests.engine.compare import Prompt, differences, generate, preemptions, speculation
+from tests.engine.families import write_config
+
+GREEDY = SamplingParams(
+    temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False, logprobs=0
+)
+PREEMPTING_STEPS = (9, 20)
+
+
+@pytest.fixture(autouse=True)
+def _inspect_models_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM looks at each model class in a fresh interpreter; that takes longer than the tests."""
+    monkeypatch.setattr(model_registry, "_run_in_subprocess", lambda function: function())
+
+
+@pytest.fixture(autouse=True)
+def _experts_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process makes its groups for its first engine, whose model may have no experts."""
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        monkeypatch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())
+
+
+def positions_with_image(
+    model: Any, input_tokens: Sequence[int], mm_features: Any
+) -> tuple[torch.Tensor, int]:
+    """Positions in time, height and width as if the first 16 tokens were an image of 4 by 4."""
+    patches = torch.arange(16)
+    image = torch.stack([torch.zeros_like(patches), patches // 4, patches % 4])
+    text = torch.arange(4, 4 + len(input_tokens) - 16).expand(3, -1)
+    return torch.cat([image, text], dim=1), 4 - 16
+
+
+@pytest.fixture
+def _images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen-VL's models take prompts of text for images, as far as positions go."""
+    if find_spec("torchvision") is None:
+        # Their modules import it, and use it for pixels only; the CPU set-up lacks it.
+        parent = None
+        for name in ("torchvision", "transforms", "v2", "functional"):
+            module = ModuleType(name if parent is None else f"{parent.__name__}.{name}")
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+            if parent is not None:
+                setattr(parent, name, module)
+            parent = module
+    for name in (
+        "qwen2_5_vl.Qwen2_5_VLForConditionalGeneration",
+        "qwen3_vl.Qwen3VLForConditionalGeneration",
+    ):
+        target = f"vllm.model_executor.models.{name}.get_mrope_input_positions"
+        monkeypatch.setattr(target, positions_with_image)
+
+
+def repeated_phrases() -> list[Prompt]:
+    """Prompts of 20 to 101 tokens, each of which repeats a phrase of its own."""
+    rng = np.random.default_rng(0)
+    phrases = [rng.integers(CYCLE, VOCABULARY, 9 + i).tolist() for i in range(4)]
+    return [{"prompt_token_ids": (p * 12)[: 20 + 27 * i]} for i, p in enumerate(phrases)]
+
+
+def generate_with_preemptions(llm: Any, prompts: Sequence[Prompt]) -> list[Any]:
+    """Outputs in order; twice, all running requests lose their KV and start over."""
+    core = llm.llm_engine
+    for index, prompt in enumerate(prompts):
+        core.add_request(str(index), prompt, GREEDY)
+    finished: dict[str, Any] = {}
+    with preemptions(llm) as preempted:
+        for step in itertools.count(1):
+            finished |= {o.request_id: o for o in core.step() if o.finished}
+            if not core.has_unfinished_requests():
+                break
+            if step in PREEMPTING_STEPS:
+                llm.reset_prefix_cache(reset_running_requests=True)
+    assert len(preempted) > len(prompts)
+    return [finished[str(index)] for index in range(len(prompts))]
+
+
+def draft_tokens(llm: Any) -> tuple[int, int]:
+    """Accepted and rejected draft tokens of the engine that was started last."""
+    found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    accepted = found["vllm:spec_decode_num_accepted_tokens"]
+    return accepted, found["vllm:spec_decode_num_draft_tokens"] - accepted
+
+
+def largest_gap(expected: Sequence[Any], found: Sequence[Any]) -> float:
+    """Largest difference between the log-probabilities of outputs with the same tokens."""
+    gaps = []
+    for left, right in zip(expected, found, strict=True):
+        a, b = left.outputs[0], right.outputs[0]
+        for token, p, q in zip(a.token_ids, a.logprobs, b.logprobs, strict=True):
+            gaps.append(abs(p[token].logprob - q[token].logprob))
+    return max(gaps)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy(engine: Any, tmp_path: Path, request: pytest.FixtureRequest, name: str) -> None:
+    family = FAMILIES[name]
+    if "vision_config" in family.config:
+        request.getfixturevalue("_images")
+    options = {
+        "model": write_model(tmp_path / "model", family),
+        "skip_tokenizer_init": True,
+        "max_model_len": 192,
+        "max_num_seqs": 4,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 8 << 20,
+        **family.engine,
+    }
+    prompts = repeated_phrases()
+    expected = generate(engine(**options, enable_prefix_caching=False), prompts, GREEDY)
+    tokens = [list(output.outputs[0].token_ids) for output in expected]
+    assert len({tuple(one) for one in tokens}) == len(tokens), "the output must follow the prompt"
+    pairs = {pair for one in tokens for pair in itertools.pairwise(one)}
+    assert len(pairs) > len({first for first, _ in pairs}) + 4, "one token must not decide the next"
+
+    chains = engine(
+        **options,
+        enable_prefix_caching=True,
+        max_num_batched_tokens=48,
+        **speculation("ngram_trie", 8, verification="chain"),
+    )
+    for found in (
+        generate_with_preemptions(chains, prompts),
+        again := generate(chains, prompts, GREEDY),
+    ):
+        assert differences(expected, found) == []
+        # Damage to the KV shows here before it changes a token.
+        assert largest_gap(expected, found) < 1e-4
+    assert sum(output.num_cached_tokens for output in again) > 0
+    accepted, rejected = draft_tokens(chains)
+    assert accepted > 40
+    assert rejected > 40
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("verification", ["auto", "chain"])
+@pytest.mark.usefixtures("_images")  # Qwen 3.5's module imports Qwen 3 VL's
+def test_recurrent_state(tmp_path: Path, name: str, verification: str) -> None:
+    options = {
+        "model": write_config(tmp_path / "model", RECURRENT[name]),
+        "skip_tokenizer_init": True,
+        "max_model_len": 192,
+        **speculation("ngram_trie", 8, verification=verification),
+    }
+    with pytest.raises(ValueError, match="state-space or recurrent layers"):
+        EngineArgs(**options).create_engine_config()
