@@ -37,7 +37,7 @@ from vllm_trie.tiny_model import model_path
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE, TreeStats
 
-TOKENS = 6
+TOKENS = 4
 OPT_OUT = {"extra_args": {"speculation": False}}
 LENGTHS = (110, 7, 64, 33, 90, 15)
 TEXTS = [
@@ -140,7 +140,7 @@ def hidden_states(llm: LLM, answers: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
-    """Everything with one engine: what differs from plain outputs, and what was done."""
+    """One engine's share: what differs from plain outputs, and what was done."""
     before = free_blocks(llm)
     waits: list[int] = []
     drafts: list[int] = []
@@ -158,7 +158,6 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     result["preempted"] = len(preempted)
     result["tokens"] = sum(len(each.outputs[0].token_ids) for each in outputs)
     result["stats"] = dataclasses.asdict(totals)
-    result["beams"] = differences(plain["beams"], beside_a_beam_search(llm))
     seeded = generate(llm, TEXTS, SAMPLED)
     result["seeds"] = differences(plain["seeds"][:4], seeded[:4])
     result["structured"] = differences(plain["structured"], structured(llm))
@@ -167,15 +166,9 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     result["oracle"] = differences(plain["long"], generate(llm, TEXTS, greedy()))
     result["oracle_tokens_per_step"] = (totals.tokens - tokens) / (totals.steps - steps)
     check_outputs_beside_aborts(llm, plain["long"], greedy(), {3: [0], 7: [3]})
-    put_in(llm, FaultyDrafter)
-    result["faulty"] = differences(plain["long"], generate(llm, TEXTS, greedy()))
-    result["failures"] = totals.draft_failures
+    if result["async"]:
+        result |= run_other_drafters(llm, plain)
     result["waits"] = [min(waits), max(waits), len(waits)]
-    seen = hidden_states(llm, OracleDrafter.answers), hidden_states(llm, {})
-    common = seen[0].keys() & seen[1].keys()
-    result["hidden_states"] = [len(each) for each in (*seen, common)]
-    errors = [(seen[0][text] - seen[1][text]).abs().max().item() for text in common]
-    result["hidden_states_error"] = max(errors)
     for _ in range(3):  # let the worker hear of the last ones
         if scheduler_of(llm).has_requests():
             llm.llm_engine.step()
@@ -187,6 +180,20 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     pending = getattr(scheduler_of(llm), STATS_ATTRIBUTE, None) or TreeStats()
     result["counted_tokens"] = counters["vllm:trie_tokens"].value + pending.tokens
     result["all_tokens"] = totals.tokens
+    return result
+
+
+def run_other_drafters(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
+    """What does not depend on how steps are scheduled; with one engine it is enough."""
+    result: dict[str, Any] = {"beams": differences(plain["beams"], beside_a_beam_search(llm))}
+    put_in(llm, FaultyDrafter)
+    result["faulty"] = differences(plain["long"], generate(llm, TEXTS, greedy()))
+    result["failures"] = trees_of(llm).totals.draft_failures
+    seen = hidden_states(llm, OracleDrafter.answers), hidden_states(llm, {})
+    common = seen[0].keys() & seen[1].keys()
+    result["hidden_states"] = [len(each) for each in (*seen, common)]
+    errors = [(seen[0][text] - seen[1][text]).abs().max().item() for text in common]
+    result["hidden_states_error"] = max(errors)
     return result
 
 
