@@ -154,7 +154,8 @@ FAMILIES: dict[str, Family] = {
 }
 """Families whose chains give plain vLLM's output, and a KV cache of another type.
 
-Jamba, Mamba and Falcon Mamba are absent because vLLM's CPU build lacks their `selective_scan_fwd`.
+DeepSeek V2 and V3 are absent because plain vLLM's latent attention on CPUs depends on the other
+requests of the batch, in float32 too, and differs from Transformers' at the first token.
 """
 
 if torch.cpu._is_avx512_supported():  # as vLLM's kernels for these types demand
@@ -241,7 +242,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
 
 vLLM's own `ngram` damages their state on CPUs or ends the engine: the convolution's state does not
 return to the last accepted token, `mamba_cache_mode="align"` needs Triton, and a step without
-drafts after one with accepted ones reads an old state (vllm-project/vllm#39273, #52942).
+drafts after one with accepted ones reads an old state (vllm-project/vllm#39273, #52942). Jamba,
+Mamba and Falcon Mamba do not run on CPUs at all, where `selective_scan_fwd` is missing.
 """
 
 
