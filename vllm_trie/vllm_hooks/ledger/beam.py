@@ -111,7 +111,7 @@ BEAM_PATCHES: tuple[Patch, ...] = (
         "request_id new_token_ids new_logprobs"),
     # KV blocks
     _any("v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace", "wrapped",
-        "copies the slots of tail blocks that differ, a hundred times as fast",
+        "copies the slots of tail blocks that differ; vLLM's copies whole blocks bytewise",
         "kv_caches num_blocks kv_cache_block_copies",
         wrapper="worker.block_copies:wrap_copy_blocks", scope="native_search", platform="cpu"),
     _any("v1.attention.backends.cpu_attn:_get_attn_isa", "called",
