@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from vllm_trie.beam.candidates import num_raw_candidates
+from vllm_trie.beam.candidates import Outcomes, num_raw_candidates
 from vllm_trie.beam.reference import reference_search
 from vllm_trie.beam.search import BeamSearch, Child, Hypothesis
 from vllm_trie.beam.settings import OPTION_NAMES, BeamOptions, SearchSettings, parse_options
@@ -18,6 +18,7 @@ __all__ = [
     "BeamSearch",
     "Child",
     "Hypothesis",
+    "Outcomes",
     "SearchSettings",
     "SearchTrace",
     "num_raw_candidates",
