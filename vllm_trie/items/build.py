@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -52,8 +53,7 @@ def build_items(
     Raises:
         ItemsError: There are no items, too many, or duplicates.
     """
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as name:
-        folder = Path(name)
+    with _Folder(path) as folder:
         ids = _IdFile(folder)
         runs = list(_sorted_runs(_with_values(batches, ids), folder))
         if not runs:
@@ -65,6 +65,19 @@ def build_items(
         header = levels.header(tokenizer)
         write_items(path, header, levels.body())
     return header
+
+
+class _Folder(ExitStack):
+    """A folder for temporary files, which are closed and removed on exit."""
+
+    def __init__(self, beside: Path) -> None:
+        super().__init__()
+        self._folder = tempfile.TemporaryDirectory(dir=beside.parent, prefix=f".{beside.name}-")
+        self.path = Path(self.enter_context(self._folder))
+
+    def file(self, name: str) -> BinaryIO:
+        """Return a new file, open for writing and reading."""
+        return self.enter_context((self.path / name).open("w+b"))
 
 
 class Run(NamedTuple):
@@ -107,12 +120,12 @@ def _sorted(rows: list[np.ndarray], values: list[np.ndarray], width: int) -> Run
 class _IdFile:
     """Ids on their way to the trie: integers as values, strings in a file, in the input's order."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: _Folder) -> None:
         self.kind: type | None = None
         self.num_texts = 0
         self.num_bytes = 0
-        self._lengths = (folder / "id-lengths").open("w+b")
-        self._texts = (folder / "id-texts").open("w+b")
+        self._lengths = folder.file("id-lengths")
+        self._texts = folder.file("id-texts")
 
     def add(self, ids: list[ItemId] | np.ndarray) -> np.ndarray:
         """Return int64[n], the values of ids: themselves, or their places in the file.
@@ -168,7 +181,7 @@ def _with_values(
 
 
 def _sorted_runs(
-    batches: Iterable[tuple[np.ndarray, np.ndarray]], folder: Path
+    batches: Iterable[tuple[np.ndarray, np.ndarray]], folder: _Folder
 ) -> Iterator[Run]:
     """Yield runs of at most :data:`RUN_BYTES`; those that are followed by another lie on disk."""
     rows: list[np.ndarray] = []
@@ -177,7 +190,7 @@ def _sorted_runs(
     for new_rows, new_values in batches:
         new_width = max(width, new_rows.shape[1])
         if count and (count + len(new_rows)) * new_width * 4 > RUN_BYTES:
-            yield _spilled(_sorted(rows, values, width), folder / f"run-{number}")
+            yield _spilled(_sorted(rows, values, width), folder.path / f"run-{number}")
             rows, values = [], []
             count, number, new_width = 0, number + 1, new_rows.shape[1]
         rows.append(new_rows)
@@ -235,17 +248,17 @@ class _Level:
     values: BinaryIO
     num_nodes: int = 0
     num_items: int = 0
-    start: int = field(default=0)
+    start: int = 0
     """Number of the level's first node."""
 
 
 class _Levels:
     """The levels of the trie, which grow as sorted items are added."""
 
-    def __init__(self, folder: Path, width: int, ids: _IdFile, duplicates: Duplicates) -> None:
+    def __init__(self, folder: _Folder, width: int, ids: _IdFile, duplicates: Duplicates) -> None:
         names = ("tokens", "first", "terminals", "values")
         self._levels = [
-            _Level(*((folder / f"{name}-{depth}").open("w+b") for name in names))
+            _Level(*(folder.file(f"{name}-{depth}") for name in names))
             for depth in range(width)
         ]
         self._ids = ids

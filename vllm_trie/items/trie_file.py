@@ -70,7 +70,7 @@ class ItemsHeader(SizedHeader):
 
 
 FORMAT = CheckedFormat(
-    kind="item trie",
+    kind="catalogue",
     magic=b"VTRIEITM",
     version=1,
     header=ItemsHeader,
