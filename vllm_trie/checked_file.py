@@ -112,8 +112,8 @@ class CheckedFormat(Generic[HeaderT]):
         with self._file(path) as file:
             return self._read(path, file)[0]
 
-    def map(self, path: Path) -> MappedFile[HeaderT]:
-        """Check a whole file against its digest and map its body into memory.
+    def map(self, path: Path, check: bool = True) -> MappedFile[HeaderT]:
+        """Map the body of a file into memory, with `check` after comparing it with its digest.
 
         Raises:
             ValueError: Of type `error`: as for :meth:`read_header`, or the content does not match
@@ -121,11 +121,7 @@ class CheckedFormat(Generic[HeaderT]):
         """
         with self._file(path) as file:
             header, digest, offset = self._read(path, file)
-            file.seek(PREFIX.size)
-            found = hashlib.sha256()
-            while chunk := file.read(_HASH_CHUNK):
-                found.update(chunk)
-            if found.digest() != digest:
+            if check and _digest(file) != digest:
                 raise self.problem(
                     path, "its content does not match its digest: it is damaged or was changed"
                 )
@@ -165,3 +161,11 @@ class CheckedFormat(Generic[HeaderT]):
             state = "truncated" if actual < expected else "longer than it should be"
             raise self.problem(path, f"it is {state}: {actual} bytes instead of {expected}")
         return header, digest, offset
+
+
+def _digest(file: BinaryIO) -> bytes:
+    file.seek(PREFIX.size)
+    found = hashlib.sha256()
+    while chunk := file.read(_HASH_CHUNK):
+        found.update(chunk)
+    return found.digest()

@@ -9,10 +9,17 @@ from __future__ import annotations
 from vllm_trie.beam.candidates import Outcomes, num_raw_candidates
 from vllm_trie.beam.reference import reference_search
 from vllm_trie.beam.search import BeamSearch, Child, Hypothesis
-from vllm_trie.beam.settings import OPTION_NAMES, BeamOptions, SearchSettings, parse_options
+from vllm_trie.beam.settings import (
+    ITEM_OPTIONS,
+    OPTION_NAMES,
+    BeamOptions,
+    SearchSettings,
+    parse_options,
+)
 from vllm_trie.beam.trace import SearchTrace
 
 __all__ = [
+    "ITEM_OPTIONS",
     "OPTION_NAMES",
     "BeamOptions",
     "BeamSearch",

@@ -99,18 +99,24 @@ def read_header(path: Path) -> ItemsHeader:
     return FORMAT.read_header(path)
 
 
-def open_items(path: Path, vocab_size: int | None = None) -> ItemTrie:
+def open_items(
+    path: Path, vocab_size: int | None = None, version: str | None = None
+) -> ItemTrie:
     """Check a whole file and map it into memory.
 
     Args:
         path: The file. It may be replaced while it is mapped, but must not be written to.
         vocab_size: Of the target model; None: not compared.
+        version: Version that was checked before. The file must be that version; its content is
+            not checked again.
 
     Raises:
         ItemsError: The file is missing, of another kind or version, truncated, changed since it
             was written, no sound trie, or has tokens outside the vocabulary.
     """
-    header, digest, body = FORMAT.map(path)
+    header, digest, body = FORMAT.map(path, check=version is None)
+    if version is not None and digest.hex() != version:
+        raise FORMAT.problem(path, f"it is version {digest.hex()[:16]}, not {version[:16]}")
     if vocab_size is not None:
         check_vocabulary(path, header, vocab_size)
     parts = []
@@ -124,6 +130,8 @@ def open_items(path: Path, vocab_size: int | None = None) -> ItemTrie:
     trie = ItemTrie(
         first_child, tokens, terminals, values, id_texts, header.max_length, digest.hex()
     )
+    if version is not None:
+        return trie
     fault = find_fault(trie)
     if fault is None and tokens.max() != header.max_token:
         fault = "its largest token is not that of the header"

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.logprobs import Logprob
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
+from vllm_trie.beam import ITEM_OPTIONS
 from vllm_trie.vllm_hooks.setup.support import reason_for_stock_search
 
 if TYPE_CHECKING:
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-EXTRA_OPTIONS = ("early_stopping", "do_sample", "num_beam_groups", "diversity_penalty")
+EXTRA_OPTIONS = (
+    "early_stopping",
+    "do_sample",
+    "num_beam_groups",
+    "diversity_penalty",
+    *sorted(ITEM_OPTIONS),
+)
 """Attributes of a ``BeamSearchParams`` that the native search reads, next to vLLM's fields."""
 
 NOT_TOKENS = "only text prompts and token ids are searched natively"
@@ -146,5 +153,7 @@ def _to_beam_output(
             stop_reason=output.stop_reason,
         )
         sequence.score = output.score  # type: ignore[attr-defined]
+        if hasattr(output, "item"):
+            sequence.item = output.item  # type: ignore[attr-defined]
         sequences.append(sequence)
     return BeamSearchOutput(sequences=sequences)

@@ -14,6 +14,11 @@ _group = partial(
 )
 _any = _group("vllm.")
 _scheduler = _group("vllm.v1.core.sched.scheduler:Scheduler.")
+_runner = _group(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.",
+    scope="native_search",
+    retire_when="the sampler returns the best of a list of tokens for each request",
+)
 _fork = _group("vllm.v1.core.", extension_point="fork_request")
 _result = _group(
     "vllm.v1.engine.output_processor:RequestState.",
@@ -105,6 +110,13 @@ BEAM_PATCHES: tuple[Patch, ...] = (
     _any("v1.request:Request", "made", "rows", "request_id prompt_token_ids"),
     _any("v1.engine:EngineCoreOutput", "made", "a hypothesis is a member's whole output",
         "request_id new_token_ids new_logprobs"),
+    # Constrained rows in the worker
+    _runner("execute_model", "wrapped", "takes the places of constrained rows", "scheduler_output",
+        wrapper="worker.item_rows:wrap_execute_model"),
+    _runner("_sample", "wrapped", "candidates of constrained rows from their catalogues",
+        "logits spec_decode_metadata", wrapper="worker.item_rows:wrap_sample"),
+    _any("v1.outputs:LogprobsTensors", "made", "how the candidates reach the scheduler",
+        "logprob_token_ids logprobs selected_token_ranks"),
     # KV blocks
     _fork("single_type_kv_cache_manager:SingleTypeKVCacheManager.take_pending_cow_copies",
         "relied on", "drains the copy-on-write queue that forks append to", "",

@@ -28,7 +28,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.beam import Child
 from vllm_trie.vllm_hooks.scheduler.blocks import check_references, fork_blocks, move_blocks
-from vllm_trie.vllm_hooks.scheduler.group import BeamGroup, RowOutput
+from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
+from vllm_trie.vllm_hooks.scheduler.item_rows import RowOutput
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_trie.vllm_hooks.ledger import offered
-from vllm_trie.vllm_hooks.setup import config, support
+from vllm_trie.vllm_hooks.setup import config, items, support
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig
@@ -46,6 +46,8 @@ def _choose_worker(parallel_config: ParallelConfig, method: str) -> None:
 def verify(vllm_config: VllmConfig) -> None:
     """Refuse a complete configuration that its tree method cannot run with; finish one that it can.
 
+    Refuses catalogues that cannot serve, too.
+
     Raises:
         ValueError: every reason at once.
     """
@@ -53,6 +55,7 @@ def verify(vllm_config: VllmConfig) -> None:
     if tree_config is not None:
         support.check_supported(vllm_config, tree_config.method)
         _leave_requests_unpadded(vllm_config)
+    items.check_catalogues(vllm_config)
 
 
 def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
