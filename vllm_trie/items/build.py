@@ -172,9 +172,7 @@ class _IdFile:
         return np.memmap(file, dtype=kind, mode="r")
 
 
-def _with_values(
-    batches: Iterable[Batch], ids: _IdFile
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _with_values(batches: Iterable[Batch], ids: _IdFile) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for batch in batches:
         if len(batch.rows):
             yield batch.rows, ids.add(batch.ids)
@@ -256,10 +254,9 @@ class _Levels:
     """The levels of the trie, which grow as sorted items are added."""
 
     def __init__(self, folder: _Folder, width: int, ids: _IdFile, duplicates: Duplicates) -> None:
-        names = ("tokens", "first", "terminals", "values")
+        names = ("tokens", "first_child", "terminals", "values")
         self._levels = [
-            _Level(*(folder.file(f"{name}-{depth}") for name in names))
-            for depth in range(width)
+            _Level(*(folder.file(f"{name}-{depth}") for name in names)) for depth in range(width)
         ]
         self._ids = ids
         self._duplicates = duplicates

@@ -36,7 +36,7 @@ class ItemSearch:
 
     def token_ids(self, targets: np.ndarray) -> np.ndarray:
         """Return int32[rows, k], the tokens of candidates that lead to int32[rows, k] nodes."""
-        tokens = self.trie.tokens[targets]
+        tokens: np.ndarray = self.trie.tokens[targets]
         if self.eos_token_id is None:
             return tokens
         return np.where(targets == self.nodes[:, None], np.int32(self.eos_token_id), tokens)

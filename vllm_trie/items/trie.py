@@ -99,7 +99,7 @@ class ItemTrie:
     def has_children(self, nodes: np.ndarray) -> np.ndarray:
         """Return bool[...], whether items go on after int[...] nodes."""
         nodes = np.asarray(nodes)
-        return self.first_child[nodes + 1] > self.first_child[nodes]
+        return np.asarray(self.first_child[nodes + 1] > self.first_child[nodes])
 
     def is_terminal(self, nodes: np.ndarray) -> np.ndarray:
         """Return bool[...], whether an item ends at int[...] nodes."""

@@ -99,9 +99,7 @@ def read_header(path: Path) -> ItemsHeader:
     return FORMAT.read_header(path)
 
 
-def open_items(
-    path: Path, vocab_size: int | None = None, version: str | None = None
-) -> ItemTrie:
+def open_items(path: Path, vocab_size: int | None = None, version: str | None = None) -> ItemTrie:
     """Check a whole file and map it into memory.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_trie.beam import BeamOptions
-from vllm_trie.items import read_header
+from vllm_trie.items import ItemsError, read_header
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamRequestError
 from vllm_trie.vllm_hooks.setup.config_keys import ITEMS, spelled
 from vllm_trie.vllm_hooks.setup.items import catalogue_paths
@@ -27,9 +27,7 @@ _UNSET: dict[str, tuple[object, ...]] = {
 """Sampling parameters that do not go with items, and the values that mean unset."""
 
 
-def check_parameters(
-    vllm_config: VllmConfig, params: SamplingParams, options: BeamOptions
-) -> None:
+def check_parameters(vllm_config: VllmConfig, params: SamplingParams, options: BeamOptions) -> None:
     """Refuse a request for items that the engine does not have, or with what items exclude.
 
     Raises:
@@ -71,7 +69,11 @@ def check_length(
         raise BeamRequestError(
             "beam search: items_end='eos' needs a model with an EOS token; use 'complete'"
         )
-    needed = read_header(catalogue_paths(vllm_config)[options.items]).max_length + with_eos
+    try:
+        header = read_header(catalogue_paths(vllm_config)[options.items])
+    except ItemsError:
+        return  # the scheduler serves the version before, and checks the length, too
+    needed = header.max_length + with_eos
     room = vllm_config.model_config.max_model_len - num_prompt_tokens
     if params.max_tokens is not None and params.max_tokens < needed:
         raise BeamRequestError(

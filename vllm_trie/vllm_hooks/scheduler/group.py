@@ -23,9 +23,9 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
     row_params,
     search_settings,
 )
+from vllm_trie.vllm_hooks.ledger.extension_points import offered
 from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogue, ItemStep
 from vllm_trie.vllm_hooks.scheduler.item_rows import ItemRows, RowOutput
-from vllm_trie.vllm_hooks.ledger.extension_points import offered
 
 RESULT_FIELD = "extension_result" if offered("extension_result") else "kv_transfer_params"
 """Field of an ``EngineCoreOutput`` in which a search's result travels to the front end."""

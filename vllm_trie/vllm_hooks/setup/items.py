@@ -31,7 +31,9 @@ def check_catalogues(vllm_config: VllmConfig) -> None:
         return
     reason = reason_off(vllm_config)
     if reason is None and vllm_config.speculative_config is not None:
-        reason = "speculative decoding verifies tokens without the constraint; leave one of them out"
+        reason = (
+            "speculative decoding verifies tokens without the constraint; leave one of them out"
+        )
     if reason is None and vllm_config.use_v2_model_runner:
         reason = "Model Runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0"
     if reason is not None:
