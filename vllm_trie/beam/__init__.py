@@ -11,6 +11,7 @@ from vllm_trie.beam.reference import reference_search
 from vllm_trie.beam.search import BeamSearch, Child, Hypothesis
 from vllm_trie.beam.settings import (
     ITEM_OPTIONS,
+    MAX_LENGTH_PENALTY,
     OPTION_NAMES,
     BeamOptions,
     SearchSettings,
@@ -20,6 +21,7 @@ from vllm_trie.beam.trace import SearchTrace
 
 __all__ = [
     "ITEM_OPTIONS",
+    "MAX_LENGTH_PENALTY",
     "OPTION_NAMES",
     "BeamOptions",
     "BeamSearch",

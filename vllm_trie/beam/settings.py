@@ -7,6 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+MAX_LENGTH_PENALTY = 5.0
+"""Largest absolute value of the option; powers of lengths stay far from float32's limits."""
+
 EarlyStopping = bool | Literal["never"]
 
 
@@ -28,8 +31,9 @@ class BeamOptions(BaseModel):
     beam_width: int = Field(ge=1, description="Hypotheses that are extended in each step.")
     length_penalty: float = Field(
         default=1.0,
-        ge=-5.0,
-        le=5.0,
+        ge=-MAX_LENGTH_PENALTY,
+        le=MAX_LENGTH_PENALTY,
+        allow_inf_nan=False,
         description="Exponent of the length a hypothesis' sum of log-probabilities is divided by; "
         "above 0 favours longer hypotheses, 0 is no normalization.",
     )

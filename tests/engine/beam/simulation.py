@@ -260,17 +260,23 @@ class Simulation:
         return member_ids
 
     def add_greedy(
-        self, name: str, prompt: list[int], max_tokens: int = 8, priority: int = 0
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 8,
+        priority: int = 0,
+        ignore_eos: bool = False,
     ) -> str:
         """Add an ordinary request."""
         self._clock += 1
-        self._add(name, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens), priority)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        self._add(name, prompt, params, priority)
         return name
 
     def _add(
         self, request_id: str, prompt: list[int], params: SamplingParams, priority: int
     ) -> None:
-        params._eos_token_id = EOS
+        params._eos_token_id = None if params.ignore_eos else EOS
         self.open.add(request_id)
         self.scheduler.add_request(
             Request(
@@ -349,7 +355,7 @@ class Simulation:
         assert not manager.req_to_blocks
         assert not manager.num_cached_block
         assert not manager._pending_cow_copies
-        assert scheduler.max_num_active_reqs == scheduler.beam_groups._slots
+        assert scheduler.max_num_active_reqs == scheduler.beam_groups.admission.slots
         assert not self.worker.requests
 
 

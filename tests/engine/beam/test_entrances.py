@@ -244,6 +244,8 @@ def test_prompt_at_the_length_limit(engine):
         ({"width": 4, "n": 5}, "n must be at most beam_width=4, got n=5"),
         ({"early_stopping": "later"}, "early_stopping"),
         ({"early_stop": True}, "'early_stop' is unknown; did you mean 'early_stopping'"),
+        ({"num_beams": 4}, "'num_beams' is unknown with 'beam_width'; use 'beam_width'"),
+        ({"diversity_rate": 0.5}, "'diversity_rate' is unknown.*use 'num_beam_groups' and"),
         ({"repetition_penalty": 0.5}, "repetition_penalty=0.5"),
         ({"logit_bias": {3: 1.0}}, "logit_bias"),
         ({"allowed_token_ids": [3]}, "allowed_token_ids"),
@@ -267,6 +269,36 @@ def test_group_that_can_never_fit_is_refused_at_once(engine):
     with pytest.raises(ValueError, match=r"needs at least 22 KV blocks.*the engine has 11"):
         llm.generate([{"prompt_token_ids": list(prompt(1, 200))}], beam_params(16), use_tqdm=False)
     assert time.monotonic() - start < 5
+
+
+def test_arguments_of_a_custom_logits_processor_are_refused(engine, monkeypatch):
+    """Rows would ignore them; without such a processor they may belong to anything."""
+    llm = engine(**OPTIONS)
+    source = [{"prompt_token_ids": [5, 6, 7]}]
+    assert llm.generate(source, beam_params(2, target_token=7), use_tqdm=False)
+    monkeypatch.setattr(
+        llm.llm_engine.vllm_config.model_config, "logits_processors", ["package:Processor"]
+    )
+    message = r"extra_args \['target_token'\] may drive.*\(package:Processor\).*leave them out"
+    with pytest.raises(ValueError, match=message):
+        llm.generate(source, beam_params(2, target_token=7), use_tqdm=False)
+    assert llm.generate(source, beam_params(2, speculation=False), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [({"beam_width": 9}, 9), ({"length_penalty": 6.0}, 3), ({"max_tokens": 0}, 1)],
+)
+def test_vllm_serves_what_the_native_search_refuses(engine, options, count):
+    """In ``LLM.beam_search``, which took it before."""
+    from vllm.sampling_params import BeamSearchParams
+
+    llm = engine(**{**OPTIONS, "max_num_seqs": 8})
+    source = [{"prompt_token_ids": list(prompt(1, 30))}]
+    params = BeamSearchParams(**{"beam_width": 3, "max_tokens": 4, **options})
+    (result,) = llm.beam_search(source, params)
+    assert len(result.sequences) == count
+    assert scheduler_of(llm).beam_counters.groups == 0
 
 
 def test_switched_off(engine, monkeypatch):

@@ -75,7 +75,7 @@ def check(case, result):
         text_ids = items is MIXED
         assert output.item == (f"item {items[tokens]}" if text_ids else items[tokens])
         assert output.beam["item"] == output.item
-        assert (output.finish_reason, output.stop_reason) == ("stop", None)
+        assert (output.finish_reason, output.stop_reason) == ("stop", output.item)
         assert sum(next(iter(each.values())).logprob for each in output.logprobs) == pytest.approx(
             output.cumulative_logprob, abs=1e-4
         )

@@ -116,6 +116,11 @@ BAD = [
     ({"use_beam_search": True}, {"n": 2, "logit_bias": {"5": 1}}, "logit_bias"),
     ({"use_beam_search": "perhaps"}, {"n": 2}, "boolean"),
     ({"use_beam_search": True, "structured_outputs": {"regex": "a+"}}, {"n": 2}, "structured"),
+    (
+        {"vllm_xargs": {"beam_width": 2}, "structured_outputs": {"regex": "a+"}},
+        {"n": 2},
+        "structured_outputs is not supported with beam search over HTTP; leave it out",
+    ),
     ({"use_beam_search": True, "prompt_logprobs": 1}, {"n": 2}, "prompt_logprobs"),
     ({"use_beam_search": True, "vllm_xargs": {"lenght_penalty": 2}}, {"n": 2}, "length_penalty"),
     ({"use_beam_search": True, "vllm_xargs": {"vllm_trie_beam": "x"}}, {"n": 2}, "vllm_trie_beam"),

@@ -15,17 +15,7 @@ from tests.engine.beam.simulation import (
     expected_greedy,
     random_run,
 )
-from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks.frontend.beam_options import prepare_params
-
-
-@pytest.fixture(scope="module")
-def vllm_config() -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(
-        model=str(model_path()), dtype="float32", enforce_eager=True, max_model_len=512
-    ).create_engine_config()
 
 
 def check_beam(simulation: Simulation, member_ids: list[str], expected: list[Any]) -> None:
@@ -279,7 +269,7 @@ def a_row(scheduler: Any) -> Any:
 @pytest.mark.parametrize(
     "damage",
     [
-        pytest.param(lambda s: s.running.pop(), id="a running row is lost"),
+        pytest.param(lambda s: s.running.remove(a_row(s)), id="a running row is lost"),
         pytest.param(lambda s: s.running.append(a_row(s)), id="a row runs twice"),
         pytest.param(lambda s: s.waiting.prepend_request(a_row(s)), id="a running row waits"),
         pytest.param(lambda s: s.requests.pop(a_row(s).request_id), id="vLLM forgets a row"),

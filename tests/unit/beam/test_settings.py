@@ -19,7 +19,7 @@ from vllm_trie.beam import parse_options
         ({"beam_width": None}, "beam_width"),
         ({"beam_width": [4]}, "beam_width"),
         ({"beam_width": 4, "length_penalty": "long"}, "length_penalty"),
-        ({"beam_width": 4, "length_penalty": float("nan")}, "length_penalty"),
+        ({"beam_width": 4, "length_penalty": float("nan")}, "length_penalty.*finite.*got nan"),
         ({"beam_width": 4, "length_penalty": 1e9}, "length_penalty.*5"),
         ({"beam_width": 4, "early_stopping": "maybe"}, "early_stopping: must be.*'maybe'"),
         ({"beam_width": 4, "early_stopping": 2}, "early_stopping.*got 2"),

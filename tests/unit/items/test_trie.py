@@ -1,4 +1,4 @@
-"""The trie and its file: what is built, and every way in which a file or its source can be wrong."""
+"""The trie and its file: what is built, and all that can be wrong with a file or its source."""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import difflib
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_trie.beam import ITEM_OPTIONS, OPTION_NAMES, BeamOptions, SearchSettings, parse_options
-from vllm_trie.vllm_hooks.frontend.request_options import SPECULATION
+from vllm_trie.vllm_hooks.frontend.request_options import CACHE_SALT, SPECULATION
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -27,6 +27,14 @@ SPEC_KEY = "vllm_trie_beam"
 
 _SIMILAR = 0.82
 """Ratio of :class:`difflib.SequenceMatcher` from which a name is taken for a misspelled option."""
+
+_OTHER_NAMES = {
+    "num_beams": "'beam_width'",
+    "beam_size": "'beam_width'",
+    "diversity_rate": "'num_beam_groups' and 'diversity_penalty'",
+    "num_return_sequences": "SamplingParams.n",
+}
+"""Names of options elsewhere, and what they are here."""
 
 _LEAST = {
     "repetition_penalty": 1.0,
@@ -176,6 +184,28 @@ def check_inputs(request: EngineCoreRequest | Request) -> None:
         raise BeamRequestError("beam search: streaming input is not supported with beam_width")
 
 
+def check_processors(params: SamplingParams, processors: Sequence[str]) -> None:
+    """Refuse a prepared beam request with extra arguments for a custom logits processor.
+
+    Rows rank candidates by log-probabilities that vLLM takes before such processors, and a fork
+    would lack the state that a processor keeps of its parent.
+
+    Args:
+        params: Parameters of the request, as :func:`prepare_params` returns them.
+        processors: Names of the engine's custom logits processors.
+
+    Raises:
+        BeamRequestError: It has arguments that one of them may read.
+    """
+    assert params.extra_args is not None
+    others = sorted(params.extra_args.keys() - {SPEC_KEY, SPECULATION, CACHE_SALT})
+    if others and processors:
+        raise BeamRequestError(
+            f"beam search: extra_args {others} may drive a custom logits processor "
+            f"({', '.join(processors)}), and these do not act on beam search; leave them out"
+        )
+
+
 def check_slots(beam_width: int, slots: int) -> None:
     """Refuse a search with more rows than an engine runs requests.
 
@@ -222,6 +252,10 @@ def min_blocks(
 def _refuse_misspelled(names: Iterable[str]) -> None:
     """Refuse keys that look like an option; others may belong to other plugins."""
     for name in names:
+        if name in _OTHER_NAMES:
+            raise BeamRequestError(
+                f"beam search: {name!r} is unknown with 'beam_width'; use {_OTHER_NAMES[name]}"
+            )
         for meant in difflib.get_close_matches(name, OPTION_NAMES, n=1, cutoff=_SIMILAR):
             raise BeamRequestError(f"beam search: {name!r} is unknown; did you mean {meant!r}?")
 
@@ -236,9 +270,7 @@ def _refuse_unsupported(params: SamplingParams, options: BeamOptions) -> None:
         if getattr(params, name) not in (None, unset):
             advice[name] = "leave it out"
     if "structured_outputs" in advice:
-        advice["structured_outputs"] += (
-            ", or use LLM.beam_search, which hands such requests to vLLM's own search"
-        )
+        advice["structured_outputs"] += "; only an offline LLM.beam_search takes it"
     if options.do_sample and params.temperature < 1e-5:
         advice["temperature"] = "use a temperature above 0, or leave do_sample out"
     for name, what in advice.items():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import zlib
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from vllm_trie.vllm_hooks.frontend.beam_options import (
     SPEC_KEY,
@@ -15,12 +17,13 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
     beam_spec,
     check_blocks,
     check_inputs,
+    check_processors,
     check_slots,
     prepare_params,
     refuse_own_key,
 )
 from vllm_trie.vllm_hooks.frontend.item_requests import check_length, check_parameters
-from vllm_trie.vllm_hooks.setup.support import reason_off
+from vllm_trie.vllm_hooks.setup.support import beam_slots, reason_off
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,12 +49,23 @@ def prepare_request(vllm_config: VllmConfig, params: SamplingParams) -> Sampling
     if reason := reason_off(vllm_config):
         raise BeamRequestError(f"beam_width was given, but native beam search is off: {reason}")
     prepared = prepare_params(params)
-    scheduler = vllm_config.scheduler_config
-    active = getattr(scheduler, "max_num_active_seqs", None)
-    slots = scheduler.max_num_seqs if active is None else min(scheduler.max_num_seqs, active)
-    check_slots(_options(prepared).beam_width, slots)
-    check_parameters(vllm_config, params, _options(prepared))
+    check_processors(prepared, custom_processors(vllm_config))
+    options = _options(prepared)
+    check_slots(options.beam_width, beam_slots(vllm_config))
+    check_parameters(vllm_config, params, options)
     return prepared
+
+
+def custom_processors(vllm_config: VllmConfig) -> list[str]:
+    """Return the names of the custom logits processors that the engine loads."""
+    configured = vllm_config.model_config.logits_processors or []
+    names = [each if isinstance(each, str) else each.__qualname__ for each in configured]
+    return [*names, *_installed_processors()]
+
+
+@functools.cache
+def _installed_processors() -> tuple[str, ...]:
+    return tuple(each.value for each in entry_points(group=LOGITSPROCS_GROUP))
 
 
 def check_processed(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm import RequestOutput
@@ -12,11 +12,13 @@ from vllm.logger import init_logger
 from vllm.logprobs import Logprob
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
-from vllm_trie.beam import ITEM_OPTIONS
-from vllm_trie.vllm_hooks.setup.support import reason_for_stock_search
+from vllm_trie.beam import ITEM_OPTIONS, MAX_LENGTH_PENALTY
+from vllm_trie.vllm_hooks.frontend.beam_options import BeamRequestError
+from vllm_trie.vllm_hooks.setup.support import beam_slots, reason_for_stock_search
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
@@ -37,6 +39,19 @@ def beam_extra_args(params: BeamSearchParams) -> dict[str, Any]:
     extra_args = {"beam_width": params.beam_width, "length_penalty": params.length_penalty}
     given = {name: getattr(params, name) for name in EXTRA_OPTIONS if hasattr(params, name)}
     return {**extra_args, **given}
+
+
+def refuse_items(extra_args: Mapping[str, Any], reason: str) -> None:
+    """Refuse a search inside a catalogue that only vLLM's own search, which has none, could serve.
+
+    Raises:
+        BeamRequestError: The search is inside a catalogue.
+    """
+    if extra_args.get("items") is not None:
+        raise BeamRequestError(
+            f"items={extra_args['items']!r} needs the native beam search, which cannot serve this "
+            f"request: {reason}"
+        )
 
 
 def wrap_beam_search(original: Any) -> Any:
@@ -79,12 +94,13 @@ def native_beam_search(
         RuntimeError: A search failed in the engine.
     """
     engine_inputs: list[Any] = []
-    reason = reason_for_stock_search(llm.llm_engine.vllm_config, params)
+    reason = _reason_for_stock_search(llm.llm_engine.vllm_config, params)
     if reason is None:
         engine_inputs = list(llm._preprocess_cmpl(prompts))
         if any(engine_input["type"] != "token" for engine_input in engine_inputs):
             reason = NOT_TOKENS
     if reason is not None:
+        refuse_items(beam_extra_args(params), reason)
         logger.info_once("LLM.beam_search runs vLLM's own beam search: %s", reason)
         return None
 
@@ -112,6 +128,20 @@ def native_beam_search(
         _to_beam_output(result, engine_input, lora, tokenizer, params)
         for result, engine_input, lora in zip(results, engine_inputs, lora_requests, strict=True)
     ]
+
+
+def _reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -> str | None:
+    """Return why only vLLM's own search can serve a call, also for what a server refuses."""
+    if reason := reason_for_stock_search(vllm_config, params):
+        return reason
+    if params.beam_width > (slots := beam_slots(vllm_config)):
+        return f"beam_width={params.beam_width} is above max_num_seqs={slots}"
+    if abs(params.length_penalty) > MAX_LENGTH_PENALTY:
+        limit = f"{MAX_LENGTH_PENALTY:.0f}"
+        return f"length_penalty={params.length_penalty} is not between -{limit} and {limit}"
+    if params.max_tokens < 1:
+        return f"max_tokens={params.max_tokens} is below 1"
+    return None
 
 
 def _sampling_params(params: BeamSearchParams) -> SamplingParams:

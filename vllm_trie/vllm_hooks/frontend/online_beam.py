@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamRequestError
-from vllm_trie.vllm_hooks.frontend.offline_beam import NOT_TOKENS, beam_extra_args
+from vllm_trie.vllm_hooks.frontend.offline_beam import NOT_TOKENS, beam_extra_args, refuse_items
 from vllm_trie.vllm_hooks.setup.support import reason_for_stock_search
 
 logger = init_logger(__name__)
@@ -31,7 +31,6 @@ _FIELDS = (
     "top_k",
     "seed",
     "prompt_logprobs",
-    "structured_outputs",
     "thinking_token_budget",
     "repetition_detection",
 )
@@ -39,18 +38,29 @@ _FIELDS = (
 refuses the request."""
 
 
-def refuse_stream(request: Any) -> None:
-    """Refuse an OpenAI request that asks for a beam search, in either way, and for a stream.
+def check_api_request(request: Any) -> None:
+    """Refuse an OpenAI request for a beam search, in either way, with fields that it cannot serve.
 
     Raises:
-        BeamRequestError: It does.
+        BeamRequestError: It asks for a stream or for structured outputs.
     """
     extra_args = getattr(request, "vllm_xargs", None) or {}
     beam = getattr(request, "use_beam_search", False) or "beam_width" in extra_args
-    if beam and getattr(request, "stream", False):
+    if not beam:
+        return
+    if getattr(request, "stream", False):
         raise BeamRequestError(
             "stream=true is not supported with beam search: hypotheses are known only at the end; "
             "set stream to false"
+        )
+    response_format = getattr(getattr(request, "response_format", None), "type", "text")
+    if response_format != "text":
+        raise BeamRequestError(
+            f"response_format={response_format!r} is not supported with beam search; leave it out"
+        )
+    if getattr(request, "structured_outputs", None) is not None:
+        raise BeamRequestError(
+            "structured_outputs is not supported with beam search over HTTP; leave it out"
         )
 
 
@@ -67,11 +77,11 @@ def wrap_to_beam_search_params(original: Any) -> Any:
 
 
 def wrap_to_sampling_params(original: Any) -> Any:
-    """Refuse to stream a beam request that came as ``vllm_xargs``."""
+    """Check a beam request that came as ``vllm_xargs``."""
 
     @functools.wraps(original)
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        refuse_stream(self)
+        check_api_request(self)
         return original(self, *args, **kwargs)
 
     return to_sampling_params
@@ -122,9 +132,10 @@ def native_beam_search(
     if reason is None and prompt["type"] != "token":
         reason = NOT_TOKENS
     if reason is not None:
+        refuse_items(_extra_args(params), reason)
         logger.info_once("use_beam_search runs vLLM's own beam search: %s", reason)
         return None
-    refuse_stream(getattr(params, "openai_request", None))
+    check_api_request(getattr(params, "openai_request", None))
     outputs: AsyncGenerator[RequestOutput, None] = serving.engine_client.generate(
         prompt,
         to_sampling_params(params),
@@ -144,7 +155,6 @@ def to_sampling_params(params: BeamSearchParams) -> SamplingParams:
         BeamRequestError: A field of the request does not go with beam search.
     """
     request: Any = getattr(params, "openai_request", None)
-    extra_args = beam_extra_args(params) | (getattr(request, "vllm_xargs", None) or {})
     values = {
         name: value
         for name in _FIELDS
@@ -155,11 +165,6 @@ def to_sampling_params(params: BeamSearchParams) -> SamplingParams:
         logprobs = (getattr(request, "top_logprobs", None) or 0) if logprobs else None
     if logprobs is not None:
         values["logprobs"] = logprobs
-    response_format = getattr(getattr(request, "response_format", None), "type", "text")
-    if response_format != "text":
-        raise BeamRequestError(
-            f"response_format={response_format!r} is not supported with beam search; leave it out"
-        )
     return SamplingParams.from_optional(
         n=params.beam_width,
         temperature=params.temperature,
@@ -168,6 +173,11 @@ def to_sampling_params(params: BeamSearchParams) -> SamplingParams:
         include_stop_str_in_output=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args=extra_args,
+        extra_args=_extra_args(params),
         **values,
     )
+
+
+def _extra_args(params: BeamSearchParams) -> dict[str, Any]:
+    request = getattr(params, "openai_request", None)
+    return beam_extra_args(params) | (getattr(request, "vllm_xargs", None) or {})

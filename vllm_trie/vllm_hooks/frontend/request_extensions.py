@@ -29,7 +29,7 @@ class BeamRequests(RequestExtension):
 
     def check_api_request(self, request: Any) -> None:
         if not switched_off():
-            online.refuse_stream(request)
+            online.check_api_request(request)
 
     def has_distinct_outputs(self, params: Any) -> bool:
         return frontend.has_distinct_outputs(params)

@@ -41,6 +41,8 @@ BEAM_PATCHES: tuple[Patch, ...] = (
     _any("config.model:ModelConfig.get_vocab_size", "called",
         "the most candidates that a row can ask for, and the tokens of the check's prompts", ""),
     # Front end
+    _any("v1.sample.logits_processor:LOGITSPROCS_GROUP", "read",
+        "names the installed logits processors, whose arguments beam requests cannot have"),
     _any("sampling_params:SamplingParams._verify_greedy_sampling", "wrapped",
         "allows n above 1 at temperature 0 for beam requests", "",
         wrapper="frontend.beam_requests:wrap_verify_greedy_sampling",
@@ -75,7 +77,7 @@ BEAM_PATCHES: tuple[Patch, ...] = (
         for protocol in _PROTOCOLS
     ),
     *(
-        _route(f"{protocol}.to_sampling_params", "wrapped", "refuses to stream a beam request",
+        _route(f"{protocol}.to_sampling_params", "wrapped", "checks a beam request",
             wrapper="frontend.online_beam:wrap_to_sampling_params",
             extension_point="request_extension",
             successor="`RequestExtension.check_api_request()`")
@@ -85,6 +87,8 @@ BEAM_PATCHES: tuple[Patch, ...] = (
     _scheduler("add_request", "overridden", "takes beam requests in", "request"),
     _scheduler("schedule", "overridden", "admits groups, sends forked rows to the worker",
         "throttle_prefills"),
+    _scheduler("_handle_blocked_waiting_request", "overridden",
+        "ordinary requests leave the slots of groups free", "request"),
     _scheduler("update_from_output", "overridden", "takes the rows' outputs and steps the searches",
         "scheduler_output model_runner_output"),
     _scheduler("_preempt_request", "overridden", "a preempted row is sent to the worker anew",

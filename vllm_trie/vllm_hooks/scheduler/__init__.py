@@ -17,6 +17,8 @@ barrier
     take its step.
 suspended
     A row without KV whose output is at the barrier: only its children are computed again.
+claim
+    Slots that fall free and wait for the next group (:class:`admission.Claim`).
 parked
     A group whose rows all gave up their KV to other groups.
 """

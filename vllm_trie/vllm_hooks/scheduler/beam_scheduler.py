@@ -4,13 +4,14 @@ A beam request is prefilled once as one row. From then on its group takes one st
 whenever every row has an output. Rows are ordinary running requests to vLLM, which batches, chunks,
 preempts and prefix-caches them. Next to vLLM's own state there are two objects:
 
-- ``beam_groups``: which groups run (admission, fairness, parking), and the answers to members;
+- ``beam_groups``: which groups run (admission, parking), and the answers to members;
 - ``beam_rows``: what becomes of rows and their KV in a step (forks, moves, preemption).
 
 The classes below only pass vLLM's calls on to them::
 
     add_request          -> beam_groups.add
     schedule             -> beam_groups.before_schedule, vLLM's own, beam_rows.send_as_new
+    _handle_blocked_...  -> vLLM's own, beam_groups.admission.lets_start
     update_from_output   -> beam_rows.take_outputs, beam_groups.step, vLLM's own
     _preempt_request     -> vLLM's own, beam_rows.after_preemption
     finish_requests      -> vLLM's own, beam_groups.drop_finished
@@ -81,6 +82,11 @@ class TrieBeamScheduler(Scheduler):
             own = result.setdefault(client, EngineCoreOutputs())
             own.outputs = [*own.outputs, *answers]
         return result
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        if not super()._handle_blocked_waiting_request(request):
+            return False
+        return not self.beam_groups.by_id or self.beam_groups.admission.lets_start(request)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         super().update_draft_token_ids(draft_token_ids)

@@ -37,8 +37,8 @@ MISSING = Hypothesis([], [], float("-inf"), 0.0, "length", None, [])
 class BeamGroup:
     """State of one beam request.
 
-    ``BeamGroups`` writes ``members`` and ``parked``, ``BeamRows`` writes ``rows``, ``outputs`` and
-    ``prefill_stats``. ``rows[i]`` is row ``i`` of the search.
+    ``BeamGroups`` writes ``members`` and ``parked``, ``Admission`` ``waited_steps``, ``BeamRows``
+    ``rows``, ``outputs`` and ``prefill_stats``. ``rows[i]`` is row ``i`` of the search.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class BeamGroup:
         # The trie is little larger than its longest path: hypotheses meet a few tokens back.
         self.expected_blocks = cdiv(len(prompt) + max_new_tokens, block_size) + 2 * self.beam_width
 
+        self.waited_steps = 0
         self.parked = False
         self.rows: list[Request] = []
         self.outputs: dict[str, RowOutput] = {}
@@ -201,8 +202,10 @@ class BeamGroup:
             "cumulative_logprob": sum(hypothesis.logprobs),
             "steps": self.search.steps,
         }
+        stop = hypothesis.stop if by_token and hypothesis.stop != params.eos_token_id else None
         if self.items is not None and hypothesis.places:
-            (result["item"],) = self.items.item_ids([hypothesis])
+            (stop,) = self.items.item_ids([hypothesis])
+            result["item"] = stop
         if self.search.trace is not None:
             result["trace"] = self.search.trace.to_dict()
         output = EngineCoreOutput(
@@ -212,9 +215,7 @@ class BeamGroup:
             # The front end finds a stop string itself, as for ordinary requests: it cuts the text
             # and reports the string as the stop reason.
             finish_reason=FinishReason.STOP if by_token else FinishReason.LENGTH,
-            stop_reason=(
-                hypothesis.stop if by_token and hypothesis.stop != params.eos_token_id else None
-            ),
+            stop_reason=stop,
             events=member.take_events(),
             prefill_stats=self.prefill_stats,
             trace_headers=member.trace_headers,

@@ -1,10 +1,4 @@
-"""Beam groups: intake, refusal, admission, parking and answers.
-
-Admission keeps groups and ordinary requests fair to each other:
-
-- A group starts where ``beam_width`` rows fit next to what runs; their slots stay reserved.
-- Groups start in order of arrival. They overtake neither one another nor earlier ordinary requests.
-- While the next group waits for slots alone, no ordinary request takes a slot that falls free.
+"""Beam groups: intake, refusal, parking and answers. ``admission.py`` decides when they start.
 
 Rows at the barrier hold blocks. When nothing can be scheduled because a sibling waits for blocks,
 the youngest group gives up its own: alone, it keeps its outputs and loses only KV; next to other
@@ -23,6 +17,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, check_blocks, check_slots
+from vllm_trie.vllm_hooks.scheduler.admission import Admission
 from vllm_trie.vllm_hooks.scheduler.blocks import num_blocks
 from vllm_trie.vllm_hooks.scheduler.catalogues import ITEM_STEPS, Catalogues
 from vllm_trie.vllm_hooks.scheduler.group import MISSING, BeamGroup, error_output
@@ -46,17 +41,17 @@ _STATUS = {
 
 
 class BeamGroups:
-    """Owner of the groups: takes members in, decides which groups run, and answers members.
+    """Owner of the groups: takes members in, parks groups, and answers members.
 
-    It writes the ``groups*`` and ``steps`` counters and, of the scheduler,
-    ``max_num_active_reqs`` and the members among ``requests``.
+    It writes the ``groups*`` and ``steps`` counters and the members among the scheduler's
+    ``requests``.
     """
 
     def __init__(self, scheduler: Scheduler, rows: BeamRows, counters: BeamCounters) -> None:
         self._scheduler = scheduler
         self._rows = rows
         self._counters = counters
-        self._slots = scheduler.max_num_active_reqs
+        self.admission = Admission(scheduler, rows)
         self._refused: list[Request] = []
         self._stalled = False
         self.by_id: dict[str, BeamGroup] = {}
@@ -120,7 +115,7 @@ class BeamGroups:
             make_stop_string_finder(scheduler.vllm_config.model_config, member.sampling_params),
             None if spec.options.items is None else self._catalogues.latest(spec.options.items),
         )
-        check_slots(group.beam_width, min(scheduler.max_num_running_reqs, self._slots))
+        check_slots(group.beam_width, min(scheduler.max_num_running_reqs, self.admission.slots))
         check_blocks(
             group.prompt.size,
             group.beam_width,
@@ -130,14 +125,15 @@ class BeamGroups:
         )
         return group
 
-    # -- admission ---------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     def before_schedule(self) -> None:
         """Resume, park and start groups for the step that vLLM is about to schedule."""
         self._unpark()
         if self._stalled and self._scheduler.pause_state == PauseState.UNPAUSED:
             self._break_stall()
-        self._admit()
+        for group in self.admission.begin_step(self._in_order()):
+            self._start(group)
 
     def after_schedule(self, output: SchedulerOutput) -> None:
         """Note whether the step that vLLM has scheduled leaves the engine stalled.
@@ -147,56 +143,15 @@ class BeamGroups:
         steps = [group.item_step(output.num_scheduled_tokens) for group in self.by_id.values()]
         if any(steps):
             setattr(output, ITEM_STEPS, [step for step in steps if step is not None])
+        self.admission.end_step()
         # Under asynchronous scheduling an empty step is usual while outputs are on their way.
         rows = (row for group in self.by_id.values() for row in group.rows)
         self._stalled = not output.total_num_scheduled_tokens and not any(
             request.num_in_flight_tokens for request in (*self._scheduler.running, *rows)
         )
 
-    def _admit(self) -> None:
-        """Start the groups that fit; keep the slots of started groups free of other requests."""
-        scheduler = self._scheduler
-        started = [group for group in self.by_id.values() if group.started]
-        reserved = sum(group.beam_width for group in started)
-        others = sum(row.request_id not in self._rows.group_of for row in scheduler.running)
-        pool = scheduler.kv_cache_manager.block_pool
-        room = num_blocks(scheduler.kv_cache_manager) - sum(g.expected_blocks for g in started)
-        held_back = False
-        for group in self.by_id.values():
-            if group.started:
-                continue
-            if self._overtakes(group):
-                break
-            if reserved + others + group.beam_width > self._slots:
-                held_back = reserved + group.beam_width <= self._slots
-                break
-            if started and (
-                group.expected_blocks > room
-                or group.min_blocks > pool.get_num_free_blocks()
-                or any(other.parked for other in started)
-            ):
-                break
-            self._start(group)
-            started.append(group)
-            reserved += group.beam_width
-            room -= group.expected_blocks
-        unused = reserved - sum(len(group.rows) for group in started)
-        scheduler.max_num_active_reqs = self._slots - unused
-        waiting = scheduler.waiting
-        if held_back and not (waiting and waiting.peek_request().status == RequestStatus.PREEMPTED):
-            # Otherwise a wide group would never see enough free slots at once.
-            allowed = min(scheduler.max_num_active_reqs, len(scheduler.running))
-            scheduler.max_num_active_reqs = allowed
-
-    def _overtakes(self, group: BeamGroup) -> bool:
-        """Return whether an earlier ordinary request still waits."""
-        scheduler = self._scheduler
-        if not scheduler.waiting:
-            return False
-        head = scheduler.waiting.peek_request()
-        if head in scheduler.deferred_waiting or head.request_id in self._rows.group_of:
-            return False
-        return head < group.prototype
+    def _in_order(self) -> list[BeamGroup]:
+        return self.admission.in_order(self.by_id.values())
 
     def _start(self, group: BeamGroup) -> None:
         self._counters.groups += 1
@@ -221,7 +176,7 @@ class BeamGroups:
 
     def _unpark(self) -> None:
         """Let the oldest parked group go on if no other group is short of blocks."""
-        group = next((group for group in self.by_id.values() if group.parked), None)
+        group = next((group for group in self._in_order() if group.parked), None)
         if group is None:
             return
         if active := self._active():
@@ -235,7 +190,7 @@ class BeamGroups:
         self._rows.requeue(group)
 
     def _active(self) -> list[BeamGroup]:
-        return [group for group in self.by_id.values() if group.started and not group.parked]
+        return [group for group in self._in_order() if group.started and not group.parked]
 
     def num_unfinished(self) -> int:
         """Return the number of requests to add to those that vLLM counts as unfinished.
@@ -299,8 +254,6 @@ class BeamGroups:
         for member in group.members.values():
             self._forget(member)
         del self.by_id[group.group_id]
-        if not self.by_id:
-            self._scheduler.max_num_active_reqs = self._slots
 
     def _forget(self, member: Request) -> None:
         self._scheduler.requests.pop(member.request_id, None)
@@ -312,11 +265,9 @@ class BeamGroups:
 
         - A member waits in each group, and vLLM's requests hold it; the same for refused members.
         - Groups have at most ``beam_width`` rows; only started groups are parked.
-        - The slots that started groups reserve exist, and no more requests run than there are.
-        - Without groups all slots are free for ordinary requests.
+        - No more requests run than there are slots.
         """
         scheduler = self._scheduler
-        slots = self._slots
         waiting = [*self._refused]
         for group_id, group in self.by_id.items():
             waiting += group.members.values()
@@ -325,9 +276,6 @@ class BeamGroups:
             assert group.started or not group.parked, f"{group_id}: parked before its start"
         for member in waiting:
             assert member.is_finished() or scheduler.requests[member.request_id] is member
-        reserved = sum(group.beam_width for group in self.by_id.values() if group.started)
-        assert reserved <= slots, f"{reserved} slots are reserved, {slots} exist"
         assert len(scheduler.running) <= scheduler.max_num_running_reqs
-        assert scheduler.max_num_active_reqs <= slots
-        assert self.by_id or scheduler.max_num_active_reqs == slots
+        self.admission.check_integrity(self.by_id.values())
         self._rows.check_integrity(self.by_id.values())

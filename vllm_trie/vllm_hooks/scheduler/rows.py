@@ -68,11 +68,19 @@ class BeamRows:
     # -- steps of a group --------------------------------------------------------------------------
 
     def start(self, group: BeamGroup) -> None:
-        """Queue the group's first row, the prompt."""
+        """Queue the group's first row, the prompt: behind other rows, before ordinary requests.
+
+        A priority queue has an order of its own.
+        """
         row = group.first_row()
         group.rows = [row]
         self.group_of[row.request_id] = group
         self._scheduler.add_request(row)
+        waiting = self._scheduler.waiting
+        rows = [each for each in waiting if each.request_id in self.group_of]
+        waiting.remove_requests(rows)
+        for each in reversed(rows):
+            waiting.prepend_request(each)
 
     def take_outputs(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 __all__ = [
+    "beam_slots",
     "cache_reason",
     "check_layers",
     "check_supported",
@@ -119,6 +120,13 @@ def reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -
     if getattr(params, "allowed_token_ids", None) is not None:  # since vLLM 0.33
         return "allowed_token_ids need vLLM's own search"
     return None
+
+
+def beam_slots(vllm_config: VllmConfig) -> int:
+    """Return the largest number of requests that the engine runs at once."""
+    scheduler = vllm_config.scheduler_config
+    active = getattr(scheduler, "max_num_active_seqs", None)
+    return scheduler.max_num_seqs if active is None else min(scheduler.max_num_seqs, active)
 
 
 def say_where_untested(vllm_config: VllmConfig) -> None:
