@@ -254,9 +254,14 @@ class _Levels:
     """The levels of the trie, which grow as sorted items are added."""
 
     def __init__(self, folder: _Folder, width: int, ids: _IdFile, duplicates: Duplicates) -> None:
-        names = ("tokens", "first_child", "terminals", "values")
         self._levels = [
-            _Level(*(folder.file(f"{name}-{depth}") for name in names)) for depth in range(width)
+            _Level(
+                tokens=folder.file(f"tokens-{depth}"),
+                first_child=folder.file(f"first-child-{depth}"),
+                terminals=folder.file(f"terminals-{depth}"),
+                values=folder.file(f"values-{depth}"),
+            )
+            for depth in range(width)
         ]
         self._ids = ids
         self._duplicates = duplicates
