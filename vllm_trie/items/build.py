@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -53,7 +52,8 @@ def build_items(
     Raises:
         ItemsError: There are no items, too many, or duplicates.
     """
-    with _Folder(path) as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as name:
+        folder = Path(name)
         ids = _IdFile(folder)
         runs = list(_sorted_runs(_with_values(batches, ids), folder))
         if not runs:
@@ -65,19 +65,6 @@ def build_items(
         header = levels.header(tokenizer)
         write_items(path, header, levels.body())
     return header
-
-
-class _Folder(ExitStack):
-    """A folder for temporary files, which are closed and removed on exit."""
-
-    def __init__(self, beside: Path) -> None:
-        super().__init__()
-        self._folder = tempfile.TemporaryDirectory(dir=beside.parent, prefix=f".{beside.name}-")
-        self.path = Path(self.enter_context(self._folder))
-
-    def file(self, name: str) -> BinaryIO:
-        """Return a new file, open for writing and reading."""
-        return self.enter_context((self.path / name).open("w+b"))
 
 
 class Run(NamedTuple):
@@ -120,12 +107,12 @@ def _sorted(rows: list[np.ndarray], values: list[np.ndarray], width: int) -> Run
 class _IdFile:
     """Ids on their way to the trie: integers as values, strings in a file, in the input's order."""
 
-    def __init__(self, folder: _Folder) -> None:
+    def __init__(self, folder: Path) -> None:
         self.kind: type | None = None
         self.num_texts = 0
         self.num_bytes = 0
-        self._lengths = folder.file("id-lengths")
-        self._texts = folder.file("id-texts")
+        self._lengths = folder / "id-lengths"
+        self._texts = folder / "id-texts"
 
     def add(self, ids: list[ItemId] | np.ndarray) -> np.ndarray:
         """Return int64[n], the values of ids: themselves, or their places in the file.
@@ -140,8 +127,8 @@ class _IdFile:
         if kind is int:
             return np.asarray(ids, dtype=np.int64)
         texts = [str(each).encode() for each in ids]
-        np.array([len(text) for text in texts], dtype=np.int64).tofile(self._lengths)
-        self._texts.write(b"".join(texts))
+        _append(self._lengths, np.array([len(text) for text in texts], dtype="<i8"))
+        _append(self._texts, np.frombuffer(b"".join(texts), dtype="u1"))
         values = np.arange(self.num_texts, self.num_texts + len(texts))
         self.num_texts += len(texts)
         self.num_bytes += sum(map(len, texts))
@@ -151,9 +138,11 @@ class _IdFile:
         """Return the id of a value."""
         if self.kind is int:
             return str(value)
-        lengths = self._read(self._lengths, np.int64)
+        lengths = np.memmap(self._lengths, dtype="<i8", mode="r")
         begin = int(lengths[:value].sum())
-        return repr(self._read(self._texts, np.uint8)[begin:][: lengths[value]].tobytes().decode())
+        with self._texts.open("rb") as file:
+            file.seek(begin)
+            return repr(file.read(int(lengths[value])).decode())
 
     def offsets(self) -> Iterator[np.ndarray]:
         """Yield int64[num_texts + 1] in parts."""
@@ -167,10 +156,6 @@ class _IdFile:
     def texts(self) -> Iterator[np.ndarray]:
         return _chunks(self._texts, "u1")
 
-    def _read(self, file: BinaryIO, kind: Any) -> np.ndarray:
-        file.flush()
-        return np.memmap(file, dtype=kind, mode="r")
-
 
 def _with_values(batches: Iterable[Batch], ids: _IdFile) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for batch in batches:
@@ -178,9 +163,7 @@ def _with_values(batches: Iterable[Batch], ids: _IdFile) -> Iterator[tuple[np.nd
             yield batch.rows, ids.add(batch.ids)
 
 
-def _sorted_runs(
-    batches: Iterable[tuple[np.ndarray, np.ndarray]], folder: _Folder
-) -> Iterator[Run]:
+def _sorted_runs(batches: Iterable[tuple[np.ndarray, np.ndarray]], folder: Path) -> Iterator[Run]:
     """Yield runs of at most :data:`RUN_BYTES`; those that are followed by another lie on disk."""
     rows: list[np.ndarray] = []
     values: list[np.ndarray] = []
@@ -188,7 +171,7 @@ def _sorted_runs(
     for new_rows, new_values in batches:
         new_width = max(width, new_rows.shape[1])
         if count and (count + len(new_rows)) * new_width * 4 > RUN_BYTES:
-            yield _spilled(_sorted(rows, values, width), folder.path / f"run-{number}")
+            yield _spilled(_sorted(rows, values, width), folder / f"run-{number}")
             rows, values = [], []
             count, number, new_width = 0, number + 1, new_rows.shape[1]
         rows.append(new_rows)
@@ -238,12 +221,12 @@ def _parts(runs: list[Run], width: int) -> Iterator[Run]:
 class _Level:
     """Nodes of one depth, in files: tokens, places of first children, item ends, item values."""
 
-    tokens: BinaryIO
-    first_child: BinaryIO
+    tokens: Path
+    first_child: Path
     """For each node, its first child's place within the next level."""
-    terminals: BinaryIO
+    terminals: Path
     """Places within this level."""
-    values: BinaryIO
+    values: Path
     num_nodes: int = 0
     num_items: int = 0
     start: int = 0
@@ -253,13 +236,13 @@ class _Level:
 class _Levels:
     """The levels of the trie, which grow as sorted items are added."""
 
-    def __init__(self, folder: _Folder, width: int, ids: _IdFile, duplicates: Duplicates) -> None:
+    def __init__(self, folder: Path, width: int, ids: _IdFile, duplicates: Duplicates) -> None:
         self._levels = [
             _Level(
-                tokens=folder.file(f"tokens-{depth}"),
-                first_child=folder.file(f"first-child-{depth}"),
-                terminals=folder.file(f"terminals-{depth}"),
-                values=folder.file(f"values-{depth}"),
+                tokens=folder / f"tokens-{depth}",
+                first_child=folder / f"first-child-{depth}",
+                terminals=folder / f"terminals-{depth}",
+                values=folder / f"values-{depth}",
             )
             for depth in range(width)
         ]
@@ -288,11 +271,11 @@ class _Levels:
                 children = places[depth + 1] - begins[:, depth + 1]
             else:
                 children = np.zeros(len(rows), dtype=np.int64)
-            (rows[new, depth].astype("<i4") - 1).tofile(level.tokens)
-            children[new].astype("<i8").tofile(level.first_child)
+            _append(level.tokens, rows[new, depth].astype("<i4") - 1)
+            _append(level.first_child, children[new].astype("<i8"))
             ends = lengths == depth + 1
-            (places[depth][ends] - 1).astype("<i8").tofile(level.terminals)
-            values[ends].astype("<i8").tofile(level.values)
+            _append(level.terminals, (places[depth][ends] - 1).astype("<i8"))
+            _append(level.values, values[ends].astype("<i8"))
             level.num_nodes += int(new.sum())
             level.num_items += int(ends.sum())
         self._last, self._last_value = rows[-1], int(values[-1])
@@ -376,11 +359,14 @@ class _Levels:
         yield np.array([end], dtype="<i4")
 
 
-def _chunks(file: BinaryIO, kind: str) -> Iterator[np.ndarray]:
+def _append(path: Path, array: np.ndarray) -> None:
+    # Not kept open: long items have more files than a process may open.
+    with path.open("ab") as file:
+        array.tofile(file)
+
+
+def _chunks(path: Path, kind: str) -> Iterator[np.ndarray]:
     """Yield the content of a file in parts."""
-    file.seek(0)
-    while True:
-        part = np.fromfile(file, dtype=kind, count=_CHUNK)
-        if not len(part):
-            return
-        yield part
+    with path.open("rb") as file:
+        while len(part := np.fromfile(file, dtype=kind, count=_CHUNK)):
+            yield part

@@ -33,8 +33,8 @@ logger = init_logger(__name__)
 
 _STATE = "_vllm_trie_items"
 """Attribute of a model runner with its :class:`_WorkerItems`."""
-_MAX_TRIES = 8
-"""Versions of catalogues that stay mapped."""
+_MAX_VERSIONS = 4
+"""Versions of a catalogue that stay mapped."""
 
 
 class GroupCandidates(NamedTuple):
@@ -58,7 +58,9 @@ class _WorkerItems:
         self.steps: list[ItemStep] = []
         self._tries: dict[tuple[str, str], ItemTrie] = {}
 
-    def candidates(self, step: ItemStep, place_of: dict[str, int], logits: torch.Tensor) -> Any:
+    def candidates(
+        self, step: ItemStep, place_of: dict[str, int], logits: torch.Tensor
+    ) -> GroupCandidates | None:
         """Return the candidates of one group; None if its catalogue cannot be mapped."""
         try:
             trie = self._trie(step.path, step.version)
@@ -86,9 +88,10 @@ class _WorkerItems:
     def _trie(self, path: str, version: str) -> ItemTrie:
         key = (path, version)
         if key not in self._tries:
-            while len(self._tries) >= _MAX_TRIES:
-                del self._tries[next(iter(self._tries))]
             self._tries[key] = open_items(Path(path), version=version)
+            versions = [known for known in self._tries if known[0] == path]
+            for old in versions[:-_MAX_VERSIONS]:
+                del self._tries[old]
         return self._tries[key]
 
 
@@ -99,8 +102,8 @@ def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute_model(
         self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
-        steps = getattr(scheduler_output, ITEM_STEPS, None)
-        if steps is not None:
+        steps = getattr(scheduler_output, ITEM_STEPS, [])
+        if steps or _STATE in self.__dict__:
             self.__dict__.setdefault(_STATE, _WorkerItems()).steps = steps
         return original(self, scheduler_output, *args, **kwargs)
 
