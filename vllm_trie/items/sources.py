@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +119,15 @@ def _encoded(item: dict[str, Any], encode: Encode | None, where: _Where, index: 
 
 def _check_ids(ids: list[Any], where: _Where) -> None:
     types = set(map(type, ids))
-    if types == {str} or (types == {int} and min(ids) >= _LIMITS.min and max(ids) <= _LIMITS.max):
+    if types == {str}:
+        try:
+            "".join(ids).encode()
+        except UnicodeEncodeError as error:
+            ends = accumulate(map(len, ids))
+            index = next(i for i, end in enumerate(ends) if end > error.start)
+            raise where.error(index, f"id {ids[index]!r} has half a surrogate pair") from None
+        return
+    if types == {int} and min(ids) >= _LIMITS.min and max(ids) <= _LIMITS.max:
         return
     for index, each in enumerate(ids):
         if type(each) is int and not _LIMITS.min <= each <= _LIMITS.max:

@@ -139,6 +139,13 @@ def test_wrong_lines(tmp_path, line, message):
         list(read_items(source, vocab_size=10))
 
 
+def test_ids_are_unicode_text(tmp_path):
+    source = tmp_path / "items.jsonl"
+    source.write_text('{"id": "é", "tokens": [3]}\n{"id": "\\ud83d", "tokens": [1]}\n')
+    with pytest.raises(ItemsError, match="line 2: id .* has half a surrogate pair"):
+        list(read_items(source))
+
+
 def test_ids_of_different_types_in_distant_batches(tmp_path, monkeypatch):
     monkeypatch.setattr("vllm_trie.items.sources._BATCH", 1)
     source = tmp_path / "items.jsonl"
