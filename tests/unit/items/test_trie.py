@@ -142,7 +142,7 @@ def test_wrong_lines(tmp_path, line, message):
 def test_ids_are_unicode_text(tmp_path):
     source = tmp_path / "items.jsonl"
     source.write_text('{"id": "é", "tokens": [3]}\n{"id": "\\ud83d", "tokens": [1]}\n')
-    with pytest.raises(ItemsError, match="line 2: id .* has half a surrogate pair"):
+    with pytest.raises(ItemsError, match=r"line 2: id .* has half a surrogate pair"):
         list(read_items(source))
 
 
