@@ -190,3 +190,11 @@ def test_tensor_parallel() -> None:
     accepted, tokens = map(int, found[0])
     assert tokens / 4 < accepted < tokens
     assert "same as without drafts: yes" in text
+
+
+def test_recommendation() -> None:
+    # Its own process serves, and the example imports its neighbour.
+    path = EXAMPLES / "recommendation.py"
+    text = run(str(path), "--items", "20000", "--width", "40", PYTHONPATH=str(EXAMPLES))
+    assert "20000 items of 3 to 5 tokens" in text
+    assert "160 of 160 answers are different items of the catalogue" in text

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
-from vllm_trie.beam.candidates import num_raw_candidates
+from vllm_trie.beam.candidates import Outcomes, num_raw_candidates
 from vllm_trie.beam.reference import reference_search
 from vllm_trie.beam.search import BeamSearch, Child, Hypothesis
 from vllm_trie.beam.settings import (
+    ITEM_OPTIONS,
     MAX_LENGTH_PENALTY,
     OPTION_NAMES,
     BeamOptions,
@@ -19,12 +20,14 @@ from vllm_trie.beam.settings import (
 from vllm_trie.beam.trace import SearchTrace
 
 __all__ = [
+    "ITEM_OPTIONS",
     "MAX_LENGTH_PENALTY",
     "OPTION_NAMES",
     "BeamOptions",
     "BeamSearch",
     "Child",
     "Hypothesis",
+    "Outcomes",
     "SearchSettings",
     "SearchTrace",
     "num_raw_candidates",

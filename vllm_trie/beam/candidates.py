@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,18 @@ from vllm_trie.beam.settings import SearchSettings
 
 NEVER = np.float32(-np.inf)
 """Log-probability of a forbidden token."""
+
+
+class Outcomes(NamedTuple):
+    """What constrained candidates lead to.
+
+    Attributes:
+        ends: bool[rows, k], whether the hypothesis is complete.
+        goes_on: bool[rows, k], whether it can be extended; a complete one may be, too.
+    """
+
+    ends: np.ndarray
+    goes_on: np.ndarray
 
 
 def num_raw_candidates(

@@ -37,6 +37,7 @@ def reference_search(
     settings: SearchSettings,
     prompt_token_ids: Sequence[int] = (),
     find_stop_string: Callable[[list[int]], str | None] = lambda token_ids: None,
+    outcome: Callable[[list[int]], tuple[bool, bool]] | None = None,
 ) -> list[ReferenceHypothesis]:
     """Return the finished hypotheses, best first; no sampling.
 
@@ -45,6 +46,8 @@ def reference_search(
         settings: The search; ``do_sample`` must be False.
         prompt_token_ids: Tokens for the repetition penalty.
         find_stop_string: Returns the stop string that the last token completes, if any.
+        outcome: Returns whether generated tokens are complete, and whether they can go on. None:
+            stop tokens and the length decide.
 
     Raises:
         ValueError: ``do_sample`` is True: a random search has no reference result.
@@ -71,12 +74,19 @@ def reference_search(
 
             # 2. The best of them go on or end; one that ends counts only among the best `width`.
             survivors = []
-            for rank, each in enumerate(everything[: settings.num_candidates]):
-                stop_string = length > settings.min_tokens and find_stop_string(each.token_ids)
-                stops = each.token_ids[-1] in settings.stop_token_ids or stop_string
-                if not stops and length < settings.max_new_tokens:
+            last = length == settings.max_new_tokens
+            looked_at = settings.num_candidates if outcome is None else len(everything)
+            for rank, each in enumerate(everything[:looked_at]):
+                if outcome is None:
+                    stop_string = length > settings.min_tokens and find_stop_string(each.token_ids)
+                    stops = each.token_ids[-1] in settings.stop_token_ids or stop_string
+                    ends = stops or last
+                    goes_on = not ends
+                else:
+                    ends, goes_on = outcome(each.token_ids)
+                if goes_on and not last:
                     survivors.append(each)
-                elif rank < width:
+                if ends and rank < width:
                     score = _score(settings, each.total, length)
                     finished[group].append(ReferenceHypothesis(each.token_ids, float(score)))
             finished[group].sort(key=lambda each: -each.score)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.beam.candidates import CandidateRules
+from vllm_trie.beam.candidates import CandidateRules, Outcomes
 from vllm_trie.beam.finished import FinishedNode, FinishedSet
 from vllm_trie.beam.settings import SearchSettings
 from vllm_trie.beam.trace import NodeFate, SearchTrace
@@ -29,10 +29,14 @@ StopStringFinder = Callable[[list[int]], str | None]
 
 
 class Child(NamedTuple):
-    """A row of the next step: row `parent` of this step, extended by `token_id`."""
+    """A row of the next step: row `parent` of this step, extended by `token_id`.
+
+    `position` is the token's place among the candidates of the parent.
+    """
 
     parent: int
     token_id: int
+    position: int
 
 
 class Hypothesis(NamedTuple):
@@ -44,7 +48,7 @@ class Hypothesis(NamedTuple):
         score: Sum of the (rule-adjusted) log-probabilities over ``length ** length_penalty``.
         sum_logprob: That sum.
         reason: ``"stop"`` or ``"length"``.
-        stop: Stop token id or stop string that ended it, None if the length did.
+        stop: Stop token id or stop string that ended it, None if something else did.
         places: For each token (step, row, position among the row's candidates).
     """
 
@@ -72,6 +76,15 @@ class _Candidate(NamedTuple):
     position: int
     token_id: int
     logprob: float
+
+
+class _Fate(NamedTuple):
+    """What becomes of a candidate; one that is complete may also go on."""
+
+    ends: bool
+    goes_on: bool
+    reason: str = ""
+    stop: int | str | None = None
 
 
 class BeamSearch:
@@ -108,16 +121,25 @@ class BeamSearch:
         """The number of rows whose candidates :meth:`advance` expects."""
         return len(self._row_nodes)
 
+    @property
+    def totals(self) -> np.ndarray:
+        """Cumulative log-probabilities float32[num_rows] of a search without diverse groups."""
+        return self._groups[0].totals
+
     def generated(self, row: int) -> list[int]:
         """Return the generated tokens of a row."""
         return [node.token_id for node in self._path(self._row_nodes[row])]
 
-    def advance(self, token_ids: np.ndarray, logprobs: np.ndarray) -> list[Child]:
+    def advance(
+        self, token_ids: np.ndarray, logprobs: np.ndarray, outcomes: Outcomes | None = None
+    ) -> list[Child]:
         """Take one step.
 
         Args:
             token_ids: int[rows, k], candidates of each row, distinct within a row.
             logprobs: float32[rows, k], their log-probabilities, best first.
+            outcomes: What the candidates lead to; None if stop tokens and the length decide. A
+                hypothesis that is not complete at the greatest length is dropped.
 
         Returns:
             The rows of the next step, empty when the search is done. Mutates the search.
@@ -142,11 +164,11 @@ class BeamSearch:
             values = adjusted
             if taken and self.settings.diversity_penalty:
                 values = adjusted - self._diversity(token_ids, taken)
-            kept = self._advance_group(group, token_ids, values, logprobs)
+            kept = self._advance_group(group, token_ids, values, logprobs, outcomes)
             group.first_row = len(children)
             group.num_rows = len(kept)
             for candidate, node in kept:
-                children.append(Child(candidate.row, candidate.token_id))
+                children.append(Child(candidate.row, candidate.token_id, candidate.position))
                 nodes.append(node)
                 taken.append(candidate.token_id)
         self.steps += 1
@@ -193,25 +215,23 @@ class BeamSearch:
         token_ids: np.ndarray,
         adjusted: np.ndarray,
         raw: np.ndarray,
+        outcomes: Outcomes | None,
     ) -> list[tuple[_Candidate, int]]:
         """Take one step of a diverse group; return its running candidates and their nodes."""
         settings = self.settings
         length = self.steps + 1
-        last = length == settings.max_new_tokens
-        candidates = self._best(group, token_ids, adjusted, raw)
-        may_stop = bool(self._stop_token_ids) or self._find_stop_string is not None
+        candidates = self._best(group, token_ids, adjusted, raw, outcomes)
         running: list[_Candidate] = []
         finished: list[FinishedNode] = []
         for rank, candidate in enumerate(candidates):
-            stop = self._stop_of(candidate) if may_stop else None
-            if stop is None and not last:
+            fate = self._fate(candidate, outcomes)
+            if fate.goes_on:
                 running.append(candidate)
-            elif rank < settings.group_width:
+            if fate.ends and rank < settings.group_width:
                 score = group.finished.score(candidate.total, length)
                 node = self._add(candidate, NodeFate.FINISHED)
-                reason = "length" if stop is None else "stop"
-                finished.append(FinishedNode(score, node, reason, stop))
-            elif settings.trace:
+                finished.append(FinishedNode(score, node, fate.reason, fate.stop))
+            elif settings.trace and not fate.goes_on:
                 self._add(candidate, NodeFate.DROPPED)
         if finished:
             group.finished.add(finished)
@@ -229,7 +249,12 @@ class BeamSearch:
         return kept
 
     def _best(
-        self, group: _DiverseGroup, token_ids: np.ndarray, adjusted: np.ndarray, raw: np.ndarray
+        self,
+        group: _DiverseGroup,
+        token_ids: np.ndarray,
+        adjusted: np.ndarray,
+        raw: np.ndarray,
+        outcomes: Outcomes | None,
     ) -> list[_Candidate]:
         """Return the step's candidates: the best, or draws without replacement in their order."""
         first = group.first_row
@@ -241,13 +266,14 @@ class BeamSearch:
         else:
             # The k largest of log-probability + Gumbel noise are k draws without replacement.
             keys = -(totals + self._random.gumbel(size=totals.size))
-        count = self.settings.num_candidates
-        if totals.size > count:
-            places = np.argpartition(keys, count - 1)[:count]
-            places.sort()  # a tie goes to the earlier row, then to the better candidate
-            places = places[np.argsort(keys[places], kind="stable")]
-        else:
-            places = np.argsort(keys, kind="stable")
+        if outcomes is None:
+            places = _smallest(keys, self.settings.num_candidates)
+        else:  # any number of the best may end; still as many go on as there are
+            width = self.settings.group_width
+            going = np.flatnonzero(outcomes.goes_on)
+            places = np.union1d(_smallest(keys, width), going[_smallest(keys[going], width)])
+        # A tie goes to the earlier row, then to the better candidate.
+        places = places[np.argsort(keys[places], kind="stable")]
         rows, positions = np.divmod(places, token_ids.shape[1])
         rows += first
         return [
@@ -262,6 +288,19 @@ class BeamSearch:
             )
             if candidate.total > -np.inf  # not forbidden, and no NaN from a broken model
         ]
+
+    def _fate(self, candidate: _Candidate, outcomes: Outcomes | None) -> _Fate:
+        last = self.steps + 1 == self.settings.max_new_tokens
+        if outcomes is not None:
+            place = candidate.row, candidate.position
+            stop = candidate.token_id if candidate.token_id in self._stop_token_ids else None
+            return _Fate(
+                bool(outcomes.ends[place]), bool(outcomes.goes_on[place]) and not last, "stop", stop
+            )
+        found = self._stop_of(candidate)
+        if found is not None:
+            return _Fate(True, False, "stop", found)
+        return _Fate(last, not last, "length")
 
     def _stop_of(self, candidate: _Candidate) -> int | str | None:
         if candidate.token_id in self._stop_token_ids:
@@ -313,3 +352,12 @@ class _DiverseGroup:
         self.num_rows = 1
         self.totals = np.zeros(1, dtype=np.float32)
         self.done = False
+
+
+def _smallest(keys: np.ndarray, count: int) -> np.ndarray:
+    """Return the places of the `count` smallest keys, ascending."""
+    if keys.size <= count:
+        return np.arange(keys.size)
+    places = np.argpartition(keys, count - 1)[:count]
+    places.sort()
+    return places

@@ -60,6 +60,20 @@ class BeamOptions(BaseModel):
     beam_trace: _Flag = Field(
         default=False, description="Return the whole trie of the search, to draw it."
     )
+    items: str | None = Field(
+        default=None,
+        description="Name of a catalogue of the engine: every hypothesis is one of its items.",
+    )
+    items_end: Literal["complete", "eos"] = Field(
+        default="complete",
+        description="'complete': a hypothesis ends when its item is complete; 'eos': EOS must "
+        "follow the item, and its log-probability counts. Only with items.",
+    )
+    normalize: Literal["vocabulary", "valid"] = Field(
+        default="vocabulary",
+        description="Log-probabilities over the whole vocabulary, or over the tokens that may "
+        "follow. Only with items.",
+    )
 
     @model_validator(mode="after")
     def _check_together(self) -> BeamOptions:
@@ -77,11 +91,29 @@ class BeamOptions(BaseModel):
             raise ValueError(
                 "do_sample and num_beam_groups above 1 exclude each other; leave one of them out"
             )
+        if self.items is None:
+            for name in ("items_end", "normalize"):
+                if name in self.model_fields_set and getattr(self, name) != _default(name):
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} needs items; name a catalogue of the "
+                        f"engine, or leave {name} out"
+                    )
+        elif self.do_sample or self.num_beam_groups > 1:
+            name = "do_sample" if self.do_sample else "num_beam_groups"
+            raise ValueError(f"items and {name} exclude each other; leave one of them out")
         return self
+
+
+def _default(name: str) -> Any:
+    return BeamOptions.model_fields[name].default
 
 
 OPTION_NAMES = frozenset(BeamOptions.model_fields)
 """Keys of ``extra_args`` that belong to beam search."""
+
+
+ITEM_OPTIONS = frozenset({"items", "items_end", "normalize"})
+"""Those of them that concern catalogues."""
 
 
 def parse_options(values: dict[str, Any]) -> BeamOptions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,4 +99,51 @@ def search(path: str, case: Case) -> list[Expected]:
             sequence.pop()
         score = float(result.sequences_scores[i]) if case.beam_width > 1 else None
         expected.append(Expected(sequence, score))
+    return expected
+
+
+def constrained_search(
+    path: str,
+    prompt_token_ids: Sequence[int],
+    beam_width: int,
+    max_tokens: int,
+    allowed: Callable[[tuple[int, ...]], list[int]],
+    eos: int | None,
+    early_stopping: bool | str = False,
+) -> list[Expected]:
+    """What the oracle finds with ``prefix_allowed_tokens_fn``, best first; valid paths only.
+
+    Args:
+        allowed: From generated tokens to those that may follow.
+        eos: Token that ends a hypothesis; None if only the length does.
+    """
+    model = load(path)
+    prompt = torch.tensor([prompt_token_ids])
+    pad = model.config.vocab_size - 1
+
+    def allowed_tokens(_: int, token_ids: torch.Tensor) -> list[int]:
+        # Beams of probability 0 may be anywhere; Hugging Face wants some token for them, too.
+        return allowed(tuple(token_ids[prompt.shape[1] :].tolist())) or [pad]
+
+    with torch.no_grad():
+        result = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            num_beams=beam_width,
+            num_return_sequences=beam_width,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=[pad if eos is None else eos],
+            pad_token_id=pad,
+            early_stopping=early_stopping,
+            prefix_allowed_tokens_fn=allowed_tokens,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    expected = []
+    for i, sequence in enumerate(result.sequences[:, prompt.shape[1] :].tolist()):
+        while sequence and sequence[-1] == pad:
+            sequence.pop()
+        if result.sequences_scores[i] > -1e6:
+            expected.append(Expected(sequence, float(result.sequences_scores[i])))
     return expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +10,9 @@ import openai
 import pytest
 
 from tests.engine.beam.cases import prompt
-from tests.engine.beam.oracle import Case, search
+from tests.engine.beam.oracle import Case, constrained_search, search
 from tests.engine.serving import MODEL_NAME, Server, running
+from tests.unit.items.catalogues import PlainTrie, random_items, write
 from vllm_trie.tiny_model import model_path
 
 pytestmark = pytest.mark.slow
@@ -19,9 +21,15 @@ OPTIONS = ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32"]
 OPTIONS += ["--max-model-len", "512", "--max-num-seqs", "32"]
 
 
+ITEMS = random_items(5, 500, 0, (1, 4), branching=40)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("server") / "log", *OPTIONS) as server:
+    folder = tmp_path_factory.mktemp("server")
+    additional = {"vllm_trie": {"items": {"catalogue": str(write(folder / "items", ITEMS))}}}
+    options = [*OPTIONS, "--additional-config", json.dumps(additional)]
+    with running(folder / "log", *options) as server:
         yield server
 
 
@@ -65,6 +73,28 @@ def test_completions(client):
     assert result.usage.completion_tokens == sum(
         len(each.token_ids) for each in search(str(model_path()), case)
     )
+
+
+@pytest.mark.parametrize("use_beam_search", [False, True])
+def test_items_of_a_catalogue(client, use_beam_search):
+    """The stop reason is the id of the item."""
+    extra: dict[str, Any] = {"vllm_xargs": {"items": "catalogue", "items_end": "eos"}}
+    if use_beam_search:
+        extra["use_beam_search"] = True
+    else:
+        extra["vllm_xargs"]["beam_width"] = 8
+    result = completion(client, extra, n=8)
+    plain = PlainTrie(ITEMS)
+    expected = constrained_search(
+        str(model_path()), prompt(4, 40), 8, 5, lambda path: plain.allowed(path, 0), 0
+    )
+    found = [(choice.finish_reason, choice.stop_reason) for choice in result.choices]
+    assert found == [("stop", ITEMS[tuple(each.token_ids[:-1])]) for each in expected]
+
+
+def test_unknown_catalogue(client):
+    with pytest.raises(openai.BadRequestError, match="items='other' is no catalogue of this"):
+        completion(client, {"vllm_xargs": {"items": "other", "beam_width": 4}})
 
 
 def test_completions_with_wider_search_and_modes(client):

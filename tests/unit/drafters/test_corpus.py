@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.unit.drafters.support import make_context, make_request
+from vllm_trie.checked_file import PREFIX
 from vllm_trie.drafters import parse_options
 from vllm_trie.drafters.ngram_trie import NgramTrieDrafter
 from vllm_trie.drafters.ngram_trie import drafter as drafter_module
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
 from vllm_trie.ngrams import Job, NativeBackend, corpus_cli, native
 from vllm_trie.ngrams.corpus_file import (
-    _PREFIX,
-    MAGIC,
-    VERSION,
+    FORMAT,
     CorpusError,
     fingerprint,
     open_corpus,
@@ -137,8 +136,9 @@ def test_foreign_files_and_versions(path: Path) -> None:
         path.write_bytes(other)
         with pytest.raises(CorpusError, match="not a corpus file"):
             open_corpus(path)
-    path.write_bytes(MAGIC + (VERSION + 1).to_bytes(4, "little") + content[12:])
-    with pytest.raises(CorpusError, match=f"version {VERSION + 1}, this program reads {VERSION}"):
+    path.write_bytes(FORMAT.magic + (FORMAT.version + 1).to_bytes(4, "little") + content[12:])
+    newer = FORMAT.version + 1
+    with pytest.raises(CorpusError, match=f"version {newer}, this program reads {newer - 1}"):
         open_corpus(path)
 
 
@@ -154,15 +154,15 @@ def test_tokenizer_and_vocabulary_must_fit(path: Path) -> None:
 def test_a_forged_file_with_a_right_digest_cannot_crash(path: Path, data: st.DataObject) -> None:
     """Numbers of the index are changed and the digest is made to match: refused, or harmless."""
     content = bytearray(path.read_bytes())
-    _, _, size, _ = _PREFIX.unpack(content[: _PREFIX.size])
-    begin = -(-(_PREFIX.size + size) // 64) * 64
+    _, _, size, _ = PREFIX.unpack(content[: PREFIX.size])
+    begin = -(-(PREFIX.size + size) // 64) * 64
     for _ in range(data.draw(st.integers(1, 5))):
         place = begin + 4 * data.draw(st.integers(0, (len(content) - begin) // 4 - 1))
         value = data.draw(
             st.one_of(st.integers(-3, 60), st.sampled_from([2**31 - 1, -(2**31), 10**6]))
         )
         content[place : place + 4] = value.to_bytes(4, "little", signed=True)
-    digest = hashlib.sha256(content[_PREFIX.size :]).digest()
+    digest = hashlib.sha256(content[PREFIX.size :]).digest()
     content[16:48] = digest
     forged = path.with_suffix(".forged")
     forged.write_bytes(content)

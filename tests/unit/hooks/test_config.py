@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.unit.items.catalogues import write
 from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.setup import items as items_setup
 from vllm_trie.vllm_hooks.setup.config import (
     CONFIG_KEY,
     DEFAULT_NODES,
@@ -294,3 +297,37 @@ def test_the_class_without_a_method_is_refused() -> None:
 def test_engines_without_trees_have_no_configuration() -> None:
     assert read(as_worker_sees(arguments())) is None
     assert read(as_worker_sees(arguments({"model": "ngram"}))) is None
+
+
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram_trie"}])
+@pytest.mark.parametrize("items", ["path", ["path"], {"name": 3}, {"name": ""}, {3: "path"}, None])
+def test_catalogues_are_paths_by_name(speculative: dict | None, items: Any) -> None:
+    with pytest.raises(ValueError, match="must map names to paths, as in") as caught:
+        translate(arguments(speculative, {CONFIG_KEY: {"items": items}}))
+    assert f"additional_config['vllm_trie']['items']={items!r}" in str(caught.value)
+
+
+def serving(path: object, **values: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        additional_config={CONFIG_KEY: {"items": {"shop": str(path)}}},
+        model_config=SimpleNamespace(get_vocab_size=lambda: 10),
+        **{"speculative_config": None, "use_v2_model_runner": False, **values},
+    )
+
+
+def test_catalogues_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(items_setup, "reason_off", lambda config: None)
+    path = write(tmp_path / "items.trie", {(1, 9): 1})
+    items_setup.check_catalogues(serving(path))  # type: ignore[arg-type]
+    larger = write(tmp_path / "larger.trie", {(1, 10): 1})
+    for wrong, message in (
+        (serving(tmp_path / "none"), "none: No such file"),
+        (serving(larger), "it has token 10, the model's vocabulary has 10 tokens"),
+        (serving(path, speculative_config=object()), "speculative decoding verifies tokens"),
+        (serving(path, use_v2_model_runner=True), "set VLLM_USE_V2_MODEL_RUNNER=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            items_setup.check_catalogues(wrong)  # type: ignore[arg-type]
+    monkeypatch.setattr(items_setup, "reason_off", lambda config: "it is switched off")
+    with pytest.raises(ValueError, match=r"\['items'\] cannot be served: it is switched off"):
+        items_setup.check_catalogues(serving(path))  # type: ignore[arg-type]

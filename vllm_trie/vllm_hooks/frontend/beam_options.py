@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.beam import OPTION_NAMES, BeamOptions, SearchSettings, parse_options
+from vllm_trie.beam import ITEM_OPTIONS, OPTION_NAMES, BeamOptions, SearchSettings, parse_options
 from vllm_trie.vllm_hooks.frontend.request_options import CACHE_SALT, SPECULATION
 
 if TYPE_CHECKING:
@@ -135,8 +135,10 @@ def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int)
     """Return the settings of the search that a member's parameters ask for."""
     stop_token_ids = [params.eos_token_id, *(params.stop_token_ids or ())]
     do_sample = spec.options.do_sample
+    if spec.options.items is not None:  # only EOS, and only where it must follow an item
+        stop_token_ids = [params.eos_token_id] if spec.options.items_end == "eos" else []
     return SearchSettings(
-        **spec.options.model_dump(exclude={"beam_trace"}),
+        **spec.options.model_dump(exclude={"beam_trace", *ITEM_OPTIONS}),
         trace=spec.options.beam_trace,
         max_new_tokens=max_new_tokens,
         stop_token_ids=tuple(dict.fromkeys(t for t in stop_token_ids if t is not None)),
@@ -152,8 +154,11 @@ def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int)
     )
 
 
-def row_params(num_candidates: int, max_new_tokens: int) -> SamplingParams:
-    """Return the parameters of a row: greedy, with the log-probabilities of its candidates."""
+def row_params(num_candidates: int | None, max_new_tokens: int) -> SamplingParams:
+    """Return the parameters of a row: greedy, with the log-probabilities of its candidates.
+
+    None for the candidates of a constrained row, which are not those of vLLM's sampler.
+    """
     return SamplingParams(
         temperature=0.0,
         max_tokens=max_new_tokens,

@@ -14,6 +14,7 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
     SPEC_KEY,
     BeamRequestError,
     asks_for_beam,
+    beam_spec,
     check_blocks,
     check_inputs,
     check_processors,
@@ -21,6 +22,7 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
     prepare_params,
     refuse_own_key,
 )
+from vllm_trie.vllm_hooks.frontend.item_requests import check_length, check_parameters
 from vllm_trie.vllm_hooks.setup.support import beam_slots, reason_off
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import RequestState
+
+    from vllm_trie.beam import BeamOptions
 
 
 def has_distinct_outputs(params: SamplingParams) -> bool:
@@ -46,7 +50,9 @@ def prepare_request(vllm_config: VllmConfig, params: SamplingParams) -> Sampling
         raise BeamRequestError(f"beam_width was given, but native beam search is off: {reason}")
     prepared = prepare_params(params)
     check_processors(prepared, custom_processors(vllm_config))
-    check_slots(_beam_width(prepared), beam_slots(vllm_config))
+    options = _options(prepared)
+    check_slots(options.beam_width, beam_slots(vllm_config))
+    check_parameters(vllm_config, params, options)
     return prepared
 
 
@@ -75,12 +81,14 @@ def check_processed(vllm_config: VllmConfig, request: EngineCoreRequest) -> None
     params, prompt = request.sampling_params, request.prompt_token_ids
     assert params is not None
     assert prompt is not None
+    options = _options(params)
+    check_length(vllm_config, params, options, len(prompt))
     if cache.num_gpu_blocks:  # known here
         # Data-parallel engines report the sum of their blocks.
         blocks = cache.num_gpu_blocks // parallel.data_parallel_size - 1
         room = vllm_config.model_config.max_model_len - len(prompt)
         max_new = room if params.max_tokens is None else min(params.max_tokens, room)
-        check_blocks(len(prompt), _beam_width(params), max_new, cache.block_size, blocks)
+        check_blocks(len(prompt), options.beam_width, max_new, cache.block_size, blocks)
     # One engine must get all members, to make them one group.
     if parallel.data_parallel_size > 1 and params.n > 1 and request.data_parallel_rank is None:
         ranks = (
@@ -94,12 +102,15 @@ def check_processed(vllm_config: VllmConfig, request: EngineCoreRequest) -> None
 def complete_output(output: Any, result: dict[str, Any]) -> None:
     """Give a hypothesis' ``CompletionOutput`` its ``cumulative_logprob``, ``score`` and ``beam``.
 
-    ``beam`` is a dictionary: ``score``, ``cumulative_logprob``, ``steps`` of the search and, if
-    asked for, ``trace``.
+    ``beam`` is a dictionary: ``score``, ``cumulative_logprob``, ``steps`` of the search, ``item``,
+    the id of the item that was found, if the search was inside a catalogue, and ``trace``, if asked
+    for. The id is also the output's ``item``.
     """
     output.cumulative_logprob = result["cumulative_logprob"]
     output.score = result["score"]
     output.beam = result
+    if "item" in result:
+        output.item = result["item"]
 
 
 def wrap_verify_greedy_sampling(original: Any) -> Any:
@@ -168,6 +179,7 @@ def wrap_new_completion_output(original: Any) -> Any:
     return _new_completion_output
 
 
-def _beam_width(params: SamplingParams) -> int:
-    assert params.extra_args is not None
-    return int(params.extra_args[SPEC_KEY]["options"]["beam_width"])
+def _options(params: SamplingParams) -> BeamOptions:
+    spec = beam_spec(params)
+    assert spec is not None
+    return spec.options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm import RequestOutput
@@ -12,7 +12,8 @@ from vllm.logger import init_logger
 from vllm.logprobs import Logprob
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
-from vllm_trie.beam import MAX_LENGTH_PENALTY
+from vllm_trie.beam import ITEM_OPTIONS, MAX_LENGTH_PENALTY
+from vllm_trie.vllm_hooks.frontend.beam_options import BeamRequestError
 from vllm_trie.vllm_hooks.setup.support import beam_slots, reason_for_stock_search
 
 if TYPE_CHECKING:
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-EXTRA_OPTIONS = ("early_stopping", "do_sample", "num_beam_groups", "diversity_penalty")
+EXTRA_OPTIONS = (
+    "early_stopping",
+    "do_sample",
+    "num_beam_groups",
+    "diversity_penalty",
+    *sorted(ITEM_OPTIONS),
+)
 """Attributes of a ``BeamSearchParams`` that the native search reads, next to vLLM's fields."""
 
 NOT_TOKENS = "only text prompts and token ids are searched natively"
@@ -32,6 +39,19 @@ def beam_extra_args(params: BeamSearchParams) -> dict[str, Any]:
     extra_args = {"beam_width": params.beam_width, "length_penalty": params.length_penalty}
     given = {name: getattr(params, name) for name in EXTRA_OPTIONS if hasattr(params, name)}
     return {**extra_args, **given}
+
+
+def refuse_items(extra_args: Mapping[str, Any], reason: str) -> None:
+    """Refuse a search inside a catalogue that only vLLM's own search, which has none, could serve.
+
+    Raises:
+        BeamRequestError: The search is inside a catalogue.
+    """
+    if extra_args.get("items") is not None:
+        raise BeamRequestError(
+            f"items={extra_args['items']!r} needs the native beam search, which cannot serve this "
+            f"request: {reason}"
+        )
 
 
 def wrap_beam_search(original: Any) -> Any:
@@ -80,6 +100,7 @@ def native_beam_search(
         if any(engine_input["type"] != "token" for engine_input in engine_inputs):
             reason = NOT_TOKENS
     if reason is not None:
+        refuse_items(beam_extra_args(params), reason)
         logger.info_once("LLM.beam_search runs vLLM's own beam search: %s", reason)
         return None
 
@@ -162,5 +183,7 @@ def _to_beam_output(
             stop_reason=output.stop_reason,
         )
         sequence.score = output.score  # type: ignore[attr-defined]
+        if hasattr(output, "item"):
+            sequence.item = output.item  # type: ignore[attr-defined]
         sequences.append(sequence)
     return BeamSearchOutput(sequences=sequences)

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamRequestError
-from vllm_trie.vllm_hooks.frontend.offline_beam import NOT_TOKENS, beam_extra_args
+from vllm_trie.vllm_hooks.frontend.offline_beam import NOT_TOKENS, beam_extra_args, refuse_items
 from vllm_trie.vllm_hooks.setup.support import reason_for_stock_search
 
 logger = init_logger(__name__)
@@ -132,6 +132,7 @@ def native_beam_search(
     if reason is None and prompt["type"] != "token":
         reason = NOT_TOKENS
     if reason is not None:
+        refuse_items(_extra_args(params), reason)
         logger.info_once("use_beam_search runs vLLM's own beam search: %s", reason)
         return None
     check_api_request(getattr(params, "openai_request", None))
@@ -154,7 +155,6 @@ def to_sampling_params(params: BeamSearchParams) -> SamplingParams:
         BeamRequestError: A field of the request does not go with beam search.
     """
     request: Any = getattr(params, "openai_request", None)
-    extra_args = beam_extra_args(params) | (getattr(request, "vllm_xargs", None) or {})
     values = {
         name: value
         for name in _FIELDS
@@ -173,6 +173,11 @@ def to_sampling_params(params: BeamSearchParams) -> SamplingParams:
         include_stop_str_in_output=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args=extra_args,
+        extra_args=_extra_args(params),
         **values,
     )
+
+
+def _extra_args(params: BeamSearchParams) -> dict[str, Any]:
+    request = getattr(params, "openai_request", None)
+    return beam_extra_args(params) | (getattr(request, "vllm_xargs", None) or {})

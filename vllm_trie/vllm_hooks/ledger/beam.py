@@ -14,6 +14,11 @@ _group = partial(
 )
 _any = _group("vllm.")
 _scheduler = _group("vllm.v1.core.sched.scheduler:Scheduler.")
+_runner = _group(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.",
+    scope="native_search",
+    retire_when="the sampler returns the best of a list of tokens for each request",
+)
 _fork = _group("vllm.v1.core.", extension_point="fork_request")
 _result = _group(
     "vllm.v1.engine.output_processor:RequestState.",
@@ -109,6 +114,13 @@ BEAM_PATCHES: tuple[Patch, ...] = (
     _any("v1.request:Request", "made", "rows", "request_id prompt_token_ids"),
     _any("v1.engine:EngineCoreOutput", "made", "a hypothesis is a member's whole output",
         "request_id new_token_ids new_logprobs"),
+    # Constrained rows in the worker
+    _runner("execute_model", "wrapped", "takes the places of constrained rows", "scheduler_output",
+        wrapper="worker.item_rows:wrap_execute_model"),
+    _runner("_sample", "wrapped", "candidates of constrained rows from their catalogues",
+        "logits spec_decode_metadata", wrapper="worker.item_rows:wrap_sample"),
+    _any("v1.outputs:LogprobsTensors", "made", "how the candidates reach the scheduler",
+        "logprob_token_ids logprobs selected_token_ranks"),
     # KV blocks
     _any("v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace", "wrapped",
         "copies the slots of tail blocks that differ; vLLM's copies whole blocks bytewise",
@@ -117,7 +129,8 @@ BEAM_PATCHES: tuple[Patch, ...] = (
     _any("v1.attention.backends.cpu_attn:_get_attn_isa", "called",
         "whether slots lie in the cache as the copies expect", "dtype block_size head_size",
         platform="cpu"),
-    _any("v1.core.sched.output:SchedulerOutput", "changed", "carries the slots of each copy",
+    _any("v1.core.sched.output:SchedulerOutput", "changed",
+        "carries the slots of each copy and the places of constrained rows",
         "kv_cache_block_copies"),
     _fork("single_type_kv_cache_manager:SingleTypeKVCacheManager.take_pending_cow_copies",
         "relied on", "drains the copy-on-write queue that forks append to", "",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 from vllm.sampling_params import SamplingParams
@@ -12,7 +13,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.beam import BeamSearch, Hypothesis, num_raw_candidates
+from vllm_trie.beam import BeamSearch, Child, Hypothesis, num_raw_candidates
 from vllm_trie.beam.search import StopStringFinder
 from vllm_trie.vllm_hooks.frontend.beam_options import (
     SPEC_KEY,
@@ -23,26 +24,14 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
     search_settings,
 )
 from vllm_trie.vllm_hooks.ledger.extension_points import offered
+from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogue, ItemStep
+from vllm_trie.vllm_hooks.scheduler.item_rows import ItemRows, RowOutput
 
 RESULT_FIELD = "extension_result" if offered("extension_result") else "kv_transfer_params"
 """Field of an ``EngineCoreOutput`` in which a search's result travels to the front end."""
 
 MISSING = Hypothesis([], [], float("-inf"), 0.0, "length", None, [])
 """Answer to a member for which the search found no hypothesis."""
-
-
-class RowOutput(NamedTuple):
-    """Output of a row, kept until all rows of its group have one.
-
-    Attributes:
-        token_id: Token that the worker sampled and appended to its copy of the row.
-        logprobs: Log-probabilities of the step's batch.
-        place: Index of the row in `logprobs`.
-    """
-
-    token_id: int
-    logprobs: LogprobsLists
-    place: int
 
 
 class BeamGroup:
@@ -61,6 +50,7 @@ class BeamGroup:
         vocab_size: int,
         block_size: int,
         find_stop_string: StopStringFinder | None,
+        catalogue: Catalogue | None = None,
     ) -> None:
         params = member.sampling_params
         assert params is not None
@@ -73,14 +63,21 @@ class BeamGroup:
         self.prototype = member
         self.prompt = np.asarray(prompt, dtype=np.int32)
         max_new_tokens = min(member.max_tokens, max_model_len - len(prompt))
-        settings = search_settings(params, spec, max_new_tokens)
-        self.search = BeamSearch(settings, prompt, find_stop_string)
         self.num_logprobs = params.logprobs
-        self.num_candidates = max(
-            num_raw_candidates(settings, prompt, vocab_size),
-            min(params.logprobs or 0, vocab_size),
-        )
-        self.row_params: SamplingParams = row_params(self.num_candidates, max_new_tokens)
+        self.num_candidates = 0
+        if catalogue is None:
+            settings = search_settings(params, spec, max_new_tokens)
+            self.items: ItemRows | None = None
+            self.search = BeamSearch(settings, prompt, find_stop_string)
+            self.num_candidates = max(
+                num_raw_candidates(settings, prompt, vocab_size),
+                min(params.logprobs or 0, vocab_size),
+            )
+        else:
+            self.items = ItemRows(catalogue, spec, params, max_new_tokens)
+            self.search = self.items.search
+            max_new_tokens = self.search.settings.max_new_tokens
+        self.row_params: SamplingParams = row_params(self.num_candidates or None, max_new_tokens)
         self.min_blocks = min_blocks(len(prompt), self.beam_width, max_new_tokens, block_size)
         # The trie is little larger than its longest path: hypotheses meet a few tokens back.
         self.expected_blocks = cdiv(len(prompt) + max_new_tokens, block_size) + 2 * self.beam_width
@@ -157,6 +154,23 @@ class BeamGroup:
         generated = row._all_token_ids[self.prompt.size :]
         return np.concatenate([self.prompt, np.asarray(generated, dtype=np.int32)])
 
+    def advance(self) -> list[Child]:
+        """Take a step of the search with the outputs of all rows; return its next rows."""
+        if self.items is not None:
+            return self.items.advance([self.outputs[row.request_id] for row in self.rows])
+        return self.search.advance(*self.candidates())
+
+    def item_step(self, scheduled: Collection[str]) -> ItemStep | None:
+        """Return what the worker needs for those of the rows that are scheduled; None if nothing.
+
+        Args:
+            scheduled: Ids of the requests of the step.
+        """
+        if self.items is None:
+            return None
+        places = [i for i, row in enumerate(self.rows) if row.request_id in scheduled]
+        return self.items.step([self.rows[i].request_id for i in places], places)
+
     def candidates(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the candidates of all rows: int[rows, k] tokens, float32[rows, k] logprobs.
 
@@ -188,6 +202,10 @@ class BeamGroup:
             "cumulative_logprob": sum(hypothesis.logprobs),
             "steps": self.search.steps,
         }
+        stop = hypothesis.stop if by_token and hypothesis.stop != params.eos_token_id else None
+        if self.items is not None and hypothesis.places:
+            (stop,) = self.items.item_ids([hypothesis])
+            result["item"] = stop
         if self.search.trace is not None:
             result["trace"] = self.search.trace.to_dict()
         output = EngineCoreOutput(
@@ -197,9 +215,7 @@ class BeamGroup:
             # The front end finds a stop string itself, as for ordinary requests: it cuts the text
             # and reports the string as the stop reason.
             finish_reason=FinishReason.STOP if by_token else FinishReason.LENGTH,
-            stop_reason=(
-                hypothesis.stop if by_token and hypothesis.stop != params.eos_token_id else None
-            ),
+            stop_reason=stop,
             events=member.take_events(),
             prefill_stats=self.prefill_stats,
             trace_headers=member.trace_headers,

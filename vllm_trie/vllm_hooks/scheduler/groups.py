@@ -19,9 +19,11 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, check_blocks, check_slots
 from vllm_trie.vllm_hooks.scheduler.admission import Admission
 from vllm_trie.vllm_hooks.scheduler.blocks import num_blocks
+from vllm_trie.vllm_hooks.scheduler.catalogues import ITEM_STEPS, Catalogues
 from vllm_trie.vllm_hooks.scheduler.group import MISSING, BeamGroup, error_output
 from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
 from vllm_trie.vllm_hooks.scheduler.stop_strings import make_stop_string_finder
+from vllm_trie.vllm_hooks.setup.items import catalogue_paths
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -55,6 +57,7 @@ class BeamGroups:
         self.by_id: dict[str, BeamGroup] = {}
         """Group id to group, in order of arrival. Only this class writes it."""
         self.vocab_size = scheduler.vllm_config.model_config.get_vocab_size()
+        self._catalogues = Catalogues(catalogue_paths(scheduler.vllm_config), self.vocab_size)
 
     @property
     def idle(self) -> bool:
@@ -110,6 +113,7 @@ class BeamGroups:
             self.vocab_size,
             scheduler.block_size,
             make_stop_string_finder(scheduler.vllm_config.model_config, member.sampling_params),
+            None if spec.options.items is None else self._catalogues.latest(spec.options.items),
         )
         check_slots(group.beam_width, min(scheduler.max_num_running_reqs, self.admission.slots))
         check_blocks(
@@ -132,7 +136,13 @@ class BeamGroups:
             self._start(group)
 
     def after_schedule(self, output: SchedulerOutput) -> None:
-        """Note whether the step that vLLM has scheduled leaves the engine stalled."""
+        """Note whether the step that vLLM has scheduled leaves the engine stalled.
+
+        Tells the worker the places of constrained rows in their catalogues.
+        """
+        steps = [group.item_step(output.num_scheduled_tokens) for group in self.by_id.values()]
+        if any(steps):
+            setattr(output, ITEM_STEPS, [step for step in steps if step is not None])
         self.admission.end_step()
         # Under asynchronous scheduling an empty step is usual while outputs are on their way.
         rows = (row for group in self.by_id.values() for row in group.rows)
@@ -201,7 +211,7 @@ class BeamGroups:
     def step(self, group: BeamGroup, outputs: Outputs) -> None:
         """Take a step of a group's search; add the members' answers to `outputs` if it ends."""
         try:
-            children = group.search.advance(*group.candidates())
+            children = group.advance()
             self._counters.steps += 1
             if not group.search.done:
                 self._rows.replace(group, children)

@@ -36,7 +36,8 @@ from vllm_trie.vllm_hooks.scheduler.blocks import (
     move_blocks,
     tail_of,
 )
-from vllm_trie.vllm_hooks.scheduler.group import BeamGroup, RowOutput
+from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
+from vllm_trie.vllm_hooks.scheduler.item_rows import RowOutput
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -19,7 +19,7 @@ from vllm_trie.vllm_hooks.ledger import offered
 from vllm_trie.vllm_hooks.setup import method_names, runner_choice
 from vllm_trie.vllm_hooks.setup.config_keys import (
     ALLOW_GPU,
-    BEAM_SEARCH,
+    BEAM_KEYS,
     CONFIG_KEY,
     VERIFICATION,
     Verification,
@@ -154,7 +154,7 @@ def translate(engine_args: EngineArgs) -> None:
         "num_speculative_tokens": num_nodes,
     }
     additional = dict(engine_args.additional_config or {})
-    beam = {k: v for k, v in additional.get(CONFIG_KEY, {}).items() if k == BEAM_SEARCH}
+    beam = {k: v for k, v in additional.get(CONFIG_KEY, {}).items() if k in BEAM_KEYS}
     engine_args.additional_config = {**additional, CONFIG_KEY: {**beam, **carried}}
 
 
@@ -170,7 +170,7 @@ def read(vllm_config: VllmConfig) -> TreeConfig | None:
             f"{speculative.model}; set speculative_config={{'method': NAME}} with one of "
             f"{', '.join(available_methods())} instead of naming the class"
         )
-    return _parse({k: v for k, v in carried.items() if k != BEAM_SEARCH})
+    return _parse({k: v for k, v in carried.items() if k not in BEAM_KEYS})
 
 
 def verification(vllm_config: VllmConfig) -> Literal["tree", "chain"]:
@@ -186,7 +186,7 @@ def set_verification(vllm_config: VllmConfig, chosen: Literal["tree", "chain"]) 
 
 
 def _refuse_options_without_method(engine_args: EngineArgs) -> None:
-    idle = own_part(engine_args.additional_config).keys() - {BEAM_SEARCH, ALLOW_GPU}
+    idle = own_part(engine_args.additional_config).keys() - BEAM_KEYS - {ALLOW_GPU}
     if idle:
         raise ValueError(
             f"additional_config[{CONFIG_KEY!r}] sets {', '.join(sorted(idle))}, but no speculative "
@@ -226,7 +226,7 @@ def _own_options(engine_args: EngineArgs, method: str) -> dict[str, Any]:
             f"additional_config={additional!r} must be a mapping to carry the options of "
             f"method {method!r}; pass a dictionary"
         )
-    given = {key: value for key, value in own_part(additional).items() if key != BEAM_SEARCH}
+    given = {key: value for key, value in own_part(additional).items() if key not in BEAM_KEYS}
     named = given.pop("method", method)
     if named != method:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The plugin's part of vLLM's ``additional_config``: its key, and two switches inside it.
+"""The plugin's part of vLLM's ``additional_config``: its key, two switches, and catalogues.
 
 It also carries a speculative method with its options, see
 :mod:`vllm_trie.vllm_hooks.setup.config`.
@@ -13,6 +13,10 @@ CONFIG_KEY = "vllm_trie"
 """The plugin's key in vLLM's ``additional_config``."""
 BEAM_SEARCH = "beam_search"
 """False turns native beam search off. Tree speculation leaves this key alone."""
+ITEMS = "items"
+"""Catalogues for constrained beam search, name to path. Tree speculation leaves this key alone."""
+BEAM_KEYS = frozenset({BEAM_SEARCH, ITEMS})
+"""Keys that are not options of a speculative method."""
 ALLOW_GPU = "allow_untested_gpu"
 """True switches tree speculation and native beam search on where they have never run."""
 
@@ -30,7 +34,8 @@ def own_part(additional_config: Any) -> Mapping[str, Any]:
     """Return the plugin's part, empty if there is none.
 
     Raises:
-        ValueError: it is no mapping, or a switch in it is neither True nor False.
+        ValueError: it is no mapping, a switch in it is neither True nor False, or catalogues are
+            not paths by name.
     """
     given = additional_config.get(CONFIG_KEY, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):
@@ -41,6 +46,13 @@ def own_part(additional_config: Any) -> Mapping[str, Any]:
     for key in (BEAM_SEARCH, ALLOW_GPU):
         if not isinstance(given.get(key, False), bool):
             raise ValueError(f"{spelled(key)}={given[key]!r} must be True or False")
+    items = given.get(ITEMS, {})
+    if not isinstance(items, Mapping) or any(
+        not isinstance(text, str) or not text for pair in items.items() for text in pair
+    ):
+        raise ValueError(
+            f"{spelled(ITEMS)}={items!r} must map names to paths, as in {{'catalogue': 'PATH'}}"
+        )
     return given
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_trie.vllm_hooks.ledger import offered
-from vllm_trie.vllm_hooks.setup import config, runner_choice, support
+from vllm_trie.vllm_hooks.setup import config, items, runner_choice, support
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig
@@ -47,6 +47,8 @@ def _choose_worker(parallel_config: ParallelConfig, method: str) -> None:
 def verify(vllm_config: VllmConfig) -> None:
     """Refuse a complete configuration that its method cannot run with; finish one that it can.
 
+    Refuses catalogues that cannot serve, too.
+
     Raises:
         ValueError: every reason at once.
     """
@@ -56,6 +58,7 @@ def verify(vllm_config: VllmConfig) -> None:
         chosen = support.choose_verification(vllm_config, tree_config.method, asked)
         config.set_verification(vllm_config, chosen)
         _leave_requests_unpadded(vllm_config)
+    items.check_catalogues(vllm_config)
 
 
 def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:

@@ -1,0 +1,177 @@
+"""Catalogues of items: the build, the step of a constrained search, and searches in the engine.
+
+Items are random: 4 tokens of 256 values each. `build` rows give seconds, the most resident memory
+of the process, with its pages of mapped files, and bytes per item, for a NumPy array and for JSON
+lines. `step` rows give microseconds of one step at the trie's last level but one: the choice among
+valid children and, for comparison, the top 2b of every row over the vocabulary, which a search
+without a constraint takes. Both exclude the normalizer. `search` rows give whole searches in the
+engine, in turns with searches that have no constraint, with the shipped model in float32 and eager
+mode; all results are checked to be items.
+
+    python benchmarks/items.py --items 1000000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support.harness import (
+    Row,
+    finish,
+    interleave,
+    median_seconds,
+    option_parser,
+    run_quietly,
+)
+
+from vllm_trie.items import build_items, open_items, read_items
+
+COLUMNS = (
+    "measure", "items", "form", "build_s", "peak_mb", "open_s", "bytes_per_item",
+    "vocabulary", "beam_width", "step_us", "top_k_us", "items_ms", "free_ms", "ratio",
+)  # fmt: skip
+LENGTH, VALUES = 4, 256
+PROMPT_LENGTH = 200
+
+
+def random_array(count: int) -> np.ndarray:
+    """Return int32[count, 4], distinct random items in random order."""
+    rng = np.random.default_rng(0)
+    codes = rng.choice(VALUES**LENGTH, size=count, replace=False)
+    digits = codes[:, None] // VALUES ** np.arange(LENGTH)[::-1] % VALUES
+    return (digits + VALUES * np.arange(LENGTH)).astype(np.int32)
+
+
+def write_sources(folder: Path, count: int) -> dict[str, Path]:
+    array = random_array(count)
+    np.save(folder / "items.npy", array)
+    with (folder / "items.jsonl").open("w") as file:
+        for number, tokens in enumerate(array.tolist()):
+            file.write(json.dumps({"id": f"item-{number}", "tokens": tokens}) + "\n")
+    return {"npy": folder / "items.npy", "jsonl": folder / "items.jsonl"}
+
+
+def build_in_process(source: Path, target: Path) -> None:
+    """Build a trie and print the seconds and the most resident memory of the process, MB."""
+    start = time.perf_counter()
+    build_items(target, read_items(source))
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"build_s": seconds, "peak_mb": peak}))
+
+
+def measure_build(form: str, source: Path, target: Path) -> Row:
+    command = [sys.executable, __file__, "--build", str(source), str(target)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    start = time.perf_counter()
+    trie = open_items(target)
+    opened = time.perf_counter() - start
+    return {
+        "measure": "build", "items": trie.num_items, "form": form, **json.loads(done.stdout),
+        "open_s": opened, "bytes_per_item": trie.num_bytes / trie.num_items,
+    }  # fmt: skip
+
+
+def measure_step(path: Path, vocabulary: int, width: int, repeats: int) -> Row:
+    import torch
+
+    from vllm_trie.items.step import best_continuations
+
+    trie = open_items(path)
+    nodes = np.array([0], dtype=np.int32)
+    for _ in range(LENGTH - 2):
+        nodes = trie.children(nodes).nodes
+        nodes = np.random.default_rng(0).choice(nodes, size=min(width, len(nodes)), replace=False)
+    logits = torch.randn(len(nodes), vocabulary, generator=torch.Generator().manual_seed(0))
+    totals = np.zeros(len(nodes), dtype=np.float32)
+    runs = {
+        # The normalizer is the same work for both; over the valid tokens it is next to nothing.
+        "step": lambda: best_continuations(trie, logits, nodes, totals, width, None, "valid"),
+        "top_k": lambda: logits.topk(min(2 * width, vocabulary)),
+    }
+    timed = interleave(runs, repeats)
+    return {
+        "measure": "step", "items": trie.num_items, "vocabulary": vocabulary, "beam_width": width,
+        "step_us": 1e6 * median_seconds(timed["step"]),
+        "top_k_us": 1e6 * median_seconds(timed["top_k"]),
+    }  # fmt: skip
+
+
+def measure_searches(path: Path, widths: list[int], repeats: int) -> list[Row]:
+    from vllm import LLM, SamplingParams
+
+    from vllm_trie.tiny_model import model_path
+
+    llm = LLM(
+        str(model_path()), dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2 << 30,
+        max_model_len=512, max_num_seqs=max(widths), block_size=32,
+        additional_config={"vllm_trie": {"items": {"catalogue": str(path)}}},
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+
+    def search(width: int, items: bool) -> None:
+        extra_args: dict[str, Any] = {"beam_width": width}
+        if items:
+            extra_args["items"] = "catalogue"
+        params = SamplingParams(
+            n=width, temperature=0.0, max_tokens=LENGTH, ignore_eos=not items, detokenize=False,
+            extra_args=extra_args,
+        )  # fmt: skip
+        prompt = {"prompt_token_ids": rng.integers(2048, size=PROMPT_LENGTH).tolist()}
+        (result,) = llm.generate([prompt], params, use_tqdm=False)
+        if items and len({output.item for output in result.outputs}) != width:  # type: ignore
+            raise SystemExit("a hypothesis is no item, or one was found twice")
+
+    rows = []
+    for width in widths:
+        runs = {items: lambda w=width, i=items: search(w, i) for items in (True, False)}
+        interleave(runs, 1)
+        timed = interleave(runs, repeats)
+        found, free = (1e3 * median_seconds(timed[items]) for items in (True, False))
+        rows.append(
+            {"measure": "search", "beam_width": width, "items_ms": found, "free_ms": free,
+             "ratio": found / free}
+        )  # fmt: skip
+    return rows
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        target = Path(name) / "items.trie"
+        for form, source in write_sources(Path(name), options.items).items():
+            rows.append(measure_build(form, source, target))
+            source.unlink()
+        if options.only_build:
+            return rows
+        for vocabulary in (2048, 32_000):
+            for width in options.widths:
+                rows.append(measure_step(target, vocabulary, width, 3 * options.repeats))
+        rows += measure_searches(target, options.widths, options.repeats)
+    return rows
+
+
+def main() -> None:
+    parser = option_parser(__doc__)
+    parser.add_argument("--items", type=int, default=1_000_000)
+    parser.add_argument("--widths", type=int, nargs="+", default=[50, 200, 400])
+    parser.add_argument("--only-build", action="store_true", help="skip steps and searches")
+    parser.add_argument("--build", type=Path, nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.build:
+        build_in_process(*options.build)
+        return
+    finish(run_quietly(run, options), options.json, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()

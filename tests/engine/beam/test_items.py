@@ -1,0 +1,216 @@
+"""Searches inside a catalogue: parity with Hugging Face, traffic, refusals, new versions."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine.beam.cases import prompt
+from tests.engine.beam.oracle import constrained_search
+from tests.engine.conftest import scheduler_of
+from tests.unit.items.catalogues import PlainTrie, random_items, write
+from vllm_trie.tiny_model import model_path
+
+SHIPPED = str(model_path())
+EOS = 0
+EQUAL = random_items(1, 10_000, 0, (4, 4), branching=200)
+MIXED = random_items(2, 3_000, 0, (1, 5), branching=300)
+FEW = {(5, 6): 1, (5, 6, 7): 2, (9,): 3}
+OPTIONS = {"max_num_seqs": 64, "max_model_len": 256, "block_size": 32}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("catalogues")
+    catalogues = {"equal": EQUAL, "mixed": MIXED, "few": FEW}
+    return {
+        name: str(write(folder / name, items, text_ids=name == "mixed"))
+        for name, items in catalogues.items()
+    }
+
+
+@pytest.fixture
+def items_engine(engine, paths):
+    def start(**options):
+        additional = {"vllm_trie": {"items": paths}}
+        return engine(**{**OPTIONS, "additional_config": additional, **options})
+
+    return start
+
+
+def items_params(width, items, n=None, max_tokens=12, **options):
+    from vllm import SamplingParams
+
+    extra_args = {"beam_width": width, "items": items, **options}
+    return SamplingParams(
+        n=n or width, temperature=0.0, max_tokens=max_tokens, logprobs=0, extra_args=extra_args
+    )
+
+
+CASES = [
+    # prompt, width, catalogue, items, items_end
+    (prompt(1, 30), 4, "equal", EQUAL, "complete"),
+    (prompt(2, 40), 50, "equal", EQUAL, "complete"),
+    (prompt(3, 33), 4, "mixed", MIXED, "eos"),
+    (prompt(4, 50), 50, "mixed", MIXED, "eos"),
+]
+
+
+def check(case, result):
+    token_ids, width, _, items, items_end = case
+    eos = EOS if items_end == "eos" else None
+    plain = PlainTrie(items)
+    longest = max(map(len, items))
+    expected = constrained_search(
+        SHIPPED, token_ids, width, longest + (eos is not None),
+        lambda path: plain.allowed(path, eos), eos,
+    )  # fmt: skip
+    assert [list(each.token_ids) for each in result.outputs] == [e.token_ids for e in expected]
+    scores = [each.score for each in result.outputs]
+    assert scores == pytest.approx([each.score for each in expected], abs=1e-4)
+    for output in result.outputs:
+        tokens = tuple(output.token_ids if eos is None else output.token_ids[:-1])
+        text_ids = items is MIXED
+        assert output.item == (f"item {items[tokens]}" if text_ids else items[tokens])
+        assert output.beam["item"] == output.item
+        assert (output.finish_reason, output.stop_reason) == ("stop", output.item)
+        assert sum(next(iter(each.values())).logprob for each in output.logprobs) == pytest.approx(
+            output.cumulative_logprob, abs=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"async_scheduling": True}, id="asynchronous"),
+        pytest.param({"max_num_batched_tokens": 70}, id="chunked prefill"),
+        pytest.param({"num_gpu_blocks_override": 54}, id="preemption"),
+    ],
+)
+def test_equals_hugging_face_in_a_batch(items_engine, options):
+    from vllm import SamplingParams
+
+    llm = items_engine(**options)
+    ordinary = [{"prompt_token_ids": list(prompt(50 + i, 25 + i))} for i in range(6)]
+    greedy = [SamplingParams(temperature=0.0, max_tokens=20, logprobs=i % 4) for i in range(6)]
+    beams = SamplingParams(n=3, temperature=0.0, max_tokens=8, extra_args={"beam_width": 3})
+    alone = llm.generate(ordinary, greedy[:-1] + [beams], use_tqdm=False)
+    searched = [{"prompt_token_ids": list(case[0])} for case in CASES]
+    wanted = [items_params(case[1], case[2], items_end=case[4]) for case in CASES]
+    results = llm.generate(searched + ordinary, wanted + greedy[:-1] + [beams], use_tqdm=False)
+    for case, result in zip(CASES, results, strict=False):
+        check(case, result)
+    for before, after in zip(alone, results[len(CASES) :], strict=True):
+        for one, other in zip(before.outputs, after.outputs, strict=True):
+            assert list(one.token_ids) == list(other.token_ids)
+            for ours, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
+                assert ours.keys() == theirs.keys()
+    if "num_gpu_blocks_override" in options:
+        assert scheduler_of(llm).beam_counters.rows_preempted
+
+
+def test_fewer_items_than_the_width(items_engine):
+    llm = items_engine()
+    params = items_params(8, "few")
+    (result,) = llm.generate([{"prompt_token_ids": list(prompt(1, 9))}], params, use_tqdm=False)
+    found = [output.item for output in result.outputs if output.token_ids]
+    assert sorted(found) == [1, 2, 3]
+    assert [output.beam.get("item") for output in result.outputs[3:]] == [None] * 5
+
+
+def test_normalized_over_valid_tokens(items_engine):
+    """Probabilities of all items sum to 1."""
+    import math
+
+    llm = items_engine()
+    params = items_params(8, "few", items_end="eos", normalize="valid")
+    (result,) = llm.generate([{"prompt_token_ids": list(prompt(1, 9))}], params, use_tqdm=False)
+    total = sum(math.exp(o.cumulative_logprob) for o in result.outputs if o.token_ids)
+    assert total == pytest.approx(1.0, abs=1e-4)
+
+
+def test_beam_search_params(items_engine):
+    from vllm.sampling_params import BeamSearchParams
+
+    llm = items_engine()
+    params = BeamSearchParams(beam_width=4, max_tokens=12, ignore_eos=True)
+    params.items = "equal"
+    case = CASES[0]
+    (output,) = llm.beam_search([{"prompt_token_ids": list(case[0])}], params)
+    plain = PlainTrie(EQUAL)
+    expected = constrained_search(
+        SHIPPED, case[0], 4, 4, lambda path: plain.allowed(path, None), None
+    )
+    found = [sequence.tokens[len(case[0]) :] for sequence in output.sequences]
+    assert found == [each.token_ids for each in expected]
+    assert [sequence.item for sequence in output.sequences] == [
+        EQUAL[tuple(each.token_ids)] for each in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "sampling", "message"),
+    [
+        ({"items": "other"}, {}, "items='other' is no catalogue of this engine, which has 'equal'"),
+        ({"items": 3}, {}, "items: Input should be a valid string, got 3"),
+        ({"items": "equal", "do_sample": True}, {}, "items and do_sample exclude each other"),
+        ({"items_end": "eos"}, {}, "items_end='eos' needs items"),
+        ({"items": "equal", "normalize": "all"}, {}, "normalize: Input should be"),
+        ({"items": "equal"}, {"max_tokens": 3}, "max_tokens must be at least 4, the longest item"),
+        (
+            {"items": "equal", "items_end": "eos"},
+            {"max_tokens": 4},
+            "max_tokens must be at least 5, the longest item of 'equal' and EOS, got 4",
+        ),
+        ({"items": "equal"}, {"stop": ["a"]}, r"stop=\['a'\] is not supported with items"),
+        ({"items": "equal"}, {"min_tokens": 2}, "min_tokens=2 is not supported with items"),
+        ({"items": "equal"}, {"logprobs": 2}, "logprobs=2 is not supported with items"),
+        ({"items": "equal"}, {"repetition_penalty": 1.5}, "repetition_penalty=1.5 is not"),
+    ],
+)
+def test_refused_requests(items_engine, options, sampling, message):
+    from vllm import SamplingParams
+
+    llm = items_engine()
+    params = SamplingParams(
+        extra_args={"beam_width": 4, **options},
+        **{"temperature": 0.0, "max_tokens": 12, **sampling},
+    )
+    with pytest.raises(ValueError, match=message):
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
+
+
+def test_prompt_without_room(items_engine):
+    llm = items_engine()
+    with pytest.raises(ValueError, match="needs 4 tokens, the prompt of 253 tokens leaves 3"):
+        llm.generate(
+            [{"prompt_token_ids": [5] * 253}],
+            items_params(4, "equal", max_tokens=4),
+            use_tqdm=False,
+        )
+
+
+def test_new_version_while_serving(engine, tmp_path):
+    path = write(tmp_path / "items.trie", FEW)
+    llm = engine(**OPTIONS, additional_config={"vllm_trie": {"items": {"items": str(path)}}})
+
+    def found():
+        (result,) = llm.generate(
+            [{"prompt_token_ids": list(prompt(1, 9))}], items_params(4, "items"), use_tqdm=False
+        )
+        return {output.item for output in result.outputs if output.token_ids}
+
+    assert found() == {1, 2, 3}
+    (tmp_path / "damaged").write_bytes(b"damaged")
+    (tmp_path / "damaged").replace(path)  # the version before goes on
+    assert found() == {1, 2, 3}
+    write(path, {(7, 8): 70, (8, 9): 80})
+    deadline = time.monotonic() + 30
+    while found() != {70, 80} and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert found() == {70, 80}
+    Path(path).unlink()
+    assert found() == {70, 80}

@@ -1,0 +1,65 @@
+"""Random catalogues, as tries and as plain Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from vllm_trie.items import ItemTrie, build_items, open_items, read_items
+
+Items = dict[tuple[int, ...], int]
+"""Tokens of each item, and its id."""
+
+
+def random_items(
+    seed: int, count: int, vocab: int, lengths: tuple[int, int] = (3, 8), branching: int = 0
+) -> Items:
+    """Random items; with `branching`, each level has that many tokens of its own."""
+    rng = np.random.default_rng(seed)
+    low, high = lengths
+    found: Items = {}
+    while len(found) < count:
+        length = int(rng.integers(low, high + 1))
+        if branching:
+            tokens = 1 + branching * np.arange(length) + rng.integers(branching, size=length)
+        else:
+            tokens = rng.integers(1, vocab, size=length)
+        found.setdefault(tuple(tokens.tolist()), 1000 + len(found))
+    return found
+
+
+def write(path: Path, items: Items, text_ids: bool = False) -> Path:
+    """Build the trie of a catalogue."""
+    lines = [
+        json.dumps({"id": f"item {i}" if text_ids else i, "tokens": list(tokens)})
+        for tokens, i in items.items()
+    ]
+    source = path.with_suffix(".jsonl")
+    source.write_text("\n".join(lines) + "\n")
+    build_items(path, read_items(source))
+    return path
+
+
+def trie_of(path: Path, items: Items, text_ids: bool = False) -> ItemTrie:
+    return open_items(write(path, items, text_ids))
+
+
+class PlainTrie:
+    """A catalogue in dictionaries: the tokens that may follow, and the items."""
+
+    def __init__(self, items: Items) -> None:
+        self.items = items
+        self.next_tokens: dict[tuple[int, ...], set[int]] = {}
+        for tokens in items:
+            for depth, token in enumerate(tokens):
+                self.next_tokens.setdefault(tokens[:depth], set()).add(token)
+
+    def allowed(self, path: tuple[int, ...], eos: int | None) -> list[int]:
+        tokens = sorted(self.next_tokens.get(path, ()))
+        return [*tokens, eos] if eos is not None and path in self.items else tokens
+
+    def outcome(self, token_ids: list[int]) -> tuple[bool, bool]:
+        path = tuple(token_ids)
+        return path in self.items, path in self.next_tokens

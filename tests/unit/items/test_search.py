@@ -1,0 +1,170 @@
+"""The constrained search against the reference and Hugging Face's prefix_allowed_tokens_fn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.beam.oracle import constrained_search, load
+from tests.unit.beam.models import random_model
+from tests.unit.items.catalogues import PlainTrie, random_items, trie_of
+from vllm_trie.beam import SearchSettings, reference_search
+from vllm_trie.items import ItemTrie
+from vllm_trie.items.search import ItemSearch
+from vllm_trie.items.step import best_continuations, by_row
+from vllm_trie.tiny_model import model_path
+
+EOS = 0
+VOCAB = 9
+
+
+def run_items(next_logits, trie, wanted, eos=None, normalize="vocabulary") -> ItemSearch:
+    """Drive a search as the engine does: all rows' logits, then the valid candidates only."""
+    search = ItemSearch(trie, wanted, eos)
+    rows = [[]]
+    while not search.search.done:
+        found = best_continuations(
+            trie, next_logits(rows), search.nodes, search.search.totals, wanted.beam_width,
+            eos, normalize,
+        )  # fmt: skip
+        children = search.advance(*by_row(found, len(rows)))
+        rows = [[*rows[child.parent], child.token_id] for child in children]
+        assert [trie.find(np.array(row)) for row in rows] == search.nodes.tolist()
+    return search
+
+
+def masked(model, plain: PlainTrie, eos: int | None, normalize: str):
+    """Log-probabilities over the vocabulary, -inf where nothing valid follows."""
+
+    def next_logprobs(token_ids):
+        logprobs = model(token_ids)
+        allowed = plain.allowed(tuple(token_ids), eos)
+        result = np.full_like(logprobs, -np.inf)
+        result[allowed] = logprobs[allowed]
+        if normalize == "valid" and allowed:
+            result -= np.float32(np.logaddexp.reduce(logprobs[allowed].astype(np.float64)))
+        return result
+
+    return next_logprobs
+
+
+@pytest.fixture(scope="module")
+def catalogues(tmp_path_factory) -> list[tuple[ItemTrie, PlainTrie]]:
+    folder = tmp_path_factory.mktemp("catalogues")
+    catalogues = [
+        random_items(seed, count, VOCAB, lengths)
+        for seed, (count, lengths) in enumerate(
+            [(3, (1, 3)), (40, (1, 4)), (300, (3, 5)), (300, (4, 4)), (2000, (2, 7))]
+        )
+    ]
+    return [
+        (trie_of(folder / f"{i}.trie", items), PlainTrie(items))
+        for i, items in enumerate(catalogues)
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    number=st.integers(0, 4),
+    width=st.integers(1, 12),
+    seed=st.integers(0, 10**6),
+    length_penalty=st.sampled_from([-1.0, 0.0, 1.0, 2.0]),
+    early_stopping=st.sampled_from([True, False, "never"]),
+    eos=st.sampled_from([None, EOS]),
+    normalize=st.sampled_from(["vocabulary", "valid"]),
+)
+def test_equals_reference(
+    catalogues, number, width, seed, length_penalty, early_stopping, eos, normalize
+):
+    trie, plain = catalogues[number]
+    wanted = SearchSettings(
+        beam_width=width,
+        max_new_tokens=trie.max_length + (eos is not None),
+        stop_token_ids=() if eos is None else (eos,),
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+    )
+    model = random_model(seed, vocab=VOCAB)
+    search = run_items(
+        lambda rows: torch.from_numpy(np.stack([model(row) for row in rows])),
+        trie, wanted, eos, normalize,
+    )  # fmt: skip
+    found = search.search.hypotheses()
+    expected = reference_search(
+        masked(model, plain, eos, normalize),
+        wanted,
+        outcome=plain.outcome if eos is None else None,
+    )
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    np.testing.assert_allclose(
+        [each.score for each in found], [each.score for each in expected], atol=1e-4
+    )
+    items = [tuple(each.token_ids if eos is None else each.token_ids[:-1]) for each in found]
+    assert search.item_ids(found) == [plain.items[item] for item in items]
+    assert len(set(items)) == len(items)
+
+
+def test_fewer_items_than_the_width(catalogues):
+    trie, plain = catalogues[0]
+    wanted = SearchSettings(beam_width=50, max_new_tokens=trie.max_length)
+    model = random_model(0, vocab=VOCAB)
+    search = run_items(
+        lambda rows: torch.from_numpy(np.stack([model(row) for row in rows])), trie, wanted
+    )
+    found = search.item_ids(search.search.hypotheses())
+    assert sorted(found) == sorted(plain.items.values())
+
+
+def test_an_incomplete_hypothesis_is_dropped_at_the_greatest_length(catalogues):
+    trie, _ = catalogues[3]
+    model = random_model(0, vocab=VOCAB)
+    search = run_items(
+        lambda rows: torch.from_numpy(np.stack([model(row) for row in rows])),
+        trie,
+        SearchSettings(beam_width=5, max_new_tokens=trie.max_length - 1),
+    )
+    assert search.search.done
+    assert search.search.hypotheses() == []
+
+
+@pytest.mark.parametrize(
+    ("width", "count", "lengths", "eos", "early_stopping"),
+    [
+        (4, 100, (4, 4), None, False),
+        (50, 10_000, (3, 3), None, False),
+        (200, 3_000, (4, 4), None, False),
+        (4, 100, (3, 8), EOS, False),
+        (50, 10_000, (3, 8), EOS, False),
+        (50, 3_000, (3, 5), EOS, True),
+        (200, 3_000, (3, 5), EOS, False),
+    ],
+)
+def test_equals_hugging_face(tmp_path, width, count, lengths, eos, early_stopping):
+    model = load(str(model_path()))
+    items = random_items(width, count, 0, lengths, branching=200)
+    trie, plain = trie_of(tmp_path / "items.trie", items), PlainTrie(items)
+    prompt = [100, 20, 30, 44, 5, 600, 7]
+    wanted = SearchSettings(
+        beam_width=width,
+        max_new_tokens=trie.max_length + (eos is not None),
+        stop_token_ids=() if eos is None else (eos,),
+        early_stopping=early_stopping,
+    )
+
+    def next_logits(rows):
+        with torch.no_grad():
+            return model(torch.tensor([[*prompt, *row] for row in rows])).logits[:, -1]
+
+    search = run_items(next_logits, trie, wanted, eos)
+    found = search.search.hypotheses()
+    expected = constrained_search(
+        str(model_path()), prompt, width, wanted.max_new_tokens,
+        lambda path: plain.allowed(path, eos), eos, early_stopping,
+    )  # fmt: skip
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    np.testing.assert_allclose(
+        [each.score for each in found], [each.score for each in expected], atol=1e-4
+    )

@@ -1,0 +1,171 @@
+"""Data files with a checksum: prefix, header and body, written at once or not at all.
+
+Layout, all integers little-endian:
+
+    magic            8 bytes
+    version          uint32
+    header size      uint32
+    digest          32 bytes   SHA-256 of everything that follows
+    header                     JSON
+    padding                    zeros up to a multiple of 64
+    body                       arrays, as the header says
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+PREFIX = struct.Struct("<8sII32s")
+_ALIGNMENT = 64
+_HASH_CHUNK = 1 << 24
+
+
+class SizedHeader(BaseModel):
+    """A header that knows the size of the body."""
+
+    @property
+    def body_size(self) -> int:
+        """Bytes after the padding."""
+        raise NotImplementedError
+
+
+HeaderT = TypeVar("HeaderT", bound=SizedHeader)
+
+
+class MappedFile(NamedTuple, Generic[HeaderT]):
+    """A file whose content matches its digest: the header, the digest, uint8[body_size]."""
+
+    header: HeaderT
+    digest: bytes
+    body: np.ndarray
+
+
+@dataclass(frozen=True)
+class CheckedFormat(Generic[HeaderT]):
+    """One kind of file.
+
+    Attributes:
+        kind: What such a file is, for messages.
+        magic: Its first 8 bytes.
+        version: The only version that is written and read.
+        header: Type of the header.
+        error: Type of all errors.
+        remedy: What to do about a file that cannot be used.
+    """
+
+    kind: str
+    magic: bytes
+    version: int
+    header: type[HeaderT]
+    error: type[ValueError]
+    remedy: str
+
+    def problem(self, path: Path, reason: str) -> ValueError:
+        """Return the error that says why a file cannot be used."""
+        return self.error(f"{self.kind} {path}: {reason}; {self.remedy}")
+
+    def write(self, path: Path, header: HeaderT, body: Iterable[Any]) -> None:
+        """Write a file; an older one is replaced once the new one is complete.
+
+        Args:
+            path: The file.
+            header: Its header.
+            body: Parts of the body in order, each a contiguous buffer.
+        """
+        text = header.model_dump_json().encode()
+        padding = b"\0" * (-(PREFIX.size + len(text)) % _ALIGNMENT)
+        digest = hashlib.sha256()
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.seek(PREFIX.size)
+                for part in chain((text, padding), body):
+                    digest.update(part)
+                    file.write(part)
+                file.seek(0)
+                file.write(PREFIX.pack(self.magic, self.version, len(text), digest.digest()))
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+            os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+    def read_header(self, path: Path) -> HeaderT:
+        """Return the header of a file; the body is not checked against the digest.
+
+        Raises:
+            ValueError: Of type `error`: the file is missing, of another kind or version, or
+                truncated.
+        """
+        with self._file(path) as file:
+            return self._read(path, file)[0]
+
+    def map(self, path: Path, check: bool = True) -> MappedFile[HeaderT]:
+        """Map the body of a file into memory, with `check` after comparing it with its digest.
+
+        Raises:
+            ValueError: Of type `error`: as for :meth:`read_header`, or the content does not match
+                the digest.
+        """
+        with self._file(path) as file:
+            header, digest, offset = self._read(path, file)
+            if check and _digest(file) != digest:
+                raise self.problem(
+                    path, "its content does not match its digest: it is damaged or was changed"
+                )
+            body = np.memmap(file, dtype=np.uint8, mode="r", offset=offset)
+        return MappedFile(header, digest, body)
+
+    def _file(self, path: Path) -> BinaryIO:
+        try:
+            return path.open("rb")
+        except OSError as error:
+            raise self.error(f"{self.kind} {path}: {error.strerror}") from None
+
+    def _read(self, path: Path, file: BinaryIO) -> tuple[HeaderT, bytes, int]:
+        """Return the header, the digest and the offset of the body."""
+        prefix = file.read(PREFIX.size)
+        if prefix[: len(self.magic)] != self.magic[: len(prefix)] or not prefix:
+            raise self.problem(path, f"it is not a {self.kind} file")
+        if len(prefix) < PREFIX.size:
+            raise self.problem(path, "it is truncated")
+        _, version, size, digest = PREFIX.unpack(prefix)
+        if version != self.version:
+            raise self.problem(
+                path, f"it has format version {version}, this program reads {self.version}"
+            )
+        actual = os.fstat(file.fileno()).st_size
+        text = file.read(min(size, actual))
+        if len(text) < size:
+            raise self.problem(path, "it is truncated")
+        try:
+            header = self.header.model_validate_json(text)
+        except ValidationError:
+            raise self.problem(path, "its header cannot be read: it is damaged") from None
+        offset = PREFIX.size + size
+        offset += -offset % _ALIGNMENT
+        expected = offset + header.body_size
+        if actual != expected:
+            state = "truncated" if actual < expected else "longer than it should be"
+            raise self.problem(path, f"it is {state}: {actual} bytes instead of {expected}")
+        return header, digest, offset
+
+
+def _digest(file: BinaryIO) -> bytes:
+    file.seek(PREFIX.size)
+    found = hashlib.sha256()
+    while chunk := file.read(_HASH_CHUNK):
+        found.update(chunk)
+    return found.digest()

@@ -1,0 +1,214 @@
+"""A catalogue of items as a trie: which tokens may follow, and which item a path is.
+
+Nodes are numbered level by level from the root, node 0; within a level by their paths. The children
+of a node are therefore consecutive, in the order of their tokens::
+
+    first_child   int32[nodes + 1]   children of node i: first_child[i] .. first_child[i + 1]
+    tokens        int32[nodes]       last token of the path to each node; -1 for the root
+    terminals     int32[items]       nodes at which an item ends, ascending
+    values        int64[items]       id of each item, or the place of its text among the ids
+
+An item may be the beginning of another: its node then has children. A leaf always ends an item.
+
+References: compressed sparse rows for a trie in recommendation: Su et al., "Vectorizing the Trie:
+Efficient Constrained Decoding for LLM-based Generative Retrieval on Accelerators".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+ROOT = 0
+"""The node of the empty path."""
+
+ItemId = int | str
+
+_CHECK_CHUNK = 1 << 22
+
+
+class Children(NamedTuple):
+    """Children of several nodes, parent by parent.
+
+    Attributes:
+        parents: int64[c], index of the parent among the nodes that were asked for.
+        nodes: int32[c], the children.
+        token_ids: int32[c], their tokens, ascending for each parent.
+    """
+
+    parents: np.ndarray
+    nodes: np.ndarray
+    token_ids: np.ndarray
+
+
+class IdTexts(NamedTuple):
+    """Ids that are strings: offsets int64[n + 1] into UTF-8 text uint8[...]."""
+
+    offsets: np.ndarray
+    text: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class ItemTrie:
+    """A catalogue; the arrays are those of this module's layout and may be memory-mapped.
+
+    Attributes:
+        first_child: int32[nodes + 1].
+        tokens: int32[nodes].
+        terminals: int32[items].
+        values: int64[items].
+        id_texts: Ids that are strings; None if they are integers.
+        max_length: Tokens of the longest item.
+        version: Identifies the content.
+    """
+
+    first_child: np.ndarray
+    tokens: np.ndarray
+    terminals: np.ndarray
+    values: np.ndarray
+    id_texts: IdTexts | None
+    max_length: int
+    version: str = ""
+
+    @property
+    def num_items(self) -> int:
+        return len(self.terminals)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all arrays."""
+        arrays = (self.first_child, self.tokens, self.terminals, self.values)
+        return sum(array.nbytes for array in (*arrays, *(self.id_texts or ())))
+
+    def children(self, nodes: np.ndarray) -> Children:
+        """Return the children of int[n] nodes."""
+        starts = self.first_child[nodes].astype(np.int64)
+        counts = self.first_child[np.asarray(nodes) + 1] - starts
+        ends = np.cumsum(counts)
+        total = int(ends[-1]) if len(ends) else 0
+        parents = np.repeat(np.arange(len(starts)), counts)
+        found = np.arange(total) + np.repeat(starts - (ends - counts), counts)
+        return Children(parents, found.astype(np.int32), self.tokens[found])
+
+    def has_children(self, nodes: np.ndarray) -> np.ndarray:
+        """Return bool[...], whether items go on after int[...] nodes."""
+        nodes = np.asarray(nodes)
+        return np.asarray(self.first_child[nodes + 1] > self.first_child[nodes])
+
+    def is_terminal(self, nodes: np.ndarray) -> np.ndarray:
+        """Return bool[...], whether an item ends at int[...] nodes."""
+        nodes = np.asarray(nodes)
+        # A leaf ends an item; only nodes with children need a look.
+        result = ~self.has_children(nodes)
+        inner = nodes[~result]
+        result[~result] = self.terminals[self._places(inner)] == inner
+        return result
+
+    def item_ids(self, nodes: np.ndarray) -> list[ItemId]:
+        """Return the ids of the items that end at int[n] nodes.
+
+        Raises:
+            ValueError: No item ends at one of them.
+        """
+        nodes = np.asarray(nodes)
+        places = self._places(nodes)
+        if not np.array_equal(self.terminals[places], nodes):
+            wrong = nodes[self.terminals[places] != nodes]
+            raise ValueError(f"no item ends at node {wrong[0]}")
+        return self._ids(self.values[places])
+
+    def find(self, token_ids: np.ndarray) -> int | None:
+        """Return the node at the end of a path from the root, None if it leaves the trie."""
+        node = ROOT
+        for token_id in token_ids:
+            begin, end = self.first_child[node], self.first_child[node + 1]
+            node = int(begin + np.searchsorted(self.tokens[begin:end], token_id))
+            if node >= end or self.tokens[node] != token_id:
+                return None
+        return node
+
+    def path(self, node: int) -> list[int]:
+        """Return the tokens from the root to a node."""
+        reverse = []
+        while node != ROOT:
+            reverse.append(int(self.tokens[node]))
+            # The last node whose children begin at or before this one, and that has children.
+            node = int(np.searchsorted(self.first_child, np.int32(node), side="right")) - 1
+        return reverse[::-1]
+
+    def _places(self, nodes: np.ndarray) -> np.ndarray:
+        """Return where in `terminals` each node is, or could be."""
+        # With another type, NumPy would convert the whole array.
+        wanted = np.asarray(nodes, dtype=self.terminals.dtype)
+        return np.minimum(np.searchsorted(self.terminals, wanted), self.num_items - 1)
+
+    def _ids(self, values: np.ndarray) -> list[ItemId]:
+        if self.id_texts is None:
+            return list(values.tolist())
+        offsets, text = self.id_texts
+        return [text[offsets[v] : offsets[v + 1]].tobytes().decode() for v in values.tolist()]
+
+
+def find_fault(trie: ItemTrie) -> str | None:
+    """Return what makes arrays of the right sizes no trie, None if they are one.
+
+    Reads everything once, in chunks.
+    """
+    first, nodes, items = trie.first_child, trie.num_nodes, trie.num_items
+    if nodes < 2 or items < 1 or first[0] != 1 or first[nodes] != nodes or trie.tokens[0] != -1:
+        return "the root or the end of its nodes is wrong"
+    for begin in range(0, nodes, _CHECK_CHUNK):
+        end = min(begin + _CHECK_CHUNK, nodes)
+        starts = first[begin : end + 1].astype(np.int64)
+        # Children come after their parents, and every node but the root is someone's child.
+        own = np.arange(begin, end)
+        if (np.diff(starts) < 0).any() or (starts[:-1] <= own).any() or starts[-1] > nodes:
+            return f"the children of nodes {begin} to {end - 1} are out of order"
+        tokens = trie.tokens[max(begin, 1) : end]
+        if tokens.min() < 0:
+            return f"a token of nodes {begin} to {end - 1} is negative"
+        leaves = own[np.diff(starts) == 0]
+        if not np.array_equal(trie.terminals[trie._places(leaves)], leaves):
+            return f"an item ends nowhere among nodes {begin} to {end - 1}"
+    start, depth = 1, 0  # first node of a level
+    while start < nodes and depth <= trie.max_length:
+        start, depth = int(first[start]), depth + 1
+    if depth != trie.max_length:
+        return f"its longest item does not have {trie.max_length} tokens"
+    return _find_sibling_fault(trie) or _find_item_fault(trie)
+
+
+def _find_sibling_fault(trie: ItemTrie) -> str | None:
+    first, nodes = trie.first_child, trie.num_nodes
+    for begin in range(1, nodes, _CHECK_CHUNK):
+        end = min(begin + _CHECK_CHUNK, nodes)
+        tokens = trie.tokens[begin : min(end + 1, nodes)].astype(np.int64)
+        # Tokens ascend, except where the children of the next parent begin.
+        falls = (np.flatnonzero(np.diff(tokens) <= 0) + begin + 1).astype(first.dtype)
+        if not np.array_equal(first[np.minimum(np.searchsorted(first, falls), nodes)], falls):
+            return f"the tokens of siblings among nodes {begin} to {end - 1} do not ascend"
+    return None
+
+
+def _find_item_fault(trie: ItemTrie) -> str | None:
+    limit = None if trie.id_texts is None else len(trie.id_texts.offsets) - 1
+    for begin in range(0, trie.num_items, _CHECK_CHUNK):
+        ends = trie.terminals[begin : begin + _CHECK_CHUNK + 1].astype(np.int64)
+        if ends.min() < 1 or ends.max() >= trie.num_nodes or (np.diff(ends) <= 0).any():
+            return f"items {begin} to {begin + len(ends) - 1} are out of order"
+        values = trie.values[begin : begin + _CHECK_CHUNK]
+        if limit is not None and (values.min() < 0 or values.max() >= limit):
+            return f"an item of {begin} to {begin + len(values) - 1} has no id"
+    if trie.id_texts is not None:
+        offsets, text = trie.id_texts
+        for begin in range(0, len(offsets), _CHECK_CHUNK):
+            part = offsets[begin : begin + _CHECK_CHUNK + 1]
+            if (np.diff(part) < 0).any() or part[0] < 0 or part[-1] > len(text):
+                return "the ids are out of order"
+    return None

@@ -1,0 +1,91 @@
+"""The part of a group that searches inside a catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import LogprobsLists
+
+from vllm_trie.beam import Child, Hypothesis
+from vllm_trie.items import ItemId
+from vllm_trie.items.search import ItemSearch
+from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, search_settings
+from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogue, ItemStep
+
+
+class RowOutput(NamedTuple):
+    """Output of a row, kept until all rows of its group have one.
+
+    Attributes:
+        token_id: Token that the worker sampled and appended to its copy of the row.
+        logprobs: Log-probabilities of the step's batch.
+        place: Index of the row in `logprobs`.
+    """
+
+    token_id: int
+    logprobs: LogprobsLists
+    place: int
+
+
+class ItemRows:
+    """The search of a constrained group, and what passes between it and the worker.
+
+    Attributes:
+        search: The search over tokens.
+    """
+
+    def __init__(
+        self, catalogue: Catalogue, spec: BeamSpec, params: SamplingParams, max_new_tokens: int
+    ) -> None:
+        self._catalogue = catalogue
+        self._options = spec.options
+        self._eos = params.eos_token_id if spec.options.items_end == "eos" else None
+        needed = catalogue.trie.max_length + (spec.options.items_end == "eos")
+        if max_new_tokens < needed:
+            raise ValueError(
+                f"the longest item needs {needed} tokens, the request has room for "
+                f"{max_new_tokens}; raise max_tokens or shorten the prompt"
+            )
+        settings = search_settings(params, spec, needed)
+        self._items = ItemSearch(catalogue.trie, settings, self._eos)
+        self.search = self._items.search
+
+    def step(self, row_ids: list[str], rows: list[int]) -> ItemStep | None:
+        """Return what the worker needs for some of the rows, None for no rows."""
+        if not rows:
+            return None
+        return ItemStep(
+            str(self._catalogue.path),
+            self._catalogue.trie.version,
+            self.search.settings.beam_width,
+            self._eos,
+            self._options.normalize,
+            row_ids,
+            self._items.nodes[rows],
+            self.search.totals[rows],
+        )
+
+    def advance(self, outputs: Sequence[RowOutput]) -> list[Child]:
+        """Take a step with the outputs of all rows, which may be of different steps.
+
+        Raises:
+            RuntimeError: The worker had no candidates: it could not map the catalogue.
+        """
+        width = max(output.logprobs.logprobs.shape[1] for output in outputs) - 1
+        targets = np.zeros((len(outputs), width), dtype=np.int32)
+        logprobs = np.full(targets.shape, -np.inf, dtype=np.float32)
+        for i, output in enumerate(outputs):
+            # Column 0 is the sampled token; the candidates' nodes follow.
+            values = output.logprobs.logprobs[output.place, 1:]
+            targets[i, : len(values)] = output.logprobs.logprob_token_ids[output.place, 1:]
+            logprobs[i, : len(values)] = values
+        if not (logprobs > -np.inf).any():
+            raise RuntimeError("no row has a candidate; the worker's log says why")
+        return self._items.advance(targets, logprobs)
+
+    def item_ids(self, hypotheses: Sequence[Hypothesis]) -> list[ItemId]:
+        """Return the item of each finished hypothesis."""
+        return self._items.item_ids(hypotheses)

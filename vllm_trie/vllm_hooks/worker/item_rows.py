@@ -1,0 +1,160 @@
+"""Constrained rows in the worker: their candidates come from their catalogues.
+
+vLLM's sampler returns the best tokens of a row over the whole vocabulary. Of 2,000 valid children
+none may be among them, and it cannot be told which tokens to choose from: `allowed_token_ids`
+concerns sampling, not log-probabilities, and `logprob_token_ids` is a list of at most 128 tokens
+that is fixed when a request reaches the worker and changes what all other requests of the batch
+get. Rows therefore ask for no log-probabilities. Before sampling, the logits of their valid
+children are gathered; afterwards the candidates take the rows' places in the sampler's output,
+with nodes of the trie where other requests have tokens, and the best valid token as the sample.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+
+from vllm_trie.items import ItemsError, ItemTrie, open_items
+from vllm_trie.items.step import RowCandidates, best_continuations, by_row
+from vllm_trie.vllm_hooks.scheduler.catalogues import ITEM_STEPS, ItemStep
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+logger = init_logger(__name__)
+
+_STATE = "_vllm_trie_items"
+"""Attribute of a model runner with its :class:`_WorkerItems`."""
+_MAX_VERSIONS = 4
+"""Versions of a catalogue that stay mapped."""
+
+
+class GroupCandidates(NamedTuple):
+    """Candidates of a group's rows.
+
+    Attributes:
+        places: Places of the rows in the batch.
+        candidates: Their candidates.
+        tokens: int32[rows], the best valid token of each row.
+    """
+
+    places: list[int]
+    candidates: RowCandidates
+    tokens: np.ndarray
+
+
+class _WorkerItems:
+    """Mapped catalogues of a worker, and the constrained rows of its present step."""
+
+    def __init__(self) -> None:
+        self.steps: list[ItemStep] = []
+        self._tries: dict[tuple[str, str], ItemTrie] = {}
+
+    def candidates(
+        self, step: ItemStep, place_of: dict[str, int], logits: torch.Tensor
+    ) -> GroupCandidates | None:
+        """Return the candidates of one group; None if its catalogue cannot be mapped."""
+        try:
+            trie = self._trie(step.path, step.version)
+        except ItemsError as error:
+            logger.error("A constrained search fails: %s", error)
+            return None
+        places = [place_of[row_id] for row_id in step.row_ids]
+        eos = step.eos_token_id
+        found = best_continuations(
+            trie,
+            logits[places],
+            step.nodes,
+            step.totals,
+            step.beam_width,
+            eos,
+            step.normalize,
+        )
+        rows = by_row(found, len(places))
+        first = rows.nodes[:, 0]
+        tokens = trie.tokens[first]
+        if eos is not None:
+            tokens = np.where(first == step.nodes, np.int32(eos), tokens)
+        return GroupCandidates(places, rows, np.maximum(tokens, 0))
+
+    def _trie(self, path: str, version: str) -> ItemTrie:
+        key = (path, version)
+        if key not in self._tries:
+            self._tries[key] = open_items(Path(path), version=version)
+            versions = [known for known in self._tries if known[0] == path]
+            for old in versions[:-_MAX_VERSIONS]:
+                del self._tries[old]
+        return self._tries[key]
+
+
+def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the constrained rows of a step until it is sampled."""
+
+    @functools.wraps(original)
+    def execute_model(
+        self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
+        steps = getattr(scheduler_output, ITEM_STEPS, [])
+        if steps or _STATE in self.__dict__:
+            self.__dict__.setdefault(_STATE, _WorkerItems()).steps = steps
+        return original(self, scheduler_output, *args, **kwargs)
+
+    return execute_model
+
+
+def wrap_sample(original: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
+    """Put the candidates of constrained rows into the sampler's output."""
+
+    @functools.wraps(original)
+    def _sample(
+        self: GPUModelRunner, logits: torch.Tensor, spec_decode_metadata: Any
+    ) -> SamplerOutput:
+        state: _WorkerItems | None = self.__dict__.get(_STATE)
+        if state is None or not state.steps:
+            return original(self, logits, spec_decode_metadata)
+        steps, state.steps = state.steps, []
+        # Before the sampler, which may change logits in place.
+        place_of = self.input_batch.req_id_to_index
+        every = [state.candidates(step, place_of, logits) for step in steps]
+        output = original(self, logits, spec_decode_metadata)
+        return with_candidates(output, [found for found in every if found is not None])
+
+    return _sample
+
+
+def with_candidates(output: SamplerOutput, groups: list[GroupCandidates]) -> SamplerOutput:
+    """Return the sampler's output with the candidates of constrained rows.
+
+    Args:
+        output: Of the whole batch. Its sampled tokens are changed in place.
+        groups: Candidates of constrained rows.
+    """
+    sampled = output.sampled_token_ids
+    given = output.logprobs_tensors
+    most = max((group.candidates.nodes.shape[1] for group in groups), default=0)
+    own = 0 if given is None else given.logprobs.shape[1]
+    shape = (len(sampled), max(1 + most, own))
+    token_ids = torch.zeros(shape, dtype=torch.int32, device=sampled.device)
+    logprobs = torch.full(shape, -torch.inf, dtype=torch.float32, device=sampled.device)
+    ranks = torch.zeros(len(sampled), dtype=torch.int64, device=sampled.device)
+    if given is not None:
+        token_ids[:, :own] = given.logprob_token_ids
+        logprobs[:, :own] = given.logprobs
+        ranks = given.selected_token_ranks
+    for group in groups:
+        nodes, values = map(torch.from_numpy, group.candidates)
+        places = torch.tensor(group.places, device=sampled.device)
+        sampled[places, 0] = torch.from_numpy(group.tokens).to(sampled)
+        logprobs[places] = -torch.inf
+        token_ids[places, 1 : 1 + nodes.shape[1]] = nodes.to(sampled.device)
+        logprobs[places, 1 : 1 + nodes.shape[1]] = values.to(sampled.device)
+    output.logprobs_tensors = LogprobsTensors(token_ids, logprobs, ranks)
+    return output
