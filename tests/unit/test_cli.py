@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import vllm_trie
 from vllm_trie import cli, doctor, tiny_model
 from vllm_trie.vllm_hooks.ledger import Finding
-from vllm_trie.vllm_hooks.setup.limits import BOTH, Limit
+from vllm_trie.vllm_hooks.setup.limits import BEAMS, TREES, Limit
 
 runner = CliRunner()
 
@@ -200,12 +200,13 @@ def test_missing_and_changed_hooks_are_errors_that_name_them(
 
 
 def test_what_a_platform_lacks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Limit(BOTH, "other machines", lambda config: "abacus", "platform {found!r} is too slow")
+    stops, text = TREES + BEAMS, "platform {found!r} is too slow"
+    row = Limit(stops, "other machines", lambda config: "abacus", text)
     monkeypatch.setattr(doctor, "PLATFORM_LIMITS", (row,))
     monkeypatch.setattr(doctor.ledger, "check", lambda: [make_hook("ok")])
     _, (problem,) = doctor.check_hooks()
     assert problem.level == "warning"
-    said = "no tree speculation and native beam search here: platform 'abacus' is too slow"
+    said = "no draft trees and native beam search here: platform 'abacus' is too slow"
     assert problem.text == said
 
 

@@ -15,13 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.attention.tree_batch import TreeBatch, TreeRow, build_tree_batch, query_mask
+from vllm_trie.attention.tree_batch import TreeBatch, TreeRow, build_tree_batch, slot_mask
 from vllm_trie.tree import TokenTree
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest error of tree attention, relative to the largest value in the cache."""
 _UNUSED = 500.0
 """The content of unused slots: finite, and far from all right values."""
+_NO_WORDS = np.empty((0, 1), dtype=np.uint64)
 
 
 class LayerShape(NamedTuple):
@@ -126,22 +127,13 @@ class Step:
             rows = slice(int(self.starts[index]), int(self.starts[index + 1]))
             own = slice(end, end + int(seq_len))
             end = own.stop
-            mask = _mask(words.get(index, _NO_WORDS), rows.stop - rows.start, int(seq_len))
+            mask = slot_mask(words.get(index, _NO_WORDS), rows.stop - rows.start, int(seq_len))
             key = self.keys[own].double().repeat_interleave(group, dim=1)
             value = self.values[own].double().repeat_interleave(group, dim=1)
             scores = torch.einsum("qhd,shd->hqs", self.query[rows].double(), key) * self.scale
             scores.masked_fill_(~torch.from_numpy(mask), -torch.inf)
             output[rows] = torch.einsum("hqs,shd->qhd", scores.softmax(-1), value)
         return output
-
-
-_NO_WORDS = np.empty((0, 1), dtype=np.uint64)
-
-
-def _mask(words: np.ndarray, num_queries: int, seq_len: int) -> np.ndarray:
-    mask = np.ones((num_queries, seq_len), dtype=bool)
-    mask[:, seq_len - num_queries :] = query_mask(words, num_queries)
-    return mask
 
 
 def random_step(
@@ -173,7 +165,7 @@ def random_step(
             start = int(starts[index])
             rows.append(TreeRow(index, start, num_queries, request.num_nodes, request.seq_len))
             words.append(tree_words)
-        masks.append(_mask(tree_words, num_queries, request.seq_len))
+        masks.append(slot_mask(tree_words, num_queries, request.seq_len))
     query, keys, values = _random_tensors(shape, masks, generator)
     tree_rows = np.zeros(len(query), dtype=bool)
     for row in rows:

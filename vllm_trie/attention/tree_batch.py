@@ -56,12 +56,10 @@ class TreeBatch:
     @cached_property
     def masks(self) -> list[torch.Tensor]:
         """bool [num_queries, seq_len] per request: the KV slots that each query token sees."""
-        masks = []
-        for row, words in zip(self.rows, self.ancestor_words, strict=True):
-            mask = np.ones((row.num_queries, row.seq_len), dtype=bool)
-            mask[:, row.seq_len - row.num_queries :] = query_mask(words, row.num_queries)
-            masks.append(torch.from_numpy(mask))
-        return masks
+        return [
+            torch.from_numpy(slot_mask(words, row.num_queries, row.seq_len))
+            for row, words in zip(self.rows, self.ancestor_words, strict=True)
+        ]
 
     @cached_property
     def row_array(self) -> np.ndarray:
@@ -85,6 +83,13 @@ class TreeBatch:
             bits = np.unpackbits(words.view(np.uint8).reshape(row.num_nodes, -1), axis=1)
             positions[-row.num_nodes :] = bits.sum(axis=1, dtype=np.int64) - 1
         return positions
+
+
+def slot_mask(ancestor_words: np.ndarray, num_queries: int, seq_len: int) -> np.ndarray:
+    """Return bool [num_queries, seq_len]: the KV slots of a request that each query token sees."""
+    mask = np.ones((num_queries, seq_len), dtype=bool)
+    mask[:, seq_len - num_queries :] = query_mask(ancestor_words, num_queries)
+    return mask
 
 
 def query_mask(ancestor_words: np.ndarray, num_queries: int) -> np.ndarray:

@@ -18,8 +18,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,12 @@ def load_library(
         _log_once(name, "VLLM_TRIE_NATIVE=0")
         return None
     try:
-        return _load(name, tuple(sources), tuple(flags), tuple(headers))
+        library = build_library(name, sources, flags, headers)
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:
+            # Damaged, or made for another C library: compile it again.
+            return ctypes.CDLL(str(build_library(name, sources, flags, headers, rebuild=True)))
     except (NativeBuildError, OSError) as error:
         _log_once(name, str(error))
         return None
@@ -85,10 +90,10 @@ def build_library(
     library = folder / f"{name}-{digest}.so"
     if library.exists() and not rebuild:
         return library
-    with _locked(folder / f"{name}-{digest}.lock"):
-        if library.exists() and not rebuild:
-            return library
-        _compile(compiler, sources, flags, library)
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+        if rebuild or not library.exists():
+            _compile(compiler, sources, flags, library)
     return library
 
 
@@ -120,18 +125,6 @@ def cache_folder() -> Path:
         f"no folder to keep compiled code in (tried {tried}); set VLLM_TRIE_CACHE_DIR to a folder "
         "that you own"
     )
-
-
-@functools.cache
-def _load(
-    name: str, sources: tuple[Path, ...], flags: tuple[str, ...], headers: tuple[Path, ...]
-) -> ctypes.CDLL:
-    library = build_library(name, sources, flags, headers)
-    try:
-        return ctypes.CDLL(str(library))
-    except OSError:
-        # Damaged, or made for another C library: compile it again.
-        return ctypes.CDLL(str(build_library(name, sources, flags, headers, rebuild=True)))
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -200,13 +193,6 @@ def _compile(
         ) from error
     finally:
         Path(temporary).unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
-        yield
 
 
 @functools.cache

@@ -23,7 +23,6 @@ SOURCE = 'extern "C" int answer() { return 42; }\n'
 def _private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_TRIE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("VLLM_TRIE_NATIVE", raising=False)
-    build_module._load.cache_clear()
     build_module._log_once.cache_clear()
 
 

@@ -47,7 +47,15 @@ bool is_sound(const View& view, int64_t num_nodes, int64_t table_size, int64_t n
 }  // namespace
 
 // Returns null without memory or if no index can have contexts of that length.
-extern "C" Index* ngram_index_new(int32_t max_order) { return ngram::new_index(max_order); }
+extern "C" Index* ngram_index_new(int32_t max_order) {
+    if (max_order < 1 || max_order > ngram::kMaxOrder) return nullptr;
+    Index* index = nullptr;
+    ngram::without_throwing([&] {
+        index = new Index(max_order);
+        return 0;
+    });
+    return index;
+}
 
 extern "C" void ngram_index_free(Index* index) { delete index; }
 extern "C" int64_t ngram_index_num_bytes(const Index* index) { return index->num_bytes(); }

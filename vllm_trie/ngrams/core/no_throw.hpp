@@ -18,14 +18,4 @@ int32_t without_throwing(const Work& work) noexcept {
     }
 }
 
-inline Index* new_index(int32_t max_order) noexcept {
-    if (max_order < 1 || max_order > kMaxOrder) return nullptr;
-    Index* index = nullptr;
-    without_throwing([&] {
-        index = new Index(max_order);
-        return 0;
-    });
-    return index;
-}
-
 }  // namespace ngram

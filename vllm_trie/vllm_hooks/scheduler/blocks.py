@@ -9,6 +9,13 @@ reference count; a tail block belongs to one row. Forking a row of ``L`` compute
 
 The worker runs the queued copies before the next step's forward pass. Until then both ends of a
 copy hold an extra reference, which vLLM's ``schedule`` gives back.
+
+Where the prompt ends inside the tail block, a row without children leaves its tail block to a fork:
+the prompt's slots in it are the same, and only the generated ones are copied::
+
+    dropped [ 0 ][ 1 ][ 5: prompt, x ]      its tail is the spare
+    parent  [ 0 ][ 1 ][ 2: prompt, y ]
+    child   [ 0 ][ 1 ][ 5: prompt, y ]      y is copied
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -24,22 +31,64 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm_trie.vllm_hooks.ledger.extension_points import offered
 
 
+class RangedCopies(list[Any]):
+    """vLLM's list of a step's block copies, with the slots that each of them needs.
+
+    Whoever does not know of the ranges copies whole blocks, which is right as well.
+
+    Attributes:
+        ranges: First slot and end of each copy; None for the whole block.
+    """
+
+    def __init__(self, copies: Iterable[Any], ranges: list[tuple[int, int] | None]) -> None:
+        super().__init__(copies)
+        self.ranges = ranges
+
+
+class Tail(NamedTuple):
+    """A row's tail block, and how many of its slots are filled."""
+
+    block: KVCacheBlock
+    num_filled: int
+
+
+def tail_of(manager: KVCacheManager, row_id: str, num_computed_tokens: int) -> Tail | None:
+    """Return a row's tail; None if it has none, or the model several KV cache groups."""
+    parts = _parts(manager)
+    if len(parts) > 1:
+        return None
+    num_full, in_tail = divmod(num_computed_tokens, parts[0].block_size)
+    return Tail(parts[0].req_to_blocks[row_id][num_full], in_tail) if in_tail else None
+
+
 def fork_blocks(
-    manager: KVCacheManager, parent_id: str, child_id: str, num_computed_tokens: int
+    manager: KVCacheManager,
+    parent_id: str,
+    child_id: str,
+    num_computed_tokens: int,
+    spare: KVCacheBlock | None = None,
 ) -> bool:
     """Give the child the parent's KV of the first `num_computed_tokens` tokens.
 
     Mutates the manager's tables and the block pool.
 
+    Args:
+        manager: vLLM's.
+        parent_id, child_id: Ids of the rows.
+        num_computed_tokens: At most those of the parent.
+        spare: The child's tail block, with a reference that the child takes over; a new one if
+            None.
+
     Returns:
         False if the pool has no room for the tail; nothing has changed then.
     """
     if offered("fork_request"):
+        assert spare is None
         return manager.fork_request(parent_id, child_id, num_computed_tokens)  # type: ignore
     pool = manager.block_pool
     parts = _parts(manager)
     needed = sum(1 for part in parts if num_computed_tokens % part.block_size)
-    if pool.get_num_free_blocks() < needed:
+    if spare is None and pool.get_num_free_blocks() < needed:
         return False
     for part in parts:
         table = part.req_to_blocks[parent_id]
@@ -48,11 +97,14 @@ def fork_blocks(
         pool.touch(blocks)
         if in_tail:
             source = table[num_full]
-            (target,) = pool.get_new_blocks(1)
+            if spare is not None:
+                target = spare
+            else:
+                (target,) = pool.get_new_blocks(1)
+                if part.records_new_block_ids:
+                    part.new_block_ids.append(target.block_id)
             pool.touch((source, target))  # kept until the copy has run
             part._pending_cow_copies.append((source, target))
-            if part.records_new_block_ids:
-                part.new_block_ids.append(target.block_id)
             blocks.append(target)
         part.req_to_blocks[child_id] = blocks
         if parent_id in part.num_cached_block:

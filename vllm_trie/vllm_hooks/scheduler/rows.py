@@ -22,12 +22,20 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.beam import Child
-from vllm_trie.vllm_hooks.scheduler.blocks import check_references, fork_blocks, move_blocks
+from vllm_trie.vllm_hooks.ledger.extension_points import offered
+from vllm_trie.vllm_hooks.scheduler.blocks import (
+    RangedCopies,
+    check_references,
+    fork_blocks,
+    move_blocks,
+    tail_of,
+)
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup, RowOutput
 
 if TYPE_CHECKING:
@@ -63,6 +71,8 @@ class BeamRows:
         self.group_of: dict[str, BeamGroup] = {}
         """Row id to group. Only this class writes it."""
         self._unsent: set[str] = set()  # rows that the worker does not know, or not any more
+        self._spares: list[KVCacheBlock] = []  # during a group's step: tails of its dropped rows
+        self._ranges: dict[int, tuple[int, int]] = {}  # target of a queued copy -> slots
 
     # -- steps of a group --------------------------------------------------------------------------
 
@@ -124,7 +134,9 @@ class BeamRows:
         for rank, child in enumerate(children):
             tokens_of.setdefault(child.parent, {})[rank] = child.token_id
         # Rows without children first: a fork may need their blocks.
-        self.free([row for i, row in enumerate(parents) if i not in tokens_of])
+        dropped = [row for i, row in enumerate(parents) if i not in tokens_of]
+        self._keep_tails(group, dropped)
+        self.free(dropped)
         rows: dict[int, Request] = {}
         for i, tokens in tokens_of.items():
             parent = parents[i]
@@ -137,10 +149,28 @@ class BeamRows:
                 }
                 self._counters.rows_recomputed += len(tokens)
                 self.free([parent])
+        self._release_spares()
         group.outputs = {}
         group.rows = [rows[rank] for rank in range(len(children))]
         self._gather(group)
         self.requeue(group)
+
+    def _keep_tails(self, group: BeamGroup, dropped: Sequence[Request]) -> None:
+        """Keep tail blocks of dropped rows for forks, if they hold slots of the prompt."""
+        manager = self._scheduler.kv_cache_manager
+        if offered("fork_request"):
+            return
+        for row in dropped:
+            if row.status != RequestStatus.RUNNING:
+                continue
+            tail = tail_of(manager, row.request_id, row.num_computed_tokens)
+            if tail is not None and group.prompt.size > row.num_computed_tokens - tail.num_filled:
+                manager.block_pool.touch([tail.block])
+                self._spares.append(tail.block)
+
+    def _release_spares(self) -> None:
+        self._scheduler.kv_cache_manager.block_pool.free_blocks(self._spares)
+        self._spares = []
 
     def _extend_running(
         self, group: BeamGroup, parent: Request, sampled: int, tokens: dict[int, int]
@@ -182,9 +212,18 @@ class BeamRows:
         scheduler = self._scheduler
         row = self._new_row(group, parent, token_id)
         num_computed = parent.num_computed_tokens
+        manager = scheduler.kv_cache_manager
+        spare = self._spares[-1] if self._spares else None
         if len(scheduler.running) < scheduler.max_num_running_reqs and fork_blocks(
-            scheduler.kv_cache_manager, parent.request_id, row.request_id, num_computed
+            manager, parent.request_id, row.request_id, num_computed, spare
         ):
+            tail = tail_of(manager, row.request_id, num_computed)
+            if tail is not None:
+                first = 0
+                if spare is not None:
+                    self._spares.pop()
+                    first = group.prompt.size - (num_computed - tail.num_filled)
+                self._ranges[tail.block.block_id] = (first, tail.num_filled)
             row.num_computed_tokens = num_computed
             row.status = RequestStatus.RUNNING
             scheduler.running.append(row)
@@ -275,6 +314,7 @@ class BeamRows:
 
     def free_group(self, group: BeamGroup) -> None:
         """Free all rows of a group, also those of a step that failed half-way."""
+        self._release_spares()
         ids = [row_id for row_id, owner in self.group_of.items() if owner is group]
         self.free([self._scheduler.requests[row_id] for row_id in ids])
 
@@ -283,6 +323,7 @@ class BeamRows:
 
         To be called when the rows are preempted or gone, so that nothing needs the copies.
         """
+        self._ranges = {}
         manager = self._scheduler.kv_cache_manager
         _, held = manager.take_kv_cache_block_copies()
         manager.block_pool.free_blocks(held)
@@ -304,9 +345,15 @@ class BeamRows:
     def send_as_new(self, output: SchedulerOutput) -> None:
         """Move rows that the worker does not know from a step's cached to its new requests.
 
+        Tells the worker, too, which slots the step's copies need.
+
         A new request carries its tokens and its block table. All its tokens become its prompt; from
         here on the scheduler counts its output tokens as the worker does.
         """
+        if copies := output.kv_cache_block_copies:
+            ranges = [self._ranges.get(each.dst_block_id) for each in copies]
+            output.kv_cache_block_copies = RangedCopies(copies, ranges)
+            self._ranges = {}
         self._unsent.difference_update(new.req_id for new in output.scheduled_new_reqs)
         cached = output.scheduled_cached_reqs
         unknown = [i for i, row_id in enumerate(cached.req_ids) if row_id in self._unsent]

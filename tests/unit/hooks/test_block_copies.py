@@ -1,0 +1,57 @@
+"""The CPU worker's copies of tail blocks, against vLLM's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
+
+from vllm_trie.vllm_hooks.scheduler.blocks import RangedCopies
+from vllm_trie.vllm_hooks.worker import block_copies
+
+COPIES = [KVCacheBlockCopy(1, 4), KVCacheBlockCopy(2, 5)]
+
+
+def caches(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(6, 2, 32, 32, generator=generator).to(dtype) for _ in range(2)]
+    return [*made, made[1]]  # the last layer shares the cache of the one before
+
+
+def refuse(*arguments: Any) -> None:
+    raise AssertionError("vLLM's own copy was called")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_blocks(dtype: torch.dtype) -> None:
+    found, expected = caches(dtype), caches(dtype)
+    copy_kv_cache_blocks_inplace(expected, 6, COPIES)
+    block_copies.wrap_copy_blocks(refuse)(found, 6, COPIES)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_ranges_where_the_place_of_slots_is_known(known: bool, monkeypatch) -> None:
+    """Elsewhere whole blocks."""
+    monkeypatch.setattr(block_copies, "_has_slots", lambda *arguments: known)
+    found, before = caches(torch.float32), caches(torch.float32)
+    ranged = RangedCopies(COPIES, [(3, 5), None])
+    block_copies.wrap_copy_blocks(refuse)(found, 6, ranged)
+    for cache, old in zip(found, before, strict=True):
+        assert torch.equal(cache[5], old[2])
+        assert torch.equal(cache[4], old[1]) != known
+        # Each of 16 values of 2 slots in 2 heads, twice: keys and values.
+        assert int((cache[4] != old[4]).sum()) == (2 * 2 * 16 * 2 if known else 2 * 32 * 32)
+
+
+def test_vllm_copies_what_the_kernel_cannot(monkeypatch) -> None:
+    """Blocks that the kernels see as several, and machines without a compiler."""
+    called: list[Any] = []
+    copy = block_copies.wrap_copy_blocks(lambda *arguments: called.append(arguments))
+    copy(caches(torch.float32), 3, COPIES)
+    monkeypatch.setattr(block_copies, "copy_slots", lambda *arguments: False)
+    copy(caches(torch.float32), 6, COPIES)
+    assert [arguments[1] for arguments in called] == [3, 6]
