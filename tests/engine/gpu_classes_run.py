@@ -66,9 +66,10 @@ from vllm_trie.attention import triton_kernel
 from vllm_trie.attention.kernel_check import RequestShape
 from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks.worker import cpu_worker as worker
-from vllm_trie.vllm_hooks.worker import gpu_check, v1_adapter
+from vllm_trie.vllm_hooks.worker import gpu_check
 from vllm_trie.vllm_hooks.worker.attention import cuda as cuda_attention
 from vllm_trie.vllm_hooks.worker.attention.cuda import TreeTritonAttentionImpl
+from vllm_trie.vllm_hooks.worker.runners import v1_adapter
 from vllm_trie.vllm_hooks.worker.verification import compaction
 
 CHECKED = [

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 PROPOSER_CLASS = "vllm_trie.vllm_hooks.worker.drafting.proposer.TreeProposer"
-VERIFIER_CLASS = "vllm_trie.vllm_hooks.worker.patched_runner.TreeDraftVerifier"
+VERIFIER_CLASS = "vllm_trie.vllm_hooks.worker.runners.patched_runner.TreeDraftVerifier"
 """The proposer for a patched vLLM, whose runner lets it verify its drafts."""
 CPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cpu_worker.TreeCPUWorker"
 GPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cuda_worker.TreeGPUWorker"

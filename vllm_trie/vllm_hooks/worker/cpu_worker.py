@@ -13,8 +13,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.runner_choice import runner_scope
-from vllm_trie.vllm_hooks.worker.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
-from vllm_trie.vllm_hooks.worker.runner_v2 import ChainRunnerV2Mixin
+from vllm_trie.vllm_hooks.worker.runners.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
+from vllm_trie.vllm_hooks.worker.runners.runner_v2 import ChainRunnerV2Mixin
 
 CPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cpu.TreeCPUAttentionBackend"
 

@@ -19,8 +19,8 @@ from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.runner_choice import runner_scope
 from vllm_trie.vllm_hooks.worker.gpu_check import check_device
-from vllm_trie.vllm_hooks.worker.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
-from vllm_trie.vllm_hooks.worker.runner_v2 import ChainRunnerV2Mixin
+from vllm_trie.vllm_hooks.worker.runners.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
+from vllm_trie.vllm_hooks.worker.runners.runner_v2 import ChainRunnerV2Mixin
 from vllm_trie.vllm_hooks.worker.verification.sampling import argmax_of_logits
 
 GPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cuda.TreeTritonAttentionBackend"

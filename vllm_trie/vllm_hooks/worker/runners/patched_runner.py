@@ -12,7 +12,7 @@ from vllm.v1.spec_decode.draft_verifier import DraftVerifier  # type: ignore[imp
 from vllm_trie.attention import TreeBatch
 from vllm_trie.vllm_hooks.worker.cpu_worker import CPU_BACKEND_CLASS
 from vllm_trie.vllm_hooks.worker.drafting.proposer import TreeProposer
-from vllm_trie.vllm_hooks.worker.v1_adapter import V1Adapter, V1TreeAdapter
+from vllm_trie.vllm_hooks.worker.runners.v1_adapter import V1Adapter, V1TreeAdapter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

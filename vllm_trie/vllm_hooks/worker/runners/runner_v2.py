@@ -14,7 +14,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_trie.vllm_hooks.worker.drafting.proposer import TreeProposer
-from vllm_trie.vllm_hooks.worker.v2_adapter import V2Adapter
+from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import TREE_ATTRIBUTE
-from vllm_trie.vllm_hooks.worker.v1_adapter import V1Adapter, V1TreeAdapter
+from vllm_trie.vllm_hooks.worker.runners.v1_adapter import V1Adapter, V1TreeAdapter
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 if TYPE_CHECKING:

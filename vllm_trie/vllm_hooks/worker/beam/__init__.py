@@ -1,0 +1,1 @@
+"""Native beam search in a worker: copies of KV blocks, candidates of constrained rows."""

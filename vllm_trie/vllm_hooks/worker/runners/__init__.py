@@ -1,0 +1,1 @@
+"""Adapters that run a verifier in vLLM's model runners."""
