@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
@@ -94,3 +96,24 @@ def test_length_limit_and_aborts(engine):
     check_same_outputs(llm, outputs, endless)
     check_outputs_beside_aborts(llm, outputs, endless, {2: [1, 5], 3: [3, 7]})
     assert not [r for r in trees_of(llm)._stored_trees if r.startswith("abort-")]
+
+
+def test_kv_connector(engine, expected, tmp_path):
+    """KV that vLLM's connector writes and reads, with drafts and in steps that want none."""
+    connector = KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
+    )
+    llm = engine(
+        **chains("ngram_trie", 16, node_budget="adaptive"),
+        kv_transfer_config=connector,
+        block_size=32,
+        enable_prefix_caching=False,
+    )
+    try:
+        for _ in range(2):
+            assert check_same_outputs(llm, expected, GREEDY, 4) > 0.1
+            assert list(tmp_path.rglob("*.safetensors"))
+    finally:
+        ensure_kv_transfer_shutdown()

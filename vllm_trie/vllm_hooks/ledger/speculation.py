@@ -144,6 +144,7 @@ SPECULATION_PATCHES: tuple[Patch, ...] = (
     _proposer("_input_fits_in_drafter", "overridden",
         "keeps length limits per request, not for the whole batch", "common_attn_metadata",
         successor="`RequestProposer.keeps_to_max_model_len()`"),
+    _at_start("finalize_kv_connector", "called", "in steps in which no drafts are wanted", ""),
     _at_start("_dummy_run", "called", "at start-up: first step costs for the adaptive node budget",
         "num_tokens"),
     _at_start("_sync_device", "called", "at start-up: waits until a pass is done, to time it", ""),

@@ -43,51 +43,6 @@ class ChainRunnerMixin(_Runner):
     def adapter(self) -> V1Adapter:
         return V1Adapter(self, self.trees)
 
-    def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
-        super()._on_request_state_removed(req_id, req_state)
-        self.trees.release(req_id)
-
-    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        # Limits are kept per request. vLLM's answer is for the whole batch: one request near the
-        # length limit would cost all others their drafts.
-        return True
-
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        self.adapter.start_step()
-        return super().execute_model(*args, **kwargs)
-
-    def _prepare_inputs(
-        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
-    ) -> Any:
-        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self.adapter.begin_step(scheduler_output)
-        return prepared
-
-    def propose_draft_token_ids(
-        self,
-        scheduler_output: SchedulerOutput,
-        sampled_token_ids: Any,
-        sampling_metadata: Any,
-        hidden_states: torch.Tensor,
-        sample_hidden_states: torch.Tensor,
-        *unused: Any,
-        **unused_too: Any,
-    ) -> list[list[int]]:
-        return self.adapter.propose(scheduler_output, sampled_token_ids, sample_hidden_states)
-
-    def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
-        output = super().sample_tokens(grammar_output)
-        self.adapter.finish(output)
-        return output
-
-
-class TreeRunnerMixin(ChainRunnerMixin):
-    """Further overrides, which verify trees."""
-
-    @cached_property
-    def adapter(self) -> V1Adapter:
-        return V1TreeAdapter(self, self.trees)
-
     @contextmanager
     def _as_without_speculation(self, hidden: bool) -> Iterator[None]:
         """Let a method of vLLM's take the path of an engine without speculation, if `hidden`.
@@ -105,15 +60,60 @@ class TreeRunnerMixin(ChainRunnerMixin):
         finally:
             self.speculative_config = config
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
-        self.adapter.check_layers()
+    def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
+        super()._on_request_state_removed(req_id, req_state)
+        self.trees.release(req_id)
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        # Limits are kept per request. vLLM's answer is for the whole batch: one request near the
+        # length limit would cost all others their drafts.
+        return True
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self.adapter.start_step()
+        return super().execute_model(*args, **kwargs)
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> Any:
         with self._as_without_speculation(not scheduler_output.scheduled_spec_decode_tokens):
-            return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+            prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        self.adapter.begin_step(scheduler_output)
+        return prepared
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        *unused: Any,
+        **unused_too: Any,
+    ) -> list[list[int]]:
+        return self.adapter.propose(scheduler_output, sampled_token_ids, sample_hidden_states)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
+        is_hidden = self.trees.is_pausing and self.execute_model_state is not None
+        with self._as_without_speculation(is_hidden):
+            output = super().sample_tokens(grammar_output)
+        if is_hidden:
+            # `execute_model` saw the configuration and left this to the end of the drafting.
+            self.finalize_kv_connector()
+        self.adapter.finish(output)
+        return output
+
+
+class TreeRunnerMixin(ChainRunnerMixin):
+    """Further overrides, which verify trees."""
+
+    @cached_property
+    def adapter(self) -> V1Adapter:
+        return V1TreeAdapter(self, self.trees)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.adapter.check_layers()
 
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
@@ -131,7 +131,3 @@ class TreeRunnerMixin(ChainRunnerMixin):
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
         return self.adapter.sample(logits, spec_decode_metadata)
-
-    def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
-        with self._as_without_speculation(self.trees.is_pausing):
-            return super().sample_tokens(grammar_output)

@@ -89,10 +89,8 @@ class V1Adapter:
     ) -> list[list[int]]:
         """Return the draft tokens of each request of the batch for the next step."""
         runner = self.runner
-        if self.chain_only:
-            self.trees.observe_chains(new_tokens)
-        self.trees.end_step(new_tokens)
-        if self.trees.is_pausing:
+        self._end_step(new_tokens)
+        if self.trees.is_pausing:  # only a patched vLLM asks in such a step
             return [[] for _ in new_tokens]
         requests = draft_requests(
             runner.input_batch,
@@ -104,8 +102,16 @@ class V1Adapter:
         )
         return self.trees.draft(requests, len(new_tokens), sample_hidden_states)
 
+    def _end_step(self, new_tokens: list[list[int]]) -> None:
+        if self.chain_only:
+            self.trees.observe_chains(new_tokens)
+        self.trees.end_step(new_tokens)
+
     def finish(self, output: Any) -> None:
         """Attach the step's statistics to vLLM's output of the step."""
+        new_tokens = getattr(output, "sampled_token_ids", None)
+        if self.trees.is_pausing and new_tokens:  # vLLM did not ask for drafts
+            self._end_step(new_tokens)
         stats = self.trees.take_stats()
         if stats is not None:
             setattr(output, STATS_ATTRIBUTE, stats)
@@ -164,12 +170,6 @@ class V1TreeAdapter(V1Adapter):
             slot_mappings = [tables[g.group_id].slot_mapping.gpu for g in self._cache_groups]
             self.trees.compact(self._cache_groups, slot_mappings)
         return output
-
-    def finish(self, output: Any) -> None:
-        new_tokens = getattr(output, "sampled_token_ids", None)
-        if self.trees.is_pausing and new_tokens:  # vLLM did not ask for drafts
-            self.trees.end_step(new_tokens)
-        super().finish(output)
 
     @cached_property
     def _cache_groups(self) -> list[CacheGroup]:
