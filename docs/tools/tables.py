@@ -42,7 +42,8 @@ def patches() -> str:
 
     lines = ["| symbol of vLLM | feature | what takes its place |", "| --- | --- | --- |"]
     for patch in PATCHES:
-        place = f"no patch: {patch.kind}; {patch.why}"
+        state = "no patch" if patch.wrapper is None else "stays a patch"
+        place = f"{state}: {patch.kind}; {patch.why}"
         if patch.extension_point:
             place = f"{EXTENSION_POINTS[patch.extension_point][0]}: {patch.successor}"
         lines.append(f"| `{patch.target}` | {patch.feature} | {place} |")

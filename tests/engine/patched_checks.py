@@ -21,7 +21,17 @@ from tests.engine.prompts import prompts
 from vllm_trie.vllm_hooks import ledger, plugin
 
 FOLDER = Path(os.environ["PATCHED_VLLM"])
-CALLABLES = [hook for hook in ledger.PATCHES if callable(ledger.resolve(hook.target))]
+STILL_WRAPPED = {
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+    "vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace",
+}
+"""Of beam search in the worker, for which the series has no extension points yet."""
+CALLABLES = [
+    hook
+    for hook in ledger.PATCHES
+    if hook.target not in STILL_WRAPPED and callable(ledger.resolve(hook.target))
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,6 +52,10 @@ def defined_in(target: Any) -> Path:
     """The file of a function's code or of a class."""
     code = getattr(target, "__code__", None)
     return Path(inspect.getsourcefile(target) if code is None else code.co_filename)
+
+
+def test_what_is_replaced_all_the_same() -> None:
+    assert {hook.target for hook in ledger.patches_in_place()} == STILL_WRAPPED
 
 
 @pytest.mark.parametrize("hook", CALLABLES, ids=lambda hook: f"{hook.feature} {hook.target}")
