@@ -468,19 +468,20 @@ llm = LLM(**SETTINGS)
 print("generated", len(output.outputs[0].token_ids))
 """
 
-SOFT_CAP = """
+SINKS = """
 values = {
-    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "vocab_size": 64,
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 64,
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "eos_token_id": 2,
     "layer_types": ["full_attention"] * 2, "sliding_window": None,
-    "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 32,
+    "num_local_experts": 2, "num_experts_per_tok": 1,
 }
 model = pathlib.Path(sys.argv[1]) / "model"
 model.mkdir()
 (model / "config.json").write_text(json.dumps(values))
 refused = build(speculative_config=TREES, model=str(model), load_format="dummy")
-assert "a soft cap on the logits" in refused, refused
+assert "attention sinks" in refused, refused
+assert "verification='chain'" in refused, refused
 """
 """What only the layers know is refused when they are made."""
 
@@ -509,9 +510,9 @@ def build(**options):
     [
         (UNTOUCHED, {"VLLM_PLUGINS": ""}, []),
         (STEPPED_ASIDE, {}, ["steps aside", "_no_such_method is missing", "generated 12"]),
-        (SOFT_CAP, {}, []),
+        (SINKS, {}, []),
     ],
-    ids=["plugins off", "symbol gone", "soft cap"],
+    ids=["plugins off", "symbol gone", "sinks"],
 )
 def test_processes(tmp_path: Path, script: str, environment: dict[str, str], said: list[str]):
     arguments = ("-c", PRELUDE + script, str(tmp_path), str(model_path()))

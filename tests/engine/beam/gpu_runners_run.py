@@ -110,7 +110,8 @@ def main() -> None:
         CPUModelRunner._postprocess_tensors = lambda self: None
     if arguments.overcommit:
         # Groups are admitted whatever runs, and fight for blocks.
-        BeamGroup.expected_blocks = property(lambda self: 0, lambda self, value: None)
+        for name in ("expected_blocks", "min_blocks"):
+            setattr(BeamGroup, name, property(lambda self: 0, lambda self, value: None))
     llm = LLM(
         model=str(model_path()),
         dtype="float32",
@@ -119,7 +120,7 @@ def main() -> None:
         num_gpu_blocks_override=arguments.num_blocks,
         block_size=32,
         max_model_len=160,
-        max_num_seqs=8,
+        max_num_seqs=16,
         max_num_batched_tokens=64,
         enable_prefix_caching=not arguments.no_prefix_caching,
         disable_log_stats=False,

@@ -138,9 +138,15 @@ def test_a_cache_that_cannot_be_shared_is_an_error_not_a_wrong_result(engine, mo
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(["v2", "--asynchronous", "--num-blocks", "9", "--overcommit"], id="default"),
+        pytest.param(
+            ["v2", "--asynchronous", "--num-blocks", "9", "--overcommit", "--searches", "14"],
+            id="default",
+        ),
         pytest.param(["v2", "--no-prefix-caching"], id="no prefix caching, synchronous"),
-        pytest.param(["v1", "--asynchronous", "--num-blocks", "9", "--overcommit"], id="V1"),
+        pytest.param(
+            ["v1", "--asynchronous", "--num-blocks", "9", "--overcommit", "--searches", "14"],
+            id="V1",
+        ),
     ],
 )
 def test_hypotheses_are_those_of_transformers_on_a_gpus_runner(arguments) -> None:
