@@ -19,16 +19,16 @@ import struct
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from io import BufferedReader
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
 PREFIX = struct.Struct("<8sII32s")
 _ALIGNMENT = 64
-_HASH_CHUNK = 1 << 24
 
 
 class SizedHeader(BaseModel):
@@ -128,13 +128,13 @@ class CheckedFormat(Generic[HeaderT]):
             body = np.memmap(file, dtype=np.uint8, mode="r", offset=offset)
         return MappedFile(header, digest, body)
 
-    def _file(self, path: Path) -> BinaryIO:
+    def _file(self, path: Path) -> BufferedReader:
         try:
             return path.open("rb")
         except OSError as error:
             raise self.error(f"{self.kind} {path}: {error.strerror}") from None
 
-    def _read(self, path: Path, file: BinaryIO) -> tuple[HeaderT, bytes, int]:
+    def _read(self, path: Path, file: BufferedReader) -> tuple[HeaderT, bytes, int]:
         """Return the header, the digest and the offset of the body."""
         prefix = file.read(PREFIX.size)
         if prefix[: len(self.magic)] != self.magic[: len(prefix)] or not prefix:
@@ -163,9 +163,6 @@ class CheckedFormat(Generic[HeaderT]):
         return header, digest, offset
 
 
-def _digest(file: BinaryIO) -> bytes:
+def _digest(file: BufferedReader) -> bytes:
     file.seek(PREFIX.size)
-    found = hashlib.sha256()
-    while chunk := file.read(_HASH_CHUNK):
-        found.update(chunk)
-    return found.digest()
+    return hashlib.file_digest(file, "sha256").digest()

@@ -108,3 +108,20 @@ def test_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.engine.compare import register_test_drafters
 
     register_test_drafters(monkeypatch)
+
+
+@pytest.fixture
+def inspect_models_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM looks at each model class in a fresh interpreter; that takes longer than the tests."""
+    from vllm.model_executor.models import registry
+
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda function: function())
+
+
+@pytest.fixture
+def experts_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process makes its groups for its first engine, whose model may have no experts."""
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        monkeypatch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())

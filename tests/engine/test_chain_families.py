@@ -19,31 +19,17 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.models import registry as model_registry
 
 from tests.engine.chain_families import CYCLE, FAMILIES, RECURRENT, VOCABULARY, write_model
 from tests.engine.compare import Prompt, differences, generate, preemptions, speculation
 from tests.engine.families import write_config
 
+pytestmark = pytest.mark.usefixtures("inspect_models_here", "experts_group")
 GREEDY = SamplingParams(
     temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False, logprobs=0
 )
 PREEMPTING_STEPS = (9, 20)
-
-
-@pytest.fixture(autouse=True)
-def _inspect_models_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM looks at each model class in a fresh interpreter; that takes longer than the tests."""
-    monkeypatch.setattr(model_registry, "_run_in_subprocess", lambda function: function())
-
-
-@pytest.fixture(autouse=True)
-def _experts_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process makes its groups for its first engine, whose model may have no experts."""
-    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
-        monkeypatch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())
 
 
 def positions_with_image(

@@ -12,7 +12,6 @@ import pytest
 import vllm
 from vllm import SamplingParams, envs
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from vllm.model_executor.models import registry as model_registry
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -39,15 +38,12 @@ TREES = {"method": "ngram_trie", "num_speculative_tokens": 8}
 CHAINS = {**TREES, "verification": "chain"}
 
 
+pytestmark = pytest.mark.usefixtures("inspect_models_here")
+
+
 @pytest.fixture(autouse=True)
 def _test_drafters(monkeypatch):
     register_test_drafters(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def _inspect_models_here(monkeypatch):
-    """vLLM looks at each model class in a fresh interpreter; that takes longer than the tests."""
-    monkeypatch.setattr(model_registry, "_run_in_subprocess", lambda function: function())
 
 
 def engine_config(**options: Any) -> Any:

@@ -14,9 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from vllm import SamplingParams
-from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-from vllm.model_executor.models import registry as model_registry
 
 from tests.engine.compare import (
     accepted_tokens,
@@ -33,23 +31,10 @@ from tests.engine.families import (
     write_config,
 )
 
-pytestmark = pytest.mark.usefixtures("test_drafters")
+pytestmark = pytest.mark.usefixtures("test_drafters", "inspect_models_here", "experts_group")
 
 NUM_TOKENS = 60
 GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False}
-
-
-@pytest.fixture(autouse=True)
-def _inspect_models_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM looks at each model class in a fresh interpreter; that takes longer than the tests."""
-    monkeypatch.setattr(model_registry, "_run_in_subprocess", lambda function: function())
-
-
-@pytest.fixture(autouse=True)
-def _experts_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process makes its groups for its first engine, whose model may have no experts."""
-    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
-        monkeypatch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())
 
 
 def write_model(folder: Path, values: dict[str, Any]) -> str:

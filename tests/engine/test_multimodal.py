@@ -19,7 +19,6 @@ from transformers import (
     BlipImageProcessor,
 )
 from vllm import SamplingParams
-from vllm.model_executor.models import registry as model_registry
 
 from tests.engine.compare import accepted_tokens, differences, speculation, tell_oracle
 from vllm_trie.tiny_model import model_path
@@ -28,13 +27,7 @@ IMAGE, SIZE, NUM_QUERIES = "<image>", 28, 8
 NUM_TOKENS = 60
 GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False}
 
-pytestmark = pytest.mark.usefixtures("test_drafters")
-
-
-@pytest.fixture(autouse=True)
-def _inspect_models_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM looks at each model class in a fresh interpreter; that takes longer than the tests."""
-    monkeypatch.setattr(model_registry, "_run_in_subprocess", lambda function: function())
+pytestmark = pytest.mark.usefixtures("test_drafters", "inspect_models_here")
 
 
 @pytest.fixture(scope="module")

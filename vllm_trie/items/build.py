@@ -23,7 +23,7 @@ import numpy as np
 
 from vllm_trie.items.sources import Batch
 from vllm_trie.items.trie import ItemId
-from vllm_trie.items.trie_file import MAX_NODES, ItemsError, ItemsHeader, write_items
+from vllm_trie.items.trie_file import FORMAT, MAX_NODES, ItemsError, ItemsHeader
 
 RUN_BYTES = 64 << 20
 """Size of the rows that are sorted at once. The build's memory is about eight times this."""
@@ -63,7 +63,7 @@ def build_items(
         for part in _parts(runs, width):
             levels.add(part)
         header = levels.header(tokenizer)
-        write_items(path, header, levels.body())
+        FORMAT.write(path, header, levels.body())
     return header
 
 

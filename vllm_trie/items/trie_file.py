@@ -15,9 +15,8 @@ The digest shows damage. The trie is checked in addition: a file made to deceive
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -77,17 +76,6 @@ FORMAT = CheckedFormat(
     error=ItemsError,
     remedy="build it again with `vllm-trie items build`",
 )
-
-
-def write_items(path: Path, header: ItemsHeader, body: Iterable[Any]) -> None:
-    """Write a trie; an older file is replaced once the new one is complete.
-
-    Args:
-        path: The file.
-        header: Its header.
-        body: The arrays of the module's layout, in any number of parts.
-    """
-    FORMAT.write(path, header, body)
 
 
 def read_header(path: Path) -> ItemsHeader:

@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import random
-from types import SimpleNamespace
 from typing import Any
 
 parser = argparse.ArgumentParser()
@@ -31,18 +30,9 @@ parser.add_argument("--overcommit", action="store_true")
 parser.add_argument("--searches", type=int, default=8)
 arguments = parser.parse_args()
 
-os.environ["TRITON_INTERPRET"] = "1"
-os.environ["TORCH_COMPILE_DISABLE"] = "1"  # its own Triton code would want a device
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(arguments.runner == "v2"))
 
-import triton.backends
-
-# vLLM's CPU build takes Triton only with a backend for CPUs; the interpreter needs none.
-triton.backends.backends["cpu"] = SimpleNamespace(
-    driver=SimpleNamespace(is_active=lambda: True), compiler=None
-)
-
+import tests.engine.v2_on_cpu  # noqa: F401 - prepares Triton's interpreter
 from tests.engine.beam.async_on_cpu import force_async_scheduling
 
 if arguments.asynchronous:

@@ -79,27 +79,38 @@ def search(path: str, case: Case) -> list[Expected]:
         options["repetition_penalty"] = case.repetition_penalty
     if case.min_tokens:
         options["min_new_tokens"] = case.min_tokens
-    pad = model.config.vocab_size - 1
-    result = model.generate(
+    return _generate(
+        model,
         prompt,
-        attention_mask=torch.ones_like(prompt),
         num_beams=case.beam_width,
-        num_return_sequences=case.beam_width,
         max_new_tokens=case.max_tokens,
-        do_sample=False,
         eos_token_id=[eos, *case.stop_token_ids],
-        pad_token_id=pad,
-        return_dict_in_generate=True,
-        output_scores=True,
         **options,
     )
-    expected = []
+
+
+def _generate(model: Any, prompt: torch.Tensor, num_beams: int, **options: Any) -> list[Expected]:
+    """The hypotheses, best first; one beam has no score."""
+    pad = model.config.vocab_size - 1
+    with torch.no_grad():
+        result = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            num_beams=num_beams,
+            num_return_sequences=num_beams,
+            do_sample=False,
+            pad_token_id=pad,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
+    found = []
     for i, sequence in enumerate(result.sequences[:, prompt.shape[1] :].tolist()):
         while sequence and sequence[-1] == pad:
             sequence.pop()
-        score = float(result.sequences_scores[i]) if case.beam_width > 1 else None
-        expected.append(Expected(sequence, score))
-    return expected
+        score = float(result.sequences_scores[i]) if num_beams > 1 else None
+        found.append(Expected(sequence, score))
+    return found
 
 
 def constrained_search(
@@ -125,25 +136,13 @@ def constrained_search(
         # Beams of probability 0 may be anywhere; Hugging Face wants some token for them, too.
         return allowed(tuple(token_ids[prompt.shape[1] :].tolist())) or [pad]
 
-    with torch.no_grad():
-        result = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            num_beams=beam_width,
-            num_return_sequences=beam_width,
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            eos_token_id=[pad if eos is None else eos],
-            pad_token_id=pad,
-            early_stopping=early_stopping,
-            prefix_allowed_tokens_fn=allowed_tokens,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-    expected = []
-    for i, sequence in enumerate(result.sequences[:, prompt.shape[1] :].tolist()):
-        while sequence and sequence[-1] == pad:
-            sequence.pop()
-        if result.sequences_scores[i] > -1e6:
-            expected.append(Expected(sequence, float(result.sequences_scores[i])))
-    return expected
+    found = _generate(
+        model,
+        prompt,
+        num_beams=beam_width,
+        max_new_tokens=max_tokens,
+        eos_token_id=[pad if eos is None else eos],
+        early_stopping=early_stopping,
+        prefix_allowed_tokens_fn=allowed_tokens,
+    )
+    return [each for each in found if each.score > -1e6]

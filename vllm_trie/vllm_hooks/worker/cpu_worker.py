@@ -19,6 +19,17 @@ from vllm_trie.vllm_hooks.worker.runners.runner_v2 import ChainRunnerV2Mixin
 CPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cpu.TreeCPUAttentionBackend"
 
 
+def choose_attention(for_trees: bool) -> None:
+    """Replace vLLM's CPU attention by tree attention, or put it back.
+
+    An engine that this process ran before may have left the other one in place.
+    """
+    if for_trees:
+        register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_CLASS)
+    else:
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+
+
 class ChainCPUModelRunner(ChainRunnerMixin, CPUModelRunner):
     """The CPU model runner with drafts that vLLM verifies."""
 
@@ -38,11 +49,7 @@ class TreeCPUWorker(cpu_worker.CPUWorker):
 
     def init_device(self) -> None:
         verification = config.verification(self.vllm_config)
-        # An engine that this process ran before may have left the other backend in place.
-        if verification == "tree":
-            register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_CLASS)
-        else:
-            AttentionBackendEnum.CPU_ATTN.clear_override()
+        choose_attention(for_trees=verification == "tree")
         selector._cached_get_attn_backend.cache_clear()
         with ledger.installed(runner_scope(self.vllm_config, verification)):
             super().init_device()

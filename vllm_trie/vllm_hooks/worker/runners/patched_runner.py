@@ -6,11 +6,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.spec_decode.draft_verifier import DraftVerifier  # type: ignore[import-not-found]
 
 from vllm_trie.attention import TreeBatch
-from vllm_trie.vllm_hooks.worker.cpu_worker import CPU_BACKEND_CLASS
+from vllm_trie.vllm_hooks.worker.cpu_worker import choose_attention
 from vllm_trie.vllm_hooks.worker.drafting.proposer import TreeProposer
 from vllm_trie.vllm_hooks.worker.runners.v1_adapter import V1Adapter, V1TreeAdapter
 
@@ -29,10 +28,7 @@ class TreeDraftVerifier(TreeProposer, DraftVerifier):
         super().__init__(vllm_config)
         # The only platform that :mod:`vllm_trie.vllm_hooks.setup.support` lets through. The runner
         # makes its proposer before it loads the model, so this is in time.
-        if self.chain_only:
-            AttentionBackendEnum.CPU_ATTN.clear_override()
-        else:
-            register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_CLASS)
+        choose_attention(for_trees=not self.chain_only)
 
     def bind(self, runner: GPUModelRunner) -> None:
         adapter = V1Adapter if self.chain_only else V1TreeAdapter
