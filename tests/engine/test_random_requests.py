@@ -24,7 +24,7 @@ HEADS = str(medusa_path())
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "parts of prompts": (
         {"max_num_batched_tokens": 64, "max_num_seqs": 5, "block_size": 64},
-        speculation("ngram_trie", 40),
+        speculation("ngram_trie", 40, recycle=True),
     ),
     "chains": (
         {"max_num_batched_tokens": 96, "max_num_seqs": 6, "block_size": 32},

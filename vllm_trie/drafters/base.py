@@ -103,6 +103,8 @@ class Drafter(ABC):
     """The method's options, set next to `method` in the speculative configuration."""
     needs_hidden_states: ClassVar[bool] = False
     needs_node_argmax: ClassVar[bool] = False
+    has_window: ClassVar[bool] = False
+    """Whether its trees may hold nodes that are never accepted."""
 
     def __init__(self, options: BaseModel, context: DrafterContext) -> None:
         self.options: Any = options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from vllm_trie.ngrams import native
@@ -10,12 +11,14 @@ from vllm_trie.ngrams.best_first import BestFirstTree
 from vllm_trie.ngrams.blend import Blend, grow
 from vllm_trie.ngrams.index import NgramIndex
 from vllm_trie.ngrams.job import Candidates, Draft, Index, Job
+from vllm_trie.ngrams.recycled import Recycled, RecycledTable
 
 
 class Backend(Protocol):
     """Makes indexes and drafts from them. All backends make the same trees, bit for bit."""
 
     def new_index(self, max_order: int) -> Index: ...
+    def new_recycled(self, size_log2: int) -> Recycled: ...
     def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
         """Draft for every job; updates the jobs' own indexes."""
         ...
@@ -30,6 +33,9 @@ class NativeBackend:
     def new_index(self, max_order: int) -> native.NativeIndex:
         return native.NativeIndex(max_order)
 
+    def new_recycled(self, size_log2: int) -> native.NativeRecycled:
+        return native.NativeRecycled(size_log2)
+
     def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
         return native.draft_batch(jobs, self._blend, candidates)
 
@@ -42,6 +48,9 @@ class PythonBackend:
 
     def new_index(self, max_order: int) -> NgramIndex:
         return NgramIndex(max_order)
+
+    def new_recycled(self, size_log2: int) -> RecycledTable:
+        return RecycledTable(size_log2)
 
     def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
         if candidates is None:
@@ -57,7 +66,8 @@ class PythonBackend:
             job.own.synchronize(job.tokens[: job.num_indexed].tolist())
         tree = BestFirstTree(job.max_nodes, job.max_depth, job.chain_only, job.min_probability)
         indexes = [index for index in (job.own, job.store, job.corpus) if index is not None]
-        contexts = grow(tree, indexes, job.tokens.tolist(), self._blend, heads)
+        table = None if job.recycled is None else partial(job.recycled.contexts, job.scope)
+        contexts = grow(tree, indexes, job.tokens.tolist(), self._blend, heads, table)
         used_text = -1
         if job.store is not None and len(contexts[1]) > self._blend.use_length:
             used_text = contexts[1][-1].text

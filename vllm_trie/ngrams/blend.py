@@ -12,13 +12,17 @@ Source: Teh, "A hierarchical Bayesian language model based on Pitman-Yor process
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from vllm_trie.ngrams.best_first import BestFirstTree
-from vllm_trie.ngrams.contexts import Match, advance, count_successors, match_suffix
+from vllm_trie.ngrams.contexts import Counted, Match, advance, count_successors, match_suffix
 from vllm_trie.ngrams.index import NgramIndex
+from vllm_trie.ngrams.recycled import ANY_TOKEN
 from vllm_trie.tree import ROOT
+
+Counts = list[tuple[int, int]]
+"""(token, times that it was counted), most often first."""
 
 
 class Source(NamedTuple):
@@ -38,6 +42,8 @@ class Blend(NamedTuple):
     """The request's own text."""
     shared: Source
     """Finished requests and the corpus."""
+    recycled: Source = Source(concentration=2.0, discount=0.5)
+    """What the model named after nodes of earlier trees; asked before the empty context."""
     path_trust: float = 0.0
     """Added certainty, once a parent was accepted, that the text repeats itself. Odds of small
     probabilities grow by this part."""
@@ -62,6 +68,7 @@ def grow(
     token_ids: Sequence[int],
     blend: Blend,
     heads: Sequence[Sequence[tuple[int, float]]] = (),
+    recycled: Callable[[int, int], list[Counts]] | None = None,
 ) -> list[list[Match]]:
     """Fill a tree with the likeliest continuations of `token_ids`.
 
@@ -71,6 +78,8 @@ def grow(
             text, the others are shared.
         token_ids: the text that is continued.
         heads: each head's candidates and their probabilities, the likeliest first.
+        recycled: returns the successors of recycled contexts that end in two given tokens, by
+            context, the longer one first.
 
     Returns:
         The contexts at the end of the text, by source and length.
@@ -79,8 +88,17 @@ def grow(
     # By number of the chosen guess at whose end they stand.
     contexts = {ROOT: [match_suffix(index, token_ids) for index in indexes]}
 
+    def last_two(parent: int) -> tuple[int, int]:
+        path: list[int] = []
+        while parent != ROOT and len(path) < 2:
+            path.insert(0, tree.chosen[parent].token)
+            parent = tree.chosen[parent].parent
+        before, last = ([ANY_TOKEN] * 2 + list(token_ids[-2:]) + path)[-2:]
+        return before, last
+
     def expand(above: float, parent: int, depth: int) -> None:
-        shares, left = ask_contexts(sources, contexts[parent], blend, tree.bound() / above)
+        found = [] if recycled is None else recycled(*last_two(parent))
+        shares, left = ask_contexts(sources, contexts[parent], blend, tree.bound() / above, found)
         if depth <= len(heads) and left >= blend.min_left_for_heads:
             for token, probability in heads[depth - 1]:
                 shares[token] = shares.get(token, 0.0) + left * probability
@@ -106,22 +124,31 @@ def ask_contexts(
     contexts: Sequence[list[Match]],
     blend: Blend,
     cut: float,
+    recycled: Sequence[Counts] = (),
 ) -> tuple[dict[int, float], float]:
     """Return the contexts' shares of each successor's probability, and what they leave.
 
     Args:
         cut: probability below which a successor cannot be chosen; some of those are left out.
+        recycled: successors by recycled context, that of two tokens first.
     """
     successors: dict[int, float] = {}
     left = 1.0
     longest = max((len(known) - 1 for known in contexts), default=-1)
+    if any(recycled):
+        longest = max(longest, 0)
     for order in range(longest, blend.min_order - 1, -1):
         if left < max(blend.min_left, blend.cut_left * cut):
             break
-        for (index, (concentration, discount)), known in zip(sources, contexts, strict=True):
-            if order >= len(known):
-                continue
-            likeliest, num_types, num_successors = count_successors(index, known[order])
+        counted = []
+        if order == 0:
+            for counts in recycled:
+                num_types = sum(count for _, count in counts)
+                counted.append((Counted(counts, num_types, len(counts)), blend.recycled))
+        for (index, source), known in zip(sources, contexts, strict=True):
+            if order < len(known):
+                counted.append((count_successors(index, known[order]), source))
+        for (likeliest, num_types, num_successors), (concentration, discount) in counted:
             if num_successors == 0:
                 continue
             total = num_types + concentration

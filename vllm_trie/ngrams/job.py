@@ -38,6 +38,10 @@ class Job(NamedTuple):
     chain_only: bool
     min_probability: float = 0.0
     """Nodes whose path is less likely are left out."""
+    recycled: Any | None = None
+    """Table of recycled successors."""
+    scope: int = 0
+    """Of the table: requests of different scopes share nothing."""
 
 
 class Candidates(NamedTuple):

@@ -117,6 +117,24 @@ class NativeCorpus:
             self._library.ngram_corpus_close(self.handle)
 
 
+class NativeRecycled:
+    """A table of recycled successors in native memory, freed with the object."""
+
+    def __init__(self, size_log2: int) -> None:
+        self._library = require_library()
+        self.handle = self._library.recycled_new(size_log2)
+        if not self.handle:
+            raise MemoryError(f"no memory for {1 << size_log2} recycled contexts")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.recycled_free(self.handle)
+
+    def observe(self, scope: int, rows: np.ndarray) -> None:
+        """Count successors: int32 [rows, 3], contiguous, two tokens and the one after them."""
+        self._library.recycled_observe(self.handle, scope, rows.ctypes.data, len(rows))
+
+
 class DraftBatch:
     """A batch as compiled code reads it, and room for the trees that it writes.
 
@@ -139,12 +157,15 @@ class DraftBatch:
     ) -> None:
         parts: list[Any] = [b"", blend]
         stride = 0
-        for own, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least in jobs:
+        for job in jobs:
+            own, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
+            recycled, scope = job[9:]
             packed = _PACK_JOB(
                 0 if own is None else own.handle,
                 0 if store is None else store.handle,
                 0 if corpus is None else corpus.handle,
                 *(least, max_nodes, max_depth, chain, len(tokens), num_indexed),
+                *(0 if recycled is None else recycled.handle, scope),
             )
             parts += (packed, tokens)
             if max_nodes > stride:
@@ -206,5 +227,5 @@ def draft_batch(
 
 def pack_blend(blend: Blend) -> bytes:
     """Return the parameters as compiled code reads them."""
-    own, shared, *others = blend
-    return _PACK_BLEND(*own, *shared, *others)
+    own, shared, recycled, *others = blend
+    return _PACK_BLEND(*own, *shared, *recycled, *others)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
 from vllm_trie.drafters.ngram_trie.frequency import FrequencyTrie
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
+from vllm_trie.drafters.ngram_trie.recycling import Recycling
 from vllm_trie.drafters.ngram_trie.store import RequestStore
 from vllm_trie.ngrams import Backend, Blend, Index, Job, Source, choose_backend
 from vllm_trie.ngrams.corpus_file import fingerprint, open_corpus
@@ -50,6 +51,7 @@ class NgramTrieDrafter(Drafter):
         else:
             corpus = None if options.corpus is None else load_corpus(options.corpus, context)
             self._scoring = BlendedScoring(options, choose_backend(BLEND), corpus)
+            self.needs_node_argmax = options.recycle  # type: ignore[misc]
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         return self._scoring.propose(requests)
@@ -73,8 +75,10 @@ def load_corpus(path: str, context: DrafterContext) -> NativeCorpus:
 class _BlendedState:
     own: Index
     cache_salt: str | None
-    output: np.ndarray
+    output: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """int32, a copy."""
+    num_tokens: int = 0
+    """Of the text that the last draft continues."""
 
 
 class BlendedScoring:
@@ -92,6 +96,7 @@ class BlendedScoring:
             if options.store_tokens > 0
             else None
         )
+        self._recycling = Recycling(backend) if options.recycle else None
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         """Draft a tree for each request, in one call of the backend."""
@@ -111,9 +116,12 @@ class BlendedScoring:
         state = self._states.get(request.request_id)
         if state is None:
             own = self._backend.new_index(self._options.max_context_len)
-            state = _BlendedState(own, request.cache_salt, np.empty(0, dtype=np.int32))
+            state = _BlendedState(own, request.cache_salt)
             self._states[request.request_id] = state
+        if self._recycling is not None:
+            self._recycling.observe(request, state.num_tokens)
         tokens = np.ascontiguousarray(request.token_ids, dtype=np.int32)
+        state.num_tokens = len(tokens)
         num_prompt_tokens = min(request.num_prompt_tokens, len(tokens))
         if self.store is not None:
             state.output = tokens[num_prompt_tokens:].copy()
@@ -127,6 +135,8 @@ class BlendedScoring:
             max_depth=request.max_depth,
             chain_only=request.chain_only,
             min_probability=request.min_probability,
+            recycled=None if self._recycling is None else self._recycling.table,
+            scope=0 if self._recycling is None else self._recycling.scope(request.cache_salt),
         )
 
 

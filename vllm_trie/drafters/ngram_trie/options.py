@@ -39,6 +39,12 @@ class NgramTrieOptions(DrafterOptions):
         "to draft from, the least recently used go first; requests only draw on those with the "
         "same cache_salt. Takes about 200 bytes of memory a token. 0 switches the store off.",
     )
+    recycle: bool = Field(
+        default=False,
+        description="With scoring 'blended', where trees are verified: draft also what the model "
+        "named after the nodes of earlier trees, rejected ones included. Takes 8 MiB for all "
+        "requests; requests only draw on those with the same cache_salt.",
+    )
     corpus: str | None = Field(
         default=None,
         description="With scoring 'blended': a file made by `vllm-trie corpus build` with the "

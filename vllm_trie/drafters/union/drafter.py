@@ -82,7 +82,7 @@ class TrieUnionDrafter(Drafter):
         self.needs_hidden_states = any(part.needs_hidden_states for part in self.parts)  # type: ignore[misc]
         self.needs_node_argmax = any(part.needs_node_argmax for part in self.parts)  # type: ignore[misc]
         self.calibrator = Calibrator()
-        has_window = [part.needs_node_argmax for part in self.parts]
+        has_window = [part.has_window for part in self.parts]
         # A guess until the part drafts for the first time.
         self._window_sizes = [context.num_nodes * 3 // 4 * window for window in has_window]
         self.shared = SharedStatistics([WINDOW_COST * window for window in has_window])

@@ -89,6 +89,26 @@ extern "C" void ngram_index_arrays(const Index* index, int64_t* found) {
     found[3] = static_cast<int64_t>(index->table().size());
 }
 
+// Returns null without memory or if there can be no table of that size.
+extern "C" ngram::RecycledTable* recycled_new(int32_t size_log2) {
+    if (size_log2 < 2 || size_log2 > 30) return nullptr;
+    ngram::RecycledTable* table = nullptr;
+    ngram::without_throwing([&] {
+        table = new ngram::RecycledTable(size_log2);
+        return 0;
+    });
+    return table;
+}
+
+extern "C" void recycled_free(ngram::RecycledTable* table) { delete table; }
+
+// Count the successors of rows [num_rows, 3]: two tokens and the one after them.
+extern "C" void recycled_observe(ngram::RecycledTable* table, int32_t scope, const int32_t* rows,
+                                 int64_t num_rows) {
+    for (int64_t i = 0; i < num_rows; ++i, rows += 3)
+        table->observe(scope, rows[0], rows[1], rows[2]);
+}
+
 // An index over arrays that the caller keeps alive; null if they are not sound.
 extern "C" Corpus* ngram_corpus_open(const void* nodes, int64_t num_nodes, const int32_t* table,
                                      int64_t table_size, const int32_t* tokens, int64_t num_tokens,

@@ -75,6 +75,7 @@ class BestFirstTree {
         return true;
     }
     const Guess& newest() const { return chosen_.back(); }
+    const Guess& chosen(int32_t number) const { return chosen_[number]; }
     // Whether the newest guess may have children in the tree.
     bool may_grow() const {
         return chosen_.back().depth < limits_.max_depth && chosen_.size() < max_nodes_;

@@ -52,7 +52,9 @@ BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
     if (contexts_.size() < kMaxSources) contexts_.resize(kMaxSources);
     for (int32_t s = 0; s < num_sources_; ++s)
         match_suffix(sources_[s], tokens, job.num_tokens, contexts_[s]);
-    expand(candidates, blend, 1.0, kNone, 1);
+    last_[0] = job.num_tokens > 1 ? tokens[job.num_tokens - 2] : kAnyToken;
+    last_[1] = job.num_tokens > 0 ? tokens[job.num_tokens - 1] : kAnyToken;
+    expand(job, candidates, blend, 1.0, kNone, 1);
     while (tree_.choose()) {
         if (!tree_.may_grow()) continue;
         const Guess& guess = tree_.newest();
@@ -61,7 +63,7 @@ BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
         const Contexts* from = contexts_after(guess.parent);
         for (int32_t s = 0; s < num_sources_; ++s)
             advance(sources_[s], from[s], guess.token, contexts_[row + s]);
-        expand(candidates, blend, guess.probability, tree_.size() - 1, guess.depth + 1);
+        expand(job, candidates, blend, guess.probability, tree_.size() - 1, guess.depth + 1);
     }
     return tree_;
 }
@@ -74,10 +76,22 @@ int32_t Drafter::used_text(const DraftJob& job, int32_t min_length) const {
 }
 
 // The children of a node become known: the contexts' successors, then the head's candidates.
-void Drafter::expand(const Candidates& candidates, const Blend& blend, double above,
-                     int32_t parent, int32_t depth) {
+void Drafter::expand(const DraftJob& job, const Candidates& candidates, const Blend& blend,
+                     double above, int32_t parent, int32_t depth) {
     successors_.clear();
-    const double left = ask_contexts(blend, contexts_after(parent), tree_.bound() / above);
+    const RecycledContext* recycled[2] = {nullptr, nullptr};
+    if (job.recycled != nullptr) {
+        int32_t before = last_[0], last = last_[1];
+        if (parent != kNone) {
+            const Guess& guess = tree_.chosen(parent);
+            before = guess.parent == kNone ? last : tree_.chosen(guess.parent).token;
+            last = guess.token;
+        }
+        recycled[0] = job.recycled->find(job.scope, before, last);
+        recycled[1] = job.recycled->find(job.scope, kAnyToken, last);
+    }
+    const double left =
+        ask_contexts(blend, contexts_after(parent), recycled, tree_.bound() / above);
     if (depth <= candidates.num_heads && left >= blend.min_left_for_heads)
         ask_head(candidates, depth - 1, left, above * (1.0 + blend.path_trust));
     for (const Successor& successor : successors_) {
@@ -91,14 +105,20 @@ void Drafter::expand(const Candidates& candidates, const Blend& blend, double ab
 }
 
 // Every context length of every source has its say, the longest first, and passes on what it is not
-// sure of. A successor with a probability below `cut` cannot be chosen any more. Returns the
+// sure of; recycled contexts come before the empty one. A successor with a probability below `cut` cannot be chosen any more. Returns the
 // probability that is left.
-double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts, double cut) {
-    int32_t longest = -1;
+double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts,
+                             const RecycledContext* const (&recycled)[2], double cut) {
+    int32_t longest = recycled[0] == nullptr && recycled[1] == nullptr ? -1 : 0;
     for (int32_t s = 0; s < num_sources_; ++s) longest = std::max(longest, contexts[s].size - 1);
     double left = 1.0;
     const double min_left = std::max(blend.min_left, blend.cut_left * cut);
     for (int32_t order = longest; order >= blend.min_order && left >= min_left; --order) {
+        if (order == 0) {
+            for (const RecycledContext* context : recycled)
+                left = successors_.blend(context, blend.recycled.concentration,
+                                         blend.recycled.discount, left, blend.cut_share * cut);
+        }
         for (int32_t s = 0; s < num_sources_; ++s) {
             if (order >= contexts[s].size) continue;
             const Source& source = s == 0 ? blend.own : blend.shared;

@@ -19,6 +19,7 @@ struct Source {
 struct Blend {
     Source own;
     Source shared;
+    Source recycled;
     double path_trust;
     double min_left;
     double cut_left;
@@ -42,6 +43,8 @@ struct DraftJob {
     Limits limits;
     int64_t num_tokens;
     int64_t num_indexed;     // leading tokens that belong in `own`
+    const RecycledTable* recycled;  // may be null
+    int32_t scope;                  // of `recycled`
 };
 
 // Predictions of heads, [num_heads, num_candidates] for each job: head i predicts the token at
@@ -85,14 +88,16 @@ class Drafter {
     const Contexts* contexts_after(int32_t guess) const {
         return contexts_.data() + static_cast<size_t>(guess + 1) * num_sources_;
     }
-    void expand(const Candidates& candidates, const Blend& blend, double above, int32_t parent,
-                int32_t depth);
-    double ask_contexts(const Blend& blend, const Contexts* contexts, double cut);
+    void expand(const DraftJob& job, const Candidates& candidates, const Blend& blend,
+                double above, int32_t parent, int32_t depth);
+    double ask_contexts(const Blend& blend, const Contexts* contexts,
+                        const RecycledContext* const (&recycled)[2], double cut);
     void ask_head(const Candidates& candidates, int64_t head, double left, double most);
 
     BestFirstTree tree_;
     View sources_[kMaxSources];  // in the order in which they are believed
     int32_t num_sources_ = 0;
+    int32_t last_[2] = {};  // the last tokens of the text, kAnyToken before its first
     std::vector<Contexts> contexts_;  // root's, then one row a node; num_sources_ a row
     Successors successors_;
 };

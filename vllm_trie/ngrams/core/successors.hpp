@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "contexts.hpp"
+#include "recycled.hpp"
 
 namespace ngram {
 
@@ -74,6 +75,24 @@ class Successors {
             child = successor.next;
         }
         return left * (concentration + discount * node.num_children) / total;
+    }
+
+    // The same for what the model named after a context; null if it never was asked there.
+    double blend(const RecycledContext* context, double concentration, double discount,
+                 double left, double smallest) {
+        if (context == nullptr) return left;
+        int num_counted = 0, num_successors = 0;
+        for (; num_successors < kRecycledSuccessors; ++num_successors) {
+            if (context->counts[num_successors] == 0) break;
+            num_counted += context->counts[num_successors];
+        }
+        const double total = num_counted + concentration;
+        for (int i = 0; i < num_successors; ++i) {
+            const double share = left * (context->counts[i] - discount) / total;
+            if (share < smallest) break;
+            add(context->successors[i], share);
+        }
+        return left * (concentration + discount * num_successors) / total;
     }
 
    private:

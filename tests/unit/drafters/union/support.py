@@ -73,7 +73,7 @@ class Scripted(Drafter):
     ) -> None:
         super().__init__(NoOptions(), make_context(vocab_size=VOCAB))
         self.script = script
-        self.needs_node_argmax = needs_node_argmax  # type: ignore[misc]
+        self.needs_node_argmax = self.has_window = needs_node_argmax  # type: ignore[misc]
         self.calls: list[str] = []
         self.released: list[str] = []
         self.last_requests: dict[str, DraftRequest] = {}

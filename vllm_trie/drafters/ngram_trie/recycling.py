@@ -1,0 +1,64 @@
+"""What the model named after the nodes of verified trees, kept for later trees."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import count
+
+import numpy as np
+
+from vllm_trie.drafters.base import DraftRequest
+from vllm_trie.ngrams import Backend
+
+SIZE_LOG2 = 18
+"""Of the table's number of contexts; a context takes 32 bytes."""
+MAX_SCOPES = 1 << 16
+
+
+class Recycling:
+    """The table of recycled successors, and the scopes of its contexts.
+
+    Each cache salt is a scope of the table, so a request draws on what requests with the same salt
+    made the model say, and on nothing else. Of many salts, the one used longest ago is forgotten.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.table = backend.new_recycled(SIZE_LOG2)
+        self._scopes: OrderedDict[str | None, int] = OrderedDict()
+        self._numbers = count()  # a scope that was forgotten is never used again
+
+    def scope(self, cache_salt: str | None) -> int:
+        """Return the scope of a salt."""
+        scope = self._scopes.get(cache_salt)
+        if scope is None:
+            scope = self._scopes[cache_salt] = next(self._numbers)
+            if len(self._scopes) > MAX_SCOPES:
+                self._scopes.popitem(last=False)
+        self._scopes.move_to_end(cache_salt)
+        return scope
+
+    def observe(self, request: DraftRequest, num_tokens: int) -> None:
+        """Take in the request's last verification; its draft continued `num_tokens` tokens."""
+        rows = None if request.last_step is None else observed_rows(request, num_tokens)
+        if rows is not None:
+            self.table.observe(self.scope(request.cache_salt), rows)
+
+
+def observed_rows(request: DraftRequest, num_tokens: int) -> np.ndarray | None:
+    """Return int32 [rows, 3]: the last two tokens of each context of the last verification, and the
+    model's argmax after it; None if it is not known or is not of a draft after `num_tokens`
+    tokens."""
+    assert request.last_step is not None
+    tree, accepted, argmax = request.last_step
+    tokens = request.token_ids
+    if argmax is None or num_tokens < 2 or len(argmax) != tree.num_nodes + 1:
+        return None
+    path = tree.token_ids[list(accepted)]
+    if not np.array_equal(tokens[num_tokens : num_tokens + len(path)], path):
+        return None
+    rows = np.empty((len(argmax), 3), dtype=np.int32)
+    rows[0, :2] = tokens[num_tokens - 2 : num_tokens]
+    rows[1:, 1] = tree.token_ids
+    rows[1:, 0] = rows[tree.parents + 1, 1]  # ROOT is -1, and the root's row is the first
+    rows[:, 2] = argmax
+    return rows[argmax >= 0]
