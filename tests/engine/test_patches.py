@@ -93,26 +93,32 @@ def run_on(patched: Path, *arguments: str) -> str:
 
 SPECULATION = [
     "tests/engine/patched_checks.py",
-    "tests/engine/test_exactness.py",
-    # The rest of the file: more tree sizes, one request at a time, the compiled mode.
-    "--deselect=tests/engine/test_exactness.py::test_compiled_mode",
     *(
-        f"--deselect=tests/engine/test_exactness.py::test_greedy[{method}-{batch}-{nodes}]"
-        for method in ("ngram_trie", "test_oracle")
-        for batch, nodes in ((1, 8), (1, 32), (1, 64), (8, 8), (8, 64))
+        f"tests/engine/test_exactness.py::{test}"
+        for test in (
+            "test_greedy[ngram_trie-8-32]",
+            "test_greedy[test_oracle-8-32]",
+            "test_preemption[ngram_trie]",
+            "test_chunked_prefill",
+            "test_adaptive_budget[8]",
+            "test_opted_out_request_gets_no_drafts",
+            "test_same_request_id_again_after_an_abort",
+        )
     ),
-    "--deselect=tests/engine/test_exactness.py::test_adaptive_budget[1]",
     "tests/engine/test_chains.py::test_attention_and_verification_are_vllms",
-    "tests/engine/test_chains.py::test_little_room",
 ]
 BEAM_SEARCH = [
-    "tests/engine/beam/test_against_transformers.py",
-    "tests/engine/beam/test_beside_speculation.py",
-    "tests/engine/beam/test_server_off.py",
-    "tests/engine/beam/test_simulation.py",
-    # Its extension point forks without the tails of dropped rows.
-    "--deselect=tests/engine/beam/test_simulation.py"
-    "::test_copies_leave_out_the_prompt_after_the_first_fork",
+    f"tests/engine/beam/{test}"
+    for test in (
+        "test_against_transformers.py::test_model_with_a_likely_eos",
+        "test_against_transformers.py::test_beside_greedy_requests[preemption, no prefix caching]",
+        "test_beside_speculation.py::test_rows_get_no_drafts_and_others_keep_theirs[preemption]",
+        "test_server_off.py",
+        "test_simulation.py::test_one_group",
+        "test_simulation.py::test_pool_too_small_for_the_groups",
+        "test_simulation.py::test_soak[0]",
+        "test_simulation.py::test_soak[9]",
+    )
 ]
 
 

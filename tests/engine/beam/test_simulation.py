@@ -228,7 +228,7 @@ def test_reset_of_the_prefix_cache_right_after_an_abort(vllm_config):
 def test_pause_that_waits_for_what_runs(vllm_config, asynchronous):
     """It ends where rows wait for a sibling that lost its blocks, and the search goes on later."""
     paused_in_a_stall = 0
-    for steps in range(1, 60):
+    for steps in range(1, 60, 4):
         simulation, finish = crowd(vllm_config, 3, False, asynchronous)
         for _ in range(steps):
             simulation.step()
