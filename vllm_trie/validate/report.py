@@ -69,11 +69,14 @@ class Report(BaseModel):
 
 
 def safe_options(parts: list[Part], reports: list[PartReport], device: str) -> list[str]:
-    """Return what the passed parts allow on a device, ``"cpu"`` or ``"cuda"``."""
+    """Return what the passed parts allow on a device, ``"cpu"`` or ``"cuda"``.
+
+    A CPU needs no option to allow it; a GPU needs one, and more to have passed.
+    """
     passed = {report.name for report in reports if report.status == "passed"}
     allowed = [part.allows for part in parts if part.allows and part.name in passed]
     if device != "cuda":
-        return [f"{each}; a CPU needs no further option" for each in allowed]
+        return allowed
     if not allowed or not passed.issuperset(BEFORE_OTHERS):
         return []
     switch = (
