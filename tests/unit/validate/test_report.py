@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 from vllm_trie import cli
 from vllm_trie.drafters import registry
 from vllm_trie.validate import command
-from vllm_trie.validate.identity import NEAR_TIE, PlainOutput, judge
+from vllm_trie.validate.identity import NEAR_TIE, PlainOutput, judge, unlikely
 from vllm_trie.validate.parts import METHODS, Part, all_parts
 from vllm_trie.validate.report import PartReport, Report, safe_options
 
@@ -84,6 +86,7 @@ def test_safe_options_name_what_passed() -> None:
     cpu = safe_options(parts, reports, "cpu")
     assert len(cpu) == len(gpu) - 1
     assert not any("allow_untested_gpu" in each for each in cpu)
+    assert all("greedy requests only" in each for each in cpu if '"chain"' in each)
     assert safe_options(parts, reports[:1] + reports[3:], "cuda") == []  # without the kernel
 
 
@@ -134,6 +137,23 @@ def test_differences_are_wrong_or_near_ties(
     problems, near = judge([plain(7, 8), plain(1, 2, 3, 4, 5)], [[7, 8], found], exact)
     assert (len(problems), near) == (wrong, ties)
     assert all(problem.startswith("prompt 1: ") for problem in problems)
+
+
+def test_unlikely_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token 7 is the likeliest everywhere."""
+    below = {7: 0.0, 1: 3.0, 2: 20.0, 3: float("nan")}
+
+    def generate(inputs: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
+        prompts = [each["prompt_token_ids"] for each in inputs]
+        logprobs = {token: SimpleNamespace(logprob=-by) for token, by in below.items()}
+        entries = [[None, *({7: logprobs[7], t: logprobs[t]} for t in p[1:])] for p in prompts]
+        return [SimpleNamespace(prompt_logprobs=each) for each in entries]
+
+    vllm = SimpleNamespace(SamplingParams=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)  # type: ignore[arg-type]
+    llm = SimpleNamespace(generate=generate)
+    outputs = [[7, 1, 7], [7, 2], [3], []]
+    assert unlikely(llm, [[1, 1]] * len(outputs), outputs) == [1, 2]
 
 
 # -- the command ----------------------------------------------------------------------------------
