@@ -23,10 +23,10 @@ export VLLM_NO_USAGE_STATS ?= 1
 # Without compiled files on disk, each process spends 20 s in the compiler to import vLLM.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test unit lint format docs docs-tools bench lock clean
+.PHONY: help venv demo test unit lint format docs docs-tools bench bench-gpu lock clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: ## create or refresh .venv (vLLM for the CPU, the plugin, test tools)
 	@command -v $(SETUP_PYTHON) >/dev/null || { echo "error: $(SETUP_PYTHON) not found; Python 3.11 is needed" >&2; exit 1; }
@@ -68,6 +68,11 @@ bench: venv ## run the benchmarks; results go to .bench/*.json
 			echo "== replay skipped: SPEC_BENCH_QUESTIONS is not set"; continue; fi; \
 		echo "== $$name"; \
 		$(BIN)/python "$$script" --json ".bench/$$name.json" $(ARGS); done
+
+# The GPU's environment is the user's: vLLM's CUDA build and this project, found by GPU_PYTHON.
+GPU_PYTHON ?= python3
+bench-gpu: ## benchmarks on an NVIDIA GPU: MODEL=... (random weights if left out); see .bench/gpu
+	@$(GPU_PYTHON) benchmarks/support/bench_gpu.py --out .bench/gpu --model "$(MODEL)" $(ARGS)
 
 lock: venv ## resolve requirements/cpu.txt again (ARGS=--upgrade for the newest versions)
 	@$(BIN)/python packaging/lock_cpu.py $(ARGS)

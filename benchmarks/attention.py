@@ -11,6 +11,10 @@ with the lines near, and (`from memory`) after a pass over more memory than any 
 second is where a forward pass leaves the lines: it reads all weights after it touched the first
 layer's slots. `--kernels` can leave it out.
 
+With `--device cuda`, `stock` is vLLM's FlashAttention over the paged cache, `triton` this project's
+kernel with the division that the engine chooses, and `torch` attention with a mask over gathered
+keys. `ms` is the median that Triton's benchmark measures on the device, launches included.
+
     python benchmarks/attention.py --json attention.json
 """
 
@@ -26,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.device import check_device
 from support.harness import Row, finish, interleave, median_seconds, option_parser
 
 from vllm_trie.attention import (
@@ -53,6 +58,9 @@ FLUSHED_BYTES = 256 << 20
 
 def parse() -> argparse.Namespace:
     parser = option_parser(__doc__, repeats=15)
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the Triton kernel"
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
@@ -238,7 +246,13 @@ def main() -> None:
     options = parse()
     from vllm.platforms import current_platform
 
+    check_device(options.device)
     current_platform.import_kernels()
+    if options.device == "cuda":
+        from support.gpu_attention import gpu_rows
+
+        finish(gpu_rows(options), options.json, COLUMNS)
+        return
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)

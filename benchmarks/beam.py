@@ -24,6 +24,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from support.device import CUDA_OPTIONS, add_device_options, check_device
 from support.engines import each_schedule, scheduler_of
 from support.harness import Row, finish, interleave, median_seconds, option_parser
 
@@ -60,7 +61,12 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoTokenizer,
+            GenerationConfig,
+        )
         from vllm import LLM
 
         self._torch = torch
@@ -69,10 +75,13 @@ class Bench:
         self._source = AutoTokenizer.from_pretrained(options.model).encode(_text())
         longest = max(options.prompt_lens) + options.tokens
         most = max(options.widths) * max(options.num_prompts)
+        settings: dict[str, Any] = {"dtype": "float32"}
+        if options.device == "cuda":
+            allowed = {"vllm_trie": {"allow_untested_gpu": True}}
+            settings = {**CUDA_OPTIONS, "additional_config": allowed}
         self._llm = LLM(
             options.model,
-            dtype="float32",
-            enforce_eager=options.eager,
+            **settings | {"enforce_eager": options.eager, "load_format": options.load_format},
             max_model_len=min(longest + 64, 2048),
             max_num_seqs=most,
             max_logprobs=2 * max(options.widths),  # as many as vLLM's own search asks for
@@ -81,11 +90,16 @@ class Bench:
             kv_cache_memory_bytes=options.kv_cache_gib << 30,
         )
         self.block_size = scheduler_of(self._llm).block_size
-        self._hf = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-        self._hf.generation_config.eos_token_id = None
-        config = self._hf.config
+        config = AutoConfig.from_pretrained(options.model).get_text_config()
         head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-        self.kv_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_size
+        dtype = self._llm.llm_engine.vllm_config.model_config.dtype
+        if "hf" in options.methods:
+            hf = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+            self._hf = hf.to(options.device).eval()
+            self._hf.generation_config.eos_token_id = None
+        self.kv_bytes = (
+            2 * dtype.itemsize * config.num_hidden_layers * config.num_key_value_heads * head_size
+        )
 
     def prompts(self, load: Load) -> list[list[int]]:
         """Return different prompts of equal length, the same for every method."""
@@ -134,7 +148,7 @@ class Bench:
         return [[each.tokens[load.prompt_len :] for each in result.sequences] for result in results]
 
     def _run_hf(self, load: Load) -> list[list[list[int]]]:
-        prompts = self._torch.tensor(self.prompts(load))
+        prompts = self._torch.tensor(self.prompts(load), device=self._hf.device)
         config = self._generation_config(
             num_beams=load.beam_width,
             num_return_sequences=load.beam_width,
@@ -231,8 +245,12 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, help="tokens of a KV block; vLLM's default")
     parser.add_argument("--kv-cache-gib", type=int, default=2)
     parser.add_argument("--eager", action="store_true", help="do not let vLLM compile the model")
+    add_device_options(parser)
     options = parser.parse_args()
     local_engine.set_environment(options.verbose)
+    check_device(options.device)
+    if options.load_format == "dummy":  # Hugging Face would want weights
+        options.methods = [name for name in options.methods if name != "hf"]
     if options.model is None:
         from vllm_trie.tiny_model import model_path
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from itertools import count, islice
 from typing import Any
 
+from support.device import add_device_options, check_device, engine_options, start_engine
 from support.engines import Prompts, count_steps, keep_kernel_overrides
 from support.harness import (
     Row,
@@ -88,6 +89,7 @@ def main() -> None:
         help="random weights of this shape (about 0.4 B parameters if none is given) in bfloat16, "
         "for the step cost of a real model; only the random workload makes sense then",
     )
+    add_device_options(parser)
     options = parser.parse_args()
     finish(run_quietly(run, options), options.json, COLUMNS)
 
@@ -106,7 +108,9 @@ def run(options: Any) -> list[Row]:
     noise = [
         [rng.randrange(10, vocab_size) for _ in range(rng.randint(60, 160))] for _ in range(64)
     ]
+    check_device(options.device)
     limits: dict[str, Any] = {
+        **engine_options(options),
         "max_model_len": local_engine.room_for(
             max(map(len, [*matching, *noise])),
             options.max_tokens,
@@ -115,10 +119,10 @@ def run(options: Any) -> list[Row]:
         "max_num_seqs": max(options.batch_sizes),
     }
     if options.dummy_shape:
-        limits |= dummy_shape(options.dummy_shape, **limits)
+        limits |= dummy_shape(options.dummy_shape, limits["max_model_len"], limits["max_num_seqs"])
     llms = {}
     for key, config in speculative_configs(options.nodes, options.adaptive_nodes).items():
-        llms[key] = local_engine.start_engine(model, **limits, speculative_config=config)
+        llms[key] = start_engine(model, **limits, speculative_config=config)
         keep_kernel_overrides()
     workloads = {
         "matching": (matching, {"temperature": 0.0}),

@@ -2,7 +2,7 @@
 
 Workloads:
 
-    shipped  the demo's prompts on the model that ships with the project
+    shipped  the demo's prompts on the model that ships with the project, or on `--model`
     replay   recorded answers of Spec-Bench on a replay model, which has the compute of a real shape
              with dummy weights and whose greedy output is the recorded answer: a real model's text
              at a real step's cost on the real engine. Needs the two files of Spec-Bench, by option
@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
+from support.device import add_device_options, check_device, engine_options
 from support.harness import Row, finish, machine, option_parser
 from support.peers_engines import (
     DEFAULT_METHODS,
@@ -74,6 +75,8 @@ CURVE = (1, 3, 5, 9, 13, 17, 25, 33, 49, 65)
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or `arguments`."""
     parser = option_parser(__doc__, repeats=1)
+    add_device_options(parser)
+    parser.add_argument("--model", help="of the workload shipped, in place of the shipped one")
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT_METHODS))
     for flag, variable in (("--questions", QUESTIONS_VARIABLE), ("--answers", ANSWERS_VARIABLE)):
@@ -194,12 +197,13 @@ def run_shipped(options: argparse.Namespace) -> list[Row]:
 
     from vllm_trie.tiny_model import model_path
 
-    model = str(model_path())
+    check_device(options.device)
+    model = options.model or str(model_path())
     questions = [
         Question(name, prompt, None, options.max_tokens)
         for name, prompt in demo_chats(model).items()
     ]
-    return measure(options, "shipped", model, questions, {"dtype": "float32"})
+    return measure(options, "shipped", model, questions, engine_options(options))
 
 
 def run_replay(options: argparse.Namespace) -> list[Row]:
@@ -305,6 +309,8 @@ def run_beam(options: argparse.Namespace) -> list[Row]:
         command = [sys.executable, str(Path(__file__).with_name("beam.py")), "--json", str(out)]
         command += ["--widths", "4", "8", "--num-prompts", "1"]
         command += ["--repeats", str(max(3, options.repeats))]
+        command += ["--device", options.device, "--load-format", options.load_format]
+        command += ["--model", options.model] if options.model else []
         subprocess.run([*command, *["--eager"] * options.eager], check=True)
         found = json.loads(out.read_text())
     plain = {_load(row): row["total_ms"] for row in found if row["method"] == PLAIN}

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from support.device import add_device_options, check_device, engine_options, start_engine
 from support.engines import Prompts, after_each_step, count_steps, decode, keep_kernel_overrides
 from support.harness import (
     Row,
@@ -89,7 +90,7 @@ class Contestant:
         nodes: int,
         model: str,
         extra: dict[str, Any] | None = None,
-        **limits: int,
+        **settings: Any,
     ) -> None:
         self.method, self.nodes = method, nodes
         config = None
@@ -100,7 +101,7 @@ class Contestant:
                 **local_engine.without_memory(method),
                 **(extra or {}),
             }
-        self.llm = local_engine.start_engine(model, **limits, speculative_config=config)
+        self.llm = start_engine(model, **settings, speculative_config=config)
         has_trees = method not in ("plain", *PEERS)
         self._hooks = watch_hooks(self.llm) if has_trees else []
 
@@ -198,6 +199,7 @@ def main() -> None:
     parser.add_argument(
         "--full-trees", action="store_true", help="measure the cost of the hooks alone"
     )
+    add_device_options(parser)
     options = parser.parse_args()
     finish(run_quietly(run, options), options.json, COLUMNS)
 
@@ -211,16 +213,18 @@ def run(options: Any) -> list[Row]:
     from vllm_trie.drafters import register
     from vllm_trie.tiny_model import model_path
 
+    check_device(options.device)
     register(FullTreesDrafter)
     model = options.model or str(model_path())
     prompts = list(demo_chats(model).values())
-    limits = {
+    settings = {
+        **engine_options(options),
         "max_model_len": local_engine.room_for(
             max(map(len, prompts)), options.max_tokens, max(options.nodes)
         ),
         "max_num_seqs": max(options.batch_sizes),
     }
-    plain = Contestant("plain", 0, model, **limits)
+    plain = Contestant("plain", 0, model, **settings)
     keep_kernel_overrides()
     methods = [] if options.full_trees else list(options.methods)
     if not (options.full_trees or options.no_peers):
@@ -230,10 +234,12 @@ def run(options: Any) -> list[Row]:
             if peer != "suffix" or importlib.util.find_spec("arctic_inference") is not None
         ]
     contestants = [
-        Contestant(method, nodes, model, **limits) for method in methods for nodes in options.nodes
+        Contestant(method, nodes, model, **settings)
+        for method in methods
+        for nodes in options.nodes
     ]
     full = [
-        Contestant(FullTreesDrafter.name, nodes, model, {"node_budget": "fixed"}, **limits)
+        Contestant(FullTreesDrafter.name, nodes, model, {"node_budget": "fixed"}, **settings)
         for nodes in options.nodes
     ]
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)

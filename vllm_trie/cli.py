@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -120,6 +121,43 @@ def doctor(
     raise typer.Exit(0 if report.healthy else 1)
 
 
+@app.command()
+def validate(
+    model: Annotated[
+        str | None, typer.Option(help="Model folder or name; the shipped one if left out.")
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Folder or name of Medusa heads for the model.")
+    ] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", help="Also write the report to this file, after each part."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only ngram_trie in float32, with short outputs.")
+    ] = False,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of the engines; may be repeated. Default: float32, and the model's own."
+        ),
+    ] = None,
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="Run only the parts whose names begin so; may be repeated."),
+    ] = None,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that each part may take.")] = 900,
+) -> None:
+    """Try everything on this device: kernel, graphs, each method, beam search, speed.
+
+    Prints a report in Markdown. Exit status 1 if a part failed.
+    """
+    from vllm_trie.validate import validate as run
+
+    if not run(model, heads, json_path, quick, dtype or (), part or (), limit):
+        raise typer.Exit(1)
+
+
 def _print_report(report: Report) -> None:
     from rich.console import Console
     from rich.markup import escape
@@ -148,6 +186,7 @@ def _print_report(report: Report) -> None:
         color = "red" if problem.level == "error" else "yellow"
         console.print(f"[{color}]{problem.level}:[/] {escape(problem.text)}", soft_wrap=True)
     console.print("[green]healthy[/]" if report.healthy else "[red]the plugin steps aside[/]")
+    console.print("`vllm-trie validate` tries everything on this device", soft_wrap=True)
 
 
 def main() -> None:

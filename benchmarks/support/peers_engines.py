@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from support.device import start_engine
 from support.engines import each_schedule, keep_kernel_overrides
-from vllm_trie.local_engine import decode_steps, runner_of, start_engine, trees_of
+from vllm_trie.local_engine import decode_steps, runner_of, trees_of
 
 PLAIN = "plain"
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -126,7 +127,8 @@ class Contestant:
         for name in ("sampler", "rejection_sampler"):
             if module := getattr(runner, name, None):
                 module.forward = timed("sampling", module.forward)
-        runner.propose_draft_token_ids = timed("drafting", runner.propose_draft_token_ids)
+        if hasattr(runner, "propose_draft_token_ids"):  # not on Model Runner V2
+            runner.propose_draft_token_ids = timed("drafting", runner.propose_draft_token_ids)
 
     def _part_seconds(self) -> dict[str, float]:
         seconds = dict(self._timer.seconds)

@@ -2,7 +2,8 @@
 
 A search computes a hypothesis token by token, in rows that share, copy and hand over KV blocks. The
 check computes the same tokens again, in one go as a prompt, which needs none of that. Where the
-log-probabilities differ by more than those of ordinary requests, some KV was wrong.
+log-probabilities differ by more than those of ordinary requests, some KV was wrong. A hypothesis'
+score has to be the mean of the log-probabilities that the prompt gives.
 """
 
 from __future__ import annotations
@@ -79,14 +80,16 @@ def check(
     return BeamCheck(
         num_hypotheses=sum(map(len, scores)),
         num_pairs=sum(map(_num_shared_prefixes, searched)),
-        ordinary=max(_differences(llm, results[1::2])),
-        found=max(_differences(llm, searched)),
+        # NumPy's maximum of numbers and NaN is NaN, which passes no comparison.
+        ordinary=float(np.max(_differences(llm, results[1::2]))),
+        found=float(np.max(_differences(llm, searched))),
         out_of_order=sum(later > earlier for each in scores for earlier, later in pairwise(each)),
     )
 
 
 def _differences(llm: LLM, results: Sequence[RequestOutput]) -> list[float]:
-    """Return the mean absolute difference per token of each output to its tokens as a prompt."""
+    """Return the mean absolute difference per token of each output to its tokens as a prompt, or
+    that of a hypothesis' score if it is larger."""
     pairs = [(list(r.prompt_token_ids or ()), output) for r in results for output in r.outputs]
     again = llm.generate(
         [TokensPrompt(prompt_token_ids=[*prompt, *output.token_ids]) for prompt, output in pairs],
@@ -98,8 +101,11 @@ def _differences(llm: LLM, results: Sequence[RequestOutput]) -> list[float]:
         wanted: Any = computed.prompt_logprobs
         got: Any = output.logprobs
         both = zip(output.token_ids, got, wanted[len(prompt) :], strict=True)
-        differences = [abs(ours[t].logprob - theirs[t].logprob) for t, ours, theirs in both]
-        found.append(float(np.mean(differences)))
+        logprobs = np.array([(ours[t].logprob, theirs[t].logprob) for t, ours, theirs in both])
+        differences = [np.abs(logprobs[:, 0] - logprobs[:, 1]).mean()]
+        if (score := getattr(output, "score", None)) is not None:  # the length penalty is 1
+            differences.append(abs(score - logprobs[:, 1].mean()))
+        found.append(float(np.max(differences)))
     return found
 
 

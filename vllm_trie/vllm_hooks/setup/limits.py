@@ -153,7 +153,8 @@ UNTESTED_LIMITS = (
         "interpreter on a CPU, and it compiles for compute capabilities 7.5 to 12.0. Set "
         "allow_untested_gpu=True with the method to try it: the engine then compares tree "
         "attention with exact results on your device at start-up, and does not start if they "
-        "differ. Else run on an x86 CPU, or without vllm-trie's speculative methods"),
+        "differ. `vllm-trie validate --model MODEL` tries everything before you serve. Else run "
+        "on an x86 CPU, or without vllm-trie's speculative methods"),
     Limit(BEAMS, "NVIDIA GPUs without `allow_untested_gpu`",
         lambda c: _is_cuda() and not switch(c, ALLOW_GPU) and _ALLOWED,
         "it has never run on a GPU; to try it, set {found}"),

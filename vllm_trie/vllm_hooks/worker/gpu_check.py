@@ -84,7 +84,7 @@ def check_device(
         raise RuntimeError(
             "vllm-trie's tree attention does not work on this device, so the engine does not "
             f"start: {kind}{error}. Run without vllm-trie's speculative methods, and please report "
-            "this with the output of `vllm-trie doctor`"
+            "what `vllm-trie validate` prints"
         ) from error
     logger.info(
         "vllm-trie: tree attention checked on %s: %d random steps through the model's layers (%s), "

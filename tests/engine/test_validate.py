@@ -1,0 +1,229 @@
+"""`vllm-trie validate`: the whole of it once, and each of its parts on something broken."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker import gpu_model_runner
+
+from tests.processes import run_python
+from vllm_trie.tiny_model import model_path
+from vllm_trie.validate import beams, device, identity, kernels, speed
+from vllm_trie.validate.parts import Outcome, Settings
+from vllm_trie.vllm_hooks.frontend import beam_requests
+from vllm_trie.vllm_hooks.worker.verification import compaction, sampling
+
+
+@pytest.mark.slow
+def test_a_quick_run(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    done = run_python("-m", "vllm_trie.cli", "validate", "--quick", "--json", str(path))
+    assert done.stdout.startswith("# vllm-trie validate: passed\n")
+    assert done.stderr.count(": passed") == 7
+    found = json.loads(path.read_text())
+    assert found["passed"] is True
+    assert found["finished"] is True
+    parts = {part["name"]: part for part in found["parts"]}
+    assert parts["CUDA graphs"]["status"] == "not applicable"
+    assert {part["status"] for name, part in parts.items() if name != "CUDA graphs"} == {"passed"}
+    assert "vllm" in parts["versions and device"]["measured"]["versions"]
+    assert len(parts["attention kernel"]["measured"]) == 6
+    for verification in ("trees", "chains"):
+        measured = parts[f"ngram_trie, {verification}, float32"]["measured"]
+        assert measured["tokens_per_step"] > 1.5
+    assert parts["beam search, float32"]["measured"]["num_hypotheses"] == 18
+    speeds = parts["speed"]["measured"]
+    assert list(speeds) == ["1", "8", "32"]
+    for row in speeds.values():
+        assert set(row) == {"plain_tokens_per_s", "plain", "ngram", "ngram_trie"}
+        assert min(row.values()) > 0
+    assert any('"verification": "tree"' in line for line in found["safe"])
+
+
+# -- broken on purpose, in this process -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    folder = tmp_path_factory.mktemp("validate")
+    return Settings(model=str(model_path()), heads=None, shipped=True, quick=True, folder=folder)
+
+
+@pytest.fixture
+def run(settings: Settings, engine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """Run the work of a part that decodes, on engines that the tests share."""
+
+    def start_engine(given: Any, dtype: str, longest: int, max_tokens: int, **options: Any) -> Any:
+        limits = {"max_model_len": 832, "max_num_batched_tokens": 8 * 832}
+        return engine(dtype=dtype, **limits | options)
+
+    for module in (identity, beams, speed):
+        monkeypatch.setattr(module, "start_engine", start_engine)
+
+    def work(function: Callable[..., Outcome], *arguments: str) -> Outcome:
+        if function is identity.compare_method and not identity._file(settings, "float32").exists():
+            assert identity.decode_plainly(settings, "float32").status == "passed"
+        return function(settings, *arguments)
+
+    return work
+
+
+TREES = (identity.compare_method, "float32", "ngram_trie", "tree")
+CHAINS = (identity.compare_method, "float32", "ngram_trie", "chain")
+
+
+BEAMS = (beams.check_beams, "float32")
+
+
+@pytest.mark.parametrize("work", [TREES, CHAINS, BEAMS], ids=["trees", "chains", "beams"])
+def test_what_works_passes(run, work) -> None:
+    found = run(*work)
+    assert found.status == "passed", found.summary
+
+
+def test_greedy_trees_without_moves_of_kv(run, monkeypatch) -> None:
+    monkeypatch.setattr(compaction, "compact", lambda *_: None)
+    found = run(*TREES)
+    assert found.status == "failed"
+    assert "greedy token" in found.summary
+
+
+def test_chains_with_a_rejection_sampler_that_accepts_everything(run, monkeypatch) -> None:
+    stock = rejection_sampler.rejection_sample
+
+    def accept_all(drafted: Any, *arguments: Any, **options: Any) -> Any:
+        *others, logits, bonus, metadata = arguments
+        likeliest = logits.scatter(1, drafted.long()[:, None], 1e9)
+        return stock(drafted, *others, likeliest, bonus, metadata, **options)
+
+    monkeypatch.setattr(rejection_sampler, "rejection_sample", accept_all)
+    found = run(*CHAINS)
+    assert found.status == "failed"
+    assert "greedy token" in found.summary
+
+
+def test_seeds_that_do_not_count(run, monkeypatch) -> None:
+    stock = sampling._metadata_at
+    monkeypatch.setattr(
+        sampling,
+        "_metadata_at",
+        lambda *arguments: dataclasses.replace(stock(*arguments), generators={}),
+    )
+    found = run(*TREES)
+    assert found.status == "failed"
+    assert found.summary.startswith("seeded output is not plain vLLM's")
+
+
+def test_a_drafter_that_drafts_nothing_shows_nothing(run, monkeypatch) -> None:
+    monkeypatch.setattr(identity, "decode", lambda llm, texts, params: ([], 1.0))
+    monkeypatch.setattr(identity, "judge", lambda *arguments: ([], []))
+    found = run(*CHAINS)
+    assert (found.status, found.summary) == (
+        "failed",
+        "no drafted token was accepted, so nothing was verified",
+    )
+
+
+def test_what_is_refused_does_not_apply(run, settings, monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_TRIE_BEAM", "0")
+    found = run(*BEAMS)
+    assert found.status == "not applicable"
+    assert "VLLM_TRIE_BEAM=0" in found.summary
+
+    without_heads = settings.model_copy(update={"shipped": False})
+    found = identity.compare_method(without_heads, "float32", "medusa_dynamic", "tree")
+    assert (found.status, found.summary) == ("not applicable", "no heads: --heads names them")
+
+    shared = identity.start_engine
+    monkeypatch.setattr(
+        identity,
+        "start_engine",
+        lambda *arguments, **options: shared(*arguments, **options, kv_sharing_fast_prefill=True),
+    )
+    found = run(*TREES)
+    assert found.status == "not applicable"
+    assert "kv_sharing_fast_prefill is not supported" in found.summary
+
+
+@pytest.mark.parametrize("broken", ["copies", "scores"])
+def test_beam_search_with_wrong_kv_or_wrong_scores(run, monkeypatch, broken: str) -> None:
+    stock = beam_requests.complete_output
+    if broken == "copies":
+        copy = "copy_kv_cache_blocks_inplace"
+        monkeypatch.setattr(gpu_model_runner, copy, lambda *arguments: None)
+    else:
+        monkeypatch.setattr(
+            beam_requests,
+            "complete_output",
+            lambda output, result: stock(output, result | {"score": result["score"] - 0.1}),
+        )
+    found = run(*BEAMS)
+    assert found.status == "failed"
+    assert found.measured["found"] > found.measured["allowed"]
+
+
+def test_speed_of_an_engine_that_fails(run, monkeypatch) -> None:
+    stock = speed.start_engine
+
+    def start_engine(*arguments: Any, speculative_config: Any, **options: Any) -> Any:
+        if speculative_config is not None:
+            raise RuntimeError("no memory")
+        return stock(*arguments, speculative_config=speculative_config, **options)
+
+    monkeypatch.setattr(speed, "start_engine", start_engine)
+    with pytest.raises(RuntimeError, match="no memory"):  # its process reports that
+        run(speed.measure, "float32")
+
+
+# -- without an engine ----------------------------------------------------------------------------
+
+
+def test_a_kernel_that_ignores_the_trees(settings, monkeypatch) -> None:
+    stock = kernels.tree_attention
+
+    def causal(query: Any, cache: Any, table: Any, trees: Any, *rest: Any) -> None:
+        seen = tuple(words | ~words for words in trees.ancestor_words)
+        stock(query, cache, table, dataclasses.replace(trees, ancestor_words=seen), *rest)
+
+    monkeypatch.setattr(kernels, "tree_attention", causal)
+    found = kernels.check_attention(settings)
+    assert found.status == "failed"
+    assert "wrong for 4 heads" in found.summary
+    assert len(found.details) == 2 + 6
+
+
+def test_a_kernel_that_raises_and_moves_that_do_not_happen(settings, monkeypatch) -> None:
+    def fault(*arguments: Any) -> None:
+        raise RuntimeError("illegal instruction")
+
+    with monkeypatch.context() as context:
+        context.setattr(kernels, "tree_attention", fault)
+        found = kernels.check_attention(settings)
+        assert found.status == "failed"
+        assert found.details[2].count("RuntimeError: illegal instruction") == 1
+    monkeypatch.setattr(kernels, "move_slots_in_layers", lambda *arguments: None)
+    assert kernels.wrong_moves() == "float32, float16, bfloat16"
+
+
+def test_replays_with_the_trees_of_the_capture() -> None:
+    good = {1: [1e-3, 2e-3], 2: [1e-3, 1e-3]}
+    assert kernels.graph_outcome(kernels.GRAPH_LAYER, good).status == "passed"
+    for wrong in (0.4, float("inf"), float("nan")):
+        found = kernels.graph_outcome(kernels.GRAPH_LAYER, good | {4: [1e-3, wrong]})
+        assert found.status == "failed"
+        assert "replays are wrong with 4 programs a request" in found.summary
+
+
+def test_a_vllm_that_does_not_fit(settings, monkeypatch) -> None:
+    from vllm_trie import doctor
+
+    monkeypatch.setattr(doctor.ledger, "SUPPORTED_VLLM_VERSIONS", ("0.99",))
+    found = device.describe(settings)
+    assert found.status == "failed"
+    assert "is not supported" in found.summary

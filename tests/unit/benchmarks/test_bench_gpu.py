@@ -1,0 +1,152 @@
+"""`make bench-gpu` without a GPU: commands, their arguments, settings, charts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import bench_gpu, device, gpu_attention
+from support.bench_gpu import BENCHMARKS
+from transformers import AutoConfig, AutoTokenizer
+
+from vllm_trie import local_engine
+from vllm_trie.attention.kernel_check import LayerShape, RequestShape, random_step, relative_error
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Parsed(Exception):
+    """Raised by a benchmark once its arguments are parsed."""
+
+
+def commands(tmp_path: Path, *arguments: str) -> dict[str, list[str]]:
+    return bench_gpu.commands(bench_gpu.parse(["--out", str(tmp_path), *arguments]))
+
+
+def test_the_target_of_make() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    done = subprocess.run(
+        ["make", "-n", "bench-gpu", "MODEL=some/model", "ARGS=--only load", "GPU_PYTHON=py"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    (line,) = done.stdout.splitlines()
+    program, script, *arguments = line.replace('"', "").split()
+    assert (program, ROOT / script) == ("py", Path(bench_gpu.__file__))
+    options = bench_gpu.parse(arguments)
+    assert (options.model, str(options.out), options.only) == ("some/model", ".bench/gpu", ["load"])
+    assert options.device == "cuda"
+
+
+@pytest.mark.parametrize("name", [each.name for each in BENCHMARKS])
+def test_each_benchmark_takes_its_arguments(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: Any) -> None:
+        raise Parsed
+
+    (command,) = commands(tmp_path, "--model", "some/model", "--only", name).values()
+    assert Path(command[1]).is_file()
+    script = importlib.import_module(name)
+    assert script.__doc__ is not None
+    for function in ("run_quietly", "check_device", "run"):
+        if hasattr(script, function):
+            monkeypatch.setattr(script, function, stop)
+    monkeypatch.setattr(local_engine, "set_environment", lambda *arguments: None)
+    monkeypatch.setattr(sys, "argv", command[1:])
+    with pytest.raises(Parsed):
+        script.main()
+    monkeypatch.setattr(sys, "argv", [*command[1:], "--no-such-option"])
+    with pytest.raises(SystemExit) as refused:
+        script.main()
+    assert refused.value.code == 2
+    takes_model = next(each.takes_model for each in BENCHMARKS if each.name == name)
+    assert ("some/model" in command) == takes_model
+    assert "dummy" not in command
+
+
+def test_without_a_model_the_weights_are_random(tmp_path: Path) -> None:
+    folder = str(tmp_path / "dummy-8b")
+    for name, command in commands(tmp_path).items():
+        if name != "attention":
+            at = command.index("--model")
+            assert command[at : at + 4] == ["--model", folder, "--load-format", "dummy"]
+    config = AutoConfig.from_pretrained(folder)
+    assert (config.model_type, config.hidden_size, config.num_hidden_layers) == ("llama", 4096, 32)
+    assert len(AutoTokenizer.from_pretrained(folder)) <= config.vocab_size
+
+
+def test_a_device_that_vllm_does_not_run_on_is_refused() -> None:
+    device.check_device("cpu")
+    with pytest.raises(SystemExit, match="--device cuda: this vLLM runs on 'cpu'"):
+        device.check_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("method", "allowed"), [(None, False), ("ngram", False), ("ngram_trie", True)]
+)
+def test_engines_on_a_gpu(
+    method: str | None, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(local_engine, "start_engine", lambda model, **all: started.append(all))
+    config = method and {"method": method}
+    for where in ("cuda", "cpu"):
+        device.start_engine("m", device=where, speculative_config=config, max_num_seqs=4)
+    on_gpu, on_cpu = started
+    assert on_cpu == {"speculative_config": config, "max_num_seqs": 4}
+    assert (on_gpu["dtype"], on_gpu["enforce_eager"], on_gpu["max_num_seqs"]) == ("auto", False, 4)
+    assert bool((on_gpu["speculative_config"] or {}).get("allow_untested_gpu")) == allowed
+
+
+def test_a_benchmark_that_fails_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: list[str], stdout: Any, check: bool) -> Any:
+        name = Path(command[1]).stem
+        stdout.write(f"table of {name}\n")
+        return SimpleNamespace(returncode=3 * (name == "peers"))
+
+    charts: list[str] = []
+    monkeypatch.setattr(bench_gpu.subprocess, "run", run)
+    monkeypatch.setattr(bench_gpu, "chart", lambda benchmark, out: charts.append(benchmark.name))
+    monkeypatch.setattr(bench_gpu.importlib.util, "find_spec", lambda name: True)
+    assert bench_gpu.main(["--out", str(tmp_path), "--model", "m"]) == 1
+    assert charts == ["attention", "speculation", "load", "beam"]
+    printed = capsys.readouterr()
+    assert "table of beam" in printed.out
+    assert printed.err.endswith("failed: peers (status 3)\n")
+    assert (tmp_path / "load.txt").read_text() == "table of load\n"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="no matplotlib")
+def test_a_chart(tmp_path: Path) -> None:
+    row: dict[str, Any] = dict.fromkeys(
+        ("context", "nodes", "batch_size", "category", "prompts", "prompt_len", "beam_width"), 8
+    )
+    row |= {"num_prompts": 1, "machine": "a machine", "method": "x", "kernel": "x"}
+    assert all("8" in benchmark.category(row) for benchmark in BENCHMARKS)
+    benchmark = BENCHMARKS[0]
+    rows = [row | {benchmark.value: 1.5}, row | {benchmark.value: None}]
+    (tmp_path / f"{benchmark.name}.json").write_text(json.dumps(rows))
+    written = bench_gpu.chart(benchmark, tmp_path)
+    assert [path.suffix for path in written] == [".png", ".svg"]
+    assert min(path.stat().st_size for path in written) > 1000
+
+
+def test_the_masked_baseline_computes_the_same_attention() -> None:
+    shape = LayerShape(4, 2, 32, 16, torch.float32)
+    step = random_step(shape, [RequestShape(40, 1, 12)], 8, np.random.default_rng(0))
+    assert step is not None
+    output = gpu_attention.masked_run(step, step.query)()[0].transpose(0, 1)
+    assert relative_error(output, step.expected(), step) < 1e-5

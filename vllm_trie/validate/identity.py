@@ -1,0 +1,210 @@
+"""Output of each method against plain vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from vllm_trie.tiny_model import medusa_path
+from vllm_trie.validate.engines import ALLOWED, CHAIN_TOKENS, NODES, decode, prompts, start_engine
+from vllm_trie.validate.parts import Outcome, Settings
+
+NEAR_TIE = 0.15
+"""Difference of log-probabilities below which 16-bit rounding may decide between two tokens."""
+TEMPERATURE = 0.4
+"""Of seeded sampling."""
+TOO_UNLIKELY = 8.0
+"""Difference of log-probabilities from the likeliest token. At this temperature a token that far
+off has a chance of exp(-20)."""
+_REFUSED = "cannot run with this configuration"
+
+
+class PlainOutput(BaseModel):
+    """One prompt's output of plain vLLM."""
+
+    prompt: list[int]
+    greedy: list[int]
+    margins: list[dict[int, float]]
+    """For each greedy token: the likeliest tokens, and how much less likely than the best."""
+    seeded: list[int]
+
+
+class PlainOutputs(BaseModel):
+    """The file that :func:`decode_plainly` leaves for :func:`compare_method`."""
+
+    outputs: list[PlainOutput]
+
+
+def decode_plainly(settings: Settings, dtype: str) -> Outcome:
+    """Decode all prompts with plain vLLM, greedily and with seeds."""
+    texts = prompts(settings)
+    llm = _start(settings, dtype, texts)
+    inputs = [{"prompt_token_ids": text} for text in texts]
+    greedy = llm.generate(inputs, _params(settings, len(texts), logprobs=2), use_tqdm=False)
+    seeded, _ = decode(llm, texts, _params(settings, len(texts), seeded=True))
+    outputs = [
+        PlainOutput(
+            prompt=text,
+            greedy=list(output.outputs[0].token_ids),
+            margins=[_margins(each) for each in output.outputs[0].logprobs],
+            seeded=sampled,
+        )
+        for text, output, sampled in zip(texts, greedy, seeded, strict=True)
+    ]
+    _file(settings, dtype).write_text(PlainOutputs(outputs=outputs).model_dump_json())
+    tokens = sum(len(output.greedy) for output in outputs)
+    empty = tokens < 2 * len(outputs)
+    return Outcome(
+        status="failed" if empty else "passed",
+        summary=f"{tokens} greedy tokens for {len(outputs)} prompts"
+        + (": too few to compare; take a model that answers chats" if empty else ""),
+    )
+
+
+def compare_method(settings: Settings, dtype: str, method: str, verification: str) -> Outcome:
+    """Decode all prompts with a method and compare with plain vLLM's output.
+
+    Greedy output must be identical in float32; in other dtypes the first different token of an
+    output must be a near-tie. Seeded output must be plain vLLM's with trees in float32. Rounding
+    and rejection sampling give other tokens, which must be likely enough; vLLM 0.32's rejection
+    sampler reads uninitialized temperatures on CPUs.
+    """
+    plain = PlainOutputs.model_validate_json(_file(settings, dtype).read_bytes()).outputs
+    texts = [output.prompt for output in plain]
+    config: dict[str, Any] = {
+        "method": method,
+        "verification": verification,
+        "num_speculative_tokens": NODES if verification == "tree" else CHAIN_TOKENS,
+        "node_budget": "fixed",  # drafts that cost more than they bring are verified too
+        **ALLOWED,
+    }
+    if method == "medusa_dynamic":
+        heads = str(medusa_path()) if settings.shipped else settings.heads
+        if heads is None:
+            return Outcome(status="not applicable", summary="no heads: --heads names them")
+        config["model"] = heads
+    try:
+        llm = _start(settings, dtype, texts, speculative_config=config)
+    except ValueError as error:
+        if _REFUSED not in str(error):
+            raise
+        return Outcome(status="not applicable", summary=str(error).partition(_REFUSED)[2][1:])
+    greedy, tokens_per_step = decode(llm, texts, _params(settings, len(texts)))
+    seeded, _ = decode(llm, texts, _params(settings, len(texts), seeded=True))
+    problems, ties = judge(plain, greedy, dtype == "float32")
+    if verification == "tree" and dtype == "float32":
+        wrong = [i for i, output in enumerate(plain) if output.seeded != seeded[i]]
+        sampled = "plain vLLM's"
+    elif verification == "chain" and not torch.cuda.is_available():
+        wrong, sampled = [], "not checked: vLLM's rejection sampler is at fault on CPUs"
+    else:
+        wrong = unlikely(llm, texts, seeded)
+        sampled = "likely in the model"
+    if wrong:
+        problems.append(f"seeded output is not {sampled} for prompts {wrong}")
+    if tokens_per_step <= 1.0:
+        problems.append("no drafted token was accepted, so nothing was verified")
+    same = f"greedy output is plain vLLM's for {len(plain) - len(ties)} of {len(plain)} prompts"
+    if ties:
+        same += f", the others differ at near-ties of at most {max(ties):.2g}"
+    passed = f"{same}; seeded output is {sampled}; {tokens_per_step:.2f} tokens a step"
+    return Outcome(
+        status="failed" if problems else "passed",
+        summary="; ".join(problems) or passed,
+        measured={"tokens_per_step": tokens_per_step, "near_ties": ties, "prompts": len(plain)},
+    )
+
+
+def judge(
+    plain: Sequence[PlainOutput], found: Sequence[Sequence[int]], exact: bool
+) -> tuple[list[str], list[float]]:
+    """Compare greedy outputs.
+
+    Args:
+        plain: plain vLLM's.
+        found: of the same prompts.
+        exact: whether a near-tie is no excuse.
+
+    Returns:
+        What is wrong, and the margins of the near-ties that explain the other differences.
+    """
+    problems, ties = [], []
+    for index, (expected, tokens) in enumerate(zip(plain, found, strict=True)):
+        if list(tokens) == expected.greedy:
+            continue
+        pairs = enumerate(zip(expected.greedy, tokens, strict=False))
+        at = next((i for i, pair in pairs if pair[0] != pair[1]), None)
+        if at is None:
+            problems.append(f"prompt {index}: {len(tokens)} tokens, not {len(expected.greedy)}")
+            continue
+        margin = expected.margins[at].get(tokens[at])
+        if not exact and margin is not None and margin < NEAR_TIE:
+            ties.append(margin)
+            continue
+        distance = "not among the two likeliest" if margin is None else f"{margin:.2g} less likely"
+        problems.append(f"prompt {index}: greedy token {at} differs ({distance} in plain vLLM)")
+    return problems, ties
+
+
+def unlikely(
+    llm: Any, texts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> list[int]:
+    """Compute sampled outputs again as prompts; return the indices of those with a token that
+    sampling does not give: see :data:`TOO_UNLIKELY`."""
+    from vllm import SamplingParams
+
+    inputs = [
+        {"prompt_token_ids": [*text, *output]} for text, output in zip(texts, outputs, strict=True)
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    results = llm.generate(inputs, params, use_tqdm=False)
+    found = []
+    for index, (output, result) in enumerate(zip(outputs, results, strict=True)):
+        every = map(_margins, result.prompt_logprobs[len(texts[index]) :])
+        # Written so that NaN is too unlikely.
+        if not all(each[token] < TOO_UNLIKELY for token, each in zip(output, every, strict=True)):
+            found.append(index)
+    return found
+
+
+def _start(settings: Settings, dtype: str, texts: Sequence[Sequence[int]], **options: Any) -> Any:
+    if torch.cuda.is_available():
+        # The stock attention of tree verification: the others round otherwise, which is no fault.
+        options["attention_backend"] = "TRITON_ATTN"
+    return start_engine(
+        settings,
+        dtype,
+        max(map(len, texts)),
+        _max_tokens(settings),
+        enable_prefix_caching=False,
+        **options,
+    )
+
+
+def _max_tokens(settings: Settings) -> int:
+    return 48 if settings.quick else 128
+
+
+def _params(settings: Settings, number: int, seeded: bool = False, **options: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    common = {"max_tokens": _max_tokens(settings), "detokenize": False, **options}
+    if not seeded:
+        return [SamplingParams(temperature=0.0, **common) for _ in range(number)]
+    return [
+        SamplingParams(temperature=TEMPERATURE, seed=1000 + index, **common)
+        for index in range(number)
+    ]
+
+
+def _margins(logprobs: Any) -> dict[int, float]:
+    best = max(each.logprob for each in logprobs.values())
+    return {token: best - each.logprob for token, each in logprobs.items()}
+
+
+def _file(settings: Settings, dtype: str) -> Path:
+    return settings.folder / f"plain-{dtype}.json"
