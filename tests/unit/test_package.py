@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 from importlib.metadata import entry_points, requires, version
 from pathlib import Path
 
@@ -18,20 +16,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import vllm_trie
+from tests.checkout import ROOT, tracked_files
 
-ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LOCK_LINES = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
-
-
-def tracked_files() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if listed.returncode != 0:
-        pytest.skip("not a git checkout: there is no list of the project's files")
-    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
-    return [path for path in paths if path.is_file()]
 
 
 def locked() -> dict[str, str]:
@@ -164,35 +152,6 @@ def test_no_machine_paths_and_no_registry_hosts() -> None:
             if found := pattern.search(line):
                 offenders.append(f"{path.relative_to(ROOT)}:{number}: {found.group()}")
     assert not offenders, "\n".join(offenders[:20])
-
-
-def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
-    """Weights, C++ sources and other data must reach users who do not install from a checkout.
-
-    The code that made the weights stays in the checkout.
-    """
-    source, out = tmp_path / "source", tmp_path / "out"
-    files = [path.relative_to(ROOT) for path in tracked_files()]
-    package = [path for path in files if path.parts[0] == "vllm_trie"]
-    others = [path for path in files if path.parts[0] == "tools"]
-    assert others
-    for path in [*package, *others, *map(Path, ("pyproject.toml", "README.md", "LICENSE"))]:
-        (source / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, source / path)
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
-    subprocess.run([*build, "--wheel-dir", str(out), str(source)], check=True)
-    (wheel,) = out.glob("vllm_trie-*.whl")
-    packed = set(zipfile.ZipFile(wheel).namelist())
-    assert not {path.as_posix() for path in package} - packed
-    assert any(name.endswith("LICENSE") for name in packed)
-    top = {name.split("/")[0] for name in packed}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"vllm_trie"}
-    # The shipped model's weights and prompts, not the code that trained it.
-    modules = {name for name in packed if name.startswith("vllm_trie/tiny_model/")}
-    assert {name.rpartition("/")[2] for name in modules if name.endswith(".py")} == {
-        "__init__.py",
-        "chat_prompts.py",
-    }
 
 
 def test_generated_and_bulky_files_are_not_tracked() -> None:
