@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import re
 import subprocess
@@ -12,6 +13,7 @@ from importlib.metadata import entry_points, requires, version
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -50,6 +52,8 @@ def test_every_public_folder_lists_its_exports() -> None:
 def test_version_is_the_same_everywhere() -> None:
     assert vllm_trie.__version__ == version("vllm-trie")
     assert re.fullmatch(r"\d+\.\d+\.\d+", vllm_trie.__version__)
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == vllm_trie.__version__
 
 
 @pytest.mark.parametrize(
@@ -152,6 +156,26 @@ def test_no_machine_paths_and_no_registry_hosts() -> None:
             if found := pattern.search(line):
                 offenders.append(f"{path.relative_to(ROOT)}:{number}: {found.group()}")
     assert not offenders, "\n".join(offenders[:20])
+
+
+def test_issue_forms_ask_for_the_report() -> None:
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    forms = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yml")}
+    assert forms.pop("config") == {"blank_issues_enabled": False}
+    for name, form in forms.items():
+        fields = {field["id"]: field for field in form["body"]}
+        report = fields["report"]
+        assert report["attributes"]["label"] == "Report of vllm-trie validate"
+        assert report.get("validations", {}).get("required", False) == (name != "proposal")
+
+
+def test_hosted_ci_runs_what_contributors_run() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    ran = {
+        step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
+    }
+    assert ran == {".ci/run", "make lint", "make dist"}
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
 def test_generated_and_bulky_files_are_not_tracked() -> None:

@@ -29,7 +29,7 @@ def load_kernels(march: str = "native") -> NativeKernels | None:
 
 
 def library(march: str = "native") -> NativeLibrary:
-    """Return the library of the kernels, for an instruction set as :func:`load_kernels` takes it."""
+    """Return the kernels' library for an instruction set, as :func:`load_kernels` takes it."""
     return NativeLibrary(
         "attention" if march == "native" else f"attention-{march}",
         "attention kernels",
