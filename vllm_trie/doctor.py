@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from vllm_trie import native
 from vllm_trie._version import __version__
 from vllm_trie.drafters import available_methods
-from vllm_trie.native import NativeBuildError, find_compiler
 from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.setup.limits import FEATURES, PLATFORM_LIMITS
 
@@ -214,15 +214,17 @@ def describe_platform(run_kernel: bool = True) -> tuple[dict[str, Any], list[Pro
     :func:`collect`."""
     problems: list[Problem] = []
     try:
-        compiler, lacking = " ".join(find_compiler()), ""
-    except NativeBuildError as error:
+        compiler, lacking = " ".join(native.find_compiler()), ""
+    except native.NativeBuildError as error:
         compiler, lacking = None, str(error)
     headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    prebuilt = native.find_prebuilt("ngrams")
     has_affinity = hasattr(os, "sched_getaffinity")
     machine: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
         "isa": cpu_flags(),
+        "kernels": prebuilt.stem.removeprefix("ngrams-") if prebuilt else "compiled on first use",
         "cxx": compiler,
         "python_headers": headers,
         "device": "cpu",
@@ -242,8 +244,8 @@ def describe_platform(run_kernel: bool = True) -> tuple[dict[str, Any], list[Pro
         problems.append(_error(f"torch does not import: {error}"))
     if machine["device"] == "cpu":
         if lacking:
-            text = f"{lacking}: the plugin's kernels run as slower Python, and {_NO_TORCH_COMPILER}"
-            problems.append(_warning(text))
+            slow = "" if prebuilt else "the plugin's kernels run as slower Python, and "
+            problems.append(_warning(f"{lacking}: {slow}{_NO_TORCH_COMPILER}"))
         elif not headers:
             problems.append(_warning(f"no Python.h (python3-dev): {_NO_TORCH_COMPILER}"))
         elif " " in sys.prefix:
@@ -288,9 +290,5 @@ def check_gpu(
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     """Return the instruction sets that the machine has, of those that vLLM's kernels choose by."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return []
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    flags = native.cpu_flags(cpuinfo)
     return [flag for flag in CPU_FLAGS if flag in flags]

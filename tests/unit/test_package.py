@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 from importlib.metadata import entry_points, requires, version
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import vllm_trie
+from tests.checkout import ROOT, tracked_files
 
-ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LOCK_LINES = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
-
-
-def tracked_files() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if listed.returncode != 0:
-        pytest.skip("not a git checkout: there is no list of the project's files")
-    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
-    return [path for path in paths if path.is_file()]
 
 
 def locked() -> dict[str, str]:
@@ -62,6 +52,8 @@ def test_every_public_folder_lists_its_exports() -> None:
 def test_version_is_the_same_everywhere() -> None:
     assert vllm_trie.__version__ == version("vllm-trie")
     assert re.fullmatch(r"\d+\.\d+\.\d+", vllm_trie.__version__)
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == vllm_trie.__version__
 
 
 @pytest.mark.parametrize(
@@ -166,33 +158,24 @@ def test_no_machine_paths_and_no_registry_hosts() -> None:
     assert not offenders, "\n".join(offenders[:20])
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
-    """Weights, C++ sources and other data must reach users who do not install from a checkout.
+def test_issue_forms_ask_for_the_report() -> None:
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    forms = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yml")}
+    assert forms.pop("config") == {"blank_issues_enabled": False}
+    for name, form in forms.items():
+        fields = {field["id"]: field for field in form["body"]}
+        report = fields["report"]
+        assert report["attributes"]["label"] == "Report of vllm-trie validate"
+        assert report.get("validations", {}).get("required", False) == (name != "proposal")
 
-    The code that made the weights stays in the checkout.
-    """
-    source, out = tmp_path / "source", tmp_path / "out"
-    files = [path.relative_to(ROOT) for path in tracked_files()]
-    package = [path for path in files if path.parts[0] == "vllm_trie"]
-    others = [path for path in files if path.parts[0] == "tools"]
-    assert others
-    for path in [*package, *others, *map(Path, ("pyproject.toml", "README.md", "LICENSE"))]:
-        (source / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, source / path)
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
-    subprocess.run([*build, "--wheel-dir", str(out), str(source)], check=True)
-    (wheel,) = out.glob("vllm_trie-*.whl")
-    packed = set(zipfile.ZipFile(wheel).namelist())
-    assert not {path.as_posix() for path in package} - packed
-    assert any(name.endswith("LICENSE") for name in packed)
-    top = {name.split("/")[0] for name in packed}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"vllm_trie"}
-    # The shipped model's weights and prompts, not the code that trained it.
-    modules = {name for name in packed if name.startswith("vllm_trie/tiny_model/")}
-    assert {name.rpartition("/")[2] for name in modules if name.endswith(".py")} == {
-        "__init__.py",
-        "chat_prompts.py",
+
+def test_hosted_ci_runs_what_contributors_run() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    ran = {
+        step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
     }
+    assert ran == {".ci/run", "make lint", "make dist"}
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
 def test_generated_and_bulky_files_are_not_tracked() -> None:

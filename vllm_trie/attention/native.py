@@ -1,4 +1,4 @@
-"""The C++ kernels of ``cpu/``: compiled on first use, called through ctypes."""
+"""The C++ kernels of ``cpu/``, called through ctypes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ _MULTIPLE = 16
 
 
 def load_kernels(march: str = "native") -> NativeKernels | None:
-    """Compile (if needed) and load the kernels; ``None`` where that fails, with the reason logged.
+    """Load the kernels, compiled if needed; ``None`` where that fails, with the reason logged.
 
     Args:
         march: instruction set, as the compiler's ``-march`` takes it.
     """
-    library = NativeLibrary(
-        f"attention-{march}",
+    native = library(march)
+    return NativeKernels(native) if native.is_available() else None
+
+
+def library(march: str = "native") -> NativeLibrary:
+    """Return the kernels' library for an instruction set, as :func:`load_kernels` takes it."""
+    return NativeLibrary(
+        "attention" if march == "native" else f"attention-{march}",
         "attention kernels",
         [_FOLDER / "tree_attention.cpp", _FOLDER / "move_slots.cpp"],
         [*sorted(_FOLDER.glob("*.hpp")), *SHARED_HEADERS],
@@ -38,7 +44,6 @@ def load_kernels(march: str = "native") -> NativeKernels | None:
             "-fno-math-errno",
         ),
     )
-    return NativeKernels(library) if library.is_available() else None
 
 
 class _Layers:

@@ -14,6 +14,9 @@ from vllm_trie.attention.cache_layout import split_cache
 from vllm_trie.native import DEFAULT_FLAGS, SHARED_HEADERS, NativeLibrary
 
 _SOURCE = Path(__file__).parent / "cpu" / "copy_slots.cpp"
+LIBRARY = NativeLibrary(
+    "block-copies", "copies of KV blocks", [_SOURCE], SHARED_HEADERS, DEFAULT_FLAGS
+)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -76,7 +79,4 @@ def _alike(cache: torch.Tensor, first: torch.Tensor) -> bool:
 
 @functools.cache
 def _kernel() -> ctypes._NamedFuncPointer | None:
-    library = NativeLibrary(
-        "block-copies", "copies of KV blocks", [_SOURCE], SHARED_HEADERS, DEFAULT_FLAGS
-    )
-    return library.require().vllm_trie_copy_slots if library.is_available() else None
+    return LIBRARY.require().vllm_trie_copy_slots if LIBRARY.is_available() else None

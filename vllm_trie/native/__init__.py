@@ -12,6 +12,7 @@ from vllm_trie.native.build import (
     load_library,
 )
 from vllm_trie.native.library import NativeLibrary
+from vllm_trie.native.prebuilt import cpu_flags, find_prebuilt
 
 __all__ = [
     "DEFAULT_FLAGS",
@@ -20,6 +21,8 @@ __all__ = [
     "NativeLibrary",
     "build_library",
     "cache_folder",
+    "cpu_flags",
     "find_compiler",
+    "find_prebuilt",
     "load_library",
 ]

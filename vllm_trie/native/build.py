@@ -1,8 +1,8 @@
-"""Compile C++ sources on first use and load them with ctypes.
+"""Load the C++ cores with ctypes: a wheel's own, or what is compiled on first use.
 
-A wheel cannot carry code for the machine's own vector instructions, so each kernel is compiled
+A wheel for x86-64 has compiled cores. Anywhere else, in a checkout above all, each core is compiled
 where it runs: once per user, source, compiler and CPU. Every caller has a readable Python twin to
-fall back on, so a machine without a compiler loses speed and nothing else.
+fall back on, so a machine with neither loses speed and nothing else.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from vllm_trie.native.prebuilt import find_prebuilt
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def load_library(
     flags: Sequence[str] = DEFAULT_FLAGS,
     headers: Sequence[Path] = (),
 ) -> ctypes.CDLL | None:
-    """Compile `sources` if needed, and load the library.
+    """Load the wheel's own library, or compile `sources` if needed and load the result.
 
     Args:
         name: of the library, for the file and the log.
@@ -60,6 +62,11 @@ def load_library(
     if os.environ.get("VLLM_TRIE_NATIVE") == "0":
         _log_once(name, "VLLM_TRIE_NATIVE=0")
         return None
+    if prebuilt := find_prebuilt(name):
+        try:
+            return ctypes.CDLL(str(prebuilt))
+        except OSError as error:  # for an older C library than the wheel's, or damaged
+            logger.warning("cannot load %s: %s", prebuilt, error)
     try:
         library = build_library(name, sources, flags, headers)
         try:
@@ -176,7 +183,9 @@ def _cpu_description() -> str:
 def _compile(
     compiler: Sequence[str], sources: Sequence[Path], flags: Sequence[str], library: Path
 ) -> None:
-    logger.info("compiling %s", library.name)
+    logger.info(
+        "compiling %s with %s; this takes some seconds, once", library.name, Path(compiler[0]).name
+    )
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
     command = [*compiler, *flags, "-shared", "-fPIC", *map(str, sources), "-o", temporary]

@@ -23,12 +23,12 @@ NODE_BYTES = 32
 """Size of a node in memory and in a corpus file."""
 _NONE = -1
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
-_LIBRARY = NativeLibrary("ngrams", "n-gram core", sorted(CORE.glob("*.cpp")), HEADERS)
-is_available = _LIBRARY.is_available
-require_library = _LIBRARY.require
-_PACK_BATCH = _LIBRARY.layout("DraftBatch").pack
-_PACK_BLEND = _LIBRARY.layout("Blend").pack
-_PACK_JOB = _LIBRARY.layout("DraftJob").pack
+LIBRARY = NativeLibrary("ngrams", "n-gram core", sorted(CORE.glob("*.cpp")), HEADERS)
+is_available = LIBRARY.is_available
+require_library = LIBRARY.require
+_PACK_BATCH = LIBRARY.layout("DraftBatch").pack
+_PACK_BLEND = LIBRARY.layout("Blend").pack
+_PACK_JOB = LIBRARY.layout("DraftJob").pack
 
 
 class NativeIndex:

@@ -93,13 +93,14 @@ def pins(name: str) -> dict[str, str]:
     return {canonicalize_name(one.name): str(one.specifier) for one in found}
 
 
-def test_the_lock_fits_the_other_one() -> None:
-    """Both are installed into one environment."""
-    docs, cpu = pins("docs.txt"), pins("cpu.txt")
-    assert "mkdocs-material" in docs
-    assert {name: pin for name, pin in docs.items() if cpu.get(name, pin) != pin} == {}
-    for line in (ROOT / "requirements" / "docs.in").read_text().splitlines():
+@pytest.mark.parametrize(("name", "tool"), [("docs", "mkdocs-material"), ("dist", "auditwheel")])
+def test_the_locks_fit_the_large_one(name: str, tool: str) -> None:
+    """All are installed into one environment."""
+    own, cpu = pins(f"{name}.txt"), pins("cpu.txt")
+    assert tool in own
+    assert {name: pin for name, pin in own.items() if cpu.get(name, pin) != pin} == {}
+    for line in (ROOT / "requirements" / f"{name}.in").read_text().splitlines():
         if line and not line.startswith("#"):
-            wanted = Requirement(line)
-            version = docs[canonicalize_name(wanted.name)].removeprefix("==")
+            wanted = Requirement(line.partition("#")[0])
+            version = own[canonicalize_name(wanted.name)].removeprefix("==")
             assert wanted.specifier.contains(version)

@@ -1,0 +1,169 @@
+"""The files of examples/deploy: options, ports, probes and paths are those of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from tests.unit.docs.pages import ROOT, Page
+
+FOLDER = ROOT / "examples" / "deploy"
+
+
+def load(name: str) -> Any:
+    return yaml.safe_load((FOLDER / name).read_text())
+
+
+def manifest(kind: str) -> dict[str, Any]:
+    documents = yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())
+    (found,) = [one for one in documents if one["kind"] == kind]
+    return found
+
+
+def unit() -> dict[str, list[str]]:
+    """The settings of the systemd unit, each with its values."""
+    found: dict[str, list[str]] = {}
+    for line in (FOLDER / "vllm-trie.service").read_text().splitlines():
+        if match := re.match(r"(\w+)=(.*)", line):
+            found.setdefault(match[1], []).append(match[2])
+    return found
+
+
+def server_arguments() -> dict[str, list[str]]:
+    """What each file and each command of the page gives to `vllm serve`."""
+    pod = manifest("Deployment")["spec"]["template"]["spec"]
+    (start,) = unit()["ExecStart"]
+    found = {
+        "compose": load("compose.yaml")["services"]["server"]["command"],
+        "kubernetes": pod["containers"][0]["args"],
+        "systemd": shlex.split(start)[2:],
+    }
+    page = Page(ROOT / "docs" / "deployment.md")
+    for i, command in enumerate(page.commands()):
+        if " vllm serve " in f" {command}":
+            found[f"page {i}"] = shlex.split(command.partition("vllm serve ")[2])
+    return found
+
+
+@pytest.fixture(scope="module")
+def parser() -> Any:
+    """vLLM's own parser of `vllm serve`, with the plugin's additions."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.plugins import load_general_plugins
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    load_general_plugins()
+    return make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
+
+
+def test_servers_are_started_with_options_that_exist(parser: Any) -> None:
+    from vllm_trie.vllm_hooks.setup.config import EngineOptions
+
+    for name, arguments in server_arguments().items():
+        parsed = parser.parse_args([word.replace("${MODEL}", "model") for word in arguments])
+        assert parsed.port == 8000, name
+        assert parsed.spec_method == "ngram_trie", name
+        options = (parsed.additional_config or {}).get("vllm_trie", {})
+        assert not set(options) - set(EngineOptions.model_fields), name
+
+
+def test_probes_ask_what_a_server_answers() -> None:
+    from vllm.entrypoints.serve.instrumentator.health import router
+
+    paths = {route.path for route in router.routes}
+    (container,) = manifest("Deployment")["spec"]["template"]["spec"]["containers"]
+    assert container["ports"] == [{"name": "http", "containerPort": 8000}]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        asked = container[probe]["httpGet"]
+        assert asked["path"] in paths
+        assert asked["port"] == "http"
+    check = load("compose.yaml")["services"]["server"]["healthcheck"]["test"]
+    assert check[-1].removeprefix("http://localhost:8000") in paths
+
+
+def test_services_find_each_other() -> None:
+    services = load("compose.yaml")["services"]
+    (job,) = load("prometheus.yml")["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    assert target.partition(":")[0] in services
+    assert services["server"]["ports"] == ["127.0.0.1:8000:" + target.partition(":")[2]]
+    (source,) = load("grafana.yml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    assert services["prometheus"]["ports"][0].endswith(":9090")
+    # The dashboard's folder is where Grafana looks for it.
+    mounts = dict(mount.split(":")[:2] for mount in services["grafana"]["volumes"])
+    (provider,) = load("grafana-dashboards.yml")["providers"]
+    (shared,) = [at for at, to in mounts.items() if to == provider["options"]["path"]]
+    (dashboard,) = (FOLDER / shared).glob("*.json")
+    assert json.loads(dashboard.read_text())["panels"]
+    for service in services.values():
+        for mount in service["volumes"]:
+            if mount.startswith("."):
+                assert (FOLDER / mount.split(":")[0]).exists(), mount
+
+
+def test_a_deployment_keeps_its_volume() -> None:
+    pod = manifest("Deployment")["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    dockerfile = (FOLDER / "Dockerfile").read_text()
+    (home,) = re.findall(r"^ENV HOME=(\S+)", dockerfile, re.MULTILINE)
+    claim = mounts[home]["persistentVolumeClaim"]["claimName"]
+    assert claim == manifest("PersistentVolumeClaim")["metadata"]["name"]
+    assert f"vllm:{home}" in load("compose.yaml")["services"]["server"]["volumes"]
+    labels = pod["metadata"]["labels"]
+    assert manifest("Deployment")["spec"]["selector"]["matchLabels"] == labels
+    assert manifest("Service")["spec"]["selector"] == labels
+    assert pod["metadata"]["annotations"]["prometheus.io/port"] == "8000"
+
+
+def test_a_server_has_the_time_to_end() -> None:
+    """Its own patience ends before the supervisor's, in every file."""
+    deployment, compose = manifest("Deployment"), load("compose.yaml")
+    pod = deployment["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 90
+    assert compose["services"]["server"]["stop_grace_period"] == "90s"
+    assert unit()["TimeoutStopSec"] == ["90"]
+    for name, arguments in server_arguments().items():
+        if not name.startswith("page"):
+            assert re.search(r"--shutdown-timeout[= ]60", " ".join(arguments)), name
+
+
+def test_the_image_is_of_the_supported_vllm() -> None:
+    text = (FOLDER / "Dockerfile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (needed,) = map(Requirement, project["optional-dependencies"]["cpu"])
+    (version,) = [specifier.version for specifier in needed.specifier]
+    assert set(re.findall(r"TAG=v([\d.]+)", text)) == {version}
+    instructions = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
+    known = {"ARG", "FROM", "RUN", "ENV", "VOLUME", "EXPOSE", "ENTRYPOINT"}
+    assert {line.split()[0] for line in instructions.splitlines() if line.strip()} == known
+    assert 'ENTRYPOINT ["vllm", "serve"]' in text
+
+
+def test_the_unit_is_understood_by_systemd(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze here")
+    (start,) = unit()["ExecStart"]
+    text = (FOLDER / "vllm-trie.service").read_text()
+    copy = tmp_path / "vllm-trie.service"
+    copy.write_text(text.replace(start.split()[0], sys.executable))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True
+    )
+    if "Failed to initialize" in done.stderr or "Operation not permitted" in done.stderr:
+        pytest.skip("systemd-analyze does not work here")
+    assert done.returncode == 0, done.stderr
+    assert "vllm-trie.service" not in done.stderr, done.stderr
