@@ -91,11 +91,14 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks.setup.config import verification
 from vllm_trie.vllm_hooks.worker.cuda_worker import GPU_BACKEND_CLASS
 
+cudagraph_utils.get_pp_group = MagicMock()
+PretendedCuda.get_global_graph_pool = classmethod(lambda cls: (0, 0))
 TREES, CHAINS = {"verification": "tree"}, {"verification": "chain"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -155,18 +158,34 @@ def chosen_backend() -> dict[str, Any]:
     return {"backend": backend.__name__, "graphs": graphs, "mm_prefix": prefix}
 
 
-def dispatched(asked: str, backend: Any) -> dict[str, str]:
-    """The kinds of graphs that serve a step of full drafts, and one of other lengths."""
+def dispatched(asked: str, backend: Any) -> dict[str, list[str]]:
+    """The kinds of graphs that serve a step of full drafts and one of other lengths, by runner."""
     config = configure(True, compilation_config={"cudagraph_mode": asked})
     length = 1 + config.num_speculative_tokens
-    mode = config.compilation_config.resolve_cudagraph_mode_and_sizes(
-        backend.get_builder_cls().get_cudagraph_support(config, None), backend.__name__, length
-    )
-    dispatcher = CudagraphDispatcher(config)
-    dispatcher.initialize_cudagraph_keys(mode, length)
-    full, _ = dispatcher.dispatch(2 * length, uniform_decode=True)
-    other, _ = dispatcher.dispatch(2 * length - 3)
-    return {"mode": mode.name, "full": full.name, "other": other.name}
+    found = {}
+    for is_v2 in (False, True):
+        mode = config.compilation_config.resolve_cudagraph_mode_and_sizes(
+            backend.get_builder_cls().get_cudagraph_support(config, None),
+            backend.__name__,
+            length,
+            use_v2_model_runner=is_v2,
+        )
+        if is_v2:
+            manager = cudagraph_utils.CudaGraphManager(config, torch.device("cpu"), mode, length)
+            manager._graphs_captured = True
+            kinds = [
+                manager.dispatch(2, 2 * length, length, 0).cg_mode,
+                manager.dispatch(2, 2 * length - 3, None, 0).cg_mode,
+            ]
+        else:
+            dispatcher = CudagraphDispatcher(config)
+            dispatcher.initialize_cudagraph_keys(mode, length)
+            kinds = [
+                dispatcher.dispatch(2 * length, uniform_decode=True)[0],
+                dispatcher.dispatch(2 * length - 3)[0],
+            ]
+        found["V2" if is_v2 else "V1"] = [mode.name, *(kind.name for kind in kinds)]
+    return found
 
 
 def main() -> int:

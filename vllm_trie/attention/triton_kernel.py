@@ -53,12 +53,11 @@ def launches(head_size: int, dtype: torch.dtype) -> list[Launch]:
     shared memory for the keys and values of some passes.
     """
     padded = padded_head(head_size)
+    tile = max(16, 4096 // padded)
     if dtype == torch.float32:
-        tile = max(16, min(32, 4096 // padded))
-        return [Launch(rows, tile, 4, 2) for rows in (16, 32)]
-    tile = max(16, min(64, 8192 // padded))
-    small = [Launch(rows, tile, 4, 3) for rows in (16, 32, 64)]
-    return small if padded > 128 else [*small, Launch(_MAX_ROWS, tile, 8, 3)]
+        return [Launch(rows, min(32, tile), 4, 2) for rows in (16, 32)]
+    small = [Launch(rows, min(64, tile), 4, 3) for rows in (16, 32, 64)]
+    return small if padded > 128 else [*small, Launch(_MAX_ROWS, min(64, tile), 8, 3)]
 
 
 def padded_group(num_heads: int, num_kv_heads: int) -> int:

@@ -29,11 +29,11 @@ CASES = [  # requests, dtype, heads, KV heads, head size, block size, processors
     ([RequestShape(30, 20, 10)], torch.float32, 2, 1, 64, 48, 1, True),
     ([RequestShape(5, 3, 65)], torch.float16, 3, 1, 256, 16, 1, False),
     ([RequestShape(8100, 1, 64)], torch.bfloat16, 8, 1, 64, 128, 40, False),
-    ([RequestShape(n % 7, 1, n) for n in range(0, 65, 4)], torch.float16, 1, 1, 64, 16, 1, True),
+    ([RequestShape(n % 7, 1, n) for n in range(0, 65, 8)], torch.float16, 1, 1, 64, 16, 1, True),
 ]
 
 DEVICE_CHECKS = [  # what a GPU is asked before it serves: shape, splits
-    (LayerShape(4, 2, 64, 16, torch.float32), (1, 2)),
+    (LayerShape(4, 2, 64, 16, torch.float32), (2,)),
     (LayerShape(2, 1, 128, 16, torch.bfloat16), (8,)),
     (LayerShape(3, 3, 32, 32, torch.float16, torch.float8_e5m2), (1,)),
     (LayerShape(8, 2, 64, 16, torch.bfloat16, torch.float8_e4m3fn), (3,)),
