@@ -56,8 +56,10 @@ def launches(head_size: int, dtype: torch.dtype) -> list[Launch]:
     tile = max(16, 4096 // padded)
     if dtype == torch.float32:
         return [Launch(rows, min(32, tile), 4, 2) for rows in (16, 32)]
+    if padded > 128:
+        return [Launch(rows, tile, 4, 3) for rows in (16, 32)]
     small = [Launch(rows, min(64, tile), 4, 3) for rows in (16, 32, 64)]
-    return small if padded > 128 else [*small, Launch(_MAX_ROWS, min(64, tile), 8, 3)]
+    return [*small, Launch(_MAX_ROWS, min(64, tile), 8, 3)]
 
 
 def padded_group(num_heads: int, num_kv_heads: int) -> int:
