@@ -73,7 +73,12 @@ from vllm_trie.vllm_hooks.worker.runners import v1_adapter
 from vllm_trie.vllm_hooks.worker.verification import compaction
 
 CHECKED = [
-    [RequestShape(20, 1, 9), RequestShape(33, 1, 0), RequestShape(2, 3, 66)],  # more than a word
+    [
+        RequestShape(20, 1, 9),
+        RequestShape(33, 1, 0),
+        RequestShape(2, 3, 66),  # more than a word
+        RequestShape(2, 15, 0),  # a prefill chunk
+    ],
     [RequestShape(0, 5, 4)],
 ]
 GPU_BACKEND = "vllm_trie.vllm_hooks.worker.attention.cuda.TreeTritonAttentionBackend"
@@ -106,14 +111,15 @@ def broken_parts(patch: pytest.MonkeyPatch) -> Iterator[str]:
     """Break one part after another; the parts before are whole again."""
     impl = cuda_attention.TreeTritonAttentionImpl
 
-    def all_seen(trees: Any, *arguments: Any) -> Any:
-        on_device = stock_trees(trees, *arguments)
-        return on_device._replace(words=torch.full_like(on_device.words, -1))
+    def all_seen(self: Any, trees: Any) -> None:
+        stock_write(self, trees)
+        self.trees[len(self._header) * 2 :] = -1
 
-    def other_blocks(metadata: Any, *arguments: Any) -> Any:
-        plain = stock_plain(metadata, *arguments)
-        plain.metadata.block_table = metadata.block_table[: len(plain.metadata.seq_lens)]
-        return plain
+    def all_in_kernel(*arguments: Any) -> None:
+        stock_kernel(*arguments[:9], triton_kernel.EVERY_LENGTH, *arguments[10:])
+
+    def other_blocks(query: Any, cache: Any, table: Any, *arguments: Any) -> None:
+        stock_kernel(query, cache, table.flip(0), *arguments)
 
     def keys_only(kv_caches: Any, source: Any, target: Any) -> None:
         values = [cache[..., cache.shape[3] // 2 :] for cache in kv_caches]
@@ -128,17 +134,17 @@ def broken_parts(patch: pytest.MonkeyPatch) -> Iterator[str]:
     def fault(self: Any, *arguments: Any) -> None:
         raise RuntimeError("a fault of the device")
 
-    stock_trees = triton_kernel.trees_on_device
-    stock_plain = cuda_attention.plain_requests
+    stock_write = triton_kernel.TreeBuffers.write
+    stock_kernel = triton_kernel.tree_attention_triton
     stock_move = impl.move_slots
     stock_update = impl.do_kv_cache_update
     for owner, name, replacement in (
-        (triton_kernel, "trees_on_device", all_seen),
-        (cuda_attention, "trees_on_device", all_seen),
-        (cuda_attention, "plain_requests", other_blocks),
+        (triton_kernel.TreeBuffers, "write", all_seen),
+        (cuda_attention, "tree_attention_triton", other_blocks),
+        (cuda_attention, "tree_attention_triton", all_in_kernel),
         (impl, "move_slots", staticmethod(keys_only)),
         (impl, "do_kv_cache_update", values_first),
-        (impl, "attend_to_trees", fault),
+        (impl, "forward", fault),
     ):
         with patch.context() as context:
             context.setattr(owner, name, replacement)
@@ -158,21 +164,24 @@ def refusals(runner: Any) -> dict[str, str]:
 
 
 def count_work(counts: dict[str, int]) -> None:
-    """Count rows with trees, layers that see a mixed batch, and tokens whose KV is moved."""
-    stock_attend = TreeTritonAttentionImpl.attend_to_trees
+    """Count layers that see trees, a prefill chunk beside them, and neither, and moved tokens."""
+    stock_forward = TreeTritonAttentionImpl.forward
     stock_moved = compaction.moved_tokens
 
-    def attend_to_trees(self: Any, query: Any, kv_cache: Any, metadata: Any, trees: Any, out: Any):
-        counts["rows"] += len(trees.rows)
-        counts["mixed"] += not trees.covers_batch
-        stock_attend(self, query, kv_cache, metadata, trees, out)
+    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        metadata = arguments[5]
+        if metadata is not None:
+            is_long = metadata.max_query_len > metadata.longest_decode
+            kind = "trees" if metadata.has_trees else "plain"
+            counts["chunks" if is_long and metadata.has_trees else kind] += 1
+        return stock_forward(self, *arguments, **options)
 
     def moved_tokens(rows: Any, accepted: Any) -> Any:
         moved = stock_moved(rows, accepted)
         counts["moved"] += len(moved[0])
         return moved
 
-    TreeTritonAttentionImpl.attend_to_trees = attend_to_trees
+    TreeTritonAttentionImpl.forward = forward
     compaction.moved_tokens = moved_tokens
 
 
@@ -195,10 +204,10 @@ def main() -> int:
     result["refusals"] = refusals(runner)
     assert not any(layer.kv_cache.any() for layer in layers)
     totals = trees_of(llm).totals
-    counts = {"mixed": 0, "rows": 0, "moved": 0}
+    counts = {"trees": 0, "chunks": 0, "plain": 0, "moved": 0}
     count_work(counts)
-    result["trees"] = tokens(llm)
-    result |= counts
+    result["with_trees"] = tokens(llm)
+    result["counts"] = counts
     result["tokens_per_step"] = totals.tokens / totals.steps
     print("RESULT " + json.dumps(result))
     return 0

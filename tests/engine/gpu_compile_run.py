@@ -1,13 +1,22 @@
 """Compiles the GPU kernels for several devices; needs none of them.
 
-A program of its own: one failure in Triton's compiler ends the process. Prints one line for each
-kernel with the shared memory that it asks for, and is right to end with 1 if that is too much.
+A program of its own: one failure in Triton's compiler ends the process. Prints one row of a table
+for each kernel, and ends with 1 if one spills registers, or if a multiprocessor cannot hold as many
+programs as the kernel's buffers are made for.
+
+    python -m tests.engine.gpu_compile_run --all
 """
 
 from __future__ import annotations
 
+import argparse
+import re
+import subprocess
 import sys
-from typing import Any
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,27 +25,88 @@ from triton.compiler import ASTSource
 
 from vllm_trie.attention import triton_kernel
 
-SHARED_MEMORY_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-"""By compute capability: what one program may have at most."""
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-CASES = [  # compute capability, dtype, head size, splits
-    (75, torch.float16, 128, 1),
-    (86, torch.bfloat16, 128, 1),
-    (90, torch.bfloat16, 128, 16),
-    (120, torch.float16, 128, 1),
-]
-MORE_CASES = [  # with --all; float32 takes many seconds each
-    *((capability, torch.float16, 128, 1) for capability in (80, 89, 90, 100)),
-    *((capability, torch.bfloat16, 256, 2) for capability in (80, 86, 90, 100, 120)),
-    *((capability, torch.float32, 128, 4) for capability in SHARED_MEMORY_KIB),
-]
+SHARED_MEMORY_KIB = {75: (64, 64), 80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228)}
+SHARED_MEMORY_KIB |= {100: (227, 228), 120: (99, 100)}
+"""By compute capability: what one program may have, and what a multiprocessor has."""
+REGISTERS = 65536
+"""Of a multiprocessor."""
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
+DATA_CENTRE = (80, 90, 100)
+"""Compute capabilities whose multiprocessors are to hold all programs."""
+
+
+class Case(NamedTuple):
+    capability: int
+    dtype: torch.dtype
+    head_size: int
+    rows: int
+    cache_dtype: torch.dtype | None = None
+
+
+CASES = (
+    Case(80, torch.float32, 128, 32),
+    Case(90, torch.bfloat16, 128, 64),
+    Case(90, torch.bfloat16, 128, 128, torch.float8_e4m3fn),
+    Case(100, torch.bfloat16, 256, 32),
+)
+GROUP = 4
+
+
+class Used(NamedTuple):
+    """What a compiled kernel needs."""
+
+    registers: int
+    """Of a thread."""
+    stack: int
+    """Bytes of a thread; these kernels use it for spilled registers only."""
+    shared: int
+    """Bytes of a program."""
+
+
+def all_cases() -> Iterator[Case]:
+    for capability in DATA_CENTRE:
+        for dtype, sizes in (
+            (torch.float32, (64, 128)),
+            (torch.bfloat16, (64, 128, 256)),
+            (torch.float16, (64, 128, 256)),
+        ):
+            for size in sizes:
+                for launch in triton_kernel.launches(size, dtype):
+                    if dtype != torch.float16 or launch.rows >= 64:
+                        yield Case(capability, dtype, size, launch.rows)
+    for capability in (90, 100):
+        yield Case(capability, torch.bfloat16, 128, 64, torch.float8_e4m3fn)
+        yield Case(capability, torch.bfloat16, 128, 64, torch.float8_e5m2)
+    for capability in (75, 86, 89, 120):
+        for rows in (16, 64, 128):
+            yield Case(capability, torch.float16, 128, rows)
+
+
+def resources(compiled: Any) -> Used:
+    """Read a binary with the tool that comes with Triton."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()  # type: ignore[union-attr]
+    return Used(int(registers), int(stack), compiled.metadata.shared)
 
 
 def compile_kernel(
-    kernel: Any, constants: dict[str, Any], types: dict[str, str], capability: int
-) -> int:
-    """Bytes of shared memory of a kernel; pointers and strides are multiples of 16."""
+    kernel: Any, constants: dict[str, Any], types: dict[str, str], capability: int, **options: int
+) -> Used:
+    """Compile for pointers and strides that are multiples of 16."""
     names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32") for name in names
     }
@@ -50,44 +120,65 @@ def compile_kernel(
     source = ASTSource(
         kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32)).metadata.shared
+    target = GPUTarget("cuda", capability, 32)
+    return resources(triton.compile(source, target=target, options=options))
 
 
-def compile_case(capability: int, dtype: torch.dtype, head_size: int, splits: int) -> int:
-    group = 4
-    element = "*" + TYPES[dtype]
-    partial = "*fp32" if splits > 1 else element
-    types = dict.fromkeys(("block_table_ptr", "rows_ptr", "words_ptr", "blocks_ptr"), "*i32")
-    types |= dict.fromkeys(("query_ptr", "cache_ptr", "output_ptr"), element)
-    types |= {"partial_ptr": partial, "state_ptr": partial, "scale": "fp32"}
-    queries = 64 // group
-    common = {"HEAD_SIZE": head_size, "PADDED_HEAD": head_size, "QUERIES": queries}
-    constants = {
-        **common,
-        "GROUP": group,
-        "PADDED_GROUP": group,
+def compile_case(case: Case) -> tuple[triton_kernel.Launch, Used, Used]:
+    """Return the launch, and what the kernel and its join need."""
+    element = "*" + TYPES[case.dtype]
+    cache = "*" + TYPES[case.cache_dtype or case.dtype]
+    types = dict.fromkeys(("block_table_ptr", "starts_ptr", "seq_lens_ptr"), "*i32")
+    types |= {"query_ptr": element, "output_ptr": element, "cache_ptr": cache}
+    types |= dict.fromkeys(("partial_ptr", "state_ptr", "k_scale_ptr", "v_scale_ptr"), "*fp32")
+    types |= {"trees_ptr": "*i64", "scale": "fp32"}
+    launch = next(
+        one for one in triton_kernel.launches(case.head_size, case.dtype) if one.rows == case.rows
+    )
+    constants = triton_kernel.constants_of(launch, GROUP, GROUP, case.head_size)
+    constants |= {
         "BLOCK_SIZE": 16,
-        "ROWS": queries * group,
-        "TILE": triton_kernel._tile(head_size, dtype.itemsize),
-        "SPLITS": splits,
+        "PRECISION": "tf32x3" if case.capability >= 80 else "ieee",
         "WIDEN": False,
     }
-    shared = compile_kernel(triton_kernel._attend, constants, types, capability)
-    if splits > 1:
-        join = {**common, "SPLITS": splits}
-        shared = max(shared, compile_kernel(triton_kernel._join, join, types, capability))
-    return shared
+    if not case.cache_dtype:
+        constants |= {"k_scale_ptr": None, "v_scale_ptr": None}
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    attend = compile_kernel(triton_kernel._attend, constants, types, case.capability, **options)
+    join = compile_kernel(triton_kernel._join, constants, types, case.capability)
+    return launch, attend, join
+
+
+def is_bad(case: Case, launch: triton_kernel.Launch, attend: Used, join: Used) -> bool:
+    of_program, of_processor = (kib * 1024 for kib in SHARED_MEMORY_KIB[case.capability])
+    programs = triton_kernel.programs_at_once(launch.rows)
+    fits = (
+        programs * launch.num_warps * 32 * attend.registers <= REGISTERS
+        and programs * (attend.shared + 1024) <= of_processor
+    )
+    # This Triton has no matrix products for devices before Ampere, so that registers never suffice.
+    spills = case.capability >= 80 and (attend.stack > 0 or join.stack > 0)
+    return spills or attend.shared > of_program or (case.capability in DATA_CENTRE and not fits)
 
 
 def main() -> int:
-    too_much = 0
-    more = MORE_CASES if "--all" in sys.argv[1:] else []
-    for capability, dtype, head_size, splits in [*CASES, *more]:
-        shared = compile_case(capability, dtype, head_size, splits)
-        allowed = SHARED_MEMORY_KIB[capability] * 1024
-        too_much += shared > allowed
-        print("COMPILED", capability, dtype, head_size, splits, shared, "of", allowed, flush=True)
-    return min(too_much, 1)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every launch, for three devices")
+    bad = 0
+    print(
+        "| device | dtype | cache | head size | rows | tile | warps | registers | spilled bytes |"
+    )
+    print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |", flush=True)
+    for case in all_cases() if parser.parse_args().all else CASES:
+        launch, attend, join = compile_case(case)
+        is_wrong = is_bad(case, launch, attend, join)
+        bad += is_wrong
+        names = (TYPES[case.dtype], TYPES[case.cache_dtype or case.dtype])
+        cells = (f"sm_{case.capability}", *names, case.head_size, launch.rows, launch.tile)
+        cells = (*cells, launch.num_warps, attend.registers, attend.stack)
+        print("|", " | ".join(map(str, cells)), "|", "TOO MUCH" if is_wrong else "", attend, join)
+        sys.stdout.flush()
+    return min(bad, 1)
 
 
 if __name__ == "__main__":

@@ -90,11 +90,15 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks.setup.config import verification
 from vllm_trie.vllm_hooks.worker.cuda_worker import GPU_BACKEND_CLASS
 
+cudagraph_utils.get_pp_group = MagicMock()
+PretendedCuda.get_global_graph_pool = classmethod(lambda cls: (0, 0))
 TREES, CHAINS = {"verification": "tree"}, {"verification": "chain"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -102,9 +106,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "FLASH_ATTN": {"attention_backend": "FLASH_ATTN", "speculation": TREES},
     "FULL": {"compilation_config": {"cudagraph_mode": "FULL"}, "speculation": TREES},
     "fp8": {"kv_cache_dtype": "fp8", "speculation": TREES},
+    "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2", "speculation": TREES},
     "chains": {"speculation": CHAINS},
     "chains, synchronous": {"speculation": CHAINS, "async_scheduling": False},
-    "chains instead of trees": {"kv_cache_dtype": "fp8"},
+    "chains instead of trees": {"kv_cache_dtype": "fp8_e5m2"},
     "chains on V1": {"speculation": CHAINS, "runner_v2": False},
 }
 
@@ -144,16 +149,43 @@ def chosen_backend() -> dict[str, Any]:
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     with set_current_vllm_config(config):
         backend = get_attn_backend(64, torch.bfloat16, "auto")
-        support = backend.get_builder_cls().get_cudagraph_support(config, None)
-        graphs = config.compilation_config.resolve_cudagraph_mode_and_sizes(
-            support, backend.__name__, 33
-        )
+        graphs = {mode: dispatched(mode, backend) for mode in ("FULL_AND_PIECEWISE", "FULL")}
         try:
             get_attn_backend(64, torch.bfloat16, "auto", use_mm_prefix=True)
             prefix = ""
         except ValueError as error:
             prefix = str(error)
-    return {"backend": backend.__name__, "graphs": graphs.name, "mm_prefix": prefix}
+    return {"backend": backend.__name__, "graphs": graphs, "mm_prefix": prefix}
+
+
+def dispatched(asked: str, backend: Any) -> dict[str, list[str]]:
+    """The kinds of graphs that serve a step of full drafts and one of other lengths, by runner."""
+    config = configure(True, compilation_config={"cudagraph_mode": asked})
+    length = 1 + config.num_speculative_tokens
+    found = {}
+    for is_v2 in (False, True):
+        mode = config.compilation_config.resolve_cudagraph_mode_and_sizes(
+            backend.get_builder_cls().get_cudagraph_support(config, None),
+            backend.__name__,
+            length,
+            use_v2_model_runner=is_v2,
+        )
+        if is_v2:
+            manager = cudagraph_utils.CudaGraphManager(config, torch.device("cpu"), mode, length)
+            manager._graphs_captured = True
+            kinds = [
+                manager.dispatch(2, 2 * length, length, 0).cg_mode,
+                manager.dispatch(2, 2 * length - 3, None, 0).cg_mode,
+            ]
+        else:
+            dispatcher = CudagraphDispatcher(config)
+            dispatcher.initialize_cudagraph_keys(mode, length)
+            kinds = [
+                dispatcher.dispatch(2 * length, uniform_decode=True)[0],
+                dispatcher.dispatch(2 * length - 3)[0],
+            ]
+        found["V2" if is_v2 else "V1"] = [mode.name, *(kind.name for kind in kinds)]
+    return found
 
 
 def main() -> int:

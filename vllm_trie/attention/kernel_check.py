@@ -8,6 +8,7 @@ value would replace everything else if the mask let it through.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +23,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest error of tree attention, relative to the largest value in the cache."""
 _UNUSED = 500.0
 """The content of unused slots: finite, and far from all right values."""
+_UNUSED_BYTE = 0x7B
+"""The same for float8: the bits of 352 in e4m3, and of 57344 in e5m2."""
 _NO_WORDS = np.empty((0, 1), dtype=np.uint64)
 
 
@@ -33,9 +36,17 @@ class LayerShape(NamedTuple):
     head_size: int
     block_size: int
     dtype: torch.dtype
+    quantized: torch.dtype | None = None
+    """Of the cache, if it is not `dtype`."""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self.quantized or self.dtype
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
+        if self.quantized:
+            dtype += f" with a KV cache of {str(self.quantized).removeprefix('torch.')}"
         return (
             f"{self.num_heads} heads, {self.num_kv_heads} KV heads of size {self.head_size}, "
             f"block size {self.block_size}, {dtype}"
@@ -43,7 +54,9 @@ class LayerShape(NamedTuple):
 
     @property
     def min_capability(self) -> tuple[int, int]:
-        """The lowest compute capability that multiplies this dtype."""
+        """The lowest compute capability that multiplies these dtypes."""
+        if self.quantized:
+            return (8, 9)
         return (8, 0) if self.dtype == torch.bfloat16 else (7, 5)
 
 
@@ -192,7 +205,7 @@ def _random_tensors(
     def normal() -> torch.Tensor:
         size = (sum(mask.shape[1] for mask in masks), shape.num_kv_heads, shape.head_size)
         drawn = generator.standard_normal(size, dtype=np.float32)
-        return torch.from_numpy(drawn).to(shape.dtype)
+        return torch.from_numpy(drawn).to(shape.cache_dtype).to(shape.dtype)
 
     keys = normal()
     sought = _sought_slots(masks, shape.num_heads, generator)
@@ -230,10 +243,14 @@ def _sought_slots(
 def fill_cache(kv_cache: torch.Tensor, step: Step) -> None:
     """Write the keys and values of a step that was drawn for this cache into its slots, and wrong
     values into all others; `kv_cache` is [num_blocks, num_kv_heads, block_size, 2 * head_size]."""
-    kv_cache.fill_(_UNUSED)
     block_size = kv_cache.shape[2]
     slots = torch.from_numpy(step.slots).to(kv_cache.device)
-    written = torch.cat([step.keys, step.values], dim=-1).to(kv_cache.device)
+    written = torch.cat([step.keys, step.values], dim=-1).to(kv_cache.dtype).to(kv_cache.device)
+    unused = _UNUSED
+    if kv_cache.itemsize == 1:  # torch has few operations on float8
+        kv_cache, written = kv_cache.view(torch.uint8), written.view(torch.uint8)
+        unused = _UNUSED_BYTE
+    kv_cache.fill_(unused)
     kv_cache[slots // block_size, :, slots % block_size] = written
 
 
@@ -264,9 +281,11 @@ def check_kernel(
 ) -> KernelCheck:
     """Run the kernel on random steps, one for each of the batches, in a cache of its own.
 
+    Each step runs with every number of rows that a program can have.
+
     Args:
-        splits: numbers of programs that share a request's slots, checked one after another; all
-            that the kernel has if empty.
+        splits: numbers of programs that share a request's slots, checked one after another;
+            ``NUM_SPLITS`` of the kernel if empty.
 
     Raises:
         Exception: whatever the kernel's compiler or the device raises.
@@ -279,20 +298,58 @@ def check_kernel(
         num_blocks = sum(-(-request.seq_len // shape.block_size) for request in requests) + 2
         step = random_step(shape, requests, num_blocks, generator)
         assert step is not None
-        expected = step.expected()[step.tree_rows]
+        expected = step.expected()
         size = (num_blocks, shape.block_size, shape.num_kv_heads, 2 * shape.head_size)
-        kv_cache = torch.empty(size, dtype=shape.dtype, device=device).transpose(1, 2)
+        kv_cache = torch.empty(size, dtype=shape.cache_dtype, device=device).transpose(1, 2)
         fill_cache(kv_cache, step)
-        group = shape.num_heads // shape.num_kv_heads
-        trees = triton_kernel.trees_on_device(step.trees, group, device)
-        query = step.query.to(device)
-        block_table = torch.from_numpy(step.block_table).to(device)
-        for num_splits in splits or triton_kernel.NUM_SPLITS:
-            output = torch.full_like(query, _UNUSED)
-            triton_kernel.tree_attention_triton(
-                query, kv_cache, block_table, trees, step.scale, output, num_splits
-            )
-            found = output.cpu()[torch.from_numpy(step.tree_rows)]
-            largest = max(largest, relative_error(found, expected, step))
+        for launch, num_splits in itertools.product(
+            triton_kernel.launches(shape.head_size, shape.dtype),
+            splits or triton_kernel.NUM_SPLITS,
+        ):
+            output = run_kernel(step, kv_cache, launch.rows, num_splits)
+            largest = max(largest, relative_error(output, expected, step))
             num_steps += 1
     return KernelCheck(num_steps, largest, TOLERANCE[shape.dtype])
+
+
+def run_kernel(step: Step, kv_cache: torch.Tensor, num_rows: int, num_splits: int) -> torch.Tensor:
+    """Return what the GPU kernel gives for a step.
+
+    Args:
+        step: see :func:`random_step`.
+        kv_cache: filled by :func:`fill_cache`.
+        num_rows: queries times heads of a KV head that a program takes at a time.
+        num_splits: programs that share a request's slots.
+    """
+    from vllm_trie.attention import triton_kernel
+
+    device = kv_cache.device
+    num_tokens, num_heads, head_size = step.query.shape
+    num_requests, num_kv_heads = len(step.seq_lens), step.keys.shape[1]
+    group = triton_kernel.padded_group(num_heads, num_kv_heads)
+    # Rows of all programs, as if each were one of a multiprocessor.
+    programs = num_splits * num_kv_heads * (num_tokens * group // 64 + num_requests)
+    buffers = triton_kernel.TreeBuffers(
+        num_requests, step.trees.word_array.size, head_size, programs, device
+    )
+    buffers.write(step.trees)
+    query = step.query.to(device)
+    output = torch.full_like(query, _UNUSED)
+    scale, kv_scales = step.scale, None
+    if kv_cache.dtype != query.dtype:  # factors that cancel out
+        kv_scales = (torch.full((1,), 0.5, device=device), torch.full((1,), 4.0, device=device))
+        scale *= 2.0
+    triton_kernel.tree_attention_triton(
+        query,
+        kv_cache,
+        torch.from_numpy(step.block_table).to(device),
+        torch.from_numpy(step.starts).to(device),
+        torch.from_numpy(step.seq_lens).to(device),
+        buffers,
+        scale,
+        output,
+        max(1, num_rows // group),
+        kv_scales=kv_scales,
+        num_splits=num_splits,
+    )
+    return output if kv_scales is None else output * 0.25

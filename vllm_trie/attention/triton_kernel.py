@@ -1,10 +1,13 @@
-"""Tree attention over vLLM's paged GPU cache, in Triton.
+"""Attention of every query token of a step over vLLM's paged GPU cache, in Triton.
 
 One program takes some queries of one request, with all query heads of one KV head, and a share of
-the request's slots. It passes over the slots in tiles with one online softmax: first those that
-every query sees, then the step's own, where ancestor words decide. Where a step has too few queries
-to fill the device, several programs share the slots and a second kernel joins their results (flash
-decoding).
+the request's slots. It passes over the slots in tiles with one online softmax. Committed tokens are
+causal, nodes see what their ancestor words say; a request without a tree has no nodes. Where a step
+has too few queries to fill the device, several programs share the slots and a second kernel joins
+their results (flash decoding).
+
+A CUDA graph can capture a launch: its grid and constants follow from the shapes of the tensors, and
+all else is read on the device, the trees from :class:`TreeBuffers`.
 
 Importing this module imports Triton. With ``TRITON_INTERPRET=1`` the kernels run on CPU tensors.
 """
@@ -21,153 +24,321 @@ import triton.language as tl  # type: ignore[import-untyped]
 from vllm_trie.attention.device_copy import to_device
 from vllm_trie.attention.tree_batch import TreeBatch
 
-NUM_SPLITS = (1, 2, 4, 8, 16)
-"""Numbers of programs that can share a request's slots; each is compiled on its own."""
-_MIN_ROWS = 16
-"""Rows of Triton's smallest matrix product."""
+NUM_SPLITS = (1, 8)
+"""Numbers of programs that share a request's slots, as checks try them; any number runs."""
+EVERY_LENGTH = 2**31 - 1
+"""For `longest`: no request is left out."""
+_MIN_ROWS, _MAX_ROWS = 16, 128
+"""Rows of a program's matrix products, one for each query and head; Triton's smallest has 16."""
+_MAX_SPLITS = 32
+_MIN_SLOTS_PER_SPLIT = 256
 _LOG2_E = 1.4426950408889634
 
 
-class DeviceTrees(NamedTuple):
-    """A batch of trees as the kernel reads it; the same for all layers of a step."""
+class Launch(NamedTuple):
+    """What a step's kernels are compiled for."""
 
-    rows: torch.Tensor
-    """int32 [num_rows, 6]: the fields of ``TreeRow``, then the index of the row's first word."""
-    words: torch.Tensor
-    """int32, ancestor words split in halves, low half first."""
-    blocks: torch.Tensor
-    """int32 [num_query_blocks, 2]: index into ``rows``, first query."""
-    queries_per_block: int
+    rows: int
+    tile: int
+    """Slots of one pass."""
+    num_warps: int
+    num_stages: int
 
 
-def trees_on_device(trees: TreeBatch, group: int, device: torch.device) -> DeviceTrees:
-    """Copy a batch of trees to the cache's device; `group` is the number of query heads per KV
-    head."""
-    queries_per_block = max(1, 64 // triton.next_power_of_2(group))
-    rows, words = trees.row_array, trees.word_array
-    num_words = rows[:, 3] * -(-rows[:, 3] // 64) * 2
-    starts = np.cumsum(num_words) - num_words
-    blocks = [
-        (index, first)
-        for index, row in enumerate(trees.rows)
-        for first in range(0, row.num_queries, queries_per_block)
-    ]
-    return DeviceTrees(
-        to_device(np.column_stack([rows, starts]).astype(np.int32), device),
-        to_device(np.append(words, np.uint64(0)).astype("<u8").view(np.int32), device),
-        to_device(np.array(blocks, dtype=np.int32).reshape(-1, 2), device),
-        queries_per_block,
-    )
+def launches(head_size: int, dtype: torch.dtype) -> list[Launch]:
+    """Return the launches for a layer, by rising number of rows.
+
+    More rows pass over the keys and values fewer times, up to where registers would spill
+    (`python -m tests.engine.gpu_compile_run --all` shows them). A device has 64 KiB to 227 KiB of
+    shared memory for the keys and values of some passes.
+    """
+    padded = padded_head(head_size)
+    tile = max(16, 4096 // padded)
+    if dtype == torch.float32:
+        return [Launch(rows, min(32, tile), 4, 2) for rows in (16, 32)]
+    if padded > 128:
+        return [Launch(rows, tile, 4, 3) for rows in (16, 32)]
+    small = [Launch(rows, min(64, tile), 4, 3) for rows in (16, 32, 64)]
+    return [*small, Launch(_MAX_ROWS, min(64, tile), 8, 3)]
+
+
+def padded_group(num_heads: int, num_kv_heads: int) -> int:
+    """Return the rows of one query: the query heads of a KV head, rounded up to a power of 2."""
+    return int(triton.next_power_of_2(num_heads // num_kv_heads))
+
+
+def padded_head(head_size: int) -> int:
+    """Return the columns of a head in a program."""
+    return max(16, int(triton.next_power_of_2(head_size)))
+
+
+def programs_at_once(rows: int) -> int:
+    """Return how many programs of so many rows a multiprocessor has registers for."""
+    return 1 if rows == _MAX_ROWS else 2
+
+
+def choose_launch(max_queries: int, group: int, head_size: int, dtype: torch.dtype) -> Launch:
+    """Return the smallest launch that takes all rows of a request at once. If none does, return one
+    of 64 rows or the largest below, as more would be wasted.
+
+    Raises:
+        ValueError: a KV head has more query heads than any launch has rows.
+    """
+    choices = launches(head_size, dtype)
+    fits = [launch for launch in choices if launch.rows >= max_queries * group]
+    several = [launch for launch in choices if group <= launch.rows and launch.rows <= 64]
+    if not fits and not several:
+        raise ValueError(
+            f"tree attention takes at most {choices[-1].rows} query heads for a KV head in "
+            f"{dtype}; the model has {group}, rounded up to a power of 2"
+        )
+    return fits[0] if fits else several[-1]
+
+
+class TreeBuffers:
+    """Device memory that the kernels of all layers and steps share, at addresses that stay.
+
+    Args:
+        max_requests: of a step.
+        max_words: ancestor words of a step.
+        head_size: of the layers.
+        num_processors: multiprocessors of the device.
+        device: of the cache.
+
+    Attributes:
+        trees: int64 [2 * max_requests + max_words], for each request its number of nodes and the
+            index of its first word in this tensor; then the words.
+        partial: float32 [rows, padded head_size], weighted values of programs that share slots.
+        state: float32 [rows, 2], their maxima and sums.
+        num_processors: as given.
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        max_words: int,
+        head_size: int,
+        num_processors: int,
+        device: torch.device,
+    ) -> None:
+        num_rows = num_processors * _MAX_ROWS
+        self.trees = torch.zeros(2 * max_requests + max_words, dtype=torch.int64, device=device)
+        self.partial = torch.empty(
+            num_rows, padded_head(head_size), dtype=torch.float32, device=device
+        )
+        self.state = torch.empty(num_rows, 2, dtype=torch.float32, device=device)
+        self.num_processors = num_processors
+        self._header = np.zeros((max_requests, 2), dtype=np.int64)
+        self._has_trees = False
+
+    def write(self, trees: TreeBatch | None) -> None:
+        """Replace the trees by those of a step, in one copy that does not wait for the device.
+
+        Raises:
+            ValueError: there is no memory for so many ancestor words.
+        """
+        if trees is None:
+            if self._has_trees:
+                self.trees[: self._header.size].zero_()
+            self._has_trees = False
+            return
+        rows, words = trees.row_array, trees.word_array.view(np.int64)
+        size = self._header.size + len(words)
+        if size > len(self.trees):
+            raise ValueError(
+                f"the step's trees have {len(words)} ancestor words; there is memory for "
+                f"{len(self.trees) - self._header.size}"
+            )
+        counts = [each.size for each in trees.ancestor_words]
+        self._header.fill(0)
+        self._header[rows[:, 0], 0] = rows[:, 3]
+        self._header[rows[:, 0], 1] = self._header.size + np.cumsum([0, *counts[:-1]])
+        packed = np.concatenate([self._header.reshape(-1), words])
+        self.trees[:size].copy_(to_device(packed, self.trees.device), non_blocking=True)
+        self._has_trees = True
+
+    def num_splits(self, num_programs: int, rows: int) -> int:
+        """Return how many programs may share a request's slots to fill the device."""
+        most = self.num_processors * programs_at_once(rows)
+        return max(1, min(_MAX_SPLITS, most // num_programs))
 
 
 def tree_attention_triton(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
-    trees: DeviceTrees,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    buffers: TreeBuffers,
     scale: float,
     output: torch.Tensor,
-    num_splits: int = 1,
+    max_queries: int,
+    longest: int = EVERY_LENGTH,
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    num_splits: int = 0,
 ) -> None:
-    """Compute the attention of query rows that belong to trees; other rows of ``output`` stay.
+    """Compute the attention of a step's query tokens.
 
     Args:
-        query: [num_tokens, num_heads, head_size]; heads are contiguous.
+        query: [num_tokens, num_heads, head_size], the last dimension contiguous; may be padded.
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], laid out as
-            :mod:`vllm_trie.attention.cache_layout` says for GPUs; holds this step's keys and
-            values. Slots that no row sees may hold anything.
+            :mod:`vllm_trie.attention.cache_layout` says for GPUs, of the queries' dtype or
+            float8; holds this step's keys and values. Slots that no row sees may hold anything.
         block_table: int32 [num_requests, max_blocks].
-        trees: see :func:`trees_on_device`.
+        query_starts: int32 [num_requests + 1], the first query token of each request, and the end.
+        seq_lens: int32 [num_requests], KV slots in use, this step's included.
+        buffers: holds the trees and is written to.
         scale: positive factor on the scores.
         output: [num_tokens, num_heads, head_size], written.
-        num_splits: programs that share a request's slots, one of :data:`NUM_SPLITS`.
+        max_queries: query tokens of the longest request that is served, or more.
+        longest: requests without a tree and with more query tokens than this are left out.
+        kv_scales: float32 [1] each, the factors on float8 keys and values.
+        num_splits: programs that share a request's slots; 0 fills the device.
 
     Raises:
-        ValueError: the cache has another layout, or another dtype than the queries.
+        ValueError: the cache or the queries have another layout or dtype.
 
-    Scores and sums are float32. Weights are rounded to the cache's dtype for the product with the
+    Scores and sums are float32. Weights are rounded to the queries' dtype for the product with the
     values, as vLLM's Triton kernel does.
     """
-    _, num_heads, head_size = query.shape
-    _check_cache(kv_cache, head_size, query.dtype)
+    num_tokens, num_heads, head_size = query.shape
+    _check_layout(query, kv_cache, output, kv_scales is not None)
     _, num_kv_heads, block_size, _ = kv_cache.shape
-    num_blocks = len(trees.blocks)
-    if not num_blocks:
-        return
-    padded_group = triton.next_power_of_2(num_heads // num_kv_heads)
-    num_rows = num_blocks * trees.queries_per_block
-    partial, state = _partial_results(output, num_splits, num_rows)
-    padded_head = max(16, triton.next_power_of_2(head_size))
-    sizes = {"HEAD_SIZE": head_size, "PADDED_HEAD": padded_head, "SPLITS": num_splits}
+    heads_padded = padded_group(num_heads, num_kv_heads)
+    launch = choose_launch(max_queries, heads_padded, head_size, query.dtype)
+    num_requests = len(seq_lens)
+    num_blocks = num_tokens // (launch.rows // heads_padded) + num_requests
+    num_splits = num_splits or buffers.num_splits(num_blocks * num_kv_heads, launch.rows)
+    k_scale, v_scale = kv_scales or (None, None)
+    requests = (query_starts, seq_lens, buffers.trees)
+    results = (output, buffers.partial, buffers.state)
+    counts = (num_requests, num_splits, longest)
+    sizes = constants_of(launch, num_heads // num_kv_heads, heads_padded, head_size)
     _attend[(num_blocks, num_kv_heads, num_splits)](
-        *(query, kv_cache, block_table, trees.rows, trees.words, trees.blocks),
-        *(output, partial, state, scale * _LOG2_E, num_rows, num_heads),
-        *(query.stride(0), output.stride(0), *kv_cache.stride()[:3], block_table.stride(0)),
-        GROUP=num_heads // num_kv_heads,
-        PADDED_GROUP=padded_group,
+        *(query, kv_cache, k_scale, v_scale, block_table, *requests, *results),
+        *(scale * _LOG2_E, *counts, *query.stride()[:2], *output.stride()[:2]),
+        *(*kv_cache.stride()[:3], block_table.stride(0)),
         BLOCK_SIZE=block_size,
-        QUERIES=trees.queries_per_block,
-        ROWS=max(_MIN_ROWS, trees.queries_per_block * padded_group),
-        TILE=_tile(padded_head, kv_cache.element_size()),
+        PRECISION=_precision(query),
         # Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
         WIDEN=triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
         **sizes,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
     )
     if num_splits > 1:
-        _join[(num_rows, num_heads)](
-            *(trees.rows, trees.blocks, partial, state, output),
-            *(num_rows, num_heads, output.stride(0)),
-            QUERIES=trees.queries_per_block,
-            **sizes,
+        _join[(num_blocks, num_kv_heads, launch.rows // _MIN_ROWS)](
+            *(*requests, *results, *counts, *output.stride()[:2]), **sizes
         )
 
 
-def _partial_results(
-    output: torch.Tensor, num_splits: int, num_rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return memory for each program's weighted values, and for its maxima and sums; any tensor
-    where one program has all slots."""
-    if num_splits == 1:
-        return output, output
-    num_heads, head_size = output.shape[1:]
-    # Only rows of trees: a prefill in the same batch has thousands of others.
-    shape = (num_splits, num_rows, num_heads)
-    partial = torch.empty(*shape, head_size, dtype=torch.float32, device=output.device)
-    return partial, torch.empty(*shape, 2, dtype=torch.float32, device=output.device)
+def constants_of(launch: Launch, group: int, padded: int, head_size: int) -> dict[str, int]:
+    """Return what both kernels are compiled for; `padded` is the :func:`padded_group`."""
+    return {
+        "GROUP": group,
+        "PADDED_GROUP": padded,
+        "HEAD_SIZE": head_size,
+        "PADDED_HEAD": padded_head(head_size),
+        "ROWS": launch.rows,
+        "TILE": launch.tile,
+        "MIN_TILES": _MIN_SLOTS_PER_SPLIT // launch.tile,
+    }
 
 
-def _check_cache(kv_cache: torch.Tensor, head_size: int, dtype: torch.dtype) -> None:
-    if kv_cache.shape[3] != 2 * head_size or kv_cache.stride(3) != 1 or kv_cache.dtype != dtype:
+def _precision(query: torch.Tensor) -> str:
+    """Return how float32 is multiplied: as three products of TF32, which keeps float32's accuracy,
+    where there are such products. Those of float32 need more registers than a program has."""
+    if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < (8, 0):
+        return "ieee"
+    return "tf32x3"
+
+
+def _check_layout(
+    query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, is_scaled: bool
+) -> None:
+    head_size = query.shape[2]
+    wanted = (torch.float8_e4m3fn, torch.float8_e5m2) if is_scaled else (query.dtype,)
+    if (
+        kv_cache.shape[3] != 2 * head_size
+        or kv_cache.stride(3) != 1
+        or kv_cache.dtype not in wanted
+    ):
+        names = " or ".join(map(str, wanted))
         raise ValueError(
             f"the KV cache is {kv_cache.dtype} {tuple(kv_cache.shape)} with strides "
-            f"{kv_cache.stride()}; tree attention reads {dtype} [num_blocks, num_kv_heads, "
+            f"{kv_cache.stride()}; tree attention reads {names} [num_blocks, num_kv_heads, "
             f"block_size, {2 * head_size}] whose last dimension is contiguous"
+        )
+    if query.stride(2) != 1 or output.stride(2) != 1:
+        raise ValueError(
+            f"the queries have strides {query.stride()} and the output {output.stride()}; their "
+            "last dimension must be contiguous"
         )
 
 
-def _tile(padded_head: int, element_size: int) -> int:
-    """Return the slots of one pass. Keys and values of several passes are in shared memory at a
-    time, of which a device has 64 KiB to 227 KiB."""
-    return min(64, max(16, 16384 // (padded_head * element_size)))
+@triton.jit  # type: ignore[untyped-decorator]
+def _share_of(  # type: ignore[no-untyped-def]
+    starts_ptr,
+    seq_lens_ptr,
+    trees_ptr,
+    num_requests,
+    num_splits,
+    longest,
+    QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+):
+    """Return the request of a program and its first query there, the request's numbers, and the
+    programs that share its slots: 0 where there is nothing to do."""
+    # Request r has the blocks from starts[r] // QUERIES + r on, at least as many as it needs.
+    block = tl.program_id(0)
+    low = 0
+    high = num_requests
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts_ptr + middle) // QUERIES + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    request = low - 1
+    start = tl.load(starts_ptr + request)
+    num_queries = tl.load(starts_ptr + request + 1) - start
+    first_query = (block - start // QUERIES - request) * QUERIES
+    num_nodes = tl.load(trees_ptr + 2 * request).to(tl.int32)
+    seq_len = tl.load(seq_lens_ptr + request)
+    # The last slot that a query of this program sees.
+    end = seq_len - num_queries + tl.minimum(first_query + QUERIES, num_queries)
+    num_tiles = (tl.where(num_nodes > 0, seq_len, end) + TILE - 1) // TILE
+    parts = tl.minimum((num_tiles + MIN_TILES - 1) // MIN_TILES, num_splits)
+    is_left_out = (num_nodes == 0) & (num_queries > longest)
+    parts = tl.where((first_query >= num_queries) | is_left_out, 0, parts)
+    return request, first_query, start, num_queries, num_nodes, seq_len, num_tiles, parts
 
 
 # Specializing sizes that change from step to step would compile kernels while the engine serves.
-@triton.jit(do_not_specialize=["num_rows", "table_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_requests", "num_splits", "longest", "table_stride"]
+)
 def _attend(  # type: ignore[no-untyped-def]
     query_ptr,
     cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     block_table_ptr,
-    rows_ptr,
-    words_ptr,
-    blocks_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    trees_ptr,
     output_ptr,
     partial_ptr,
     state_ptr,
     scale,
-    num_rows,
-    num_heads,
+    num_requests,
+    num_splits,
+    longest,
     query_stride,
+    query_head_stride,
     output_stride,
+    output_head_stride,
     cache_block_stride,
     cache_head_stride,
     cache_slot_stride,
@@ -177,144 +348,177 @@ def _attend(  # type: ignore[no-untyped-def]
     HEAD_SIZE: tl.constexpr,
     PADDED_HEAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    block = tl.program_id(0)
+    QUERIES: tl.constexpr = ROWS // PADDED_GROUP
+    request, first_query, start, num_queries, num_nodes, seq_len, num_tiles, parts = _share_of(
+        starts_ptr,
+        seq_lens_ptr,
+        trees_ptr,
+        num_requests,
+        num_splits,
+        longest,
+        QUERIES,
+        TILE,
+        MIN_TILES,
+    )
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    tree = rows_ptr + tl.load(blocks_ptr + 2 * block) * 6
-    first_query = tl.load(blocks_ptr + 2 * block + 1)
-    batch_index = tl.load(tree).to(tl.int64)
-    query_start = tl.load(tree + 1)
-    num_queries = tl.load(tree + 2)
-    num_nodes = tl.load(tree + 3)
-    seq_len = tl.load(tree + 4)
-    tree_words = words_ptr + tl.load(tree + 5)
+    if split >= parts:
+        return
 
     # One row of the products per query and head of the group.
     row = tl.arange(0, ROWS)
     query = first_query + row // PADDED_GROUP
     head = kv_head * GROUP + row % PADDED_GROUP
-    used = (row // PADDED_GROUP < QUERIES) & (query < num_queries) & (row % PADDED_GROUP < GROUP)
-    token = (query_start + query).to(tl.int64)
+    used = (query < num_queries) & (row % PADDED_GROUP < GROUP)
+    token = (start + query).to(tl.int64)
     node = query - (num_queries - num_nodes)
     # Committed tokens are causal; nodes see all committed tokens, and others by their words.
     dense = tl.where(node < 0, seq_len - num_nodes + node + 1, seq_len - num_nodes)
-    words_per_node = (num_nodes + 63) // 64 * 2
-    node_words = tree_words + tl.maximum(node, 0) * words_per_node
+    words_per_node = (num_nodes + 63) // 64
+    node_words = (
+        trees_ptr
+        + tl.load(trees_ptr + 2 * request + 1)
+        + tl.where(used, tl.maximum(node, 0), 0) * words_per_node
+    )
+    has_words = used & (node >= 0)
 
     d = tl.arange(0, PADDED_HEAD)
     in_head = d < HEAD_SIZE
     q = tl.load(
-        query_ptr + token[:, None] * query_stride + (head * HEAD_SIZE)[:, None] + d[None, :],
+        query_ptr + (token * query_stride + head * query_head_stride)[:, None] + d[None, :],
         mask=used[:, None] & in_head[None, :],
         other=0.0,
     )
     if WIDEN:
         q = q.to(tl.float32)
+    if k_scale_ptr is not None:
+        scale *= tl.load(k_scale_ptr)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, PADDED_HEAD], tl.float32)
 
-    num_tiles = (seq_len + TILE - 1) // TILE
-    first_tile = num_tiles * split // SPLITS
-    last_tile = num_tiles * (split + 1) // SPLITS
-    for tile in range(first_tile, last_tile):
-        slot = tile * TILE + tl.arange(0, TILE)
+    table_ptr = block_table_ptr + request.to(tl.int64) * table_stride
+    head_ptr = cache_ptr + kv_head.to(tl.int64) * cache_head_stride
+    place = tl.arange(0, TILE)
+    for tile in range(num_tiles * split // parts, num_tiles * (split + 1) // parts):
+        slot = tile * TILE + place
         in_use = slot < seq_len
-        physical = tl.load(
-            block_table_ptr + batch_index * table_stride + slot // BLOCK_SIZE, mask=in_use, other=0
-        ).to(tl.int64)
-        base = (
-            physical * cache_block_stride
-            + kv_head * cache_head_stride
-            + (slot % BLOCK_SIZE) * cache_slot_stride
-        )
+        physical = tl.load(table_ptr + slot // BLOCK_SIZE, mask=in_use, other=0).to(tl.int64)
+        base = physical * cache_block_stride + (slot % BLOCK_SIZE) * cache_slot_stride
+        address = head_ptr + base[:, None] + d[None, :]
         present = in_use[:, None] & in_head[None, :]
-        address = cache_ptr + base[:, None] + d[None, :]
-        k = tl.load(address, mask=present, other=0.0)
-        v = tl.load(address + HEAD_SIZE, mask=present, other=0.0)
-        if WIDEN:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        k = tl.load(address, mask=present, other=0.0).to(q.dtype)
+        v = tl.load(address + HEAD_SIZE, mask=present, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         # Scores, not a mask, leave the branch: Triton's compiler fails on tensors of booleans that
         # change their layout for devices before Ampere.
         masked = tl.where(slot[None, :] < dense[:, None], scores, float("-inf"))
-        if (tile + 1) * TILE > seq_len - num_queries:
-            bit = slot[None, :] - (seq_len - num_nodes)
-            is_node = (bit >= 0) & in_use[None, :] & (node >= 0)[:, None] & used[:, None]
-            word = tl.load(node_words[:, None] + bit // 32, mask=is_node, other=0)
-            masked = tl.where(is_node & (((word >> (bit & 31)) & 1) != 0), scores, masked)
-        scores = masked
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        if (tile + 1) * TILE > seq_len - num_nodes:
+            # Bits of the nodes in this tile's slots: from two neighbouring words of each node.
+            bit = tile * TILE - (seq_len - num_nodes) + 64
+            word = bit // 64 - 1 + 0 * row  # the interpreter's masks take no scalar
+            low = tl.load(node_words + word, mask=has_words & (word >= 0), other=0).to(tl.uint64)
+            high = tl.load(
+                node_words + word + 1, mask=has_words & (word + 1 < words_per_node), other=0
+            ).to(tl.uint64)
+            shift = (bit % 64).to(tl.uint64)
+            bits = (low >> shift) | ((high << 1) << (63 - shift))
+            seen = ((bits[:, None] >> place[None, :].to(tl.uint64)) & 1) != 0
+            masked = tl.where(seen, scores, masked)
+        new_maximum = tl.maximum(maximum, tl.max(masked, axis=1))
         # A row may see nothing of a tile: its maximum must not be subtracted from itself then.
-        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(scores - shift[:, None])
-        factor = tl.exp2(maximum - shift)
+        origin = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(masked - origin[:, None])
+        factor = tl.exp2(maximum - origin)
         total = total * factor + tl.sum(weights, axis=1)
-        weighted = weighted * factor[:, None] + tl.dot(
-            weights.to(v.dtype), v, input_precision="ieee"
+        weighted = tl.dot(
+            weights.to(v.dtype), v, weighted * factor[:, None], input_precision=PRECISION
         )
         maximum = new_maximum
 
-    wanted = used[:, None] & in_head[None, :]
-    if SPLITS == 1:
+    if v_scale_ptr is not None:
+        weighted *= tl.load(v_scale_ptr)
+    if parts == 1:
         tl.store(
-            output_ptr + token[:, None] * output_stride + (head * HEAD_SIZE)[:, None] + d[None, :],
+            output_ptr + (token * output_stride + head * output_head_stride)[:, None] + d[None, :],
             (weighted / total[:, None]).to(output_ptr.dtype.element_ty),
-            mask=wanted,
+            mask=used[:, None] & in_head[None, :],
         )
     else:
-        own = block * QUERIES + row // PADDED_GROUP
-        place = (split * num_rows + own).to(tl.int64) * num_heads + head
-        tl.store(partial_ptr + place[:, None] * HEAD_SIZE + d[None, :], weighted, mask=wanted)
-        tl.store(state_ptr + place * 2, maximum, mask=used)
-        tl.store(state_ptr + place * 2 + 1, total, mask=used)
+        program = (tl.program_id(0) * tl.num_programs(1) + kv_head) * num_splits + split
+        own = program * ROWS + row
+        tl.store(partial_ptr + (own * PADDED_HEAD)[:, None] + d[None, :], weighted)
+        tl.store(state_ptr + own * 2, maximum)
+        tl.store(state_ptr + own * 2 + 1, total)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_requests", "num_splits", "longest"]
+)
 def _join(  # type: ignore[no-untyped-def]
-    rows_ptr,
-    blocks_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    trees_ptr,
+    output_ptr,
     partial_ptr,
     state_ptr,
-    output_ptr,
-    num_rows,
-    num_heads,
+    num_requests,
+    num_splits,
+    longest,
     output_stride,
+    output_head_stride,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PADDED_HEAD: tl.constexpr,
-    QUERIES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
 ):
-    own = tl.program_id(0)
-    block = own // QUERIES
-    head = tl.program_id(1)
-    tree = rows_ptr + tl.load(blocks_ptr + 2 * block) * 6
-    query = tl.load(blocks_ptr + 2 * block + 1) + own % QUERIES
-    if query < tl.load(tree + 2):
-        token = (tl.load(tree + 1) + query).to(tl.int64)
-        d = tl.arange(0, PADDED_HEAD)
-        in_head = d < HEAD_SIZE
-        maximum = float("-inf")
-        for split in range(SPLITS):
-            place = (split * num_rows + own).to(tl.int64) * num_heads + head
-            maximum = tl.maximum(maximum, tl.load(state_ptr + place * 2))
-        total = 0.0
-        weighted = tl.zeros([PADDED_HEAD], tl.float32)
-        for split in range(SPLITS):
-            place = (split * num_rows + own).to(tl.int64) * num_heads + head
-            factor = tl.exp2(tl.load(state_ptr + place * 2) - maximum)
-            total += factor * tl.load(state_ptr + place * 2 + 1)
-            some = tl.load(partial_ptr + place * HEAD_SIZE + d, mask=in_head, other=0.0)
-            weighted += factor * some
-        tl.store(
-            output_ptr + token * output_stride + head * HEAD_SIZE + d,
-            (weighted / total).to(output_ptr.dtype.element_ty),
-            mask=in_head,
+    _, first_query, start, num_queries, _, _, _, parts = _share_of(
+        starts_ptr,
+        seq_lens_ptr,
+        trees_ptr,
+        num_requests,
+        num_splits,
+        longest,
+        ROWS // PADDED_GROUP,
+        TILE,
+        MIN_TILES,
+    )
+    JOINED: tl.constexpr = 16
+    kv_head = tl.program_id(1)
+    row = tl.program_id(2) * JOINED + tl.arange(0, JOINED)
+    query = first_query + row // PADDED_GROUP
+    used = (query < num_queries) & (row % PADDED_GROUP < GROUP)
+    if parts < 2:  # one program has written the output
+        return
+    d = tl.arange(0, PADDED_HEAD)
+    first = (tl.program_id(0) * tl.num_programs(1) + kv_head) * num_splits
+    maximum = tl.full([JOINED], float("-inf"), tl.float32)
+    for split in range(parts):
+        own = (first + split) * ROWS + row
+        maximum = tl.maximum(maximum, tl.load(state_ptr + own * 2, mask=used, other=0.0))
+    total = tl.zeros([JOINED], tl.float32)
+    weighted = tl.zeros([JOINED, PADDED_HEAD], tl.float32)
+    for split in range(parts):
+        own = (first + split) * ROWS + row
+        factor = tl.exp2(tl.load(state_ptr + own * 2, mask=used, other=0.0) - maximum)
+        total += factor * tl.load(state_ptr + own * 2 + 1, mask=used, other=1.0)
+        some = tl.load(
+            partial_ptr + (own * PADDED_HEAD)[:, None] + d[None, :], mask=used[:, None], other=0.0
         )
+        weighted += factor[:, None] * some
+    token = (start + query).to(tl.int64)
+    head = kv_head * GROUP + row % PADDED_GROUP
+    tl.store(
+        output_ptr + (token * output_stride + head * output_head_stride)[:, None] + d[None, :],
+        (weighted / total[:, None]).to(output_ptr.dtype.element_ty),
+        mask=used[:, None] & (d < HEAD_SIZE)[None, :],
+    )

@@ -17,4 +17,4 @@ def test_equals_float64_in_the_interpreter() -> None:
         TRITON_INTERPRET="1",
         OMP_NUM_THREADS="1",
     )
-    assert result.stdout.count("ok ") >= 11
+    assert result.stdout.count("ok ") >= 20

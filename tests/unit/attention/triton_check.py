@@ -7,34 +7,40 @@ what later tests import.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from tests.unit.attention.paged_cases import PagedCase, RequestShape, paged_case
 from vllm_trie.attention import kernel_check, split_cache
-from vllm_trie.attention.triton_kernel import tree_attention_triton, trees_on_device
+from vllm_trie.attention.kernel_check import LayerShape
+from vllm_trie.attention.triton_kernel import TreeBuffers, tree_attention_triton
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-CASES = [  # requests, dtype, heads, KV heads, head size, block size, splits, head first
-    ([RequestShape(70, 1, 20)], torch.float32, 1, 1, 32, 16, 1, True),
-    ([RequestShape(70, 1, 20)], torch.float32, 7, 1, 80, 32, 4, False),
-    ([RequestShape(63, 1, 12), RequestShape(0, 1, 31)], torch.bfloat16, 4, 2, 64, 16, 1, False),
-    ([RequestShape(128, 1, 9)], torch.float16, 4, 1, 128, 16, 3, True),
+NODES = [RequestShape(70, 1, 20)]
+CASES = [  # requests, dtype, heads, KV heads, head size, block size, processors, head first
+    (NODES, torch.float32, 1, 1, 32, 16, 1, True),
+    ([*NODES, RequestShape(0, 1, 0)], torch.float32, 7, 1, 80, 32, 64, False),
+    ([RequestShape(63, 1, 12), RequestShape(0, 31, 0)], torch.bfloat16, 4, 2, 64, 16, 1, False),
+    ([RequestShape(700, 1, 9), RequestShape(128, 1, 0)], torch.float16, 4, 1, 128, 16, 9, True),
     ([RequestShape(10, 1, 130), RequestShape(17, 2, 1)], torch.float32, 2, 1, 32, 32, 2, True),
     ([RequestShape(40, 1, 70)], torch.bfloat16, 2, 2, 112, 16, 2, True),
     ([RequestShape(30, 20, 10)], torch.float32, 2, 1, 64, 48, 1, True),
-    ([RequestShape(5, 3, 65)], torch.float32, 3, 1, 256, 16, 1, False),
+    ([RequestShape(5, 3, 65)], torch.float16, 3, 1, 256, 16, 1, False),
+    ([RequestShape(8100, 1, 64)], torch.bfloat16, 8, 1, 64, 128, 40, False),
+    ([RequestShape(n % 7, 1, n) for n in range(0, 65, 8)], torch.float16, 1, 1, 64, 16, 1, True),
 ]
 
 DEVICE_CHECKS = [  # what a GPU is asked before it serves: shape, splits
-    (kernel_check.LayerShape(4, 2, 64, 16, torch.float32), (1, 2)),
-    (kernel_check.LayerShape(2, 1, 128, 16, torch.bfloat16), (1, 16)),
-    (kernel_check.LayerShape(3, 3, 32, 32, torch.float16), (4,)),
+    (LayerShape(4, 2, 64, 16, torch.float32), (2,)),
+    (LayerShape(2, 1, 128, 16, torch.bfloat16), (8,)),
+    (LayerShape(3, 3, 32, 32, torch.float16, torch.float8_e5m2), (1,)),
+    (LayerShape(8, 2, 64, 16, torch.bfloat16, torch.float8_e4m3fn), (3,)),
 ]
 DEVICE_BATCHES = (
     (kernel_check.RequestShape(3, 1, 12), kernel_check.RequestShape(0, 1, 1)),
-    (kernel_check.RequestShape(90, 1, 6), kernel_check.RequestShape(40, 1, 0)),
+    (kernel_check.RequestShape(290, 1, 6), kernel_check.RequestShape(40, 1, 0)),
 )
 
 
@@ -47,31 +53,96 @@ def gpu_cache(case: PagedCase, head_first: bool) -> torch.Tensor:
     return cache.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def error_of(case: PagedCase, num_splits: int, head_first: bool) -> float:
-    """Largest error, relative to the largest value."""
-    num_kv_heads = case.kv_cache.shape[1]
-    trees = trees_on_device(case.trees, case.query.shape[1] // num_kv_heads, torch.device("cpu"))
-    output = torch.full(case.query.shape, 7.0, dtype=case.query.dtype)
-    cache = gpu_cache(case, head_first)
-    tree_attention_triton(
-        case.query, cache, case.block_table, trees, case.scale, output, num_splits
-    )
-    error = np.abs(output.double().numpy() - case.expected()).max()
+class Graph:
+    """A launch as a CUDA graph captures it: all tensors and sizes are those of the first step.
+
+    Later steps have as many tokens and requests or fewer, in the same memory.
+    """
+
+    def __init__(self, case: PagedCase, num_processors: int, head_first: bool = True) -> None:
+        rows, head_size = case.trees.rows, case.query.shape[2]
+        self.query = case.query
+        self.output = torch.full(case.query.shape, 7.0, dtype=case.query.dtype)
+        self.cache = gpu_cache(case, head_first)
+        self.table = case.block_table
+        self.starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
+        self.seq_lens = torch.zeros(len(rows), dtype=torch.int32)
+        self.buffers = TreeBuffers(len(rows), 4096, head_size, num_processors, torch.device("cpu"))
+        self.buffers.partial.fill_(torch.nan)
+        self.buffers.state.fill_(torch.nan)
+        self.scale = case.scale
+        self.max_queries = max(row.num_queries for row in rows)
+        self.describe(case)
+
+    def describe(self, case: PagedCase) -> None:
+        """Write the lengths and trees of a step; requests that it lacks have no tokens."""
+        rows = case.trees.rows
+        ends = [row.query_start + row.num_queries for row in rows]
+        self.starts[1:] = ends[-1]
+        self.starts[1 : len(ends) + 1] = torch.tensor(ends)
+        self.seq_lens.zero_()
+        self.seq_lens[: len(rows)] = torch.tensor([row.seq_len for row in rows])
+        self.buffers.write(case.trees)
+
+    def load(self, case: PagedCase) -> None:
+        """Write a whole step into the captured tensors."""
+        self.describe(case)
+        self.query[: len(case.query)] = case.query
+        cache = gpu_cache(case, True)
+        self.cache[: len(cache)] = cache
+        self.table.zero_()
+        self.table[: len(case.block_table), : case.block_table.shape[1]] = case.block_table
+        self.output.fill_(7.0)
+
+    def launch(self) -> None:
+        arguments = (self.query, self.cache, self.table, self.starts, self.seq_lens, self.buffers)
+        tree_attention_triton(*arguments, self.scale, self.output, self.max_queries)
+
+
+def error_of(graph: Graph, case: PagedCase) -> float:
+    """Largest error of a launch, relative to the largest value; infinite for padding's output."""
+    graph.launch()
+    output = graph.output.double().numpy()
+    if not (output[len(case.query) :] == 7.0).all():
+        return float("inf")
+    error = np.abs(output[: len(case.query)] - case.expected()).max()
     return float(error / max(1.0, case.largest_value))
+
+
+def replays() -> Iterator[tuple[str, float]]:
+    """Replay one captured launch: other trees, fewer requests, none with a tree, and the first."""
+    shape = (torch.float32, 4, 2, 64, 16)
+    steps = (
+        [RequestShape(300, 1, 12), RequestShape(20, 1, 12), RequestShape(9, 1, 12)],
+        [RequestShape(40, 1, 5), RequestShape(530, 1, 12), RequestShape(1, 1, 0)],
+        [RequestShape(77, 2, 11)],
+        [RequestShape(310, 1, 0), RequestShape(32, 1, 0), RequestShape(15, 1, 0)],
+        [RequestShape(0, 24, 0)],
+        [RequestShape(300, 1, 12), RequestShape(20, 1, 12), RequestShape(9, 1, 12)],
+    )
+    first = paged_case([RequestShape(600, 1, 12)] * 3, *shape, seed=99)
+    graph = Graph(first, num_processors=12)
+    for number, requests in enumerate(steps):
+        case = paged_case(requests, *shape, seed=number)
+        graph.load(case)
+        yield f"replay {requests}", error_of(graph, case)
 
 
 def main() -> int:
     bad = 0
-    for seed, (requests, dtype, *shape, num_splits, head_first) in enumerate(CASES):
+    for seed, (requests, dtype, *shape, processors, head_first) in enumerate(CASES):
         case = paged_case(requests, dtype, *shape, seed=seed)
-        error = error_of(case, num_splits, head_first)
+        error = error_of(Graph(case, processors, head_first), case)
         good = error <= TOLERANCE[dtype]
         bad += not good
-        print("ok " if good else "BAD", requests, dtype, shape, num_splits, error)
+        print("ok " if good else "BAD", requests, dtype, shape, processors, error, flush=True)
+    for name, error in replays():
+        bad += not error <= 1e-6
+        print("ok " if error <= 1e-6 else "BAD", name, error, flush=True)
     for layer, splits in DEVICE_CHECKS:
         check = kernel_check.check_kernel(layer, torch.device("cpu"), DEVICE_BATCHES, splits)
         bad += not check.passed
-        print("ok " if check.passed else "BAD", layer, splits, check.largest_error)
+        print("ok " if check.passed else "BAD", layer, splits, check.largest_error, flush=True)
     return min(bad, 1)
 
 

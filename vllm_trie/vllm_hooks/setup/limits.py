@@ -38,6 +38,7 @@ ALL = DRAFTS + BEAMS
 
 ENV_SWITCH = "VLLM_TRIE_BEAM"
 _DTYPES = ("float32", "bfloat16", "float16")
+_FLOAT8_CACHES = ("fp8", "fp8_e4m3")
 _REPLACED_BACKENDS = ("TRITON_ATTN", "CUSTOM")
 """Attention backends in whose place the plugin's goes."""
 
@@ -111,10 +112,10 @@ def _other_backend(config: VllmConfig) -> str | None:
     return None if backend is None or backend.name in _REPLACED_BACKENDS else backend.name
 
 
-def _whole_graphs(config: VllmConfig) -> bool:
-    from vllm.config import CUDAGraphMode
-
-    return config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL
+def _other_cache_dtype(config: VllmConfig) -> str | None:
+    dtype = config.cache_config.cache_dtype
+    allowed = ("auto", *_DTYPES, *(_FLOAT8_CACHES if _is_cuda() else ()))
+    return None if dtype in allowed else dtype
 
 
 def _windows_in_layers(config: VllmConfig) -> bool:
@@ -235,10 +236,9 @@ LIMITS: tuple[Limit, ...] = (
     Limit(TREES, "`kv_sharing_fast_prefill`",
         lambda c: c.cache_config.kv_sharing_fast_prefill,
         "kv_sharing_fast_prefill is not supported; switch it off"),
-    Limit(TREES, "a quantized KV cache",
-        lambda c: c.cache_config.cache_dtype not in ("auto", *_DTYPES)
-        and c.cache_config.cache_dtype,
-        "kv_cache_dtype={found!r} is not supported; use 'auto'"),
+    Limit(TREES, "a quantized KV cache, except for `fp8` and `fp8_e4m3` on a GPU",
+        _other_cache_dtype,
+        "kv_cache_dtype={found!r} is not supported; use 'auto', or 'fp8' on a GPU"),
     Limit(TREES, "Model Runner V2",
         lambda c: c.use_v2_model_runner,
         "Model Runner V2 verifies chains only; set verification='chain', or "
@@ -255,10 +255,6 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: _is_cuda() and c.cache_config.cache_dtype in set(_DTYPES) - {_dtype(c)}
         and c.cache_config.cache_dtype,
         "kv_cache_dtype={found!r} is not the model's dtype; use 'auto'"),
-    Limit(TREES, "on a GPU: `cudagraph_mode` of `FULL`",
-        lambda c: _is_cuda() and _whole_graphs(c),
-        "cudagraph_mode='FULL' would capture attention without trees; leave it out or set it to "
-        "'PIECEWISE'"),
 )
 # fmt: on
 

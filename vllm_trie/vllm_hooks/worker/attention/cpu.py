@@ -19,7 +19,13 @@ from vllm_trie.attention import TreeBatch, choose_kernels, tree_attention
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.attention.plain_requests import PlainRequests, plain_requests
-from vllm_trie.vllm_hooks.worker.attention.tree_attention import TreeAttention
+from vllm_trie.vllm_hooks.worker.attention.tree_attention import (
+    TREE_ATTRIBUTE,
+    TreeAttention,
+)
+
+_PLAIN_ATTRIBUTE = "vllm_trie_plain_requests"
+"""Attribute of the attention metadata that keeps its :class:`PlainRequests` for later layers."""
 
 
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -42,7 +48,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):
-    """Attention of one layer."""
+    """Attention of one layer: the tree kernel serves the requests with trees, vLLM's all others."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -56,20 +62,50 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):
         if config.read(get_current_vllm_config()) is not None:
             choose_kernels()  # compiles at start-up, not in the first step
 
-    def attend_to_trees(
+    def forward(
         self,
+        layer: Any,
         query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: CPUAttentionMetadata,
-        trees: TreeBatch,
+        attn_metadata: Any,
         output: torch.Tensor,
-    ) -> None:
-        slopes: Any = self.alibi_slopes  # a tensor here, declared as the list that it was
-        tree_attention(query, kv_cache, metadata.block_table, trees, self.scale, output, slopes)
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        trees: TreeBatch | None = getattr(attn_metadata, TREE_ATTRIBUTE, None)
+        scales = (output_scale, output_block_scale)
+        if trees is None:
+            attended: torch.Tensor = super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *scales
+            )
+            return attended
+        if not trees.covers_batch:
+            plain = getattr(attn_metadata, _PLAIN_ATTRIBUTE, None)
+            if plain is None:
+                plain = self._plain_requests(layer, query, attn_metadata, trees)
+                setattr(attn_metadata, _PLAIN_ATTRIBUTE, plain)
+            own = plain.take(output)
+            super().forward(
+                layer, plain.take(query), key, value, kv_cache, plain.metadata, own, *scales
+            )
+            plain.put_back(own, output)
+        tree_attention(
+            query,
+            kv_cache,
+            attn_metadata.block_table,
+            trees,
+            self.scale,
+            output,
+            self.alibi_slopes,  # type: ignore[arg-type]  # a tensor, declared as the list it was
+        )
+        return output
 
-    def plain_requests(
+    def _plain_requests(
         self, layer: Any, query: torch.Tensor, metadata: CPUAttentionMetadata, trees: TreeBatch
     ) -> PlainRequests:
+        """Return the requests without trees; called once a step, for all layers."""
         plain = plain_requests(metadata, trees)
         plain.metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(plain.metadata.seq_lens),

@@ -1,4 +1,4 @@
-"""vLLM's Triton attention backend, with tree attention for requests with trees.
+"""vLLM's Triton attention backend, with tree attention for every row but prefill chunks.
 
 These classes have not run on a GPU yet, only in Triton's interpreter; the kernels compile for
 compute capabilities 7.5 to 12.0. :mod:`vllm_trie.vllm_hooks.setup.support` therefore refuses GPUs
@@ -22,36 +22,83 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from vllm_trie.attention import TreeBatch
 from vllm_trie.attention.cache_layout import move_rows_in_layers
-from vllm_trie.attention.triton_kernel import (
-    NUM_SPLITS,
-    DeviceTrees,
-    tree_attention_triton,
-    trees_on_device,
-)
-from vllm_trie.vllm_hooks.worker.attention.plain_requests import PlainRequests, plain_requests
+from vllm_trie.attention.triton_kernel import EVERY_LENGTH, TreeBuffers, tree_attention_triton
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import TreeAttention
 
-_STARTS_ATTRIBUTE = "vllm_trie_starts"
-"""Attribute of the metadata: a copy of its ``query_start_loc`` on the CPU."""
-_DEVICE_TREES_ATTRIBUTE = "vllm_trie_device_trees"
-"""Attribute of the metadata: the step's :class:`DeviceTrees`, the same for all layers."""
-_MIN_SLOTS_PER_SPLIT = 256
+_CHECKED_REQUESTS, _CHECKED_WORDS = 8, 1024
+"""Room for the trees of the check at start-up, which may be larger than the engine's."""
+_FLOAT8 = ("fp8", "fp8_e4m3")
+"""Names of quantized KV caches that vLLM's backend stores as e4m3 with a factor for each layer."""
+
+
+class TreeTritonMetadata(TritonAttentionMetadata):
+    """vLLM's metadata of a step, and its trees.
+
+    Setting ``draft_trees`` writes them to the device: a CUDA graph that is replayed calls no layer.
+
+    Attributes:
+        buffers: of the builder.
+        longest_decode: query tokens of the longest request that is no prefill chunk.
+        is_captured: a CUDA graph captures the step, and serves any step of its size later.
+        has_trees: whether any request of the step has one.
+    """
+
+    buffers: TreeBuffers
+    longest_decode: int
+    is_captured = False
+    has_trees = False
+
+    @property
+    def draft_trees(self) -> None:
+        """Trees are on the device only."""
+        return None
+
+    @draft_trees.setter
+    def draft_trees(self, trees: TreeBatch | None) -> None:
+        self.buffers.write(trees)
+        self.has_trees = trees is not None
 
 
 class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
-    """Builds the stock metadata; keeps attention out of CUDA graphs.
+    """Builds metadata whose tensors stay where they are from step to step.
 
-    A graph that was captured without trees would replay without them. vLLM captures the model in
-    pieces between the attention layers instead, as its default mode does for prefills.
+    The kernel takes its launch from the padded sizes of a step and all else from these tensors, so
+    a graph may capture any batch: ``ALWAYS``.
     """
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        max_requests = vllm_config.scheduler_config.max_num_seqs
+        max_nodes = vllm_config.num_speculative_tokens
+        self.longest_decode = 1 + max_nodes
+        self.buffers = TreeBuffers(
+            max(max_requests, _CHECKED_REQUESTS),
+            max(max_requests * max_nodes * -(-max_nodes // 64), _CHECKED_WORDS),
+            kv_cache_spec.head_size,
+            _num_processors(device),
+            device,
+        )
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> TritonAttentionMetadata:
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        setattr(metadata, _STARTS_ATTRIBUTE, common_attn_metadata.query_start_loc_cpu.numpy())
+    ) -> TreeTritonMetadata:
+        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata = TreeTritonMetadata(**vars(stock))
+        metadata.buffers = self.buffers
+        metadata.longest_decode = self.longest_decode
+        metadata.draft_trees = None
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> TreeTritonMetadata:
+        metadata = self.build(0, common_attn_metadata)
+        metadata.is_captured = True
+        # Short, as capturing runs the kernels, and no less than a request's query tokens.
+        most = self.vllm_config.model_config.max_model_len
+        metadata.seq_lens.fill_(min(metadata.max_query_len, most))
         return metadata
 
 
@@ -59,16 +106,20 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):
     """Attention of one layer."""
 
     move_slots = staticmethod(move_rows_in_layers)
+    stock_forward = TritonAttentionImpl.forward
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.is_float8 = self.kv_cache_dtype in _FLOAT8
+        self.supports_quant_query_input = False
         unsupported = {
             "ALiBi slopes": self.alibi_slopes is not None,
             "a sliding window": self.sliding_window != (-1, -1),
             "attention sinks": self.sinks is not None,
             "a soft cap on the logits": bool(self.logits_soft_cap),
             "a limit on the chunks it looks back to": self.chunk_lookback > -1,
-            "a quantized KV cache": self.kv_cache_dtype not in ("auto", "float16", "bfloat16"),
+            f"a KV cache of the kind {self.kv_cache_dtype!r}": not self.is_float8
+            and self.kv_cache_dtype not in ("auto", "float16", "bfloat16"),
             f"the type {self.attn_type!r}": self.attn_type != AttentionType.DECODER,
         }
         self.refuse(unsupported)
@@ -76,46 +127,47 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
 
-    def attend_to_trees(
+    def forward(
         self,
+        layer: Any,
         query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: TritonAttentionMetadata,
-        trees: TreeBatch,
+        attn_metadata: Any,
         output: torch.Tensor,
-    ) -> None:
-        on_device: DeviceTrees | None = getattr(metadata, _DEVICE_TREES_ATTRIBUTE, None)
-        if on_device is None:
-            on_device = trees_on_device(trees, self.num_queries_per_kv, query.device)
-            setattr(metadata, _DEVICE_TREES_ATTRIBUTE, on_device)
-        programs = len(on_device.blocks) * self.num_kv_heads
-        longest = max(row.seq_len for row in trees.rows)
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Serve every row with the tree kernel; in steps with a prefill chunk, let vLLM's kernel go
+        over the whole batch first and replace the other rows if there are trees."""
+        metadata: TreeTritonMetadata | None = attn_metadata
+        longest = EVERY_LENGTH
+        if metadata is None or (
+            metadata.max_query_len > metadata.longest_decode and not metadata.is_captured
+        ):
+            scales = (output_scale, output_block_scale)
+            self.stock_forward(layer, query, key, value, kv_cache, metadata, output, *scales)
+            if metadata is None or not metadata.has_trees:
+                return output
+            longest = metadata.longest_decode
+        kv_scales = None
+        if self.is_float8:
+            kv_cache, kv_scales = kv_cache.view(self.fp8_dtype), (layer._k_scale, layer._v_scale)
         tree_attention_triton(
             query,
             kv_cache,
             metadata.block_table,
-            on_device,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.buffers,
             self.scale,
             output,
-            num_splits(programs, longest, _num_processors(query.device)),
+            min(metadata.max_query_len, longest),
+            longest,
+            kv_scales,
         )
-
-    def plain_requests(
-        self, layer: Any, query: torch.Tensor, metadata: TritonAttentionMetadata, trees: TreeBatch
-    ) -> PlainRequests:
-        return plain_requests(metadata, trees, getattr(metadata, _STARTS_ATTRIBUTE, None))
-
-
-def num_splits(programs: int, seq_len: int, num_processors: int) -> int:
-    """Return the number of programs that share a request's slots, so that the device is full.
-
-    Args:
-        programs: number of programs of the kernel without splits.
-        seq_len: KV slots of the longest request.
-        num_processors: multiprocessors of the device; each runs about two programs.
-    """
-    wanted = min(2 * num_processors // programs, seq_len // _MIN_SLOTS_PER_SPLIT)
-    return max((count for count in NUM_SPLITS if count <= wanted), default=1)
+        return output
 
 
 @functools.cache
@@ -128,7 +180,13 @@ def _num_processors(device: torch.device) -> int:
 class TreeTritonAttentionBackend(TritonAttentionBackend):
     """Registered as ``CUSTOM`` by the GPU worker of tree speculation."""
 
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+    ]
 
     @staticmethod
     def get_name() -> str:
@@ -142,8 +200,8 @@ class TreeTritonAttentionBackend(TritonAttentionBackend):
     def get_builder_cls() -> type[TreeTritonMetadataBuilder]:
         return TreeTritonMetadataBuilder
 
-    # The first two put fields of each request into the metadata that plain_requests() does not
-    # split; the third fixes an order of sums, which splits change.
+    # The first two mask by fields of the metadata that the tree kernel does not read; the third
+    # fixes an order of sums, which splits change.
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:

@@ -79,15 +79,10 @@ def place_trees(
         positions.append(tree.depths().astype(np.int64) + (seq_len - num_nodes - 1))
     if not rows:
         return None
-    _set(tokens.positions, np.concatenate(nodes), np.concatenate(positions))
+    moves = np.stack([np.concatenate(nodes), np.concatenate(positions)])
+    tokens_of, values = to_device(moves, tokens.positions.device)
+    tokens.positions[tokens_of] = values
     return build_tree_batch(rows, words, starts[-1])
-
-
-def _set(tensor: torch.Tensor, indices: np.ndarray, values: np.ndarray) -> None:
-    if tensor.device.type == "cpu":
-        tensor.numpy()[indices] = values
-    else:
-        tensor[to_device(indices, tensor.device)] = to_device(values, tensor.device)
 
 
 def logits_tokens(num_nodes: np.ndarray, ends: np.ndarray) -> np.ndarray:

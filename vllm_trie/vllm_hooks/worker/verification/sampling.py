@@ -22,6 +22,7 @@ from vllm.v1.sample.logits_processor.builtin import (
     MinTokensLogitsProcessor,
 )
 
+from vllm_trie.attention.device_copy import to_device
 from vllm_trie.tree import TokenTree, accept_greedy
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class TreeSample(NamedTuple):
         """
         width = max(2, max(map(len, self.token_ids)))
         padded = [[*tokens, *[-1] * (width - len(tokens))] for tokens in self.token_ids]
-        token_ids = torch.from_numpy(np.array(padded, dtype=np.int32)).to(device)
+        token_ids = to_device(np.array(padded, dtype=np.int32), device)
         return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=self.logprobs)
 
 
@@ -159,10 +160,7 @@ def sample_levels(
     walking = set(range(num_requests))
     while walking:
         level = len(logprobs)
-        rows = torch.tensor(
-            [first + at + 1 for first, at in zip(first_rows, node, strict=True)],
-            device=logits.device,
-        )
+        rows = to_device(np.array(first_rows) + np.array(node) + 1, logits.device)
         output = sampler(
             logits=logits[rows],
             sampling_metadata=_metadata_at(metadata, level, walking, token_ids),
