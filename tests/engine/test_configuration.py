@@ -303,9 +303,10 @@ def test_model_runner_v2(monkeypatch):
     assert found.use_v2_model_runner
     assert config.verification(found) == "chain"
     assert found.speculative_config.num_speculative_tokens == 8
-    message = refusal(speculative_config={**TREES, "verification": "tree"})
-    assert "Model Runner V2 verifies chains only" in message
-    assert "VLLM_USE_V2_MODEL_RUNNER=0" in message
+    trees = {**TREES, "verification": "tree"}
+    assert config.verification(engine_config(speculative_config=trees)) == "tree"
+    message = refusal(speculative_config=trees, enable_trace_replay=True)
+    assert "enable_trace_replay is not supported with trees on Model Runner V2" in message
 
 
 def test_an_unknown_method_is_vllms_to_refuse():

@@ -13,6 +13,7 @@ from tests.engine.conftest import needs_triton
 from tests.processes import run_program, run_python
 from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.setup import support
+from vllm_trie.vllm_hooks.setup.config_keys import CONFIG_KEY, VERIFICATION
 from vllm_trie.vllm_hooks.worker import cuda_worker
 
 
@@ -191,6 +192,8 @@ def test_nothing_serves_before_the_check(monkeypatch) -> None:
     adapter = SimpleNamespace(calibrate=lambda: done.append("costs"))
     worker.model_runner = object.__new__(cuda_worker.TreeGPUModelRunner)
     worker.model_runner.adapter = adapter
+    own_part = {CONFIG_KEY: {VERIFICATION: "tree"}}
+    worker.vllm_config = SimpleNamespace(additional_config=own_part)
     monkeypatch.setattr(
         cuda_worker.Worker, "compile_or_warm_up_model", lambda self: done.append("warm-up")
     )

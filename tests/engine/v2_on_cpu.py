@@ -70,6 +70,7 @@ def schedule_as_on_a_gpu() -> None:
     import torch
     import vllm.v1.worker.cpu.shm  # noqa: F401 - its stand-ins, before the ones here
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.sample.ops import topk_topp_sampler
 
     stock = CpuPlatform.check_and_update_config.__func__
 
@@ -79,4 +80,6 @@ def schedule_as_on_a_gpu() -> None:
         vllm_config.scheduler_config.async_scheduling = resolved
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    # This kernel is beyond the interpreter; vLLM has its twin in torch operations.
+    topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
     torch.Event = torch.cuda.Event = Event

@@ -125,6 +125,40 @@ class TokenTree:
             depths[node] = 1 if parent < 0 else depths[parent] + 1
         return np.array(depths, dtype=np.int32)
 
+    def path_of(self, tokens: Sequence[int]) -> list[int]:
+        """Return the nodes on the path that spells `tokens`, root first, as far as there is one."""
+        path: list[int] = []
+        node = ROOT
+        for child, parent in enumerate(self.parent_list):
+            if len(path) == len(tokens):
+                break
+            may_accept = self.never_accept is None or not self.never_accept[child]
+            if may_accept and parent == node and self.token_list[child] == tokens[len(path)]:
+                path.append(child)
+                node = child
+        return path
+
+    def filled_up(self, num_nodes: int) -> TokenTree:
+        """Return the tree with a chain of fillers behind its last node, `num_nodes` nodes in all.
+
+        Fillers have token 0, must never be accepted, and no other node has them as ancestors. A
+        chain stays a chain.
+        """
+        num_fillers = num_nodes - self.num_nodes
+        if num_fillers <= 0:
+            return self
+        never_accept = np.zeros(num_nodes, dtype=bool)
+        if self.never_accept is not None:
+            never_accept[: self.num_nodes] = self.never_accept
+        never_accept[self.num_nodes :] = True
+        fillers = np.arange(self.num_nodes - 1, num_nodes - 1, dtype=np.int32)
+        return TokenTree(
+            np.append(self.token_ids, np.zeros(num_fillers, dtype=np.int32)),
+            np.append(self.parents, fillers),
+            None,
+            never_accept,
+        )
+
     def copy(self) -> TokenTree:
         """Return the same tree in arrays of its own."""
         return TokenTree(

@@ -17,8 +17,7 @@ from tests.unit.drafters.support import VOCAB, make_context
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
-from vllm_trie.vllm_hooks.worker.runners.runner_v2 import DraftedOnly
-from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
+from vllm_trie.vllm_hooks.worker.runners.v2_adapter import DraftedOnly, V2Adapter
 from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 

@@ -29,6 +29,33 @@ def test_depth_is_path_length(tree: TokenTree) -> None:
     assert depths.tolist() == [len(path) for path in paths_of(tree)]
 
 
+@given(token_trees(), st.data())
+def test_the_path_that_spells_tokens(tree: TokenTree, data: st.DataObject) -> None:
+    paths = paths_of(tree)
+    wanted = data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=5))
+    wanted = [*data.draw(st.sampled_from([(), *paths])), *wanted]
+    found = tree.path_of(wanted)
+    assert [paths[node] for node in found] == [tuple(wanted[: i + 1]) for i in range(len(found))]
+    assert len(found) == len(wanted) or tuple(wanted[: len(found) + 1]) not in paths
+    if found:
+        barred = replace(tree, never_accept=np.arange(tree.num_nodes) == found[-1])
+        assert barred.path_of(wanted) == found[:-1]
+
+
+@given(token_trees(), st.integers(0, 50))
+def test_fillers_are_below_the_last_node_and_never_accepted(tree: TokenTree, size: int) -> None:
+    filled = tree.filled_up(size)
+    filled.validate(VOCAB, max_nodes=max(size, tree.num_nodes))
+    assert paths_of(filled)[: tree.num_nodes] == paths_of(tree)
+    assert filled.num_nodes == max(size, tree.num_nodes)
+    assert filled.is_chain == tree.is_chain
+    if size > tree.num_nodes:
+        accepted = np.arange(size) < tree.num_nodes
+        assert filled.never_accept is not None
+        np.testing.assert_array_equal(filled.never_accept, ~accepted)
+        assert not filled.ancestor_mask()[: tree.num_nodes, tree.num_nodes :].any()
+
+
 @given(token_trees(max_nodes=150))
 def test_ancestor_words_equal_the_readable_mask(tree: TokenTree) -> None:
     words = tree.ancestor_words()

@@ -124,6 +124,19 @@ def _windows_in_layers(config: VllmConfig) -> bool:
     return model.get_sliding_window() is None and "sliding_attention" in layer_types
 
 
+def _changes_v2_sampling(config: VllmConfig) -> str | None:
+    """Return a setting that lets Model Runner V2 sample or report what trees do not."""
+    if not config.use_v2_model_runner:
+        return None
+    settings = {
+        "return_sampling_mask": config.model_config,
+        "enable_trace_replay": config.model_config,
+        "enable_batch_sharded_sampling": config.parallel_config,
+        "watermark_config": config,
+    }
+    return next((name for name, part in settings.items() if getattr(part, name, None)), None)
+
+
 _ALLOWED = f'additional_config={{"{CONFIG_KEY}": {{"{ALLOW_GPU}": True}}}}'
 _NO_WINDOW = (
     "{model}: sliding-window attention is not supported; if the model allows it, set "
@@ -239,10 +252,10 @@ LIMITS: tuple[Limit, ...] = (
     Limit(TREES, "a quantized KV cache, except for `fp8` and `fp8_e4m3` on a GPU",
         _other_cache_dtype,
         "kv_cache_dtype={found!r} is not supported; use 'auto', or 'fp8' on a GPU"),
-    Limit(TREES, "Model Runner V2",
-        lambda c: c.use_v2_model_runner,
-        "Model Runner V2 verifies chains only; set verification='chain', or "
-        "VLLM_USE_V2_MODEL_RUNNER=0 for trees on V1"),
+    Limit(TREES, "on Model Runner V2: `return_sampling_mask`, `enable_trace_replay`, "
+        "`enable_batch_sharded_sampling`, `watermark_config`",
+        _changes_v2_sampling,
+        "{found} is not supported with trees on Model Runner V2; leave it out"),
     # GPU settings
     Limit(TREES, "on a GPU: an `attention_backend` other than `TRITON_ATTN`",
         lambda c: _is_cuda() and _other_backend(c),

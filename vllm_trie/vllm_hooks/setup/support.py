@@ -34,6 +34,10 @@ __all__ = [
 
 logger = init_logger(__name__)
 
+_TREES_ON_V2 = (
+    "on Model Runner V2, trees have not run on a GPU yet; verification='tree' switches them on"
+)
+
 
 # -- drafts --------------------------------------------------------------------------------------
 
@@ -54,6 +58,8 @@ def choose_verification(
     """
     against_trees = list(problems("trees", vllm_config))
     against_chains = list(problems("chains", vllm_config))
+    if asked == "auto" and vllm_config.use_v2_model_runner:
+        against_trees.append(_TREES_ON_V2)
     chosen = asked if asked != "auto" else "chain" if against_trees else "tree"
     if found := against_trees if chosen == "tree" else against_chains:
         if chosen == "tree" and not against_chains:
@@ -63,7 +69,7 @@ def choose_verification(
             + "\n- ".join(found)
         )
     if asked == "auto":
-        reasons = f" Trees cannot run here: {'; '.join(against_trees)}" if against_trees else ""
+        reasons = f" No trees: {'; '.join(against_trees)}" if against_trees else ""
         logger.info("%s verifies its drafts as %ss.%s", method, chosen, reasons)
     return chosen
 

@@ -14,7 +14,7 @@ from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.runner_choice import runner_scope
 from vllm_trie.vllm_hooks.worker.runners.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
-from vllm_trie.vllm_hooks.worker.runners.runner_v2 import ChainRunnerV2Mixin
+from vllm_trie.vllm_hooks.worker.runners.runner_v2 import RunnerV2Mixin
 
 CPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cpu.TreeCPUAttentionBackend"
 
@@ -38,7 +38,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     """The CPU model runner with draft trees."""
 
 
-class ChainCPUModelRunnerV2(ChainRunnerV2Mixin, cpu_model_runner_v2.CPUModelRunner):
+class DraftingCPUModelRunnerV2(RunnerV2Mixin, cpu_model_runner_v2.CPUModelRunner):
     """Model Runner V2 on a CPU, with drafts that vLLM verifies."""
 
 

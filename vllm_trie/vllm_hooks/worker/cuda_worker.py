@@ -20,7 +20,7 @@ from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.runner_choice import runner_scope
 from vllm_trie.vllm_hooks.worker.gpu_check import check_device
 from vllm_trie.vllm_hooks.worker.runners.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
-from vllm_trie.vllm_hooks.worker.runners.runner_v2 import ChainRunnerV2Mixin
+from vllm_trie.vllm_hooks.worker.runners.runner_v2 import RunnerV2Mixin
 from vllm_trie.vllm_hooks.worker.verification.sampling import argmax_of_logits
 
 GPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cuda.TreeTritonAttentionBackend"
@@ -48,7 +48,7 @@ class TreeGPUModelRunner(TreeRunnerMixin, gpu_model_runner.GPUModelRunner):
         return sampled
 
 
-class ChainGPUModelRunnerV2(ChainRunnerV2Mixin, gpu_model_runner_v2.GPUModelRunner):
+class DraftingGPUModelRunnerV2(RunnerV2Mixin, gpu_model_runner_v2.GPUModelRunner):
     """Model Runner V2, with drafts that vLLM verifies."""
 
 
@@ -56,7 +56,7 @@ class TreeGPUWorker(Worker):
     """The GPU worker for the plugin's methods."""
 
     model_runner: (  # type: ignore[assignment]
-        ChainGPUModelRunner | TreeGPUModelRunner | ChainGPUModelRunnerV2
+        ChainGPUModelRunner | TreeGPUModelRunner | DraftingGPUModelRunnerV2
     )
 
     def init_device(self) -> None:
@@ -70,7 +70,7 @@ class TreeGPUWorker(Worker):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:
-        if isinstance(self.model_runner, TreeGPUModelRunner):
+        if config.verification(self.vllm_config) == "tree":
             # First, as vLLM watches for kernels that are compiled after its own warm-up.
             check_device(self.model_runner)
         times = super().compile_or_warm_up_model()

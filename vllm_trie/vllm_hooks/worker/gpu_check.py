@@ -68,7 +68,7 @@ def check_device(
     """Refuse to serve if a result is wrong or a call raises; log one line otherwise.
 
     Args:
-        runner: Model Runner V1, with its KV cache and before any request. The cache is written to
+        runner: the model runner, with its KV cache and before any request. The cache is written to
             and zeroed again.
         batches: one step each; steps that the cache cannot hold are left out.
         splits: see :func:`vllm_trie.attention.kernel_check.check_kernel`.
@@ -79,7 +79,8 @@ def check_device(
     start = time.perf_counter()
     try:
         result = _check(runner, batches, splits, start)
-        runner._sync_device()  # a fault of the device may show only now
+        # A fault of the device may show only now.
+        torch.get_device_module(runner.device).synchronize()
     except Exception as error:
         kind = "" if isinstance(error, _WrongResult) else f"{type(error).__name__}: "
         raise RuntimeError(

@@ -8,8 +8,8 @@ this order in each step:
    positions follow their depth, their KV slots stay flat;
 3. attention reads ``tree_batch``;
 4. ``verify`` with the logits, then ``compact``: the accepted nodes' KV moves to its final slots;
-   where vLLM has verified chains, ``observe_chains`` alone takes the place of 2's ``place``, 3
-   and 4;
+   where the host only sees the outcome, ``observe_outputs`` takes the place of 4, and where vLLM
+   has verified chains, of 2's ``place`` and 3 too;
 5. ``end_step`` with the new tokens, then ``draft`` unless ``is_pausing``;
 6. ``take_stats`` before the engine goes on.
 """
@@ -133,10 +133,20 @@ class TreeVerifier:
             ]
             self._stats.preparation_seconds += time.perf_counter() - start
 
-    def place(self, tokens: QueryTokens, takes_chains: bool) -> None:
-        """Set the nodes' positions and the tree batch, see :func:`place_trees`."""
+    def place(
+        self,
+        tokens: QueryTokens,
+        takes_chains: bool,
+        trees: Sequence[TokenTree] | None = None,
+    ) -> None:
+        """Set the nodes' positions and the tree batch, see :func:`place_trees`.
+
+        Args:
+            tokens, takes_chains: see there.
+            trees: ``step_trees``, with fillers where the step has any.
+        """
         start = time.perf_counter()
-        self.tree_batch = place_trees(self.step_trees, tokens, takes_chains)
+        self.tree_batch = place_trees(trees or self.step_trees, tokens, takes_chains)
         self._stats.preparation_seconds += time.perf_counter() - start
 
     def verify(
@@ -179,20 +189,27 @@ class TreeVerifier:
         self._stats.verification_seconds += time.perf_counter() - start
         return output
 
-    def observe_chains(self, new_tokens: Sequence[Sequence[int]]) -> None:
-        """Take in what vLLM accepted of the step's drafts, all of them chains.
+    def observe_outputs(
+        self, new_tokens: Sequence[Sequence[int]], argmax: list[int] | None = None
+    ) -> None:
+        """Take in what was accepted of the step's drafts, as the output tokens show it.
 
         Args:
             new_tokens: of each request of the batch: the accepted ones and one more; none while its
                 prefill goes on.
+            argmax: of every logits row, ``N + 1`` for a request with N nodes, where it is known.
         """
-        accepted = [range(max(len(tokens) - 1, 0)) for tokens in new_tokens]
+        accepted = [
+            tree.path_of(tokens[:-1])
+            for tree, tokens in zip(self.step_trees, new_tokens, strict=True)
+        ]
         num_rows = [len(tree.token_list) + 1 for tree in self.step_trees]
         first_rows = [0, *accumulate(num_rows[:-1])]
         self._last_logits_rows = [
-            first + len(path) for first, path in zip(first_rows, accepted, strict=True)
+            first + (path[-1] + 1 if path else 0)
+            for first, path in zip(first_rows, accepted, strict=True)
         ]
-        self._keep_results(accepted, first_rows, None)
+        self._keep_results(accepted, first_rows, argmax)
         if self.budget is not None and self.has_drafts:
             self.budget.observe_verified(self._request_ids, self.step_trees, accepted)
 
@@ -241,6 +258,7 @@ class TreeVerifier:
         self._num_decoding = sum(map(bool, new_tokens))
         self._stats.steps += self._num_decoding
         self._stats.tokens += sum(map(len, new_tokens))
+        self.tree_batch = None  # a warm-up or an idle rank's run may come before the next step
         for request_id in self._request_ids:
             self._stored_trees.pop(request_id, None)
 

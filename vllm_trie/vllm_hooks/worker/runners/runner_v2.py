@@ -1,6 +1,6 @@
 """Speculation in stock vLLM's Model Runner V2: overrides that call the adapter.
 
-:class:`ChainRunnerV2Mixin` comes before the runner's class in the subclasses of
+:class:`RunnerV2Mixin` comes before the runner's class in the subclasses of
 :mod:`~vllm_trie.vllm_hooks.worker.cpu_worker` and :mod:`~vllm_trie.vllm_hooks.worker.cuda_worker`.
 """
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.drafting.proposer import TreeProposer
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 
@@ -21,13 +22,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Runner
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
     from vllm.v1.worker.gpu.states import RequestState
 else:
     _Runner = object
 
 
-class ChainSpeculator(BaseSpeculator):
+class HostSpeculator(BaseSpeculator):
     """The plugin's drafter where the runner expects a draft model."""
 
     supports_mm_inputs = False
@@ -38,7 +38,13 @@ class ChainSpeculator(BaseSpeculator):
     ) -> None:
         trees = TreeProposer(vllm_config).trees
         trees.budget = None
-        self.adapter = V2Adapter(trees, req_states, device)
+        adapter = V2Adapter
+        if config.verification(vllm_config) == "tree":
+            # Imports much of Model Runner V2, and every worker imports this module.
+            from vllm_trie.vllm_hooks.worker.runners.v2_trees import V2TreeAdapter
+
+            adapter = V2TreeAdapter
+        self.adapter = adapter(trees, req_states, device)
         self._num_tokens = req_states.num_speculative_steps
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -65,36 +71,10 @@ class ChainSpeculator(BaseSpeculator):
         return self.adapter.propose(input_batch, last_hidden_states, max_nodes)
 
 
-class DraftedOnly:
-    """vLLM's rejection sampler, which may accept the tokens that were drafted and no fillers.
-
-    A rejected filler leaves the target's distribution as it is, so that a request without a draft
-    gets the token that it would get without speculation, sampled ones with a seed included.
-    """
-
-    def __init__(self, rejection_sampler: RejectionSampler, num_drafted: torch.Tensor) -> None:
-        self._rejection_sampler = rejection_sampler
-        self._num_drafted = num_drafted
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        input_batch: InputBatch,
-        draft_logits: torch.Tensor | None = None,
-        invalid_drafts: torch.Tensor | None = None,
-    ) -> Any:
-        # Row i of a request verifies its draft token i - 1; row 0 belongs to its last token.
-        num_drafted = self._num_drafted[input_batch.expanded_idx_mapping]
-        fillers = input_batch.expanded_local_pos > num_drafted
-        if invalid_drafts is not None:
-            fillers |= invalid_drafts
-        return self._rejection_sampler(logits, input_batch, draft_logits, fillers)
-
-
-class ChainRunnerV2Mixin(_Runner):
+class RunnerV2Mixin(_Runner):
     """Overrides of Model Runner V2 that draft; everything else stays vLLM's."""
 
-    speculator: ChainSpeculator
+    speculator: HostSpeculator
 
     @property
     def adapter(self) -> V2Adapter:
@@ -103,7 +83,11 @@ class ChainRunnerV2Mixin(_Runner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.adapter.trees.guard.drafter.load_model(self.model)
-        self.rejection_sampler: Any = DraftedOnly(self.rejection_sampler, self.adapter.num_drafted)
+        self.adapter.attach(self)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        self.adapter.attach_cache(self)
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().finish_requests(scheduler_output)
@@ -121,6 +105,11 @@ class ChainRunnerV2Mixin(_Runner):
         batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
         self.adapter.begin_step(scheduler_output, batch.req_ids)
         return batch
+
+    def prepare_attn(self, input_batch: InputBatch) -> Any:
+        prepared = super().prepare_attn(input_batch)
+        self.adapter.place(input_batch, prepared[1])
+        return prepared
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         sampled = super().sample(*args, **kwargs)
@@ -140,8 +129,8 @@ def wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init_speculator(
         vllm_config: VllmConfig, device: torch.device, req_states: RequestState
-    ) -> ChainSpeculator:
-        return ChainSpeculator(vllm_config, device, req_states)
+    ) -> HostSpeculator:
+        return HostSpeculator(vllm_config, device, req_states)
 
     return init_speculator
 

@@ -104,7 +104,7 @@ class V1Adapter:
 
     def _end_step(self, new_tokens: list[list[int]]) -> None:
         if self.chain_only:
-            self.trees.observe_chains(new_tokens)
+            self.trees.observe_outputs(new_tokens)
         self.trees.end_step(new_tokens)
 
     def finish(self, output: Any) -> None:

@@ -1,8 +1,8 @@
 """Model Runner V2's steps in the terms of :class:`TreeVerifier`: chains, which vLLM verifies.
 
-vLLM schedules the same number N of draft tokens for every request, as placeholders, before it
-knows them; this keeps asynchronous scheduling and full CUDA graphs. A shorter chain is filled up
-with tokens that verification rejects unseen::
+:mod:`.v2_trees` adds trees. vLLM schedules the same number N of draft tokens for every request, as
+placeholders, before it knows them; this keeps asynchronous scheduling and full CUDA graphs. A
+shorter draft is filled up with tokens that verification rejects unseen::
 
     row of a request   [ drafted tokens ][ 0 ... 0 ]     N tokens
     num_drafted          number of the former
@@ -25,8 +25,11 @@ from vllm_trie.vllm_hooks.worker.stats import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
     from vllm.v1.worker.gpu.states import RequestState
 
 _FILLER = 0
@@ -104,6 +107,15 @@ class V2Adapter:
         self._sampled: tuple[np.ndarray, np.ndarray] | None = None
         self._copied = torch.cuda.Event(blocking=True)
 
+    def attach(self, runner: GPUModelRunner) -> None:
+        """Take part in a runner's verification, once its model is loaded."""
+        assert runner.rejection_sampler is not None
+        verifier: Any = DraftedOnly(runner.rejection_sampler, self.num_drafted)
+        runner.rejection_sampler = verifier
+
+    def attach_cache(self, runner: GPUModelRunner) -> None:
+        """Learn of the runner's KV cache, each time that it is made."""
+
     def calibrate(self) -> None:
         """Begin to draft: requests before this call are the warm-up's, not worth learning from."""
         self._is_drafting = True
@@ -130,6 +142,14 @@ class V2Adapter:
                 drafts[request_id] = drafted
         self.trees.begin_step(request_ids, drafts, scheduler_output.total_num_scheduled_tokens)
 
+    def place(self, batch: InputBatch, slot_mappings: torch.Tensor) -> None:
+        """Put the step's trees in place, once the KV slots follow from flat positions.
+
+        Args:
+            batch: of the step; positions of nodes are changed.
+            slot_mappings: int64 [cache groups, tokens of the step].
+        """
+
     def keep_sampled(self, tokens: torch.Tensor, num_sampled: torch.Tensor) -> None:
         """Start the copy of the step's tokens to the host; :meth:`propose` waits for it.
 
@@ -143,7 +163,7 @@ class V2Adapter:
     def propose(
         self, batch: InputBatch, hidden_states: torch.Tensor, max_nodes: int
     ) -> torch.Tensor:
-        """Draft the next step's chains; the one place of a step that waits for the device.
+        """Draft for the next step; the one place of a step that waits for the device.
 
         Args:
             batch: of the step.
@@ -161,7 +181,7 @@ class V2Adapter:
             request.extend(row[:count])
             for request, row, count in zip(requests, tokens.tolist(), counts.tolist(), strict=True)
         ]
-        self.trees.observe_chains(new_tokens)
+        self.trees.observe_outputs(new_tokens, self._node_argmax(batch))
         self.trees.end_step(new_tokens)
         drafts: list[list[int]] = [[] for _ in requests]
         if self._is_drafting:
@@ -179,7 +199,8 @@ class V2Adapter:
         wanted = {}
         for index, request_id in enumerate(request_ids):
             request = self._requests[request_id]
-            if not new_tokens[index] or request.has_ended:
+            params = request.data.sampling_params
+            if not new_tokens[index] or request.has_ended or params is None:
                 continue
             drafted = draft_request(
                 request_id,
@@ -189,22 +210,34 @@ class V2Adapter:
                 request.num_output_tokens,
                 self._req_states.max_model_len,
                 max_nodes,
-                chain_only=True,
+                chain_only=self._needs_chain(params),
             )
             if drafted is not None:
                 wanted[index] = drafted
         return wanted
 
+    def _needs_chain(self, params: SamplingParams) -> bool:
+        """Whether a request's draft must be a chain; those of structured outputs always are."""
+        return True
+
     def _verified_rows(self, batch: InputBatch, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the hidden states of the last committed token and of each drafted one."""
         if not self.trees.guard.drafter.needs_hidden_states:
             return hidden_states[:0]
+        rows = async_tensor_h2d(self._drafted_rows(batch), device=self._device)
+        return hidden_states[batch.logits_indices[rows]]
+
+    def _drafted_rows(self, batch: InputBatch) -> np.ndarray:
+        """Return int64 [rows], the rows of logits without those of fillers."""
         num_rows = [len(tree.token_list) + 1 for tree in self.trees.step_trees]
         first_rows = batch.cu_num_logits_np[:-1]
-        rows = np.concatenate(
+        return np.concatenate(
             [first + np.arange(n) for first, n in zip(first_rows, num_rows, strict=True)]
         )
-        return hidden_states[batch.logits_indices[async_tensor_h2d(rows, device=self._device)]]
+
+    def _node_argmax(self, batch: InputBatch) -> list[int] | None:
+        """Return the argmax of each of these rows, None if it is unknown."""
+        return None
 
     def _on_device(self, batch: InputBatch, drafts: Sequence[Sequence[int]]) -> torch.Tensor:
         width = self._req_states.num_speculative_steps
@@ -222,3 +255,29 @@ class V2Adapter:
         stats = self.trees.take_stats()
         if stats is not None:
             setattr(output.model_runner_output, STATS_ATTRIBUTE, stats)
+
+
+class DraftedOnly:
+    """vLLM's rejection sampler, which may accept the tokens that were drafted and no fillers.
+
+    A rejected filler leaves the target's distribution as it is, so that a request without a draft
+    gets the token that it would get without speculation, sampled ones with a seed included.
+    """
+
+    def __init__(self, rejection_sampler: RejectionSampler, num_drafted: torch.Tensor) -> None:
+        self._rejection_sampler = rejection_sampler
+        self._num_drafted = num_drafted
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> Any:
+        # Row i of a request verifies its draft token i - 1; row 0 belongs to its last token.
+        num_drafted = self._num_drafted[input_batch.expanded_idx_mapping]
+        fillers = input_batch.expanded_local_pos > num_drafted
+        if invalid_drafts is not None:
+            fillers |= invalid_drafts
+        return self._rejection_sampler(logits, input_batch, draft_logits, fillers)

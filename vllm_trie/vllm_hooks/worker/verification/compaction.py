@@ -92,3 +92,23 @@ def compact(
     for group in groups:
         slots = slot_mappings[group.group_id][pairs].long()
         (group.move or move_slots_in_layers)(group.caches, slots[0], slots[1])
+
+
+def compact_on_device(
+    groups: Sequence[CacheGroup],
+    slot_mappings: Sequence[torch.Tensor],
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """Move KV between slots in all layers, in place, without waiting for the device.
+
+    Args:
+        groups: cache tensors, changed.
+        slot_mappings: int64 [num_tokens] by group id, the slot of each query token.
+        tokens: int64 [logits rows], the query token of each row of logits.
+        rows: int64 [logits rows], the row whose KV belongs into each row's slot; most are the row
+            itself.
+    """
+    for group in groups:
+        slots = slot_mappings[group.group_id][tokens].long()
+        (group.move or move_slots_in_layers)(group.caches, slots[rows], slots)
