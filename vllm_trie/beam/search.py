@@ -126,6 +126,14 @@ class BeamSearch:
         """Cumulative log-probabilities float32[num_rows] of a search without diverse groups."""
         return self._groups[0].totals
 
+    @property
+    def takes_best_of_all(self) -> bool:
+        """Whether a step needs only the best ``num_candidates`` continuations of all rows together.
+
+        Rules, sampling and diverse groups need the best of every row.
+        """
+        return not self._rules.active and len(self._groups) == 1
+
     def generated(self, row: int) -> list[int]:
         """Return the generated tokens of a row."""
         return [node.token_id for node in self._path(self._row_nodes[row])]
@@ -262,7 +270,7 @@ class BeamSearch:
             adjusted[first : first + group.num_rows] + group.totals[:, None]
         ).ravel()
         if self._random is None:
-            keys = -totals
+            keys = -totals  # infinite if forbidden, NaN from a broken model
         else:
             # The k largest of log-probability + Gumbel noise are k draws without replacement.
             keys = -(totals + self._random.gumbel(size=totals.size))
@@ -276,9 +284,8 @@ class BeamSearch:
         places = places[np.argsort(keys[places], kind="stable")]
         rows, positions = np.divmod(places, token_ids.shape[1])
         rows += first
-        return [
-            candidate
-            for candidate in map(
+        return list(
+            map(
                 _Candidate,
                 totals[places].tolist(),
                 rows.tolist(),
@@ -286,8 +293,7 @@ class BeamSearch:
                 token_ids[rows, positions].tolist(),
                 raw[rows, positions].tolist(),
             )
-            if candidate.total > -np.inf  # not forbidden, and no NaN from a broken model
-        ]
+        )
 
     def _fate(self, candidate: _Candidate, outcomes: Outcomes | None) -> _Fate:
         last = self.steps + 1 == self.settings.max_new_tokens
@@ -355,9 +361,15 @@ class _DiverseGroup:
 
 
 def _smallest(keys: np.ndarray, count: int) -> np.ndarray:
-    """Return the places of the `count` smallest keys, ascending."""
-    if keys.size <= count:
-        return np.arange(keys.size)
-    places = np.argpartition(keys, count - 1)[:count]
-    places.sort()
-    return places
+    """Return the places of the `count` smallest keys, ascending; none of infinite keys and NaN.
+
+    A tie goes to the earlier place.
+    """
+    places = np.flatnonzero(keys < np.inf)
+    if places.size <= count:
+        return places
+    keys = keys[places]
+    largest = np.partition(keys, count - 1)[count - 1]
+    chosen = keys < largest
+    chosen[np.flatnonzero(keys == largest)[: count - np.count_nonzero(chosen)]] = True
+    return places[chosen]
