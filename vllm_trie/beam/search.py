@@ -14,7 +14,7 @@ Beams and Where to Find Them", for the sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -229,6 +229,7 @@ class BeamSearch:
         settings = self.settings
         length = self.steps + 1
         candidates = self._best(group, token_ids, adjusted, raw, outcomes)
+        looks_at_all = settings.trace or self._random is not None
         running: list[_Candidate] = []
         finished: list[FinishedNode] = []
         for rank, candidate in enumerate(candidates):
@@ -241,6 +242,8 @@ class BeamSearch:
                 finished.append(FinishedNode(score, node, fate.reason, fate.stop))
             elif settings.trace and not fate.goes_on:
                 self._add(candidate, NodeFate.DROPPED)
+            if len(running) == settings.group_width and not looks_at_all:
+                break
         if finished:
             group.finished.add(finished)
         if self._random is not None:
@@ -263,8 +266,8 @@ class BeamSearch:
         adjusted: np.ndarray,
         raw: np.ndarray,
         outcomes: Outcomes | None,
-    ) -> list[_Candidate]:
-        """Return the step's candidates: the best, or draws without replacement in their order."""
+    ) -> Iterator[_Candidate]:
+        """Yield the step's candidates: the best, or draws without replacement in their order."""
         first = group.first_row
         totals: np.ndarray = (
             adjusted[first : first + group.num_rows] + group.totals[:, None]
@@ -284,15 +287,13 @@ class BeamSearch:
         places = places[np.argsort(keys[places], kind="stable")]
         rows, positions = np.divmod(places, token_ids.shape[1])
         rows += first
-        return list(
-            map(
-                _Candidate,
-                totals[places].tolist(),
-                rows.tolist(),
-                positions.tolist(),
-                token_ids[rows, positions].tolist(),
-                raw[rows, positions].tolist(),
-            )
+        return map(
+            _Candidate,
+            totals[places].tolist(),
+            rows.tolist(),
+            positions.tolist(),
+            token_ids[rows, positions].tolist(),
+            raw[rows, positions].tolist(),
         )
 
     def _fate(self, candidate: _Candidate, outcomes: Outcomes | None) -> _Fate:
