@@ -22,6 +22,8 @@ processor time, which other work on the machine disturbs less. Nobody decodes te
 
     python benchmarks/beam.py --wide --eager --json wide.json
     python benchmarks/beam.py --wide --eager --widths 400 --prompt-lens 200 --num-prompts 1
+
+`--selection` measures the selection of a step's candidates alone, for three vocabularies.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ from typing import Any, NamedTuple
 from support.engines import each_schedule, scheduler_of
 from support.harness import Row, finish, interleave, median_seconds, option_parser, write_json
 from support.wide_beams import (
+    SELECTION_COLUMNS,
     WIDE_COLUMNS,
     WIDE_DEFAULTS,
     allowed_tokens,
     build_catalogues,
+    measure_selection,
     measure_wide,
 )
 
@@ -259,6 +263,7 @@ def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--model", help="model folder; the shipped one if left out")
     parser.add_argument("--wide", action="store_true", help="short, wide searches; see above")
+    parser.add_argument("--selection", action="store_true", help="see above; with --widths")
     parser.add_argument("--methods", nargs="+", choices=METHODS)
     parser.add_argument("--widths", nargs="+", type=int)
     parser.add_argument("--prompt-lens", nargs="+", type=int)
@@ -277,6 +282,11 @@ def main() -> None:
         if getattr(options, name) is None:
             setattr(options, name, value)
     local_engine.set_environment(options.verbose)
+    if options.selection:
+        sizes = itertools.product(options.widths, (2048, 32_000, 128_256))
+        times = [measure_selection(*size, options.repeats) for size in sizes]
+        finish(times, options.json, SELECTION_COLUMNS)
+        return
     if options.model is None:
         from vllm_trie.tiny_model import model_path
 
@@ -287,6 +297,10 @@ def main() -> None:
         options.catalogues = build_catalogues(Path(folder), lengths, options.items)
         with local_engine.silence(not options.verbose):
             bench = Bench(options)
+            if options.wide:
+                smallest = min(options.prompt_lens), min(options.widths), 1, min(options.tokens)
+                for name in options.methods:  # warms up
+                    bench.run(name, Load(*smallest))
         rows: list[Row] = []
         for load in itertools.starmap(
             Load,
