@@ -117,7 +117,7 @@ BEAM_PATCHES: tuple[Patch, ...] = (
     # Candidates of rows in the worker
     _runner("execute_model", "wrapped", "takes what the scheduler says of rows", "scheduler_output",
         wrapper="worker.beam.item_rows:wrap_execute_model"),
-    _runner("_sample", "wrapped", "candidates out of all rows of a search together, or from catalogues",
+    _runner("_sample", "wrapped", "candidates of rows: out of all rows of a search, or items",
         "logits spec_decode_metadata", wrapper="worker.beam.item_rows:wrap_sample"),
     _any("v1.outputs:LogprobsTensors", "made", "how the candidates reach the scheduler",
         "logprob_token_ids logprobs selected_token_ranks"),
