@@ -12,6 +12,18 @@ is the paper's Mem/Tok: peak KV bytes over the tokens of the prompt and of one o
 blocks: its cache holds the prompt and the output b times, as b separate sequences would.
 
     python benchmarks/beam.py --json beam.json
+
+`--wide` measures the searches of generative recommendation and retrieval: a few tokens, hundreds of
+hypotheses, with and without a catalogue of random items of as many tokens (not for `vllm`, which
+has no such constraint). `requests_per_s` is the prompts over the time of all. `cpu_ms` is the
+processor time, which other work on the machine disturbs less. Nobody decodes text, except for
+`vllm`. `equal_to_trie` is the share of prompts and hypotheses whose tokens and order are those of
+`trie`; vLLM's own search counts the prompt in its scores' lengths, which are equal here.
+
+    python benchmarks/beam.py --wide --eager --json wide.json
+    python benchmarks/beam.py --wide --eager --widths 400 --prompt-lens 200 --num-prompts 1
+
+`--selection` measures the selection of a step's candidates alone, for three vocabularies.
 """
 
 from __future__ import annotations
@@ -21,12 +33,23 @@ import functools
 import inspect
 import itertools
 import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.device import CUDA_OPTIONS, add_device_options, check_device
 from support.engines import each_schedule, scheduler_of
-from support.harness import Row, finish, interleave, median_seconds, option_parser
+from support.harness import Row, finish, interleave, median_seconds, option_parser, write_json
+from support.wide_beams import (
+    SELECTION_COLUMNS,
+    WIDE_COLUMNS,
+    WIDE_DEFAULTS,
+    allowed_tokens,
+    build_catalogues,
+    measure_selection,
+    measure_wide,
+)
 
 from vllm_trie import local_engine
 
@@ -35,6 +58,10 @@ COLUMNS = (
     "ratio_to_trie", "computed_tokens", "peak_blocks", "greedy_blocks", "kv_bytes_per_token",
     "identical_to_hf",
 )  # fmt: skip
+DEFAULTS = {
+    "methods": ["trie", "vllm", "hf", "plain"], "widths": [4, 8, 16], "prompt_lens": [50, 1500],
+    "num_prompts": [1, 8], "tokens": [64], "constrained": [False],
+}  # fmt: skip
 METHODS = ("trie", "vllm", "hf", "plain")
 # Hugging Face copies the prompt's KV to every beam of every prompt: 128 of 1500 tokens would take
 # longer than everything else together.
@@ -47,6 +74,8 @@ class Load(NamedTuple):
     prompt_len: int
     beam_width: int
     num_prompts: int
+    new_tokens: int
+    constrained: bool = False
 
 
 class Usage(NamedTuple):
@@ -71,14 +100,15 @@ class Bench:
 
         self._torch = torch
         self._generation_config = GenerationConfig
-        self._num_tokens = options.tokens
+        self._detokenize = not options.wide
         self._source = AutoTokenizer.from_pretrained(options.model).encode(_text())
-        longest = max(options.prompt_lens) + options.tokens
+        longest = max(options.prompt_lens) + max(options.tokens)
         most = max(options.widths) * max(options.num_prompts)
         settings: dict[str, Any] = {"dtype": "float32"}
+        plugin: dict[str, Any] = {"items": options.catalogues}
         if options.device == "cuda":
-            allowed = {"vllm_trie": {"allow_untested_gpu": True}}
-            settings = {**CUDA_OPTIONS, "additional_config": allowed}
+            settings = CUDA_OPTIONS
+            plugin["allow_untested_gpu"] = True
         self._llm = LLM(
             options.model,
             **settings | {"enforce_eager": options.eager, "load_format": options.load_format},
@@ -88,7 +118,9 @@ class Bench:
             max_num_batched_tokens=4096,
             block_size=options.block_size,
             kv_cache_memory_bytes=options.kv_cache_gib << 30,
+            additional_config={"vllm_trie": plugin},
         )
+        self._catalogues = options.catalogues
         self.block_size = scheduler_of(self._llm).block_size
         config = AutoConfig.from_pretrained(options.model).get_text_config()
         head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
@@ -115,7 +147,7 @@ class Bench:
         from vllm import SamplingParams
 
         return SamplingParams(
-            n=load.beam_width, max_tokens=self._num_tokens, ignore_eos=True, **options
+            n=load.beam_width, max_tokens=load.new_tokens, detokenize=self._detokenize, **options
         )
 
     def _generate(self, load: Load, params: Any) -> list[list[list[int]]]:
@@ -126,17 +158,21 @@ class Bench:
         return [[list(each.token_ids) for each in result.outputs] for result in results]
 
     def _run_trie(self, load: Load) -> list[list[list[int]]]:
-        extra_args = {"beam_width": load.beam_width}
-        params = self._sampling_params(load, temperature=0.0, extra_args=extra_args)
+        extra_args: dict[str, Any] = {"beam_width": load.beam_width}
+        if load.constrained:
+            extra_args["items"] = str(load.new_tokens)
+        params = self._sampling_params(
+            load, temperature=0.0, ignore_eos=not load.constrained, extra_args=extra_args
+        )
         return self._generate(load, params)
 
     def _run_plain(self, load: Load) -> list[list[list[int]]]:
-        return self._generate(load, self._sampling_params(load, temperature=1.0))
+        return self._generate(load, self._sampling_params(load, temperature=1.0, ignore_eos=True))
 
     def _run_vllm(self, load: Load) -> list[list[list[int]]]:
         from vllm.sampling_params import BeamSearchParams
 
-        params = BeamSearchParams(load.beam_width, self._num_tokens, ignore_eos=True)
+        params = BeamSearchParams(load.beam_width, load.new_tokens, ignore_eos=True)
         self._llm.reset_prefix_cache()
         os.environ["VLLM_TRIE_BEAM"] = "0"
         try:
@@ -152,7 +188,7 @@ class Bench:
         config = self._generation_config(
             num_beams=load.beam_width,
             num_return_sequences=load.beam_width,
-            max_new_tokens=self._num_tokens,
+            max_new_tokens=load.new_tokens,
             min_new_tokens=None,
             do_sample=False,
             eos_token_id=None,
@@ -163,13 +199,18 @@ class Bench:
                 prompts,
                 attention_mask=self._torch.ones_like(prompts),
                 generation_config=config,
+                prefix_allowed_tokens_fn=(
+                    allowed_tokens(self._catalogues[str(load.new_tokens)], load.prompt_len)
+                    if load.constrained
+                    else None
+                ),
             )
         tokens = tokens[:, load.prompt_len :].view(load.num_prompts, load.beam_width, -1)
         return tokens.tolist()
 
     def usage(self, method: str, load: Load) -> Usage:
         """Measure computed tokens and peak blocks, in a run that is not timed."""
-        length = load.prompt_len + self._num_tokens
+        length = load.prompt_len + load.new_tokens
         rows = load.num_prompts * load.beam_width
         if method == "hf":
             return Usage(rows * (length - 1), rows * -(-length // self.block_size))
@@ -205,8 +246,8 @@ def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
     usage = {name: bench.usage(name, load) for name in methods}  # this also warms up
     timed = interleave(runs, options.repeats)
     seconds = {name: median_seconds(timed[name]) for name in methods}
-    tokens = load.num_prompts * load.beam_width * options.tokens
-    length = load.prompt_len + options.tokens
+    tokens = load.num_prompts * load.beam_width * load.new_tokens
+    length = load.prompt_len + load.new_tokens
     block_bytes = bench.block_size * bench.kv_bytes
     rows = []
     for name in methods:
@@ -216,11 +257,10 @@ def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
             {
                 "method": name,
                 **load._asdict(),
-                "new_tokens": options.tokens,
                 "block_size": bench.block_size,
                 "compiled": not options.eager,
                 "total_ms": 1e3 * seconds[name],
-                "ms_per_step": 1e3 * seconds[name] / options.tokens,
+                "ms_per_step": 1e3 * seconds[name] / load.new_tokens,
                 "tokens_per_s": tokens / seconds[name],
                 "ratio_to_trie": seconds[name] / seconds["trie"] if "trie" in seconds else None,
                 **usage[name]._asdict(),
@@ -237,34 +277,65 @@ def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--model", help="model folder; the shipped one if left out")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--widths", nargs="+", type=int, default=[4, 8, 16])
-    parser.add_argument("--prompt-lens", nargs="+", type=int, default=[50, 1500])
-    parser.add_argument("--num-prompts", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens of each hypothesis")
+    parser.add_argument("--wide", action="store_true", help="short, wide searches; see above")
+    parser.add_argument("--selection", action="store_true", help="see above; with --widths")
+    parser.add_argument("--methods", nargs="+", choices=METHODS)
+    parser.add_argument("--widths", nargs="+", type=int)
+    parser.add_argument("--prompt-lens", nargs="+", type=int)
+    parser.add_argument("--num-prompts", nargs="+", type=int)
+    parser.add_argument("--tokens", nargs="+", type=int, help="new tokens of each hypothesis")
+    parser.add_argument(
+        "--constrained", nargs="+", type=lambda given: given == "yes", metavar="{yes,no}",
+        help="with --wide: searches inside a catalogue, or without one; both if left out",
+    )  # fmt: skip
+    parser.add_argument("--items", type=int, default=1_000_000, help="items of a catalogue")
     parser.add_argument("--block-size", type=int, help="tokens of a KV block; vLLM's default")
     parser.add_argument("--kv-cache-gib", type=int, default=2)
     parser.add_argument("--eager", action="store_true", help="do not let vLLM compile the model")
     add_device_options(parser)
     options = parser.parse_args()
+    for name, value in (WIDE_DEFAULTS if options.wide else DEFAULTS).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     local_engine.set_environment(options.verbose)
     check_device(options.device)
     if options.load_format == "dummy":  # Hugging Face would want weights
         options.methods = [name for name in options.methods if name != "hf"]
+    if options.selection:
+        sizes = itertools.product(options.widths, (2048, 32_000, 128_256))
+        times = [measure_selection(*size, options.repeats) for size in sizes]
+        finish(times, options.json, SELECTION_COLUMNS)
+        return
     if options.model is None:
         from vllm_trie.tiny_model import model_path
 
         options.model = str(model_path())
-    with local_engine.silence(not options.verbose):
-        bench = Bench(options)
-    rows: list[Row] = []
-    for load in itertools.starmap(
-        Load, itertools.product(options.prompt_lens, options.widths, options.num_prompts)
-    ):
+    with tempfile.TemporaryDirectory() as folder:
+        constrained = options.wide and True in options.constrained
+        lengths = options.tokens if constrained else []
+        options.catalogues = build_catalogues(Path(folder), lengths, options.items)
         with local_engine.silence(not options.verbose):
-            rows += measure(bench, options, load)
-        print(f"measured {load}", flush=True)
-    finish(rows, options.json, COLUMNS)
+            bench = Bench(options)
+            if options.wide:
+                smallest = min(options.prompt_lens), min(options.widths), 1, min(options.tokens)
+                for name in options.methods:  # warms up
+                    bench.run(name, Load(*smallest))
+        rows: list[Row] = []
+        for load in itertools.starmap(
+            Load,
+            itertools.product(
+                options.prompt_lens,
+                options.widths,
+                options.num_prompts,
+                options.tokens,
+                options.constrained,
+            ),
+        ):
+            with local_engine.silence(not options.verbose):
+                rows += (measure_wide if options.wide else measure)(bench, options, load)
+            print(f"measured {load}", flush=True)
+            write_json(rows, options.json)  # what there is, if the run is cut off
+    finish(rows, options.json, WIDE_COLUMNS if options.wide else COLUMNS)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ Beams and Where to Find Them", for the sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -126,6 +126,14 @@ class BeamSearch:
         """Cumulative log-probabilities float32[num_rows] of a search without diverse groups."""
         return self._groups[0].totals
 
+    @property
+    def takes_best_of_all(self) -> bool:
+        """Whether a step needs only the best ``num_candidates`` continuations of all rows together.
+
+        Rules, sampling and diverse groups need the best of every row.
+        """
+        return not self._rules.active and len(self._groups) == 1
+
     def generated(self, row: int) -> list[int]:
         """Return the generated tokens of a row."""
         return [node.token_id for node in self._path(self._row_nodes[row])]
@@ -221,6 +229,7 @@ class BeamSearch:
         settings = self.settings
         length = self.steps + 1
         candidates = self._best(group, token_ids, adjusted, raw, outcomes)
+        looks_at_all = settings.trace or self._random is not None
         running: list[_Candidate] = []
         finished: list[FinishedNode] = []
         for rank, candidate in enumerate(candidates):
@@ -233,6 +242,8 @@ class BeamSearch:
                 finished.append(FinishedNode(score, node, fate.reason, fate.stop))
             elif settings.trace and not fate.goes_on:
                 self._add(candidate, NodeFate.DROPPED)
+            if len(running) == settings.group_width and not looks_at_all:
+                break
         if finished:
             group.finished.add(finished)
         if self._random is not None:
@@ -255,14 +266,14 @@ class BeamSearch:
         adjusted: np.ndarray,
         raw: np.ndarray,
         outcomes: Outcomes | None,
-    ) -> list[_Candidate]:
-        """Return the step's candidates: the best, or draws without replacement in their order."""
+    ) -> Iterator[_Candidate]:
+        """Yield the step's candidates: the best, or draws without replacement in their order."""
         first = group.first_row
         totals: np.ndarray = (
             adjusted[first : first + group.num_rows] + group.totals[:, None]
         ).ravel()
         if self._random is None:
-            keys = -totals
+            keys = -totals  # infinite if forbidden, NaN from a broken model
         else:
             # The k largest of log-probability + Gumbel noise are k draws without replacement.
             keys = -(totals + self._random.gumbel(size=totals.size))
@@ -276,18 +287,14 @@ class BeamSearch:
         places = places[np.argsort(keys[places], kind="stable")]
         rows, positions = np.divmod(places, token_ids.shape[1])
         rows += first
-        return [
-            candidate
-            for candidate in map(
-                _Candidate,
-                totals[places].tolist(),
-                rows.tolist(),
-                positions.tolist(),
-                token_ids[rows, positions].tolist(),
-                raw[rows, positions].tolist(),
-            )
-            if candidate.total > -np.inf  # not forbidden, and no NaN from a broken model
-        ]
+        return map(
+            _Candidate,
+            totals[places].tolist(),
+            rows.tolist(),
+            positions.tolist(),
+            token_ids[rows, positions].tolist(),
+            raw[rows, positions].tolist(),
+        )
 
     def _fate(self, candidate: _Candidate, outcomes: Outcomes | None) -> _Fate:
         last = self.steps + 1 == self.settings.max_new_tokens
@@ -355,9 +362,15 @@ class _DiverseGroup:
 
 
 def _smallest(keys: np.ndarray, count: int) -> np.ndarray:
-    """Return the places of the `count` smallest keys, ascending."""
-    if keys.size <= count:
-        return np.arange(keys.size)
-    places = np.argpartition(keys, count - 1)[:count]
-    places.sort()
-    return places
+    """Return the places of the `count` smallest keys, ascending; none of infinite keys and NaN.
+
+    A tie goes to the earlier place.
+    """
+    places = np.flatnonzero(keys < np.inf)
+    if places.size <= count:
+        return places
+    keys = keys[places]
+    largest = np.partition(keys, count - 1)[count - 1]
+    chosen = keys < largest
+    chosen[np.flatnonzero(keys == largest)[: count - np.count_nonzero(chosen)]] = True
+    return places[chosen]

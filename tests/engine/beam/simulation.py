@@ -35,6 +35,7 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
 )
 from vllm_trie.vllm_hooks.scheduler.beam_scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
 from vllm_trie.vllm_hooks.scheduler.group import RESULT_FIELD
+from vllm_trie.vllm_hooks.scheduler.row_steps import ROW_STEPS, SelectionStep
 
 VOCAB = 24
 EOS = 0
@@ -160,24 +161,31 @@ class Worker:
             req_ids=list(scheduled),
             req_id_to_index={request_id: i for i, request_id in enumerate(scheduled)},
             sampled_token_ids=sampled,
-            logprobs=self._logprobs(list(scheduled), sampled, rows),
+            logprobs=self._logprobs(list(scheduled), sampled, rows, getattr(output, ROW_STEPS, [])),
         )
 
     def _logprobs(
-        self, request_ids: list[str], sampled: list[list[int]], rows: list[np.ndarray]
+        self,
+        request_ids: list[str],
+        sampled: list[list[int]],
+        rows: list[np.ndarray],
+        selections: list[SelectionStep],
     ) -> LogprobsLists | None:
         counts = [self.requests[request_id].num_logprobs or 0 for request_id in request_ids]
-        if not any(counts):
+        if not any(counts) and not selections:
             return None
         values = np.stack(rows)
-        order = np.argsort(-values, axis=1, kind="stable")[:, : max(counts)]
         first = np.array([tokens[0] if tokens else 0 for tokens in sampled])[:, None]
+        order = np.argsort(-values, axis=1, kind="stable")
         token_ids = np.concatenate([first, order], axis=1)
+        logprobs = np.take_along_axis(values, token_ids, axis=1)
+        for step in selections:  # nobody else's candidates, nor more than asked for
+            places = [request_ids.index(row_id) for row_id in step.row_ids]
+            scores = logprobs[places, 1:] + step.totals[:, None]
+            worst = np.sort(scores, axis=None)[-min(step.count, scores.size)]
+            logprobs[places, 1:] = np.where(scores < worst, -np.inf, logprobs[places, 1:])
         return LogprobsLists(
-            token_ids.astype(np.int32),
-            np.take_along_axis(values, token_ids, axis=1),
-            np.zeros(len(request_ids), dtype=np.int64),
-            None,
+            token_ids.astype(np.int32), logprobs, np.zeros(len(request_ids), dtype=np.int64), None
         )
 
 

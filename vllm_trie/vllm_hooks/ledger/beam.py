@@ -114,10 +114,10 @@ BEAM_PATCHES: tuple[Patch, ...] = (
     _any("v1.request:Request", "made", "rows", "request_id prompt_token_ids"),
     _any("v1.engine:EngineCoreOutput", "made", "a hypothesis is a member's whole output",
         "request_id new_token_ids new_logprobs"),
-    # Constrained rows in the worker
-    _runner("execute_model", "wrapped", "takes the places of constrained rows", "scheduler_output",
+    # Candidates of rows in the worker
+    _runner("execute_model", "wrapped", "takes what the scheduler says of rows", "scheduler_output",
         wrapper="worker.beam.item_rows:wrap_execute_model"),
-    _runner("_sample", "wrapped", "candidates of constrained rows from their catalogues",
+    _runner("_sample", "wrapped", "candidates of rows: out of all rows of a search, or items",
         "logits spec_decode_metadata", wrapper="worker.beam.item_rows:wrap_sample"),
     _any("v1.outputs:LogprobsTensors", "made", "how the candidates reach the scheduler",
         "logprob_token_ids logprobs selected_token_ranks"),
@@ -130,7 +130,7 @@ BEAM_PATCHES: tuple[Patch, ...] = (
         "whether slots lie in the cache as the copies expect", "dtype block_size head_size",
         platform="cpu"),
     _any("v1.core.sched.output:SchedulerOutput", "changed",
-        "carries the slots of each copy and the places of constrained rows",
+        "carries the slots of each copy and what the worker needs of the rows",
         "kv_cache_block_copies"),
     _fork("single_type_kv_cache_manager:SingleTypeKVCacheManager.take_pending_cow_copies",
         "relied on", "drains the copy-on-write queue that forks append to", "",

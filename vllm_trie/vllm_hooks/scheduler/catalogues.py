@@ -21,9 +21,6 @@ from vllm_trie.items.step import Normalize
 
 logger = init_logger(__name__)
 
-ITEM_STEPS = "vllm_trie_items"
-"""Attribute of a ``SchedulerOutput``: a list of :class:`ItemStep`. Missing if there is none."""
-
 
 class ItemStep(NamedTuple):
     """Constrained rows of one group in a step.

@@ -25,7 +25,8 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
 )
 from vllm_trie.vllm_hooks.ledger.extension_points import offered
 from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogue, ItemStep
-from vllm_trie.vllm_hooks.scheduler.item_rows import ItemRows, RowOutput
+from vllm_trie.vllm_hooks.scheduler.item_rows import ItemRows
+from vllm_trie.vllm_hooks.scheduler.row_steps import RowOutput, SelectionStep, candidates_of
 
 RESULT_FIELD = "extension_result" if offered("extension_result") else "kv_transfer_params"
 """Field of an ``EngineCoreOutput`` in which a search's result travels to the front end."""
@@ -51,6 +52,7 @@ class BeamGroup:
         block_size: int,
         find_stop_string: StopStringFinder | None,
         catalogue: Catalogue | None = None,
+        worker_selects: bool = False,
     ) -> None:
         params = member.sampling_params
         assert params is not None
@@ -64,20 +66,21 @@ class BeamGroup:
         self.prompt = np.asarray(prompt, dtype=np.int32)
         max_new_tokens = min(member.max_tokens, max_model_len - len(prompt))
         self.num_logprobs = params.logprobs
-        self.num_candidates = 0
+        self.num_candidates: int | None = None  # of each row; None: the worker selects them
         if catalogue is None:
             settings = search_settings(params, spec, max_new_tokens)
             self.items: ItemRows | None = None
             self.search = BeamSearch(settings, prompt, find_stop_string)
-            self.num_candidates = max(
-                num_raw_candidates(settings, prompt, vocab_size),
-                min(params.logprobs or 0, vocab_size),
-            )
+            if params.logprobs or not (worker_selects and self.search.takes_best_of_all):
+                self.num_candidates = max(
+                    num_raw_candidates(settings, prompt, vocab_size),
+                    min(params.logprobs or 0, vocab_size),
+                )
         else:
             self.items = ItemRows(catalogue, spec, params, max_new_tokens)
             self.search = self.items.search
             max_new_tokens = self.search.settings.max_new_tokens
-        self.row_params: SamplingParams = row_params(self.num_candidates or None, max_new_tokens)
+        self.row_params: SamplingParams = row_params(self.num_candidates, max_new_tokens)
         self.min_blocks = min_blocks(len(prompt), self.beam_width, max_new_tokens, block_size)
         # The trie is little larger than its longest path: hypotheses meet a few tokens back.
         self.expected_blocks = cdiv(len(prompt) + max_new_tokens, block_size) + 2 * self.beam_width
@@ -155,42 +158,35 @@ class BeamGroup:
         return np.concatenate([self.prompt, np.asarray(generated, dtype=np.int32)])
 
     def advance(self) -> list[Child]:
-        """Take a step of the search with the outputs of all rows; return its next rows."""
-        if self.items is not None:
-            return self.items.advance([self.outputs[row.request_id] for row in self.rows])
-        return self.search.advance(*self.candidates())
+        """Take a step of the search with the outputs of all rows; return its next rows.
 
-    def item_step(self, scheduled: Collection[str]) -> ItemStep | None:
+        Keeps the candidates that members want as log-probabilities.
+        """
+        outputs = [self.outputs[row.request_id] for row in self.rows]
+        if self.items is not None:
+            return self.items.advance(outputs)
+        token_ids, values = candidates_of(outputs, self.num_candidates)
+        if self.num_logprobs:
+            kept = slice(0, self.num_logprobs)
+            self._history.append((token_ids[:, kept].copy(), values[:, kept].copy()))
+        return self.search.advance(token_ids, values)
+
+    def worker_step(self, scheduled: Collection[str]) -> ItemStep | SelectionStep | None:
         """Return what the worker needs for those of the rows that are scheduled; None if nothing.
 
         Args:
             scheduled: Ids of the requests of the step.
         """
-        if self.items is None:
+        if self.num_candidates is not None:
             return None
         places = [i for i, row in enumerate(self.rows) if row.request_id in scheduled]
-        return self.items.step([self.rows[i].request_id for i in places], places)
-
-    def candidates(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the candidates of all rows: int[rows, k] tokens, float32[rows, k] logprobs.
-
-        Keeps those that members want as log-probabilities.
-        """
-        outputs = [self.outputs[row.request_id] for row in self.rows]
-        # Column 0 is the sampled token; the candidates follow, best first.
-        columns = slice(1, self.num_candidates + 1)
-        logprobs = outputs[0].logprobs
-        if all(output.logprobs is logprobs for output in outputs):
-            places = [output.place for output in outputs]
-            token_ids = logprobs.logprob_token_ids[places, columns]
-            values = logprobs.logprobs[places, columns]
-        else:  # the outputs are of different steps
-            token_ids = np.stack([o.logprobs.logprob_token_ids[o.place, columns] for o in outputs])
-            values = np.stack([o.logprobs.logprobs[o.place, columns] for o in outputs])
-        if self.num_logprobs:
-            kept = slice(0, self.num_logprobs)
-            self._history.append((token_ids[:, kept].copy(), values[:, kept].copy()))
-        return token_ids, values
+        row_ids = [self.rows[i].request_id for i in places]
+        if self.items is not None:
+            return self.items.step(row_ids, places)
+        if not places:
+            return None
+        search = self.search
+        return SelectionStep(row_ids, search.totals[places], search.settings.num_candidates)
 
     def output(self, member: Request, hypothesis: Hypothesis) -> EngineCoreOutput:
         """Return the whole output of a member. Takes the member's events."""

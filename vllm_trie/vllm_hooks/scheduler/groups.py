@@ -19,8 +19,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, check_blocks, check_slots
 from vllm_trie.vllm_hooks.scheduler.admission import Admission
 from vllm_trie.vllm_hooks.scheduler.blocks import num_blocks
-from vllm_trie.vllm_hooks.scheduler.catalogues import ITEM_STEPS, Catalogues
+from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogues
 from vllm_trie.vllm_hooks.scheduler.group import MISSING, BeamGroup, error_output
+from vllm_trie.vllm_hooks.scheduler.row_steps import ROW_STEPS
 from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
 from vllm_trie.vllm_hooks.scheduler.stop_strings import make_stop_string_finder
 from vllm_trie.vllm_hooks.setup.items import catalogue_paths
@@ -57,6 +58,10 @@ class BeamGroups:
         self.by_id: dict[str, BeamGroup] = {}
         """Group id to group, in order of arrival. Only this class writes it."""
         self.vocab_size = scheduler.vllm_config.model_config.get_vocab_size()
+        # Elsewhere the logits that the hook in the worker sees are not those of the rows in order.
+        self._worker_selects = not (
+            scheduler.use_v2_model_runner or scheduler.vllm_config.speculative_config
+        )
         self._catalogues = Catalogues(catalogue_paths(scheduler.vllm_config), self.vocab_size)
 
     @property
@@ -114,6 +119,7 @@ class BeamGroups:
             scheduler.block_size,
             make_stop_string_finder(scheduler.vllm_config.model_config, member.sampling_params),
             None if spec.options.items is None else self._catalogues.latest(spec.options.items),
+            self._worker_selects,
         )
         check_slots(group.beam_width, min(scheduler.max_num_running_reqs, self.admission.slots))
         check_blocks(
@@ -138,11 +144,11 @@ class BeamGroups:
     def after_schedule(self, output: SchedulerOutput) -> None:
         """Note whether the step that vLLM has scheduled leaves the engine stalled.
 
-        Tells the worker the places of constrained rows in their catalogues.
+        Tells the worker what it needs of the rows to choose their candidates.
         """
-        steps = [group.item_step(output.num_scheduled_tokens) for group in self.by_id.values()]
+        steps = [group.worker_step(output.num_scheduled_tokens) for group in self.by_id.values()]
         if any(steps):
-            setattr(output, ITEM_STEPS, [step for step in steps if step is not None])
+            setattr(output, ROW_STEPS, [step for step in steps if step is not None])
         self.admission.end_step()
         # Under asynchronous scheduling an empty step is usual while outputs are on their way.
         rows = (row for group in self.by_id.values() for row in group.rows)

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import LogprobsLists
 
 from vllm_trie.beam import Child, Hypothesis
 from vllm_trie.items import ItemId
 from vllm_trie.items.search import ItemSearch
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, search_settings
 from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogue, ItemStep
-
-
-class RowOutput(NamedTuple):
-    """Output of a row, kept until all rows of its group have one.
-
-    Attributes:
-        token_id: Token that the worker sampled and appended to its copy of the row.
-        logprobs: Log-probabilities of the step's batch.
-        place: Index of the row in `logprobs`.
-    """
-
-    token_id: int
-    logprobs: LogprobsLists
-    place: int
+from vllm_trie.vllm_hooks.scheduler.row_steps import RowOutput, candidates_of
 
 
 class ItemRows:
@@ -74,14 +59,7 @@ class ItemRows:
         Raises:
             RuntimeError: The worker had no candidates: it could not map the catalogue.
         """
-        width = max(output.logprobs.logprobs.shape[1] for output in outputs) - 1
-        targets = np.zeros((len(outputs), width), dtype=np.int32)
-        logprobs = np.full(targets.shape, -np.inf, dtype=np.float32)
-        for i, output in enumerate(outputs):
-            # Column 0 is the sampled token; the candidates' nodes follow.
-            values = output.logprobs.logprobs[output.place, 1:]
-            targets[i, : len(values)] = output.logprobs.logprob_token_ids[output.place, 1:]
-            logprobs[i, : len(values)] = values
+        targets, logprobs = candidates_of(outputs)
         if not (logprobs > -np.inf).any():
             raise RuntimeError("no row has a candidate; the worker's log says why")
         return self._items.advance(targets, logprobs)

@@ -37,7 +37,7 @@ from vllm_trie.vllm_hooks.scheduler.blocks import (
     tail_of,
 )
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
-from vllm_trie.vllm_hooks.scheduler.item_rows import RowOutput
+from vllm_trie.vllm_hooks.scheduler.row_steps import RowOutput
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

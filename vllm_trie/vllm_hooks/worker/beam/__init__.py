@@ -1,1 +1,1 @@
-"""Native beam search in a worker: copies of KV blocks, candidates of constrained rows."""
+"""Native beam search in a worker: copies of KV blocks, candidates of rows."""

@@ -1,12 +1,13 @@
-"""Constrained rows in the worker: their candidates come from their catalogues.
+"""Candidates of rows in the worker: out of all rows of a search, or from their catalogues.
 
-vLLM's sampler returns the best tokens of a row over the whole vocabulary. Of 2,000 valid children
-none may be among them, and it cannot be told which tokens to choose from: `allowed_token_ids`
-concerns sampling, not log-probabilities, and `logprob_token_ids` is a list of at most 128 tokens
-that is fixed when a request reaches the worker and changes what all other requests of the batch
-get. Rows therefore ask for no log-probabilities. Before sampling, the logits of their valid
-children are gathered; afterwards the candidates take the rows' places in the sampler's output,
-with nodes of the trie where other requests have tokens, and the best valid token as the sample.
+vLLM's sampler returns the best tokens of each row over the whole vocabulary. A search without rules
+of its own needs few of them; of the 2,000 valid children in a catalogue none may be among them, and
+it cannot be told which tokens to choose from: `allowed_token_ids` concerns sampling, not
+log-probabilities, and `logprob_token_ids` is a list of at most 128 tokens that is fixed when a
+request reaches the worker and changes what all other requests of the batch get. Rows therefore ask
+for no log-probabilities. Their candidates come from the logits before sampling, and afterwards take
+the rows' places in the sampler's output. Constrained rows have nodes of the trie where other
+requests have tokens, and the best valid token as the sample.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
+from vllm_trie.beam.top_k import select_best
 from vllm_trie.items import ItemsError, ItemTrie, open_items
-from vllm_trie.items.step import RowCandidates, best_continuations, by_row
-from vllm_trie.vllm_hooks.scheduler.catalogues import ITEM_STEPS, ItemStep
+from vllm_trie.items.step import Continuations, RowCandidates, best_continuations, by_row
+from vllm_trie.vllm_hooks.scheduler.catalogues import ItemStep
+from vllm_trie.vllm_hooks.scheduler.row_steps import ROW_STEPS, SelectionStep
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -43,31 +46,34 @@ class GroupCandidates(NamedTuple):
     Attributes:
         places: Places of the rows in the batch.
         candidates: Their candidates.
-        tokens: int32[rows], the best valid token of each row.
+        tokens: int32[rows], the best valid token of each row; None: those that were sampled.
     """
 
     places: list[int]
     candidates: RowCandidates
-    tokens: np.ndarray
+    tokens: np.ndarray | None
 
 
 class _WorkerItems:
-    """Mapped catalogues of a worker, and the constrained rows of its present step."""
+    """Mapped catalogues of a worker, and what it was told of the rows of its present step."""
 
     def __init__(self) -> None:
-        self.steps: list[ItemStep] = []
+        self.steps: list[ItemStep | SelectionStep] = []
         self._tries: dict[tuple[str, str], ItemTrie] = {}
 
     def candidates(
-        self, step: ItemStep, place_of: dict[str, int], logits: torch.Tensor
+        self, step: ItemStep | SelectionStep, place_of: dict[str, int], logits: torch.Tensor
     ) -> GroupCandidates | None:
         """Return the candidates of one group; None if its catalogue cannot be mapped."""
+        places = [place_of[row_id] for row_id in step.row_ids]
+        if isinstance(step, SelectionStep):
+            selected = select_best(logits[places], step.totals, step.count)
+            return GroupCandidates(places, by_row(Continuations(*selected), len(places)), None)
         try:
             trie = self._trie(step.path, step.version)
         except ItemsError as error:
             logger.error("A constrained search fails: %s", error)
             return None
-        places = [place_of[row_id] for row_id in step.row_ids]
         eos = step.eos_token_id
         found = best_continuations(
             trie,
@@ -96,13 +102,13 @@ class _WorkerItems:
 
 
 def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the constrained rows of a step until it is sampled."""
+    """Keep what the scheduler says of rows until the step is sampled."""
 
     @functools.wraps(original)
     def execute_model(
         self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
-        steps = getattr(scheduler_output, ITEM_STEPS, [])
+        steps = getattr(scheduler_output, ROW_STEPS, [])
         if steps or _STATE in self.__dict__:
             self.__dict__.setdefault(_STATE, _WorkerItems()).steps = steps
         return original(self, scheduler_output, *args, **kwargs)
@@ -111,7 +117,7 @@ def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_sample(original: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
-    """Put the candidates of constrained rows into the sampler's output."""
+    """Put the candidates of rows into the sampler's output."""
 
     @functools.wraps(original)
     def _sample(
@@ -131,11 +137,11 @@ def wrap_sample(original: Callable[..., SamplerOutput]) -> Callable[..., Sampler
 
 
 def with_candidates(output: SamplerOutput, groups: list[GroupCandidates]) -> SamplerOutput:
-    """Return the sampler's output with the candidates of constrained rows.
+    """Return the sampler's output with the candidates of rows.
 
     Args:
         output: Of the whole batch. Its sampled tokens are changed in place.
-        groups: Candidates of constrained rows.
+        groups: Candidates of rows.
     """
     sampled = output.sampled_token_ids
     given = output.logprobs_tensors
@@ -152,7 +158,8 @@ def with_candidates(output: SamplerOutput, groups: list[GroupCandidates]) -> Sam
     for group in groups:
         nodes, values = map(torch.from_numpy, group.candidates)
         places = torch.tensor(group.places, device=sampled.device)
-        sampled[places, 0] = torch.from_numpy(group.tokens).to(sampled)
+        if group.tokens is not None:
+            sampled[places, 0] = torch.from_numpy(group.tokens).to(sampled)
         logprobs[places] = -torch.inf
         token_ids[places, 1 : 1 + nodes.shape[1]] = nodes.to(sampled.device)
         logprobs[places, 1 : 1 + nodes.shape[1]] = values.to(sampled.device)

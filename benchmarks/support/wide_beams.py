@@ -1,0 +1,150 @@
+"""The part of `beam.py --wide`: its loads, catalogues, Hugging Face's constraint, and its rows."""
+
+from __future__ import annotations
+
+import functools
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from support.harness import Row, Timed, interleave, median_ratio, median_seconds
+
+WIDE_COLUMNS = (
+    "method", "constrained", "prompt_len", "max_tokens", "beam_width", "num_prompts", "total_ms",
+    "cpu_ms", "requests_per_s", "ratio_to_trie", "cpu_ratio_to_trie", "equal_to_trie",
+)  # fmt: skip
+WIDE_DEFAULTS = {
+    "methods": ["trie", "vllm", "hf"], "widths": [10, 50, 100, 200, 400],
+    "prompt_lens": [200, 1500], "num_prompts": [1, 4], "tokens": [3, 4, 8],
+    "constrained": [False, True],
+}  # fmt: skip
+SELECTION_COLUMNS = ("rows", "vocabulary", "blocks_ms", "per_row_ms", "flat_ms", "log_softmax_ms")
+VALUES = 256  # of each token of a random item
+HF_MAX_TOKENS_WIDE = 100_000  # a few new tokens
+
+
+def allowed_tokens(catalogue: str, prompt_len: int) -> Callable[[int, Any], list[int]]:
+    """Return Hugging Face's ``prefix_allowed_tokens_fn``, which looks a prefix up once."""
+    from vllm_trie.items import open_items
+
+    trie = open_items(Path(catalogue))
+
+    @functools.cache
+    def children(prefix: tuple[int, ...]) -> dict[int, int]:
+        node = children(prefix[:-1]).get(prefix[-1], -1) if prefix else 0
+        if node < 0:  # a beam of probability 0, for which some token must be allowed, too
+            return {0: -1}
+        found = trie.children(np.array([node], dtype=np.int32))
+        return dict(zip(found.token_ids.tolist(), found.nodes.tolist(), strict=True))
+
+    return lambda _, tokens: list(children(tuple(tokens[prompt_len:].tolist())))
+
+
+def measure_wide(bench: Any, options: Namespace, load: Any) -> list[Row]:
+    """Return the rows of one load of `--wide`, one for each method."""
+    size = load.num_prompts * load.beam_width * load.prompt_len
+    left_out = {"vllm"} if load.constrained else set()
+    if size > HF_MAX_TOKENS_WIDE:
+        left_out.add("hf")
+    methods = [name for name in options.methods if name not in left_out]
+
+    def run(name: str) -> tuple[float, list[list[list[int]]]]:
+        start = time.process_time()
+        found = bench.run(name, load)
+        return time.process_time() - start, found
+
+    if "trie" in methods:
+        bench.run("trie", load)  # warms up
+    timed = interleave({name: functools.partial(run, name) for name in methods}, options.repeats)
+    seconds = {name: median_seconds(timed[name]) for name in methods}
+    cpu = {name: median(result[0] for _, result in timed[name]) for name in methods}
+    found = {name: timed[name][0][1][1] for name in methods}
+    return [
+        {
+            "method": name,
+            "constrained": load.constrained,
+            "prompt_len": load.prompt_len,
+            "max_tokens": load.new_tokens,
+            "beam_width": load.beam_width,
+            "num_prompts": load.num_prompts,
+            "total_ms": 1e3 * seconds[name],
+            "cpu_ms": 1e3 * cpu[name],
+            "requests_per_s": load.num_prompts / seconds[name],
+            "repeats": options.repeats,
+            "compiled": not options.eager,
+            **(compared(name, timed, cpu, found) if "trie" in methods else {}),
+        }
+        for name in methods
+    ]
+
+
+def measure_selection(width: int, vocab_size: int, repeats: int) -> Row:
+    """Return the time of selecting the best `2 * width` continuations of `width` rows.
+
+    All three make log-probabilities first: `blocks` is the search's, `per_row` takes the best of
+    every row and merges them, `flat` takes the best of all scores.
+    """
+    import torch
+
+    from vllm_trie.beam.top_k import select_best
+
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(width, vocab_size, generator=generator)
+    totals = torch.randn(width, generator=generator)
+    count = 2 * width
+
+    def per_row() -> torch.Tensor:
+        best = logits.log_softmax(dim=-1).topk(min(count, vocab_size))
+        return (best.values + totals[:, None]).ravel().topk(count).values
+
+    def flat() -> torch.Tensor:
+        return (logits.log_softmax(dim=-1) + totals[:, None]).ravel().topk(count).values
+
+    runs = {
+        "blocks_ms": lambda: select_best(logits, totals.numpy(), count),
+        "per_row_ms": per_row,
+        "flat_ms": flat,
+        "log_softmax_ms": lambda: logits.log_softmax(dim=-1),
+    }
+    timed = interleave(runs, repeats)
+    found = timed["blocks_ms"][0][1]
+    scores = found.logprobs + totals.numpy()[found.rows]
+    if not np.array_equal(np.sort(scores), np.sort(timed["flat_ms"][0][1].numpy())):
+        raise SystemExit("the selections differ")
+    times = {name: 1e3 * median_seconds(each) for name, each in timed.items()}
+    return {"rows": width, "vocabulary": vocab_size, **times}
+
+
+def compared(
+    name: str, timed: dict[str, Timed], cpu: dict[str, float], found: dict[str, Any]
+) -> Row:
+    """Return a method's time and results next to those of `trie`."""
+    pairs = [
+        (theirs, ours)
+        for prompt, own in zip(found[name], found["trie"], strict=True)
+        for theirs, ours in zip(prompt, own, strict=True)
+    ]
+    return {
+        "ratio_to_trie": median_ratio(timed[name], timed["trie"]),
+        "cpu_ratio_to_trie": cpu[name] / cpu["trie"],
+        "equal_to_trie": sum(theirs == ours for theirs, ours in pairs) / len(pairs),
+    }
+
+
+def build_catalogues(folder: Path, lengths: list[int], count: int) -> dict[str, str]:
+    """Build one catalogue of random items for each length; return name to file."""
+    from vllm_trie.items import build_items, read_items
+
+    paths = {}
+    for length in lengths:
+        digits = np.random.default_rng(length).integers(VALUES, size=(count, length))
+        items = np.unique((digits + VALUES * np.arange(length)).astype(np.int32), axis=0)
+        np.save(folder / "items.npy", items)
+        paths[str(length)] = str(folder / f"{length}.trie")
+        build_items(Path(paths[str(length)]), read_items(folder / "items.npy"))
+    return paths

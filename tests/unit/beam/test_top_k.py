@@ -1,0 +1,134 @@
+"""The selection out of all rows and tokens, against the best of every row and the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.beam.models import PROMPT, random_model, run_search
+from vllm_trie.beam import BeamSearch, SearchSettings, reference_search
+from vllm_trie.beam.top_k import BLOCK, Selection, select_best
+
+STEP = 1 / 8
+"""Of log-probabilities with ties; sums of them are exact."""
+
+
+def ranked(logprobs: np.ndarray, totals: np.ndarray, count: int) -> list[tuple[int, int]]:
+    """(row, token) of the best continuations: all of them sorted, by their scores and in order."""
+    continuations = [
+        (-float(np.float32(value + total)), row, -float(value), token)
+        for row, total in enumerate(totals)
+        for token, value in enumerate(logprobs[row])
+        if value > -np.inf
+    ]
+    best = sorted(continuations)[:count]
+    return sorted((row, token) for _, row, _, token in best)
+
+
+def as_logits(logprobs: np.ndarray) -> torch.Tensor:
+    """Logits whose softmax has these log-probabilities, which need not be normalized."""
+    return _Normalized(torch.from_numpy(logprobs))
+
+
+class _Normalized(torch.Tensor):
+    """Log-probabilities that stay what they are, so that ties are exact."""
+
+    def __new__(cls, values: torch.Tensor) -> _Normalized:
+        return torch.Tensor._make_subclass(cls, values)
+
+    def log_softmax(self, *args, **kwargs):
+        return self.as_subclass(torch.Tensor)
+
+
+@given(
+    rows=st.integers(1, 9),
+    vocab=st.sampled_from([3, BLOCK - 1, BLOCK, 2 * BLOCK, 5 * BLOCK + 7]),
+    count=st.integers(1, 60),
+    levels=st.sampled_from([1, 3, 40, 4000]),
+    forbidden=st.sampled_from([0.0, 0.3, 0.99]),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=150, deadline=None)
+def test_equals_sorting_everything(rows, vocab, count, levels, forbidden, seed):
+    random = np.random.default_rng(seed)
+    logprobs = -STEP * random.integers(levels, size=(rows, vocab)).astype(np.float32)
+    logprobs[random.random(logprobs.shape) < forbidden] = -np.inf
+    totals = -STEP * random.integers(min(levels, 30), size=rows).astype(np.float32)
+    found = select_best(as_logits(logprobs), totals, count)
+    pairs = list(zip(found.rows.tolist(), found.token_ids.tolist(), strict=True))
+    assert sorted(pairs) == ranked(logprobs, totals, count)
+    assert np.array_equal(found.logprobs, logprobs[found.rows, found.token_ids])
+    # By row, best first within a row; the smaller token of two equal ones.
+    keys = [(row, -logprobs[row, token], token) for row, token in pairs]
+    assert keys == sorted(keys)
+
+
+def test_rows_with_nan_have_no_continuations():
+    logits = torch.randn(3, 100)
+    logits[1, 7] = torch.nan
+    found = select_best(logits, np.zeros(3, np.float32), 250)
+    assert np.bincount(found.rows, minlength=3).tolist() == [100, 0, 100]
+    assert len(select_best(logits[1:2], np.zeros(1, np.float32), 5).rows) == 0
+
+
+def advance(search: BeamSearch, found: Selection) -> list:
+    """Take a step with selected continuations, as arrays with a row for each row."""
+    token_ids = np.zeros((search.num_rows, len(found.rows) or 1), dtype=np.int64)
+    logprobs = np.full(token_ids.shape, -np.inf, dtype=np.float32)
+    for row in range(search.num_rows):
+        mine = np.flatnonzero(found.rows == row)
+        token_ids[row, : mine.size] = found.token_ids[mine]
+        logprobs[row, : mine.size] = found.logprobs[mine]
+    return search.advance(token_ids, logprobs)
+
+
+@given(
+    wanted=st.builds(
+        SearchSettings,
+        beam_width=st.integers(1, 9),
+        max_new_tokens=st.integers(1, 6),
+        stop_token_ids=st.sampled_from([(), (0,), (0, 3)]),
+        length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
+        early_stopping=st.sampled_from([True, False, "never"]),
+    ),
+    seed=st.integers(0, 10**6),
+    tied=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_search_equals_the_best_of_every_row_and_the_reference(wanted, seed, tied):
+    model = random_model(seed)
+
+    def next_logprobs(token_ids):
+        logprobs = model(token_ids)
+        return np.round(logprobs / STEP).astype(np.float32) * np.float32(STEP) if tied else logprobs
+
+    search = BeamSearch(wanted, PROMPT)
+    assert search.takes_best_of_all
+    rows: list[list[int]] = [[]]
+    while not search.done:
+        logits = as_logits(np.stack([next_logprobs(row) for row in rows]))
+        found = select_best(logits, search.totals, wanted.num_candidates)
+        rows = [[*rows[child.parent], child.token_id] for child in advance(search, found)]
+    found = search.hypotheses()
+    assert [(each.token_ids, each.places) for each in found] == [
+        (each.token_ids, each.places) for each in run_search(next_logprobs, wanted).hypotheses()
+    ]
+    expected = reference_search(next_logprobs, wanted, PROMPT)
+    assert [(each.token_ids, each.score) for each in found] == [tuple(each) for each in expected]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_tokens": 2, "stop_token_ids": (0,)},
+        {"repetition_penalty": 1.2},
+        {"bad_words": ((3,),)},
+        {"do_sample": True},
+        {"num_beam_groups": 2},
+    ],
+)
+def test_rules_need_the_best_of_every_row(options):
+    assert not BeamSearch(SearchSettings(4, 5, **options)).takes_best_of_all

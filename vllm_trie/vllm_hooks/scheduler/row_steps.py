@@ -1,0 +1,81 @@
+"""What passes between the scheduler and the worker about the rows of groups.
+
+The worker's sampler knows the best tokens of each row. A search without rules of its own needs the
+best continuations of all rows together, which are hundreds of times fewer: its rows ask the sampler
+for nothing, and the worker selects them with the rows' cumulative log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from vllm.v1.outputs import LogprobsLists
+
+ROW_STEPS = "vllm_trie_rows"
+"""Attribute of a ``SchedulerOutput``: a list of :class:`SelectionStep` and
+:class:`~vllm_trie.vllm_hooks.scheduler.catalogues.ItemStep`. Missing if there is none."""
+
+
+class SelectionStep(NamedTuple):
+    """Rows of one group in a step, without a catalogue.
+
+    Attributes:
+        row_ids: The rows.
+        totals: float32[rows], their cumulative log-probabilities.
+        count: Continuations to select among those of all rows together.
+    """
+
+    row_ids: list[str]
+    totals: np.ndarray
+    count: int
+
+
+class RowOutput(NamedTuple):
+    """Output of a row, kept until all rows of its group have one.
+
+    Attributes:
+        token_id: Token that the worker sampled and appended to its copy of the row.
+        logprobs: Log-probabilities of the step's batch.
+        place: Index of the row in `logprobs`.
+    """
+
+    token_id: int
+    logprobs: LogprobsLists
+    place: int
+
+
+class RowCandidates(NamedTuple):
+    """Candidates of rows.
+
+    Attributes:
+        token_ids: int32[rows, k], tokens; nodes of the catalogue in a search that has one.
+        logprobs: float32[rows, k], best first; -inf where a row has fewer than k candidates.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+def candidates_of(outputs: Sequence[RowOutput], count: int | None = None) -> RowCandidates:
+    """Return the candidates of rows whose outputs may be of different steps.
+
+    Args:
+        outputs: Of the rows.
+        count: Candidates of each row; as many as there are if None.
+    """
+    by_step: dict[int, list[int]] = {}
+    for i, output in enumerate(outputs):
+        by_step.setdefault(id(output.logprobs), []).append(i)
+    width = count or max(output.logprobs.logprobs.shape[1] for output in outputs) - 1
+    token_ids = np.zeros((len(outputs), width), dtype=np.int32)
+    logprobs = np.full(token_ids.shape, -np.inf, dtype=np.float32)
+    for rows in by_step.values():
+        batch = outputs[rows[0]].logprobs
+        places = [outputs[i].place for i in rows]
+        # Column 0 is the sampled token; the candidates follow.
+        given = batch.logprobs[places, 1 : 1 + width]
+        logprobs[rows, : given.shape[1]] = given
+        token_ids[rows, : given.shape[1]] = batch.logprob_token_ids[places, 1 : 1 + width]
+    return RowCandidates(token_ids, logprobs)
