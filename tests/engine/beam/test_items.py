@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,14 @@ import pytest
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.oracle import constrained_search
 from tests.engine.conftest import scheduler_of
-from tests.unit.items.catalogues import PlainTrie, random_items, write
+from tests.unit.items.catalogues import (
+    PlainTrie,
+    random_items,
+    selected_items,
+    weight_of,
+    write,
+)
+from vllm_trie.items import Rules
 from vllm_trie.tiny_model import model_path
 
 SHIPPED = str(model_path())
@@ -26,7 +35,7 @@ def paths(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("catalogues")
     catalogues = {"equal": EQUAL, "mixed": MIXED, "few": FEW}
     return {
-        name: str(write(folder / name, items, text_ids=name == "mixed"))
+        name: str(write(folder / name, items, text_ids=name == "mixed", weights=name == "few"))
         for name, items in catalogues.items()
     }
 
@@ -121,6 +130,51 @@ def test_fewer_items_than_the_width(items_engine):
     assert [output.beam.get("item") for output in result.outputs[3:]] == [None] * 5
 
 
+def test_allowed_and_denied_items(items_engine):
+    """A search as wide as what the rules leave finds all of it; two requests have rules each."""
+    beginnings = Counter(tokens[:2] for tokens in EQUAL)
+    (first, _), (second, _), (third, _) = beginnings.most_common(3)
+    some = [number for tokens, number in EQUAL.items() if tokens[:2] in (first, third)]
+    equal = Rules([some[0], 10**9], [first, third, (1999,)], some[-1:], [(*second, 5)])
+    mixed_ids = {tokens: f"item {number}" for tokens, number in MIXED.items()}
+    prefix = next(tokens for tokens in MIXED if len(tokens) == 3)[:1]
+    mixed = Rules(None, [prefix], [mixed_ids.get(prefix, "none")], [])
+    wanted = [
+        selected_items(EQUAL, EQUAL, equal).values(),
+        [mixed_ids[tokens] for tokens in selected_items(MIXED, mixed_ids, mixed)],
+        [],
+    ]
+    assert all(1 < len(each) <= 16 for each in wanted[:2]), list(map(len, wanted))
+    llm = items_engine()
+    params = [
+        items_params(16, "equal", **{k: v and list(v) for k, v in equal._asdict().items()}),
+        # As over HTTP, where lists of lists are text.
+        items_params(16, "mixed", allow_prefixes=json.dumps([prefix]), deny_items=mixed.deny_items),
+        items_params(3, "equal", allow_items=[]),
+    ]
+    prompts = [{"prompt_token_ids": list(prompt(i, 20))} for i in range(3)]
+    for each, result in zip(wanted, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        found = [output.item for output in result.outputs if output.token_ids]
+        assert len(found) == len(set(found))
+        assert set(found) == set(each)
+
+
+def test_weights_of_items(items_engine):
+    llm = items_engine()
+    results = llm.generate(
+        [{"prompt_token_ids": list(prompt(1, 9))}] * 2,
+        [items_params(3, "few", weight_factor=factor, length_penalty=0.0) for factor in (0, 10)],
+        use_tqdm=False,
+    )
+    plain, weighted = ({o.item: o for o in result.outputs} for result in results)
+    for item, output in weighted.items():
+        added = 10 * weight_of(item)
+        assert output.score == pytest.approx(plain[item].score + added, abs=1e-4)
+        assert output.cumulative_logprob == pytest.approx(plain[item].cumulative_logprob, abs=1e-4)
+    scores = [output.score for output in results[1].outputs]
+    assert scores == sorted(scores, reverse=True)
+
+
 def test_normalized_over_valid_tokens(items_engine):
     """Probabilities of all items sum to 1."""
     import math
@@ -158,6 +212,12 @@ def test_beam_search_params(items_engine):
         ({"items": 3}, {}, "items: Input should be a valid string, got 3"),
         ({"items": "equal", "do_sample": True}, {}, "items and do_sample exclude each other"),
         ({"items_end": "eos"}, {}, "items_end='eos' needs items"),
+        ({"deny_items": [1]}, {}, r"deny_items=\[1\] needs items"),
+        ({"items": "equal", "deny_items": ["a"]}, {}, "deny_items has 'a', the ids of 'equal' are"),
+        ({"items": "equal", "deny_items": [*range(5000)]}, {}, "have 5000 entries, at most 4096"),
+        ({"items": "equal", "deny_prefixes": "[[1"}, {}, "deny_prefixes: Input should be a valid"),
+        ({"items": "equal", "deny_prefixes": [[]]}, {}, "deny_prefixes: List should have at least"),
+        ({"items": "equal", "weight_factor": 1e9}, {}, "weight_factor: Input should be less than"),
         ({"items": "equal", "normalize": "all"}, {}, "normalize: Input should be"),
         ({"items": "equal"}, {"max_tokens": 3}, "max_tokens must be at least 4, the longest item"),
         (

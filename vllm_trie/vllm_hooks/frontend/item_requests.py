@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_trie.beam import BeamOptions
-from vllm_trie.items import ItemsError, read_header
+from vllm_trie.items import ItemsError, ItemsHeader, file_stamp, read_header
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamRequestError
 from vllm_trie.vllm_hooks.setup.config_keys import ITEMS, spelled
 from vllm_trie.vllm_hooks.setup.items import catalogue_paths
@@ -53,6 +55,30 @@ def check_parameters(vllm_config: VllmConfig, params: SamplingParams, options: B
             )
 
 
+def _header(path: Path) -> ItemsHeader | None:
+    """Return the header of the newest version of a catalogue, None if it cannot be read."""
+    try:
+        return _read_header(path, file_stamp(path))
+    except (ItemsError, OSError):
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _read_header(path: Path, stamp: tuple[int, ...]) -> ItemsHeader:
+    return read_header(path)
+
+
+def _check_ids(options: BeamOptions, header: ItemsHeader) -> None:
+    kind = {"int": int, "str": str}[header.ids]
+    for name in ("allow_items", "deny_items"):
+        for each in (getattr(options, name) or ())[:1]:
+            if not isinstance(each, kind):
+                raise BeamRequestError(
+                    f"beam search: {name} has {each!r}, the ids of {options.items!r} are of type "
+                    f"{header.ids}; write them so"
+                )
+
+
 def check_length(
     vllm_config: VllmConfig, params: SamplingParams, options: BeamOptions, num_prompt_tokens: int
 ) -> None:
@@ -69,10 +95,10 @@ def check_length(
         raise BeamRequestError(
             "beam search: items_end='eos' needs a model with an EOS token; use 'complete'"
         )
-    try:
-        header = read_header(catalogue_paths(vllm_config)[options.items])
-    except ItemsError:
+    header = _header(catalogue_paths(vllm_config)[options.items])
+    if header is None:
         return  # the scheduler serves the version before, and checks the length, too
+    _check_ids(options, header)
     needed = header.max_length + with_eos
     room = vllm_config.model_config.max_model_len - num_prompt_tokens
     if params.max_tokens is not None and params.max_tokens < needed:

@@ -160,6 +160,10 @@ class BeamGroup:
             return self.items.advance([self.outputs[row.request_id] for row in self.rows])
         return self.search.advance(*self.candidates())
 
+    def hypotheses(self) -> list[Hypothesis]:
+        """Return the best hypotheses of a search that is done, best first."""
+        return self.search.hypotheses() if self.items is None else self.items.hypotheses()
+
     def item_step(self, scheduled: Collection[str]) -> ItemStep | None:
         """Return what the worker needs for those of the rows that are scheduled; None if nothing.
 

@@ -216,7 +216,7 @@ class BeamGroups:
             if not group.search.done:
                 self._rows.replace(group, children)
                 return
-            hypotheses = group.search.hypotheses()
+            hypotheses = group.hypotheses()
             for index, member in sorted(group.members.items()):
                 if not member.is_finished():
                     found = hypotheses[index] if index < len(hypotheses) else MISSING

@@ -10,8 +10,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsLists
 
 from vllm_trie.beam import Child, Hypothesis
-from vllm_trie.items import ItemId
+from vllm_trie.items import ROOT, ItemId, Rules
 from vllm_trie.items.search import ItemSearch
+from vllm_trie.items.selection import select, view
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, search_settings
 from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogue, ItemStep
 
@@ -43,6 +44,12 @@ class ItemRows:
         self._catalogue = catalogue
         self._options = spec.options
         self._eos = params.eos_token_id if spec.options.items_end == "eos" else None
+        options = spec.options
+        rules = Rules(
+            options.allow_items, options.allow_prefixes, options.deny_items, options.deny_prefixes
+        )
+        self._selection = select(catalogue.trie, rules) if rules.restrict else None
+        trie = view(catalogue.trie, self._selection)
         needed = catalogue.trie.max_length + (spec.options.items_end == "eos")
         if max_new_tokens < needed:
             raise ValueError(
@@ -50,7 +57,7 @@ class ItemRows:
                 f"{max_new_tokens}; raise max_tokens or shorten the prompt"
             )
         settings = search_settings(params, spec, needed)
-        self._items = ItemSearch(catalogue.trie, settings, self._eos)
+        self._items = ItemSearch(trie, settings, self._eos, options.weight_factor)
         self.search = self._items.search
 
     def step(self, row_ids: list[str], rows: list[int]) -> ItemStep | None:
@@ -64,6 +71,8 @@ class ItemRows:
             self._eos,
             self._options.normalize,
             row_ids,
+            self._selection,
+            self._options.weight_factor,
             self._items.nodes[rows],
             self.search.totals[rows],
         )
@@ -78,13 +87,18 @@ class ItemRows:
         targets = np.zeros((len(outputs), width), dtype=np.int32)
         logprobs = np.full(targets.shape, -np.inf, dtype=np.float32)
         for i, output in enumerate(outputs):
-            # Column 0 is the sampled token; the candidates' nodes follow.
+            # Column 0 is the sampled token; what the candidates lead to follows.
             values = output.logprobs.logprobs[output.place, 1:]
             targets[i, : len(values)] = output.logprobs.logprob_token_ids[output.place, 1:]
             logprobs[i, : len(values)] = values
-        if not (logprobs > -np.inf).any():
+        start = np.array([ROOT])
+        if not (logprobs > -np.inf).any() and self._items.trie.has_children(start).all():
             raise RuntimeError("no row has a candidate; the worker's log says why")
         return self._items.advance(targets, logprobs)
+
+    def hypotheses(self) -> list[Hypothesis]:
+        """Return the best hypotheses of a search that is done, best first."""
+        return self._items.hypotheses()
 
     def item_ids(self, hypotheses: Sequence[Hypothesis]) -> list[ItemId]:
         """Return the item of each finished hypothesis."""

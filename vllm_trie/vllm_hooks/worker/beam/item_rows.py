@@ -22,7 +22,8 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from vllm_trie.items import ItemsError, ItemTrie, open_items
-from vllm_trie.items.step import RowCandidates, best_continuations, by_row
+from vllm_trie.items.selection import view
+from vllm_trie.items.step import RowCandidates, best_continuations, by_row, tokens_of
 from vllm_trie.vllm_hooks.scheduler.catalogues import ITEM_STEPS, ItemStep
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class _WorkerItems:
     ) -> GroupCandidates | None:
         """Return the candidates of one group; None if its catalogue cannot be mapped."""
         try:
-            trie = self._trie(step.path, step.version)
+            trie = view(self._trie(step.path, step.version), step.selection)
         except ItemsError as error:
             logger.error("A constrained search fails: %s", error)
             return None
@@ -77,12 +78,10 @@ class _WorkerItems:
             step.beam_width,
             eos,
             step.normalize,
+            step.weight_factor,
         )
         rows = by_row(found, len(places))
-        first = rows.nodes[:, 0]
-        tokens = trie.tokens[first]
-        if eos is not None:
-            tokens = np.where(first == step.nodes, np.int32(eos), tokens)
+        tokens = tokens_of(trie, rows.targets[:, 0], eos)
         return GroupCandidates(places, rows, np.maximum(tokens, 0))
 
     def _trie(self, path: str, version: str) -> ItemTrie:
@@ -139,7 +138,7 @@ def with_candidates(output: SamplerOutput, groups: list[GroupCandidates]) -> Sam
     """
     sampled = output.sampled_token_ids
     given = output.logprobs_tensors
-    most = max((group.candidates.nodes.shape[1] for group in groups), default=0)
+    most = max((group.candidates.targets.shape[1] for group in groups), default=0)
     own = 0 if given is None else given.logprobs.shape[1]
     shape = (len(sampled), max(1 + most, own))
     token_ids = torch.zeros(shape, dtype=torch.int32, device=sampled.device)
@@ -150,11 +149,11 @@ def with_candidates(output: SamplerOutput, groups: list[GroupCandidates]) -> Sam
         logprobs[:, :own] = given.logprobs
         ranks = given.selected_token_ranks
     for group in groups:
-        nodes, values = map(torch.from_numpy, group.candidates)
+        targets, values = map(torch.from_numpy, group.candidates)
         places = torch.tensor(group.places, device=sampled.device)
         sampled[places, 0] = torch.from_numpy(group.tokens).to(sampled)
         logprobs[places] = -torch.inf
-        token_ids[places, 1 : 1 + nodes.shape[1]] = nodes.to(sampled.device)
-        logprobs[places, 1 : 1 + nodes.shape[1]] = values.to(sampled.device)
+        token_ids[places, 1 : 1 + targets.shape[1]] = targets.to(sampled.device)
+        logprobs[places, 1 : 1 + targets.shape[1]] = values.to(sampled.device)
     output.logprobs_tensors = LogprobsTensors(token_ids, logprobs, ranks)
     return output
