@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 MAX_LENGTH_PENALTY = 5.0
 """Largest absolute value of the option; powers of lengths stay far from float32's limits."""
 
-MAX_WEIGHT_FACTOR = 1e6
+MAX_WEIGHT_FACTOR = 1000.0
 MAX_RULES = 4096
 """Entries of the lists of one request; they travel with each of its members."""
 
@@ -113,9 +113,9 @@ class BeamOptions(BaseModel):
     allow_prefixes: _Prefixes | None = Field(
         default=None, description="Items that begin with one of these tokens are valid."
     )
-    deny_items: _Ids = Field(default=[], description="Ids of items that are not valid.")
-    deny_prefixes: _Prefixes = Field(
-        default=[], description="Items that begin with one of these tokens are not valid."
+    deny_items: _Ids | None = Field(default=None, description="Ids of items that are not valid.")
+    deny_prefixes: _Prefixes | None = Field(
+        default=None, description="Items that begin with one of these tokens are not valid."
     )
 
     @model_validator(mode="after")

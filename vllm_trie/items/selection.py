@@ -75,6 +75,10 @@ class SelectedTrie:
         kept = ends | goes_on
         return found if kept.all() else Children(*(array[kept] for array in found))
 
+    def num_children(self, nodes: np.ndarray) -> np.ndarray:
+        """Return int[n], the number of children of int[n] nodes that may be entered."""
+        return np.bincount(self.children(nodes).parents, minlength=len(nodes))
+
     def has_children(self, nodes: np.ndarray) -> np.ndarray:
         """Return bool[...], whether valid items go on after int[...] nodes."""
         return self._lookup(nodes)[1] & self.trie.has_children(nodes)
@@ -82,6 +86,10 @@ class SelectedTrie:
     def is_terminal(self, nodes: np.ndarray) -> np.ndarray:
         """Return bool[...], whether a valid item ends at int[...] nodes."""
         return self._lookup(nodes)[0] & self.trie.is_terminal(nodes)
+
+    def find(self, token_ids: np.ndarray) -> int | None:
+        """Return the node at the end of a path from the root, None if it leaves the trie."""
+        return self.trie.find(token_ids)
 
     def item_ids(self, nodes: np.ndarray) -> list[ItemId]:
         """Return the ids of the items that end at int[n] nodes."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.beam.cases import prompt
-from tests.engine.beam.oracle import constrained_search
+from tests.engine.beam.oracle import constrained_search, load
 from tests.engine.conftest import scheduler_of
 from tests.unit.items.catalogues import (
     PlainTrie,
@@ -186,6 +186,26 @@ def test_normalized_over_valid_tokens(items_engine):
     assert total == pytest.approx(1.0, abs=1e-4)
 
 
+def test_metrics(items_engine):
+    def values():
+        return {m.name: m.value for m in llm.get_metrics() if m.name.startswith("vllm:trie_beam")}
+
+    llm = items_engine()
+    requests = [{"prompt_token_ids": list(prompt(i, 9))} for i in range(2)]
+    before = values()
+    results = llm.generate(
+        requests, [items_params(8, "few", n=4), items_params(4, "equal")], use_tqdm=False
+    )
+    assert all("report" not in output.beam for result in results for output in result.outputs)
+    found = {name: value - before.get(name, 0) for name, value in values().items()}
+    assert found["vllm:trie_beam_searches"] == 2
+    assert found["vllm:trie_beam_hypotheses"] == 8 + 4
+    assert found["vllm:trie_beam_steps"] == found["vllm:trie_beam_item_steps"] == 3 + 4
+    # Of "few": 5 and 9, then 6, then 7. Of "equal": its first tokens, and more.
+    assert found["vllm:trie_beam_valid_children"] > 4 + len({tokens[0] for tokens in EQUAL})
+    assert found["vllm:trie_beam_forced_tokens"] >= 2
+
+
 def test_beam_search_params(items_engine):
     from vllm.sampling_params import BeamSearchParams
 
@@ -203,6 +223,90 @@ def test_beam_search_params(items_engine):
     assert [sequence.item for sequence in output.sequences] == [
         EQUAL[tuple(each.token_ids)] for each in expected
     ]
+
+
+def greedy_item(token_ids, plain: PlainTrie, items_end: str) -> tuple[list[int], tuple[int, ...]]:
+    """Decode an item with Hugging Face's model: the output and the item's tokens."""
+    import torch
+
+    path: list[int] = []
+    while True:
+        allowed = plain.allowed(tuple(path), EOS) or [EOS]
+        if allowed == [EOS] and items_end == "complete":
+            return path, tuple(path)
+        with torch.no_grad():
+            logits = load(SHIPPED)(torch.tensor([[*token_ids, *path]])).logits[0, -1]
+        token = allowed[int(logits[allowed].argmax())]
+        if token == EOS:
+            return [*path, EOS], tuple(path)
+        path.append(token)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"async_scheduling": True}, id="asynchronous"),
+        pytest.param({"num_gpu_blocks_override": 54}, id="preemption"),
+    ],
+)
+def test_decoding_without_a_search(items_engine, options):
+    """Greedy requests equal Hugging Face's model under the same mask; samples are items."""
+    from vllm import SamplingParams
+
+    llm = items_engine(**options)
+    prompts = [list(prompt(i, 20 + 9 * i)) for i in range(6)]
+    kinds = [("equal", "complete"), ("mixed", "complete"), ("mixed", "eos")] * 2
+    wanted = [
+        SamplingParams(temperature=0.0, max_tokens=9, extra_args={"items": n, "items_end": end})
+        for n, end in kinds
+    ]
+    allowed = sorted({tokens[0] for tokens in MIXED})[:150]
+    extra_args = {"items": "mixed", "allow_prefixes": [[token] for token in allowed]}
+    samples = SamplingParams(n=30, temperature=1.5, seed=1, max_tokens=9, extra_args=extra_args)
+    ordinary = SamplingParams(temperature=0.0, max_tokens=20)
+    others = [prompts[0], prompts[1], prompts[2]]
+    (alone,) = llm.generate([{"prompt_token_ids": prompts[1]}], ordinary, use_tqdm=False)
+    results = llm.generate(
+        [{"prompt_token_ids": each} for each in prompts + others],
+        [*wanted, samples, ordinary, items_params(5, "equal")],
+        use_tqdm=False,
+    )
+    for token_ids, (name, items_end), result in zip(prompts, kinds, results, strict=False):
+        items = {"equal": EQUAL, "mixed": MIXED}[name]
+        expected, item = greedy_item(token_ids, PlainTrie(items), items_end)
+        (output,) = result.outputs
+        assert list(output.token_ids) == expected
+        number = items[item]
+        found = (output.finish_reason, output.stop_reason)
+        assert found == ("stop", f"item {number}" if name == "mixed" else number)
+    for output in results[6].outputs:
+        tokens = tuple(token for token in output.token_ids if token != EOS)
+        assert tokens[0] in allowed
+        assert output.stop_reason == f"item {MIXED[tokens]}"
+    assert len({tuple(output.token_ids) for output in results[6].outputs}) > 5
+    assert results[7].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert all(output.item for output in results[8].outputs)
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "sampling", "message"),
+    [
+        ({"items": "other"}, {}, "items='other' is no catalogue of this engine, which has 'equal'"),
+        ({"items": "equal", "normalize": "valid"}, {}, "normalize with items needs 'beam_width'"),
+        ({"items": "equal", "deny_items": "x"}, {}, "deny_items: Input should be a valid list"),
+        ({"items": "equal"}, {"max_tokens": 3}, "max_tokens must be at least 4"),
+        ({"items": "equal"}, {"ignore_eos": True}, "ignore_eos=True is not supported with items"),
+        ({"vllm_trie_item": {}}, {}, "is for vllm-trie's own use; leave it out, and ask with 'ite"),
+    ],
+)
+def test_refused_requests_without_a_search(items_engine, extra_args, sampling, message):
+    from vllm import SamplingParams
+
+    llm = items_engine()
+    params = SamplingParams(extra_args=extra_args, **{"max_tokens": 12, **sampling})
+    with pytest.raises(ValueError, match=message):
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 SPEC_KEY = "vllm_trie_beam"
 """Key in ``extra_args`` of a member request, and of the result in ``kv_transfer_params``."""
 
+DECODING_KEY = "vllm_trie_item"
+"""Key in ``extra_args`` of an ordinary request that decodes an item."""
+
 _SIMILAR = 0.82
 """Ratio of :class:`difflib.SequenceMatcher` from which a name is taken for a misspelled option."""
 
@@ -87,11 +90,12 @@ def refuse_own_key(params: Any) -> None:
     Raises:
         BeamRequestError: It has one; the engine would trust it.
     """
-    if SPEC_KEY in (getattr(params, "extra_args", None) or {}):
-        raise BeamRequestError(
-            f"extra_args[{SPEC_KEY!r}] is for vllm-trie's own use; leave it out, and ask for a "
-            "beam search with 'beam_width'"
-        )
+    for key, option in ((SPEC_KEY, "beam_width"), (DECODING_KEY, "items")):
+        if key in (getattr(params, "extra_args", None) or {}):
+            raise BeamRequestError(
+                f"extra_args[{key!r}] is for vllm-trie's own use; leave it out, and ask with "
+                f"{option!r}"
+            )
 
 
 def prepare_params(params: SamplingParams) -> SamplingParams:

@@ -22,7 +22,7 @@ from vllm_trie.items.step import Normalize
 logger = init_logger(__name__)
 
 ITEM_STEPS = "vllm_trie_items"
-"""Attribute of a ``SchedulerOutput``: a list of :class:`ItemStep`. Missing if there is none."""
+"""Attribute of a ``SchedulerOutput``: a list of :class:`ItemStep`, in engines with catalogues."""
 
 
 class ItemStep(NamedTuple):
@@ -73,6 +73,9 @@ class Catalogues:
         self._current = {name: self._open(path) for name, path in paths.items()}
         self._opening: dict[str, threading.Thread] = {}
         self._refused: dict[str, tuple[int, ...]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._current)
 
     def latest(self, name: str) -> Catalogue:
         """Return the newest checked version of a catalogue.

@@ -11,7 +11,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_trie.beam import BeamOptions
 from vllm_trie.items import ROOT
 from vllm_trie.items.selection import Selection, select, view
-from vllm_trie.vllm_hooks.frontend.item_requests import DECODING_KEY, rules_of
+from vllm_trie.vllm_hooks.frontend.beam_options import DECODING_KEY
+from vllm_trie.vllm_hooks.frontend.item_requests import rules_of
 from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogues
 
 _STATE = "_vllm_trie_decoded_item"

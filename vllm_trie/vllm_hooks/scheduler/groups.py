@@ -57,7 +57,7 @@ class BeamGroups:
         self.by_id: dict[str, BeamGroup] = {}
         """Group id to group, in order of arrival. Only this class writes it."""
         self.vocab_size = scheduler.vllm_config.model_config.get_vocab_size()
-        self._catalogues = Catalogues(catalogue_paths(scheduler.vllm_config), self.vocab_size)
+        self.catalogues = Catalogues(catalogue_paths(scheduler.vllm_config), self.vocab_size)
 
     @property
     def idle(self) -> bool:
@@ -113,7 +113,7 @@ class BeamGroups:
             self.vocab_size,
             scheduler.block_size,
             make_stop_string_finder(scheduler.vllm_config.model_config, member.sampling_params),
-            None if spec.options.items is None else self._catalogues.latest(spec.options.items),
+            None if spec.options.items is None else self.catalogues.latest(spec.options.items),
         )
         check_slots(group.beam_width, min(scheduler.max_num_running_reqs, self.admission.slots))
         check_blocks(
@@ -136,19 +136,19 @@ class BeamGroups:
             self._start(group)
 
     def after_schedule(self, output: SchedulerOutput) -> None:
-        """Note whether the step that vLLM has scheduled leaves the engine stalled.
-
-        Tells the worker the places of constrained rows in their catalogues.
-        """
-        steps = [group.item_step(output.num_scheduled_tokens) for group in self.by_id.values()]
-        if any(steps):
-            setattr(output, ITEM_STEPS, [step for step in steps if step is not None])
+        """Note whether the step that vLLM has scheduled leaves the engine stalled."""
         self.admission.end_step()
         # Under asynchronous scheduling an empty step is usual while outputs are on their way.
         rows = (row for group in self.by_id.values() for row in group.rows)
         self._stalled = not output.total_num_scheduled_tokens and not any(
             request.num_in_flight_tokens for request in (*self._scheduler.running, *rows)
         )
+
+    def send_item_steps(self, output: SchedulerOutput) -> None:
+        """Tell the worker the places of constrained rows in their catalogues."""
+        if self.catalogues:
+            steps = [group.item_step(output.num_scheduled_tokens) for group in self.by_id.values()]
+            setattr(output, ITEM_STEPS, [step for step in steps if step is not None])
 
     def _in_order(self) -> list[BeamGroup]:
         return self.admission.in_order(self.by_id.values())
@@ -157,6 +157,14 @@ class BeamGroups:
         self._counters.groups += 1
         if self._scheduler.log_stats:
             now = time.monotonic()
+            config = self._scheduler.vllm_config
+            group.report = {
+                "model_name": config.model_config.served_model_name,
+                "engine": str(config.parallel_config.data_parallel_index),
+                "searches": 1,
+                "hypotheses": group.beam_width,
+                "waiting_seconds": now - group.arrival,
+            }
             for member in group.members.values():
                 member.record_event(EngineCoreEventType.SCHEDULED, now)
         self._rows.start(group)

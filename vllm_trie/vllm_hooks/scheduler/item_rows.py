@@ -10,10 +10,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsLists
 
 from vllm_trie.beam import Child, Hypothesis
-from vllm_trie.items import ROOT, ItemId, Rules
+from vllm_trie.items import ROOT, ItemId
 from vllm_trie.items.search import ItemSearch
 from vllm_trie.items.selection import select, view
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, search_settings
+from vllm_trie.vllm_hooks.frontend.item_requests import rules_of
 from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogue, ItemStep
 
 
@@ -36,6 +37,8 @@ class ItemRows:
 
     Attributes:
         search: The search over tokens.
+        counts: For metrics, over all steps: children that hypotheses could go to, and hypotheses
+            that could go to one only.
     """
 
     def __init__(
@@ -45,9 +48,7 @@ class ItemRows:
         self._options = spec.options
         self._eos = params.eos_token_id if spec.options.items_end == "eos" else None
         options = spec.options
-        rules = Rules(
-            options.allow_items, options.allow_prefixes, options.deny_items, options.deny_prefixes
-        )
+        rules = rules_of(options)
         self._selection = select(catalogue.trie, rules) if rules.restrict else None
         trie = view(catalogue.trie, self._selection)
         needed = catalogue.trie.max_length + (spec.options.items_end == "eos")
@@ -59,6 +60,7 @@ class ItemRows:
         settings = search_settings(params, spec, needed)
         self._items = ItemSearch(trie, settings, self._eos, options.weight_factor)
         self.search = self._items.search
+        self.counts = {"valid_children": 0, "forced_tokens": 0}
 
     def step(self, row_ids: list[str], rows: list[int]) -> ItemStep | None:
         """Return what the worker needs for some of the rows, None for no rows."""
@@ -94,6 +96,9 @@ class ItemRows:
         start = np.array([ROOT])
         if not (logprobs > -np.inf).any() and self._items.trie.has_children(start).all():
             raise RuntimeError("no row has a candidate; the worker's log says why")
+        children = self._items.trie.num_children(self._items.nodes)
+        self.counts["valid_children"] += int(children.sum())
+        self.counts["forced_tokens"] += int((children == 1).sum())
         return self._items.advance(targets, logprobs)
 
     def hypotheses(self) -> list[Hypothesis]:

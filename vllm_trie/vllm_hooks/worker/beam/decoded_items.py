@@ -1,7 +1,7 @@
 """Ordinary requests that decode an item, in the worker: all other tokens are masked.
 
-The mask comes before the sampler, so that greedy decoding, sampling, penalties and log-probabilities
-see the valid tokens only.
+The mask comes before the sampler, so that greedy decoding, sampling, penalties and
+log-probabilities see the valid tokens only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 
 from vllm_trie.items import ROOT, ItemsError, ItemTrie
 from vllm_trie.items.selection import SelectedTrie, view
-from vllm_trie.vllm_hooks.frontend.item_requests import DECODING_KEY
+from vllm_trie.vllm_hooks.frontend.beam_options import DECODING_KEY
 from vllm_trie.vllm_hooks.scheduler.decoded_items import Decoding
 
 if TYPE_CHECKING:

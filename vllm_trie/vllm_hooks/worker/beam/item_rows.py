@@ -25,6 +25,7 @@ from vllm_trie.items import ItemsError, ItemTrie, open_items
 from vllm_trie.items.selection import view
 from vllm_trie.items.step import RowCandidates, best_continuations, by_row, tokens_of
 from vllm_trie.vllm_hooks.scheduler.catalogues import ITEM_STEPS, ItemStep
+from vllm_trie.vllm_hooks.worker.beam.decoded_items import DecodedItems
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -57,6 +58,7 @@ class _WorkerItems:
 
     def __init__(self) -> None:
         self.steps: list[ItemStep] = []
+        self.decoded = DecodedItems(self.trie)
         self._tries: dict[tuple[str, str], ItemTrie] = {}
 
     def candidates(
@@ -64,7 +66,7 @@ class _WorkerItems:
     ) -> GroupCandidates | None:
         """Return the candidates of one group; None if its catalogue cannot be mapped."""
         try:
-            trie = view(self._trie(step.path, step.version), step.selection)
+            trie = view(self.trie(step.path, step.version), step.selection)
         except ItemsError as error:
             logger.error("A constrained search fails: %s", error)
             return None
@@ -84,7 +86,12 @@ class _WorkerItems:
         tokens = tokens_of(trie, rows.targets[:, 0], eos)
         return GroupCandidates(places, rows, np.maximum(tokens, 0))
 
-    def _trie(self, path: str, version: str) -> ItemTrie:
+    def trie(self, path: str, version: str) -> ItemTrie:
+        """Return a version of a catalogue.
+
+        Raises:
+            ItemsError: The file is gone, or another version.
+        """
         key = (path, version)
         if key not in self._tries:
             self._tries[key] = open_items(Path(path), version=version)
@@ -101,9 +108,11 @@ def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute_model(
         self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
-        steps = getattr(scheduler_output, ITEM_STEPS, [])
-        if steps or _STATE in self.__dict__:
-            self.__dict__.setdefault(_STATE, _WorkerItems()).steps = steps
+        steps = getattr(scheduler_output, ITEM_STEPS, None)
+        if steps is not None:
+            state = self.__dict__.setdefault(_STATE, _WorkerItems())
+            state.steps = steps
+            state.decoded.update(scheduler_output, self.input_batch)
         return original(self, scheduler_output, *args, **kwargs)
 
     return execute_model
@@ -117,7 +126,10 @@ def wrap_sample(original: Callable[..., SamplerOutput]) -> Callable[..., Sampler
         self: GPUModelRunner, logits: torch.Tensor, spec_decode_metadata: Any
     ) -> SamplerOutput:
         state: _WorkerItems | None = self.__dict__.get(_STATE)
-        if state is None or not state.steps:
+        if state is None:
+            return original(self, logits, spec_decode_metadata)
+        state.decoded.mask(logits, self.input_batch)
+        if not state.steps:
             return original(self, logits, spec_decode_metadata)
         steps, state.steps = state.steps, []
         # Before the sampler, which may change logits in place.
