@@ -84,6 +84,9 @@ class BeamOptions(BaseModel):
     beam_trace: _Flag = Field(
         default=False, description="Return the whole trie of the search, to draw it."
     )
+    detokenize: _Flag = Field(
+        default=True, description="Give outputs their text; false saves its time."
+    )
     items: str | None = Field(
         default=None,
         description="Name of a catalogue of the engine: every hypothesis is one of its items.",

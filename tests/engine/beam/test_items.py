@@ -147,7 +147,9 @@ def test_allowed_and_denied_items(items_engine):
     assert all(1 < len(each) <= 16 for each in wanted[:2]), list(map(len, wanted))
     llm = items_engine()
     params = [
-        items_params(16, "equal", **{k: v and list(v) for k, v in equal._asdict().items()}),
+        items_params(
+            16, "equal", detokenize=0, **{k: v and list(v) for k, v in equal._asdict().items()}
+        ),
         # As over HTTP, where lists of lists are text.
         items_params(16, "mixed", allow_prefixes=json.dumps([prefix]), deny_items=mixed.deny_items),
         items_params(3, "equal", allow_items=[]),
@@ -155,6 +157,7 @@ def test_allowed_and_denied_items(items_engine):
     prompts = [{"prompt_token_ids": list(prompt(i, 20))} for i in range(3)]
     for each, result in zip(wanted, llm.generate(prompts, params, use_tqdm=False), strict=True):
         found = [output.item for output in result.outputs if output.token_ids]
+        assert any(output.text for output in result.outputs) == (each is wanted[1])
         assert len(found) == len(set(found))
         assert set(found) == set(each)
 
@@ -257,9 +260,14 @@ def test_decoding_without_a_search(items_engine, options):
     llm = items_engine(**options)
     prompts = [list(prompt(i, 20 + 9 * i)) for i in range(6)]
     kinds = [("equal", "complete"), ("mixed", "complete"), ("mixed", "eos")] * 2
+    longest = {("equal", "complete"): 4, ("mixed", "complete"): 5, ("mixed", "eos"): 6}
     wanted = [
-        SamplingParams(temperature=0.0, max_tokens=9, extra_args={"items": n, "items_end": end})
-        for n, end in kinds
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=longest[kind],
+            extra_args={"items": kind[0], "items_end": kind[1]},
+        )
+        for kind in kinds
     ]
     allowed = sorted({tokens[0] for tokens in MIXED})[:150]
     extra_args = {"items": "mixed", "allow_prefixes": [[token] for token in allowed]}

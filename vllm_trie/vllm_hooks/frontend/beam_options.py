@@ -123,6 +123,7 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
     extra_args[SPEC_KEY] = {"n": params.n, "options": options.model_dump(), "seed": seed}
     prepared = params.clone()
     prepared.extra_args = extra_args
+    prepared.detokenize &= options.detokenize
     prepared.watermarking = False
     return prepared
 
@@ -142,7 +143,7 @@ def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int)
     if spec.options.items is not None:  # only EOS, and only where it must follow an item
         stop_token_ids = [params.eos_token_id] if spec.options.items_end == "eos" else []
     return SearchSettings(
-        **spec.options.model_dump(exclude={"beam_trace", *ITEM_OPTIONS}),
+        **spec.options.model_dump(exclude={"beam_trace", "detokenize", *ITEM_OPTIONS}),
         trace=spec.options.beam_trace,
         max_new_tokens=max_new_tokens,
         stop_token_ids=tuple(dict.fromkeys(t for t in stop_token_ids if t is not None)),
@@ -275,6 +276,8 @@ def _refuse_unsupported(params: SamplingParams, options: BeamOptions) -> None:
             advice[name] = "leave it out"
     if "structured_outputs" in advice:
         advice["structured_outputs"] += "; only an offline LLM.beam_search takes it"
+    if params.stop and not options.detokenize:
+        advice["stop"] = "stop strings need text; leave detokenize out"
     if options.do_sample and params.temperature < 1e-5:
         advice["temperature"] = "use a temperature above 0, or leave do_sample out"
     for name, what in advice.items():

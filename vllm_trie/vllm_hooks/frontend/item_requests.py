@@ -31,7 +31,7 @@ _UNSET: dict[str, tuple[object, ...]] = {
 """Sampling parameters that do not go with items, and the values that mean unset."""
 
 
-_DECODING_OPTIONS = ITEM_OPTIONS - {"normalize", "weight_factor"}
+_DECODING_OPTIONS = ITEM_OPTIONS - {"normalize", "weight_factor"} | {"detokenize"}
 
 _UNSET_DECODING: dict[str, tuple[object, ...]] = {
     **{name: _UNSET[name] for name in ("stop", "stop_token_ids", "min_tokens", "bad_words")},
@@ -72,6 +72,7 @@ def prepare_decoding(vllm_config: VllmConfig, params: SamplingParams) -> Samplin
     _check_catalogue(vllm_config, options.items)
     _check_unset(params, _UNSET_DECODING)
     prepared = params.clone()
+    prepared.detokenize &= options.detokenize
     prepared.extra_args = {**extra_args, DECODING_KEY: options.model_dump(exclude_defaults=True)}
     return prepared
 

@@ -65,7 +65,7 @@ class _DecodedItem:
                 return True
             self._node = int(found[0])
         leaf = not self._trie.has_children(np.array([self._node]))[0]
-        if leaf and not self._wants_eos and not request.is_finished():
+        if leaf and not self._wants_eos:  # also where the length would have ended it
             request.status = RequestStatus.FINISHED_STOPPED
         if request.status == RequestStatus.FINISHED_STOPPED and self._ends():
             (request.stop_reason,) = self._trie.item_ids(np.array([self._node]))
