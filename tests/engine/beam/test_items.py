@@ -303,6 +303,7 @@ def test_decoding_without_a_search(items_engine, options):
         ({"items": "other"}, {}, "items='other' is no catalogue of this engine, which has 'equal'"),
         ({"items": "equal", "normalize": "valid"}, {}, "normalize with items needs 'beam_width'"),
         ({"items": "equal", "deny_items": "x"}, {}, "deny_items: Input should be a valid list"),
+        ({"items": "equal", "deny_item": [1]}, {}, "'deny_item' is unknown; did you mean 'deny_it"),
         ({"items": "equal"}, {"max_tokens": 3}, "max_tokens must be at least 4"),
         ({"items": "equal"}, {"ignore_eos": True}, "ignore_eos=True is not supported with items"),
         ({"vllm_trie_item": {}}, {}, "is for vllm-trie's own use; leave it out, and ask with 'ite"),

@@ -107,7 +107,7 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
     assert params.extra_args is not None
     extra_args = dict(params.extra_args)
     given = {name: extra_args.pop(name) for name in OPTION_NAMES & extra_args.keys()}
-    _refuse_misspelled(extra_args)
+    refuse_misspelled(extra_args)
     try:
         options = parse_options(given)
     except ValueError as error:
@@ -254,8 +254,12 @@ def min_blocks(
     return full + beam_width
 
 
-def _refuse_misspelled(names: Iterable[str]) -> None:
-    """Refuse keys that look like an option; others may belong to other plugins."""
+def refuse_misspelled(names: Iterable[str]) -> None:
+    """Refuse keys that look like an option; others may belong to other plugins.
+
+    Raises:
+        BeamRequestError: One of them does.
+    """
     for name in names:
         if name in _OTHER_NAMES:
             raise BeamRequestError(

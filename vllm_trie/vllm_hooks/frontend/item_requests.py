@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_trie.beam import ITEM_OPTIONS, OPTION_NAMES, BeamOptions, parse_options
 from vllm_trie.items import ItemsError, ItemsHeader, Rules, file_stamp, read_header
-from vllm_trie.vllm_hooks.frontend.beam_options import DECODING_KEY, BeamRequestError
+from vllm_trie.vllm_hooks.frontend.beam_options import (
+    DECODING_KEY,
+    BeamRequestError,
+    refuse_misspelled,
+)
 from vllm_trie.vllm_hooks.setup.config_keys import ITEMS, spelled
 from vllm_trie.vllm_hooks.setup.items import catalogue_paths
 
@@ -63,6 +67,7 @@ def prepare_decoding(vllm_config: VllmConfig, params: SamplingParams) -> Samplin
     for name in sorted(extra_args.keys() & OPTION_NAMES - _DECODING_OPTIONS):
         raise BeamRequestError(f"{name} with items needs 'beam_width'; leave {name} out, or add it")
     given = {name: extra_args.pop(name) for name in _DECODING_OPTIONS & extra_args.keys()}
+    refuse_misspelled(extra_args)
     try:
         options = parse_options({"beam_width": 1, **given})
     except ValueError as error:
