@@ -81,11 +81,11 @@ class SelectedTrie:
 
     def has_children(self, nodes: np.ndarray) -> np.ndarray:
         """Return bool[...], whether valid items go on after int[...] nodes."""
-        return self._lookup(nodes)[1] & self.trie.has_children(nodes)
+        return np.asarray(self._lookup(nodes)[1] & self.trie.has_children(nodes))
 
     def is_terminal(self, nodes: np.ndarray) -> np.ndarray:
         """Return bool[...], whether a valid item ends at int[...] nodes."""
-        return self._lookup(nodes)[0] & self.trie.is_terminal(nodes)
+        return np.asarray(self._lookup(nodes)[0] & self.trie.is_terminal(nodes))
 
     def find(self, token_ids: np.ndarray) -> int | None:
         """Return the node at the end of a path from the root, None if it leaves the trie."""
@@ -192,4 +192,4 @@ def _bounds(trie: ItemTrie, allowed: np.ndarray, denied: np.ndarray) -> np.ndarr
     np.add.at(depth, place, np.concatenate(changes))
     depth = depth.cumsum(axis=0)
     inside = (depth[:, 0] > 0) & (depth[:, 1] == 0)
-    return points[np.diff(inside, prepend=False)]
+    return np.asarray(points[np.diff(inside, prepend=False)])

@@ -54,7 +54,7 @@ def nodes_of(targets: np.ndarray) -> np.ndarray:
 
 def tokens_of(trie: Trie, targets: np.ndarray, eos_token_id: int | None) -> np.ndarray:
     """Return int32[...], the tokens of candidates: with EOS, it completes an item."""
-    tokens = trie.tokens[nodes_of(targets)]
+    tokens: np.ndarray = trie.tokens[nodes_of(targets)]
     return tokens if eos_token_id is None else np.where(targets < 0, eos_token_id, tokens)
 
 

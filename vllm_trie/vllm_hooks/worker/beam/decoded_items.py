@@ -42,7 +42,8 @@ class DecodedItems:
         for request_id in output.finished_req_ids:
             self._requests.pop(request_id, None)
         for new in output.scheduled_new_reqs:
-            extra = (new.sampling_params and new.sampling_params.extra_args) or {}
+            params = new.sampling_params
+            extra = (params.extra_args or {}) if params is not None else {}
             if DECODING_KEY in extra:
                 self._requests[new.req_id] = self._opened(extra[DECODING_KEY])
                 # Under asynchronous scheduling vLLM fills in sampled tokens only if told so.
