@@ -1,12 +1,13 @@
 """Catalogues of items: the build, the step of a constrained search, and searches in the engine.
 
-Items are random: 4 tokens of 256 values each. `build` rows give seconds, the most memory that the
-build takes, without pages of files, and bytes per item, for a NumPy array and for JSON lines.
+Items are random: 4 tokens of 256 values each. `build` rows give CPU seconds, the most memory that
+the build takes, without pages of files, and bytes per item, for a NumPy array and for JSON lines.
 `step` rows give microseconds of one step at the trie's last level but one: the choice among valid
 children and, for comparison, the top 2b of every row over the vocabulary, which a search without a
-constraint takes. Both exclude the normalizer. `search` rows give whole searches in the engine, in
-turns with searches that have no constraint, with the shipped model in float32 and eager mode; all
-results are checked to be items.
+constraint takes. Both exclude the normalizer. `rules` rows give the time of a request's deny-list
+of ids, and the microseconds that it adds to a step, without the choice among the children. `search`
+rows give whole searches in the engine, in turns with searches that have no constraint, with the
+shipped model in float32 and eager mode; all results are checked to be items.
 
     python benchmarks/items.py --items 1000000
 """
@@ -33,11 +34,13 @@ from support.harness import (
     run_quietly,
 )
 
-from vllm_trie.items import build_items, open_items, read_items
+from vllm_trie.items import Rules, build_items, open_items, read_items
+from vllm_trie.items.selection import SelectedTrie, select
 
 COLUMNS = (
     "measure", "items", "form", "build_s", "peak_mb", "open_s", "bytes_per_item",
-    "vocabulary", "beam_width", "step_us", "top_k_us", "items_ms", "free_ms", "ratio",
+    "vocabulary", "rules", "select_ms", "beam_width", "step_us", "top_k_us", "items_ms", "free_ms",
+    "ratio",
 )  # fmt: skip
 LENGTH, VALUES = 4, 256
 PROMPT_LENGTH = 200
@@ -67,7 +70,7 @@ def anonymous_mb() -> float:
 
 
 def build_in_process(source: Path, target: Path) -> None:
-    """Build a trie; print the seconds and the most memory above that of the start, MB."""
+    """Build a trie; print the CPU seconds and the most memory above that of the start, MB."""
     before = peak = anonymous_mb()
     done = threading.Event()
 
@@ -78,9 +81,9 @@ def build_in_process(source: Path, target: Path) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    start = time.perf_counter()
+    start = time.process_time()
     build_items(target, read_items(source))
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     done.set()
     watcher.join()
     print(json.dumps({"build_s": seconds, "peak_mb": peak - before}))
@@ -120,6 +123,27 @@ def measure_step(path: Path, vocabulary: int, width: int, repeats: int) -> Row:
         "measure": "step", "items": trie.num_items, "vocabulary": vocabulary, "beam_width": width,
         "step_us": 1e6 * median_seconds(timed["step"]),
         "top_k_us": 1e6 * median_seconds(timed["top_k"]),
+    }  # fmt: skip
+
+
+def measure_rules(path: Path, count: int, repeats: int) -> Row:
+    trie = open_items(path)
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(trie.num_items, size=count).tolist()
+    rules = Rules(deny_items=[f"item-{number}" for number in numbers])
+    whole = SelectedTrie(trie, select(trie, rules))
+    pairs = trie.children(trie.children(np.array([0])).nodes).nodes
+    nodes = rng.choice(pairs, size=400, replace=False)
+    runs = {
+        "select": lambda: select(trie, rules),
+        "plain": lambda: trie.has_children(trie.children(nodes).nodes),
+        "selected": lambda: whole.has_children(whole.children(nodes).nodes),
+    }
+    timed = interleave(runs, 3 * repeats)
+    plain, selected = (1e6 * median_seconds(timed[name]) for name in ("plain", "selected"))
+    return {
+        "measure": "rules", "items": trie.num_items, "rules": count, "beam_width": len(nodes),
+        "select_ms": 1e3 * median_seconds(timed["select"]), "step_us": selected - plain,
     }  # fmt: skip
 
 
@@ -173,6 +197,7 @@ def run(options: argparse.Namespace) -> list[Row]:
         for vocabulary in (2048, 32_000):
             for width in options.widths:
                 rows.append(measure_step(target, vocabulary, width, 3 * options.repeats))
+        rows += [measure_rules(target, count, options.repeats) for count in (100, 1000, 4096)]
         rows += measure_searches(target, options.widths, options.repeats)
     return rows
 

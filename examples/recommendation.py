@@ -55,6 +55,8 @@ def main(model: str, count: int, width: int) -> None:
         with serve(model, *options, "--additional-config", json.dumps(additional)) as client:
             name = client.models.list().data[0].id
             rng = np.random.default_rng(1)
+            # Ids are enough: no texts.
+            xargs = {"beam_width": width, "items": "catalogue", "detokenize": 0}
             num_valid = num_answers = 0
             for user in range(4):
                 # What the user chose before: the tokens of some items.
@@ -66,7 +68,7 @@ def main(model: str, count: int, width: int) -> None:
                     temperature=0,
                     max_tokens=8,
                     n=width,
-                    extra_body={"vllm_xargs": {"beam_width": width, "items": "catalogue"}},
+                    extra_body={"vllm_xargs": xargs},
                 )
                 found = [choice.stop_reason for choice in reply.choices]
                 num_answers += len(found)

@@ -23,14 +23,15 @@ def _rate(metric: str, by: str = "method") -> str:
     return f"sum by ({by}) (rate({metric}{_WHERE}{_WINDOW}))"
 
 
-def _ratio(above: str, below: str) -> str:
-    return f"{_rate(above)} / {_rate(below)}"
+def _ratio(above: str, below: str, by: str = "method") -> str:
+    return f"{_rate(above, by)} / {_rate(below, by)}"
 
 
 def _quantile(share: float, metric: str) -> str:
     return f"histogram_quantile({share}, sum by (le) (rate({metric}_bucket{_WHERE}{_WINDOW})))"
 
 
+_BEAM = "vllm:trie_beam"
 _STEPS = "vllm:trie_steps_total"
 _PANELS = (
     _Panel(
@@ -98,6 +99,30 @@ _PANELS = (
         "s",
         {"median": _quantile(0.5, "vllm:inter_token_latency_seconds"),
          "95 %": _quantile(0.95, "vllm:inter_token_latency_seconds")},
+    ),
+    _Panel(
+        "Beam searches",
+        "Searches that end each second, their mean width and mean number of steps.",
+        "none",
+        {"searches/s": _rate(f"{_BEAM}_searches_total", "engine"),
+         "width": _ratio(f"{_BEAM}_hypotheses_total", f"{_BEAM}_searches_total", "engine"),
+         "steps": _ratio(f"{_BEAM}_steps_total", f"{_BEAM}_searches_total", "engine")},
+    ),
+    _Panel(
+        "Waiting time of beam searches",
+        "Mean time from a search's arrival to its start: until its slots are free.",
+        "s",
+        {"waiting": _ratio(f"{_BEAM}_waiting_seconds_total", f"{_BEAM}_searches_total", "engine")},
+    ),
+    _Panel(
+        "Steps inside catalogues",
+        "Tokens that could follow the hypotheses of a step, and hypotheses that only one token "
+        "could follow.",
+        "none",
+        {"valid children": _ratio(f"{_BEAM}_valid_children_total", f"{_BEAM}_item_steps_total",
+                                  "engine"),
+         "forced tokens": _ratio(f"{_BEAM}_forced_tokens_total", f"{_BEAM}_item_steps_total",
+                                 "engine")},
     ),
     _Panel(
         "Requests and KV cache",

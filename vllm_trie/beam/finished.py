@@ -40,6 +40,7 @@ class FinishedSet:
             if settings.early_stopping == "never" and settings.length_penalty > 0
             else None
         )
+        self._most_added = settings.most_added
         self.best: list[FinishedNode] = []
 
     def score(self, sum_logprob: float, length: int) -> np.float32:
@@ -62,5 +63,5 @@ class FinishedSet:
             return False
         if self._stops_when_full:
             return True
-        attainable = self.score(best_running, self._final_length or length)
+        attainable = self.score(best_running + self._most_added, self._final_length or length)
         return not attainable > self.best[-1].score

@@ -30,6 +30,7 @@ class ReferenceHypothesis(NamedTuple):
 class _Running(NamedTuple):
     token_ids: list[int]
     total: np.float32
+    complete: bool = False
 
 
 def reference_search(
@@ -38,6 +39,7 @@ def reference_search(
     prompt_token_ids: Sequence[int] = (),
     find_stop_string: Callable[[list[int]], str | None] = lambda token_ids: None,
     outcome: Callable[[list[int]], tuple[bool, bool]] | None = None,
+    added: Callable[[list[int]], float] = lambda token_ids: 0.0,
 ) -> list[ReferenceHypothesis]:
     """Return the finished hypotheses, best first; no sampling.
 
@@ -48,6 +50,8 @@ def reference_search(
         find_stop_string: Returns the stop string that the last token completes, if any.
         outcome: Returns whether generated tokens are complete, and whether they can go on. None:
             stop tokens and the length decide.
+        added: With `outcome`, returns what completing a hypothesis adds to its sum; at most
+            ``settings.most_added``.
 
     Raises:
         ValueError: ``do_sample`` is True: a random search has no reference result.
@@ -70,6 +74,8 @@ def reference_search(
                 for token in taken:
                     logprobs[token] -= np.float32(settings.diversity_penalty)
                 everything += _continuations(each, logprobs)
+            if outcome is not None:
+                everything = list(_split(everything, outcome, added))
             everything.sort(key=lambda each: -each.total)
 
             # 2. The best of them go on or end; one that ends counts only among the best `width`.
@@ -83,7 +89,7 @@ def reference_search(
                     ends = stops or last
                     goes_on = not ends
                 else:
-                    ends, goes_on = outcome(each.token_ids)
+                    ends, goes_on = each.complete, not each.complete
                 if goes_on and not last:
                     survivors.append(each)
                 if ends and rank < width:
@@ -110,6 +116,21 @@ def _continuations(hypothesis: _Running, logprobs: np.ndarray) -> Iterator[_Runn
             yield _Running([*hypothesis.token_ids, token], np.float32(hypothesis.total + logprob))
 
 
+def _split(
+    everything: list[_Running],
+    outcome: Callable[[list[int]], tuple[bool, bool]],
+    added: Callable[[list[int]], float],
+) -> Iterator[_Running]:
+    """Yield a candidate that ends and a candidate that goes on for each that does both."""
+    for each in everything:
+        ends, goes_on = outcome(each.token_ids)
+        if ends:
+            total = np.float32(each.total + np.float32(added(each.token_ids)))
+            yield _Running(each.token_ids, total, complete=True)
+        if goes_on:
+            yield each
+
+
 def _score(settings: SearchSettings, total: np.float32, length: int) -> np.float32:
     return np.float32(total / np.float32(length**settings.length_penalty))
 
@@ -120,4 +141,4 @@ def _closed(settings: SearchSettings, best: _Running, worst: ReferenceHypothesis
         return True
     longest = settings.early_stopping == "never" and settings.length_penalty > 0
     length = settings.max_new_tokens if longest else len(best.token_ids)
-    return not _score(settings, best.total, length) > worst.score
+    return not _score(settings, best.total + np.float32(settings.most_added), length) > worst.score

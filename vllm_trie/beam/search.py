@@ -279,10 +279,10 @@ class BeamSearch:
             keys = -(totals + self._random.gumbel(size=totals.size))
         if outcomes is None:
             places = _smallest(keys, self.settings.num_candidates)
-        else:  # any number of the best may end; still as many go on as there are
+        else:  # of two equal ones that end and go on, neither may push the other out
             width = self.settings.group_width
-            going = np.flatnonzero(outcomes.goes_on)
-            places = np.union1d(_smallest(keys, width), going[_smallest(keys[going], width)])
+            kinds = map(np.flatnonzero, outcomes)
+            places = np.union1d(*(kind[_smallest(keys[kind], width)] for kind in kinds))
         # A tie goes to the earlier row, then to the better candidate.
         places = places[np.argsort(keys[places], kind="stable")]
         rows, positions = np.divmod(places, token_ids.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -9,6 +10,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 MAX_LENGTH_PENALTY = 5.0
 """Largest absolute value of the option; powers of lengths stay far from float32's limits."""
+
+MAX_WEIGHT_FACTOR = 1000.0
+MAX_RULES = 4096
+"""Entries of the lists of one request; they travel with each of its members."""
 
 EarlyStopping = bool | Literal["never"]
 
@@ -20,6 +25,25 @@ def _as_bool(value: Any) -> Any:
     return value
 
 
+def _from_json(value: Any) -> Any:
+    # The same field has lists of strings and numbers, but no lists of lists.
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+_Lax = Field(strict=False)  # tuples, too
+_Ids = Annotated[
+    Annotated[list[int], _Lax] | Annotated[list[str], _Lax], BeforeValidator(_from_json)
+]
+_Prefix = Annotated[
+    list[Annotated[int, Field(ge=0, le=2**31 - 1)]],
+    Field(min_length=1, max_length=512, strict=False),
+]
+_Prefixes = Annotated[list[_Prefix], BeforeValidator(_from_json), _Lax]
 _Flag = Annotated[bool, BeforeValidator(_as_bool)]
 
 
@@ -60,6 +84,9 @@ class BeamOptions(BaseModel):
     beam_trace: _Flag = Field(
         default=False, description="Return the whole trie of the search, to draw it."
     )
+    detokenize: _Flag = Field(
+        default=True, description="Give outputs their text; false saves its time."
+    )
     items: str | None = Field(
         default=None,
         description="Name of a catalogue of the engine: every hypothesis is one of its items.",
@@ -73,6 +100,25 @@ class BeamOptions(BaseModel):
         default="vocabulary",
         description="Log-probabilities over the whole vocabulary, or over the tokens that may "
         "follow. Only with items.",
+    )
+
+    weight_factor: float = Field(
+        default=0.0,
+        ge=-MAX_WEIGHT_FACTOR,
+        le=MAX_WEIGHT_FACTOR,
+        allow_inf_nan=False,
+        description="The weight of a complete item, times this, is added to its sum of "
+        "log-probabilities. Only with items.",
+    )
+    allow_items: _Ids | None = Field(
+        default=None, description="Ids of the items that are valid, next to allow_prefixes."
+    )
+    allow_prefixes: _Prefixes | None = Field(
+        default=None, description="Items that begin with one of these tokens are valid."
+    )
+    deny_items: _Ids | None = Field(default=None, description="Ids of items that are not valid.")
+    deny_prefixes: _Prefixes | None = Field(
+        default=None, description="Items that begin with one of these tokens are not valid."
     )
 
     @model_validator(mode="after")
@@ -92,7 +138,7 @@ class BeamOptions(BaseModel):
                 "do_sample and num_beam_groups above 1 exclude each other; leave one of them out"
             )
         if self.items is None:
-            for name in ("items_end", "normalize"):
+            for name in sorted(ITEM_OPTIONS - {"items"}):
                 if name in self.model_fields_set and getattr(self, name) != _default(name):
                     raise ValueError(
                         f"{name}={getattr(self, name)!r} needs items; name a catalogue of the "
@@ -101,6 +147,12 @@ class BeamOptions(BaseModel):
         elif self.do_sample or self.num_beam_groups > 1:
             name = "do_sample" if self.do_sample else "num_beam_groups"
             raise ValueError(f"items and {name} exclude each other; leave one of them out")
+        num_rules = sum(len(getattr(self, name) or ()) for name in _RULES)
+        if num_rules > MAX_RULES:
+            raise ValueError(
+                f"{', '.join(_RULES)} have {num_rules} entries, at most {MAX_RULES} are allowed; "
+                "use prefixes for many items, or a catalogue of its own"
+            )
         return self
 
 
@@ -112,7 +164,9 @@ OPTION_NAMES = frozenset(BeamOptions.model_fields)
 """Keys of ``extra_args`` that belong to beam search."""
 
 
-ITEM_OPTIONS = frozenset({"items", "items_end", "normalize"})
+_RULES = ("allow_items", "allow_prefixes", "deny_items", "deny_prefixes")
+
+ITEM_OPTIONS = frozenset({"items", "items_end", "normalize", "weight_factor", *_RULES})
 """Those of them that concern catalogues."""
 
 
@@ -158,6 +212,8 @@ class SearchSettings:
         frequency_penalty: At least 0; subtracted for each occurrence in the hypothesis.
         bad_words: Token sequences that must not be generated.
         trace: Keep every candidate that was looked at.
+        most_added: Largest amount that the last token of a hypothesis adds to its score in
+            addition to its log-probability.
     """
 
     beam_width: int
@@ -178,6 +234,7 @@ class SearchSettings:
     frequency_penalty: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
     trace: bool = False
+    most_added: float = 0.0
 
     @property
     def group_width(self) -> int:

@@ -1,15 +1,23 @@
 """Catalogues of items: which token sequences a constrained search may generate.
 
 :class:`ItemTrie` is a catalogue in memory, :func:`open_items` maps one from its file, and
-:func:`build_items` writes the file of the items that :func:`read_items` reads.
+:func:`build_items` writes the file of the items that :func:`read_items` reads. :class:`Rules` are
+what one request allows and denies.
 """
 
 from __future__ import annotations
 
 from vllm_trie.items.build import build_items
+from vllm_trie.items.selection import Rules
 from vllm_trie.items.sources import read_items
 from vllm_trie.items.trie import ROOT, Children, ItemId, ItemTrie
-from vllm_trie.items.trie_file import ItemsError, ItemsHeader, open_items, read_header
+from vllm_trie.items.trie_file import (
+    ItemsError,
+    ItemsHeader,
+    file_stamp,
+    open_items,
+    read_header,
+)
 
 __all__ = [
     "ROOT",
@@ -18,7 +26,9 @@ __all__ = [
     "ItemTrie",
     "ItemsError",
     "ItemsHeader",
+    "Rules",
     "build_items",
+    "file_stamp",
     "open_items",
     "read_header",
     "read_items",

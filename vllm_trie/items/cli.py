@@ -55,7 +55,7 @@ def build(
         typer.Option(help="Refuse items of the same tokens, or keep the first of them."),
     ] = _Duplicates.refuse,
 ) -> None:
-    """Write items as one trie, about 30 bytes an item and the text of the ids."""
+    """Write items as one trie, about 40 bytes an item and the text of the ids."""
     with _errors():
         encode = vocab_size = mark = None
         if tokenizer is not None:

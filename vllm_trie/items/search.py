@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
 from vllm_trie.beam import BeamSearch, Child, Hypothesis, Outcomes, SearchSettings
-from vllm_trie.items.trie import ROOT, ItemId, ItemTrie
+from vllm_trie.items.step import Trie, nodes_of, tokens_of
+from vllm_trie.items.trie import ROOT, ItemId
 
 ItemsEnd = Literal["complete", "eos"]
 
@@ -26,46 +28,58 @@ class ItemSearch:
     """
 
     def __init__(
-        self, trie: ItemTrie, settings: SearchSettings, eos_token_id: int | None = None
+        self,
+        trie: Trie,
+        settings: SearchSettings,
+        eos_token_id: int | None = None,
+        weight_factor: float = 0.0,
     ) -> None:
         self.trie = trie
-        self.search = BeamSearch(settings)
+        low, high = trie.weight_range
+        most = max(weight_factor * low, weight_factor * high)
+        self.search = BeamSearch(replace(settings, most_added=most))
         self.eos_token_id = eos_token_id
         self.nodes = np.array([ROOT], dtype=np.int32)
+        self._weight_factor = weight_factor
         self._targets: list[np.ndarray] = []  # of the candidates of each step
-
-    def token_ids(self, targets: np.ndarray) -> np.ndarray:
-        """Return int32[rows, k], the tokens of candidates that lead to int32[rows, k] nodes."""
-        tokens: np.ndarray = self.trie.tokens[targets]
-        if self.eos_token_id is None:
-            return tokens
-        return np.where(targets == self.nodes[:, None], np.int32(self.eos_token_id), tokens)
 
     def advance(self, targets: np.ndarray, logprobs: np.ndarray) -> list[Child]:
         """Take one step.
 
         Args:
-            targets: int32[rows, k], the nodes that each row's candidates lead to; the row's own
-                node stands for EOS.
-            logprobs: float32[rows, k], log-probabilities of their tokens, -inf for none.
+            targets: int32[rows, k], the nodes that each row's candidates lead to; ``~node`` for a
+                candidate that completes the item of the node.
+            logprobs: float32[rows, k], what each adds to the score, -inf for no candidate.
 
         Returns:
             The rows of the next step, empty when the search is done. Mutates the search.
         """
-        tokens = self.token_ids(targets)
-        if self.eos_token_id is None:
-            outcomes = Outcomes(self.trie.is_terminal(targets), self.trie.has_children(targets))
-        else:
-            goes_on = targets != self.nodes[:, None]
-            outcomes = Outcomes(~goes_on, goes_on)
-        children = self.search.advance(tokens, logprobs, outcomes)
+        tokens = tokens_of(self.trie, targets, self.eos_token_id)
+        children = self.search.advance(tokens, logprobs, Outcomes(targets < 0, targets >= 0))
         self._targets.append(targets)
         parents = [child.parent for child in children]
         self.nodes = targets[parents, [child.position for child in children]]
         return children
 
+    def hypotheses(self) -> list[Hypothesis]:
+        """Return the best hypotheses of a search that is done, best first.
+
+        Weights count in their scores, and not in the log-probabilities of their tokens.
+        """
+        found = self.search.hypotheses()
+        if not self._weight_factor or not found:
+            return found
+        added = self._weight_factor * self.trie.item_weights(self._item_nodes(found))
+        return [
+            each._replace(logprobs=[*each.logprobs[:-1], each.logprobs[-1] - float(own)])
+            for each, own in zip(found, added, strict=True)
+        ]
+
     def item_ids(self, hypotheses: Sequence[Hypothesis]) -> list[ItemId]:
         """Return the item of each finished hypothesis."""
+        return self.trie.item_ids(self._item_nodes(hypotheses))
+
+    def _item_nodes(self, hypotheses: Sequence[Hypothesis]) -> np.ndarray:
         last = [hypothesis.places[-1] for hypothesis in hypotheses]
-        nodes = [self._targets[step][row, position] for step, row, position in last]
-        return self.trie.item_ids(np.array(nodes, dtype=np.int32))
+        targets = [self._targets[step][row, position] for step, row, position in last]
+        return nodes_of(np.array(targets, dtype=np.int32))

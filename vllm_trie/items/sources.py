@@ -19,6 +19,8 @@ Encode = Callable[[str], list[int]]
 MAX_LENGTH = 512
 """Longest item, tokens: far beyond item names, and short enough for rows of one width."""
 MAX_TOKEN = 2**31 - 2
+_MAX_WEIGHT = 1e6
+"""Largest absolute weight: scores stay far from float32's limits."""
 
 _BATCH = 1 << 14
 _LIMITS = np.iinfo(np.int64)
@@ -30,10 +32,12 @@ class Batch(NamedTuple):
     Attributes:
         rows: >u4[n, width], token + 1, zeros behind the last token.
         ids: Their ids, all of one type.
+        weights: float32[n], None if all are 0.
     """
 
     rows: np.ndarray
     ids: list[ItemId] | np.ndarray
+    weights: np.ndarray | None = None
 
 
 def read_items(
@@ -97,7 +101,7 @@ def _parse(lines: list[bytes], where: _Where) -> list[Any]:
 
 
 def _batch(items: list[Any], encode: Encode | None, max_token: int, where: _Where) -> Batch:
-    """Return dictionaries with ``id`` and ``tokens`` or ``text`` as a batch."""
+    """Return dictionaries with ``id``, ``tokens`` or ``text``, and ``weight`` as a batch."""
     for index, item in enumerate(items):
         if not isinstance(item, dict) or "id" not in item:
             raise where.error(index, "an item must be an object with 'id' and 'tokens' or 'text'")
@@ -105,7 +109,20 @@ def _batch(items: list[Any], encode: Encode | None, max_token: int, where: _Wher
             item["tokens"] = _encoded(item, encode, where, index)
     ids = [item["id"] for item in items]
     _check_ids(ids, where)
-    return Batch(_rows([item["tokens"] for item in items], max_token, where), ids)
+    rows = _rows([item["tokens"] for item in items], max_token, where)
+    return Batch(rows, ids, _weights(items, where))
+
+
+def _weights(items: list[Any], where: _Where) -> np.ndarray | None:
+    values = [item.get("weight") for item in items]
+    if all(value is None for value in values):
+        return None
+    for index, value in enumerate(values):
+        if value is not None and (type(value) not in (int, float) or not abs(value) <= _MAX_WEIGHT):
+            raise where.error(
+                index, f"weight {value!r} must be a number from {-_MAX_WEIGHT:g} to {_MAX_WEIGHT:g}"
+            )
+    return np.array([value or 0.0 for value in values], dtype=np.float32)
 
 
 def _encoded(item: dict[str, Any], encode: Encode | None, where: _Where, index: int) -> list[int]:
@@ -186,7 +203,7 @@ def _read_parquet(path: Path, encode: Encode | None, max_token: int) -> Iterator
             f"{path} has the columns {file.schema_arrow.names}; it needs 'id' and 'tokens' or "
             "'text'"
         )
-    columns = columns[:2]
+    columns = columns[:2] + (["weight"] if "weight" in file.schema_arrow.names else [])
     first = 0
     for table in file.iter_batches(batch_size=_BATCH, columns=columns):
         where = _Where(f"{path}, row", range(first, first + table.num_rows))

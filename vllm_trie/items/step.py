@@ -12,9 +12,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.items.selection import SelectedTrie
 from vllm_trie.items.trie import ItemTrie
 
 Normalize = Literal["vocabulary", "valid"]
+Trie = ItemTrie | SelectedTrie
 
 
 class Continuations(NamedTuple):
@@ -22,12 +24,14 @@ class Continuations(NamedTuple):
 
     Attributes:
         rows: int64[c].
-        nodes: int32[c], the node that the candidate leads to; the row's own node for EOS.
-        logprobs: float32[c], log-probabilities of the candidates' tokens.
+        targets: int32[c]. ``node`` extends the row's hypothesis to a node below which items go on;
+            ``~node``, a negative number, completes the item that ends at the node.
+        logprobs: float32[c], log-probabilities of the candidates' tokens, and the item's share of
+            the score if it is completed.
     """
 
     rows: np.ndarray
-    nodes: np.ndarray
+    targets: np.ndarray
     logprobs: np.ndarray
 
 
@@ -35,27 +39,39 @@ class RowCandidates(NamedTuple):
     """The same as arrays with a row for each row.
 
     Attributes:
-        nodes: int32[rows, k], 0 where a row has fewer than k candidates.
+        targets: int32[rows, k], 0 where a row has fewer than k candidates.
         logprobs: float32[rows, k], -inf there.
     """
 
-    nodes: np.ndarray
+    targets: np.ndarray
     logprobs: np.ndarray
 
 
+def nodes_of(targets: np.ndarray) -> np.ndarray:
+    """Return the nodes that candidates lead to."""
+    return np.where(targets < 0, ~targets, targets)
+
+
+def tokens_of(trie: Trie, targets: np.ndarray, eos_token_id: int | None) -> np.ndarray:
+    """Return int32[...], the tokens of candidates: with EOS, it completes an item."""
+    tokens: np.ndarray = trie.tokens[nodes_of(targets)]
+    return tokens if eos_token_id is None else np.where(targets < 0, eos_token_id, tokens)
+
+
 def best_continuations(
-    trie: ItemTrie,
+    trie: Trie,
     logits: torch.Tensor,
     nodes: np.ndarray,
     totals: np.ndarray,
     width: int,
     eos_token_id: int | None = None,
     normalize: Normalize = "vocabulary",
+    weight_factor: float = 0.0,
 ) -> Continuations:
     """Return the best continuations of all rows together.
 
-    These are the best `width` of all, and the best `width` of those that can go on: all that a
-    search of this width can use, at most ``2 * width``.
+    These are the best `width` of those that complete an item, and the best `width` of those that go
+    on: all that a search of this width can use.
 
     Args:
         trie: The catalogue.
@@ -63,19 +79,17 @@ def best_continuations(
         nodes: int[rows], where each row's hypothesis is in the trie.
         totals: float32[rows], its cumulative log-probability.
         width: The beam width.
-        eos_token_id: Token that ends a complete item; None: nothing follows it.
+        eos_token_id: Token that completes an item; None: its last token does.
         normalize: Make probabilities over the whole vocabulary or over the valid tokens.
+        weight_factor: Completing an item adds its weight, times this, to the score.
     """
     children = trie.children(nodes)
-    rows, targets, tokens = children.parents, children.nodes, children.token_ids
-    if eos_token_id is None:
-        goes_on = trie.has_children(targets)
-    else:
-        ends = np.flatnonzero(trie.is_terminal(nodes))
-        goes_on = np.arange(len(rows) + len(ends)) < len(rows)
-        rows = np.concatenate([rows, ends])
-        targets = np.concatenate([targets, np.asarray(nodes, dtype=np.int32)[ends]])
-        tokens = np.concatenate([tokens, np.full(len(ends), eos_token_id, dtype=np.int32)])
+    rows, targets = children.parents, children.nodes
+    if eos_token_id is not None:
+        complete = np.flatnonzero(trie.is_terminal(nodes))
+        rows = np.concatenate([complete, rows])
+        targets = np.concatenate([~np.asarray(nodes, dtype=np.int32)[complete], targets])
+    tokens = tokens_of(trie, targets, eos_token_id)
     device = logits.device
     row_index = torch.from_numpy(rows).to(device)
     values = logits[row_index, torch.from_numpy(tokens.astype(np.int64)).to(device)].float()
@@ -84,12 +98,22 @@ def best_continuations(
     else:
         normalizer = logits.float().logsumexp(dim=-1)
     logprobs = values - normalizer[row_index]
+    if eos_token_id is None:  # a token may complete an item and go on, which are two candidates
+        ends = np.flatnonzero(trie.is_terminal(targets))
+        goes_on = np.flatnonzero(trie.has_children(targets))
+        chosen = np.concatenate([ends, goes_on])
+        rows, targets = rows[chosen], np.concatenate([~targets[ends], targets[goes_on]])
+        chosen_index = torch.from_numpy(chosen).to(device)
+        row_index, logprobs = row_index[chosen_index], logprobs[chosen_index]
+    num_ends = int((targets < 0).sum())  # they come first
+    if weight_factor:
+        weights = weight_factor * trie.item_weights(~targets[:num_ends])
+        logprobs[:num_ends] += torch.from_numpy(weights).to(logprobs)
     scores = logprobs + torch.as_tensor(totals, dtype=torch.float32, device=device)[row_index]
-    kept = scores.topk(min(width, len(scores)), sorted=False).indices.cpu().numpy()
-    if not goes_on.all():
-        scores.masked_fill_(torch.from_numpy(~goes_on).to(device), -torch.inf)
-        count = min(width, int(goes_on.sum()))
-        kept = np.union1d(kept, scores.topk(count, sorted=False).indices.cpu().numpy())
+    # Not the best of both together: of two equal ones, either could be missing.
+    kinds = (scores[:num_ends], scores[num_ends:])
+    best = [kind.topk(min(width, len(kind)), sorted=False).indices for kind in kinds]
+    kept = torch.cat([best[0], best[1] + num_ends]).sort().values.cpu().numpy()
     found = logprobs[torch.from_numpy(kept).to(device)].cpu().numpy()
     order = np.lexsort((kept, -found, rows[kept]))
     kept = kept[order]
@@ -100,11 +124,11 @@ def by_row(found: Continuations, num_rows: int) -> RowCandidates:
     """Return candidates as arrays of `num_rows` rows, wide enough for all."""
     counts = np.bincount(found.rows, minlength=num_rows)
     columns = np.arange(len(found.rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    nodes = np.zeros((num_rows, max(1, counts.max(initial=0))), dtype=np.int32)
-    logprobs = np.full(nodes.shape, -np.inf, dtype=np.float32)
-    nodes[found.rows, columns] = found.nodes
+    targets = np.zeros((num_rows, max(1, counts.max(initial=0))), dtype=np.int32)
+    logprobs = np.full(targets.shape, -np.inf, dtype=np.float32)
+    targets[found.rows, columns] = found.targets
     logprobs[found.rows, columns] = found.logprobs
-    return RowCandidates(nodes, logprobs)
+    return RowCandidates(targets, logprobs)
 
 
 def _segment_logsumexp(

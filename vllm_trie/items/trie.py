@@ -7,6 +7,9 @@ of a node are therefore consecutive, in the order of their tokens::
     tokens        int32[nodes]       last token of the path to each node; -1 for the root
     terminals     int32[items]       nodes at which an item ends, ascending
     values        int64[items]       id of each item, or the place of its text among the ids
+    id_keys       int64[items]       ascending: ids, or checksums of their texts
+    id_order      int32[items]       the items in the order of their keys
+    weights       float32[items]     weight of each item, if they have some
 
 An item may be the beginning of another: its node then has children. A leaf always ends an item.
 
@@ -16,6 +19,8 @@ Efficient Constrained Decoding for LLM-based Generative Retrieval on Accelerator
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,18 +64,26 @@ class ItemTrie:
         tokens: int32[nodes].
         terminals: int32[items].
         values: int64[items].
+        id_keys: int64[items].
+        id_order: int32[items].
+        weights: float32[items], None if all are 0.
         id_texts: Ids that are strings; None if they are integers.
         max_length: Tokens of the longest item.
         version: Identifies the content.
+        weight_range: The least and the largest weight.
     """
 
     first_child: np.ndarray
     tokens: np.ndarray
     terminals: np.ndarray
     values: np.ndarray
+    id_keys: np.ndarray
+    id_order: np.ndarray
+    weights: np.ndarray | None
     id_texts: IdTexts | None
     max_length: int
     version: str = ""
+    weight_range: tuple[float, float] = (0.0, 0.0)
 
     @property
     def num_items(self) -> int:
@@ -83,8 +96,10 @@ class ItemTrie:
     @property
     def num_bytes(self) -> int:
         """Size of all arrays."""
-        arrays = (self.first_child, self.tokens, self.terminals, self.values)
-        return sum(array.nbytes for array in (*arrays, *(self.id_texts or ())))
+        arrays = [self.first_child, self.tokens, self.terminals, self.values, self.id_keys]
+        arrays += [self.id_order, *(self.id_texts or ())]
+        arrays += [] if self.weights is None else [self.weights]
+        return sum(array.nbytes for array in arrays)
 
     def children(self, nodes: np.ndarray) -> Children:
         """Return the children of int[n] nodes."""
@@ -95,6 +110,10 @@ class ItemTrie:
         parents = np.repeat(np.arange(len(starts)), counts)
         found = np.arange(total) + np.repeat(starts - (ends - counts), counts)
         return Children(parents, found.astype(np.int32), self.tokens[found])
+
+    def num_children(self, nodes: np.ndarray) -> np.ndarray:
+        """Return int[n], the number of children of int[n] nodes."""
+        return np.asarray(self.first_child[nodes + 1] - self.first_child[nodes])
 
     def has_children(self, nodes: np.ndarray) -> np.ndarray:
         """Return bool[...], whether items go on after int[...] nodes."""
@@ -123,6 +142,12 @@ class ItemTrie:
             raise ValueError(f"no item ends at node {wrong[0]}")
         return self._ids(self.values[places])
 
+    def item_weights(self, nodes: np.ndarray) -> np.ndarray:
+        """Return float32[...], the weights of the items that end at int[...] nodes."""
+        if self.weights is None:
+            return np.zeros(np.shape(nodes), dtype=np.float32)
+        return np.asarray(self.weights[self._places(nodes)])
+
     def find(self, token_ids: np.ndarray) -> int | None:
         """Return the node at the end of a path from the root, None if it leaves the trie."""
         node = ROOT
@@ -133,14 +158,38 @@ class ItemTrie:
                 return None
         return node
 
+    def find_ids(self, ids: Sequence[ItemId]) -> np.ndarray:
+        """Return int32[...], the nodes of all items with one of these ids, ascending."""
+        if not ids:
+            return np.empty(0, dtype=np.int32)
+        keys = np.array(
+            [text_key(i.encode()) if isinstance(i, str) else i for i in ids], dtype=np.int64
+        )
+        begins = np.searchsorted(self.id_keys, keys)
+        ends = np.searchsorted(self.id_keys, keys, side="right")
+        which = np.repeat(np.arange(len(keys)), ends - begins)
+        places = np.concatenate([np.arange(*each) for each in zip(begins, ends, strict=True)])
+        numbers = self.id_order[places]
+        if self.id_texts is not None:  # different texts may have one key
+            found = self._ids(self.values[numbers])
+            same = [i == ids[n] for i, n in zip(found, which.tolist(), strict=True)]
+            numbers = numbers[np.array(same, dtype=bool)]
+        return np.unique(self.terminals[numbers])
+
     def path(self, node: int) -> list[int]:
         """Return the tokens from the root to a node."""
         reverse = []
         while node != ROOT:
             reverse.append(int(self.tokens[node]))
-            # The last node whose children begin at or before this one, and that has children.
-            node = int(np.searchsorted(self.first_child, np.int32(node), side="right")) - 1
+            node = int(self.parents(np.array([node]))[0])
         return reverse[::-1]
+
+    def parents(self, nodes: np.ndarray) -> np.ndarray:
+        """Return int32[n], the parents of int[n] nodes other than the root."""
+        # The last node whose children begin at or before this one.
+        wanted = np.asarray(nodes, dtype=self.first_child.dtype)
+        found = np.searchsorted(self.first_child, wanted, side="right") - 1
+        return found.astype(np.int32)
 
     def _places(self, nodes: np.ndarray) -> np.ndarray:
         """Return where in `terminals` each node is, or could be."""
@@ -153,6 +202,11 @@ class ItemTrie:
             return list(values.tolist())
         offsets, text = self.id_texts
         return [text[offsets[v] : offsets[v + 1]].tobytes().decode() for v in values.tolist()]
+
+
+def text_key(text: bytes) -> int:
+    """Return the key of an id's UTF-8 text: a checksum, and the length."""
+    return zlib.crc32(text) | len(text) << 32
 
 
 def find_fault(trie: ItemTrie) -> str | None:
@@ -203,6 +257,17 @@ def _find_item_fault(trie: ItemTrie) -> str | None:
         if ends.min() < 1 or ends.max() >= trie.num_nodes or (np.diff(ends) <= 0).any():
             return f"items {begin} to {begin + len(ends) - 1} are out of order"
         values = trie.values[begin : begin + _CHECK_CHUNK]
+        weights = None if trie.weights is None else trie.weights[begin : begin + _CHECK_CHUNK]
+        if weights is not None and not np.isfinite(weights).all():
+            return f"the weight of an item of {begin} to {begin + len(values) - 1} is not finite"
+        keys = trie.id_keys[begin : begin + _CHECK_CHUNK + 1]
+        order = trie.id_order[begin : begin + _CHECK_CHUNK + 1]
+        # Ascending pairs are all different, so every item is in the index once.
+        rises = (np.diff(keys) > 0) | ((np.diff(keys) == 0) & (np.diff(order) > 0))
+        if not rises.all() or order.min() < 0 or order.max() >= trie.num_items:
+            return "the index of the ids is out of order"
+        if limit is None and not np.array_equal(trie.values[order], keys):
+            return "the index of the ids has other ids"
         if limit is not None and (values.min() < 0 or values.max() >= limit):
             return f"an item of {begin} to {begin + len(values) - 1} has no id"
     if trie.id_texts is not None:

@@ -1,13 +1,16 @@
 """The file of an item trie (``vllm-trie items build``).
 
 The body of the file (see :mod:`vllm_trie.checked_file`) holds the arrays of
-:mod:`vllm_trie.items.trie`, all integers little-endian, the wide ones first:
+:mod:`vllm_trie.items.trie`, all numbers little-endian, the wide ones first:
 
     values        int64[items]
     id offsets    int64[ids + 1]    only if ids are strings
+    id_keys       int64[items]
     first_child   int32[nodes + 1]
     tokens        int32[nodes]
     terminals     int32[items]
+    id_order      int32[items]
+    weights       float32[items]    only if items have some
     id text       uint8[...]        UTF-8, only if ids are strings
 
 The digest shows damage. The trie is checked in addition: a file made to deceive is refused.
@@ -46,6 +49,7 @@ class ItemsHeader(SizedHeader):
     ids: Literal["int", "str"] = Field(description="Type of the items' ids.")
     num_ids: int = Field(default=0, ge=0, description="Ids that are strings.")
     id_bytes: int = Field(default=0, ge=0)
+    weights: bool = Field(default=False, description="Whether items have weights.")
     tokenizer: str | None = Field(
         default=None, description="Fingerprint of the tokenizer; None if none was named."
     )
@@ -57,9 +61,12 @@ class ItemsHeader(SizedHeader):
         return [
             ("<i8", self.num_items),
             ("<i8", self.num_ids + 1 if texts else 0),
+            ("<i8", self.num_items),
             ("<i4", self.num_nodes + 1),
             ("<i4", self.num_nodes),
             ("<i4", self.num_items),
+            ("<i4", self.num_items),
+            ("<f4", self.num_items if self.weights else 0),
             ("u1", self.id_bytes),
         ]
 
@@ -71,7 +78,7 @@ class ItemsHeader(SizedHeader):
 FORMAT = CheckedFormat(
     kind="catalogue",
     magic=b"VTRIEITM",
-    version=1,
+    version=2,
     header=ItemsHeader,
     error=ItemsError,
     remedy="build it again with `vllm-trie items build`",
@@ -111,10 +118,20 @@ def open_items(path: Path, vocab_size: int | None = None, version: str | None = 
         end = begin + np.dtype(kind).itemsize * length
         parts.append(body[begin:end].view(kind).view(np.ndarray))
         begin = end
-    values, offsets, first_child, tokens, terminals, text = parts
+    values, offsets, keys, first_child, tokens, terminals, order, weights, text = parts
     id_texts = IdTexts(offsets, text) if header.ids == "str" else None
     trie = ItemTrie(
-        first_child, tokens, terminals, values, id_texts, header.max_length, digest.hex()
+        first_child,
+        tokens,
+        terminals,
+        values,
+        keys,
+        order,
+        weights if header.weights else None,
+        id_texts,
+        header.max_length,
+        digest.hex(),
+        (float(weights.min()), float(weights.max())) if header.weights else (0.0, 0.0),
     )
     if version is not None:
         return trie
@@ -124,6 +141,16 @@ def open_items(path: Path, vocab_size: int | None = None, version: str | None = 
     if fault is not None:
         raise FORMAT.problem(path, fault)
     return trie
+
+
+def file_stamp(path: Path) -> tuple[int, ...]:
+    """Return what changes when another file takes the place of a file.
+
+    Raises:
+        OSError: There is none.
+    """
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def check_vocabulary(path: Path, header: ItemsHeader, vocab_size: int) -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.engine.beam.cases import prompt
-from tests.engine.beam.oracle import constrained_search
+from tests.engine.beam.oracle import constrained_search, load
 from tests.engine.conftest import scheduler_of
-from tests.unit.items.catalogues import PlainTrie, random_items, write
+from tests.unit.items.catalogues import (
+    PlainTrie,
+    random_items,
+    selected_items,
+    weight_of,
+    write,
+)
+from vllm_trie.items import Rules
 from vllm_trie.tiny_model import model_path
 
 SHIPPED = str(model_path())
@@ -26,7 +35,7 @@ def paths(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("catalogues")
     catalogues = {"equal": EQUAL, "mixed": MIXED, "few": FEW}
     return {
-        name: str(write(folder / name, items, text_ids=name == "mixed"))
+        name: str(write(folder / name, items, text_ids=name == "mixed", weights=name == "few"))
         for name, items in catalogues.items()
     }
 
@@ -121,6 +130,54 @@ def test_fewer_items_than_the_width(items_engine):
     assert [output.beam.get("item") for output in result.outputs[3:]] == [None] * 5
 
 
+def test_allowed_and_denied_items(items_engine):
+    """A search as wide as what the rules leave finds all of it; two requests have rules each."""
+    beginnings = Counter(tokens[:2] for tokens in EQUAL)
+    (first, _), (second, _), (third, _) = beginnings.most_common(3)
+    some = [number for tokens, number in EQUAL.items() if tokens[:2] in (first, third)]
+    equal = Rules([some[0], 10**9], [first, third, (1999,)], some[-1:], [(*second, 5)])
+    mixed_ids = {tokens: f"item {number}" for tokens, number in MIXED.items()}
+    prefix = next(tokens for tokens in MIXED if len(tokens) == 3)[:1]
+    mixed = Rules(None, [prefix], [mixed_ids.get(prefix, "none")], [])
+    wanted = [
+        selected_items(EQUAL, EQUAL, equal).values(),
+        [mixed_ids[tokens] for tokens in selected_items(MIXED, mixed_ids, mixed)],
+        [],
+    ]
+    assert all(1 < len(each) <= 16 for each in wanted[:2]), list(map(len, wanted))
+    llm = items_engine()
+    params = [
+        items_params(
+            16, "equal", detokenize=0, **{k: v and list(v) for k, v in equal._asdict().items()}
+        ),
+        # As over HTTP, where lists of lists are text.
+        items_params(16, "mixed", allow_prefixes=json.dumps([prefix]), deny_items=mixed.deny_items),
+        items_params(3, "equal", allow_items=[]),
+    ]
+    prompts = [{"prompt_token_ids": list(prompt(i, 20))} for i in range(3)]
+    for each, result in zip(wanted, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        found = [output.item for output in result.outputs if output.token_ids]
+        assert any(output.text for output in result.outputs) == (each is wanted[1])
+        assert len(found) == len(set(found))
+        assert set(found) == set(each)
+
+
+def test_weights_of_items(items_engine):
+    llm = items_engine()
+    results = llm.generate(
+        [{"prompt_token_ids": list(prompt(1, 9))}] * 2,
+        [items_params(3, "few", weight_factor=factor, length_penalty=0.0) for factor in (0, 10)],
+        use_tqdm=False,
+    )
+    plain, weighted = ({o.item: o for o in result.outputs} for result in results)
+    for item, output in weighted.items():
+        added = 10 * weight_of(item)
+        assert output.score == pytest.approx(plain[item].score + added, abs=1e-4)
+        assert output.cumulative_logprob == pytest.approx(plain[item].cumulative_logprob, abs=1e-4)
+    scores = [output.score for output in results[1].outputs]
+    assert scores == sorted(scores, reverse=True)
+
+
 def test_normalized_over_valid_tokens(items_engine):
     """Probabilities of all items sum to 1."""
     import math
@@ -130,6 +187,26 @@ def test_normalized_over_valid_tokens(items_engine):
     (result,) = llm.generate([{"prompt_token_ids": list(prompt(1, 9))}], params, use_tqdm=False)
     total = sum(math.exp(o.cumulative_logprob) for o in result.outputs if o.token_ids)
     assert total == pytest.approx(1.0, abs=1e-4)
+
+
+def test_metrics(items_engine):
+    def values():
+        return {m.name: m.value for m in llm.get_metrics() if m.name.startswith("vllm:trie_beam")}
+
+    llm = items_engine()
+    requests = [{"prompt_token_ids": list(prompt(i, 9))} for i in range(2)]
+    before = values()
+    results = llm.generate(
+        requests, [items_params(8, "few", n=4), items_params(4, "equal")], use_tqdm=False
+    )
+    assert all("report" not in output.beam for result in results for output in result.outputs)
+    found = {name: value - before.get(name, 0) for name, value in values().items()}
+    assert found["vllm:trie_beam_searches"] == 2
+    assert found["vllm:trie_beam_hypotheses"] == 8 + 4
+    assert found["vllm:trie_beam_steps"] == found["vllm:trie_beam_item_steps"] == 3 + 4
+    # Of "few": 5 and 9, then 6, then 7. Of "equal": its first tokens, and more.
+    assert found["vllm:trie_beam_valid_children"] > 4 + len({tokens[0] for tokens in EQUAL})
+    assert found["vllm:trie_beam_forced_tokens"] >= 2
 
 
 def test_beam_search_params(items_engine):
@@ -151,6 +228,96 @@ def test_beam_search_params(items_engine):
     ]
 
 
+def greedy_item(token_ids, plain: PlainTrie, items_end: str) -> tuple[list[int], tuple[int, ...]]:
+    """Decode an item with Hugging Face's model: the output and the item's tokens."""
+    import torch
+
+    path: list[int] = []
+    while True:
+        allowed = plain.allowed(tuple(path), EOS) or [EOS]
+        if allowed == [EOS] and items_end == "complete":
+            return path, tuple(path)
+        with torch.no_grad():
+            logits = load(SHIPPED)(torch.tensor([[*token_ids, *path]])).logits[0, -1]
+        token = allowed[int(logits[allowed].argmax())]
+        if token == EOS:
+            return [*path, EOS], tuple(path)
+        path.append(token)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"async_scheduling": True}, id="asynchronous"),
+        pytest.param({"num_gpu_blocks_override": 54}, id="preemption"),
+    ],
+)
+def test_decoding_without_a_search(items_engine, options):
+    """Greedy requests equal Hugging Face's model under the same mask; samples are items."""
+    from vllm import SamplingParams
+
+    llm = items_engine(**options)
+    prompts = [list(prompt(i, 20 + 9 * i)) for i in range(6)]
+    kinds = [("equal", "complete"), ("mixed", "complete"), ("mixed", "eos")] * 2
+    longest = {("equal", "complete"): 4, ("mixed", "complete"): 5, ("mixed", "eos"): 6}
+    wanted = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=longest[kind],
+            extra_args={"items": kind[0], "items_end": kind[1]},
+        )
+        for kind in kinds
+    ]
+    allowed = sorted({tokens[0] for tokens in MIXED})[:150]
+    extra_args = {"items": "mixed", "allow_prefixes": [[token] for token in allowed]}
+    samples = SamplingParams(n=30, temperature=1.5, seed=1, max_tokens=9, extra_args=extra_args)
+    ordinary = SamplingParams(temperature=0.0, max_tokens=20)
+    others = [prompts[0], prompts[1], prompts[2]]
+    (alone,) = llm.generate([{"prompt_token_ids": prompts[1]}], ordinary, use_tqdm=False)
+    results = llm.generate(
+        [{"prompt_token_ids": each} for each in prompts + others],
+        [*wanted, samples, ordinary, items_params(5, "equal")],
+        use_tqdm=False,
+    )
+    for token_ids, (name, items_end), result in zip(prompts, kinds, results, strict=False):
+        items = {"equal": EQUAL, "mixed": MIXED}[name]
+        expected, item = greedy_item(token_ids, PlainTrie(items), items_end)
+        (output,) = result.outputs
+        assert list(output.token_ids) == expected
+        number = items[item]
+        found = (output.finish_reason, output.stop_reason)
+        assert found == ("stop", f"item {number}" if name == "mixed" else number)
+    for output in results[6].outputs:
+        tokens = tuple(token for token in output.token_ids if token != EOS)
+        assert tokens[0] in allowed
+        assert output.stop_reason == f"item {MIXED[tokens]}"
+    assert len({tuple(output.token_ids) for output in results[6].outputs}) > 5
+    assert results[7].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert all(output.item for output in results[8].outputs)
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "sampling", "message"),
+    [
+        ({"items": "other"}, {}, "items='other' is no catalogue of this engine, which has 'equal'"),
+        ({"items": "equal", "normalize": "valid"}, {}, "normalize with items needs 'beam_width'"),
+        ({"items": "equal", "deny_items": "x"}, {}, "deny_items: Input should be a valid list"),
+        ({"items": "equal", "deny_item": [1]}, {}, "'deny_item' is unknown; did you mean 'deny_it"),
+        ({"items": "equal"}, {"max_tokens": 3}, "max_tokens must be at least 4"),
+        ({"items": "equal"}, {"ignore_eos": True}, "ignore_eos=True is not supported with items"),
+        ({"vllm_trie_item": {}}, {}, "is for vllm-trie's own use; leave it out, and ask with 'ite"),
+    ],
+)
+def test_refused_requests_without_a_search(items_engine, extra_args, sampling, message):
+    from vllm import SamplingParams
+
+    llm = items_engine()
+    params = SamplingParams(extra_args=extra_args, **{"max_tokens": 12, **sampling})
+    with pytest.raises(ValueError, match=message):
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
+
+
 @pytest.mark.parametrize(
     ("options", "sampling", "message"),
     [
@@ -158,6 +325,12 @@ def test_beam_search_params(items_engine):
         ({"items": 3}, {}, "items: Input should be a valid string, got 3"),
         ({"items": "equal", "do_sample": True}, {}, "items and do_sample exclude each other"),
         ({"items_end": "eos"}, {}, "items_end='eos' needs items"),
+        ({"deny_items": [1]}, {}, r"deny_items=\[1\] needs items"),
+        ({"items": "equal", "deny_items": ["a"]}, {}, "deny_items has 'a', the ids of 'equal' are"),
+        ({"items": "equal", "deny_items": [*range(5000)]}, {}, "have 5000 entries, at most 4096"),
+        ({"items": "equal", "deny_prefixes": "[[1"}, {}, "deny_prefixes: Input should be a valid"),
+        ({"items": "equal", "deny_prefixes": [[]]}, {}, "deny_prefixes: List should have at least"),
+        ({"items": "equal", "weight_factor": 1e9}, {}, "weight_factor: Input should be less than"),
         ({"items": "equal", "normalize": "all"}, {}, "normalize: Input should be"),
         ({"items": "equal"}, {"max_tokens": 3}, "max_tokens must be at least 4, the longest item"),
         (

@@ -45,8 +45,10 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def completion(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options: Any) -> Any:
-    options = {"model": MODEL_NAME, "prompt": list(prompt(4, 40)), "max_tokens": 16, **options}
-    return client.completions.create(temperature=0, extra_body=extra or {}, **options)
+    defaults = {"prompt": list(prompt(4, 40)), "max_tokens": 16, "temperature": 0}
+    return client.completions.create(
+        model=MODEL_NAME, extra_body=extra or {}, **{**defaults, **options}
+    )
 
 
 def chat(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -90,6 +92,19 @@ def test_items_of_a_catalogue(client, use_beam_search):
     )
     found = [(choice.finish_reason, choice.stop_reason) for choice in result.choices]
     assert found == [("stop", ITEMS[tuple(each.token_ids[:-1])]) for each in expected]
+
+
+def test_samples_of_a_catalogue(client):
+    """Without a search: business rules, ids, and no text where nobody wants it."""
+    denied = [list(tokens[:1]) for tokens in list(ITEMS)[:50]]
+    xargs = {"items": "catalogue", "deny_prefixes": json.dumps(denied), "detokenize": 0}
+    extra = {"vllm_xargs": xargs, "return_token_ids": True}
+    result = completion(client, extra, n=6, temperature=1.0)
+    for choice in result.choices:
+        tokens = tuple(token for token in choice.token_ids if token != 0)
+        assert choice.stop_reason == ITEMS[tokens]
+        assert list(tokens[:1]) not in denied
+        assert choice.text == ""
 
 
 def test_unknown_catalogue(client):

@@ -19,11 +19,13 @@ SUFFIXES = ("_total", "_bucket", "_sum", "_count")
 @pytest.fixture(scope="module")
 def ours() -> dict[str, tuple[str, ...]]:
     """Name as `/metrics` has it -> labels."""
+    from vllm_trie.vllm_hooks.frontend import beam_metrics
     from vllm_trie.vllm_hooks.frontend import stat_logger as metrics
 
     found = {}
     made = metrics._Metrics()
-    for metric in (*made.counters.values(), made.draft_failures, made.tokens_per_step):
+    beams = map(beam_metrics.counter, beam_metrics.COUNTERS)
+    for metric in (*made.counters.values(), made.draft_failures, made.tokens_per_step, *beams):
         (described,) = metric.describe()
         name = described.name + ("_total" if described.type == "counter" else "")
         found[name] = metric._labelnames

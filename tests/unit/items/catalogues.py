@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from vllm_trie.items import ItemTrie, build_items, open_items, read_items
+from vllm_trie.items import ItemTrie, Rules, build_items, open_items, read_items
 
 Items = dict[tuple[int, ...], int]
 """Tokens of each item, and its id."""
@@ -30,10 +32,18 @@ def random_items(
     return found
 
 
-def write(path: Path, items: Items, text_ids: bool = False) -> Path:
+def weight_of(number: int) -> float:
+    """The weight of an item with this id, in catalogues with weights."""
+    return number * 7 % 5 / 4 - 0.5
+
+
+def write(path: Path, items: Items, text_ids: bool = False, weights: bool = False) -> Path:
     """Build the trie of a catalogue."""
     lines = [
-        json.dumps({"id": f"item {i}" if text_ids else i, "tokens": list(tokens)})
+        json.dumps(
+            {"id": f"item {i}" if text_ids else i, "tokens": list(tokens)}
+            | ({"weight": weight_of(i)} if weights and weight_of(i) else {})
+        )
         for tokens, i in items.items()
     ]
     source = path.with_suffix(".jsonl")
@@ -42,8 +52,8 @@ def write(path: Path, items: Items, text_ids: bool = False) -> Path:
     return path
 
 
-def trie_of(path: Path, items: Items, text_ids: bool = False) -> ItemTrie:
-    return open_items(write(path, items, text_ids))
+def trie_of(path: Path, items: Items, text_ids: bool = False, weights: bool = False) -> ItemTrie:
+    return open_items(write(path, items, text_ids, weights))
 
 
 class PlainTrie:
@@ -63,3 +73,23 @@ class PlainTrie:
     def outcome(self, token_ids: list[int]) -> tuple[bool, bool]:
         path = tuple(token_ids)
         return path in self.items, path in self.next_tokens
+
+
+def selected_items(items: Items, ids_of: Mapping[tuple[int, ...], Any], rules: Rules) -> Items:
+    """Return the items that the rules leave."""
+
+    def begins(tokens, prefixes):
+        return any(tokens[: len(prefix)] == tuple(prefix) for prefix in prefixes)
+
+    everything = rules.allow_items is None and rules.allow_prefixes is None
+    return {
+        tokens: number
+        for tokens, number in items.items()
+        if (
+            everything
+            or ids_of[tokens] in (rules.allow_items or ())
+            or begins(tokens, rules.allow_prefixes or ())
+        )
+        and ids_of[tokens] not in rules.deny_items
+        and not begins(tokens, rules.deny_prefixes)
+    }

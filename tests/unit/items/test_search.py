@@ -10,29 +10,40 @@ from hypothesis import strategies as st
 
 from tests.engine.beam.oracle import constrained_search, load
 from tests.unit.beam.models import random_model
-from tests.unit.items.catalogues import PlainTrie, random_items, trie_of
+from tests.unit.items.catalogues import (
+    PlainTrie,
+    random_items,
+    selected_items,
+    trie_of,
+    weight_of,
+)
 from vllm_trie.beam import SearchSettings, reference_search
 from vllm_trie.items import ItemTrie
 from vllm_trie.items.search import ItemSearch
+from vllm_trie.items.selection import Rules, SelectedTrie, select
 from vllm_trie.items.step import best_continuations, by_row
 from vllm_trie.tiny_model import model_path
 
 EOS = 0
 VOCAB = 9
+RULES = [Rules(deny_prefixes=[[3], [1, 2]]), Rules(allow_items=range(999, 1050))]
 
 
-def run_items(next_logits, trie, wanted, eos=None, normalize="vocabulary") -> ItemSearch:
+def run_items(
+    next_logits, trie, wanted, eos=None, normalize="vocabulary", weight_factor=0.0
+) -> ItemSearch:
     """Drive a search as the engine does: all rows' logits, then the valid candidates only."""
-    search = ItemSearch(trie, wanted, eos)
+    search = ItemSearch(trie, wanted, eos, weight_factor)
     rows = [[]]
     while not search.search.done:
         found = best_continuations(
             trie, next_logits(rows), search.nodes, search.search.totals, wanted.beam_width,
-            eos, normalize,
+            eos, normalize, weight_factor,
         )  # fmt: skip
         children = search.advance(*by_row(found, len(rows)))
         rows = [[*rows[child.parent], child.token_id] for child in children]
-        assert [trie.find(np.array(row)) for row in rows] == search.nodes.tolist()
+        tree = getattr(trie, "trie", trie)
+        assert [tree.find(np.array(row)) for row in rows] == search.nodes.tolist()
     return search
 
 
@@ -61,7 +72,7 @@ def catalogues(tmp_path_factory) -> list[tuple[ItemTrie, PlainTrie]]:
         )
     ]
     return [
-        (trie_of(folder / f"{i}.trie", items), PlainTrie(items))
+        (trie_of(folder / f"{i}.trie", items, weights=True), PlainTrie(items))
         for i, items in enumerate(catalogues)
     ]
 
@@ -75,14 +86,21 @@ def catalogues(tmp_path_factory) -> list[tuple[ItemTrie, PlainTrie]]:
     early_stopping=st.sampled_from([True, False, "never"]),
     eos=st.sampled_from([None, EOS]),
     normalize=st.sampled_from(["vocabulary", "valid"]),
+    weight_factor=st.sampled_from([0.0, 0.0, 1.0, -3.0]),
+    rules=st.sampled_from([None, *RULES]),
 )
 def test_equals_reference(
-    catalogues, number, width, seed, length_penalty, early_stopping, eos, normalize
-):
+    catalogues, number, width, seed, length_penalty, early_stopping, eos, normalize, weight_factor,
+    rules,
+):  # fmt: skip
     trie, plain = catalogues[number]
+    if rules is not None:
+        plain = PlainTrie(selected_items(plain.items, plain.items, rules))
+        trie = SelectedTrie(trie, select(trie, rules))
+    weights = {tokens: weight_factor * weight_of(value) for tokens, value in plain.items.items()}
     wanted = SearchSettings(
         beam_width=width,
-        max_new_tokens=trie.max_length + (eos is not None),
+        max_new_tokens=catalogues[number][0].max_length + (eos is not None),
         stop_token_ids=() if eos is None else (eos,),
         length_penalty=length_penalty,
         early_stopping=early_stopping,
@@ -90,19 +108,28 @@ def test_equals_reference(
     model = random_model(seed, vocab=VOCAB)
     search = run_items(
         lambda rows: torch.from_numpy(np.stack([model(row) for row in rows])),
-        trie, wanted, eos, normalize,
+        trie, wanted, eos, normalize, weight_factor,
     )  # fmt: skip
-    found = search.search.hypotheses()
+    found = search.hypotheses()
+    outcome = None
+    if eos is None:
+        outcome = plain.outcome
+    elif weight_factor:
+        outcome = lambda tokens: (tokens[-1] == eos, tokens[-1] != eos)  # noqa: E731
     expected = reference_search(
         masked(model, plain, eos, normalize),
-        wanted,
-        outcome=plain.outcome if eos is None else None,
+        search.search.settings,
+        outcome=outcome,
+        added=lambda tokens: weights[tuple(tokens if eos is None else tokens[:-1])],
     )
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
     np.testing.assert_allclose(
         [each.score for each in found], [each.score for each in expected], atol=1e-4
     )
     items = [tuple(each.token_ids if eos is None else each.token_ids[:-1]) for each in found]
+    for each, item in zip(found, items, strict=True):
+        total = sum(each.logprobs) + weights[item]
+        assert total == pytest.approx(each.sum_logprob, abs=1e-4)
     assert search.item_ids(found) == [plain.items[item] for item in items]
     assert len(set(items)) == len(items)
 

@@ -16,7 +16,7 @@ from tests.unit.items.catalogues import PlainTrie, random_items, trie_of, write
 from vllm_trie.checked_file import PREFIX
 from vllm_trie.cli import app
 from vllm_trie.items import ItemsError, build_items, open_items, read_header, read_items
-from vllm_trie.items import build as build_module
+from vllm_trie.items import runs as runs_module
 from vllm_trie.items.trie_file import FORMAT
 from vllm_trie.tiny_model import model_path
 
@@ -51,6 +51,9 @@ def check_equal(trie, items) -> None:
     assert seen == items
     assert trie.num_items == len(items)
     assert trie.num_nodes == len(paths)
+    for number in list(items.values())[:: max(1, len(items) // 50)]:
+        wanted = [trie.find(np.array(path)) for path, each in items.items() if each == number]
+        assert trie.find_ids([number]).tolist() == sorted(wanted)
     for node in list(paths)[:: max(1, len(paths) // 50)]:
         assert trie.path(node) == list(paths[node])
         assert trie.find(np.array(paths[node], dtype=np.int32)) == node
@@ -60,8 +63,8 @@ def check_equal(trie, items) -> None:
 @pytest.mark.parametrize("text_ids", [False, True])
 def test_built_trie_holds_exactly_the_items(tmp_path, monkeypatch, run_bytes, text_ids):
     # The small size makes dozens of runs, which are merged from disk.
-    monkeypatch.setattr(build_module, "RUN_BYTES", run_bytes)
-    monkeypatch.setattr(build_module, "_SAMPLES", 16)
+    monkeypatch.setattr(runs_module, "RUN_BYTES", run_bytes)
+    monkeypatch.setattr(runs_module, "_SAMPLES", 16)
     monkeypatch.setattr("vllm_trie.items.sources._BATCH", 50)
     items = random_items(1, 3000, vocab=9)
     trie = trie_of(tmp_path / "items.trie", items, text_ids)
@@ -124,6 +127,8 @@ def test_wrong_arrays(tmp_path, array, message):
         ('{"id": 1, "tokens": "12"}', "line 3: tokens must be a list of integers, got '12'"),
         ('{"id": 1}', "line 3: the item has neither 'tokens' .* nor 'text'"),
         ('{"id": 1, "text": "a"}', "line 3: the item has a 'text'; name the model's tokenizer"),
+        ('{"id": 1, "tokens": [1], "weight": "a"}', "line 3: weight 'a' must be a number from -1e"),
+        ('{"id": 1, "tokens": [1], "weight": 1e999}', "line 3: weight inf must be a number"),
         ('{"tokens": [1]}', "line 3: an item must be an object with 'id'"),
         ("[1]", "line 3: an item must be an object"),
         ('{"id": "a", "tokens": [1]}', "line 3: id 'a' is of another type than 5"),
@@ -156,7 +161,7 @@ def test_ids_of_different_types_in_distant_batches(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("run_bytes", [64 << 20, 64])
 def test_duplicates(tmp_path, monkeypatch, run_bytes):
-    monkeypatch.setattr(build_module, "RUN_BYTES", run_bytes)
+    monkeypatch.setattr(runs_module, "RUN_BYTES", run_bytes)
     monkeypatch.setattr("vllm_trie.items.sources._BATCH", 1)
     source, target = tmp_path / "items.jsonl", tmp_path / "items.trie"
     items = [([n % 7, 3], f"n{n}") for n in range(20)]
@@ -210,8 +215,8 @@ def test_missing_foreign_and_newer_files(path):
     with pytest.raises(ItemsError, match="nothing: No such file"):
         open_items(path.parent / "nothing")
     content = path.read_bytes()
-    path.write_bytes(FORMAT.magic + (2).to_bytes(4, "little") + content[12:])
-    with pytest.raises(ItemsError, match="format version 2, this program reads 1"):
+    path.write_bytes(FORMAT.magic + (9).to_bytes(4, "little") + content[12:])
+    with pytest.raises(ItemsError, match="format version 9, this program reads 2"):
         read_header(path)
     path.write_bytes(b"VTRIECRP" + content[8:])
     with pytest.raises(ItemsError, match="it is not a catalogue file"):

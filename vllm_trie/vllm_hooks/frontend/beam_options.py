@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 SPEC_KEY = "vllm_trie_beam"
 """Key in ``extra_args`` of a member request, and of the result in ``kv_transfer_params``."""
 
+DECODING_KEY = "vllm_trie_item"
+"""Key in ``extra_args`` of an ordinary request that decodes an item."""
+
 _SIMILAR = 0.82
 """Ratio of :class:`difflib.SequenceMatcher` from which a name is taken for a misspelled option."""
 
@@ -87,11 +90,12 @@ def refuse_own_key(params: Any) -> None:
     Raises:
         BeamRequestError: It has one; the engine would trust it.
     """
-    if SPEC_KEY in (getattr(params, "extra_args", None) or {}):
-        raise BeamRequestError(
-            f"extra_args[{SPEC_KEY!r}] is for vllm-trie's own use; leave it out, and ask for a "
-            "beam search with 'beam_width'"
-        )
+    for key, option in ((SPEC_KEY, "beam_width"), (DECODING_KEY, "items")):
+        if key in (getattr(params, "extra_args", None) or {}):
+            raise BeamRequestError(
+                f"extra_args[{key!r}] is for vllm-trie's own use; leave it out, and ask with "
+                f"{option!r}"
+            )
 
 
 def prepare_params(params: SamplingParams) -> SamplingParams:
@@ -103,7 +107,7 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
     assert params.extra_args is not None
     extra_args = dict(params.extra_args)
     given = {name: extra_args.pop(name) for name in OPTION_NAMES & extra_args.keys()}
-    _refuse_misspelled(extra_args)
+    refuse_misspelled(extra_args)
     try:
         options = parse_options(given)
     except ValueError as error:
@@ -119,6 +123,7 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
     extra_args[SPEC_KEY] = {"n": params.n, "options": options.model_dump(), "seed": seed}
     prepared = params.clone()
     prepared.extra_args = extra_args
+    prepared.detokenize &= options.detokenize
     prepared.watermarking = False
     return prepared
 
@@ -138,7 +143,7 @@ def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int)
     if spec.options.items is not None:  # only EOS, and only where it must follow an item
         stop_token_ids = [params.eos_token_id] if spec.options.items_end == "eos" else []
     return SearchSettings(
-        **spec.options.model_dump(exclude={"beam_trace", *ITEM_OPTIONS}),
+        **spec.options.model_dump(exclude={"beam_trace", "detokenize", *ITEM_OPTIONS}),
         trace=spec.options.beam_trace,
         max_new_tokens=max_new_tokens,
         stop_token_ids=tuple(dict.fromkeys(t for t in stop_token_ids if t is not None)),
@@ -249,8 +254,12 @@ def min_blocks(
     return full + beam_width
 
 
-def _refuse_misspelled(names: Iterable[str]) -> None:
-    """Refuse keys that look like an option; others may belong to other plugins."""
+def refuse_misspelled(names: Iterable[str]) -> None:
+    """Refuse keys that look like an option; others may belong to other plugins.
+
+    Raises:
+        BeamRequestError: One of them does.
+    """
     for name in names:
         if name in _OTHER_NAMES:
             raise BeamRequestError(
@@ -271,6 +280,8 @@ def _refuse_unsupported(params: SamplingParams, options: BeamOptions) -> None:
             advice[name] = "leave it out"
     if "structured_outputs" in advice:
         advice["structured_outputs"] += "; only an offline LLM.beam_search takes it"
+    if params.stop and not options.detokenize:
+        advice["stop"] = "stop strings need text; leave detokenize out"
     if options.do_sample and params.temperature < 1e-5:
         advice["temperature"] = "use a temperature above 0, or leave do_sample out"
     for name, what in advice.items():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
+from vllm_trie.vllm_hooks.frontend.beam_metrics import record
 from vllm_trie.vllm_hooks.frontend.beam_options import (
     SPEC_KEY,
     BeamRequestError,
@@ -22,7 +23,14 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
     prepare_params,
     refuse_own_key,
 )
-from vllm_trie.vllm_hooks.frontend.item_requests import check_length, check_parameters
+from vllm_trie.vllm_hooks.frontend.item_requests import (
+    asks_for_item,
+    check_decoding,
+    check_length,
+    check_parameters,
+    decodes_item,
+    prepare_decoding,
+)
 from vllm_trie.vllm_hooks.setup.support import beam_slots, reason_off
 
 if TYPE_CHECKING:
@@ -41,11 +49,13 @@ def has_distinct_outputs(params: SamplingParams) -> bool:
 
 
 def prepare_request(vllm_config: VllmConfig, params: SamplingParams) -> SamplingParams:
-    """Check a beam request's parameters and return a copy that the engine understands.
+    """Check a request with `beam_width` or `items`; return a copy that the engine understands.
 
     Raises:
         BeamRequestError: The engine cannot serve it.
     """
+    if not asks_for_beam(params):
+        return prepare_decoding(vllm_config, params)
     if reason := reason_off(vllm_config):
         raise BeamRequestError(f"beam_width was given, but native beam search is off: {reason}")
     prepared = prepare_params(params)
@@ -69,13 +79,16 @@ def _installed_processors() -> tuple[str, ...]:
 
 
 def check_processed(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
-    """Refuse a processed beam request that the engine cannot hold.
+    """Refuse a processed request, with `beam_width` or `items`, that the engine cannot hold.
 
     Keeps the members of a request on one engine: may set its ``data_parallel_rank``.
 
     Raises:
         BeamRequestError: Why it cannot be served.
     """
+    if decodes_item(request.sampling_params):
+        check_decoding(vllm_config, request)
+        return
     check_inputs(request)
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     params, prompt = request.sampling_params, request.prompt_token_ids
@@ -106,6 +119,7 @@ def complete_output(output: Any, result: dict[str, Any]) -> None:
     the id of the item that was found, if the search was inside a catalogue, and ``trace``, if asked
     for. The id is also the output's ``item``.
     """
+    record(result)
     output.cumulative_logprob = result["cumulative_logprob"]
     output.score = result["score"]
     output.beam = result
@@ -132,7 +146,7 @@ def wrap_process_inputs(original: Any) -> Any:
         self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         refuse_own_key(params)
-        if not asks_for_beam(params):
+        if not asks_for_beam(params) and not asks_for_item(params):
             return original(self, request_id, prompt, params, *args, **kwargs)
         params = prepare_request(self.vllm_config, params)
         request = original(self, request_id, prompt, params, *args, **kwargs)

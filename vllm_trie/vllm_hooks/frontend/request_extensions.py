@@ -12,6 +12,7 @@ from vllm.plugins.request_extension import (  # type: ignore[import-not-found]
 from vllm_trie.vllm_hooks.frontend import beam_requests as frontend
 from vllm_trie.vllm_hooks.frontend import online_beam as online
 from vllm_trie.vllm_hooks.frontend.beam_options import SPEC_KEY, asks_for_beam, refuse_own_key
+from vllm_trie.vllm_hooks.frontend.item_requests import asks_for_item, decodes_item
 from vllm_trie.vllm_hooks.frontend.request_options import check_request_options
 from vllm_trie.vllm_hooks.setup.limits import switched_off
 
@@ -36,11 +37,12 @@ class BeamRequests(RequestExtension):
 
     def prepare_params(self, vllm_config: Any, params: Any) -> Any:
         refuse_own_key(params)
-        return frontend.prepare_request(vllm_config, params) if asks_for_beam(params) else params
+        asks = asks_for_beam(params) or asks_for_item(params)
+        return frontend.prepare_request(vllm_config, params) if asks else params
 
     def check_request(self, vllm_config: Any, request: Any) -> None:
         params = request.sampling_params
-        if params is not None and SPEC_KEY in (params.extra_args or {}):
+        if SPEC_KEY in (getattr(params, "extra_args", None) or {}) or decodes_item(params):
             frontend.check_processed(vllm_config, request)
 
     def complete_output(self, output: Any, result: dict[str, Any]) -> None:

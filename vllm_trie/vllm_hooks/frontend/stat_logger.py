@@ -92,13 +92,13 @@ class _Metrics:
 
     def __init__(self) -> None:
         self.counters = {
-            name: _register(Counter, f"vllm:trie_{name}", text, _LABELS)
+            name: register_metric(Counter, f"vllm:trie_{name}", text, _LABELS)
             for name, text in _COUNTERS.items()
         }
-        self.draft_failures = _register(
+        self.draft_failures = register_metric(
             Counter, "vllm:trie_draft_failures", "Drafts that failed.", (*_LABELS, "reason")
         )
-        self.tokens_per_step = _register(
+        self.tokens_per_step = register_metric(
             Gauge,
             "vllm:trie_tokens_per_step",
             "Mean of the new tokens a step and request, over the last logging interval.",
@@ -107,7 +107,10 @@ class _Metrics:
         )
 
 
-def _register(kind: Any, name: str, text: str, labels: tuple[str, ...], **options: Any) -> Any:
+def register_metric(
+    kind: Any, name: str, text: str, labels: tuple[str, ...], **options: Any
+) -> Any:
+    """Return the metric of this name, made at the first call."""
     known = REGISTRY._names_to_collectors.get(name)
     return known if known is not None else kind(name, text, labelnames=labels, **options)
 

@@ -91,6 +91,8 @@ BEAM_PATCHES: tuple[Patch, ...] = (
         "ordinary requests leave the slots of groups free", "request"),
     _scheduler("update_from_output", "overridden", "takes the rows' outputs and steps the searches",
         "scheduler_output model_runner_output"),
+    _scheduler("_update_request_with_output", "overridden", "a complete item ends its request",
+        "request new_token_ids is_stale"),
     _scheduler("_preempt_request", "overridden", "a preempted row is sent to the worker anew",
         "request timestamp drop_stale_output"),
     _scheduler("finish_requests", "overridden", "an aborted request takes its rows along",
@@ -119,6 +121,8 @@ BEAM_PATCHES: tuple[Patch, ...] = (
         wrapper="worker.beam.item_rows:wrap_execute_model"),
     _runner("_sample", "wrapped", "candidates of rows: out of all rows of a search, or items",
         "logits spec_decode_metadata", wrapper="worker.beam.item_rows:wrap_sample"),
+    _any("v1.worker.gpu_input_batch:InputBatch.update_async_output_token_ids", "called",
+        "the tokens of requests that decode an item, under asynchronous scheduling", ""),
     _any("v1.outputs:LogprobsTensors", "made", "how the candidates reach the scheduler",
         "logprob_token_ids logprobs selected_token_ranks"),
     # KV blocks

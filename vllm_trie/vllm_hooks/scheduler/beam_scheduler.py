@@ -12,6 +12,7 @@ The classes below only pass vLLM's calls on to them::
     add_request          -> beam_groups.add
     schedule             -> beam_groups.before_schedule, vLLM's own, beam_rows.send_as_new
     _handle_blocked_...  -> vLLM's own, beam_groups.admission.lets_start
+    _update_request_...  -> vLLM's own, decoded_items.take_tokens
     update_from_output   -> beam_rows.take_outputs, beam_groups.step, vLLM's own
     _preempt_request     -> vLLM's own, beam_rows.after_preemption
     finish_requests      -> vLLM's own, beam_groups.drop_finished
@@ -34,6 +35,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.vllm_hooks.frontend.beam_options import beam_spec
+from vllm_trie.vllm_hooks.scheduler import decoded_items
 from vllm_trie.vllm_hooks.scheduler.groups import BeamGroups, Outputs
 from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
 from vllm_trie.vllm_hooks.setup.support import cache_reason, reason_off, say_where_untested
@@ -53,16 +55,20 @@ class TrieBeamScheduler(Scheduler):
     def add_request(self, request: Request) -> None:
         spec = beam_spec(request.sampling_params)
         if spec is None:
+            decoded_items.begin(request, self.beam_groups.catalogues)
             super().add_request(request)
         else:
             self.beam_groups.add(request, spec, self.beam_off)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if not self.beam_groups.by_id:
-            return super().schedule(throttle_prefills)
+            output = super().schedule(throttle_prefills)
+            self.beam_groups.send_row_steps(output)
+            return output
         self.beam_groups.before_schedule()
         output = super().schedule(throttle_prefills)
         self.beam_groups.after_schedule(output)
+        self.beam_groups.send_row_steps(output)
         self.beam_rows.send_as_new(output)
         return output
 
@@ -82,6 +88,14 @@ class TrieBeamScheduler(Scheduler):
             own = result.setdefault(client, EngineCoreOutputs())
             own.outputs = [*own.outputs, *answers]
         return result
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        new_token_ids, stopped = super()._update_request_with_output(
+            request, new_token_ids, is_stale
+        )
+        return new_token_ids, decoded_items.take_tokens(request, new_token_ids) or stopped
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if not super()._handle_blocked_waiting_request(request):

@@ -7,7 +7,6 @@ it only if its digest is the one that the scheduler has checked.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from vllm.logger import init_logger
 
-from vllm_trie.items import ItemTrie, open_items
+from vllm_trie.items import ItemTrie, file_stamp, open_items
+from vllm_trie.items.selection import Selection
 from vllm_trie.items.step import Normalize
 
 logger = init_logger(__name__)
@@ -32,6 +32,8 @@ class ItemStep(NamedTuple):
         eos_token_id: Token that must follow an item, None if nothing follows it.
         normalize: What the probabilities are normalized over.
         row_ids: The rows.
+        selection: The valid part of the catalogue, None for all of it.
+        weight_factor: Factor of the items' weights.
         nodes: int32[rows], their places in the trie.
         totals: float32[rows], their cumulative log-probabilities.
     """
@@ -42,6 +44,8 @@ class ItemStep(NamedTuple):
     eos_token_id: int | None
     normalize: Normalize
     row_ids: list[str]
+    selection: Selection | None
+    weight_factor: float
     nodes: np.ndarray
     totals: np.ndarray
 
@@ -67,6 +71,9 @@ class Catalogues:
         self._opening: dict[str, threading.Thread] = {}
         self._refused: dict[str, tuple[int, ...]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._current)
+
     def latest(self, name: str) -> Catalogue:
         """Return the newest checked version of a catalogue.
 
@@ -79,7 +86,7 @@ class Catalogues:
         thread = self._opening.get(name)
         if thread is None or not thread.is_alive():
             try:
-                stamp = _stamp(found.path)
+                stamp = file_stamp(found.path)
             except OSError:  # gone: the mapped version serves on
                 return found
             if stamp not in (found.stamp, self._refused.get(name)):
@@ -102,12 +109,7 @@ class Catalogues:
 
     def _open(self, path: Path) -> Catalogue:
         try:
-            stamp = _stamp(path)
+            stamp = file_stamp(path)
         except OSError:
             stamp = ()
         return Catalogue(path, open_items(path, self._vocab_size), stamp)
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.beam import BeamSearch, Child, Hypothesis, num_raw_candidates
 from vllm_trie.beam.search import StopStringFinder
+from vllm_trie.vllm_hooks.frontend.beam_metrics import REPORT
 from vllm_trie.vllm_hooks.frontend.beam_options import (
     SPEC_KEY,
     BeamSpec,
@@ -38,8 +40,9 @@ MISSING = Hypothesis([], [], float("-inf"), 0.0, "length", None, [])
 class BeamGroup:
     """State of one beam request.
 
-    ``BeamGroups`` writes ``members`` and ``parked``, ``Admission`` ``waited_steps``, ``BeamRows``
-    ``rows``, ``outputs`` and ``prefill_stats``. ``rows[i]`` is row ``i`` of the search.
+    ``BeamGroups`` writes ``members``, ``parked`` and ``report``, ``Admission`` ``waited_steps``,
+    ``BeamRows`` ``rows``, ``outputs`` and ``prefill_stats``. ``rows[i]`` is row ``i`` of the
+    search.
     """
 
     def __init__(
@@ -85,6 +88,8 @@ class BeamGroup:
         # The trie is little larger than its longest path: hypotheses meet a few tokens back.
         self.expected_blocks = cdiv(len(prompt) + max_new_tokens, block_size) + 2 * self.beam_width
 
+        self.report: dict[str, Any] | None = None
+        self.arrival = time.monotonic()
         self.waited_steps = 0
         self.parked = False
         self.rows: list[Request] = []
@@ -171,6 +176,10 @@ class BeamGroup:
             self._history.append((token_ids[:, kept].copy(), values[:, kept].copy()))
         return self.search.advance(token_ids, values)
 
+    def hypotheses(self) -> list[Hypothesis]:
+        """Return the best hypotheses of a search that is done, best first."""
+        return self.search.hypotheses() if self.items is None else self.items.hypotheses()
+
     def worker_step(self, scheduled: Collection[str]) -> ItemStep | SelectionStep | None:
         """Return what the worker needs for those of the rows that are scheduled; None if nothing.
 
@@ -202,6 +211,11 @@ class BeamGroup:
         if self.items is not None and hypothesis.places:
             (stop,) = self.items.item_ids([hypothesis])
             result["item"] = stop
+        if self.report is not None:  # with one of the results
+            result[REPORT] = {**self.report, "steps": self.search.steps}
+            if self.items is not None:
+                result[REPORT] |= {"item_steps": self.search.steps, **self.items.counts}
+            self.report = None
         if self.search.trace is not None:
             result["trace"] = self.search.trace.to_dict()
         output = EngineCoreOutput(

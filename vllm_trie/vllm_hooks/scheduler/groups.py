@@ -62,7 +62,7 @@ class BeamGroups:
         self._worker_selects = not (
             scheduler.use_v2_model_runner or scheduler.vllm_config.speculative_config
         )
-        self._catalogues = Catalogues(catalogue_paths(scheduler.vllm_config), self.vocab_size)
+        self.catalogues = Catalogues(catalogue_paths(scheduler.vllm_config), self.vocab_size)
 
     @property
     def idle(self) -> bool:
@@ -118,7 +118,7 @@ class BeamGroups:
             self.vocab_size,
             scheduler.block_size,
             make_stop_string_finder(scheduler.vllm_config.model_config, member.sampling_params),
-            None if spec.options.items is None else self._catalogues.latest(spec.options.items),
+            None if spec.options.items is None else self.catalogues.latest(spec.options.items),
             self._worker_selects,
         )
         check_slots(group.beam_width, min(scheduler.max_num_running_reqs, self.admission.slots))
@@ -142,19 +142,24 @@ class BeamGroups:
             self._start(group)
 
     def after_schedule(self, output: SchedulerOutput) -> None:
-        """Note whether the step that vLLM has scheduled leaves the engine stalled.
-
-        Tells the worker what it needs of the rows to choose their candidates.
-        """
-        steps = [group.worker_step(output.num_scheduled_tokens) for group in self.by_id.values()]
-        if any(steps):
-            setattr(output, ROW_STEPS, [step for step in steps if step is not None])
+        """Note whether the step that vLLM has scheduled leaves the engine stalled."""
         self.admission.end_step()
         # Under asynchronous scheduling an empty step is usual while outputs are on their way.
         rows = (row for group in self.by_id.values() for row in group.rows)
         self._stalled = not output.total_num_scheduled_tokens and not any(
             request.num_in_flight_tokens for request in (*self._scheduler.running, *rows)
         )
+
+    def send_row_steps(self, output: SchedulerOutput) -> None:
+        """Tell the worker what it needs of the rows to choose their candidates.
+
+        With catalogues, the message also says that requests of the step may decode items.
+        """
+        scheduled = output.num_scheduled_tokens
+        steps = [group.worker_step(scheduled) for group in self.by_id.values()]
+        found = [step for step in steps if step is not None]
+        if found or self.catalogues:
+            setattr(output, ROW_STEPS, found)
 
     def _in_order(self) -> list[BeamGroup]:
         return self.admission.in_order(self.by_id.values())
@@ -163,6 +168,14 @@ class BeamGroups:
         self._counters.groups += 1
         if self._scheduler.log_stats:
             now = time.monotonic()
+            config = self._scheduler.vllm_config
+            group.report = {
+                "model_name": config.model_config.served_model_name,
+                "engine": str(config.parallel_config.data_parallel_index),
+                "searches": 1,
+                "hypotheses": group.beam_width,
+                "waiting_seconds": now - group.arrival,
+            }
             for member in group.members.values():
                 member.record_event(EngineCoreEventType.SCHEDULED, now)
         self._rows.start(group)
@@ -222,7 +235,7 @@ class BeamGroups:
             if not group.search.done:
                 self._rows.replace(group, children)
                 return
-            hypotheses = group.search.hypotheses()
+            hypotheses = group.hypotheses()
             for index, member in sorted(group.members.items()):
                 if not member.is_finished():
                     found = hypotheses[index] if index < len(hypotheses) else MISSING

@@ -8,9 +8,11 @@ import numpy as np
 from vllm.sampling_params import SamplingParams
 
 from vllm_trie.beam import Child, Hypothesis
-from vllm_trie.items import ItemId
+from vllm_trie.items import ROOT, ItemId
 from vllm_trie.items.search import ItemSearch
+from vllm_trie.items.selection import select, view
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, search_settings
+from vllm_trie.vllm_hooks.frontend.item_requests import rules_of
 from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogue, ItemStep
 from vllm_trie.vllm_hooks.scheduler.row_steps import RowOutput, candidates_of
 
@@ -20,6 +22,8 @@ class ItemRows:
 
     Attributes:
         search: The search over tokens.
+        counts: For metrics, over all steps: children that hypotheses could go to, and hypotheses
+            that could go to one only.
     """
 
     def __init__(
@@ -28,6 +32,10 @@ class ItemRows:
         self._catalogue = catalogue
         self._options = spec.options
         self._eos = params.eos_token_id if spec.options.items_end == "eos" else None
+        options = spec.options
+        rules = rules_of(options)
+        self._selection = select(catalogue.trie, rules) if rules.restrict else None
+        trie = view(catalogue.trie, self._selection)
         needed = catalogue.trie.max_length + (spec.options.items_end == "eos")
         if max_new_tokens < needed:
             raise ValueError(
@@ -35,8 +43,9 @@ class ItemRows:
                 f"{max_new_tokens}; raise max_tokens or shorten the prompt"
             )
         settings = search_settings(params, spec, needed)
-        self._items = ItemSearch(catalogue.trie, settings, self._eos)
+        self._items = ItemSearch(trie, settings, self._eos, options.weight_factor)
         self.search = self._items.search
+        self.counts = {"valid_children": 0, "forced_tokens": 0}
 
     def step(self, row_ids: list[str], rows: list[int]) -> ItemStep | None:
         """Return what the worker needs for some of the rows, None for no rows."""
@@ -49,6 +58,8 @@ class ItemRows:
             self._eos,
             self._options.normalize,
             row_ids,
+            self._selection,
+            self._options.weight_factor,
             self._items.nodes[rows],
             self.search.totals[rows],
         )
@@ -60,9 +71,17 @@ class ItemRows:
             RuntimeError: The worker had no candidates: it could not map the catalogue.
         """
         targets, logprobs = candidates_of(outputs)
-        if not (logprobs > -np.inf).any():
+        start = np.array([ROOT])
+        if not (logprobs > -np.inf).any() and self._items.trie.has_children(start).all():
             raise RuntimeError("no row has a candidate; the worker's log says why")
+        children = self._items.trie.num_children(self._items.nodes)
+        self.counts["valid_children"] += int(children.sum())
+        self.counts["forced_tokens"] += int((children == 1).sum())
         return self._items.advance(targets, logprobs)
+
+    def hypotheses(self) -> list[Hypothesis]:
+        """Return the best hypotheses of a search that is done, best first."""
+        return self._items.hypotheses()
 
     def item_ids(self, hypotheses: Sequence[Hypothesis]) -> list[ItemId]:
         """Return the item of each finished hypothesis."""

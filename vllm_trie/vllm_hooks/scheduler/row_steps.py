@@ -15,7 +15,8 @@ from vllm.v1.outputs import LogprobsLists
 
 ROW_STEPS = "vllm_trie_rows"
 """Attribute of a ``SchedulerOutput``: a list of :class:`SelectionStep` and
-:class:`~vllm_trie.vllm_hooks.scheduler.catalogues.ItemStep`. Missing if there is none."""
+:class:`~vllm_trie.vllm_hooks.scheduler.catalogues.ItemStep`. Missing if there is none in an engine
+without catalogues."""
 
 
 class SelectionStep(NamedTuple):

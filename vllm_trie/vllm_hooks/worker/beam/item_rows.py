@@ -24,9 +24,17 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from vllm_trie.beam.top_k import select_best
 from vllm_trie.items import ItemsError, ItemTrie, open_items
-from vllm_trie.items.step import Continuations, RowCandidates, best_continuations, by_row
+from vllm_trie.items.selection import view
+from vllm_trie.items.step import (
+    Continuations,
+    RowCandidates,
+    best_continuations,
+    by_row,
+    tokens_of,
+)
 from vllm_trie.vllm_hooks.scheduler.catalogues import ItemStep
 from vllm_trie.vllm_hooks.scheduler.row_steps import ROW_STEPS, SelectionStep
+from vllm_trie.vllm_hooks.worker.beam.decoded_items import DecodedItems
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -59,6 +67,7 @@ class _WorkerItems:
 
     def __init__(self) -> None:
         self.steps: list[ItemStep | SelectionStep] = []
+        self.decoded = DecodedItems(self.trie)
         self._tries: dict[tuple[str, str], ItemTrie] = {}
 
     def candidates(
@@ -70,7 +79,7 @@ class _WorkerItems:
             selected = select_best(logits[places], step.totals, step.count)
             return GroupCandidates(places, by_row(Continuations(*selected), len(places)), None)
         try:
-            trie = self._trie(step.path, step.version)
+            trie = view(self.trie(step.path, step.version), step.selection)
         except ItemsError as error:
             logger.error("A constrained search fails: %s", error)
             return None
@@ -83,15 +92,18 @@ class _WorkerItems:
             step.beam_width,
             eos,
             step.normalize,
+            step.weight_factor,
         )
         rows = by_row(found, len(places))
-        first = rows.nodes[:, 0]
-        tokens = trie.tokens[first]
-        if eos is not None:
-            tokens = np.where(first == step.nodes, np.int32(eos), tokens)
+        tokens = tokens_of(trie, rows.targets[:, 0], eos)
         return GroupCandidates(places, rows, np.maximum(tokens, 0))
 
-    def _trie(self, path: str, version: str) -> ItemTrie:
+    def trie(self, path: str, version: str) -> ItemTrie:
+        """Return a version of a catalogue.
+
+        Raises:
+            ItemsError: The file is gone, or another version.
+        """
         key = (path, version)
         if key not in self._tries:
             self._tries[key] = open_items(Path(path), version=version)
@@ -108,9 +120,11 @@ def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute_model(
         self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
-        steps = getattr(scheduler_output, ROW_STEPS, [])
-        if steps or _STATE in self.__dict__:
-            self.__dict__.setdefault(_STATE, _WorkerItems()).steps = steps
+        steps = getattr(scheduler_output, ROW_STEPS, None)
+        if steps is not None or _STATE in self.__dict__:
+            state = self.__dict__.setdefault(_STATE, _WorkerItems())
+            state.steps = steps or []
+            state.decoded.update(scheduler_output, self.input_batch)
         return original(self, scheduler_output, *args, **kwargs)
 
     return execute_model
@@ -124,7 +138,10 @@ def wrap_sample(original: Callable[..., SamplerOutput]) -> Callable[..., Sampler
         self: GPUModelRunner, logits: torch.Tensor, spec_decode_metadata: Any
     ) -> SamplerOutput:
         state: _WorkerItems | None = self.__dict__.get(_STATE)
-        if state is None or not state.steps:
+        if state is None:
+            return original(self, logits, spec_decode_metadata)
+        state.decoded.mask(logits, self.input_batch)
+        if not state.steps:
             return original(self, logits, spec_decode_metadata)
         steps, state.steps = state.steps, []
         # Before the sampler, which may change logits in place.
@@ -145,7 +162,7 @@ def with_candidates(output: SamplerOutput, groups: list[GroupCandidates]) -> Sam
     """
     sampled = output.sampled_token_ids
     given = output.logprobs_tensors
-    most = max((group.candidates.nodes.shape[1] for group in groups), default=0)
+    most = max((group.candidates.targets.shape[1] for group in groups), default=0)
     own = 0 if given is None else given.logprobs.shape[1]
     shape = (len(sampled), max(1 + most, own))
     token_ids = torch.zeros(shape, dtype=torch.int32, device=sampled.device)
@@ -156,12 +173,12 @@ def with_candidates(output: SamplerOutput, groups: list[GroupCandidates]) -> Sam
         logprobs[:, :own] = given.logprobs
         ranks = given.selected_token_ranks
     for group in groups:
-        nodes, values = map(torch.from_numpy, group.candidates)
+        targets, values = map(torch.from_numpy, group.candidates)
         places = torch.tensor(group.places, device=sampled.device)
         if group.tokens is not None:
             sampled[places, 0] = torch.from_numpy(group.tokens).to(sampled)
         logprobs[places] = -torch.inf
-        token_ids[places, 1 : 1 + nodes.shape[1]] = nodes.to(sampled.device)
-        logprobs[places, 1 : 1 + nodes.shape[1]] = values.to(sampled.device)
+        token_ids[places, 1 : 1 + targets.shape[1]] = targets.to(sampled.device)
+        logprobs[places, 1 : 1 + targets.shape[1]] = values.to(sampled.device)
     output.logprobs_tensors = LogprobsTensors(token_ids, logprobs, ranks)
     return output

@@ -1,0 +1,80 @@
+"""Allow-lists and deny-lists against brute force: every item and every path of the catalogue."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.items.catalogues import random_items, selected_items, trie_of
+from vllm_trie.items import ItemTrie
+from vllm_trie.items.selection import Rules, SelectedTrie, select
+
+VOCAB = 6
+
+
+def walk(view) -> set[tuple[int, ...]]:
+    """Return the items that a walk reaches, and see that no way is a dead end."""
+    found = set()
+    paths, nodes = [()], np.array([0], dtype=np.int32)
+    while len(nodes):
+        ends, goes_on = view.is_terminal(nodes), view.has_children(nodes)
+        assert (ends | goes_on)[1:].all() or nodes[0] == 0
+        found |= {path for path, end in zip(paths, ends, strict=True) if end}
+        children = view.children(nodes)
+        assert set(children.parents.tolist()) == set(np.flatnonzero(goes_on).tolist())
+        if nodes[0] != 0:
+            assert (ends | goes_on).all()
+        paths = [
+            (*paths[parent], token)
+            for parent, _, token in zip(*(each.tolist() for each in children), strict=True)
+        ]
+        nodes = children.nodes
+    return found
+
+
+@pytest.fixture(scope="module")
+def catalogues(tmp_path_factory) -> list[tuple[ItemTrie, dict, dict]]:
+    folder = tmp_path_factory.mktemp("catalogues")
+    result = []
+    for number, (count, lengths) in enumerate([(3, (1, 2)), (60, (1, 4)), (400, (2, 5))]):
+        items = random_items(number, count, VOCAB, lengths)
+        # Several items may have one id.
+        items = {tokens: value % 350 for tokens, value in items.items()}
+        text = number == 1
+        trie = trie_of(folder / f"{number}.trie", items, text_ids=text)
+        ids = {tokens: f"item {value}" if text else value for tokens, value in items.items()}
+        result.append((trie, items, ids))
+    return result
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_equals_brute_force(catalogues, data):
+    trie, items, ids_of = catalogues[data.draw(st.integers(0, 2))]
+    some_ids = st.lists(st.sampled_from([*ids_of.values()]), max_size=30)
+    prefix = st.one_of(
+        st.lists(st.integers(0, VOCAB), min_size=1, max_size=5),
+        st.builds(
+            lambda tokens, length: list(tokens[: max(1, length)]),
+            st.sampled_from([*items]), st.integers(1, 5),
+        ),
+    )  # fmt: skip
+    prefixes = st.lists(prefix, max_size=8)
+    rules = Rules(
+        allow_items=data.draw(st.none() | some_ids),
+        allow_prefixes=data.draw(st.none() | prefixes),
+        deny_items=data.draw(st.just([]) | some_ids | st.just([*ids_of.values()])),
+        deny_prefixes=data.draw(st.just([]) | prefixes),
+    )
+    expected = selected_items(items, ids_of, rules)
+    view = SelectedTrie(trie, select(trie, rules))
+    assert walk(view) == expected.keys()
+
+
+def test_an_id_that_the_catalogue_lacks_matches_nothing(catalogues):
+    trie, items, _ = catalogues[0]
+    assert walk(SelectedTrie(trie, select(trie, Rules(deny_items=[10**9])))) == items.keys()
+    assert walk(SelectedTrie(trie, select(trie, Rules(allow_items=[10**9])))) == set()
+    assert walk(SelectedTrie(trie, select(trie, Rules(allow_prefixes=[])))) == set()

@@ -1,0 +1,90 @@
+"""Ordinary requests that decode an item: where they are in their catalogues, and when they end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_trie.beam import BeamOptions
+from vllm_trie.items import ROOT
+from vllm_trie.items.selection import Selection, select, view
+from vllm_trie.vllm_hooks.frontend.beam_options import DECODING_KEY
+from vllm_trie.vllm_hooks.frontend.item_requests import rules_of
+from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogues
+
+_STATE = "_vllm_trie_decoded_item"
+"""Attribute of a request with its :class:`_DecodedItem`."""
+
+
+class Decoding(NamedTuple):
+    """What the worker needs of a request; it replaces the options under :data:`DECODING_KEY`.
+
+    Attributes:
+        path: The catalogue's file.
+        version: Its digest.
+        selection: The valid part of the catalogue, None for all of it.
+        eos_token_id: Token that ends an item.
+    """
+
+    path: str
+    version: str
+    selection: Selection | None
+    eos_token_id: int
+
+
+class _DecodedItem:
+    """The place of a request in its catalogue."""
+
+    def __init__(self, request: Request, options: BeamOptions, catalogues: Catalogues) -> None:
+        params = request.sampling_params
+        assert params is not None
+        assert params.eos_token_id is not None
+        assert options.items is not None
+        catalogue = catalogues.latest(options.items)
+        rules = rules_of(options)
+        selection = select(catalogue.trie, rules) if rules.restrict else None
+        self._trie = view(catalogue.trie, selection)
+        self._eos = params.eos_token_id
+        self._wants_eos = options.items_end == "eos"
+        self._node = ROOT
+        found = Decoding(str(catalogue.path), catalogue.trie.version, selection, self._eos)
+        params.extra_args = {**(params.extra_args or {}), DECODING_KEY: found}
+
+    def take(self, request: Request, token_ids: Sequence[int]) -> bool:
+        """Take the request's new tokens; return whether it ends. Sets its status then."""
+        for token_id in token_ids:
+            if token_id == self._eos and self._ends():
+                break
+            children = self._trie.children(np.array([self._node]))
+            found = children.nodes[children.token_ids == token_id]
+            if not len(found):  # nothing is valid, or the worker lacks the catalogue
+                request.status = RequestStatus.FINISHED_STOPPED
+                return True
+            self._node = int(found[0])
+        leaf = not self._trie.has_children(np.array([self._node]))[0]
+        if leaf and not self._wants_eos:  # also where the length would have ended it
+            request.status = RequestStatus.FINISHED_STOPPED
+        if request.status == RequestStatus.FINISHED_STOPPED and self._ends():
+            (request.stop_reason,) = self._trie.item_ids(np.array([self._node]))
+        return request.is_finished()
+
+    def _ends(self) -> bool:
+        return self._node != ROOT and bool(self._trie.is_terminal(np.array([self._node]))[0])
+
+
+def begin(request: Request, catalogues: Catalogues) -> None:
+    """Find the catalogue of a request that decodes an item; do nothing for others."""
+    params = request.sampling_params
+    options = (params.extra_args or {}).get(DECODING_KEY) if params is not None else None
+    if options is not None:
+        state = _DecodedItem(request, BeamOptions.model_validate(options), catalogues)
+        setattr(request, _STATE, state)
+
+
+def take_tokens(request: Request, token_ids: Sequence[int]) -> bool:
+    """Take a request's new tokens; return whether its item ends it. Sets its status then."""
+    state: _DecodedItem | None = getattr(request, _STATE, None)
+    return state is not None and state.take(request, token_ids)
