@@ -8,6 +8,7 @@ from vllm_trie.native.build import (
     NativeBuildError,
     build_library,
     cache_folder,
+    damaged_libraries,
     find_compiler,
     load_library,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "NativeLibrary",
     "build_library",
     "cache_folder",
+    "damaged_libraries",
     "find_compiler",
     "load_library",
 ]
