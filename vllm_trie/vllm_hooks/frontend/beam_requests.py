@@ -22,6 +22,7 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
     prepare_params,
     refuse_own_key,
 )
+from vllm_trie.vllm_hooks.frontend.extra_args import check_extra_args
 from vllm_trie.vllm_hooks.frontend.item_requests import check_length, check_parameters
 from vllm_trie.vllm_hooks.setup.support import beam_slots, reason_off
 
@@ -132,6 +133,7 @@ def wrap_process_inputs(original: Any) -> Any:
         self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         refuse_own_key(params)
+        check_extra_args(self.vllm_config, params, custom_processors(self.vllm_config))
         if not asks_for_beam(params):
             return original(self, request_id, prompt, params, *args, **kwargs)
         params = prepare_request(self.vllm_config, params)
