@@ -114,7 +114,7 @@ def build_library(
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
         if rebuild or not is_whole(library):  # another process may have compiled it meanwhile
             if library.exists():
-                logger.warning("%s is damaged or has no digest, and is compiled again", library)
+                logger.warning("%s does not match its digest, and is compiled again", library)
             _compile(compiler, sources, flags, library)
     return library
 
