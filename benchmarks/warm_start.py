@@ -36,6 +36,8 @@ from support.replay_methods import OwnDrafter
 from vllm_trie.store import StoreHeader, read_store, write_store
 
 NODES = 32
+STORE_TOKENS = 262_144
+"""Of the store that is written: the default of `store_tokens`."""
 SHARES = (0.0, 0.25, 1.0)
 """Shares of the first requests that were asked before the restart."""
 
@@ -58,7 +60,9 @@ def measure_stall(drafter: OwnDrafter, path: Path, header: StoreHeader, one: Rec
     """Return milliseconds: of a snapshot, of a write, and of drafting next to a write and alone."""
     begin = time.perf_counter()
     texts = drafter.drafter.finished_texts()
-    row: Row = {"texts": len(texts), "snapshot_ms": 1e3 * (time.perf_counter() - begin)}
+    row: Row = {"snapshot_ms": 1e3 * (time.perf_counter() - begin)}
+    texts = list(texts) * (STORE_TOKENS // sum(len(text.token_ids) for text in texts))
+    row["texts"] = len(texts)
     begin = time.perf_counter()
     write_store(path, header, texts)
     row["write_ms"] = 1e3 * (time.perf_counter() - begin)
@@ -118,14 +122,20 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "replay.store"
         for repeat in range(repeats):
-            shuffled = random.Random(repeat).sample(recordings, len(recordings))
-            new, seen = shuffled[:first], shuffled[first:]
+            rng = random.Random(repeat)
+            # Whole questions: a later turn repeats the earlier ones.
+            numbers = sorted({each.question_id for each in recordings})
+            held_out = set(rng.sample(numbers, first))
+            new = [each for each in recordings if each.question_id in held_out][:first]
+            seen = [each for each in recordings if each.question_id not in held_out]
+            rng.shuffle(seen)
             before = new_drafter()
             answer(before, seen)
             write_store(path, header, before.drafter.finished_texts())
             for share in SHARES:
                 repeated = round(share * first)
-                requests = random.Random(repeat).sample([*seen[:repeated], *new[repeated:]], first)
+                requests = [*seen[:repeated], *new[repeated:]]
+                rng.shuffle(requests)
                 for state in ("cold", "warm"):
                     drafter = new_drafter()
                     if state == "warm":

@@ -29,8 +29,8 @@ class RequestStore:
         self._max_order = max_order
         self._max_tokens = max_tokens
         self._indexes: dict[bytes, Index] = {}
-        # (digest of the salt, number in its index) -> tokens, least recently used first.
-        self._texts: OrderedDict[tuple[bytes, int], np.ndarray] = OrderedDict()
+        # (digest of the salt, number in its index) -> text, least recently used first.
+        self._texts: OrderedDict[tuple[bytes, int], StoredText] = OrderedDict()
         self.num_tokens = 0
 
     @property
@@ -48,7 +48,7 @@ class RequestStore:
     def add(self, cache_salt: str | None, token_ids: np.ndarray) -> None:
         """Add an output, and remove the oldest that no longer fit; of a text longer than the whole
         store, keep the end."""
-        self._add(salt_digest(cache_salt), token_ids)
+        self._add(StoredText(salt_digest(cache_salt), token_ids[-self._max_tokens :]))
 
     def mark_used(self, cache_salt: str | None, text: int) -> None:
         """Make this text the most recently used; texts that are gone are ignored."""
@@ -58,15 +58,15 @@ class RequestStore:
 
     def texts(self) -> list[StoredText]:
         """Return all texts, least recently used first; their arrays never change."""
-        return [StoredText(salt, tokens) for (salt, _), tokens in self._texts.items()]
+        return list(self._texts.values())  # an engine's step waits for it
 
     def restore(self, texts: Sequence[StoredText]) -> None:
         """Add texts of an earlier engine, least recently used first; those that fit."""
-        for salt, token_ids in newest(texts, self._max_tokens):
-            self._add(salt, token_ids)
+        for text in newest(texts, self._max_tokens):
+            self._add(text)
 
-    def _add(self, salt: bytes, token_ids: np.ndarray) -> None:
-        token_ids = token_ids[-self._max_tokens :]
+    def _add(self, text: StoredText) -> None:
+        salt, token_ids = text
         if len(token_ids) == 0:
             return
         while self.num_tokens + len(token_ids) > self._max_tokens:
@@ -74,13 +74,13 @@ class RequestStore:
         index = self._indexes.get(salt)
         if index is None:
             index = self._indexes[salt] = self._backend.new_index(self._max_order)
-        self._texts[salt, index.add_text(token_ids)] = token_ids
+        self._texts[salt, index.add_text(token_ids)] = text
         self.num_tokens += len(token_ids)
 
     def _remove_oldest(self) -> None:
-        (salt, text), token_ids = self._texts.popitem(last=False)
-        self.num_tokens -= len(token_ids)
+        (salt, number), text = self._texts.popitem(last=False)
+        self.num_tokens -= len(text.token_ids)
         index = self._indexes[salt]
-        index.remove_text(text)
+        index.remove_text(number)
         if index.num_tokens == 0:
             del self._indexes[salt]

@@ -104,8 +104,8 @@ def _check_store_path(store_path: str | None) -> None:
         return
     if folder.exists() or not folder.parent.is_dir():
         raise ValueError(
-            f"store_path={store_path!r} must be a folder, or a new one in an existing folder; make "
-            "it, or leave store_path out"
+            f"store_path={store_path!r} must be a folder, or a new one in an existing folder; "
+            "create it, or leave store_path out"
         )
 
 
