@@ -90,7 +90,8 @@ def salt_digest(cache_salt: str | None) -> bytes:
     """Return what stands for a cache salt in the store and in files, empty for None."""
     if cache_salt is None:
         return _NO_SALT
-    return hashlib.sha256(b"vllm-trie cache salt\0" + cache_salt.encode()).digest()
+    salt = cache_salt.encode("utf-8", "surrogatepass")
+    return hashlib.sha256(b"vllm-trie cache salt\0" + salt).digest()
 
 
 def write_store(path: Path, header: StoreHeader, texts: Sequence[StoredText]) -> StoreHeader:

@@ -106,7 +106,17 @@ def test_a_tenants_text_is_drafted_for_nobody_else(tmp_path: Path) -> None:
     saving.close()
     [path] = tmp_path.glob("*.store")
     [stored] = {text.salt for text in read_store(path).texts}
-    guesses = [None, "", "tenan", "tenant ", "Tenant", "tenant\0", "\0tenant", "adapter\0tenant"]
+    guesses = [
+        None,
+        "",
+        "\ud800",
+        "tenan",
+        "tenant ",
+        "Tenant",
+        "tenant\0",
+        "\0tenant",
+        "adapter\0tenant",
+    ]
     guesses += [stored.hex(), stored.decode("latin-1"), "vllm-trie cache salt\0tenant"]
     _, drafter, _ = start(tmp_path)
     for guess in guesses:
@@ -116,7 +126,7 @@ def test_a_tenants_text_is_drafted_for_nobody_else(tmp_path: Path) -> None:
     assert drafted(drafter, [5, *SECRET[:2]], "tenant")[:2] == SECRET[2:4]
 
 
-def test_saves_at_intervals_in_a_thread_and_only_what_is_new(
+def test_saves_at_intervals_in_a_thread_and_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
@@ -140,8 +150,11 @@ def test_saves_at_intervals_in_a_thread_and_only_what_is_new(
     [path] = tmp_path.glob("*.store")
     assert len(read_store(path).texts) == 2
     saving.close()
-    assert len(threads) == 1  # nothing has happened since
     saving.close()
+    assert len(threads) == 2
+    idle, _, _ = start(tmp_path)
+    idle.close()
+    assert len(threads) == 2
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(

@@ -86,7 +86,7 @@ class WarmStart:
         self._budget = budget
         self._interval = interval
         self._next_save = time.monotonic() + interval
-        self._changed = False
+        self._has_served = False
         self._failed = False
         self._writer: threading.Thread | None = None
         self._slot: Slot | None = None
@@ -102,24 +102,26 @@ class WarmStart:
 
     def tick(self) -> None:
         """Save if it is time to; to be called at the end of each step."""
-        self._changed = True
+        self._has_served = True
         if time.monotonic() < self._next_save or self._slot is None:
             return
         self._next_save = time.monotonic() + self._interval
         if self._writer is None or not self._writer.is_alive():
-            self._changed = False
             snapshot = self._snapshot()
             self._writer = threading.Thread(target=self._write, args=snapshot, daemon=True)
             self._writer.start()
 
     def close(self) -> None:
-        """Save what is new and give the file back; for the engine's shutdown."""
+        """Save and give the file back, for the engine's shutdown.
+
+        An engine that served nothing leaves the file as it is.
+        """
         slot = self._slot
         if slot is None:
             return
         if self._writer is not None:
             self._writer.join(_LAST_SAVE)
-        if self._changed and not (self._writer and self._writer.is_alive()):
+        if self._has_served and not (self._writer and self._writer.is_alive()):
             self._write(*self._snapshot())
         self._slot = None
         slot.release()
