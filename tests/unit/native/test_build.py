@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,7 @@ def _flip(content: bytes) -> bytes:
     return content[:middle] + bytes(255 - byte for byte in content[middle:])
 
 
-DAMAGES = {
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "5 %": lambda content: content[: len(content) // 20],
     "50 %": lambda content: content[: len(content) // 2],
     "80 %": lambda content: content[: len(content) * 4 // 5],

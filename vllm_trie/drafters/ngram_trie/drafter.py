@@ -79,7 +79,7 @@ class NgramTrieDrafter(Drafter):
 
     @property
     def _store(self) -> RequestStore | None:
-        return getattr(self._scoring, "store", None)
+        return self._scoring.store if isinstance(self._scoring, BlendedScoring) else None
 
 
 def load_corpus(path: str, context: DrafterContext) -> NativeCorpus:
