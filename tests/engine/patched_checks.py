@@ -22,11 +22,13 @@ from vllm_trie.vllm_hooks import ledger, plugin
 
 FOLDER = Path(os.environ["PATCHED_VLLM"])
 STILL_WRAPPED = {
+    "vllm.envs:environment_variables",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
     "vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace",
 }
-"""Of beam search in the worker, for which the series has no extension points yet."""
+"""The names of environment variables, and of beam search in the worker what the series has no
+extension points for yet."""
 CALLABLES = [
     hook
     for hook in ledger.PATCHES

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import vllm
 from vllm import SamplingParams, envs
@@ -27,7 +29,8 @@ from tests.engine.families import UNSUPPORTED, write_config
 from tests.engine.prompts import prompts
 from tests.processes import run_python
 from vllm_trie.drafters import available_methods
-from vllm_trie.tiny_model import model_path
+from vllm_trie.ngrams.corpus_file import write_corpus
+from vllm_trie.tiny_model import medusa_path, model_path
 from vllm_trie.vllm_hooks import ledger, plugin
 from vllm_trie.vllm_hooks.ledger import Patch, table
 from vllm_trie.vllm_hooks.setup import config
@@ -221,7 +224,8 @@ def test_trees_where_they_are_supported(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO):
         assert config.verification(engine_config()) == "tree"
-    assert "ngram_trie verifies its drafts as trees" in caplog.text
+    said = "vllm-trie is on: ngram_trie drafts up to 8 tokens a request, verified as trees"
+    assert said in caplog.text
     assert config.verification(engine_config(speculative_config=CHAINS)) == "chain"
 
 
@@ -230,7 +234,7 @@ def test_a_model_without_trees_says_so_at_start_up(tmp_path: Path, caplog, monke
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO):
         engine_config(model=path)
-    assert "verifies its drafts as chains" in caplog.text
+    assert "verified as chains" in caplog.text
     assert "(MLA) is not supported" in caplog.text
 
 
@@ -537,3 +541,65 @@ def test_low_precision_differs_at_near_ties_only(engine, dtype: str):
     found = margins(expected, generate(llm, some, params))
     assert all(margin is None or margin < 0.15 for margin in found)
     assert found.count(None) >= 6
+
+
+# -- files that options name, and what vLLM need not warn of ---------------------------------------
+
+
+def test_files_are_checked_before_anything_starts(tmp_path: Path):
+    corpus = tmp_path / "corpus"
+    texts = [np.arange(100, dtype=np.int32)]
+    write_corpus(corpus, texts, vocab_size=2048, tokenizer="of another model")
+    corpus.write_bytes(corpus.read_bytes()[:2000])
+    named = {"ngram_trie": {"corpus": str(corpus)}}
+    for options in (
+        {**TREES, "corpus": str(corpus)},
+        {"method": "trie_union", "options": named},
+    ):
+        assert f"corpus {corpus}: it is truncated" in refusal(speculative_config=options)
+    write_corpus(corpus, texts, vocab_size=4096, tokenizer="of another model")
+    said = refusal(speculative_config={**TREES, "corpus": str(corpus)})
+    assert "its vocabulary has 4096 tokens, the model's has 2048" in said
+    corpus.unlink()
+    said = refusal(speculative_config={**TREES, "corpus": str(corpus)})
+    assert f"corpus {corpus}: No such file" in said
+
+
+def test_heads_are_checked_before_anything_starts(tmp_path: Path):
+    medusa = {"method": "medusa_dynamic", "num_speculative_tokens": 8}
+    assert "needs the Medusa heads" in refusal(speculative_config=medusa)
+    heads = shutil.copytree(medusa_path(), tmp_path / "heads")
+    asked = {**medusa, "model": str(heads)}
+    assert config.read(engine_config(speculative_config=asked)).draft_model == str(heads)
+    [file] = heads.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert f"{file} cannot be read" in refusal(speculative_config=asked)
+
+
+def test_a_store_path_that_is_no_folder(tmp_path: Path):
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file, file / "below", tmp_path / "no" / "folder", ""):
+        said = refusal(speculative_config={**TREES, "store_path": str(path)})
+        assert f"store_path={str(path)!r} must be a folder" in said
+    new = tmp_path / "new"
+    engine_config(speculative_config={**TREES, "store_path": str(new)})
+    assert not new.exists()
+
+
+def test_a_default_start_warns_of_nothing_that_the_plugin_answers_for():
+    code = (
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        "from vllm_trie.tiny_model import model_path\n"
+        "EngineArgs(str(model_path()), dtype='float32', kv_cache_memory_bytes=10 << 20,\n"
+        "    speculative_config={'method': 'ngram_trie'}).create_engine_config()"
+    )
+    known = {"VLLM_TRIE_BEAM": "1", "VLLM_TRIE_NATIVE": "1"}
+    result = run_python("-c", code, VLLM_TRIE_NOT_OURS="1", VLLM_LOGGING_LEVEL="INFO", **known)
+    said = result.stdout + result.stderr
+    assert said.count("Unknown vLLM environment variable detected: VLLM_TRIE_") == 1, said
+    assert "Unknown vLLM environment variable detected: VLLM_TRIE_NOT_OURS" in said
+    assert "experimental" not in said
+    assert "Async scheduling not supported" not in said
+    assert said.count("vllm-trie is on: ngram_trie drafts up to 32 tokens") == 1
+    assert "on Model Runner V1 without asynchronous scheduling" in said

@@ -13,8 +13,10 @@ import typer
 from typer.testing import CliRunner
 
 import vllm_trie
+from tests.processes import run_python
 from vllm_trie import cli, doctor, tiny_model
 from vllm_trie.vllm_hooks.ledger import Finding
+from vllm_trie.vllm_hooks.setup import limits
 from vllm_trie.vllm_hooks.setup.limits import BEAMS, TREES, Limit
 
 runner = CliRunner()
@@ -53,6 +55,26 @@ def test_unknown_command_is_refused() -> None:
     result = runner.invoke(cli.app, ["medussa"])
     assert result.exit_code == 2
     assert "medussa" in result.output
+
+
+HEAVY = ("torch", "vllm", "transformers")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--quick"], ["store", "--help"]])
+def test_what_answers_at_once_imports_nothing_large(arguments: list[str]) -> None:
+    code = (
+        "import sys; from vllm_trie import cli\n"
+        "try: cli.app(sys.argv[1:])\n"
+        f"finally: print(*[m for m in {HEAVY} if m in sys.modules], file=sys.stderr)"
+    )
+    result = run_python("-c", code, *arguments, timeout=120)
+    assert result.stderr.splitlines()[-1].split() == []
+    assert "Files of a warm start" in result.stdout or arguments == ["doctor", "--quick"]
+
+
+def test_help_of_groups_is_theirs() -> None:
+    for name, summary in cli.SUMMARIES.items():
+        assert cli.importlib.import_module(cli.GROUPS[name]).app.info.help == summary
 
 
 # --- model-path --------------------------------------------------------------------------------
@@ -165,7 +187,8 @@ def test_doctor_exit_code_and_text(
     monkeypatch: pytest.MonkeyPatch, problems: tuple[doctor.Problem, ...], exit_code: int
 ) -> None:
     hooks = (make_hook("ok"), make_hook("replaced"), make_hook("missing"))
-    monkeypatch.setattr(doctor, "collect", lambda: make_report(problems=problems, hooks=hooks))
+    report = make_report(problems=problems, hooks=hooks)
+    monkeypatch.setattr(doctor, "collect", lambda *_: report)
     result = runner.invoke(cli.app, ["doctor"])
     assert result.exit_code == exit_code
     assert "hooks: 1 of 3 fit" in result.stdout
@@ -174,9 +197,26 @@ def test_doctor_exit_code_and_text(
         assert f"{problem.level}: {problem.text}" in result.stdout
 
 
+def test_doctor_tells_of_damaged_compiled_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_TRIE_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("VLLM_TRIE_NATIVE", raising=False)
+    assert list(doctor.check_compiled_code()) == []
+    (tmp_path / "ngrams-0.so").write_bytes(b"cut")
+    assert list(doctor.check_compiled_code()) == []  # of a version that wrote no digests
+    (tmp_path / "ngrams-0.sha256").write_text("0")
+    [found] = doctor.check_compiled_code()
+    assert found.level == "warning"
+    assert f"{tmp_path / 'ngrams-0.so'} does not match its digest" in found.text
+    monkeypatch.setenv("VLLM_TRIE_CACHE_DIR", str(tmp_path / "ngrams-0.so" / "below"))
+    [found] = doctor.check_compiled_code()
+    assert "no folder to keep compiled code in" in found.text
+
+
 def test_doctor_json_is_the_whole_report(monkeypatch: pytest.MonkeyPatch) -> None:
     report = make_report(hooks=(make_hook("changed", detail="parameters"),))
-    monkeypatch.setattr(doctor, "collect", lambda: report)
+    monkeypatch.setattr(doctor, "collect", lambda *_: report)
     result = runner.invoke(cli.app, ["doctor", "--json"])
     shown = json.loads(result.stdout)
     assert shown["healthy"] is True
@@ -202,7 +242,7 @@ def test_missing_and_changed_hooks_are_errors_that_name_them(
 def test_what_a_platform_lacks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     stops, text = TREES + BEAMS, "platform {found!r} is too slow"
     row = Limit(stops, "other machines", lambda config: "abacus", text)
-    monkeypatch.setattr(doctor, "PLATFORM_LIMITS", (row,))
+    monkeypatch.setattr(limits, "PLATFORM_LIMITS", (row,))
     monkeypatch.setattr(doctor.ledger, "check", lambda: [make_hook("ok")])
     _, (problem,) = doctor.check_hooks()
     assert problem.level == "warning"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from vllm_trie.budget.monotone import non_decreasing
+from vllm_trie.budget.state import checked
 
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
 
@@ -15,6 +17,8 @@ _ROW_MEMORY = 500.0  # measurements that the cost of a request is learned from
 _ROW_PRIOR = 20.0  # weight of the prior that a request costs nothing, in squared requests
 _OUTLIER = 5.0  # times the expected duration that a measurement counts for at most
 _MIN_SECONDS = 1e-9
+_MAX_SECONDS = 600.0  # in a file
+_MAX_SLOPE = 1e12  # likewise
 
 
 class StepCost:
@@ -98,6 +102,33 @@ class StepCost:
         if num_rows:
             step = step if self._rows[knot] else 1.0
             self._rows[knot] += step * (num_rows - self._rows[knot])
+
+    def state(self) -> dict[str, list[float]]:
+        """Return what was learned, for :meth:`restore`."""
+        return {
+            "seconds": self._seconds.copy(),
+            "rows": self._rows.copy(),
+            "weights": self._weights.copy(),
+            "row_slope": [self._covariance, self._variance],
+        }
+
+    def restore(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from the state of another object.
+
+        Raises:
+            ValueError: it is not such a state; nothing is changed then.
+        """
+        seconds = checked(state, "seconds", len(_KNOTS), 0.0, _MAX_SECONDS)
+        rows = checked(state, "rows", len(_KNOTS), 0.0, _KNOTS[-1])
+        weights = checked(state, "weights", len(_KNOTS), 0.0, self._memory)
+        slope = checked(state, "row_slope", 2, -_MAX_SLOPE, _MAX_SLOPE)
+        if slope[1] < 0.0 or (seconds[weights > 0.0] <= 0.0).any():
+            raise ValueError("a variance or a duration that is not positive")
+        self._seconds, self._rows = seconds.tolist(), rows.tolist()
+        self._weights = weights.tolist()
+        self._covariance, self._variance = slope.tolist()
+        self._num_known = int((weights > 0.0).sum())
+        self._table = None
 
     def __call__(self, num_rows: int, num_tokens: int) -> float:
         """Return the expected seconds of a step; needs :attr:`known`."""

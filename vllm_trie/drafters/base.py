@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from vllm_trie.store import StoredText
 from vllm_trie.tree import TokenTree
 
 
@@ -110,6 +111,21 @@ class Drafter(ABC):
         self.options: Any = options
         self.context = context
 
+    @classmethod  # noqa: B027 - optional, not abstract
+    def check_files(cls, options: Any, vocab_size: int, draft_model: str | None) -> None:
+        """Check the files that the options name, in the front end, before the engine starts.
+
+        Reads no more than headers: the drafter itself checks the content where it runs.
+
+        Args:
+            options: of type `Options`.
+            vocab_size: of the target model.
+            draft_model: as in `DrafterContext`.
+
+        Raises:
+            ValueError: naming the file, what is wrong with it and what to do.
+        """
+
     def load_model(self, target_model: Any) -> None:  # noqa: B027 - optional, not abstract
         """Load the drafter's own weights, if it has any, once `target_model` is loaded."""
 
@@ -126,3 +142,13 @@ class Drafter(ABC):
 
     def release(self, request_id: str) -> None:  # noqa: B027 - optional, not abstract
         """Forget a request that has ended; ignore unknown ids."""
+
+    def finished_texts(self) -> Sequence[StoredText]:
+        """Return the texts of finished requests that later ones are drafted from, for a file.
+
+        Least recently used first. Called between two steps; the arrays must not change afterwards.
+        """
+        return ()
+
+    def restore_texts(self, texts: Sequence[StoredText]) -> None:  # noqa: B027 - optional
+        """Take up texts that an earlier engine saved, before the first call of `propose`."""

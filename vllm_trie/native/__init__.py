@@ -8,6 +8,7 @@ from vllm_trie.native.build import (
     NativeBuildError,
     build_library,
     cache_folder,
+    damaged_libraries,
     find_compiler,
     load_library,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "build_library",
     "cache_folder",
     "cpu_flags",
+    "damaged_libraries",
     "find_compiler",
     "find_prebuilt",
     "load_library",

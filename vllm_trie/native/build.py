@@ -7,6 +7,7 @@ fall back on, so a machine with neither loses speed and nothing else.
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import fcntl
 import functools
@@ -18,7 +19,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,14 +45,18 @@ def load_library(
     sources: Sequence[Path],
     flags: Sequence[str] = DEFAULT_FLAGS,
     headers: Sequence[Path] = (),
+    functions: Iterable[str] = (),
 ) -> ctypes.CDLL | None:
     """Load the wheel's own library, or compile `sources` if needed and load the result.
+
+    A library that cannot be loaded, or that lacks a function, is compiled once more.
 
     Args:
         name: of the library, for the file and the log.
         sources: C++ files to compile together; they export C functions.
         flags: compiler flags in addition to `-shared -fPIC`.
         headers: files that the sources include; a change in one rebuilds the library.
+        functions: names of functions that it must export.
 
     Returns:
         The library, or None if there is none; the reason is then logged, once per name. Setting
@@ -68,15 +73,27 @@ def load_library(
         except OSError as error:  # for an older C library than the wheel's, or damaged
             logger.warning("cannot load %s: %s", prebuilt, error)
     try:
-        library = build_library(name, sources, flags, headers)
+        path = build_library(name, sources, flags, headers)
         try:
-            return ctypes.CDLL(str(library))
-        except OSError:
-            # Damaged, or made for another C library: compile it again.
-            return ctypes.CDLL(str(build_library(name, sources, flags, headers, rebuild=True)))
-    except (NativeBuildError, OSError) as error:
+            return _open(path, functions)
+        except (OSError, AttributeError):
+            # Made for another C library, or forged: compile it again.
+            path = build_library(name, sources, flags, headers, rebuild=True)
+            return _open(path, functions)
+    except (NativeBuildError, OSError, AttributeError) as error:
         _log_once(name, str(error))
         return None
+
+
+def _open(path: Path, functions: Iterable[str]) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    try:
+        for function in functions:
+            getattr(library, function)
+    except AttributeError:
+        _ctypes.dlclose(library._handle)  # the same path would give the same library again
+        raise
+    return library
 
 
 def build_library(
@@ -88,6 +105,9 @@ def build_library(
 ) -> Path:
     """Return the path of the library, compiled now if it is not cached or `rebuild` is set.
 
+    A cached library that does not match the digest beside it is compiled again: a damaged one would
+    end the process with a signal, without a message, when it is loaded or called.
+
     Raises:
         NativeBuildError: no compiler, or it failed (its message is included).
     """
@@ -95,13 +115,45 @@ def build_library(
     digest = _digest(compiler, [*sources, *headers], flags)
     folder = cache_folder()
     library = folder / f"{name}-{digest}.so"
-    if library.exists() and not rebuild:
+    if not rebuild and is_whole(library):
         return library
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-        if rebuild or not library.exists():
+        if rebuild or not is_whole(library):  # another process may have compiled it meanwhile
+            if library.exists():
+                logger.warning("%s does not match its digest, and is compiled again", library)
             _compile(compiler, sources, flags, library)
     return library
+
+
+def is_whole(library: Path) -> bool:
+    """Return whether a library is there and its content is what the compiler wrote under its name.
+
+    This shows damage. It is no protection from whoever may write to the user's cache folder.
+    """
+    try:
+        return _digest_file(library).read_text() == _content_digest(library, library.name)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def damaged_libraries() -> list[Path]:
+    """Return the libraries in the cache folder that do not match their digests.
+
+    Raises:
+        NativeBuildError: there is no folder that can be used.
+    """
+    found = sorted(cache_folder().glob("*.so"))
+    return [each for each in found if _digest_file(each).exists() and not is_whole(each)]
+
+
+def _digest_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _content_digest(file: Path, name: str) -> str:
+    """Return a digest of a name and a content: a library under another's name has the wrong one."""
+    return hashlib.sha256(name.encode() + b"\0" + file.read_bytes()).hexdigest()
 
 
 def cache_folder() -> Path:
@@ -195,7 +247,10 @@ def _compile(
         )
         if result.returncode != 0:
             raise NativeBuildError(f"{' '.join(command)} failed: {result.stderr.strip()[-2000:]}")
+        digest = _content_digest(Path(temporary), library.name)
         os.replace(temporary, library)
+        # A process that is killed between the two leaves a library to compile again.
+        _digest_file(library).write_text(digest)
     except subprocess.TimeoutExpired as error:
         raise NativeBuildError(
             f"{' '.join(compiler)} took more than {_COMPILE_SECONDS} s"

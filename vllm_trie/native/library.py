@@ -59,10 +59,11 @@ class NativeLibrary:
 
     @functools.cached_property
     def _loaded(self) -> ctypes.CDLL | None:
-        library = load_library(self.name, self.sources, flags=self.flags, headers=self.headers)
+        functions = self._interface.functions()
+        library = load_library(self.name, self.sources, self.flags, self.headers, functions)
         if library is None:
             return None
-        for name, (result, arguments) in self._interface.functions().items():
+        for name, (result, arguments) in functions.items():
             function = getattr(library, name)
             function.restype = result
             function.argtypes = arguments

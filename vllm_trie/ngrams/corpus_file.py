@@ -130,6 +130,18 @@ def read_header(path: Path) -> CorpusHeader:
     return FORMAT.read_header(path)
 
 
+def check_vocabulary(path: Path, header: CorpusHeader, vocab_size: int) -> None:
+    """Refuse a corpus with tokens that a model does not have.
+
+    Raises:
+        CorpusError: the corpus' vocabulary is larger than `vocab_size`.
+    """
+    if header.vocab_size > vocab_size:
+        raise FORMAT.problem(
+            path, f"its vocabulary has {header.vocab_size} tokens, the model's has {vocab_size}"
+        )
+
+
 def open_corpus(
     path: Path, vocab_size: int | None = None, tokenizer: str | None = None
 ) -> native.NativeCorpus:
@@ -146,10 +158,8 @@ def open_corpus(
     header, _, body = FORMAT.map(path)
     if tokenizer is not None and tokenizer != header.tokenizer:
         raise FORMAT.problem(path, "it was built with another tokenizer than the model's")
-    if vocab_size is not None and header.vocab_size > vocab_size:
-        raise FORMAT.problem(
-            path, f"its vocabulary has {header.vocab_size} tokens, the model's has {vocab_size}"
-        )
+    if vocab_size is not None:
+        check_vocabulary(path, header, vocab_size)
     sizes = [header.num_nodes * native.NODE_BYTES, header.table_size * 4]
     nodes, table, tokens = np.split(body, np.cumsum(sizes))
     try:

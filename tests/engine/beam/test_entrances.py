@@ -263,6 +263,14 @@ def test_bad_requests_are_refused_at_once(engine, params, message):
     assert len(result.outputs) == 2
 
 
+def test_options_without_a_width_are_refused(engine):
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=4, extra_args={"num_beam_groups": 2})
+    with pytest.raises(ValueError, match="num_beam_groups=2 needs 'beam_width'"):
+        engine(**OPTIONS).generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+
+
 def test_group_that_can_never_fit_is_refused_at_once(engine):
     llm = engine(num_gpu_blocks_override=12, **{**OPTIONS, "max_model_len": 256})
     start = time.monotonic()

@@ -10,6 +10,7 @@ import pytest
 from vllm.exceptions import VLLMClientError
 
 from vllm_trie.vllm_hooks.frontend.beam_options import SPEC_KEY, refuse_own_key
+from vllm_trie.vllm_hooks.frontend.extra_args import check_extra_args
 from vllm_trie.vllm_hooks.frontend.request_options import CACHE_SALT, check_request_options
 
 
@@ -42,3 +43,53 @@ def test_what_the_plugin_tells_itself_is_not_for_requests(
     assert f" {instead}" in str(error.value).replace("'", "")
     check(SimpleNamespace(extra_args={"something": value}))
     check(SimpleNamespace(extra_args=None))
+
+
+def check(extra_args: dict[str, Any] | None, *processors: str, connector: Any = None) -> None:
+    config: Any = SimpleNamespace(kv_transfer_config=connector)
+    check_extra_args(config, SimpleNamespace(extra_args=extra_args), list(processors))
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "message"),
+    [
+        ({"num_beam_groups": 2}, r"num_beam_groups=2 needs 'beam_width'; add it, or leave"),
+        ({"length_penalty": 1e9}, "length_penalty=1000000000.0 needs 'beam_width'"),
+        ({"beam_trace": True, "speculation": False}, "beam_trace=True needs"),
+        ({"beam_widht": 4}, "'beam_widht' is unknown; did you mean 'beam_width'"),
+        ({"num_beams": 4}, "'num_beams' is unknown; use 'beam_width'"),
+    ],
+)
+def test_beam_options_without_a_width_are_refused(extra_args: dict[str, Any], message: str) -> None:
+    with pytest.raises(VLLMClientError, match=message):
+        check(extra_args)
+    check(extra_args, "package:Processor")  # it may read the key
+
+
+LARGE = [
+    "x" * 10_000_000,
+    ["x" * 1000] * 1000,
+    list(range(100_000)),
+    {"deep": [{"x" * 70_000: 1}]},
+]
+
+
+@pytest.mark.parametrize("value", LARGE, ids=["text", "texts", "numbers", "nested"])
+def test_large_values_that_nobody_reads_are_refused(value: Any) -> None:
+    with pytest.raises(VLLMClientError, match=r"extra_args\['unknown'\] has a size of") as error:
+        check({"unknown": value})
+    assert len(str(error.value)) < 300
+    check({"unknown": value}, "package:Processor")
+    check({"unknown": value}, connector=object())
+    check({"kv_transfer_params": value})
+    for own in ("speculation", "beam_width", "items"):
+        with pytest.raises(VLLMClientError, match=f"{own}.*has a size of"):
+            check({own: value}, "package:Processor")
+
+
+@pytest.mark.parametrize(
+    "extra_args",
+    [None, {}, {"unknown": "x" * 60_000}, {"beam_width": 4, "num_beam_groups": 2}, {"items": "a"}],
+)
+def test_other_extra_arguments_pass(extra_args: dict[str, Any] | None) -> None:
+    check(extra_args)

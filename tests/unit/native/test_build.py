@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from vllm_trie.native import (
     NativeBuildError,
     build_library,
     cache_folder,
+    damaged_libraries,
     find_compiler,
     load_library,
 )
@@ -114,9 +116,63 @@ def test_native_code_can_be_switched_off(source: Path, monkeypatch: pytest.Monke
     assert load_library("answer", [source]) is None
 
 
-def test_a_damaged_library_is_built_again(source: Path) -> None:
-    build_library("answer", [source]).write_bytes(b"damaged")
+def _flip(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes(255 - byte for byte in content[middle:])
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "5 %": lambda content: content[: len(content) // 20],
+    "50 %": lambda content: content[: len(content) // 2],
+    "80 %": lambda content: content[: len(content) * 4 // 5],
+    "empty": lambda content: b"",
+    "no library": lambda content: b"damaged",
+    "flipped": _flip,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_compiled_again(
+    damage: str, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loading any of the larger ones would end this process."""
+    path = build_library("answer", [source])
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    assert damaged_libraries() == [path]
     library = load_library("answer", [source])
+    assert library is not None
+    assert library.answer() == 42
+    assert "is compiled again" in caplog.text
+    assert damaged_libraries() == []
+
+
+@pytest.mark.parametrize("with_digest", [False, True])
+def test_another_library_under_the_name_is_compiled_again(
+    source: Path, tmp_path: Path, with_digest: bool
+) -> None:
+    other_source = tmp_path / "other.cpp"
+    other_source.write_text('extern "C" int question() { return 6; }\n')
+    other = build_library("other", [other_source])
+    path = build_library("answer", [source])
+    path.write_bytes(other.read_bytes())
+    if with_digest:
+        digest = other.with_suffix(".sha256").read_bytes()
+        path.with_suffix(".sha256").write_bytes(digest)
+    library = load_library("answer", [source], functions=["answer"])
+    assert library is not None
+    assert library.answer() == 42
+
+
+def test_a_forged_library_is_compiled_again(source: Path, tmp_path: Path) -> None:
+    """Its digest is right, and so only its functions give it away."""
+    other_source = tmp_path / "other.cpp"
+    other_source.write_text('extern "C" int question() { return 6; }\n')
+    path = build_library("answer", [source])
+    path.write_bytes(build_library("other", [other_source]).read_bytes())
+    digest = build_module._content_digest(path, path.name)
+    path.with_suffix(".sha256").write_text(digest)
+    assert build_module.is_whole(path)
+    library = load_library("answer", [source], functions=["answer"])
     assert library is not None
     assert library.answer() == 42
 
@@ -152,6 +208,6 @@ def test_concurrent_processes_compile_once(source: Path) -> None:
     with context.Pool(4) as pool:
         assert pool.map(_answer_in_child, [str(source)] * 8, chunksize=1) == [42] * 8
     assert len(list(cache_folder().glob("*.so"))) == 1
-    assert all(name.endswith((".so", ".lock")) for name in os.listdir(cache_folder())), (
+    assert all(name.endswith((".so", ".lock", ".sha256")) for name in os.listdir(cache_folder())), (
         "temporary files are removed"
     )

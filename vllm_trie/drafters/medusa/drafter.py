@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
 from vllm_trie.drafters.medusa import native
 from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
-from vllm_trie.drafters.medusa.checkpoint import CheckpointError, load_checkpoint
+from vllm_trie.drafters.medusa.checkpoint import CheckpointError, check_file, load_checkpoint
 from vllm_trie.drafters.medusa.compiled_heads import CompiledHeads, in_huge_pages
 from vllm_trie.drafters.medusa.constants import BLEND
 from vllm_trie.drafters.medusa.heads import HeadTiming, MedusaHeads
@@ -25,6 +25,10 @@ from vllm_trie.drafters.medusa.trees import template
 from vllm_trie.ngrams import Candidates, Index, Job, NativeBackend, choose_backend
 from vllm_trie.tree import TokenTree
 
+_NO_HEADS = (
+    "method 'medusa_dynamic' needs the Medusa heads: set 'model' in speculative_config "
+    "(--spec-model) to the folder of a Medusa checkpoint"
+)
 _NO_TEXT = np.empty(0, dtype=np.int32)
 
 
@@ -47,10 +51,7 @@ class MedusaDrafter(Drafter):
     def __init__(self, options: MedusaOptions, context: DrafterContext) -> None:
         super().__init__(options, context)
         if context.draft_model is None:
-            raise ValueError(
-                "method 'medusa_dynamic' needs the Medusa heads: set 'model' in "
-                "speculative_config (--spec-model) to the folder of a Medusa checkpoint"
-            )
+            raise ValueError(_NO_HEADS)
         self._fixed_paths = options.fixed_paths()
         self._device = torch.device(context.device)
         self._dtype = getattr(torch, context.dtype)
@@ -66,6 +67,12 @@ class MedusaDrafter(Drafter):
         self.temperatures: Tensor | None = None
         self.timing = HeadTiming()
         self._compiled: CompiledHeads | None = None
+
+    @classmethod
+    def check_files(cls, options: MedusaOptions, vocab_size: int, draft_model: str | None) -> None:
+        if draft_model is None:
+            raise ValueError(_NO_HEADS)
+        check_file(draft_model)
 
     def load_model(self, target_model: Any) -> None:
         """Load the heads onto the target's device, in its dtype.

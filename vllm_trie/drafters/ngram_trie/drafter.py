@@ -16,9 +16,15 @@ from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafters.ngram_trie.recycling import Recycling
 from vllm_trie.drafters.ngram_trie.store import RequestStore
 from vllm_trie.ngrams import Backend, Blend, Index, Job, Source, choose_backend
-from vllm_trie.ngrams.corpus_file import fingerprint, open_corpus
+from vllm_trie.ngrams.corpus_file import (
+    check_vocabulary,
+    fingerprint,
+    open_corpus,
+    read_header,
+)
 from vllm_trie.ngrams.native import NativeCorpus
 from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
+from vllm_trie.store import StoredText
 from vllm_trie.tree import TokenTree
 
 BLEND = Blend(
@@ -53,11 +59,29 @@ class NgramTrieDrafter(Drafter):
             self._scoring = BlendedScoring(options, choose_backend(BLEND), corpus)
             self.needs_node_argmax = options.recycle  # type: ignore[misc]
 
+    @classmethod
+    def check_files(
+        cls, options: NgramTrieOptions, vocab_size: int, draft_model: str | None
+    ) -> None:
+        if options.corpus is not None and options.scoring == "blended":
+            check_vocabulary(Path(options.corpus), read_header(Path(options.corpus)), vocab_size)
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         return self._scoring.propose(requests)
 
     def release(self, request_id: str) -> None:
         self._scoring.release(request_id)
+
+    def finished_texts(self) -> Sequence[StoredText]:
+        return () if self._store is None else self._store.texts()
+
+    def restore_texts(self, texts: Sequence[StoredText]) -> None:
+        if self._store is not None:
+            self._store.restore(texts)
+
+    @property
+    def _store(self) -> RequestStore | None:
+        return self._scoring.store if isinstance(self._scoring, BlendedScoring) else None
 
 
 def load_corpus(path: str, context: DrafterContext) -> NativeCorpus:

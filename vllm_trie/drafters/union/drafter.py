@@ -23,6 +23,7 @@ from vllm_trie.drafters.union.merge import Draft, UnionTree, build_tree, merge, 
 from vllm_trie.drafters.union.options import METHOD, TrieUnionOptions
 from vllm_trie.drafters.union.selection import PartSelection
 from vllm_trie.drafters.union.statistics import SharedStatistics
+from vllm_trie.store import StoredText
 from vllm_trie.tree import ROOT, TokenTree
 
 WINDOW_COST = 1.0
@@ -88,6 +89,15 @@ class TrieUnionDrafter(Drafter):
         self.shared = SharedStatistics([WINDOW_COST * window for window in has_window])
         self._states: dict[str, _State] = {}
 
+    @classmethod
+    def check_files(
+        cls, options: TrieUnionOptions, vocab_size: int, draft_model: str | None
+    ) -> None:
+        for name in options.drafters:
+            part_options = registry.parse_options(name, options.of_part(name))
+            part_class = registry.get_drafter_class(name)
+            part_class.check_files(part_options, vocab_size, draft_model)
+
     def load_model(self, target_model: Any) -> None:
         for part in self.parts:
             part.load_model(target_model)
@@ -98,6 +108,13 @@ class TrieUnionDrafter(Drafter):
             state.selection.end()
         for part in self.parts:
             part.release(request_id)
+
+    def finished_texts(self) -> Sequence[StoredText]:
+        return [text for part in self.parts for text in part.finished_texts()]
+
+    def restore_texts(self, texts: Sequence[StoredText]) -> None:
+        for part in self.parts:
+            part.restore_texts(texts)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         states = [self._updated_state(request) for request in requests]

@@ -28,10 +28,10 @@ SPEC_KEY = "vllm_trie_beam"
 DECODING_KEY = "vllm_trie_item"
 """Key in ``extra_args`` of an ordinary request that decodes an item."""
 
-_SIMILAR = 0.82
+SIMILAR = 0.82
 """Ratio of :class:`difflib.SequenceMatcher` from which a name is taken for a misspelled option."""
 
-_OTHER_NAMES = {
+OTHER_NAMES = {
     "num_beams": "'beam_width'",
     "beam_size": "'beam_width'",
     "diversity_rate": "'num_beam_groups' and 'diversity_penalty'",
@@ -261,11 +261,11 @@ def refuse_misspelled(names: Iterable[str]) -> None:
         BeamRequestError: One of them does.
     """
     for name in names:
-        if name in _OTHER_NAMES:
+        if name in OTHER_NAMES:
             raise BeamRequestError(
-                f"beam search: {name!r} is unknown with 'beam_width'; use {_OTHER_NAMES[name]}"
+                f"beam search: {name!r} is unknown with 'beam_width'; use {OTHER_NAMES[name]}"
             )
-        for meant in difflib.get_close_matches(name, OPTION_NAMES, n=1, cutoff=_SIMILAR):
+        for meant in difflib.get_close_matches(name, OPTION_NAMES, n=1, cutoff=SIMILAR):
             raise BeamRequestError(f"beam search: {name!r} is unknown; did you mean {meant!r}?")
 
 

@@ -23,6 +23,7 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
     prepare_params,
     refuse_own_key,
 )
+from vllm_trie.vllm_hooks.frontend.extra_args import check_extra_args
 from vllm_trie.vllm_hooks.frontend.item_requests import (
     asks_for_item,
     check_decoding,
@@ -146,6 +147,7 @@ def wrap_process_inputs(original: Any) -> Any:
         self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         refuse_own_key(params)
+        check_extra_args(self.vllm_config, params, custom_processors(self.vllm_config))
         if not asks_for_beam(params) and not asks_for_item(params):
             return original(self, request_id, prompt, params, *args, **kwargs)
         params = prepare_request(self.vllm_config, params)

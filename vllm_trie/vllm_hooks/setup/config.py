@@ -67,6 +67,13 @@ class EngineOptions(BaseModel):
         "took longer is switched off for the engine's lifetime. The check comes after the call: a "
         "call that never returns blocks the engine.",
     )
+    store_path: str | None = Field(
+        default=None,
+        description="A folder for a warm start: what requests left to draft from, acceptance rates "
+        "and step costs are saved there, every minute and at shutdown, and read at the next start. "
+        "Engines of one model may share it. Its files hold text of users. Without it nothing is "
+        "written.",
+    )
     allow_untested_gpu: bool = Field(
         default=False,
         description="Start on an NVIDIA GPU, where this has never run. The engine compares tree "

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from vllm_trie.drafters import get_drafter_class
 from vllm_trie.vllm_hooks.ledger import offered
 from vllm_trie.vllm_hooks.setup import config, items, runner_choice, support
+from vllm_trie.vllm_hooks.setup.limits import ENV_SWITCH
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 logger = init_logger(__name__)
+
+SPECULATIVE_MODULE = "vllm.config.speculative"
+OWN_VARIABLES = (ENV_SWITCH, "VLLM_TRIE_CACHE_DIR", "VLLM_TRIE_NATIVE")
+"""The documented environment variables of the plugin."""
 
 
 def configure(engine_args: EngineArgs, parallel_config: ParallelConfig) -> None:
@@ -27,8 +36,29 @@ def configure(engine_args: EngineArgs, parallel_config: ParallelConfig) -> None:
     """
     method = config.requested_method(engine_args)
     config.translate(engine_args)
+    if method is not None:
+        _answer_for_custom_class(engine_args)
     if method is not None and not offered("draft_verifier"):
         _choose_worker(parallel_config, method)
+
+
+def _answer_for_custom_class(engine_args: EngineArgs) -> None:
+    """Keep vLLM from warning of what the plugin has chosen.
+
+    ``custom_class`` is experimental for others than this plugin, whose ledger holds it to the
+    installed vLLM. Asynchronous scheduling, which vLLM switches off for it with a warning, is set
+    off where the user left it open.
+    """
+    speculative: Any = engine_args.speculative_config
+    if speculative["method"] != runner_choice.V1_METHOD:
+        return
+    if engine_args.async_scheduling is None:
+        engine_args.async_scheduling = False
+    logging.getLogger(SPECULATIVE_MODULE).addFilter(_is_about_others)
+
+
+def _is_about_others(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Using a custom class-based proposer backend")
 
 
 def _choose_worker(parallel_config: ParallelConfig, method: str) -> None:
@@ -47,7 +77,7 @@ def _choose_worker(parallel_config: ParallelConfig, method: str) -> None:
 def verify(vllm_config: VllmConfig) -> None:
     """Refuse a complete configuration that its method cannot run with; finish one that it can.
 
-    Refuses catalogues that cannot serve, too.
+    Refuses catalogues that cannot serve, and other files that options name, by their headers.
 
     Raises:
         ValueError: every reason at once.
@@ -58,7 +88,25 @@ def verify(vllm_config: VllmConfig) -> None:
         chosen = support.choose_verification(vllm_config, tree_config.method, asked)
         config.set_verification(vllm_config, chosen)
         _leave_requests_unpadded(vllm_config)
+        _check_store_path(tree_config.engine_options.store_path)
+        # A worker would find them too, a minute later and inside its traceback.
+        get_drafter_class(tree_config.method).check_files(
+            tree_config.drafter_options,
+            vllm_config.model_config.get_vocab_size(),
+            tree_config.draft_model,
+        )
     items.check_catalogues(vllm_config)
+
+
+def _check_store_path(store_path: str | None) -> None:
+    folder = None if store_path is None else Path(store_path)
+    if folder is None or (store_path and folder.is_dir()):
+        return
+    if folder.exists() or not folder.parent.is_dir():
+        raise ValueError(
+            f"store_path={store_path!r} must be a folder, or a new one in an existing folder; "
+            "create it, or leave store_path out"
+        )
 
 
 def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
@@ -98,6 +146,15 @@ def wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[...
         return original(self, target_model_config, target_parallel_config)
 
     return create_speculative_config
+
+
+def wrap_environment_variables(original: Mapping[str, Any]) -> dict[str, Any]:
+    """Add those of the plugin's variables that are set, which vLLM would call unknown.
+
+    Not the others: vLLM's compilation caches depend on the whole table.
+    """
+    own = {name: functools.partial(os.environ.get, name) for name in OWN_VARIABLES}
+    return {**original, **{name: get for name, get in own.items() if name in os.environ}}
 
 
 def wrap_create_engine_config(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:

@@ -68,9 +68,18 @@ def choose_verification(
             f"speculative method {method!r} of vllm-trie cannot run with this configuration:\n- "
             + "\n- ".join(found)
         )
-    if asked == "auto":
-        reasons = f" No trees: {'; '.join(against_trees)}" if against_trees else ""
-        logger.info("%s verifies its drafts as %ss.%s", method, chosen, reasons)
+    reasons = f" Trees cannot run here: {'; '.join(against_trees)}" if against_trees else ""
+    logger.info(
+        "vllm-trie is on: %s drafts up to %d tokens a request, verified as %ss, on Model Runner "
+        "V%d with%s asynchronous scheduling; native beam search is %s.%s",
+        method,
+        vllm_config.speculative_config.num_speculative_tokens,
+        chosen,
+        1 + bool(vllm_config.use_v2_model_runner),
+        "" if vllm_config.scheduler_config.async_scheduling else "out",
+        "off" if reason_off(vllm_config) else "on",
+        reasons if asked == "auto" else "",
+    )
     return chosen
 
 

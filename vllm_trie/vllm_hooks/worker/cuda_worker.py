@@ -76,3 +76,9 @@ class TreeGPUWorker(Worker):
         times = super().compile_or_warm_up_model()
         self.model_runner.adapter.calibrate()
         return times
+
+    def shutdown(self) -> None:
+        runner = getattr(self, "model_runner", None)
+        if adapter := getattr(runner, "adapter", None):  # none if the start has failed
+            adapter.trees.close()
+        super().shutdown()

@@ -43,6 +43,7 @@ from vllm_trie.vllm_hooks.worker.verification.sampling import (
     sample_greedy,
     sample_levels,
 )
+from vllm_trie.vllm_hooks.worker.warm_start import WarmStart
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import SamplerOutput
@@ -63,6 +64,7 @@ class TreeVerifier:
         budget: chooses the nodes that are verified; ``None`` verifies all.
         share_trees: for several tensor-parallel ranks. They measure different times, so the
             budget's pauses and least probabilities are for one rank only.
+        warm_start: saves what is learned; None saves nothing.
 
     Attributes:
         step_trees: trees of the step that runs, by batch index.
@@ -77,6 +79,7 @@ class TreeVerifier:
         guard: GuardedDrafter,
         budget: NodeBudget | None = None,
         share_trees: ShareTrees | None = None,
+        warm_start: WarmStart | None = None,
     ) -> None:
         self.guard = guard
         self.budget = budget
@@ -86,6 +89,7 @@ class TreeVerifier:
         self.is_pausing = False
         self.totals = TreeStats()
         self._share_trees = share_trees
+        self._warm_start = warm_start
         # By request id: the tree proposed last, and the result of the last verification.
         self._stored_trees: dict[str, TokenTree] = {}
         self._last_steps: dict[str, VerifiedStep] = {}
@@ -317,8 +321,15 @@ class TreeVerifier:
             stats, self._stats = self._stats, TreeStats()
             stats.draft_failures = self.guard.take_new_failures()
             self.totals.add(stats)
+            if self._warm_start is not None:
+                self._warm_start.tick()
         self._clock.leave()
         return stats
+
+    def close(self) -> None:
+        """Save what was learned; the engine ends."""
+        if self._warm_start is not None:
+            self._warm_start.close()
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""

@@ -6,13 +6,14 @@ published configurations are known to disagree with their own weights.
 
 from __future__ import annotations
 
-from vllm_trie.drafters.medusa.checkpoint.files import CheckpointError
+from vllm_trie.drafters.medusa.checkpoint.files import CheckpointError, check_file
 from vllm_trie.drafters.medusa.checkpoint.layouts import save_fasterdecoding, save_vllm
 from vllm_trie.drafters.medusa.checkpoint.loading import Checkpoint, load_checkpoint
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "check_file",
     "load_checkpoint",
     "save_fasterdecoding",
     "save_vllm",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ FILE_NAMES = (
 )
 TEMPERATURES_KEY = "head_temperatures"
 """This project's key in `config.json`: one temperature a head."""
+
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class CheckpointError(ValueError):
@@ -49,8 +53,34 @@ def locate(path: str | Path) -> tuple[Path, Path]:
     )
 
 
+def check_file(path: str) -> None:
+    """Check that heads are there and their file is whole, from its header or directory.
+
+    The name of a repository is not looked up.
+
+    Raises:
+        CheckpointError: there are none, or the file is truncated or of another kind.
+    """
+    if _REPOSITORY.fullmatch(path) and not Path(path).expanduser().exists():
+        return
+    folder, file = locate(path)
+    read_config(folder)
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors import safe_open
+
+            with safe_open(str(file), "pt"):
+                pass
+        else:
+            with file.open("rb") as opened:
+                if opened.read(2) == b"PK":  # older files are no archives
+                    zipfile.ZipFile(opened).close()
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
 def _download(name: str) -> Path:
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if not _REPOSITORY.fullmatch(name):
         raise CheckpointError(
             f"model={name!r} is neither a folder nor the name of a repository; give the path of a "
             "Medusa checkpoint"

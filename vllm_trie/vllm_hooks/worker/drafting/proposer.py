@@ -14,6 +14,7 @@ from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.drafting.tree_exchange import same_on_all_ranks
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
+from vllm_trie.vllm_hooks.worker.warm_start import open_warm_start
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -46,10 +47,12 @@ class TreeProposer:
         share_trees = None
         if context.tensor_parallel_size > 1:
             share_trees = partial(same_on_all_ranks, group=get_tp_group())
+        budget = NodeBudget() if options.node_budget == "adaptive" else None
         self.trees = TreeVerifier(
             GuardedDrafter(drafter, context.vocab_size, options.draft_timeout_s, logger),
-            NodeBudget() if options.node_budget == "adaptive" else None,
+            budget,
             share_trees,
+            open_warm_start(vllm_config, tree_config, context, drafter, budget),
         )
 
     def load_model(self, target_model: Any, *unused: Any, **unused_too: Any) -> None:

@@ -1,0 +1,58 @@
+"""An engine that starts with what an earlier one learned."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.compare import speculation
+from tests.engine.conftest import Engines, trees_of
+from tests.engine.prompts import prompts
+from vllm_trie.store import read_store
+
+PROMPTS = prompts(4)
+
+
+def run(folder: Path | None, caplog: pytest.LogCaptureFixture) -> tuple[list[Any], Any, str]:
+    """Answer with an engine of its own; return tokens, tokens per step, and the log."""
+    options = speculation("ngram_trie", 16)
+    if folder is not None:
+        options["speculative_config"]["store_path"] = str(folder)
+    caplog.clear()
+    engines = Engines()
+    llm = engines(**options)
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    results = llm.generate(PROMPTS, params, use_tqdm=False)
+    totals = trees_of(llm).totals
+    del llm
+    engines.close()
+    return [r.outputs[0].token_ids for r in results], totals.tokens / totals.steps, caplog.text
+
+
+def test_a_restart_is_warm_and_gives_the_same_tokens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    folder = tmp_path / "store"
+    tokens, cold, said = run(folder, caplog)
+    assert "cold start" in said
+    [path] = folder.glob("*.store")
+    texts = read_store(path).texts
+    assert len(texts) == len(PROMPTS)
+    assert sorted(text.token_ids.tolist()[:40] for text in texts) == sorted(
+        list(each)[:40] for each in tokens
+    )
+    again, warm, said = run(folder, caplog)
+    assert "warm start from" in said
+    assert again == tokens
+    assert warm > cold
+    path.write_bytes(path.read_bytes()[:1000])
+    again, still_cold, said = run(folder, caplog)
+    assert "it is truncated" in said
+    assert again == tokens
+    assert still_cold < warm

@@ -1,0 +1,268 @@
+"""Saving what an engine learned and taking it up again, without an engine."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.drafters.support import VOCAB, make_drafter, make_request
+from vllm_trie.budget import AcceptanceCalibration, NodeBudget, StepCost
+from vllm_trie.drafters import Drafter
+from vllm_trie.store import Identity, StoreHeader, read_store, write_store
+from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.worker import warm_start as module
+from vllm_trie.vllm_hooks.worker.warm_start import Origin, WarmStart
+
+ORIGIN = Origin(Identity("model", "fingerprint", VOCAB), "ngram_trie", "machine")
+QUESTION, ANSWER = [1, 2, 3], [10, 11, 12, 13, 14]
+SECRET = [500, 501, 502, 503, 504, 505, 506, 507]
+
+
+def start(
+    folder: Path,
+    drafter: Drafter | None = None,
+    origin: Origin = ORIGIN,
+    interval: float = 60.0,
+) -> tuple[WarmStart, Drafter, NodeBudget]:
+    drafter, budget = drafter or make_drafter(), NodeBudget()
+    return WarmStart(folder, origin, drafter, budget, interval), drafter, budget
+
+
+def answer(drafter: Drafter, tokens: Sequence[int], salt: str | None = None) -> None:
+    for number in range(2):
+        request = make_request(
+            [*QUESTION, *tokens], f"{number}", num_prompt_tokens=3, cache_salt=salt
+        )
+        drafter.propose([request])
+        drafter.release(f"{number}")
+
+
+def draft(drafter: Drafter, tokens: Sequence[int], salt: str | None = None) -> TokenTree:
+    request = make_request(tokens, "new", num_prompt_tokens=len(tokens), cache_salt=salt)
+    [tree] = drafter.propose([request])
+    drafter.release("new")
+    return tree
+
+
+def drafted(drafter: Drafter, tokens: Sequence[int], salt: str | None = None) -> list[int]:
+    """The likeliest path."""
+    return draft(drafter, tokens, salt).chain().token_ids.tolist()
+
+
+def learn(budget: NodeBudget) -> None:
+    for tokens in (1, 2, 9, 33):
+        for _ in range(30):
+            budget.observe_step(1, tokens, 0.01 + 0.001 * tokens)
+    predicted = np.linspace(0.1, 0.9, 300)
+    budget.acceptance.observe(predicted, np.arange(0, 300, 2))
+
+
+def run_once(folder: Path) -> None:
+    """An engine that answers, learns and ends."""
+    saving, drafter, budget = start(folder)
+    answer(drafter, ANSWER)
+    learn(budget)
+    saving.tick()
+    saving.close()
+
+
+def test_a_restart_drafts_and_budgets_as_before(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    _, drafter, budget = start(tmp_path)
+    assert drafted(drafter, [5, 10, 11])[:3] == [12, 13, 14]
+    expected = NodeBudget()
+    learn(expected)
+    predicted = np.array([0.2, 0.5, 0.8])
+    np.testing.assert_allclose(budget.acceptance(predicted), expected.acceptance(predicted))
+    np.testing.assert_allclose(budget.cost.table(1, 40), expected.cost.table(1, 40))
+
+
+def test_nothing_is_taken_up_from_another_model_drafter_or_machine(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    other_model = ORIGIN._replace(identity=Identity("model", "other tokenizer", VOCAB))
+    _, drafter, budget = start(tmp_path, origin=other_model)
+    assert 12 not in draft(drafter, [5, 10, 11]).token_ids
+    assert not budget.cost.known
+    _, drafter, budget = start(tmp_path, origin=ORIGIN._replace(machine="other"))
+    assert drafted(drafter, [5, 10, 11])[:3] == [12, 13, 14]
+    assert not budget.cost.known
+    assert budget.acceptance.state() != NodeBudget().acceptance.state()
+    _, _, budget = start(tmp_path, origin=ORIGIN._replace(drafter="other"))
+    assert budget.cost.known
+    assert budget.acceptance.state() == NodeBudget().acceptance.state()
+
+
+def test_a_tenants_text_is_drafted_for_nobody_else(tmp_path: Path) -> None:
+    """By attack: other salts, none, the digest, a salt like an adapter's, all prefixes of it."""
+    saving, drafter, _ = start(tmp_path)
+    answer(drafter, SECRET, salt="tenant")
+    saving.tick()
+    saving.close()
+    [path] = tmp_path.glob("*.store")
+    [stored] = {text.salt for text in read_store(path).texts}
+    guesses = [
+        None,
+        "",
+        "\ud800",
+        "tenan",
+        "tenant ",
+        "Tenant",
+        "tenant\0",
+        "\0tenant",
+        "adapter\0tenant",
+    ]
+    guesses += [stored.hex(), stored.decode("latin-1"), "vllm-trie cache salt\0tenant"]
+    _, drafter, _ = start(tmp_path)
+    for guess in guesses:
+        for length in range(1, len(SECRET)):
+            found = draft(drafter, [5, *SECRET[:length]], guess).token_ids.tolist()
+            assert not set(found) & set(SECRET[length:]), guess
+    assert drafted(drafter, [5, *SECRET[:2]], "tenant")[:2] == SECRET[2:4]
+
+
+def test_saves_at_intervals_in_a_thread_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    write = write_store
+
+    def recorded(path: Path, header: StoreHeader, texts: Any) -> StoreHeader:
+        threads.append(threading.current_thread().name)
+        return write(path, header, texts)
+
+    monkeypatch.setattr(module, "write_store", recorded)
+    saving, drafter, _ = start(tmp_path)
+    saving.tick()
+    assert threads == []  # not before the interval has passed
+    monkeypatch.setattr(saving, "_next_save", 0.0)
+    answer(drafter, ANSWER)
+    saving.tick()
+    assert saving._writer is not None
+    saving._writer.join()
+    assert len(threads) == 1
+    assert threads[0] != threading.current_thread().name
+    [path] = tmp_path.glob("*.store")
+    assert len(read_store(path).texts) == 2
+    saving.close()
+    saving.close()
+    assert len(threads) == 2
+    idle, _, _ = start(tmp_path)
+    idle.close()
+    assert len(threads) == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    saving, _, _ = start(blocked / "below")
+    saving.tick()
+    saving.close()
+    assert "this engine saves nothing there" in caplog.text
+
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(module, "write_store", full)
+    saving, _, _ = start(tmp_path)
+    caplog.clear()
+    for _ in range(2):
+        saving.tick()
+        saving.close()
+    assert caplog.text.count("No space left on device") >= 1
+    assert "the engine goes on" in caplog.text
+
+
+def test_what_is_no_number_is_not_taken_up() -> None:
+    """A header may say NaN and Infinity."""
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="outside of"):
+            AcceptanceCalibration().restore({"verified": [wrong] * 17, "accepted": [0.0] * 17})
+        with pytest.raises(ValueError, match="outside of"):
+            StepCost().restore({**StepCost().state(), "seconds": [wrong] * 21})
+
+
+def test_forged_numbers_are_not_taken_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_once(tmp_path)
+    [path] = tmp_path.glob("*.store")
+    header, texts = read_store(path)
+    wrong: list[dict[str, list[float]]] = [
+        {"verified": []},
+        {"verified": [1.0] * 17},
+        {"verified": [-1.0] * 17, "accepted": [0.0] * 17},
+        {"verified": [1.0] * 17, "accepted": [2.0] * 17},
+    ]
+    cost = header.step_cost
+    for name, value in (("seconds", 1e300), ("rows", -1.0), ("weights", 1e9)):
+        wrong.append({**cost, name: [value] * 21})
+    wrong.append({**cost, "row_slope": [0.0, -1.0]})
+    wrong.append({**cost, "seconds": [0.0] * 21})
+    for state in wrong:
+        field = "acceptance" if "verified" in state else "step_cost"
+        write_store(path, header.model_copy(update={field: state}), texts)
+        caplog.clear()
+        _, drafter, budget = start(tmp_path)
+        assert "are not taken up" in caplog.text, state
+        fresh = NodeBudget()
+        learner = budget.acceptance if field == "acceptance" else budget.cost
+        assert (
+            learner.state() == (fresh.acceptance if field == "acceptance" else fresh.cost).state()
+        )
+        assert drafted(drafter, [5, 10, 11])[:3] == [12, 13, 14]
+
+
+def test_no_damage_stops_a_start(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    [path] = tmp_path.glob("*.store")
+    content, rng = path.read_bytes(), random.Random(0)
+    for _ in range(50):
+        damaged = bytearray(content)
+        for _ in range(rng.randrange(1, 5)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        path.write_bytes(damaged[: rng.randrange(len(damaged) + 1)])
+        saving, drafter, _ = start(tmp_path)
+        drafted(drafter, [5, 10, 11])
+        saving.close()
+
+
+class _Broken(Drafter):
+    """A drafter of somebody else's whose texts are not what they should be."""
+
+    name = "broken"
+    Options = type(make_drafter().options)
+
+    def propose(self, requests: Any) -> Any:
+        raise NotImplementedError
+
+    def finished_texts(self) -> Any:
+        raise RuntimeError("no texts")
+
+    def restore_texts(self, texts: Any) -> None:
+        raise RuntimeError("no memory")
+
+
+def test_a_broken_drafter_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_once(tmp_path)
+    whole = make_drafter()
+    saving, _, _ = start(tmp_path, _Broken(whole.options, whole.context))
+    saving.tick()
+    saving.close()
+    assert "the start is cold" in caplog.text
+    assert "has no texts to save" in caplog.text
+    [path] = tmp_path.glob("*.store")
+    assert read_store(path).texts == []
+
+
+def test_the_texts_of_a_union_are_those_of_its_parts(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    union = make_drafter("trie_union", drafters=["ngram_trie"])
+    start(tmp_path, union)
+    assert drafted(union, [5, 10, 11])[:3] == [12, 13, 14]
+    assert len(union.finished_texts()) == 2

@@ -1,0 +1,39 @@
+"""Files of what engines have learned, from which later ones start warm."""
+
+from __future__ import annotations
+
+from vllm_trie.store.folder import (
+    Identity,
+    Slot,
+    merge_texts,
+    read_folder,
+)
+from vllm_trie.store.store_file import (
+    MAX_TOKENS,
+    Store,
+    StoredText,
+    StoreError,
+    StoreHeader,
+    newest,
+    read_header,
+    read_store,
+    salt_digest,
+    write_store,
+)
+
+__all__ = [
+    "MAX_TOKENS",
+    "Identity",
+    "Slot",
+    "Store",
+    "StoreError",
+    "StoreHeader",
+    "StoredText",
+    "merge_texts",
+    "newest",
+    "read_folder",
+    "read_header",
+    "read_store",
+    "salt_digest",
+    "write_store",
+]
