@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +56,21 @@ def verify(vllm_config: VllmConfig) -> None:
     tree_config = config.read(vllm_config)
     if tree_config is not None:
         asked = tree_config.engine_options.verification
+        _check_trace_path(tree_config.engine_options.trace_path)
         chosen = support.choose_verification(vllm_config, tree_config.method, asked)
         config.set_verification(vllm_config, chosen)
         _leave_requests_unpadded(vllm_config)
     items.check_catalogues(vllm_config)
+
+
+def _check_trace_path(trace_path: str | None) -> None:
+    if trace_path is None:
+        return
+    if not os.path.isdir(trace_path) or not os.access(trace_path, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"trace_path={trace_path!r} must be a folder that exists and that the engine may write "
+            "to; create it, or leave trace_path out"
+        )
 
 
 def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
