@@ -102,10 +102,10 @@ class Tab:
         self.call("Input.dispatchKeyEvent", type="keyUp", **known)
 
     def point(self, selector: str, x: float = 0.5, y: float = 0.5) -> tuple[float, float]:
-        """Return a point of an element, as shares of its width and height."""
+        """Return a point of an element's first line, as shares of its width and height."""
         found = self.run(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
-            "e.scrollIntoView({block: 'center'}); const b = e.getBoundingClientRect();"
+            "e.scrollIntoView({block: 'center'}); const b = e.getClientRects()[0];"
             "return [b.left, b.top, b.width, b.height]; })()"
         )
         return found[0] + x * found[2], found[1] + y * found[3]

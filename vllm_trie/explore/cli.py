@@ -54,6 +54,11 @@ def explore(
 
     Runs each method in an engine of its own, or reads traces that a server has written.
     """
+    if not output.parent.is_dir():
+        raise typer.BadParameter(
+            f"{str(output.parent)!r} is no folder; create it, or name a file elsewhere",
+            param_hint="--output",
+        )
     if trace:
         if any((prompt, method, beam_width)):
             raise typer.BadParameter(

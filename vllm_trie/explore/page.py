@@ -1,8 +1,8 @@
 """One self-contained HTML file of traces.
 
 The text in it is a model's output and a user's prompt, so it is data and never markup: it stands in
-the page as JSON without `<`, `>` and `&`, the script puts it into text nodes, and the page's content
-security policy allows this script alone and no request to anywhere.
+the page as JSON without `<`, `>` and `&`, the script puts it into text nodes, and the page's
+content security policy allows this script alone and no request to anywhere.
 """
 
 from __future__ import annotations

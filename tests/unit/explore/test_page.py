@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -104,7 +105,7 @@ def test_pieces_add_up(text: str, data: st.DataObject) -> None:
     encoded = text.encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(encoded)), max_size=4)))
     bounds = [0, *cuts, len(encoded)]
-    parts = [encoded[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    parts = [encoded[start:end] for start, end in pairwise(bounds)]
 
     def decode(token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode(errors="replace")

@@ -152,5 +152,5 @@ def test_the_folder_must_exist(tmp_path: Path) -> None:
     _check_trace_path(str(tmp_path))
     (tmp_path / "file").touch()
     for wrong in ("missing", "file"):
-        with pytest.raises(ValueError, match="trace_path=.* must be a folder that exists"):
+        with pytest.raises(ValueError, match=r"trace_path=.* must be a folder that exists"):
             _check_trace_path(str(tmp_path / wrong))

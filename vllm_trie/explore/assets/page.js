@@ -109,7 +109,7 @@ function buildLanes() {
       [duration(run.seconds), { class: "minor" }],
       [(run.numTokens / run.seconds || 0).toFixed(0), { class: "minor" }],
     ];
-    run.lane = html("button", { class: "lane", role: "radio" },
+    run.lane = html("button", { class: "lane" },
       html("b", { title: run.method }, run.method),
       ...shown.map(([value, attributes]) => html("span", attributes, String(value))),
       html("canvas", { "aria-hidden": "true" }));
@@ -666,7 +666,6 @@ function show() {
   for (const view of ["runs", "beams"]) {
     byId(`${view}-view`).hidden = state.view !== view;
     byId(`tab-${view}`).setAttribute("aria-selected", String(state.view === view));
-    byId(`tab-${view}`).tabIndex = state.view === view ? 0 : -1;
   }
   Object.assign(byId("slider"), { max: Math.max(0, count - 1), value: index });
   byId("place").replaceChildren("Step ", html("b", {}, String(count ? index + 1 : 0)), ` of ${count}`);
@@ -678,7 +677,7 @@ function show() {
     const run = activeRun(), step = run.steps[index];
     happened = `${plural(step.tokens.length, "token")}, ${step.accepted.length} accepted of ${plural(step.nodes.length, "node")}`;
     data.runs.forEach((each, place) => {
-      each.lane.setAttribute("aria-checked", String(place === state.run));
+      each.lane.setAttribute("aria-pressed", String(place === state.run));
       drawLane(each, run.starts[index]);
     });
     drawCharts(run);
