@@ -15,6 +15,7 @@ from tests.unit.drafters.support import make_context
 from vllm_trie.drafters import VerifiedStep
 from vllm_trie.explore.trace import Step, read_trace
 from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.frontend.beam_options import BeamRequestError, prepare_params
 from vllm_trie.vllm_hooks.frontend.request_options import (
     SpeculationRequestError,
     check_trace,
@@ -133,12 +134,16 @@ def config(trace_path: str | None) -> Any:
         ({"speculation_trace": "yes"}, config("folder"), "must be true or false"),
         ({"speculation_trace": True}, config(None), "this engine writes none"),
         ({"speculation_trace": True}, SimpleNamespace(speculative_config=None), "writes none"),
-        ({"speculation_trace": True, "beam_width": 2}, config("folder"), "beam search has none"),
     ],
 )
 def test_traces_that_nobody_writes_are_refused(extra: Any, engine: Any, said: str) -> None:
     with pytest.raises(SpeculationRequestError, match=said):
         check_trace(SimpleNamespace(extra_args=extra), engine)
+
+
+def test_beam_searches_have_no_trace() -> None:
+    with pytest.raises(BeamRequestError, match="speculation_trace is for requests with drafts"):
+        prepare_params(SamplingParams(extra_args={"beam_width": 2, "speculation_trace": True}))
 
 
 @pytest.mark.parametrize("extra", [None, {}, {"speculation_trace": 0}, {"speculation_trace": 1}])

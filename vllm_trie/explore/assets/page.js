@@ -52,6 +52,9 @@ const shorten = (text, length) => {
   const letters = [...text];
   return letters.length > length ? `${letters.slice(0, length - 1).join("")}…` : text;
 };
+/** Return a text whose characters that reorder or break lines unseen are written out. */
+const readable = (text) => text.replace(/[\u200e\u200f\u2028-\u202e\u2066-\u2069]/g,
+  (character) => `\\u{${character.codePointAt(0).toString(16)}}`);
 const color = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
 
 /** Return a canvas' context in CSS pixels, cleared, with its width and height. */
@@ -297,7 +300,7 @@ function buildText(run) {
     const tinted = step.tokens.length > 1;
     const name = tinted ? `s${tint % 6}` : "single";
     if (tinted) tint += 1;
-    return html("span", { class: name, "data-step": index }, step.text);
+    return html("span", { class: name, "data-step": index }, readable(step.text));
   });
   byId("text").replaceChildren(...spans);
   byId("text-legend").textContent = "a color for each step of several tokens";
@@ -545,9 +548,10 @@ function drawSearch(depth) {
 
 function blockCell({ name, full, path }, used) {
   const shared = used.get(name), attributes = { class: !full ? "tail" : shared > 1 ? "shared" : "own" };
-  const text = path.map((node) => label(beams.token_ids[node])).join("");
+  const letters = [...path.map((node) => label(beams.token_ids[node])).join("")];
+  const text = letters.length > 24 ? `…${letters.slice(-23).join("")}` : letters.join("");
   return html("td", { ...attributes, title: `${full ? "full block" : "tail block, the row's own"}${shared > 1 ? `, shared by ${shared} rows` : ""}` },
-    html("code", {}, shorten(text, 22) || "prompt"), shared > 1 ? ` ×${shared}` : "");
+    html("code", {}, text || "prompt"), shared > 1 ? ` ×${shared}` : "");
 }
 
 function showBlocks(depth) {
@@ -690,11 +694,11 @@ function show() {
 }
 
 function start() {
-  byId("title").textContent = data.title;
+  byId("title").textContent = readable(data.title);
   byId("views").hidden = !(beams && data.runs.length);
-  byId("prompt").textContent = `${data.promptCut ? "… " : ""}${data.prompt}`;
+  byId("prompt").textContent = `${data.promptCut ? "… " : ""}${readable(data.prompt)}`;
   for (const [rank, text] of (beams?.texts ?? []).entries())
-    byId("returned").append(html("li", {}, html("span", { class: "facts" }, `score ${beams.scores[rank].toFixed(3)}`), html("span", { class: "hypothesis" }, text)));
+    byId("returned").append(html("li", {}, html("span", { class: "facts" }, `score ${beams.scores[rank].toFixed(3)}`), html("span", { class: "hypothesis" }, readable(text))));
   buildLanes();
   listenToCharts();
   byId("text").addEventListener("click", (event) => event.target.dataset.step && go(Number(event.target.dataset.step)));

@@ -60,15 +60,8 @@ def check_trace(params: Any, vllm_config: VllmConfig) -> None:
         raise SpeculationRequestError(
             f"extra_args[{TRACE!r}]={value!r} must be true or false (the default)"
         )
-    if not value:
-        return
-    if "beam_width" in extra:
-        raise SpeculationRequestError(
-            f"extra_args[{TRACE!r}] is for requests with drafts, and a beam search has none; leave "
-            "it out"
-        )
     tree_config = config.read(vllm_config)
-    if tree_config is None or tree_config.engine_options.trace_path is None:
+    if value and (tree_config is None or tree_config.engine_options.trace_path is None):
         raise SpeculationRequestError(
             f"extra_args[{TRACE!r}] asks for a trace, but this engine writes none; leave it out, "
             "or start the engine with trace_path=FOLDER next to its speculative method"
