@@ -53,7 +53,8 @@ def page(
     """Return the page of some generations, side by side, and of a beam search.
 
     Args:
-        traces: at most one for each method, of one prompt where they are to be compared.
+        traces: of one prompt where they are to be compared. Those of one method are told apart by
+            their requests' ids.
         decode: of the model's tokenizer, special tokens included.
         beams: shown in a view of its own.
         title: of the page; the model's name if left out.
@@ -66,11 +67,16 @@ def page(
         token_ids.update(beams.search.token_ids)
     first = traces[0].header if traces else None
     title = title or (first.model.rstrip("/").rpartition("/")[2] if first else "beam search")
+    methods = [trace.header.method for trace in traces]
+    names = [
+        method if methods.count(method) == 1 else f"{method} {trace.header.request_id}".strip()
+        for method, trace in zip(methods, traces, strict=True)
+    ]
     document = {
         "title": title,
         "prompt": "" if first is None else decode(first.prompt),
         "promptCut": first is not None and first.num_prompt_tokens > len(first.prompt),
-        "runs": [_run(trace, decode) for trace in traces],
+        "runs": [_run(trace, name, decode) for trace, name in zip(traces, names, strict=True)],
         "beams": None if beams is None else _beams(beams, decode),
         "labels": {token: visible_text(decode([token]))[:_LONGEST_LABEL] for token in token_ids},
     }
@@ -95,12 +101,12 @@ def assemble(document: dict[str, Any]) -> str:
     )
 
 
-def _run(trace: Trace, decode: Decode) -> dict[str, Any]:
+def _run(trace: Trace, name: str, decode: Decode) -> dict[str, Any]:
     texts = pieces([step.tokens for step in trace.steps], decode)
     steps = []
     for step, text in zip(trace.steps, texts, strict=True):
         steps.append(step.model_dump(exclude_defaults=True) | {"text": text})
-    return {"method": trace.header.method, "notice": _ENDS[trace.end], "steps": steps}
+    return {"method": name, "notice": _ENDS[trace.end], "steps": steps}
 
 
 def _beams(beams: Beams, decode: Decode) -> dict[str, Any]:

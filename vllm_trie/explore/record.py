@@ -53,4 +53,4 @@ def record_beams(llm: Any, beam_width: int, prompt: Sequence[int], max_tokens: i
     if not hasattr(output, "beam"):
         raise RuntimeError("native beam search is off; see `vllm-trie doctor`")
     search = SearchTrace.from_dict(output.beam["trace"])
-    return Beams(search, len(prompt), llm.llm_engine.cache_config.block_size)
+    return Beams(search, len(prompt), llm.llm_engine.vllm_config.cache_config.block_size)

@@ -239,8 +239,7 @@ function drawCharts(run) {
   const brush = surface(byId("brush")), room = brush.width - AXIS;
   const highest = Math.max(...run.steps.map((step) => step.tokens.length));
   drawPanel(brush, 0, brush.height, 0, count, highest, (a, b) => tokenBars(run, a, b), () => "");
-  brush.context.fillStyle = color("accent");
-  brush.context.strokeStyle = color("accent");
+  brush.context.fillStyle = brush.context.strokeStyle = color("accent");
   const left = AXIS + (from / count) * room, wide = Math.max(((to - from) / count) * room, 4);
   brush.context.globalAlpha = 0.16;
   brush.context.fillRect(left, 0, wide, brush.height);
@@ -303,7 +302,6 @@ function buildText(run) {
     return html("span", { class: name, "data-step": index }, readable(step.text));
   });
   byId("text").replaceChildren(...spans);
-  byId("text-legend").textContent = "a color for each step of several tokens";
 }
 
 function markText(index) {
@@ -348,9 +346,8 @@ function box(x, y, text, classes, tip, ...more) {
     svg("text", { x: x + 6, y: y + 4 }, text), ...more);
 }
 
-function drawing(width, height, name, shapes) {
-  return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name }, ...shapes);
-}
+const drawing = (width, height, name, shapes) =>
+  svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name }, ...shapes);
 
 /** Return the drawing of a step's tree, and the height of the end of its accepted path. */
 function drawTree(step, withWindow) {
