@@ -27,8 +27,8 @@ _ENDS = {
     "complete": "",
     "steps": "The trace is truncated: the generation has more steps than a trace holds.",
     "bytes": "The trace is truncated: the generation is larger than a trace may be.",
-    "missing": "The trace is truncated: the file has no end. The engine was stopped, or the "
-    "request still runs.",
+    "missing": "The trace is truncated: the file has no end. The engine was stopped, a fault ended "
+    "the trace, or the request still runs.",
 }
 _LONGEST_LABEL = 40  # characters of one token
 

@@ -120,6 +120,17 @@ def test_a_full_disk_ends_the_trace_only(
     assert not recorder._followed
 
 
+def test_a_step_that_makes_no_sense_ends_the_trace_only(
+    recorder: TraceRecorder, tmp_path: Path
+) -> None:
+    recorder.begin([asking("a")])
+    recorder.record(["a"], {"a": VerifiedStep(TREE, (2, 1), None)}, [[5, 6, 9]])
+    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
+    recorder.end("a")
+    (path,) = tmp_path.iterdir()
+    assert read_trace(path)[1:] == ([], "missing")
+
+
 def config(trace_path: str | None) -> Any:
     own = {"method": "ngram_trie", "trace_path": trace_path}
     speculative = SimpleNamespace(

@@ -42,7 +42,7 @@ class _Followed:
 class TraceRecorder:
     """Writes a file for each request that asks for its trace.
 
-    A fault of the disk ends the trace, never the request.
+    A fault, of the disk or in what is recorded, ends the trace and never the request.
 
     Args:
         folder: exists, writable.
@@ -66,7 +66,7 @@ class TraceRecorder:
                 continue
             try:
                 self._followed[request.req_id] = self._follow(request, params)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 logger.warning("vllm-trie: no trace of request %s: %s", request.req_id, error)
 
     def record(
@@ -90,13 +90,12 @@ class TraceRecorder:
             if followed is None or not (tokens := _before_stop(followed, sampled)):
                 continue
             tree, accepted, _ = results[request_id]
-            step = Step.of(tree, accepted, tokens, now - followed.last_time)
+            try:
+                followed.writer.add(Step.of(tree, accepted, tokens, now - followed.last_time))
+            except (OSError, ValueError) as error:
+                self._give_up(request_id, error)
             followed.last_time = now
             followed.num_output_tokens += len(tokens)
-            try:
-                followed.writer.add(step)
-            except OSError as error:
-                self._give_up(request_id, error)
 
     def end(self, request_id: str) -> None:
         """Complete the file of a request that has ended."""
@@ -113,9 +112,6 @@ class TraceRecorder:
     def _follow(self, request: NewRequestData, params: SamplingParams) -> _Followed:
         if sum(entry.name.endswith(SUFFIX) for entry in os.scandir(self._folder)) >= MAX_FILES:
             raise OSError(f"trace_path={str(self._folder)!r} has {MAX_FILES} traces; remove some")
-        name = re.sub(r"[^\w.-]", "_", request.req_id, flags=re.ASCII)[-120:]
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        file = os.fdopen(os.open(self._folder / f"{name}{SUFFIX}", flags, 0o600), "wb")
         header = Header.of(
             request.req_id,
             self._method,
@@ -123,9 +119,12 @@ class TraceRecorder:
             self._context.tokenizer or self._context.model,
             request.prompt_token_ids or [],
         )
+        name = re.sub(r"[^\w.-]", "_", request.req_id, flags=re.ASCII)[-120:]
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        file = os.fdopen(os.open(self._folder / f"{name}{SUFFIX}", flags, 0o600), "wb")
         return _Followed(file, TraceWriter(file, header), params, 0, time.perf_counter())
 
-    def _give_up(self, request_id: str, error: OSError) -> None:
+    def _give_up(self, request_id: str, error: Exception) -> None:
         logger.warning("vllm-trie: the trace of request %s ends: %s", request_id, error)
         file = self._followed.pop(request_id).file
         try:
