@@ -149,7 +149,7 @@ def _page_of_runs(
 def _speculative_config(method: str, nodes: int, is_shipped: bool) -> dict[str, Any] | None:
     if method == PLAIN:
         return None
-    settings = {"method": method, "num_speculative_tokens": nodes}
+    settings: dict[str, Any] = {"method": method, "num_speculative_tokens": nodes}
     if method.startswith("medusa"):
         if not is_shipped:
             raise typer.BadParameter(

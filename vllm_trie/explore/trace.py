@@ -204,7 +204,9 @@ def parse_trace(lines: Iterable[bytes], name: str) -> Trace:
     Raises:
         ValueError: naming the line.
     """
-    header, steps, end = None, list[Step](), None
+    header: Header | None = None
+    end: _EndReason | None = None
+    steps: list[Step] = []
     for number, line in enumerate(lines, 1):
         if not line.endswith(b"\n"):
             break
