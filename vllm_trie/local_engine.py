@@ -5,6 +5,7 @@ Importing this module imports neither torch nor vLLM: `set_environment` has to c
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -123,6 +124,18 @@ def start_engine(
     if speculative_config is not None:
         settings["speculative_config"] = dict(speculative_config)
     return LLM(**settings)
+
+
+@contextmanager
+def engine(model: str, **settings: Any) -> Iterator[Any]:
+    """Start an engine as :func:`start_engine` does; free it at the end of the block."""
+    llm = start_engine(model, **settings)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
 
 
 def _kv_cache_bytes(model: str, max_model_len: int, max_num_seqs: int) -> int:

@@ -152,6 +152,9 @@ def commands() -> str:
         parts.append(_command_text(f"vllm-trie {name}", shown))
     for group, module in sorted(GROUPS.items()):
         below: Any = typer.main.get_command(importlib.import_module(module).app)
+        if not hasattr(below, "commands"):
+            parts.append(_command_text(f"vllm-trie {group}", below))
+            continue
         for name, command in below.commands.items():
             parts.append(_command_text(f"vllm-trie {group} {name}", command))
     return "\n".join(parts)

@@ -17,15 +17,20 @@ from tests.processes import run_python
 
 @pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
-    svg, rows = tmp_path / "tree.svg", tmp_path / "rows.json"
+    svg, rows, html = (tmp_path / name for name in ("tree.svg", "rows.json", "page.html"))
     done = run_python(
         "-m", "vllm_trie.cli", "demo", "--max-tokens", "40", "--repeats", "1", "--batch-size", "4",
-        "--svg", str(svg), "--json", str(rows),
+        "--svg", str(svg), "--json", str(rows), "--html", str(html),
     )  # fmt: skip
     assert "outputs identical: yes" in done.stdout
     assert done.stderr == ""
     assert re.search(r"^\W*[└├]─ .* ✓$", done.stdout, re.MULTILINE)
     assert len(ET.parse(svg).getroot().findall(".//{*}rect")) > 3
+    shown = re.search(r'id="data">(.*?)</script>', html.read_text(encoding="utf-8"))
+    assert shown is not None
+    plain, trees = json.loads(shown[1])["runs"]
+    assert "".join(s["text"] for s in plain["steps"]) == "".join(s["text"] for s in trees["steps"])
+    assert len(trees["steps"]) < len(plain["steps"])
     found = json.loads(rows.read_text())
     assert [row["method"] for row in found] == ["plain", "ngram_trie"] * 3
     total = found[-1]

@@ -33,6 +33,7 @@ class Settings:
     max_tokens: int
     repeats: int
     verbose: bool
+    html: Path | None = None
 
 
 @app.command()
@@ -49,6 +50,9 @@ def demo(
     svg: Annotated[Path | None, typer.Option(help="Also draw the tree into this SVG file.")] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write the results to this file.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also show one answer step by step in this HTML file.")
     ] = None,
     verbose: Annotated[bool, typer.Option(help="Show vLLM's own messages.")] = False,
 ) -> None:
@@ -69,7 +73,7 @@ def demo(
     if model is None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     path = _or_exit(model_path) if model is None else model
-    settings = Settings(path, method, nodes, batch_size, max_tokens, repeats, verbose)
+    settings = Settings(path, method, nodes, batch_size, max_tokens, repeats, verbose, html)
     # Engines start with the terminal's streams redirected, so the console keeps its own.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as terminal:
         console = Console(file=terminal, highlight=False)
@@ -83,6 +87,8 @@ def demo(
         note = report.notes(report.num_parameters(path), model is None, method)
         console.print(f"\n[dim]{note}[/]\n")
         report.show_step(console, drawn, decode, svg)
+        if html is not None:
+            console.print(f"\nThe same answer step by step: {html}")
     if json_path is not None:
         flat = report.json_rows(rows, method, nodes, batch_size)
         json_path.write_text(json.dumps(flat, indent=1) + "\n", encoding="utf-8")
@@ -132,7 +138,23 @@ def _measure(console: Console, settings: Settings) -> tuple[list[Row], ObservedS
                 )
                 rows.append(row)
                 observed += steps
-    return [*rows, measure.total(rows)], measure.most_telling(observed), decode
+            drawn = measure.most_telling(observed)
+            if settings.html is not None:
+                names = [prompt.name for prompt in prompts]
+                shown = names.index(drawn.prompt) if drawn is not None else 0
+                engines = {"plain": plain, settings.method: trees}
+                content = _page(engines, token_ids[shown], params, decode)
+                settings.html.write_text(content, encoding="utf-8")
+    return [*rows, measure.total(rows)], drawn, decode
+
+
+def _page(engines: dict[str, Any], prompt: Sequence[int], params: Any, decode: Any) -> str:
+    """Return the page of one answer by each engine."""
+    from vllm_trie.explore import page
+    from vllm_trie.explore.record import record
+
+    traces = [record(llm, name, prompt, params) for name, llm in engines.items()]
+    return page(traces, decode, title="vllm-trie demo")
 
 
 def _tokenized(path: str, messages: Sequence[str]) -> tuple[Any, list[list[int]]]:

@@ -99,6 +99,9 @@ def cli() -> dict[str, set[str]]:
     found["demo"] = options(typer.main.get_command(demo))
     for group, module in GROUPS.items():
         below: Any = typer.main.get_command(importlib.import_module(module).app)
+        if not hasattr(below, "commands"):
+            found[group] = options(below)
+            continue
         found |= {f"{group} {name}": options(command) for name, command in below.commands.items()}
     return found
 

@@ -89,7 +89,7 @@ def test_request_and_engine_keys() -> None:
     from vllm_trie.vllm_hooks.setup import config_keys as plugin_keys
 
     keys = (plugin_keys.CONFIG_KEY, plugin_keys.BEAM_SEARCH, plugin_keys.ALLOW_GPU)
-    for key in (eligibility.SPECULATION, *keys):
+    for key in (eligibility.SPECULATION, eligibility.TRACE, *keys):
         assert f"`{key}`" in OPTIONS_PAGE.text or f'["{key}"]' in OPTIONS_PAGE.text
 
 

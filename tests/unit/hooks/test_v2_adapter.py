@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,10 @@ from vllm.v1.core.sched.output import NewRequestData
 
 from tests.unit.drafters.support import VOCAB, make_context
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
+from vllm_trie.explore.trace import read_trace
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
+from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import DraftedOnly, V2Adapter
 from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
@@ -263,3 +266,19 @@ def test_only_drafted_tokens_are_valid(invalid: list[bool] | None) -> None:
     if invalid is not None:
         expected = [a or b for a, b in zip(expected, invalid, strict=True)]
     assert passed["invalid"] == expected
+
+
+def test_traces_follow_the_requests(tmp_path: Path) -> None:
+    steps = Steps()
+    steps.adapter.trees.recorder = TraceRecorder(tmp_path, "next_numbers", make_context())
+    steps.add("a", [1, 3], extra_args={"speculation_trace": True})
+    steps.add("b", [1, 3])
+    steps.step({"a": [6], "b": [6]})
+    steps.step({"a": [7, 8, 9], "b": [7]}, WIDTH)
+    steps.adapter.release(["a", "b"])
+    (path,) = tmp_path.iterdir()
+    trace = read_trace(path)
+    assert [(step.tokens, step.nodes, step.accepted) for step in trace.steps] == [
+        ([6], [], []),
+        ([7, 8, 9], [7, 8, 9, 10], [0, 1]),
+    ]

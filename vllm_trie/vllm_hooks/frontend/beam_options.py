@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_trie.beam import ITEM_OPTIONS, OPTION_NAMES, BeamOptions, SearchSettings, parse_options
-from vllm_trie.vllm_hooks.frontend.request_options import CACHE_SALT, SPECULATION
+from vllm_trie.vllm_hooks.frontend.request_options import CACHE_SALT, SPECULATION, TRACE
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -108,6 +108,10 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
     extra_args = dict(params.extra_args)
     given = {name: extra_args.pop(name) for name in OPTION_NAMES & extra_args.keys()}
     refuse_misspelled(extra_args)
+    if extra_args.pop(TRACE, False):
+        raise BeamRequestError(
+            f"beam search: {TRACE} is for requests with drafts, and a search has none; leave it out"
+        )
     try:
         options = parse_options(given)
     except ValueError as error:

@@ -14,7 +14,7 @@ from vllm_trie.vllm_hooks.frontend import online_beam as online
 from vllm_trie.vllm_hooks.frontend.beam_options import SPEC_KEY, asks_for_beam, refuse_own_key
 from vllm_trie.vllm_hooks.frontend.extra_args import check_extra_args
 from vllm_trie.vllm_hooks.frontend.item_requests import asks_for_item, decodes_item
-from vllm_trie.vllm_hooks.frontend.request_options import check_request_options
+from vllm_trie.vllm_hooks.frontend.request_options import check_request_options, check_trace
 from vllm_trie.vllm_hooks.setup.limits import switched_off
 
 
@@ -23,6 +23,7 @@ class SpeculationRequests(RequestExtension):
 
     def prepare_params(self, vllm_config: Any, params: Any) -> Any:
         check_request_options(params)
+        check_trace(params, vllm_config)
         return params
 
 

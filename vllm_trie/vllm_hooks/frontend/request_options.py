@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
+
+from vllm_trie.vllm_hooks.setup import config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 CACHE_SALT = "vllm_trie_cache_salt"
 """Key of ``SamplingParams.extra_args`` that carries a request's cache salt to the worker."""
 SPECULATION = "speculation"
 """Key of ``SamplingParams.extra_args`` that switches a request's drafts off."""
+TRACE = "speculation_trace"
+"""Key of ``SamplingParams.extra_args`` that asks for a file with the request's trees."""
 
 
 class SpeculationRequestError(VLLMValidationError, ValueError):
@@ -39,6 +46,28 @@ def check_request_options(params: Any) -> None:
         )
 
 
+def check_trace(params: Any, vllm_config: VllmConfig) -> None:
+    """Refuse a request for a trace that the engine does not write.
+
+    Raises:
+        SpeculationRequestError: naming the option, its value and what is allowed.
+    """
+    extra = getattr(params, "extra_args", None) or {}
+    if TRACE not in extra:
+        return
+    value = extra[TRACE]
+    if not isinstance(value, int | float) or value not in (0, 1):
+        raise SpeculationRequestError(
+            f"extra_args[{TRACE!r}]={value!r} must be true or false (the default)"
+        )
+    tree_config = config.read(vllm_config)
+    if value and (tree_config is None or tree_config.engine_options.trace_path is None):
+        raise SpeculationRequestError(
+            f"extra_args[{TRACE!r}] asks for a trace, but this engine writes none; leave it out, "
+            "or start the engine with trace_path=FOLDER next to its speculative method"
+        )
+
+
 def wrap_process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     """Check requests where every request of every front end passes."""
 
@@ -47,6 +76,7 @@ def wrap_process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         check_request_options(params)
+        check_trace(params, self.vllm_config)
         return original(self, request_id, prompt, params, *args, **kwargs)
 
     return process_inputs

@@ -81,6 +81,11 @@ class EngineOptions(BaseModel):
         "differ. Switches native beam search on there too, for which it may stand in "
         "additional_config without a method. Does nothing on a CPU.",
     )
+    trace_path: str | None = Field(
+        default=None,
+        description="An existing folder for traces. A request may then ask for its trace with "
+        "speculation_trace: a file with its text and its trees, for `vllm-trie explore`.",
+    )
 
 
 class TreeConfig(NamedTuple):

@@ -85,6 +85,7 @@ def verify(vllm_config: VllmConfig) -> None:
     tree_config = config.read(vllm_config)
     if tree_config is not None:
         asked = tree_config.engine_options.verification
+        _check_trace_path(tree_config.engine_options.trace_path)
         chosen = support.choose_verification(vllm_config, tree_config.method, asked)
         config.set_verification(vllm_config, chosen)
         _leave_requests_unpadded(vllm_config)
@@ -106,6 +107,16 @@ def _check_store_path(store_path: str | None) -> None:
         raise ValueError(
             f"store_path={store_path!r} must be a folder, or a new one in an existing folder; "
             "create it, or leave store_path out"
+        )
+
+
+def _check_trace_path(trace_path: str | None) -> None:
+    if trace_path is None:
+        return
+    if not os.path.isdir(trace_path) or not os.access(trace_path, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"trace_path={trace_path!r} must be a folder that exists and that the engine may write "
+            "to; create it, or leave trace_path out"
         )
 
 

@@ -29,6 +29,7 @@ from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import DraftRequest, VerifiedStep
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
+from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
 from vllm_trie.vllm_hooks.worker.stats import TreeStats
 from vllm_trie.vllm_hooks.worker.step_clock import StepClock
 from vllm_trie.vllm_hooks.worker.verification import compaction
@@ -65,6 +66,7 @@ class TreeVerifier:
         share_trees: for several tensor-parallel ranks. They measure different times, so the
             budget's pauses and least probabilities are for one rank only.
         warm_start: saves what is learned; None saves nothing.
+        recorder: writes the traces that requests ask for; ``None`` where the operator wants none.
 
     Attributes:
         step_trees: trees of the step that runs, by batch index.
@@ -80,9 +82,11 @@ class TreeVerifier:
         budget: NodeBudget | None = None,
         share_trees: ShareTrees | None = None,
         warm_start: WarmStart | None = None,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self.guard = guard
         self.budget = budget
+        self.recorder = recorder
         self.step_trees: Sequence[TokenTree] = []
         self.tree_batch: TreeBatch | None = None
         self.has_drafts = False
@@ -263,6 +267,8 @@ class TreeVerifier:
         self._stats.steps += self._num_decoding
         self._stats.tokens += sum(map(len, new_tokens))
         self.tree_batch = None  # a warm-up or an idle rank's run may come before the next step
+        if self.recorder is not None:
+            self.recorder.record(self._request_ids, self._last_steps, new_tokens)
         for request_id in self._request_ids:
             self._stored_trees.pop(request_id, None)
 
@@ -336,5 +342,7 @@ class TreeVerifier:
         self._stored_trees.pop(request_id, None)
         self._last_steps.pop(request_id, None)
         self.guard.release(request_id)
+        if self.recorder is not None:
+            self.recorder.end(request_id)
         if self.budget is not None:
             self.budget.release(request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.parallel_state import get_tp_group
@@ -13,6 +14,7 @@ from vllm_trie.drafters import DrafterContext, get_drafter_class
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.drafting.tree_exchange import same_on_all_ranks
+from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 from vllm_trie.vllm_hooks.worker.warm_start import open_warm_start
 
@@ -52,7 +54,8 @@ class TreeProposer:
             GuardedDrafter(drafter, context.vocab_size, options.draft_timeout_s, logger),
             budget,
             share_trees,
-            open_warm_start(vllm_config, tree_config, context, drafter, budget),
+            warm_start=open_warm_start(vllm_config, tree_config, context, drafter, budget),
+            recorder=_recorder(options.trace_path, tree_config.method, context),
         )
 
     def load_model(self, target_model: Any, *unused: Any, **unused_too: Any) -> None:
@@ -69,6 +72,13 @@ class TreeProposer:
             "vllm-trie's drafters need the plugin's worker class, and this engine runs another "
             "one; leave worker_cls at 'auto'"
         )
+
+
+def _recorder(trace_path: str | None, method: str, context: DrafterContext) -> TraceRecorder | None:
+    """Return the recorder of an engine with a folder for traces; all ranks see the same."""
+    if trace_path is None or context.rank:
+        return None
+    return TraceRecorder(Path(trace_path), method, context)
 
 
 def drafter_context(vllm_config: VllmConfig, draft_model: str | None) -> DrafterContext:

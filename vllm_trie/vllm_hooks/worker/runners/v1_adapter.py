@@ -61,6 +61,8 @@ class V1Adapter:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         num_tokens = scheduler_output.total_num_scheduled_tokens
         self.trees.begin_step(self.runner.input_batch.req_ids, drafts, num_tokens)
+        if self.trees.recorder is not None:
+            self.trees.recorder.begin(scheduler_output.scheduled_new_reqs)
 
     def logits_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray

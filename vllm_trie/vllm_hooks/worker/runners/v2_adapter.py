@@ -120,10 +120,12 @@ class V2Adapter:
         """Begin to draft: requests before this call are the warm-up's, not worth learning from."""
         self._is_drafting = True
 
-    def add_requests(self, new_requests: Iterable[NewRequestData]) -> None:
+    def add_requests(self, new_requests: Sequence[NewRequestData]) -> None:
         """Take in requests that start, or start again after a preemption."""
         for data in new_requests:
             self._requests[data.req_id] = _Request.of(data, self._req_states.max_model_len)
+        if self.trees.recorder is not None:
+            self.trees.recorder.begin(new_requests)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Forget requests that have ended."""

@@ -1,0 +1,98 @@
+"""Traces of a real engine: of requests that ask for one, and of an offline run."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.compare import generate, speculation
+from tests.engine.conftest import trees_of
+from tests.engine.prompts import prompts
+from vllm_trie.explore.record import record, record_beams
+from vllm_trie.explore.trace import Trace, read_trace
+
+
+def recording(verification: str, folder: Path) -> dict[str, Any]:
+    """Options of an engine that writes traces."""
+    options = {"verification": verification, "trace_path": str(folder), "store_tokens": 0}
+    return speculation("ngram_trie", 16, **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The one folder of the file's engines."""
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(autouse=True)
+def _empty(folder: Path) -> Iterator[None]:
+    yield
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def greedy(trace: bool = True, **options: Any) -> SamplingParams:
+    extra = {"speculation_trace": True} if trace else {}
+    return SamplingParams(temperature=0.0, max_tokens=60, extra_args=extra, **options)
+
+
+def traces(folder: Path) -> list[Trace]:
+    """Those of the folder; reading one checks that accepted nodes are paths of its trees."""
+    return [read_trace(path) for path in sorted(folder.iterdir())]
+
+
+def output(trace: Trace) -> list[int]:
+    return list(itertools.chain.from_iterable(step.tokens for step in trace.steps))
+
+
+@pytest.mark.parametrize("verification", ["tree", "chain"])
+def test_traces_are_the_outputs(engine, folder, verification):
+    llm = engine(**recording(verification, folder))
+    some = prompts(6)
+    sampled = SamplingParams(
+        temperature=0.8, seed=1, max_tokens=40, extra_args={"speculation_trace": 1}
+    )
+    stopped = greedy(stop_token_ids=list(range(200, 260)))
+    params = [greedy(), greedy(False), stopped, greedy(), greedy(False), sampled]
+    outputs = [list(each.outputs[0].token_ids) for each in generate(llm, some, params)]
+    found = traces(folder)
+    assert sorted(map(output, found)) == sorted(outputs[index] for index in (0, 2, 3, 5))
+    assert {trace.end for trace in found} == {"complete"}
+    steps = [step for trace in found for step in trace.steps]
+    assert sum(len(step.accepted) for step in steps) > 10
+    assert all(len(step.probabilities) == len(step.nodes) <= 16 for step in steps)
+    branched = [step for step in steps if step.parents != list(range(-1, len(step.nodes) - 1))]
+    assert bool(branched) == (verification == "tree")
+    assert not trees_of(llm).recorder._followed
+
+
+def test_offline_and_recorded_traces_agree(engine, folder):
+    llm = engine(**recording("tree", folder))
+    (prompt,) = prompts(1)
+    offline = record(llm, "ngram_trie", prompt["prompt_token_ids"], greedy())
+    (recorded,) = traces(folder)
+
+    def timeless(trace: Trace) -> list[Any]:
+        return [step.model_copy(update={"seconds": 0.0}) for step in trace.steps]
+
+    assert timeless(offline) == timeless(recorded)
+    assert offline.header.prompt == recorded.header.prompt == list(prompt["prompt_token_ids"])
+
+
+def test_requests_without_a_folder_are_refused(engine):
+    with pytest.raises(ValueError, match="this engine writes none"):
+        engine().generate(prompts(1), greedy(), use_tqdm=False)
+
+
+def test_a_beam_search_is_recorded(engine):
+    (prompt,) = prompts(1)
+    found = record_beams(engine(), 3, prompt["prompt_token_ids"], 12)
+    assert found.search.beam_width == 3
+    assert len(found.search.returned) == 3
+    assert found.num_prompt_tokens == len(prompt["prompt_token_ids"])

@@ -1,0 +1,172 @@
+"""Files of traces: who gets one, what is in it, and faults of the disk."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.unit.drafters.support import make_context
+from vllm_trie.drafters import VerifiedStep
+from vllm_trie.explore.trace import Step, read_trace
+from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.frontend.beam_options import BeamRequestError, prepare_params
+from vllm_trie.vllm_hooks.frontend.request_options import (
+    SpeculationRequestError,
+    check_trace,
+)
+from vllm_trie.vllm_hooks.setup.config import EngineOptions
+from vllm_trie.vllm_hooks.setup.engine_args import _check_trace_path
+from vllm_trie.vllm_hooks.worker import recorder as module
+from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
+
+TREE = TokenTree.from_lists([5, 6, 7], [-1, 0, -1], [0.9, 0.5, 0.1])
+ACCEPTED = VerifiedStep(TREE, (0, 1), None)
+NOTHING = VerifiedStep(TokenTree.empty(), (), None)
+
+
+def asking(request_id: str, extra_args: Any = None, **params: Any) -> Any:
+    extra = {"speculation_trace": True} if extra_args is None else extra_args
+    return SimpleNamespace(
+        req_id=request_id,
+        prompt_token_ids=[1, 2, 3],
+        sampling_params=SamplingParams(extra_args=extra, **params),
+    )
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> TraceRecorder:
+    return TraceRecorder(tmp_path, "ngram_trie", make_context())
+
+
+def test_a_request_that_asks_gets_a_file(recorder: TraceRecorder, tmp_path: Path) -> None:
+    recorder.begin([asking("a"), asking("b", {}), asking("c", {"speculation_trace": 0})])
+    recorder.record(["a", "b"], {"a": NOTHING, "b": NOTHING}, [[4], [4]])
+    recorder.begin([asking("a")])  # preempted: its text starts again, its trace goes on
+    recorder.record(["b", "a"], {"a": ACCEPTED, "b": NOTHING}, [[8], [5, 6, 9]])
+    recorder.record(["a"], {"a": NOTHING}, [[]])
+    for request_id in "abc":
+        recorder.end(request_id)
+    (path,) = tmp_path.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    found = read_trace(path)
+    assert found.end == "complete"
+    assert (found.header.request_id, found.header.prompt) == ("a", [1, 2, 3])
+    assert [step.tokens for step in found.steps] == [[4], [5, 6, 9]]
+    seconds = found.steps[1].seconds
+    assert found.steps[1] == Step.of(TREE, (0, 1), (5, 6, 9), seconds)
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens"),
+    [
+        ({"stop_token_ids": [6]}, [5, 6]),
+        ({"stop_token_ids": [6], "min_tokens": 3}, [5, 6, 9]),
+        ({"stop_token_ids": [9]}, [5, 6, 9]),
+    ],
+)
+def test_the_trace_ends_with_the_output(
+    recorder: TraceRecorder, tmp_path: Path, params: dict[str, Any], tokens: list[int]
+) -> None:
+    recorder.begin([asking("a", **params)])
+    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
+    recorder.end("a")
+    (path,) = tmp_path.iterdir()
+    assert [step.tokens for step in read_trace(path).steps] == [tokens]
+
+
+def test_request_ids_are_no_paths(recorder: TraceRecorder, tmp_path: Path) -> None:
+    ids = ["../../etc/passwd", "/tmp/x", "a\0b\n", "é" * 300, ".", ""]
+    recorder.begin([asking(request_id) for request_id in ids])
+    for request_id in ids:
+        recorder.end(request_id)
+    found = list(tmp_path.iterdir())
+    assert len(found) == len(ids)
+    assert {read_trace(path).header.request_id for path in found} == set(ids)
+
+
+def test_existing_files_stay(recorder: TraceRecorder, tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "a.trace.jsonl"
+    target.write_text("kept")
+    link.symlink_to(target)
+    recorder.begin([asking("a")])
+    recorder.record(["a"], {"a": NOTHING}, [[4]])
+    recorder.end("a")
+    assert target.read_text() == "kept"
+
+
+def test_the_folder_is_bounded(
+    recorder: TraceRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_FILES", 2)
+    recorder.begin([asking(request_id) for request_id in "abc"])
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_full_disk_ends_the_trace_only(
+    recorder: TraceRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(module.os, "open", lambda *unused: full)
+    recorder.begin([asking("a")])
+    for _ in range(1000):  # more than its buffer holds
+        recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
+    recorder.end("a")
+    assert not recorder._followed
+
+
+def test_a_step_that_makes_no_sense_ends_the_trace_only(
+    recorder: TraceRecorder, tmp_path: Path
+) -> None:
+    recorder.begin([asking("a")])
+    recorder.record(["a"], {"a": VerifiedStep(TREE, (2, 1), None)}, [[5, 6, 9]])
+    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
+    recorder.end("a")
+    (path,) = tmp_path.iterdir()
+    assert read_trace(path)[1:] == ([], "missing")
+
+
+def config(trace_path: str | None) -> Any:
+    own = {"method": "ngram_trie", "trace_path": trace_path}
+    speculative = SimpleNamespace(
+        model="vllm_trie.vllm_hooks.worker.drafting.proposer.TreeProposer"
+    )
+    return SimpleNamespace(speculative_config=speculative, additional_config={"vllm_trie": own})
+
+
+@pytest.mark.parametrize(
+    ("extra", "engine", "said"),
+    [
+        ({"speculation_trace": "yes"}, config("folder"), "must be true or false"),
+        ({"speculation_trace": True}, config(None), "this engine writes none"),
+        ({"speculation_trace": True}, SimpleNamespace(speculative_config=None), "writes none"),
+    ],
+)
+def test_traces_that_nobody_writes_are_refused(extra: Any, engine: Any, said: str) -> None:
+    with pytest.raises(SpeculationRequestError, match=said):
+        check_trace(SimpleNamespace(extra_args=extra), engine)
+
+
+def test_beam_searches_have_no_trace() -> None:
+    with pytest.raises(BeamRequestError, match="speculation_trace is for requests with drafts"):
+        prepare_params(SamplingParams(extra_args={"beam_width": 2, "speculation_trace": True}))
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"speculation_trace": 0}, {"speculation_trace": 1}])
+def test_other_requests_pass(extra: Any) -> None:
+    check_trace(SimpleNamespace(extra_args=extra), config("folder"))
+
+
+def test_the_folder_must_exist(tmp_path: Path) -> None:
+    assert EngineOptions().trace_path is None
+    _check_trace_path(None)
+    _check_trace_path(str(tmp_path))
+    (tmp_path / "file").touch()
+    for wrong in ("missing", "file"):
+        with pytest.raises(ValueError, match=r"trace_path=.* must be a folder that exists"):
+            _check_trace_path(str(tmp_path / wrong))

@@ -1,0 +1,11 @@
+"""A page that shows a generation step by step, and the traces that it is made of.
+
+Importing this package imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from vllm_trie.explore.page import page
+from vllm_trie.explore.trace import Header, Step, Trace, TraceWriter, read_trace
+
+__all__ = ["Header", "Step", "Trace", "TraceWriter", "page", "read_trace"]

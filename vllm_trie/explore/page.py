@@ -1,0 +1,145 @@
+"""One self-contained HTML file of traces.
+
+The text in it is a model's output and a user's prompt, so it is data and never markup: it stands in
+the page as JSON without `<`, `>` and `&`, the script puts it into text nodes, and the page's
+content security policy allows this script alone and no request to anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any, NamedTuple
+
+from vllm_trie.beam.trace import SearchTrace
+from vllm_trie.explore.trace import Trace
+from vllm_trie.tree import visible_text
+
+Decode = Callable[[Sequence[int]], str]
+"""From token ids to their text."""
+
+_ENDS = {
+    "complete": "",
+    "steps": "The trace is truncated: the generation has more steps than a trace holds.",
+    "bytes": "The trace is truncated: the generation is larger than a trace may be.",
+    "missing": "The trace is truncated: the file has no end. The engine was stopped, a fault ended "
+    "the trace, or the request still runs.",
+}
+_LONGEST_LABEL = 40  # characters of one token
+
+
+class Beams(NamedTuple):
+    """A beam search to show.
+
+    Attributes:
+        search: with dropped candidates.
+        num_prompt_tokens: of the prompt.
+        block_size: tokens of a KV block.
+    """
+
+    search: SearchTrace
+    num_prompt_tokens: int
+    block_size: int
+
+
+def page(
+    traces: Sequence[Trace], decode: Decode, beams: Beams | None = None, title: str = ""
+) -> str:
+    """Return the page of some generations, side by side, and of a beam search.
+
+    Args:
+        traces: of one prompt where they are to be compared. Those of one method are told apart by
+            their requests' ids.
+        decode: of the model's tokenizer, special tokens included.
+        beams: shown in a view of its own.
+        title: of the page; the model's name if left out.
+    """
+    token_ids: set[int] = set()
+    for trace in traces:
+        for step in trace.steps:
+            token_ids.update(step.tokens, step.nodes)
+    if beams is not None:
+        token_ids.update(beams.search.token_ids)
+    first = traces[0].header if traces else None
+    title = title or (first.model.rstrip("/").rpartition("/")[2] if first else "beam search")
+    methods = [trace.header.method for trace in traces]
+    names = [
+        method if methods.count(method) == 1 else f"{method} {trace.header.request_id}".strip()
+        for method, trace in zip(methods, traces, strict=True)
+    ]
+    document = {
+        "title": title,
+        "prompt": "" if first is None else decode(first.prompt),
+        "promptCut": first is not None and first.num_prompt_tokens > len(first.prompt),
+        "runs": [_run(trace, name, decode) for trace, name in zip(traces, names, strict=True)],
+        "beams": None if beams is None else _beams(beams, decode),
+        "labels": {token: visible_text(decode([token]))[:_LONGEST_LABEL] for token in token_ids},
+    }
+    return assemble(document)
+
+
+def assemble(document: dict[str, Any]) -> str:
+    """Return the page that shows a document, whose form `page.js` describes."""
+    folder = files("vllm_trie.explore") / "assets"
+    script = (folder / "page.js").read_text(encoding="utf-8")
+    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # JSON needs none of the three outside of strings, and inside it may write them so.
+    data = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
+        title=escape(f"{document['title']} · vllm-trie explore"),
+        style=(folder / "page.css").read_text(encoding="utf-8"),
+        script=script,
+        digest=digest,
+        data=data,
+    )
+
+
+def _run(trace: Trace, name: str, decode: Decode) -> dict[str, Any]:
+    texts = pieces([step.tokens for step in trace.steps], decode)
+    steps = []
+    for step, text in zip(trace.steps, texts, strict=True):
+        steps.append(step.model_dump(exclude_defaults=True) | {"text": text})
+    return {"method": name, "notice": _ENDS[trace.end], "steps": steps}
+
+
+def _beams(beams: Beams, decode: Decode) -> dict[str, Any]:
+    search = beams.search
+    paths = []
+    for node in search.returned:
+        path = []
+        while node >= 0:
+            path.append(search.token_ids[node])
+            node = search.parents[node]
+        paths.append(path[::-1])
+    return {
+        **search.to_dict(),
+        "sums": [round(value, 4) for value in search.sums],
+        "texts": [decode(path) for path in paths],
+        "promptTokens": beams.num_prompt_tokens,
+        "blockSize": beams.block_size,
+    }
+
+
+def pieces(parts: Sequence[Sequence[int]], decode: Decode) -> Iterator[str]:
+    """Yield the text that each part of a token sequence adds.
+
+    A character whose bytes are spread over parts comes with the last of them. Tokens are decoded
+    after their predecessors, because tokenizers treat the beginning of a text in their own way.
+    """
+    token_ids: list[int] = []
+    begin = read = 0
+    for number, part in enumerate(parts):
+        token_ids += part
+        known, text = decode(token_ids[begin:read]), decode(token_ids[begin:])
+        if text.endswith("\ufffd") and number < len(parts) - 1:
+            yield ""
+            continue
+        yield text[len(known) :]
+        begin, read = read, len(token_ids)

@@ -1,0 +1,143 @@
+"""Traces of the requests that ask for one, as files in the operator's folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from vllm.logger import init_logger
+
+from vllm_trie.explore.trace import Header, Step, TraceWriter
+from vllm_trie.vllm_hooks.frontend.request_options import TRACE
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData
+
+    from vllm_trie.drafters import DrafterContext, VerifiedStep
+
+logger = init_logger(__name__)
+
+SUFFIX = ".trace.jsonl"
+MAX_FILES = 1000
+"""Traces in the folder; beyond it requests are decoded untraced."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A request that is being recorded."""
+
+    file: BinaryIO
+    writer: TraceWriter
+    params: SamplingParams
+    num_output_tokens: int
+    last_time: float
+
+
+class TraceRecorder:
+    """Writes a file for each request that asks for its trace.
+
+    A fault, of the disk or in what is recorded, ends the trace and never the request.
+
+    Args:
+        folder: exists, writable.
+        method: of the engine's speculation.
+        context: of its drafter.
+    """
+
+    def __init__(self, folder: Path, method: str, context: DrafterContext) -> None:
+        self._folder = folder
+        self._method = method
+        self._context = context
+        self._followed: dict[str, _Followed] = {}
+
+    def begin(self, requests: Iterable[NewRequestData]) -> None:
+        """Follow those of the requests that are new and ask for a trace."""
+        for request in requests:
+            params = request.sampling_params
+            if params is None or not (params.extra_args or {}).get(TRACE):
+                continue
+            if request.req_id in self._followed:  # preempted, and starting again
+                continue
+            try:
+                self._followed[request.req_id] = self._follow(request, params)
+            except (OSError, ValueError) as error:
+                logger.warning("vllm-trie: no trace of request %s: %s", request.req_id, error)
+
+    def record(
+        self,
+        request_ids: Sequence[str],
+        results: Mapping[str, VerifiedStep],
+        new_tokens: Sequence[Sequence[int]],
+    ) -> None:
+        """Write a step of each followed request that got tokens.
+
+        Args:
+            request_ids: of the batch.
+            results: tree and accepted nodes, by request id.
+            new_tokens: of each request of the batch.
+        """
+        if not self._followed:
+            return
+        now = time.perf_counter()
+        for request_id, sampled in zip(request_ids, new_tokens, strict=True):
+            followed = self._followed.get(request_id)
+            if followed is None or not (tokens := _before_stop(followed, sampled)):
+                continue
+            tree, accepted, _ = results[request_id]
+            try:
+                followed.writer.add(Step.of(tree, accepted, tokens, now - followed.last_time))
+            except (OSError, ValueError) as error:
+                self._give_up(request_id, error)
+            followed.last_time = now
+            followed.num_output_tokens += len(tokens)
+
+    def end(self, request_id: str) -> None:
+        """Complete the file of a request that has ended."""
+        followed = self._followed.get(request_id)
+        if followed is None:
+            return
+        try:
+            followed.writer.finish()
+            followed.file.close()
+        except OSError as error:
+            self._give_up(request_id, error)
+        self._followed.pop(request_id, None)
+
+    def _follow(self, request: NewRequestData, params: SamplingParams) -> _Followed:
+        if sum(entry.name.endswith(SUFFIX) for entry in os.scandir(self._folder)) >= MAX_FILES:
+            raise OSError(f"trace_path={str(self._folder)!r} has {MAX_FILES} traces; remove some")
+        header = Header.of(
+            request.req_id,
+            self._method,
+            self._context.model,
+            self._context.tokenizer or self._context.model,
+            request.prompt_token_ids or [],
+        )
+        name = re.sub(r"[^\w.-]", "_", request.req_id, flags=re.ASCII)[-120:]
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        file = os.fdopen(os.open(self._folder / f"{name}{SUFFIX}", flags, 0o600), "wb")
+        return _Followed(file, TraceWriter(file, header), params, 0, time.perf_counter())
+
+    def _give_up(self, request_id: str, error: Exception) -> None:
+        logger.warning("vllm-trie: the trace of request %s ends: %s", request_id, error)
+        file = self._followed.pop(request_id).file
+        try:
+            file.close()
+        except OSError:  # what its buffer holds cannot be written either
+            logger.debug("closing the trace failed too", exc_info=True)
+
+
+def _before_stop(followed: _Followed, tokens: Sequence[int]) -> Sequence[int]:
+    """Return the tokens up to the one after which the scheduler ends the request."""
+    params = followed.params
+    stops = (params.eos_token_id, *(params.stop_token_ids or ()))
+    for place, token in enumerate(tokens, 1):
+        if token in stops and followed.num_output_tokens + place >= params.min_tokens:
+            return tokens[:place]
+    return tokens
