@@ -373,4 +373,5 @@ def _smallest(keys: np.ndarray, count: int) -> np.ndarray:
     largest = np.partition(keys, count - 1)[count - 1]
     chosen = keys < largest
     chosen[np.flatnonzero(keys == largest)[: count - np.count_nonzero(chosen)]] = True
-    return places[chosen]
+    best: np.ndarray = places[chosen]
+    return best

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -190,10 +189,9 @@ def replay_errors(
 ) -> list[float]:
     """Return the error of each replay: other trees, contexts, blocks and values, then the first
     step again."""
-    from vllm_trie.attention.triton_kernel import tree_attention_triton, trees_on_device
+    from vllm_trie.attention.triton_kernel import TreeBuffers, tree_attention_triton
 
     generator = np.random.default_rng(3)
-    group = shape.num_heads // shape.num_kv_heads
     # Equal numbers of nodes and blocks: a graph stands for a bucket of sizes.
     steps = [
         _step(shape, [RequestShape(length, 1, nodes) for length in each], 64, generator)
@@ -203,30 +201,32 @@ def replay_errors(
     size = (64, shape.block_size, shape.num_kv_heads, 2 * shape.head_size)
     cache = torch.empty(size, dtype=shape.dtype, device=device).transpose(1, 2)
     query = first.query.to(device)
+    num_words = max(step.trees.word_array.size for step in steps)
+    programs = splits * shape.num_kv_heads * len(query)
+    buffers = TreeBuffers(len(first.seq_lens), num_words, shape.head_size, programs, device)
     table = torch.zeros(2, 64, dtype=torch.int32, device=device)
-    trees = trees_on_device(first.trees, group, device)
+    starts, seq_lens = (
+        torch.from_numpy(array).to(device) for array in (first.starts, first.seq_lens)
+    )
     output = torch.empty_like(query)
 
     def load(step: Step) -> None:
         fill_cache(cache, step)
         query.copy_(step.query)
         table[:, : step.block_table.shape[1]].copy_(torch.from_numpy(step.block_table))
-        other: Any = trees_on_device(step.trees, group, device)
-        for mine, theirs in zip(trees, other, strict=True):
-            if isinstance(mine, torch.Tensor):
-                mine.copy_(theirs)
+        starts.copy_(torch.from_numpy(step.starts))
+        seq_lens.copy_(torch.from_numpy(step.seq_lens))
+        buffers.write(step.trees)
 
     load(first)
-    replay = capture(
-        lambda: tree_attention_triton(query, cache, table, trees, first.scale, output, splits)
-    )
+    sizes = (table, starts, seq_lens, buffers, first.scale, output, nodes + 1)
+    replay = capture(lambda: tree_attention_triton(query, cache, *sizes, num_splits=splits))
     errors = []
     for step in [*steps, first]:
         load(step)
         output.fill_(torch.nan)
         replay()
-        rows = torch.from_numpy(step.tree_rows)
-        errors.append(relative_error(output.cpu()[rows], step.expected()[rows], step))
+        errors.append(relative_error(output.cpu(), step.expected(), step))
     return errors
 
 

@@ -25,12 +25,12 @@ class SelectionStep(NamedTuple):
     Attributes:
         row_ids: The rows.
         totals: float32[rows], their cumulative log-probabilities.
-        count: Continuations to select among those of all rows together.
+        num_candidates: Continuations to select among those of all rows together.
     """
 
     row_ids: list[str]
     totals: np.ndarray
-    count: int
+    num_candidates: int
 
 
 class RowOutput(NamedTuple):

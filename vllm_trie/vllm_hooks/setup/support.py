@@ -68,6 +68,7 @@ def choose_verification(
             f"speculative method {method!r} of vllm-trie cannot run with this configuration:\n- "
             + "\n- ".join(found)
         )
+    assert vllm_config.speculative_config is not None
     reasons = f" Trees cannot run here: {'; '.join(against_trees)}" if against_trees else ""
     logger.info(
         "vllm-trie is on: %s drafts up to %d tokens a request, verified as %ss, on Model Runner "

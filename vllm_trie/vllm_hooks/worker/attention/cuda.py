@@ -141,7 +141,7 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):
     ) -> torch.Tensor:
         """Serve every row with the tree kernel; in steps with a prefill chunk, let vLLM's kernel go
         over the whole batch first and replace the other rows if there are trees."""
-        metadata: TreeTritonMetadata | None = attn_metadata
+        metadata = attn_metadata
         longest = EVERY_LENGTH
         if metadata is None or (
             metadata.max_query_len > metadata.longest_decode and not metadata.is_captured

@@ -76,7 +76,7 @@ class _WorkerItems:
         """Return the candidates of one group; None if its catalogue cannot be mapped."""
         places = [place_of[row_id] for row_id in step.row_ids]
         if isinstance(step, SelectionStep):
-            selected = select_best(logits[places], step.totals, step.count)
+            selected = select_best(logits[places], step.totals, step.num_candidates)
             return GroupCandidates(places, by_row(Continuations(*selected), len(places)), None)
         try:
             trie = view(self.trie(step.path, step.version), step.selection)

@@ -67,8 +67,8 @@ class V2TreeAdapter(V2Adapter):
         assert runner.sampler is not None
         processors = runner.sampler.logits_processors
         self._processors_read_chains = not all(isinstance(p, _PROCESSORS) for p in processors)
-        dtype: Any = runner.dtype
-        self._takes_chains = prefers_chains(self._device, dtype, runner.kv_cache_dtype)
+        dtypes: tuple[Any, Any] = (runner.dtype, runner.kv_cache_dtype)
+        self._takes_chains = prefers_chains(self._device, *dtypes)
         num_nodes = runner.num_speculative_steps
         verifier: Any = TreeSampler(runner.sampler, self, num_nodes)
         runner.rejection_sampler = verifier
