@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.plugins import load_general_plugins
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
@@ -51,6 +52,7 @@ def test_a_quick_run(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    load_general_plugins()  # before anything is broken: the plugin looks at what it patches
     folder = tmp_path_factory.mktemp("validate")
     return Settings(model=str(model_path()), heads=None, shipped=True, quick=True, folder=folder)
 
