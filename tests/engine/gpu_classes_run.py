@@ -30,7 +30,7 @@ NODES = 12
 TOKENS = 14
 PROMPTS = [
     [5, 6, 7, 8, 9, 10, 11, 5, 6, 7],
-    list(range(40, 80)),
+    list(range(40, 120)),  # a chunk of it is left for the step after the first
     [3, 4] * 12,
     [9],
 ]

@@ -91,15 +91,9 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):
                 layer, plain.take(query), key, value, kv_cache, plain.metadata, own, *scales
             )
             plain.put_back(own, output)
-        tree_attention(
-            query,
-            kv_cache,
-            attn_metadata.block_table,
-            trees,
-            self.scale,
-            output,
-            self.alibi_slopes,  # type: ignore[arg-type]  # a tensor, declared as the list it was
-        )
+        slopes: Any = self.alibi_slopes  # a tensor here, declared as the list that it was
+        block_table = attn_metadata.block_table
+        tree_attention(query, kv_cache, block_table, trees, self.scale, output, slopes)
         return output
 
     def _plain_requests(

@@ -49,8 +49,8 @@ class TreeTritonMetadata(TritonAttentionMetadata):
     has_trees = False
 
     @property
-    def draft_trees(self) -> None:
-        """Trees are on the device only."""
+    def draft_trees(self) -> TreeBatch | None:
+        """Return nothing: the trees are on the device only."""
         return None
 
     @draft_trees.setter
@@ -151,7 +151,7 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):
             if metadata is None or not metadata.has_trees:
                 return output
             longest = metadata.longest_decode
-        kv_scales = None
+        kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None
         if self.is_float8:
             kv_cache, kv_scales = kv_cache.view(self.fp8_dtype), (layer._k_scale, layer._v_scale)
         tree_attention_triton(
