@@ -58,7 +58,7 @@ def walk_trees(
     return WalkedRows(rows, tokens, num_tokens)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _walk(  # type: ignore[no-untyped-def]
     sampled_ptr,
     draft_tokens_ptr,
