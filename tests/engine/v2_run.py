@@ -236,6 +236,8 @@ def run_trees(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
         tell_oracle_of(plain["requests"], plain["answers"])
         found = answers_of(llm, plain["requests"], with_priorities=False)
         result["random"] = differing(plain["requests"], plain["answers"], found)
+    result["waits"] = [min(waits), max(waits), len(waits)]
+    if result["async"]:
         HiddenStateDrafter.steps.clear()
         plain["seen"] = hidden_states(llm, OracleDrafter.answers)
         result["argmax"] = [
@@ -243,9 +245,10 @@ def run_trees(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
             for tokens, step in HiddenStateDrafter.steps
             if step is not None and step.tree.num_nodes
         ]
-    result["waits"] = [min(waits), max(waits), len(waits)]
-    generate(llm, TEXTS[:1], greedy(max_tokens=1))  # the worker hears of the last ones
-    result["requests_left"] = len(runner_of(llm).adapter._requests) - 1
+    for _ in range(3):  # let the worker hear of the last ones
+        if scheduler_of(llm).has_requests():
+            llm.llm_engine.step()
+    result["requests_left"] = len(runner_of(llm).adapter._requests)
     result["blocks_lost"] = before - free_blocks(llm)
     return result
 

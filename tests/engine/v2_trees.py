@@ -27,6 +27,8 @@ def random_requests(count: int, seed: int) -> list[Request]:
         params.max_tokens = min(params.max_tokens, LONGEST_OUTPUT)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         params.n = min(params.n, 2)
+        if params.allowed_token_ids:
+            params.allowed_token_ids = params.allowed_token_ids[:1000]  # V2 takes 1024
         tokens = request.prompt["prompt_token_ids"][: rng.randint(1, LONGEST_PROMPT)]
         requests.append(
             replace(
