@@ -39,11 +39,11 @@ def test_forks_without_their_copies_are_found(llm, monkeypatch):
 
 
 def test_log_probabilities_of_another_row_are_found(llm, monkeypatch):
-    stock = group.BeamGroup.candidates
+    stock = group.candidates_of
 
-    def rolled(self):
-        token_ids, values = stock(self)
-        return token_ids[::-1], values[::-1]
+    def rolled(*arguments):
+        found = stock(*arguments)
+        return found.token_ids[::-1], found.logprobs[::-1]
 
-    monkeypatch.setattr(group.BeamGroup, "candidates", rolled)
+    monkeypatch.setattr(group, "candidates_of", rolled)
     assert not small_check(llm).passed
