@@ -44,9 +44,11 @@ def test_a_restart_is_warm_and_gives_the_same_tokens(
     [path] = folder.glob("*.store")
     texts = read_store(path).texts
     assert len(texts) == len(PROMPTS)
-    assert sorted(text.token_ids.tolist()[:40] for text in texts) == sorted(
-        list(each)[:40] for each in tokens
-    )
+    # Up to the last draft.
+    assert all(len(text.token_ids) >= 20 for text in texts)
+    answers = sorted(tuple(each) for each in tokens)
+    stored = sorted(tuple(text.token_ids.tolist()) for text in texts)
+    assert all(a[: len(s)] == s for a, s in zip(answers, stored, strict=True))
     again, warm, said = run(folder, caplog)
     assert "warm start from" in said
     assert again == tokens

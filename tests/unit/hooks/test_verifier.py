@@ -153,3 +153,17 @@ def test_the_budget_pauses_drafting_on_one_rank_only(monkeypatch: pytest.MonkeyP
         verifier = TreeVerifier(guard, NodeBudget(), share_trees)
         verifier.start_step(1)
         assert verifier.is_pausing == is_pausing
+
+
+def test_the_last_save_holds_requests_that_just_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler tells of them with the next step, and an engine that ends has none."""
+    said: list[str] = []
+    drafter = FixedDrafter()
+    monkeypatch.setattr(drafter, "release", said.append)
+    saving: Any = SimpleNamespace(close=lambda: said.append("saved"), tick=lambda: None)
+    guard = GuardedDrafter(drafter, VOCAB, 10.0, logging.getLogger(__name__))
+    trees = TreeVerifier(guard, warm_start=saving)
+    trees.begin_step(["a", "b"], {}, 2)
+    trees.observe_chains([[1], [2]])
+    trees.close()
+    assert said == ["a", "b", "saved"]

@@ -335,6 +335,9 @@ class TreeVerifier:
     def close(self) -> None:
         """Save what was learned; the engine ends."""
         if self._warm_start is not None:
+            # The scheduler tells of ended requests with the next step, and there is none.
+            for request_id in list(self._last_steps):
+                self.release(request_id)
             self._warm_start.close()
 
     def release(self, request_id: str) -> None:
