@@ -42,8 +42,12 @@ def greedy(trace: bool = True, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=60, extra_args=extra, **options)
 
 
-def traces(folder: Path) -> list[Trace]:
-    """Those of the folder; reading one checks that accepted nodes are paths of its trees."""
+def traces(llm: Any, folder: Path) -> list[Trace]:
+    """Those of the folder; reading one checks that accepted nodes are paths of its trees.
+
+    In one process, vLLM tells the worker of the last requests' end with the next request.
+    """
+    generate(llm, prompts(1), SamplingParams(max_tokens=1))
     return [read_trace(path) for path in sorted(folder.iterdir())]
 
 
@@ -55,13 +59,11 @@ def output(trace: Trace) -> list[int]:
 def test_traces_are_the_outputs(engine, folder, verification):
     llm = engine(**recording(verification, folder))
     some = prompts(6)
-    sampled = SamplingParams(
-        temperature=0.8, seed=1, max_tokens=40, extra_args={"speculation_trace": 1}
-    )
+    sampled = SamplingParams(temperature=0.8, max_tokens=40, extra_args={"speculation_trace": 1})
     stopped = greedy(stop_token_ids=list(range(200, 260)))
     params = [greedy(), greedy(False), stopped, greedy(), greedy(False), sampled]
     outputs = [list(each.outputs[0].token_ids) for each in generate(llm, some, params)]
-    found = traces(folder)
+    found = traces(llm, folder)
     assert sorted(map(output, found)) == sorted(outputs[index] for index in (0, 2, 3, 5))
     assert {trace.end for trace in found} == {"complete"}
     steps = [step for trace in found for step in trace.steps]
@@ -76,7 +78,7 @@ def test_offline_and_recorded_traces_agree(engine, folder):
     llm = engine(**recording("tree", folder))
     (prompt,) = prompts(1)
     offline = record(llm, "ngram_trie", prompt["prompt_token_ids"], greedy())
-    (recorded,) = traces(folder)
+    (recorded,) = traces(llm, folder)
 
     def timeless(trace: Trace) -> list[Any]:
         return [step.model_copy(update={"seconds": 0.0}) for step in trace.steps]
