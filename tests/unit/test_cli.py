@@ -188,7 +188,7 @@ def test_doctor_exit_code_and_text(
 ) -> None:
     hooks = (make_hook("ok"), make_hook("replaced"), make_hook("missing"))
     report = make_report(problems=problems, hooks=hooks)
-    monkeypatch.setattr(doctor, "collect", lambda *_: report)
+    monkeypatch.setattr(doctor, "collect", lambda *_, **__: report)
     result = runner.invoke(cli.app, ["doctor"])
     assert result.exit_code == exit_code
     assert "hooks: 1 of 3 fit" in result.stdout
@@ -216,7 +216,7 @@ def test_doctor_tells_of_damaged_compiled_code(
 
 def test_doctor_json_is_the_whole_report(monkeypatch: pytest.MonkeyPatch) -> None:
     report = make_report(hooks=(make_hook("changed", detail="parameters"),))
-    monkeypatch.setattr(doctor, "collect", lambda *_: report)
+    monkeypatch.setattr(doctor, "collect", lambda *_, **__: report)
     result = runner.invoke(cli.app, ["doctor", "--json"])
     shown = json.loads(result.stdout)
     assert shown["healthy"] is True

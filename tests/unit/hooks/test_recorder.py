@@ -81,7 +81,7 @@ def test_the_trace_ends_with_the_output(
 
 
 def test_request_ids_are_no_paths(recorder: TraceRecorder, tmp_path: Path) -> None:
-    ids = ["../../etc/passwd", "/tmp/x", "a\0b\n", "é" * 300, ".", ""]
+    ids = ["../../etc/passwd", "/etc/x", "a\0b\n", "é" * 300, ".", ""]
     recorder.begin([asking(request_id) for request_id in ids])
     for request_id in ids:
         recorder.end(request_id)

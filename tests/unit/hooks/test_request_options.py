@@ -69,8 +69,8 @@ def test_beam_options_without_a_width_are_refused(extra_args: dict[str, Any], me
 LARGE = [
     "x" * 10_000_000,
     ["x" * 1000] * 1000,
-    list(range(100_000)),
-    {"deep": [{"x" * 70_000: 1}]},
+    list(range(300_000)),
+    {"deep": [{"x" * 270_000: 1}]},
 ]
 
 
@@ -89,7 +89,7 @@ def test_large_values_that_nobody_reads_are_refused(value: Any) -> None:
 
 @pytest.mark.parametrize(
     "extra_args",
-    [None, {}, {"unknown": "x" * 60_000}, {"beam_width": 4, "num_beam_groups": 2}, {"items": "a"}],
+    [None, {}, {"unknown": "x" * 260_000}, {"beam_width": 4, "num_beam_groups": 2}, {"items": "a"}],
 )
 def test_other_extra_arguments_pass(extra_args: dict[str, Any] | None) -> None:
     check(extra_args)

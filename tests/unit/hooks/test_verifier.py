@@ -164,6 +164,6 @@ def test_the_last_save_holds_requests_that_just_ended(monkeypatch: pytest.Monkey
     guard = GuardedDrafter(drafter, VOCAB, 10.0, logging.getLogger(__name__))
     trees = TreeVerifier(guard, warm_start=saving)
     trees.begin_step(["a", "b"], {}, 2)
-    trees.observe_chains([[1], [2]])
+    trees.observe_outputs([[1], [2]])
     trees.close()
     assert said == ["a", "b", "saved"]

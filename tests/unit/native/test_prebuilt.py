@@ -59,6 +59,7 @@ def test_a_prebuilt_library_goes_before_the_compiler(
     source.write_text('extern "C" int answer() { return 42; }\n')
     build_library("answer", [source]).rename(folder / f"answer-{last}.so")
     caplog.set_level(logging.INFO, logger="vllm_trie")
+    caplog.clear()
     loaded = load_library("answer", [source])
     assert loaded is not None
     assert loaded.answer() == 42
