@@ -22,28 +22,21 @@ from vllm_trie.vllm_hooks.worker.verification import compaction, sampling
 
 
 @pytest.mark.slow
-def test_a_quick_run(tmp_path: Path) -> None:
+def test_a_quick_run_of_some_parts(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    done = run_python("-m", "vllm_trie.cli", "validate", "--quick", "--json", str(path))
+    names = ("attention kernel", "CUDA graphs", "plain vLLM", "ngram_trie, trees")
+    options = [word for name in names for word in ("--part", name)]
+    done = run_python("-m", "vllm_trie.cli", "validate", "--quick", "--json", str(path), *options)
     assert done.stdout.startswith("# vllm-trie validate: passed\n")
-    assert done.stderr.count(": passed") == 7
+    assert done.stderr.count(": passed") == 3
     found = json.loads(path.read_text())
     assert found["passed"] is True
     assert found["finished"] is True
     parts = {part["name"]: part for part in found["parts"]}
     assert parts["CUDA graphs"]["status"] == "not applicable"
     assert {part["status"] for name, part in parts.items() if name != "CUDA graphs"} == {"passed"}
-    assert "vllm" in parts["versions and device"]["measured"]["versions"]
     assert len(parts["attention kernel"]["measured"]) == 6
-    for verification in ("trees", "chains"):
-        measured = parts[f"ngram_trie, {verification}, float32"]["measured"]
-        assert measured["tokens_per_step"] > 1.5
-    assert parts["beam search, float32"]["measured"]["num_hypotheses"] == 18
-    speeds = parts["speed"]["measured"]
-    assert list(speeds) == ["1", "8", "32"]
-    for row in speeds.values():
-        assert set(row) == {"plain_tokens_per_s", "plain", "ngram", "ngram_trie"}
-        assert min(row.values()) > 0
+    assert parts["ngram_trie, trees, float32"]["measured"]["tokens_per_step"] > 1.5
     assert any('"verification": "tree"' in line for line in found["safe"])
 
 
