@@ -84,7 +84,8 @@ class AnswerSetDrafter(TokenSeededDrafter):
     def propose_one(self, request: DraftRequest, tokens: list[int]) -> TokenTree:
         done = tokens[request.num_prompt_tokens :]
         rest = [o[len(done) :] for o in self.outputs if o[: len(done)] == done]
-        return TokenTree.from_paths([r[: request.max_depth] for r in rest], request.max_nodes)
+        tree = TokenTree.from_paths([r[: request.max_depth] for r in rest], request.max_nodes)
+        return tree.chain() if request.chain_only else tree
 
 
 class FaultyDrafter(OracleDrafter):

@@ -148,11 +148,14 @@ def test_structured_beside_free_requests(engine):
     _compare(engine, [structured if i % 2 else free for i in range(12)], **COMPACT)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.8])
-def test_unseeded_distribution(engine, temperature):
+@pytest.mark.parametrize(
+    ("temperature", "verification"), [(1.0, "tree"), (1.8, "tree"), (1.3, "chain")]
+)
+def test_unseeded_distribution(engine, temperature, verification):
     """Two tokens sampled through a trie of likely outputs: chi-square against plain sampling."""
     prompt = tokenizer().encode("def main(argv):\n    ")
-    llm = engine(**speculation("test_answer_set", 32), max_num_seqs=256)
+    drafting = speculation("test_answer_set", 32, verification=verification)
+    llm = engine(**drafting, max_num_seqs=256)
     plain = engine(max_num_seqs=256)
     batch = [{"prompt_token_ids": prompt}] * 256
     params = SamplingParams(temperature=temperature, top_k=6, max_tokens=3, ignore_eos=True)

@@ -76,8 +76,7 @@ def safe_options(parts: list[Part], reports: list[PartReport], device: str) -> l
     passed = {report.name for report in reports if report.status == "passed"}
     allowed = [part.allows for part in parts if part.allows and part.name in passed]
     if device != "cuda":
-        greedy = ", greedy requests only (see the known faults of vLLM)"
-        return [each + greedy if '"chain"' in each else each for each in allowed]
+        return allowed
     if not allowed or not passed.issuperset(BEFORE_OTHERS):
         return []
     switch = (

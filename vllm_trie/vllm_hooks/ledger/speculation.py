@@ -169,6 +169,11 @@ SPECULATION_PATCHES: tuple[Patch, ...] = (
         "logits"),
     _sampling("logits_processor.builtin:MinTokensLogitsProcessor", "read",
         "min_tokens counts accepted nodes as output"),
+    _sampling("rejection_sampler:expand_batch_to_tokens", "wrapped",
+        "vLLM's kernel for CPUs fills a copy of its output, so that chains were sampled with "
+        "uninitialized temperatures", "x cu_num_tokens num_tokens replace_from replace_to",
+        wrapper="worker.verification.sampling:wrap_expand_batch_to_tokens", platform="cpu",
+        retire_when="vLLM's `_expand_kernel_impl` writes to its output"),
     _sampling("rejection_sampler:RejectionSampler.parse_output", "relied on",
         "reads rows of sampled tokens padded with -1", "output_token_ids vocab_size"),
     # Attention

@@ -9,7 +9,8 @@ section 4.3, with draft probabilities of one).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -234,3 +235,25 @@ def _is_idle(processor: Any) -> bool:
 def _tracks_thinking(metadata: SamplingMetadata) -> bool:
     holder = metadata.thinking_budget_state_holder
     return holder is not None and holder.has_tracked_requests()
+
+
+def wrap_expand_batch_to_tokens(original: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Let vLLM's rejection sampler spread the requests' parameters over draft tokens by torch.
+
+    The kernel that vLLM 0.32 has for CPUs computes in int64 and fills a copy: the caller gets
+    uninitialized memory.
+    """
+
+    @functools.wraps(original)
+    def expand_batch_to_tokens(
+        x: torch.Tensor,
+        cu_num_tokens: torch.Tensor,
+        num_tokens: int,
+        replace_from: int = 0,
+        replace_to: int = 0,
+    ) -> torch.Tensor:
+        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        expanded = x.repeat_interleave(counts, output_size=num_tokens)
+        return expanded.masked_fill(expanded == replace_from, replace_to)
+
+    return expand_batch_to_tokens
