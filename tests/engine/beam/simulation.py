@@ -182,7 +182,7 @@ class Worker:
         for step in selections:  # nobody else's candidates, nor more than asked for
             places = [request_ids.index(row_id) for row_id in step.row_ids]
             scores = logprobs[places, 1:] + step.totals[:, None]
-            worst = np.sort(scores, axis=None)[-min(step.count, scores.size)]
+            worst = np.sort(scores, axis=None)[-min(step.num_candidates, scores.size)]
             logprobs[places, 1:] = np.where(scores < worst, -np.inf, logprobs[places, 1:])
         return LogprobsLists(
             token_ids.astype(np.int32), logprobs, np.zeros(len(request_ids), dtype=np.int64), None
