@@ -37,9 +37,15 @@ def test_the_target_of_make() -> None:
     if shutil.which("make") is None:
         pytest.skip("no make")
     done = subprocess.run(
-        ["make", "-n", "bench-gpu", "MODEL=some/model", "ARGS=--only load", "GPU_PYTHON=py"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [
+            *("make", "--no-print-directory", "-n", "bench-gpu"),
+            *("MODEL=some/model", "ARGS=--only load", "GPU_PYTHON=py"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     (line,) = done.stdout.splitlines()
     program, script, *arguments = line.replace('"', "").split()
     assert (program, ROOT / script) == ("py", Path(bench_gpu.__file__))

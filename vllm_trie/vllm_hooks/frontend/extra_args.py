@@ -57,7 +57,8 @@ def check_extra_args(vllm_config: VllmConfig, params: Any, processors: list[str]
                 f"extra_args[{name[:80]!r}] has a size of {size}, at most {MAX_SIZE} (characters "
                 "and numbers) are allowed where no custom logits processor reads it; leave it out"
             )
-    if not processors and not asks_for_beam(params):
+    # A request for items has a check of its own.
+    if not processors and not asks_for_beam(params) and "items" not in extra_args:
         _refuse_without_width(extra_args)
 
 
