@@ -268,8 +268,7 @@ def test_only_drafted_tokens_are_valid(invalid: list[bool] | None) -> None:
     assert passed["invalid"] == expected
 
 
-def test_traces_follow_the_requests(tmp_path: Path) -> None:
-    steps = Steps()
+def test_traces_follow_the_requests(steps: Steps, tmp_path: Path) -> None:
     steps.adapter.trees.recorder = TraceRecorder(tmp_path, "next_numbers", make_context())
     steps.add("a", [1, 3], extra_args={"speculation_trace": True})
     steps.add("b", [1, 3])
