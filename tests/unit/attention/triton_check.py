@@ -28,7 +28,7 @@ CASES = [  # requests, dtype, heads, KV heads, head size, block size, processors
     ([RequestShape(40, 1, 70)], torch.bfloat16, 2, 2, 112, 16, 2, True),
     ([RequestShape(30, 20, 10)], torch.float32, 2, 1, 64, 48, 1, True),
     ([RequestShape(5, 3, 65)], torch.float16, 3, 1, 256, 16, 1, False),
-    ([RequestShape(8100, 1, 64)], torch.bfloat16, 8, 1, 64, 128, 40, False),
+    ([RequestShape(8100, 1, 40)], torch.bfloat16, 2, 1, 64, 128, 40, False),
     ([RequestShape(n % 7, 1, n) for n in range(0, 65, 8)], torch.float16, 1, 1, 64, 16, 1, True),
 ]
 
