@@ -118,6 +118,7 @@ def test_seeds_that_do_not_count(run, monkeypatch) -> None:
 def test_a_drafter_that_drafts_nothing_shows_nothing(run, monkeypatch) -> None:
     monkeypatch.setattr(identity, "decode", lambda llm, texts, params: ([], 1.0))
     monkeypatch.setattr(identity, "judge", lambda *arguments: ([], []))
+    monkeypatch.setattr(identity, "unlikely", lambda *arguments: [])
     found = run(*CHAINS)
     assert (found.status, found.summary) == (
         "failed",
