@@ -164,7 +164,7 @@ def refusals(runner: Any) -> dict[str, str]:
 
 
 def count_work(counts: dict[str, int]) -> None:
-    """Count layers that see trees, a prefill chunk beside them, and neither, and moved tokens."""
+    """Count layers that see trees, a prefill chunk next to them, and neither, and moved tokens."""
     stock_forward = TreeTritonAttentionImpl.forward
     stock_moved = compaction.moved_tokens
 

@@ -61,12 +61,9 @@ def run(settings: Settings, engine: Any, monkeypatch: pytest.MonkeyPatch) -> Cal
     for module in (identity, beams, speed):
         monkeypatch.setattr(module, "start_engine", start_engine)
 
-    def work(function: Callable[..., Outcome], *arguments: str) -> Outcome:
-        if function is identity.compare_method and not identity._file(settings, "float32").exists():
-            assert identity.decode_plainly(settings, "float32").status == "passed"
-        return function(settings, *arguments)
-
-    return work
+    if not identity._file(settings, "float32").exists():
+        assert identity.decode_plainly(settings, "float32").status == "passed"
+    return lambda function, *arguments: function(settings, *arguments)
 
 
 TREES = (identity.compare_method, "float32", "ngram_trie", "tree")

@@ -73,7 +73,7 @@ def padded_head(head_size: int) -> int:
 
 
 def programs_at_once(rows: int) -> int:
-    """Return how many programs of so many rows a multiprocessor has registers for."""
+    """Return the number of programs of `rows` rows that a multiprocessor has registers for."""
     return 1 if rows == _MAX_ROWS else 2
 
 
@@ -135,7 +135,7 @@ class TreeBuffers:
         """Replace the trees by those of a step, in one copy that does not wait for the device.
 
         Raises:
-            ValueError: there is no memory for so many ancestor words.
+            ValueError: the ancestor words exceed the memory.
         """
         if trees is None:
             if self._has_trees:

@@ -105,7 +105,7 @@ def build_library(
 ) -> Path:
     """Return the path of the library, compiled now if it is not cached or `rebuild` is set.
 
-    A cached library that does not match the digest beside it is compiled again: a damaged one would
+    A cached library that does not match its digest is compiled again: a damaged one would
     end the process with a signal, without a message, when it is loaded or called.
 
     Raises:
