@@ -15,7 +15,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -23,10 +22,12 @@ import typer
 from rich.progress import track
 from support.harness import Row, print_table, write_json
 from support.replay_data import (
-    ANSWERS_VARIABLE,
     DEFAULT_TOKENIZER,
-    QUESTIONS_VARIABLE,
+    AnswersFile,
+    QuestionsFile,
     Recording,
+    RowsFile,
+    TokenizerName,
     load_tokenizer,
     read_recordings,
 )
@@ -115,23 +116,14 @@ def print_rows(rows: list[Row]) -> None:
 
 
 def main(
-    questions: Annotated[
-        Path,
-        typer.Option(exists=True, envvar=QUESTIONS_VARIABLE, help="Spec-Bench's questions, JSONL."),
-    ],
-    answers: Annotated[
-        Path, typer.Option(exists=True, envvar=ANSWERS_VARIABLE, help="A model's answers, JSONL.")
-    ],
-    tokenizer: Annotated[
-        str, typer.Option(help="A SentencePiece file, or a Hugging Face tokenizer.")
-    ] = DEFAULT_TOKENIZER,
+    questions: QuestionsFile,
+    answers: AnswersFile,
+    tokenizer: TokenizerName = DEFAULT_TOKENIZER,
     method: Annotated[
         list[str] | None, typer.Option(help=f"One of {', '.join(METHODS)}; default all.")
     ] = None,
     nodes: Annotated[list[int] | None, typer.Option(help="Node limit of a draft.")] = None,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Where to write the rows.")
-    ] = None,
+    json_out: RowsFile = None,
 ) -> None:
     """Replay recorded answers."""
     for name in method or ():

@@ -24,10 +24,12 @@ import typer
 from replay import replay
 from support.harness import Row, print_table, write_json
 from support.replay_data import (
-    ANSWERS_VARIABLE,
     DEFAULT_TOKENIZER,
-    QUESTIONS_VARIABLE,
+    AnswersFile,
+    QuestionsFile,
     Recording,
+    RowsFile,
+    TokenizerName,
     load_tokenizer,
     read_recordings,
 )
@@ -92,21 +94,12 @@ def measure_stall(drafter: OwnDrafter, path: Path, header: StoreHeader, one: Rec
 
 
 def main(
-    questions: Annotated[
-        Path,
-        typer.Option(exists=True, envvar=QUESTIONS_VARIABLE, help="Spec-Bench's questions, JSONL."),
-    ],
-    answers: Annotated[
-        Path, typer.Option(exists=True, envvar=ANSWERS_VARIABLE, help="A model's answers, JSONL.")
-    ],
-    tokenizer: Annotated[
-        str, typer.Option(help="A SentencePiece file, or a Hugging Face tokenizer.")
-    ] = DEFAULT_TOKENIZER,
+    questions: QuestionsFile,
+    answers: AnswersFile,
+    tokenizer: TokenizerName = DEFAULT_TOKENIZER,
     first: Annotated[int, typer.Option(help="Requests after the restart.")] = 20,
     repeats: Annotated[int, typer.Option(help="Choices of those requests.")] = 5,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Where to write the rows.")
-    ] = None,
+    json_out: RowsFile = None,
 ) -> None:
     """Replay recorded answers around a restart."""
     encoder = load_tokenizer(tokenizer)

@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import typer
 
 SYSTEM_PROMPT = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -20,6 +22,19 @@ QUESTIONS_VARIABLE = "SPEC_BENCH_QUESTIONS"
 ANSWERS_VARIABLE = "SPEC_BENCH_ANSWERS"
 """Environment variables that name the two files without an option."""
 DEFAULT_TOKENIZER = "mistral_common/data/tokenizer.model.v1"
+
+QuestionsFile = Annotated[
+    Path,
+    typer.Option(exists=True, envvar=QUESTIONS_VARIABLE, help="Spec-Bench's questions, JSONL."),
+]
+AnswersFile = Annotated[
+    Path, typer.Option(exists=True, envvar=ANSWERS_VARIABLE, help="A model's answers, JSONL.")
+]
+TokenizerName = Annotated[
+    str, typer.Option(help="A SentencePiece file, or a Hugging Face tokenizer.")
+]
+RowsFile = Annotated[Path | None, typer.Option("--json", help="Where to write the rows.")]
+"""Options of the benchmarks that replay recorded answers."""
 
 
 class Recording(NamedTuple):

@@ -69,8 +69,8 @@ def load_library(
         return None
     if prebuilt := find_prebuilt(name):
         try:
-            return ctypes.CDLL(str(prebuilt))
-        except OSError as error:  # for an older C library than the wheel's, or damaged
+            return _open(prebuilt, functions)
+        except (OSError, AttributeError) as error:  # damaged, or for a newer C library
             logger.warning("cannot load %s: %s", prebuilt, error)
     try:
         path = build_library(name, sources, flags, headers)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from vllm.v1.outputs import LogprobsLists
 
+from vllm_trie.items.step import RowCandidates
+
 ROW_STEPS = "vllm_trie_rows"
 """Attribute of a ``SchedulerOutput``: a list of :class:`SelectionStep` and
 :class:`~vllm_trie.vllm_hooks.scheduler.catalogues.ItemStep`. Missing if there is none in an engine
@@ -47,20 +49,10 @@ class RowOutput(NamedTuple):
     place: int
 
 
-class RowCandidates(NamedTuple):
-    """Candidates of rows.
-
-    Attributes:
-        token_ids: int32[rows, k], tokens; nodes of the catalogue in a search that has one.
-        logprobs: float32[rows, k], best first; -inf where a row has fewer than k candidates.
-    """
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-
-
 def candidates_of(outputs: Sequence[RowOutput], count: int | None = None) -> RowCandidates:
-    """Return the candidates of rows whose outputs may be of different steps.
+    """Return the candidates of rows whose outputs may be of different steps, best first.
+
+    Their targets are tokens, in a catalogue those of :mod:`vllm_trie.items.step`.
 
     Args:
         outputs: Of the rows.
