@@ -104,6 +104,9 @@ def check_here(
         found = check(llm)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    except RuntimeError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
     typer.echo(
         f"{found.num_hypotheses} hypotheses, {found.num_pairs} pairs with a common beginning: "
         f"log-probabilities differ by {found.found:.2g} per token from the same tokens as a "

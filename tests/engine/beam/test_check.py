@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from vllm.v1.worker import gpu_model_runner
 
+from vllm_trie.items.step import RowCandidates
 from vllm_trie.vllm_hooks.frontend.beam_check import BeamCheck, check
 from vllm_trie.vllm_hooks.scheduler import group
 
@@ -42,8 +43,7 @@ def test_log_probabilities_of_another_row_are_found(llm, monkeypatch):
     stock = group.candidates_of
 
     def rolled(*arguments):
-        found = stock(*arguments)
-        return found.token_ids[::-1], found.logprobs[::-1]
+        return RowCandidates(*(found[::-1] for found in stock(*arguments)))
 
     monkeypatch.setattr(group, "candidates_of", rolled)
     assert not small_check(llm).passed

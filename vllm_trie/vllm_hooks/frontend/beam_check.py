@@ -53,6 +53,9 @@ def check(
         widths: Widths of the searches; three searches of each.
         max_tokens: Length of the hypotheses; should span several KV blocks.
         seed: Seed of the prompts, random tokens.
+
+    Raises:
+        RuntimeError: If a search failed; the engine's log has its traceback.
     """
     rng = np.random.default_rng(seed)
     vocab_size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
@@ -76,6 +79,9 @@ def check(
     ]
     results = llm.generate(prompts, every, use_tqdm=False)
     searched = results[::2]
+    failed = sum(result.outputs[0].finish_reason == "error" for result in searched)
+    if failed:
+        raise RuntimeError(f"{failed} of {len(searched)} beam searches failed: see the log")
     scores = [[output.score for output in result.outputs] for result in searched]  # type: ignore
     return BeamCheck(
         num_hypotheses=sum(map(len, scores)),
