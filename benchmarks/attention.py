@@ -13,7 +13,9 @@ layer's slots. `--kernels` can leave it out.
 
 With `--device cuda`, `stock` is vLLM's FlashAttention over the paged cache, `triton` this project's
 kernel with the division that the engine chooses, and `torch` attention with a mask over gathered
-keys. `ms` is the median that Triton's benchmark measures on the device, launches included.
+keys. `xformers` is xFormers' tree attention over gathered keys, if it is installed and Triton still
+has the block pointers that it uses (3.6 has them, 3.9 does not). `ms` is the median that Triton's
+benchmark measures on the device, launches included.
 
     python benchmarks/attention.py --json attention.json
 """

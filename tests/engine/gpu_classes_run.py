@@ -62,7 +62,7 @@ from vllm.plugins import load_general_plugins
 from tests.engine.compare import register_test_drafters, speculation
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.drafters import OracleDrafter
-from vllm_trie.attention import triton_kernel
+from vllm_trie.attention import gpu_launch, triton_kernel
 from vllm_trie.attention.kernel_check import RequestShape
 from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks.worker import cpu_worker as worker
@@ -134,12 +134,12 @@ def broken_parts(patch: pytest.MonkeyPatch) -> Iterator[str]:
     def fault(self: Any, *arguments: Any) -> None:
         raise RuntimeError("a fault of the device")
 
-    stock_write = triton_kernel.TreeBuffers.write
+    stock_write = gpu_launch.TreeBuffers.write
     stock_kernel = triton_kernel.tree_attention_triton
     stock_move = impl.move_slots
     stock_update = impl.do_kv_cache_update
     for owner, name, replacement in (
-        (triton_kernel.TreeBuffers, "write", all_seen),
+        (gpu_launch.TreeBuffers, "write", all_seen),
         (cuda_attention, "tree_attention_triton", other_blocks),
         (cuda_attention, "tree_attention_triton", all_in_kernel),
         (impl, "move_slots", staticmethod(keys_only)),

@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_trie.attention import triton_kernel
+from vllm_trie.attention import gpu_launch, triton_kernel
 
 SHARED_MEMORY_KIB = {75: (64, 64), 80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228)}
 SHARED_MEMORY_KIB |= {100: (227, 228), 120: (99, 100)}
@@ -77,7 +77,7 @@ def all_cases() -> Iterator[Case]:
             (torch.float16, (64, 128, 256)),
         ):
             for size in sizes:
-                for launch in triton_kernel.launches(size, dtype):
+                for launch in gpu_launch.launches(size, dtype):
                     if dtype != torch.float16 or launch.rows >= 64:
                         yield Case(capability, dtype, size, launch.rows)
     for capability in (90, 100):
@@ -124,7 +124,7 @@ def compile_kernel(
     return resources(triton.compile(source, target=target, options=options))
 
 
-def compile_case(case: Case) -> tuple[triton_kernel.Launch, Used, Used]:
+def compile_case(case: Case) -> tuple[gpu_launch.Launch, Used, Used]:
     """Return the launch, and what the kernel and its join need."""
     element = "*" + TYPES[case.dtype]
     cache = "*" + TYPES[case.cache_dtype or case.dtype]
@@ -133,7 +133,7 @@ def compile_case(case: Case) -> tuple[triton_kernel.Launch, Used, Used]:
     types |= dict.fromkeys(("partial_ptr", "state_ptr", "k_scale_ptr", "v_scale_ptr"), "*fp32")
     types |= {"trees_ptr": "*i64", "scale": "fp32"}
     launch = next(
-        one for one in triton_kernel.launches(case.head_size, case.dtype) if one.rows == case.rows
+        one for one in gpu_launch.launches(case.head_size, case.dtype) if one.rows == case.rows
     )
     constants = triton_kernel.constants_of(launch, GROUP, GROUP, case.head_size)
     constants |= {
@@ -149,9 +149,9 @@ def compile_case(case: Case) -> tuple[triton_kernel.Launch, Used, Used]:
     return launch, attend, join
 
 
-def is_bad(case: Case, launch: triton_kernel.Launch, attend: Used, join: Used) -> bool:
+def is_bad(case: Case, launch: gpu_launch.Launch, attend: Used, join: Used) -> bool:
     of_program, of_processor = (kib * 1024 for kib in SHARED_MEMORY_KIB[case.capability])
-    programs = triton_kernel.programs_at_once(launch.rows)
+    programs = gpu_launch.programs_at_once(launch.rows)
     fits = (
         programs * launch.num_warps * 32 * attend.registers <= REGISTERS
         and programs * (attend.shared + 1024) <= of_processor

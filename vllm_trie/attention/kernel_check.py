@@ -290,7 +290,7 @@ def check_kernel(
     Raises:
         Exception: whatever the kernel's compiler or the device raises.
     """
-    from vllm_trie.attention import triton_kernel
+    from vllm_trie.attention import gpu_launch, triton_kernel
 
     generator = np.random.default_rng(0)
     largest, num_steps = 0.0, 0
@@ -303,7 +303,7 @@ def check_kernel(
         kv_cache = torch.empty(size, dtype=shape.cache_dtype, device=device).transpose(1, 2)
         fill_cache(kv_cache, step)
         for launch, num_splits in itertools.product(
-            triton_kernel.launches(shape.head_size, shape.dtype),
+            gpu_launch.launches(shape.head_size, shape.dtype),
             splits or triton_kernel.NUM_SPLITS,
         ):
             output = run_kernel(step, kv_cache, launch.rows, num_splits)
@@ -321,15 +321,15 @@ def run_kernel(step: Step, kv_cache: torch.Tensor, num_rows: int, num_splits: in
         num_rows: queries times heads of a KV head that a program takes at a time.
         num_splits: programs that share a request's slots.
     """
-    from vllm_trie.attention import triton_kernel
+    from vllm_trie.attention import gpu_launch, triton_kernel
 
     device = kv_cache.device
     num_tokens, num_heads, head_size = step.query.shape
     num_requests, num_kv_heads = len(step.seq_lens), step.keys.shape[1]
-    group = triton_kernel.padded_group(num_heads, num_kv_heads)
+    group = gpu_launch.padded_group(num_heads, num_kv_heads)
     # Rows of all programs, as if each were one of a multiprocessor.
     programs = num_splits * num_kv_heads * (num_tokens * group // 64 + num_requests)
-    buffers = triton_kernel.TreeBuffers(
+    buffers = gpu_launch.TreeBuffers(
         num_requests, step.trees.word_array.size, head_size, programs, device
     )
     buffers.write(step.trees)

@@ -79,18 +79,17 @@ def reference_search(
             everything.sort(key=lambda each: -each.total)
 
             # 2. The best of them go on or end; one that ends counts only among the best `width`.
-            survivors = []
             last = length == settings.max_new_tokens
-            looked_at = settings.num_candidates if outcome is None else len(everything)
-            for rank, each in enumerate(everything[:looked_at]):
+            looked_at = everything[: settings.num_candidates if outcome is None else None]
+            survivors = []
+            for rank, each in enumerate(looked_at):
                 if outcome is None:
                     stop_string = length > settings.min_tokens and find_stop_string(each.token_ids)
                     stops = each.token_ids[-1] in settings.stop_token_ids or stop_string
-                    ends = stops or last
-                    goes_on = not ends
+                    ends = bool(stops) or last
                 else:
-                    ends, goes_on = each.complete, not each.complete
-                if goes_on and not last:
+                    ends = each.complete
+                if not ends and not last:
                     survivors.append(each)
                 if ends and rank < width:
                     score = _score(settings, each.total, length)

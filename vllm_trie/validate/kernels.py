@@ -189,7 +189,8 @@ def replay_errors(
 ) -> list[float]:
     """Return the error of each replay: other trees, contexts, blocks and values, then the first
     step again."""
-    from vllm_trie.attention.triton_kernel import TreeBuffers, tree_attention_triton
+    from vllm_trie.attention.gpu_launch import TreeBuffers
+    from vllm_trie.attention.triton_kernel import tree_attention_triton
 
     generator = np.random.default_rng(3)
     # Equal numbers of nodes and blocks: a graph stands for a bucket of sizes.

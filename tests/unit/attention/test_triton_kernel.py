@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from tests.processes import run_python
+from tests.processes import ROOT, run_python
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -16,5 +16,6 @@ def test_equals_float64_in_the_interpreter() -> None:
         timeout=250,
         TRITON_INTERPRET="1",
         OMP_NUM_THREADS="1",
+        PYTHONPATH=str(ROOT / "benchmarks"),
     )
     assert result.stdout.count("ok ") >= 20

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from support import gpu_attention
 
 from tests.unit.attention.paged_cases import PagedCase, RequestShape, paged_case
 from vllm_trie.attention import kernel_check, split_cache
+from vllm_trie.attention.gpu_launch import TreeBuffers
 from vllm_trie.attention.kernel_check import LayerShape
-from vllm_trie.attention.triton_kernel import TreeBuffers, tree_attention_triton
+from vllm_trie.attention.triton_kernel import tree_attention_triton
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 NODES = [RequestShape(70, 1, 20)]
@@ -128,6 +130,14 @@ def replays() -> Iterator[tuple[str, float]]:
         yield f"replay {requests}", error_of(graph, case)
 
 
+def benchmarked() -> Iterator[tuple[str, float]]:
+    """Run the kernels of ``benchmarks/attention.py --device cuda``."""
+    shape = LayerShape(4, 2, 32, 16, torch.float32)
+    step = gpu_attention.one_request(shape, context=40, nodes=12)
+    for kernel, run in gpu_attention.runs(step, torch.device("cpu")).items():
+        yield f"benchmarked {kernel}", kernel_check.relative_error(run(), step.expected(), step)
+
+
 def main() -> int:
     bad = 0
     for seed, (requests, dtype, *shape, processors, head_first) in enumerate(CASES):
@@ -136,7 +146,7 @@ def main() -> int:
         good = error <= TOLERANCE[dtype]
         bad += not good
         print("ok " if good else "BAD", requests, dtype, shape, processors, error, flush=True)
-    for name, error in replays():
+    for name, error in (*replays(), *benchmarked()):
         bad += not error <= 1e-6
         print("ok " if error <= 1e-6 else "BAD", name, error, flush=True)
     for layer, splits in DEVICE_CHECKS:

@@ -22,7 +22,8 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from vllm_trie.attention import TreeBatch
 from vllm_trie.attention.cache_layout import move_rows_in_layers
-from vllm_trie.attention.triton_kernel import EVERY_LENGTH, TreeBuffers, tree_attention_triton
+from vllm_trie.attention.gpu_launch import TreeBuffers
+from vllm_trie.attention.triton_kernel import EVERY_LENGTH, tree_attention_triton
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import TreeAttention
 
 _CHECKED_REQUESTS, _CHECKED_WORDS = 8, 1024

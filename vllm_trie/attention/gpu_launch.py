@@ -1,0 +1,145 @@
+"""What a launch of the GPU kernel looks like, and the device memory that launches share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton  # type: ignore[import-untyped]
+
+from vllm_trie.attention.device_copy import to_device
+from vllm_trie.attention.tree_batch import TreeBatch
+
+MIN_ROWS = 16
+"""Rows of a program's matrix products, one for each query and head: the fewest that Triton has."""
+_MAX_ROWS = 128
+_MAX_SPLITS = 32
+
+
+class Launch(NamedTuple):
+    """What a step's kernels are compiled for."""
+
+    rows: int
+    tile: int
+    """Slots of one pass."""
+    num_warps: int
+    num_stages: int
+
+
+def launches(head_size: int, dtype: torch.dtype) -> list[Launch]:
+    """Return the launches for a layer, by rising number of rows.
+
+    More rows pass over the keys and values fewer times, up to where registers would spill
+    (`python -m tests.engine.gpu_compile_run --all` shows them). A device has 64 KiB to 227 KiB of
+    shared memory for the keys and values of some passes.
+    """
+    padded = padded_head(head_size)
+    tile = max(16, 4096 // padded)
+    if dtype == torch.float32:
+        return [Launch(rows, min(32, tile), 4, 2) for rows in (MIN_ROWS, 32)]
+    if padded > 128:
+        return [Launch(rows, tile, 4, 3) for rows in (MIN_ROWS, 32)]
+    small = [Launch(rows, min(64, tile), 4, 3) for rows in (MIN_ROWS, 32, 64)]
+    return [*small, Launch(_MAX_ROWS, min(64, tile), 8, 3)]
+
+
+def padded_group(num_heads: int, num_kv_heads: int) -> int:
+    """Return the rows of one query: the query heads of a KV head, rounded up to a power of 2."""
+    return int(triton.next_power_of_2(num_heads // num_kv_heads))
+
+
+def padded_head(head_size: int) -> int:
+    """Return the columns of a head in a program."""
+    return max(16, int(triton.next_power_of_2(head_size)))
+
+
+def programs_at_once(rows: int) -> int:
+    """Return the number of programs of `rows` rows that a multiprocessor has registers for."""
+    return 1 if rows == _MAX_ROWS else 2
+
+
+def choose_launch(max_queries: int, group: int, head_size: int, dtype: torch.dtype) -> Launch:
+    """Return the smallest launch that takes all rows of a request at once. If none does, return one
+    of 64 rows or the largest below, as more would be wasted.
+
+    Raises:
+        ValueError: a KV head has more query heads than any launch has rows.
+    """
+    choices = launches(head_size, dtype)
+    fits = [launch for launch in choices if launch.rows >= max_queries * group]
+    several = [launch for launch in choices if group <= launch.rows and launch.rows <= 64]
+    if not fits and not several:
+        raise ValueError(
+            f"tree attention takes at most {choices[-1].rows} query heads for a KV head in "
+            f"{dtype}; the model has {group}, rounded up to a power of 2"
+        )
+    return fits[0] if fits else several[-1]
+
+
+class TreeBuffers:
+    """Device memory that the kernels of all layers and steps share, at addresses that stay.
+
+    Args:
+        max_requests: of a step.
+        max_words: ancestor words of a step.
+        head_size: of the layers.
+        num_processors: multiprocessors of the device.
+        device: of the cache.
+
+    Attributes:
+        trees: int64 [2 * max_requests + max_words], for each request its number of nodes and the
+            index of its first word in this tensor; then the words.
+        partial: float32 [rows, padded head_size], weighted values of programs that share slots.
+        state: float32 [rows, 2], their maxima and sums.
+        num_processors: as given.
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        max_words: int,
+        head_size: int,
+        num_processors: int,
+        device: torch.device,
+    ) -> None:
+        num_rows = num_processors * _MAX_ROWS
+        self.trees = torch.zeros(2 * max_requests + max_words, dtype=torch.int64, device=device)
+        self.partial = torch.empty(
+            num_rows, padded_head(head_size), dtype=torch.float32, device=device
+        )
+        self.state = torch.empty(num_rows, 2, dtype=torch.float32, device=device)
+        self.num_processors = num_processors
+        self._header = np.zeros((max_requests, 2), dtype=np.int64)
+        self._has_trees = False
+
+    def write(self, trees: TreeBatch | None) -> None:
+        """Replace the trees by those of a step, in one copy that does not wait for the device.
+
+        Raises:
+            ValueError: the ancestor words exceed the memory.
+        """
+        if trees is None:
+            if self._has_trees:
+                self.trees[: self._header.size].zero_()
+            self._has_trees = False
+            return
+        rows, words = trees.row_array, trees.word_array.view(np.int64)
+        size = self._header.size + len(words)
+        if size > len(self.trees):
+            raise ValueError(
+                f"the step's trees have {len(words)} ancestor words; there is memory for "
+                f"{len(self.trees) - self._header.size}"
+            )
+        counts = [each.size for each in trees.ancestor_words]
+        self._header.fill(0)
+        self._header[rows[:, 0], 0] = rows[:, 3]
+        self._header[rows[:, 0], 1] = self._header.size + np.cumsum([0, *counts[:-1]])
+        packed = np.concatenate([self._header.reshape(-1), words])
+        self.trees[:size].copy_(to_device(packed, self.trees.device), non_blocking=True)
+        self._has_trees = True
+
+    def num_splits(self, num_programs: int, rows: int) -> int:
+        """Return how many programs may share a request's slots to fill the device."""
+        most = self.num_processors * programs_at_once(rows)
+        return max(1, min(_MAX_SPLITS, most // num_programs))
