@@ -89,7 +89,7 @@ def verify(vllm_config: VllmConfig) -> None:
         chosen = support.choose_verification(vllm_config, tree_config.method, asked)
         config.set_verification(vllm_config, chosen)
         _leave_requests_unpadded(vllm_config)
-        _check_store_path(tree_config.engine_options.store_path)
+        _check_store(tree_config.engine_options)
         # A worker would find them too, a minute later and inside its traceback.
         get_drafter_class(tree_config.method).check_files(
             tree_config.drafter_options,
@@ -99,7 +99,13 @@ def verify(vllm_config: VllmConfig) -> None:
     items.check_catalogues(vllm_config)
 
 
-def _check_store_path(store_path: str | None) -> None:
+def _check_store(options: config.EngineOptions) -> None:
+    store_path, minutes = options.store_path, options.store_reload_minutes
+    if store_path is None and minutes is not None:
+        raise ValueError(
+            f"store_reload_minutes={minutes:g} needs the folder that is read again; set "
+            "store_path, or leave store_reload_minutes out"
+        )
     folder = None if store_path is None else Path(store_path)
     if folder is None or (store_path and folder.is_dir()):
         return
