@@ -602,6 +602,7 @@ def test_a_default_start_warns_of_nothing_that_the_plugin_answers_for():
     assert said.count("Unknown vLLM environment variable detected: VLLM_TRIE_") == 1, said
     assert "Unknown vLLM environment variable detected: VLLM_TRIE_NOT_OURS" in said
     assert "experimental" not in said
+    assert "max_num_scheduled_tokens" not in said
     assert "Async scheduling not supported" not in said
     assert said.count("vllm-trie is on: ngram_trie drafts up to 32 tokens") == 1
     assert "on Model Runner V1 without asynchronous scheduling" in said
