@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
-from vllm.logger import init_logger
 
 from tests.engine.compare import speculation
 from tests.engine.conftest import Engines, trees_of
@@ -57,8 +56,9 @@ def take_up_anothers_text(folder: Path, llm: Any) -> None:
 def test_a_restart_is_warm_and_gives_the_same_tokens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(init_logger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO)
+    logger = logging.getLogger("vllm_trie")  # vLLM configures its own anew when an engine starts
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
+    caplog.set_level(logging.INFO, logger="vllm_trie")
     folder = tmp_path / "store"
     tokens, cold, said = run(folder, caplog)
     assert "cold start" in said
