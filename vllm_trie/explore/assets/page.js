@@ -416,7 +416,7 @@ function treeCard(run, index, stepIndex) {
     html("li", { class: place < step.accepted.length ? "accepted" : "bonus", title: `token ${token}` }, label(token)));
   card.append(html("ul", { class: "taken", "aria-label": "Tokens of the step" }, ...chips));
   if (!step.nodes.length) {
-    card.append(html("p", { class: "empty" }, "No draft in this step: the model's own token."));
+    card.append(html("p", { class: "empty" }, "No draft in this step, only the model's own token."));
     return { card };
   }
   const { picture, end } = drawTree(step, state.withWindow.has(index));
@@ -547,7 +547,7 @@ function blockCell({ name, full, path }, used) {
   const shared = used.get(name), attributes = { class: !full ? "tail" : shared > 1 ? "shared" : "own" };
   const letters = [...path.map((node) => label(beams.token_ids[node])).join("")];
   const text = letters.length > 24 ? `…${letters.slice(-23).join("")}` : letters.join("");
-  return html("td", { ...attributes, title: `${full ? "full block" : "tail block, the row's own"}${shared > 1 ? `, shared by ${shared} rows` : ""}` },
+  return html("td", { ...attributes, title: `${full ? "full block" : "tail block, of this hypothesis alone"}${shared > 1 ? `, shared by ${shared} hypotheses` : ""}` },
     html("code", {}, text || "prompt"), shared > 1 ? ` ×${shared}` : "");
 }
 
@@ -563,7 +563,7 @@ function showBlocks(depth) {
   });
   byId("blocks").replaceChildren(rows.length
     ? html("table", {}, html("tbody", {}, ...lines))
-    : html("p", { class: "empty" }, "No hypothesis goes on: the search has ended."));
+    : html("p", { class: "empty" }, "The search has ended: no hypothesis continues."));
 }
 
 /** Return what happened in a step of the search, in words. */
