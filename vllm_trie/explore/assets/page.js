@@ -46,8 +46,10 @@ const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 const label = (token) => data.labels[token] ?? `<${token}>`;
 const percent = (share) =>
   share >= 0.1 ? `${Math.round(100 * share)}%` : `${(100 * share).toPrecision(2)}%`;
-const duration = (seconds) =>
-  seconds < 1 ? `${(1000 * seconds).toPrecision(3)} ms` : `${seconds.toPrecision(3)} s`;
+/** Round to significant digits, without an exponent. */
+const rounded = (value, digits) => Number(value.toPrecision(digits)).toString();
+const duration = (seconds, digits = 3) =>
+  seconds < 1 ? `${rounded(1000 * seconds, digits)} ms` : `${rounded(seconds, digits)} s`;
 const shorten = (text, length) => {
   const letters = [...text];
   return letters.length > length ? `${letters.slice(0, length - 1).join("")}…` : text;
@@ -226,7 +228,7 @@ function drawCharts(run) {
   drawPanel(chart, 4, high * 0.62, from, to, most, (a, b) => tokenBars(run, a, b), (value) => `${value}`);
   drawPanel(chart, high * 0.62 + 16, high * 0.38 - 14, from, to, slowest,
     (a, b) => [[mean(run.steps.slice(a, b), (step) => step.seconds), "time"]],
-    (value) => `${(1000 * value).toPrecision(2)} ms`);
+    (value) => duration(value, 2));
   drawCursor(chart, from, to, state.steps.runs);
   byId("chart-title").textContent =
     from || to < count ? `Steps ${from + 1} to ${to} of ${count}` : "Tokens and time of each step";
