@@ -585,6 +585,8 @@ def test_a_store_path_that_is_no_folder(tmp_path: Path):
     new = tmp_path / "new"
     engine_config(speculative_config={**TREES, "store_path": str(new)})
     assert not new.exists()
+    said = refusal(speculative_config={**TREES, "store_reload_minutes": 5})
+    assert "store_reload_minutes=5 needs the folder that is read again" in said
 
 
 def test_a_default_start_warns_of_nothing_that_the_plugin_answers_for():
@@ -600,6 +602,7 @@ def test_a_default_start_warns_of_nothing_that_the_plugin_answers_for():
     assert said.count("Unknown vLLM environment variable detected: VLLM_TRIE_") == 1, said
     assert "Unknown vLLM environment variable detected: VLLM_TRIE_NOT_OURS" in said
     assert "experimental" not in said
+    assert "max_num_scheduled_tokens" not in said
     assert "Async scheduling not supported" not in said
     assert said.count("vllm-trie is on: ngram_trie drafts up to 32 tokens") == 1
     assert "on Model Runner V1 without asynchronous scheduling" in said

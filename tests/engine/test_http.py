@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 from tests.engine.prompts import texts
 from tests.engine.serving import MODEL_NAME, Server, running
-from vllm_trie.tiny_model import medusa_path
+from vllm_trie.explore.trace import Trace, read_trace
+from vllm_trie.tiny_model import medusa_path, model_path
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +41,8 @@ COMMANDS = {
         *("--spec-tokens", str(NODES), *ONE_PROCESS),
     ],
 }
+TRACED = "speculative-model"
+"""The server that writes traces."""
 WITH_TREES = [name for name in COMMANDS if name != PLAIN]
 
 SOURCE = """def count_words(lines):
@@ -59,6 +66,7 @@ class Answers:
     bad_replies: dict[str, int | str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     nodes_of_opted_out: float = 0.0
+    traced: dict[str, tuple[str, str]] = field(default_factory=dict)
     log: str = ""
     survived: bool = False
 
@@ -154,6 +162,28 @@ def ask_badly(client: openai.OpenAI) -> dict[str, int | str]:
     return replies
 
 
+def ask_for_traces(client: openai.OpenAI) -> dict[str, tuple[str, str]]:
+    """Return id and text of each reply, or the error of a server that writes no traces."""
+    asked = {"extra_body": {"vllm_xargs": {"speculation_trace": True}}}
+    prompt, messages = texts()[1], CHATS[0]
+    try:
+        whole = complete(client, prompt, **asked)
+    except openai.BadRequestError as error:
+        return {"error": ("", str(error))}
+    answer = chat(client, messages, **asked)
+    replies = {
+        "whole": (whole.id, whole.choices[0].text),
+        "chat": (answer.id, answer.choices[0].message.content),
+    }
+    for name, chunks, text_of in (
+        ("streamed", complete(client, prompt, stream=True, **asked), lambda c: c.text),
+        ("chat streamed", chat(client, messages, stream=True, **asked), lambda c: c.delta.content),
+    ):
+        some = list(chunks)
+        replies[name] = some[0].id, joined(some, text_of)[0]
+    return replies
+
+
 def interview(server: Server) -> Answers:
     answers = Answers()
     client = client_of(server)
@@ -165,6 +195,7 @@ def interview(server: Server) -> Answers:
     answers.replies["opted out"] = ends(quiet)
     answers.metrics = server.metrics()
     answers.nodes_of_opted_out = answers.metrics.get("vllm:trie_draft_nodes_total", 0.0) - before
+    answers.traced = ask_for_traces(client)
     deadline = time.monotonic() + 20
     while "tokens per step" not in server.log_text() and time.monotonic() < deadline:
         complete(client, texts()[2], max_tokens=30)
@@ -175,11 +206,17 @@ def interview(server: Server) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
+def trace_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, trace_folder: Path) -> dict[str, Answers]:
     """The answers of each server; one runs at a time, for their memory."""
     folder, found = tmp_path_factory.mktemp("servers"), {}
+    tracing = ["--additional-config", json.dumps({"vllm_trie": {"trace_path": str(trace_folder)}})]
     for name, options in COMMANDS.items():
-        with running(folder / name, *options) as server:
+        with running(folder / name, *options, *(tracing if name == TRACED else [])) as server:
             found[name] = interview(server)
     return found
 
@@ -264,3 +301,29 @@ def test_bad_requests_harm_nobody(answers: dict[str, Answers], name: str) -> Non
 def test_a_request_can_do_without_drafts(answers: dict[str, Answers], name: str) -> None:
     assert answers[name].nodes_of_opted_out == 0
     assert answers[name].replies["opted out"] == answers[name].replies["after bad requests"]
+
+
+def test_traces(answers: dict[str, Answers], trace_folder: Path) -> None:
+    decode = AutoTokenizer.from_pretrained(model_path()).decode
+
+    def text_of(trace: Trace) -> str:
+        tokens = itertools.chain.from_iterable(step.tokens for step in trace.steps)
+        return decode(list(tokens), skip_special_tokens=True)
+
+    replies = answers[TRACED].traced
+    assert len({request_id for request_id, _ in replies.values()}) == 4
+    paths = {path.name: path for path in trace_folder.iterdir()}
+    assert len(paths) == 4
+    for request_id, text in replies.values():
+        (path,) = (path for name, path in paths.items() if request_id in name)
+        assert path.stat().st_mode & 0o777 == 0o600
+        trace = read_trace(path)
+        assert (trace.end, trace.header.method) == ("complete", "ngram_trie")
+        assert text_of(trace) == text
+        assert any(step.accepted for step in trace.steps)
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != TRACED])
+def test_a_server_without_a_folder_refuses_traces(answers: dict[str, Answers], name: str) -> None:
+    _, said = answers[name].traced["error"]
+    assert "this engine writes none" in said

@@ -3,41 +3,62 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 
 from tests.engine.compare import speculation
 from tests.engine.conftest import Engines, trees_of
 from tests.engine.prompts import prompts
-from vllm_trie.store import read_store
+from vllm_trie.store import StoredText, read_store, write_store
 
 PROMPTS = prompts(4)
+FOREIGN = StoredText(b"", np.arange(100, 150, dtype=np.int32))
 
 
-def run(folder: Path | None, caplog: pytest.LogCaptureFixture) -> tuple[list[Any], Any, str]:
+def run(
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    afterwards: Callable[[Any], None] = lambda llm: None,
+) -> tuple[list[Any], Any, str]:
     """Answer with an engine of its own; return tokens, tokens per step, and the log."""
-    options = speculation("ngram_trie", 16)
-    if folder is not None:
-        options["speculative_config"]["store_path"] = str(folder)
+    options = speculation("ngram_trie", 16, store_path=str(folder), store_reload_minutes=0.001)
     caplog.clear()
     engines = Engines()
     llm = engines(**options)
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     results = llm.generate(PROMPTS, params, use_tqdm=False)
     totals = trees_of(llm).totals
+    ratio = totals.tokens / totals.steps
+    afterwards(llm)
     del llm
     engines.close()
-    return [r.outputs[0].token_ids for r in results], totals.tokens / totals.steps, caplog.text
+    return [r.outputs[0].token_ids for r in results], ratio, caplog.text
+
+
+def take_up_anothers_text(folder: Path, llm: Any) -> None:
+    """Let another engine save a text, and wait until the running one has it."""
+    (path,) = folder.glob("*.store")
+    header = read_store(path).header
+    write_store(folder / "other.store", header, [FOREIGN])
+    drafter = trees_of(llm).guard.drafter
+    deadline = time.monotonic() + 20
+    while not any(np.array_equal(t.token_ids, FOREIGN.token_ids) for t in drafter.finished_texts()):
+        assert time.monotonic() < deadline, "the folder is not read again"
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=4), use_tqdm=False)
 
 
 def test_a_restart_is_warm_and_gives_the_same_tokens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO)
+    logger = logging.getLogger("vllm_trie")  # vLLM configures its own anew when an engine starts
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
+    caplog.set_level(logging.INFO, logger="vllm_trie")
     folder = tmp_path / "store"
     tokens, cold, said = run(folder, caplog)
     assert "cold start" in said
@@ -49,8 +70,10 @@ def test_a_restart_is_warm_and_gives_the_same_tokens(
     answers = sorted(tuple(each) for each in tokens)
     stored = sorted(tuple(text.token_ids.tolist()) for text in texts)
     assert all(a[: len(s)] == s for a, s in zip(answers, stored, strict=True))
-    again, warm, said = run(folder, caplog)
+    again, warm, said = run(folder, caplog, lambda llm: take_up_anothers_text(folder, llm))
     assert "warm start from" in said
+    assert "new texts of other engines in" in said
+    (folder / "other.store").unlink()
     assert again == tokens
     assert warm > cold
     path.write_bytes(path.read_bytes()[:1000])

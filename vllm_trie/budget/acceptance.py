@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from vllm_trie.budget.monotone import non_decreasing
-from vllm_trie.budget.state import checked
+from vllm_trie.checked_numbers import checked
 
 _EDGES = np.array(
     [0.003, 0.006, 0.012, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from vllm_trie.budget.monotone import non_decreasing
-from vllm_trie.budget.state import checked
+from vllm_trie.checked_numbers import checked
 
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -151,4 +151,31 @@ class Drafter(ABC):
         return ()
 
     def restore_texts(self, texts: Sequence[StoredText]) -> None:  # noqa: B027 - optional
-        """Take up texts that an earlier engine saved, before the first call of `propose`."""
+        """Take up texts of other engines, least recently used first.
+
+        Called before the first call of `propose` with those of earlier engines, and with
+        `store_reload_minutes` also between two steps, with those that engines saved meanwhile.
+        """
+
+    def successors(self) -> Sequence[StoredText]:
+        """Return what the model named after nodes of earlier trees, for a file; oldest first.
+
+        Each is a sequence of threes: two tokens and the one that the model named after them.
+        """
+        return ()
+
+    def restore_successors(  # noqa: B027 - optional
+        self, successors: Sequence[StoredText]
+    ) -> None:
+        """Take up what `successors` of an earlier engine returned, before any request."""
+
+    def learned(self) -> dict[str, list[float]]:
+        """Return numbers that were learned over all requests, for a file; called between steps."""
+        return {}
+
+    def restore_learned(self, state: Mapping[str, Sequence[float]]) -> None:  # noqa: B027 - optional
+        """Go on from the numbers that a drafter with the same options saved, before any request.
+
+        Raises:
+            ValueError: they are not sound.
+        """

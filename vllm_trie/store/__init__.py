@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from vllm_trie.store.folder import (
     Identity,
+    SharedFolder,
     Slot,
     merge_texts,
-    read_folder,
 )
 from vllm_trie.store.store_file import (
     MAX_TOKENS,
@@ -24,6 +24,7 @@ from vllm_trie.store.store_file import (
 __all__ = [
     "MAX_TOKENS",
     "Identity",
+    "SharedFolder",
     "Slot",
     "Store",
     "StoreError",
@@ -31,7 +32,6 @@ __all__ = [
     "StoredText",
     "merge_texts",
     "newest",
-    "read_folder",
     "read_header",
     "read_store",
     "salt_digest",

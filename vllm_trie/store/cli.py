@@ -36,7 +36,7 @@ def info(files: _Files) -> None:
     failed = False
     for path in files:
         try:
-            header, texts = read_store(path)
+            header, texts, successors = read_store(path)
         except StoreError as error:
             typer.echo(f"error: {error}", err=True)
             failed = True
@@ -44,6 +44,8 @@ def info(files: _Files) -> None:
         salted = sum(bool(text.salt) for text in texts)
         _describe(path, header)
         typer.echo(f"  {salted} texts of {header.num_salts} cache salts or adapters")
+        num_successors = sum(len(observed.token_ids) for observed in successors) // 3
+        typer.echo(f"  {num_successors} successors after nodes of trees (recycle)")
         typer.echo(f"  acceptance rates: {header.drafter if header.acceptance else 'none'}")
         typer.echo(f"  step costs: {header.machine if header.step_cost else 'none'}")
     raise typer.Exit(int(failed))
@@ -64,7 +66,7 @@ def merge(
         stores = sorted(map(read_store, files), key=lambda store: -store.header.saved_at)
         _check_same_model(stores)
         texts = merge_texts([store.texts for store in stores], max_tokens)
-        _describe(output, write_store(output, stores[0].header, texts))
+        _describe(output, write_store(output, stores[0].header, texts, stores[0].successors))
 
 
 @app.command()

@@ -1,8 +1,9 @@
-"""A folder of store files that engines share: each writes its own, all read all at their start."""
+"""A folder of store files that engines share: each writes its own, and all read all of them."""
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,7 +24,9 @@ from vllm_trie.store.store_file import (
 
 SUFFIX = ".store"
 MAX_FILES = 64
-"""Files that a start reads, and engines of one model that write to one folder."""
+"""Files that are read at a time, and engines of one model that write to one folder."""
+_RECENT_TEXTS = 16_384
+"""Texts of a file, those used last, among which a later reading looks for new ones."""
 
 
 class Identity(NamedTuple):
@@ -45,40 +48,86 @@ class Identity(NamedTuple):
         return hashlib.sha256("\0".join(map(str, self)).encode()).hexdigest()[:16]
 
 
-def read_folder(folder: Path, identity: Identity, warn: Callable[[str], None]) -> list[Store]:
-    """Return the files of an identity, the newest first; those of others are passed over.
+class SharedFolder:
+    """The files of one identity, each read again when it has changed.
 
     Args:
         folder: May be missing.
-        identity: Of the engine.
-        warn: Is told of each file that cannot be used.
+        identity: Of the engine; files of others are passed over.
+        warn: Is told of each file that cannot be used, once.
     """
-    found: list[tuple[float, Path]] = []
-    try:
-        names = [path for path in folder.iterdir() if path.suffix == SUFFIX]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        warn(f"store_path {folder}: {error.strerror}")
-        return []
-    for path in names:
+
+    def __init__(self, folder: Path, identity: Identity, warn: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._identity = identity
+        self._warn = functools.cache(warn)
+        self._seen: dict[Path, tuple[float, frozenset[int]]] = {}
+        """When each file was saved, and the keys of its recent texts."""
+
+    def read(self, own: Path | None = None) -> list[Store]:
+        """Return the files that have changed since the last call, the newest first.
+
+        The first call returns whole files. Later ones leave out texts that were in a file before.
+
+        Args:
+            own: The engine's own file, whose texts are noted and not returned.
+        """
+        known = [keys for _, keys in self._seen.values()]
+        seen: dict[Path, tuple[float, frozenset[int]]] = {}
+        changed: list[Store] = []
+        num_tokens = 0
+        for saved_at, path in self._newest_files():
+            if path in self._seen and self._seen[path][0] == saved_at:
+                seen[path] = self._seen[path]
+                continue
+            if num_tokens > MAX_TOKENS:  # more would not be taken up
+                break
+            try:
+                store = read_store(path)
+            except StoreError as error:
+                self._warn(str(error))
+                continue
+            num_tokens += store.header.num_tokens
+            seen[path] = saved_at, frozenset(map(_key, store.texts[-_RECENT_TEXTS:]))
+            if path == own:
+                known.append(seen[path][1])
+            else:
+                changed.append(store)
+        self._seen = seen
+        if not known:
+            return changed
+        all_known = frozenset[int]().union(*known)
+        return [_without(store, all_known) for store in changed]
+
+    def _newest_files(self) -> list[tuple[float, Path]]:
+        """Return when each file was saved, and its path."""
+        found: list[tuple[float, Path]] = []
         try:
-            header = read_header(path)
-            if Identity.of(header) == identity:
-                found.append((header.saved_at, path))
-        except StoreError as error:
-            warn(str(error))
-    stores: list[Store] = []
-    num_tokens = 0
-    for _, path in sorted(found, reverse=True)[:MAX_FILES]:
-        if num_tokens > MAX_TOKENS:  # more would not be taken up
-            break
-        try:
-            stores.append(read_store(path))
-            num_tokens += stores[-1].header.num_tokens
-        except StoreError as error:
-            warn(str(error))
-    return stores
+            names = [path for path in self._folder.iterdir() if path.suffix == SUFFIX]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self._warn(f"store_path {self._folder}: {error.strerror}")
+            return []
+        for path in names:
+            try:
+                header = read_header(path)
+                if Identity.of(header) == self._identity:
+                    found.append((header.saved_at, path))
+            except StoreError as error:
+                self._warn(str(error))
+        return sorted(found, reverse=True)[:MAX_FILES]
+
+
+def _without(store: Store, known: frozenset[int]) -> Store:
+    """Return a store with those of its recent texts that are not known."""
+    recent = store.texts[-_RECENT_TEXTS:]
+    return store._replace(texts=[text for text in recent if _key(text) not in known])
+
+
+def _key(text: StoredText) -> int:
+    """Return what stands for a text among those seen. Two may share it: the later is left out."""
+    return hash((text.salt, text.token_ids.tobytes()))
 
 
 def merge_texts(stores: Sequence[Sequence[StoredText]], max_tokens: int) -> list[StoredText]:

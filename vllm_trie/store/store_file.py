@@ -1,10 +1,10 @@
-"""The file of a warm start: texts of finished requests, and what the node budget learned.
+"""The file of a warm start: texts of finished requests, and what drafter and node budget learned.
 
 The body of the file (see :mod:`vllm_trie.checked_file`), all integers little-endian:
 
-    lengths     int32[texts]        least recently used first
+    lengths     int32[texts]        least recently used first; then those of the successors
     salts       int32[texts]        number of the salt's digest, -1 for texts without a salt
-    tokens      int32[tokens]       of all texts
+    tokens      int32[tokens]       of all texts and successors
     digests     uint8[salts, 32]
 
 The digest shows damage. The content is checked in addition, so that a file made to deceive costs
@@ -54,16 +54,19 @@ class StoreHeader(SizedHeader):
     vocab_size: int = Field(ge=1, le=2**31 - 1)
     saved_at: float = Field(allow_inf_nan=False, description="Seconds since 1970.")
     num_texts: int = Field(default=0, ge=0, le=MAX_TOKENS)
+    num_successors: int = Field(default=0, ge=0, le=MAX_TOKENS)
     num_salts: int = Field(default=0, ge=0, le=MAX_TOKENS)
     num_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
-    drafter: str = Field(default="", description="What the acceptance rates were learned with.")
+    drafter: str = Field(default="", description="The method and its options.")
+    learned: dict[str, list[float]] = Field(default={}, description="Numbers of the drafter.")
     acceptance: dict[str, list[float]] = Field(default={})
     machine: str = Field(default="", description="What the step costs were measured on.")
     step_cost: dict[str, list[float]] = Field(default={})
 
     @property
     def body_size(self) -> int:
-        return 4 * (2 * self.num_texts + self.num_tokens) + _SALT_BYTES * self.num_salts
+        num_lengths = self.num_texts + self.num_successors
+        return 4 * (2 * num_lengths + self.num_tokens) + _SALT_BYTES * self.num_salts
 
 
 FORMAT = CheckedFormat(
@@ -83,6 +86,8 @@ class Store(NamedTuple):
     header: StoreHeader
     texts: list[StoredText]
     """Least recently used first."""
+    successors: list[StoredText]
+    """What the model named after nodes of trees, in threes (see :class:`Drafter`), oldest first."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -94,13 +99,19 @@ def salt_digest(cache_salt: str | None) -> bytes:
     return hashlib.sha256(b"vllm-trie cache salt\0" + salt).digest()
 
 
-def write_store(path: Path, header: StoreHeader, texts: Sequence[StoredText]) -> StoreHeader:
+def write_store(
+    path: Path,
+    header: StoreHeader,
+    texts: Sequence[StoredText],
+    successors: Sequence[StoredText] = (),
+) -> StoreHeader:
     """Write a file of mode 0600; an older one is replaced once the new one is complete.
 
     Args:
         path: The file.
-        header: Its header; the numbers of texts, salts and tokens are filled in.
+        header: Its header; the numbers of texts, successors, salts and tokens are filled in.
         texts: Least recently used first. Of too many, the last ones are kept.
+        successors: As in :class:`Store`; at most a quarter of the tokens is theirs.
 
     Returns:
         The header as written.
@@ -108,11 +119,19 @@ def write_store(path: Path, header: StoreHeader, texts: Sequence[StoredText]) ->
     Raises:
         OSError: The file cannot be written.
     """
-    texts = newest(texts, MAX_TOKENS)
+    successors = newest(successors, MAX_TOKENS // 4)
+    room = MAX_TOKENS - sum(len(observed.token_ids) for observed in successors)
+    num_successors, num_texts = len(successors), len(texts := newest(texts, room))
+    texts = [*texts, *successors]
     salts = {salt: i for i, salt in enumerate(dict.fromkeys(t.salt for t in texts if t.salt))}
     lengths = np.array([len(text.token_ids) for text in texts], dtype="<i4")
     numbers = np.array([salts.get(text.salt, -1) for text in texts], dtype="<i4")
-    counts = {"num_texts": len(texts), "num_salts": len(salts), "num_tokens": int(lengths.sum())}
+    counts = {
+        "num_texts": num_texts,
+        "num_successors": num_successors,
+        "num_salts": len(salts),
+        "num_tokens": int(lengths.sum()),
+    }
     header = header.model_copy(update=counts)
 
     def body() -> Iterator[bytes]:
@@ -155,11 +174,14 @@ def read_store(path: Path) -> Store:
             written, or not sound.
     """
     header, _, body = FORMAT.read(path)
-    sizes = [4 * header.num_texts, 4 * header.num_texts, 4 * header.num_tokens]
+    num_lengths = header.num_texts + header.num_successors
+    sizes = [4 * num_lengths, 4 * num_lengths, 4 * header.num_tokens]
     *parts, digests = np.split(body, np.cumsum(sizes))
     lengths, numbers, tokens = (part.view("<i4") for part in parts)
     if (lengths < 1).any() or lengths.sum(dtype=np.int64) != header.num_tokens:
         raise FORMAT.problem(path, "the lengths of its texts are not those of its tokens")
+    if (lengths[header.num_texts :] % 3).any():
+        raise FORMAT.problem(path, "its successors do not come in threes")
     if ((numbers < -1) | (numbers >= header.num_salts)).any():
         raise FORMAT.problem(path, "it names salts that it does not have")
     if ((tokens < 0) | (tokens >= header.vocab_size)).any():
@@ -175,4 +197,4 @@ def read_store(path: Path) -> Store:
             numbers.tolist(), lengths.tolist(), ends.tolist(), strict=True
         )
     ]
-    return Store(header, texts)
+    return Store(header, texts[: header.num_texts], texts[header.num_texts :])

@@ -74,8 +74,17 @@ def test_servers_are_started_with_options_that_exist(parser: Any) -> None:
         parsed = parser.parse_args([word.replace("${MODEL}", "model") for word in arguments])
         assert parsed.port == 8000, name
         assert parsed.spec_method == "ngram_trie", name
-        options = (parsed.additional_config or {}).get("vllm_trie", {})
-        assert not set(options) - set(EngineOptions.model_fields), name
+        EngineOptions.model_validate((parsed.additional_config or {}).get("vllm_trie", {}))
+
+
+def test_a_warm_start_is_kept_where_a_restart_finds_it(parser: Any) -> None:
+    (home,) = re.findall(r"^ENV HOME=(\S+)", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
+    (state,) = unit()["StateDirectory"]
+    for name, kept in (("compose", home), ("kubernetes", home), ("systemd", f"/var/lib/{state}")):
+        words = [word.replace("${MODEL}", "model") for word in server_arguments()[name]]
+        options = parser.parse_args(words).additional_config["vllm_trie"]
+        # A start makes the folder, and not its parents.
+        assert Path(options["store_path"]).parent == Path(kept), name
 
 
 def test_probes_ask_what_a_server_answers() -> None:

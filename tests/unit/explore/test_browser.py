@@ -279,6 +279,15 @@ def test_narrow_windows_do_not_scroll_sideways(show: Callable[..., Tab]) -> None
     assert tab.run("document.documentElement.scrollWidth") <= 420
 
 
+def test_times_are_written_without_exponents(show: Callable[..., Tab]) -> None:
+    times = (
+        "[0.3, 0.01234, 2.5, 1234.5].map((seconds) => [duration(seconds), duration(seconds, 2)])"
+    )
+    written = show("short").run(times)
+    assert [each for each, _ in written] == ["300 ms", "12.3 ms", "2.5 s", "1230 s"]
+    assert [each for _, each in written] == ["300 ms", "12 ms", "2.5 s", "1200 s"]
+
+
 def test_a_trace_without_steps(show: Callable[..., Tab]) -> None:
     tab = show("empty")
     for key in ("j", "End", " ", "2", "b", "t"):

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from tests.unit.drafters.support import VOCAB, make_drafter, make_request
+from tests.unit.drafters.test_recycling import verified
 from vllm_trie.budget import AcceptanceCalibration, NodeBudget, StepCost
 from vllm_trie.drafters import Drafter
-from vllm_trie.store import Identity, StoreHeader, read_store, write_store
+from vllm_trie.store import Identity, StoredText, StoreHeader, read_store, write_store
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker import warm_start as module
 from vllm_trie.vllm_hooks.worker.warm_start import Origin, WarmStart
@@ -28,10 +29,16 @@ def start(
     folder: Path,
     drafter: Drafter | None = None,
     origin: Origin = ORIGIN,
-    interval: float = 60.0,
+    reload_interval: float | None = None,
 ) -> tuple[WarmStart, Drafter, NodeBudget]:
     drafter, budget = drafter or make_drafter(), NodeBudget()
-    return WarmStart(folder, origin, drafter, budget, interval), drafter, budget
+    saving = WarmStart(folder, origin, drafter, budget, reload_interval=reload_interval)
+    return saving, drafter, budget
+
+
+def finish_job(saving: WarmStart) -> None:
+    assert saving._job is not None
+    saving._job.join()
 
 
 def answer(drafter: Drafter, tokens: Sequence[int], salt: str | None = None) -> None:
@@ -132,9 +139,9 @@ def test_saves_at_intervals_in_a_thread_and_at_the_end(
     threads: list[str] = []
     write = write_store
 
-    def recorded(path: Path, header: StoreHeader, texts: Any) -> StoreHeader:
+    def recorded(*content: Any) -> StoreHeader:
         threads.append(threading.current_thread().name)
-        return write(path, header, texts)
+        return write(*content)
 
     monkeypatch.setattr(module, "write_store", recorded)
     saving, drafter, _ = start(tmp_path)
@@ -143,8 +150,7 @@ def test_saves_at_intervals_in_a_thread_and_at_the_end(
     monkeypatch.setattr(saving, "_next_save", 0.0)
     answer(drafter, ANSWER)
     saving.tick()
-    assert saving._writer is not None
-    saving._writer.join()
+    finish_job(saving)
     assert len(threads) == 1
     assert threads[0] != threading.current_thread().name
     [path] = tmp_path.glob("*.store")
@@ -192,7 +198,7 @@ def test_what_is_no_number_is_not_taken_up() -> None:
 def test_forged_numbers_are_not_taken_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_once(tmp_path)
     [path] = tmp_path.glob("*.store")
-    header, texts = read_store(path)
+    header, texts, _ = read_store(path)
     wrong: list[dict[str, list[float]]] = [
         {"verified": []},
         {"verified": [1.0] * 17},
@@ -255,7 +261,7 @@ def test_a_broken_drafter_costs_a_warning(tmp_path: Path, caplog: pytest.LogCapt
     saving.tick()
     saving.close()
     assert "the start is cold" in caplog.text
-    assert "has no texts to save" in caplog.text
+    assert "has nothing to save" in caplog.text
     [path] = tmp_path.glob("*.store")
     assert read_store(path).texts == []
 
@@ -266,3 +272,149 @@ def test_the_texts_of_a_union_are_those_of_its_parts(tmp_path: Path) -> None:
     start(tmp_path, union)
     assert drafted(union, [5, 10, 11])[:3] == [12, 13, 14]
     assert len(union.finished_texts()) == 2
+
+
+# -- reading again ---------------------------------------------------------------------------------
+
+
+def save(saving: WarmStart) -> None:
+    """As after a minute."""
+    saving._next_save = 0.0
+    saving.tick()
+    finish_job(saving)
+
+
+def reload(saving: WarmStart) -> None:
+    saving._next_reload = 0.0
+    saving.tick()
+    finish_job(saving)
+
+
+def test_engines_learn_from_one_another_while_they_run(tmp_path: Path) -> None:
+    first, drafter, _ = start(tmp_path)
+    second, other_drafter, _ = start(tmp_path, reload_interval=60.0)
+    answer(drafter, ANSWER)
+    answer(drafter, SECRET, salt="tenant")
+    save(first)
+    reload(second)
+    assert 12 not in draft(other_drafter, [5, 10, 11]).token_ids  # not before the next step
+    second.tick()
+    assert drafted(other_drafter, [5, 10, 11])[:3] == [12, 13, 14]
+    assert drafted(other_drafter, [5, *SECRET[:2]], "tenant")[:2] == SECRET[2:4]
+    assert not set(draft(other_drafter, [5, *SECRET[:2]]).token_ids.tolist()) & set(SECRET[2:])
+    # What comes back is known, and what is new comes once.
+    save(second)
+    answer(drafter, [20, 21, 22, 23])
+    for _ in range(3):
+        save(first)
+        reload(second)
+        second.tick()
+    both = [each.finished_texts() for each in (drafter, other_drafter)]
+    texts, copies = (sorted(text.token_ids.tolist() for text in each) for each in both)
+    assert copies == texts
+    assert len(texts) == 6
+    without, other_drafter, _ = start(tmp_path)
+    without.tick()
+    assert without._job is None
+
+
+def test_a_reload_is_taken_up_in_small_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving, drafter, _ = start(tmp_path, reload_interval=60.0)
+    for number in range(8):
+        tokens = np.arange(number, number + 100, dtype=np.int32)
+        text = StoredText(b"", tokens)
+        header = StoreHeader(**ORIGIN.identity._asdict(), saved_at=float(number))
+        write_store(tmp_path / f"{number}.store", header, [text])
+    monkeypatch.setattr(module, "MAX_RELOAD_TOKENS", 700)
+    monkeypatch.setattr(module, "_TOKENS_PER_STEP", 250)
+    reload(saving)
+    sizes = []
+    for _ in range(4):
+        saving.tick()
+        sizes.append(len(drafter.finished_texts()))
+    assert sizes == [3, 6, 7, 7]
+
+
+def test_a_reload_that_fails_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make_drafter()
+    saving, _, _ = start(tmp_path, _Broken(whole.options, whole.context), reload_interval=60.0)
+    run_once(tmp_path / "other")
+    [path] = (tmp_path / "other").glob("*.store")
+    path.rename(tmp_path / "other.store")
+    reload(saving)
+    saving.tick()
+    assert "are not taken up any more" in caplog.text
+    monkeypatch.setattr(saving._shared, "read", lambda own: 1 // 0)
+    reload(saving)
+    assert "could not be read again" in caplog.text
+
+
+# -- numbers of drafters ---------------------------------------------------------------------------
+
+
+def test_what_the_model_named_outlives_a_restart(tmp_path: Path) -> None:
+    step = verified([1, 2, 10], [], [10, 11, 50, 60, 70], request_id="0", cache_salt="tenant")
+    saving, drafter, _ = start(tmp_path, make_drafter(recycle=True))
+    drafter.propose([make_request([1, 2], "0", cache_salt="tenant")])
+    drafter.propose([step])
+    saving.tick()
+    saving.close()
+    _, again, _ = start(tmp_path, make_drafter(recycle=True))
+    assert 70 in draft(again, [5, 20, 21], "tenant").token_ids
+    for salt in (None, "other"):
+        assert not set(draft(again, [5, 20, 21], salt).token_ids) & {10, 11, 50, 60, 70}
+    _, without, _ = start(tmp_path, make_drafter())
+    assert 70 not in draft(without, [5, 20, 21], "tenant").token_ids
+    options = {"drafters": ["ngram_trie"], "options": {"ngram_trie": {"recycle": True}}}
+    _, union, _ = start(tmp_path, make_drafter("trie_union", **options))
+    assert 70 in draft(union, [5, 20, 21], "tenant").token_ids
+    assert len(union.successors()) == 1
+
+
+def taught(name: str, **options: Any) -> Drafter:
+    """A drafter that has decoded a repetitive text."""
+    drafter = make_drafter(name, **options)
+    text = [*QUESTION, *ANSWER] * 12
+    for length in range(4, len(text)):
+        drafter.propose([make_request(text[:length], "0", num_prompt_tokens=3)])
+    return drafter
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lookahead_trie", {}),
+        ("trie_union", {"drafters": ["ngram_trie", "lookahead_trie"]}),
+    ],
+)
+def test_what_a_drafter_learned_outlives_a_restart(
+    name: str, options: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    learned = taught(name, **options).learned()
+    assert learned != make_drafter(name, **options).learned()
+    saving, _, _ = start(tmp_path, taught(name, **options))
+    saving.tick()
+    saving.close()
+    _, again, _ = start(tmp_path, make_drafter(name, **options))
+    assert again.learned() == learned
+    _, other, _ = start(tmp_path, make_drafter(name, **options), ORIGIN._replace(drafter="other"))
+    assert other.learned() != learned
+    # Forged, one number or name at a time.
+    [path] = tmp_path.glob("*.store")
+    header, texts, _ = read_store(path)
+    for key, numbers in learned.items():
+        for wrong in (
+            {key: numbers[:-1]},
+            {key: [-1e9, *numbers[1:]]},
+            {key: [*numbers[:-1], 1e300]},
+            {f"{key}9": numbers},
+        ):
+            changed = {k: v for k, v in learned.items() if k != key} | wrong
+            write_store(path, header.model_copy(update={"learned": changed}), texts)
+            caplog.clear()
+            start(tmp_path, make_drafter(name, **options))
+            assert "are not taken up" in caplog.text, (key, wrong)

@@ -18,12 +18,13 @@ from vllm_trie import cli
 from vllm_trie.checked_file import PREFIX
 from vllm_trie.store import (
     Identity,
+    SharedFolder,
     Slot,
     StoredText,
     StoreError,
     StoreHeader,
     merge_texts,
-    read_folder,
+    read_header,
     read_store,
     salt_digest,
     write_store,
@@ -60,12 +61,16 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_what_is_read_is_what_was_written(file: Path) -> None:
-    header, texts = read_store(file)
+    header, texts, successors = read_store(file)
     assert as_lists(texts) == as_lists(TEXTS)
+    assert successors == []
     assert (header.num_texts, header.num_salts, header.num_tokens) == (4, 1, 8)
     assert header.acceptance == {"verified": [1.0]}
     assert oct(file.stat().st_mode & 0o777) == "0o600"
     assert b"tenant" not in file.read_bytes()
+    write_store(file, header, TEXTS[:1], [make_text(4, 5, 6, salt=TENANT)])
+    _, texts, successors = read_store(file)
+    assert (as_lists(texts), as_lists(successors)) == ([(b"", [1, 2, 3])], [(TENANT, [4, 5, 6])])
     write_store(file, header, [])
     assert read_store(file).texts == []
 
@@ -74,6 +79,9 @@ def test_a_file_is_bounded(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_trie.store.store_file.MAX_TOKENS", 5)
     write_store(file, make_header(), TEXTS)
     assert as_lists(read_store(file).texts) == as_lists(TEXTS[1:])
+    monkeypatch.setattr("vllm_trie.store.store_file.MAX_TOKENS", 16)
+    write_store(file, make_header(), [make_text(*range(9))], [make_text(1, 2, 3)] * 2)
+    assert [len(found) for found in read_store(file)[1:]] == [1, 1]
 
 
 def forge(file: Path, header: dict[str, Any], body: bytes) -> None:
@@ -99,6 +107,10 @@ FORGED: dict[str, tuple[dict[str, Any], bytes]] = {
     "negative length": ({"num_texts": 2, "num_tokens": 1}, ints(-1, 2, -1, -1, 5)),
     "overflowing lengths": ({"num_texts": 2, "num_tokens": 0}, ints(2**31 - 1, 2**31 - 1, -1, -1)),
     "salt that is not there": ({"num_texts": 1, "num_tokens": 1}, ints(1, 0, 5)),
+    "successors that are not in threes": (
+        {"num_successors": 1, "num_tokens": 2},
+        ints(2, -1, 5, 6),
+    ),
     "negative token": ({"num_texts": 1, "num_tokens": 1}, ints(1, -1, -5)),
     "token beyond the vocabulary": ({"num_texts": 1, "num_tokens": 1}, ints(1, -1, 1000)),
     "numbers beyond the bounds": ({"num_tokens": 2**40}, b""),
@@ -145,9 +157,12 @@ def test_damaged_files_are_a_warning(file: Path) -> None:
     for damaged in mutations(content, 100):
         file.write_bytes(damaged)
         warnings: list[str] = []
-        assert read_folder(file.parent, MODEL, warnings.append) == []
-        assert len(warnings) == 1, warnings
-        assert str(file) in warnings[0]
+        assert SharedFolder(file.parent, MODEL, warnings.append).read() == []
+        if warnings == []:  # the damage made it another model's
+            assert Identity.of(read_header(file)) != MODEL
+        else:
+            assert len(warnings) == 1, warnings
+            assert str(file) in warnings[0]
 
 
 def test_a_large_header_is_not_read(file: Path) -> None:
@@ -163,14 +178,16 @@ def test_a_large_header_is_not_read(file: Path) -> None:
 
 def test_files_of_others_and_no_files(tmp_path: Path) -> None:
     warnings: list[str] = []
-    assert read_folder(tmp_path / "none", MODEL, warnings.append) == []
+    assert SharedFolder(tmp_path / "none", MODEL, warnings.append).read() == []
     write_store(tmp_path / "other.store", make_header(Identity("other", "", 7)), [])
-    assert read_folder(tmp_path, MODEL, warnings.append) == []
+    shared = SharedFolder(tmp_path, MODEL, warnings.append)
+    assert shared.read() == []
     assert warnings == []
     os.mkfifo(tmp_path / "pipe.store")
     (tmp_path / "folder.store").mkdir()
     (tmp_path / "dangling.store").symlink_to(tmp_path / "nowhere")
-    assert read_folder(tmp_path, MODEL, warnings.append) == []
+    assert shared.read() == []
+    assert shared.read() == []
     assert len(warnings) == 3
 
 
@@ -178,7 +195,7 @@ def test_all_files_are_merged_the_newest_first(tmp_path: Path) -> None:
     old, new = tmp_path / "old.store", tmp_path / "new.store"
     write_store(old, make_header(saved_at=1.0), [make_text(1), make_text(2)])
     write_store(new, make_header(saved_at=2.0), [make_text(3), make_text(2)])
-    stores = read_folder(tmp_path, MODEL, pytest.fail)
+    stores = SharedFolder(tmp_path, MODEL, pytest.fail).read()
     assert [store.header.saved_at for store in stores] == [2.0, 1.0]
     merged = merge_texts([store.texts for store in stores], 100)
     assert as_lists(merged) == as_lists([make_text(1), make_text(3), make_text(2)])
@@ -189,6 +206,26 @@ def test_all_files_are_merged_the_newest_first(tmp_path: Path) -> None:
         [make_text(1), make_text(2), make_text(1)]
     )
     assert as_lists(merge_texts([store.texts for store in stores], 2)) == as_lists(merged[1:])
+
+
+def test_a_later_reading_finds_what_others_have_saved_since(tmp_path: Path) -> None:
+    own, first, second = (tmp_path / f"{name}.store" for name in ("own", "first", "second"))
+    shared = SharedFolder(tmp_path, MODEL, pytest.fail)
+    assert shared.read() == []
+    write_store(own, make_header(), [make_text(1)])
+    write_store(first, make_header(), [make_text(2), make_text(3), make_text(3)])
+    assert [len(store.texts) for store in shared.read()] == [1, 3]
+    assert shared.read() == []
+    # The others have read one another's texts, and the own ones.
+    write_store(own, make_header(saved_at=2.0), [make_text(1), make_text(4)])
+    write_store(first, make_header(saved_at=2.0), [make_text(4), make_text(1), make_text(5)])
+    write_store(second, make_header(saved_at=3.0), [make_text(3), make_text(6), make_text(5)])
+    new = [as_lists(store.texts) for store in shared.read(own)]
+    assert new == [as_lists([make_text(6), make_text(5)]), as_lists([make_text(5)])]
+    assert shared.read(own) == []
+    first.unlink()
+    write_store(second, make_header(saved_at=4.0), [make_text(5, salt=TENANT), make_text(6)])
+    assert [as_lists(s.texts) for s in shared.read(own)] == [as_lists([make_text(5, salt=TENANT)])]
 
 
 def test_engines_write_files_of_their_own(tmp_path: Path) -> None:
@@ -259,7 +296,7 @@ def test_merge(file: Path) -> None:
     other, output = file.with_name("b.store"), file.with_name("c.store")
     write_store(other, make_header(saved_at=2.0), [make_text(9)])
     assert run("merge", file, other, "-o", output, "--max-tokens", 4).exit_code == 0
-    header, texts = read_store(output)
+    header, texts, _ = read_store(output)
     assert header.saved_at == 2.0
     assert as_lists(texts) == as_lists([make_text(7, 8), make_text(9)])
     write_store(other, make_header(Identity("other", "", 1000)), [])

@@ -79,6 +79,17 @@ class NgramTrieDrafter(Drafter):
         if self._store is not None:
             self._store.restore(texts)
 
+    def successors(self) -> Sequence[StoredText]:
+        return () if self._recycling is None else self._recycling.successors()
+
+    def restore_successors(self, successors: Sequence[StoredText]) -> None:
+        if self._recycling is not None:
+            self._recycling.restore(successors)
+
+    @property
+    def _recycling(self) -> Recycling | None:
+        return self._scoring.recycling if isinstance(self._scoring, BlendedScoring) else None
+
     @property
     def _store(self) -> RequestStore | None:
         return self._scoring.store if isinstance(self._scoring, BlendedScoring) else None
@@ -120,7 +131,7 @@ class BlendedScoring:
             if options.store_tokens > 0
             else None
         )
-        self._recycling = Recycling(backend) if options.recycle else None
+        self.recycling = Recycling(backend) if options.recycle else None
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         """Draft a tree for each request, in one call of the backend."""
@@ -142,8 +153,8 @@ class BlendedScoring:
             own = self._backend.new_index(self._options.max_context_len)
             state = _BlendedState(own, request.cache_salt)
             self._states[request.request_id] = state
-        if self._recycling is not None:
-            self._recycling.observe(request, state.num_tokens)
+        if self.recycling is not None:
+            self.recycling.observe(request, state.num_tokens)
         tokens = np.ascontiguousarray(request.token_ids, dtype=np.int32)
         state.num_tokens = len(tokens)
         num_prompt_tokens = min(request.num_prompt_tokens, len(tokens))
@@ -159,8 +170,8 @@ class BlendedScoring:
             max_depth=request.max_depth,
             chain_only=request.chain_only,
             min_probability=request.min_probability,
-            recycled=None if self._recycling is None else self._recycling.table,
-            scope=0 if self._recycling is None else self._recycling.scope(request.cache_salt),
+            recycled=None if self.recycling is None else self.recycling.table,
+            scope=0 if self.recycling is None else self.recycling.scope(request.cache_salt),
         )
 
 

@@ -42,7 +42,7 @@ class NgramTrieOptions(DrafterOptions):
     recycle: bool = Field(
         default=False,
         description="With scoring 'blended', where trees are verified: draft also what the model "
-        "named after the nodes of earlier trees, rejected ones included. Takes 8 MiB for all "
+        "named after the nodes of earlier trees, rejected ones included. Takes 10 MiB for all "
         "requests; requests only draw on those with the same cache_salt.",
     )
     corpus: str | None = Field(

@@ -8,7 +8,7 @@ Once the text has gone on, the draft teaches the calibration, and its `evaluatio
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ from vllm_trie.tree import ROOT, TokenTree
 WINDOW_COST = 1.0
 """Prior cost of a part with a window, tokens per step."""
 _TAIL = 8
+_OWN = "calibration."
 
 
 class _State:
@@ -116,6 +117,26 @@ class TrieUnionDrafter(Drafter):
         for part in self.parts:
             part.restore_texts(texts)
 
+    def successors(self) -> Sequence[StoredText]:
+        return [observed for part in self.parts for observed in part.successors()]
+
+    def restore_successors(self, successors: Sequence[StoredText]) -> None:
+        for part in self.parts:
+            part.restore_successors(successors)
+
+    def learned(self) -> dict[str, list[float]]:
+        found = {f"{_OWN}{name}": numbers for name, numbers in self.calibrator.state().items()}
+        for part in self.parts:
+            for name, numbers in part.learned().items():
+                found[f"{part.name}.{name}"] = numbers
+        return found
+
+    def restore_learned(self, state: Mapping[str, Sequence[float]]) -> None:
+        for part in self.parts:
+            if of_part := _starting_with(f"{part.name}.", state):
+                part.restore_learned(of_part)
+        self.calibrator.restore(_starting_with(_OWN, state), len(self.parts))
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         states = [self._updated_state(request) for request in requests]
         all_parts = list(range(len(self.parts)))
@@ -180,6 +201,11 @@ class TrieUnionDrafter(Drafter):
         state.drafts.append(draft)
         state.union = build_tree(draft, trees, request.chain_only)
         return state.union.tree
+
+
+def _starting_with(prefix: str, state: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
+    """Return the numbers whose names begin like this, without the beginning."""
+    return {n.removeprefix(prefix): each for n, each in state.items() if n.startswith(prefix)}
 
 
 def _make_part(name: str, options: TrieUnionOptions, context: DrafterContext) -> Drafter:

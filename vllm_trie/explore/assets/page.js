@@ -46,8 +46,10 @@ const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 const label = (token) => data.labels[token] ?? `<${token}>`;
 const percent = (share) =>
   share >= 0.1 ? `${Math.round(100 * share)}%` : `${(100 * share).toPrecision(2)}%`;
-const duration = (seconds) =>
-  seconds < 1 ? `${(1000 * seconds).toPrecision(3)} ms` : `${seconds.toPrecision(3)} s`;
+/** Round to significant digits, without an exponent. */
+const rounded = (value, digits) => Number(value.toPrecision(digits)).toString();
+const duration = (seconds, digits = 3) =>
+  seconds < 1 ? `${rounded(1000 * seconds, digits)} ms` : `${rounded(seconds, digits)} s`;
 const shorten = (text, length) => {
   const letters = [...text];
   return letters.length > length ? `${letters.slice(0, length - 1).join("")}…` : text;
@@ -226,7 +228,7 @@ function drawCharts(run) {
   drawPanel(chart, 4, high * 0.62, from, to, most, (a, b) => tokenBars(run, a, b), (value) => `${value}`);
   drawPanel(chart, high * 0.62 + 16, high * 0.38 - 14, from, to, slowest,
     (a, b) => [[mean(run.steps.slice(a, b), (step) => step.seconds), "time"]],
-    (value) => `${(1000 * value).toPrecision(2)} ms`);
+    (value) => duration(value, 2));
   drawCursor(chart, from, to, state.steps.runs);
   byId("chart-title").textContent =
     from || to < count ? `Steps ${from + 1} to ${to} of ${count}` : "Tokens and time of each step";
@@ -416,7 +418,7 @@ function treeCard(run, index, stepIndex) {
     html("li", { class: place < step.accepted.length ? "accepted" : "bonus", title: `token ${token}` }, label(token)));
   card.append(html("ul", { class: "taken", "aria-label": "Tokens of the step" }, ...chips));
   if (!step.nodes.length) {
-    card.append(html("p", { class: "empty" }, "No draft in this step: the model's own token."));
+    card.append(html("p", { class: "empty" }, "No draft in this step, only the model's own token."));
     return { card };
   }
   const { picture, end } = drawTree(step, state.withWindow.has(index));
@@ -547,7 +549,7 @@ function blockCell({ name, full, path }, used) {
   const shared = used.get(name), attributes = { class: !full ? "tail" : shared > 1 ? "shared" : "own" };
   const letters = [...path.map((node) => label(beams.token_ids[node])).join("")];
   const text = letters.length > 24 ? `…${letters.slice(-23).join("")}` : letters.join("");
-  return html("td", { ...attributes, title: `${full ? "full block" : "tail block, the row's own"}${shared > 1 ? `, shared by ${shared} rows` : ""}` },
+  return html("td", { ...attributes, title: `${full ? "full block" : "tail block, of this hypothesis alone"}${shared > 1 ? `, shared by ${shared} hypotheses` : ""}` },
     html("code", {}, text || "prompt"), shared > 1 ? ` ×${shared}` : "");
 }
 
@@ -563,7 +565,7 @@ function showBlocks(depth) {
   });
   byId("blocks").replaceChildren(rows.length
     ? html("table", {}, html("tbody", {}, ...lines))
-    : html("p", { class: "empty" }, "No hypothesis goes on: the search has ended."));
+    : html("p", { class: "empty" }, "The search has ended: no hypothesis continues."));
 }
 
 /** Return what happened in a step of the search, in words. */

@@ -74,6 +74,13 @@ class EngineOptions(BaseModel):
         "Engines of one model may share it. Its files hold text of users. Without it nothing is "
         "written.",
     )
+    store_reload_minutes: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=1440.0,
+        description="With store_path: how often a running engine reads what other engines have "
+        "saved there since. Left out: only at its start.",
+    )
     allow_untested_gpu: bool = Field(
         default=False,
         description="Start on an NVIDIA GPU, where this has never run. The engine compares tree "

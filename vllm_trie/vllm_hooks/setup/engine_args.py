@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-SPECULATIVE_MODULE = "vllm.config.speculative"
+_ANSWERED = {
+    "vllm.config.speculative": "Using a custom class-based proposer backend",
+    "vllm.config.vllm": "max_num_scheduled_tokens is set to",
+}
+"""By logger, the beginning of warnings that do not apply to the plugin's methods."""
 OWN_VARIABLES = (ENV_SWITCH, "VLLM_TRIE_CACHE_DIR", "VLLM_TRIE_NATIVE")
 """The documented environment variables of the plugin."""
 
@@ -45,20 +49,20 @@ def configure(engine_args: EngineArgs, parallel_config: ParallelConfig) -> None:
 def _answer_for_custom_class(engine_args: EngineArgs) -> None:
     """Keep vLLM from warning of what the plugin has chosen.
 
-    ``custom_class`` is experimental for others than this plugin, whose ledger holds it to the
+    Trees need no slots of their own, so ``max_num_scheduled_tokens`` is not reduced for them. The
+    class ``custom_class`` is experimental for others than this plugin, whose ledger holds it to the
     installed vLLM. Asynchronous scheduling, which vLLM switches off for it with a warning, is set
     off where the user left it open.
     """
+    for name in _ANSWERED:
+        logging.getLogger(name).addFilter(_is_about_others)
     speculative: Any = engine_args.speculative_config
-    if speculative["method"] != runner_choice.V1_METHOD:
-        return
-    if engine_args.async_scheduling is None:
+    if speculative["method"] == runner_choice.V1_METHOD and engine_args.async_scheduling is None:
         engine_args.async_scheduling = False
-    logging.getLogger(SPECULATIVE_MODULE).addFilter(_is_about_others)
 
 
 def _is_about_others(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("Using a custom class-based proposer backend")
+    return not str(record.msg).startswith(_ANSWERED[record.name])
 
 
 def _choose_worker(parallel_config: ParallelConfig, method: str) -> None:
@@ -89,7 +93,7 @@ def verify(vllm_config: VllmConfig) -> None:
         chosen = support.choose_verification(vllm_config, tree_config.method, asked)
         config.set_verification(vllm_config, chosen)
         _leave_requests_unpadded(vllm_config)
-        _check_store_path(tree_config.engine_options.store_path)
+        _check_store(tree_config.engine_options)
         # A worker would find them too, a minute later and inside its traceback.
         get_drafter_class(tree_config.method).check_files(
             tree_config.drafter_options,
@@ -99,7 +103,13 @@ def verify(vllm_config: VllmConfig) -> None:
     items.check_catalogues(vllm_config)
 
 
-def _check_store_path(store_path: str | None) -> None:
+def _check_store(options: config.EngineOptions) -> None:
+    store_path, minutes = options.store_path, options.store_reload_minutes
+    if store_path is None and minutes is not None:
+        raise ValueError(
+            f"store_reload_minutes={minutes:g} needs the folder that is read again; set "
+            "store_path, or leave store_reload_minutes out"
+        )
     folder = None if store_path is None else Path(store_path)
     if folder is None or (store_path and folder.is_dir()):
         return

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,12 +21,12 @@ from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
 from vllm_trie.store import (
     MAX_TOKENS,
     Identity,
+    SharedFolder,
     Slot,
     Store,
     StoredText,
     StoreHeader,
     merge_texts,
-    read_folder,
     write_store,
 )
 
@@ -36,9 +38,13 @@ if TYPE_CHECKING:
 
 INTERVAL = 60.0
 """Seconds between two saves, at least."""
-_LAST_SAVE = 30.0  # seconds that a shutdown waits for a save that runs
+MAX_RELOAD_TOKENS = 65_536
+"""Tokens of other engines' new texts that one reload takes up, those used last."""
+_TOKENS_PER_STEP = 512  # of them, indexed between two steps
+_LAST_SAVE = 30.0  # seconds that a shutdown waits for a save or a reload that runs
 
 _State = dict[str, list[float]]
+_Texts = Sequence[StoredText]
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +64,21 @@ class Origin(NamedTuple):
 
 
 class WarmStart:
-    """Reads the files of earlier engines at the start, and saves while the engine runs.
+    """Reads the files of other engines, at the start and on request later, and saves its own.
 
-    A snapshot is taken between two steps: references to texts, which never change, and some dozens
-    of numbers. A thread writes it. Nothing here raises: what cannot be read or written is logged,
+    A snapshot is taken between two steps: references to texts, which never change, and numbers. A
+    thread writes it. The same thread reads what other engines have saved since, and their texts are
+    indexed a few between two steps. Nothing here raises: what cannot be read or written is logged,
     and the engine goes on.
 
     Args:
         folder: of the files of all engines.
         origin: of this engine.
-        drafter: whose texts are saved and restored.
+        drafter: whose texts and numbers are saved and restored.
         budget: whose acceptance rates and step costs are, None for engines without one.
         interval: seconds between two saves, at least.
+        reload_interval: seconds between two readings of the other engines' files, None for none
+            after the start.
     """
 
     def __init__(
@@ -79,19 +88,24 @@ class WarmStart:
         drafter: Drafter,
         budget: NodeBudget | None,
         interval: float = INTERVAL,
+        reload_interval: float | None = None,
     ) -> None:
-        self._folder = folder
         self._origin = origin
         self._drafter = drafter
         self._budget = budget
         self._interval = interval
         self._next_save = time.monotonic() + interval
+        self._reload_interval = math.inf if reload_interval is None else reload_interval
+        self._next_reload = time.monotonic() + self._reload_interval
         self._has_served = False
         self._failed = False
-        self._writer: threading.Thread | None = None
+        self._job: threading.Thread | None = None
+        self._arrived: deque[StoredText] = deque()
         self._slot: Slot | None = None
+        self._folder = folder
+        self._shared = SharedFolder(folder, origin.identity, logger.warning)
         try:
-            self._restore(read_folder(folder, origin.identity, logger.warning))
+            self._restore(self._shared.read())
         except Exception:
             logger.warning("warm start from %s failed; the start is cold", folder, exc_info=True)
         try:
@@ -101,15 +115,21 @@ class WarmStart:
         atexit.register(_close, weakref.ref(self))
 
     def tick(self) -> None:
-        """Save if it is time to; to be called at the end of each step."""
+        """Save or read again if it is time to; to be called at the end of each step."""
         self._has_served = True
-        if time.monotonic() < self._next_save or self._slot is None:
+        if self._arrived:
+            self._take_up_arrived()
+        if self._job is not None and self._job.is_alive():
             return
-        self._next_save = time.monotonic() + self._interval
-        if self._writer is None or not self._writer.is_alive():
-            snapshot = self._snapshot()
-            self._writer = threading.Thread(target=self._write, args=snapshot, daemon=True)
-            self._writer.start()
+        now = time.monotonic()
+        if now >= self._next_save and self._slot is not None:
+            self._next_save = now + self._interval
+            self._job = threading.Thread(target=self._write, args=self._snapshot(), daemon=True)
+            self._job.start()
+        elif now >= self._next_reload:
+            self._next_reload = now + self._reload_interval
+            self._job = threading.Thread(target=self._reload, daemon=True)
+            self._job.start()
 
     def close(self) -> None:
         """Save and give the file back, for the engine's shutdown.
@@ -119,39 +139,70 @@ class WarmStart:
         slot = self._slot
         if slot is None:
             return
-        if self._writer is not None:
-            self._writer.join(_LAST_SAVE)
-        if self._has_served and not (self._writer and self._writer.is_alive()):
+        if self._job is not None:
+            self._job.join(_LAST_SAVE)
+        if self._has_served and not (self._job and self._job.is_alive()):
             self._write(*self._snapshot())
         self._slot = None
         slot.release()
 
-    def _snapshot(self) -> tuple[StoreHeader, Sequence[StoredText]]:
+    def _reload(self) -> None:
+        """Find texts that other engines have saved since the last reading."""
+        own = None if self._slot is None else self._slot.path
+        try:
+            stores = self._shared.read(own)
+            texts = merge_texts([store.texts for store in stores], MAX_RELOAD_TOKENS)
+        except Exception:
+            logger.warning("%s could not be read again", self._folder, exc_info=True)
+            return
+        if texts:
+            logger.info("new texts of other engines in %s: %d", self._folder, len(texts))
+            self._arrived.extend(texts)
+
+    def _take_up_arrived(self) -> None:
+        """Restore some of the texts that a reload found, in their order."""
+        texts: list[StoredText] = []
+        num_tokens = 0
+        while self._arrived and num_tokens < _TOKENS_PER_STEP:
+            texts.append(self._arrived.popleft())
+            num_tokens += len(texts[-1].token_ids)
+        try:
+            self._drafter.restore_texts(texts)
+        except Exception:  # a drafter of somebody else's
+            logger.warning("texts of other engines are not taken up any more", exc_info=True)
+            self._arrived.clear()
+            self._next_reload = math.inf
+
+    def _snapshot(self) -> tuple[StoreHeader, _Texts, _Texts]:
         identity, drafter, machine = self._origin
         budget = self._budget
+        texts: _Texts = ()
+        successors: _Texts = ()
+        learned: _State = {}
+        try:
+            texts, successors = self._drafter.finished_texts(), self._drafter.successors()
+            learned = self._drafter.learned()
+        except Exception:  # a drafter of somebody else's
+            logger.warning("drafter %r has nothing to save", self._drafter.name, exc_info=True)
         header = StoreHeader(
             model=identity.model,
             tokenizer=identity.tokenizer,
             vocab_size=identity.vocab_size,
             saved_at=time.time(),
             drafter=drafter,
+            learned=learned,
             acceptance={} if budget is None else budget.acceptance.state(),
             machine=machine,
             step_cost={} if budget is None else budget.cost.state(),
         )
-        try:
-            texts = self._drafter.finished_texts()
-        except Exception:  # a drafter of somebody else's
-            logger.warning("drafter %r has no texts to save", self._drafter.name, exc_info=True)
-            texts = ()
-        return header, texts
+        return header, texts, successors
 
-    def _write(self, header: StoreHeader, texts: Sequence[StoredText]) -> None:
+    def _write(self, header: StoreHeader, texts: _Texts, successors: _Texts) -> None:
         slot = self._slot
         if slot is None:
             return
         try:
-            write_store(slot.path, header, texts)
+            write_store(slot.path, header, texts, successors)
         except Exception as error:  # a full disk, a folder that is gone
             level = logging.DEBUG if self._failed else logging.WARNING
             logger.log(level, "%s could not be saved: %s; the engine goes on", slot.path, error)
@@ -165,8 +216,12 @@ class WarmStart:
         texts = merge_texts([store.texts for store in stores], MAX_TOKENS)
         self._drafter.restore_texts(texts)
         taken = [f"{len(texts)} texts of {len(stores)} files"]
+        self._drafter.restore_successors(next((s.successors for s in stores if s.successors), ()))
+        _, drafter, machine = self._origin
+        learned = (s.header.learned for s in stores if s.header.drafter == drafter)
+        if self._take_up("drafter's numbers", learned, self._drafter.restore_learned):
+            taken.append("drafter's numbers")
         if self._budget is not None:
-            _, drafter, machine = self._origin
             rates = (s.header.acceptance for s in stores if s.header.drafter == drafter)
             costs = (s.header.step_cost for s in stores if s.header.machine == machine)
             if self._take_up("acceptance rates", rates, self._budget.acceptance.restore):
@@ -219,7 +274,14 @@ def open_warm_start(
         vllm_config.model_config.enforce_eager,
     )
     origin = Origin(identity, repr(drafted), repr(machine))
-    return WarmStart(Path(options.store_path), origin, drafter, budget)
+    minutes = options.store_reload_minutes
+    return WarmStart(
+        Path(options.store_path),
+        origin,
+        drafter,
+        budget,
+        reload_interval=None if minutes is None else 60 * minutes,
+    )
 
 
 def _tokenizer_fingerprint(context: DrafterContext) -> str:
