@@ -11,6 +11,8 @@ Workloads:
     beam     beam.py's comparison of beam searches
 
 Requests run one at a time, greedily. Every method answers a question before the next one comes.
+With `--at-once 8 32` they run together as well: all questions are one load, in random order, and
+the next one begins when another has ended. A load is a category of its own.
 Drafters that learn from finished requests begin empty and keep what they learn until the end of a
 repeat. Engines are compiled, vLLM's default. `tokens_per_s` is output over the whole time of the
 requests, prefill included. `ms_per_output_token` and `decode_ratio_to_plain` count the time after
@@ -25,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -42,6 +45,7 @@ from support.peers_engines import (
     MOST_NODES,
     PLAIN,
     Contestant,
+    Load,
     Measured,
     Question,
     available,
@@ -93,6 +97,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--questions-per-category", type=int, default=6, help="spread over the file"
     )
     parser.add_argument("--max-tokens", type=int, default=256, help="longest output")
+    parser.add_argument(
+        "--at-once", nargs="+", type=int, default=[1], help="requests that run at a time"
+    )
     parser.add_argument("--shape", choices=SHAPES, default="0.4b", help="of the replay model")
     parser.add_argument("--dtype", default="bfloat16", help="of the replay model")
     parser.add_argument("--eager", action="store_true", help="run the model without compilation")
@@ -268,38 +275,55 @@ def measure(
         "max_model_len": local_engine.room_for(longest, 0, MOST_NODES),
         "enforce_eager": options.eager,
     }
-    prepare = play_answer if workload == "replay" else lambda question: None
+    works: list[Question | Load] = []
+    for at_once in options.at_once:
+        works += questions if at_once == 1 else [together(questions, at_once)]
+    prepare = play_answers if workload == "replay" else lambda work: None
     with Progress(transient=True) as progress:
         starting = progress.add_task("engines", total=len(methods))
         contestants = []
         for method in methods:
             with local_engine.silence(not options.verbose):
-                contestants.append(Contestant(method, model, **settings))
+                contestants.append(Contestant(method, model, max(options.at_once), **settings))
             progress.advance(starting)
-        warm_up(contestants, questions[-1], prepare)
-        asking = progress.add_task(workload, total=options.repeats * len(questions))
+        warm_up(contestants, works[-1], prepare)
+        asking = progress.add_task(workload, total=options.repeats * len(works))
         found: dict[tuple[int, str], list[Measured]] = defaultdict(list)
         for index, method, measured in run_in_turns(
-            contestants, questions, options.repeats, prepare, lambda: progress.advance(asking)
+            contestants, works, options.repeats, prepare, lambda: progress.advance(asking)
         ):
             found[index, method].append(measured)
-    return with_means(summarize(workload, methods, questions, found))
+    return with_means(summarize(workload, methods, works, found))
 
 
-def play_answer(question: Question) -> None:
-    """Make the question's recorded answer the output of all replay models."""
+def together(questions: Sequence[Question], at_once: int) -> Load:
+    """Return all questions as one load, the categories mixed."""
+    mixed = random.Random(0).sample(questions, len(questions))
+    return Load(f"{at_once} at once", mixed, at_once)
+
+
+def play_answers(work: Question | Load) -> None:
+    """Make the recorded answers the outputs of all replay models."""
     from support.replay_model import Recorded
 
-    assert question.answer is not None
-    Recorded.play([*question.prompt, *question.answer])
+    questions = [work] if isinstance(work, Question) else work.questions
+    Recorded.play([[*each.prompt, *(each.answer or ())] for each in questions])
 
 
-def warm_up(contestants: Sequence[Contestant], question: Question, prepare: Any) -> None:
-    """Run a part of a question on every engine, which forgets it before it is measured."""
-    short = question._replace(max_tokens=min(question.max_tokens, 32))
-    prepare(short)
+def warm_up(contestants: Sequence[Contestant], work: Question | Load, prepare: Any) -> None:
+    """Run a part of a question or load on every engine, which forgets it before it is measured."""
+
+    def short(question: Question) -> Question:
+        return question._replace(max_tokens=min(question.max_tokens, 32))
+
+    part: Question | Load = (
+        short(work)
+        if isinstance(work, Question)
+        else work._replace(questions=list(map(short, work.questions[: work.at_once])))
+    )
+    prepare(part)
     for each in contestants:
-        each.run(short)
+        each.answer(part)
 
 
 def run_beam(options: argparse.Namespace) -> list[Row]:

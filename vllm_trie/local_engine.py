@@ -116,11 +116,12 @@ def start_engine(
         "enforce_eager": True,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
-        "kv_cache_memory_bytes": _kv_cache_bytes(model, max_model_len, max_num_seqs),
         "seed": 0,
         "disable_log_stats": True,
         **options,
     }
+    cache_bytes = _kv_cache_bytes(model, max_model_len, max_num_seqs, settings["dtype"])
+    settings.setdefault("kv_cache_memory_bytes", cache_bytes)
     if speculative_config is not None:
         settings["speculative_config"] = dict(speculative_config)
     return LLM(**settings)
@@ -138,14 +139,15 @@ def engine(model: str, **settings: Any) -> Iterator[Any]:
         gc.collect()
 
 
-def _kv_cache_bytes(model: str, max_model_len: int, max_num_seqs: int) -> int:
-    """Return the size of a float32 KV cache for the largest batch of the longest sequences."""
+def _kv_cache_bytes(model: str, max_model_len: int, max_num_seqs: int, dtype: str) -> int:
+    """Return the size of a KV cache for the largest batch of the longest sequences."""
     config = text_config(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
-    per_token = 2 * config.num_hidden_layers * heads * head_size * 4
+    value_bytes = 2 if dtype in ("bfloat16", "float16") else 4
+    per_token = 2 * config.num_hidden_layers * heads * head_size * value_bytes
     return max(64 << 20, int(1.25 * per_token * (max_model_len + 256) * (max_num_seqs + 1)))
 
 

@@ -1,4 +1,4 @@
-"""The engines that peers.py compares, and one measured request."""
+"""The engines that peers.py compares, and one measured request or load."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import functools
 import importlib.util
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from support.device import start_engine
 from support.engines import each_schedule, keep_kernel_overrides
 from vllm_trie.local_engine import decode_steps, runner_of, trees_of
+
+if TYPE_CHECKING:
+    import torch
 
 PLAIN = "plain"
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -64,19 +70,37 @@ class Question(NamedTuple):
     max_tokens: int
 
 
+class Load(NamedTuple):
+    """Requests that an engine answers together: the next one begins when another has ended."""
+
+    category: str
+    questions: list[Question]
+    at_once: int
+    """Most requests that run at a time."""
+
+    @property
+    def answer(self) -> list[int] | None:
+        """The recorded answers, one behind the other; None if they are free."""
+        answers = [(each.answer or [])[: each.max_tokens] for each in self.questions]
+        return [token for answer in answers for token in answer] or None
+
+
 class Measured(NamedTuple):
-    """One request, run alone."""
+    """One request, run alone, or one load."""
 
     output: list[int]
+    """Of a load: the outputs one behind the other."""
     seconds: float
     """From the prompt's arrival to the last token."""
     first_token_seconds: float
+    """0 for a load, where prefills and later tokens go together."""
     steps: int
-    """Steps after the one with the first token."""
+    """Steps after the one with the first token, summed over the requests."""
     nodes: int
     """Draft tokens that were verified."""
     parts: dict[str, float]
     """Seconds in the steps after the first token, by part: see `PARTS`."""
+    requests: int = 1
 
 
 class _PartTimer:
@@ -107,10 +131,13 @@ class _PartTimer:
 class Contestant:
     """One method's engine, in this process, and the time of its steps by part."""
 
-    def __init__(self, method: str, model: str, **settings: Any) -> None:
+    def __init__(self, method: str, model: str, max_num_seqs: int = 1, **settings: Any) -> None:
         self.method = method
         self.llm = start_engine(
-            model, max_num_seqs=1, speculative_config=METHODS[method], **settings
+            model,
+            max_num_seqs=max_num_seqs,
+            speculative_config=METHODS[method],
+            **settings,
         )
         keep_kernel_overrides()
         self._runner, self._trees = runner_of(self.llm), trees_of(self.llm)
@@ -124,11 +151,24 @@ class Contestant:
         model = runner.model
         model.forward = timed("forward", model.forward)
         model.compute_logits = timed("logits", model.compute_logits)
+        if hasattr(model, "owners"):
+            model.owners = self._owners
         for name in ("sampler", "rejection_sampler"):
             if module := getattr(runner, name, None):
                 module.forward = timed("sampling", module.forward)
         if hasattr(runner, "propose_draft_token_ids"):  # not on Model Runner V2
             runner.propose_draft_token_ids = timed("drafting", runner.propose_draft_token_ids)
+
+    def _owners(self, num_rows: int) -> torch.Tensor:
+        """Return the index of the question that each row of the step belongs to."""
+        import torch
+
+        names = self._runner.input_batch.req_ids
+        lengths = np.diff(self._runner.query_start_loc.np[: len(names) + 1])
+        owners = np.repeat([_index_of(name) for name in names], lengths)
+        rows = torch.zeros(num_rows, dtype=torch.int64)  # those behind are padding
+        rows[: len(owners)] = torch.from_numpy(owners)
+        return rows
 
     def _part_seconds(self) -> dict[str, float]:
         seconds = dict(self._timer.seconds)
@@ -150,26 +190,19 @@ class Contestant:
                 max_tree_depth=cache.max_tree_depth, max_cached_requests=cache.max_cached_requests
             )
 
+    def answer(self, work: Question | Load) -> Measured:
+        """Decode a request alone, or a load."""
+        return self.run(work) if isinstance(work, Question) else self.serve(work)
+
     def run(self, question: Question) -> Measured:
         """Decode one request greedily and alone."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=question.max_tokens,
-            ignore_eos=question.answer is not None,
-            detokenize=False,
-        )
         output: list[int] = []
-        steps, nodes, first_token, before = 0, 0, 0.0, dict.fromkeys(PARTS, 0.0)
-
-        def count_nodes(scheduled: Any) -> None:
-            nonlocal nodes
-            nodes += sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
-
-        with each_schedule(self.llm, count_nodes):
+        steps, nodes, first_token, before = 0, [0], 0.0, dict.fromkeys(PARTS, 0.0)
+        with each_schedule(self.llm, _count_nodes(nodes)):
             start = time.perf_counter()
-            for work in decode_steps(self.llm, [question.prompt], params, str(self._memory)):
+            for work in decode_steps(
+                self.llm, [question.prompt], _params_of(question), str(self._memory)
+            ):
                 new = [token for step in work for token in step.tokens]
                 if new and not output:
                     first_token, before = time.perf_counter(), self._part_seconds()
@@ -179,7 +212,60 @@ class Contestant:
             end = time.perf_counter()
         after = self._part_seconds()
         parts = {part: after[part] - before[part] for part in PARTS}
-        return Measured(output, end - start, first_token - start, steps, nodes, parts)
+        return Measured(output, end - start, first_token - start, steps, nodes[0], parts)
+
+    def serve(self, load: Load) -> Measured:
+        """Decode a load greedily, never more than `at_once` requests at a time."""
+        engine, waiting, running = self.llm.llm_engine, deque(enumerate(load.questions)), 0
+        outputs: list[list[int]] = [[] for _ in load.questions]
+        steps, nodes, before = 0, [0], self._part_seconds()
+        with each_schedule(self.llm, _count_nodes(nodes)):
+            start = time.perf_counter()
+            while waiting or running:
+                while waiting and running < load.at_once:
+                    index, question = waiting.popleft()
+                    prompt = {
+                        "prompt_token_ids": list(question.prompt),
+                        "cache_salt": str(self._memory),
+                    }
+                    engine.add_request(f"prompt-{index}", prompt, _params_of(question))
+                    running += 1
+                for found in engine.step():
+                    output, new = outputs[_index_of(found.request_id)], found.outputs[0].token_ids
+                    steps += bool(output and new)
+                    output.extend(new)
+                    running -= found.finished
+            seconds = time.perf_counter() - start
+        after = self._part_seconds()
+        parts = {part: after[part] - before[part] for part in PARTS}
+        together = [token for output in outputs for token in output]
+        return Measured(together, seconds, 0.0, steps, nodes[0], parts, len(outputs))
+
+
+def _params_of(question: Question) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=question.max_tokens,
+        ignore_eos=question.answer is not None,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _index_of(request_id: str) -> int:
+    return int(request_id.split("-")[1])  # vLLM appends something random
+
+
+def _count_nodes(nodes: list[int]) -> Callable[[Any], None]:
+    """Return what adds the draft tokens of a schedule to `nodes`."""
+
+    def count(scheduled: Any) -> None:
+        nodes[0] += sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+
+    return count
 
 
 def step_milliseconds(
@@ -221,16 +307,16 @@ def available(methods: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run_in_turns(
     contestants: Sequence[Contestant],
-    questions: Sequence[Question],
+    questions: Sequence[Question | Load],
     repeats: int,
-    prepare: Callable[[Question], None],
+    prepare: Callable[[Question | Load], None],
     advance: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, str, Measured]]:
     """Ask every engine each question in turn; the order rotates with each question.
 
     Args:
         contestants: warm engines.
-        questions: asked in this order.
+        questions: asked in this order; a load takes the place of a question.
         repeats: passes over all questions; the engines forget in between.
         prepare: called before each question.
         advance: called after each question.
@@ -245,7 +331,7 @@ def run_in_turns(
             prepare(question)
             first = (index + repeat) % len(contestants)
             for each in [*contestants[first:], *contestants[:first]]:
-                yield index, each.method, each.run(question)
+                yield index, each.method, each.answer(question)
             advance()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from support.harness import Row, print_table
-from support.peers_engines import PARTS, PEERS, PLAIN, Measured, Question
+from support.peers_engines import PARTS, PEERS, PLAIN, Load, Measured, Question
 
 MEAN = "mean"
 
@@ -15,7 +15,7 @@ MEAN = "mean"
 def summarize(
     workload: str,
     methods: Sequence[str],
-    questions: Sequence[Question],
+    questions: Sequence[Question | Load],
     found: dict[tuple[int, str], list[Measured]],
 ) -> list[Row]:
     """Return a row for each category and method; a category's figure pools its questions.
@@ -37,22 +37,25 @@ def summarize(
         }
         for method, total in totals.items():
             tokens, steps = total["tokens"], max(total["steps"], 1)
-            decoded = max(tokens - len(indices), 1)
+            decoded = max(tokens - total["requests"], 1)
             rows.append(
                 {
                     "method": method,
                     "workload": workload,
                     "category": category,
+                    "at_once": getattr(questions[indices[0]], "at_once", 1),
                     "tokens_per_s": tokens / total["seconds"],
                     "tokens_per_step": decoded / steps,
                     "ratio_to_plain": plain["seconds"] / total["seconds"] if plain else None,
                     "decode_ratio_to_plain": plain["decode"] / total["decode"] if plain else None,
                     "ms_per_output_token": 1e3 * total["decode"] / decoded,
-                    "first_token_ms": 1e3 * (total["seconds"] - total["decode"]) / len(indices),
+                    "first_token_ms": 1e3
+                    * (total["seconds"] - total["decode"])
+                    / total["requests"],
                     "nodes_per_step": total["nodes"] / steps,
                     "ms_per_step": 1e3 * total["decode"] / steps,
                     **{f"{part}_ms_per_step": 1e3 * total[part] / steps for part in PARTS},
-                    "questions": len(indices),
+                    "questions": int(total["requests"]),
                     "tokens": tokens,
                     "identical": all(
                         measured.output == (expected[i] or [])[: len(measured.output)]
@@ -71,13 +74,14 @@ def _total(
 ) -> dict[str, float]:
     """Sum over the questions; times are medians over the repeats, the rest is from the first."""
     total: dict[str, float] = dict.fromkeys(
-        ("seconds", "decode", "tokens", "steps", "nodes", *PARTS), 0.0
+        ("seconds", "decode", "tokens", "steps", "nodes", "requests", *PARTS), 0.0
     )
     for index in indices:
         repeats = found[index, method]
         total["tokens"] += len(repeats[0].output)
         total["steps"] += repeats[0].steps
         total["nodes"] += repeats[0].nodes
+        total["requests"] += repeats[0].requests
         total["seconds"] += median(each.seconds for each in repeats)
         total["decode"] += median(each.seconds - each.first_token_seconds for each in repeats)
         for part in PARTS:
@@ -88,19 +92,22 @@ def _total(
 def with_means(rows: Sequence[Row]) -> list[Row]:
     """Return the rows and, for each workload and method, the mean over the categories.
 
+    Loads of several requests at once are no part of it.
+
     In the rows of this project's methods, `ratio_to_best_peer` is the mean of a ratio to plain over
     the largest such mean that one of vLLM's own drafters has (in a category: over the fastest).
     """
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
-        groups[row["workload"], row["method"]].append(row)
+        if row.get("at_once", 1) == 1:
+            groups[row["workload"], row["method"]].append(row)
     means = []
     for (workload, method), group in groups.items():
         if workload == "beam":
             continue
         mean: Row = {"method": method, "workload": workload, "category": MEAN}
         for key in group[0]:
-            if key in mean or key in ("questions", "tokens", "machine"):
+            if key in mean or key in ("questions", "tokens", "machine", "at_once"):
                 continue
             values = [row.get(key) for row in group]
             if key == "identical":
@@ -122,18 +129,31 @@ def with_means(rows: Sequence[Row]) -> list[Row]:
 
 
 def print_breakdown(rows: Sequence[Row]) -> None:
-    """Print the time of a step by part, averaged over the categories."""
+    """Print the time of a step by part: averaged over the categories, and of each load.
+
+    A load's times are for each request of a step, prefills included.
+    """
     lines = []
     for row in rows:
-        if row["category"] == MEAN:
+        if row["category"] == MEAN or row.get("at_once", 1) > 1:
             values = [row[f"{part}_ms_per_step"] for part in PARTS]
             step = row["ms_per_step"]
             lines.append(
                 [
-                    *(row["workload"], row["method"], row["nodes_per_step"], step, *values),
+                    *(row["workload"], row["category"], row["method"]),
+                    *(row["nodes_per_step"], step, *values),
                     *(step - sum(values), row["ratio_to_best_peer"]),
                 ]
             )
     if lines:
-        columns = ("workload", "method", "nodes", "step", *PARTS, "rest", "over best peer")
+        columns = (
+            "workload",
+            "category",
+            "method",
+            "nodes",
+            "step",
+            *PARTS,
+            "rest",
+            "over best peer",
+        )
         print_table(columns, lines, "Milliseconds of a step after the first token")

@@ -5,15 +5,16 @@ vocabulary are computed as for a trained model of that shape. Then the logits of
 maximum: the recorded token that follows the row's position. A step costs what a step of such a
 model costs, and the text is a real model's.
 
-Only its position identifies a row, so the engine may run one request at a time. A row whose token
-is not the recorded one of its position is off the recorded path. It gets another token, so a
-drafter learns nothing from it.
+The request and the position identify a row, so the model is told which requests a step's rows
+belong to. A row whose token is not the recorded one of its position is off the recorded path. It
+gets another token, so a drafter learns nothing from it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,31 +53,39 @@ _TOP = 1.0e4
 
 
 class Recorded:
-    """Text of the running request, shared by all replay models of this process."""
+    """Texts of the running requests, shared by all replay models of this process."""
 
-    tokens: ClassVar[torch.Tensor] = torch.zeros(2, dtype=torch.int64)
+    texts: ClassVar[torch.Tensor] = torch.zeros((1, 2), dtype=torch.int64)
+    """int64 [texts, length]; behind the end of a text its last token repeats."""
 
     @classmethod
-    def play(cls, tokens: Sequence[int]) -> None:
-        """Make `tokens`, prompt and answer, the text of the next request."""
-        cls.tokens = torch.tensor(tokens, dtype=torch.int64)
+    def play(cls, texts: Sequence[Sequence[int]]) -> None:
+        """Make `texts`, each prompt and answer, those of the next requests."""
+        longest = max(map(len, texts))
+        padded = [[*text, *[text[-1]] * (longest - len(text))] for text in texts]
+        cls.texts = torch.tensor(padded, dtype=torch.int64)
 
 
 def next_tokens(
-    recorded: torch.Tensor, input_ids: torch.Tensor, positions: torch.Tensor, vocab_size: int
+    recorded: torch.Tensor,
+    owners: torch.Tensor,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_size: int,
 ) -> torch.Tensor:
     """Return the token after each row: int64 [rows].
 
     Args:
-        recorded: int64 [length], prompt and answer; beyond its end the last token repeats.
+        recorded: int64 [texts, length], prompts and answers; beyond the end the last token repeats.
+        owners: int64 [rows], the text of each row.
         input_ids: int [rows], the rows' tokens.
         positions: int [rows], the rows' positions.
         vocab_size: token ids are below.
     """
-    last = len(recorded) - 1
+    last = recorded.shape[1] - 1
     positions = positions.to(torch.int64)
-    follows = recorded[(positions + 1).clamp(max=last)]
-    on_path = input_ids == recorded[positions.clamp(max=last)]
+    follows = recorded[owners, (positions + 1).clamp(max=last)]
+    on_path = input_ids == recorded[owners, positions.clamp(max=last)]
     elsewhere = (follows + 1 + (31 * input_ids + positions) % (vocab_size - 1)) % vocab_size
     return torch.where(on_path, follows, elsewhere)
 
@@ -94,7 +103,14 @@ def read_digits(hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 class ReplayLlamaForCausalLM(LlamaForCausalLM):
-    """vLLM's Llama, whose argmax is the recorded text."""
+    """vLLM's Llama, whose argmax is the recorded text.
+
+    Attributes:
+        owners: takes the number of rows of a step and returns the text of each, int64 [rows]. Of
+            one request at a time until it is set.
+    """
+
+    owners: Callable[[int], torch.Tensor] = staticmethod(partial(torch.zeros, dtype=torch.int64))
 
     def forward(
         self,
@@ -104,7 +120,8 @@ class ReplayLlamaForCausalLM(LlamaForCausalLM):
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         hidden_states = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
-        tokens = next_tokens(Recorded.tokens, input_ids, positions, self.config.vocab_size)
+        owners = self.owners(len(input_ids))
+        tokens = next_tokens(Recorded.texts, owners, input_ids, positions, self.config.vocab_size)
         write_digits(hidden_states, tokens)
         return hidden_states
 

@@ -48,12 +48,13 @@ def write_recordings(folder: Path) -> list[str]:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     files = write_recordings(tmp_path_factory.mktemp("recordings"))
     options = ["--workload", "replay", "--shape", "tiny", "--eager", "--max-tokens", "80"]
-    return peers.run(peers.parse([*options, *files, "--methods", *METHODS, "--repeats", "2"]))
+    options += ["--at-once", "1", "2", "--methods", *METHODS, "--repeats", "2"]
+    return peers.run(peers.parse([*options, *files]))
 
 
 def test_all_methods_give_the_recorded_answers(rows: list[dict[str, Any]]) -> None:
     assert {row["method"] for row in rows} == set(METHODS)
-    assert {row["category"] for row in rows} == {"multi-turn", "qa", "rag", "mean"}
+    assert {row["category"] for row in rows} == {"multi-turn", "qa", "rag", "2 at once", "mean"}
     assert all(row["identical"] is True for row in rows)
 
 
@@ -90,7 +91,7 @@ def learner(tmp_path: Path) -> Iterator[Callable[[], peers_engines.Measured]]:
             enforce_eager=True,
             **peers_engines.replay_settings("bfloat16"),
         )
-        peers.play_answer(question)
+        peers.play_answers(question)
 
         def ask(forget: bool = False) -> peers_engines.Measured:
             if forget:

@@ -28,7 +28,10 @@ def trees(request: pytest.FixtureRequest, results: dict[str, Any]) -> dict[str, 
 
 
 def test_trees_give_the_greedy_tokens_of_plain_v2(trees) -> None:
-    """Prefills in chunks, preemptions, requests without drafts among the others."""
+    """Prefills in chunks, preemptions, requests without drafts among the others.
+
+    The synchronous engine's trees are those of `trie_union` with Medusa heads.
+    """
     assert trees["greedy"] == []
     assert trees["preempted"] > 0
     steps, tokens = trees["greedy_steps"]
@@ -59,18 +62,12 @@ def test_the_walk_is_that_of_its_readable_twin(results) -> None:
     assert results["walks"] == []
 
 
-def test_a_step_with_trees_waits_for_the_device_once(trees) -> None:
-    least, most, steps = trees["waits"]
-    assert least == most == 1
-    assert steps > 10
-
-
 def test_trees_leave_nothing(trees) -> None:
     assert trees["requests_left"] == trees["blocks_lost"] == 0
 
 
 def test_asynchronous_scheduling_is_the_default_and_can_be_switched_off(results) -> None:
-    found = {name: results[name]["async"] for name in results if name not in ("v1", "walks")}
+    found = {name: results[name]["async"] for name in results if "async" in results[name]}
     assert found == {
         "asynchronous": True,
         "synchronous": False,
@@ -84,7 +81,10 @@ def test_plain_v2_gives_the_tokens_of_plain_v1(results) -> None:
 
 
 def test_greedy_tokens_are_those_of_plain_v2(result) -> None:
-    """Prefills in chunks, preemptions, requests without drafts among the others."""
+    """Prefills in chunks, preemptions, requests without drafts among the others.
+
+    The synchronous engine's chains are those of `trie_union` with Medusa heads.
+    """
     assert result["greedy"] == []
     assert result["preempted"] > 0
     assert result["stats"]["steps"] < result["stats"]["tokens"]
@@ -121,10 +121,37 @@ def test_drafters_see_the_hidden_state_of_the_last_committed_token(results) -> N
     assert results["asynchronous"]["hidden_states_error"] < 1e-4
 
 
-def test_a_step_waits_for_the_device_once(result) -> None:
-    least, most, steps = result["waits"]
-    assert least == most == 1
-    assert steps > 30
+def test_waits_for_the_device(results) -> None:
+    """Counted in whole steps; documented in docs/how_it_works.md."""
+    found = {
+        "plain": results["vllm"]["plain"],
+        "ngram": results["vllm"]["ngram"],
+        "chains": results["asynchronous"]["waits"],
+        "trees": results["trees"]["waits"],
+    }
+    assert {name: waits["step"][:2] for name, waits in found.items()} == {
+        "plain": [0, 0],
+        "ngram": [0, 0],
+        "chains": [1, 1],
+        "trees": [1, 1],
+    }
+    assert all(waits["output"][:2] == [1, 1] for waits in found.values())
+    assert all(waits["step"][2] > 10 for waits in found.values())
+
+
+def test_vllms_own_ngrams_draft_beside_the_plugin(results) -> None:
+    assert results["vllm"]["differences"] == []
+
+
+@pytest.mark.parametrize("name", ["synchronous", "synchronous trees"])
+def test_adapters_cache_salts_and_the_prefix_cache(results, name) -> None:
+    """LoRA adapters in one batch; a request's draft may come from its adapter's and salt's text."""
+    found = results[name]
+    assert found["adapters"] == []
+    assert found["salts"] == ["mine", "one\0", "two\0", "two\0mine"]
+    plain, drafting = found["cached"]
+    assert plain > 0
+    assert drafting > 0
 
 
 def test_statistics(result) -> None:

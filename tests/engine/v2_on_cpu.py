@@ -11,6 +11,9 @@ rejection sampler, its scheduler; attention is the CPU's.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +29,28 @@ triton.backends.backends["cpu"] = SimpleNamespace(
     driver=SimpleNamespace(is_active=lambda: True), compiler=None
 )
 
+from triton.language import core
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+# A third of the interpreter's time: it checks each sum for overflow, and looks for the functions
+# that it replaces at each launch.
+interpreter.interpreter_builder.options = dataclasses.replace(
+    interpreter.interpreter_builder.options, sanitize_overflow=False
+)
+
+
+@functools.cache
+def _builtins_of(package: Any) -> list[tuple[str, Any]]:
+    return [each for each in inspect.getmembers(package) if core.is_builtin(each[1])]
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    for name, member in _builtins_of(package):
+        interpreter._patch_attr(package, name, member, builder, scope)
+
+
+interpreter._patch_builtin = _patch_builtin
 
 _load, _store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
@@ -83,3 +107,11 @@ def schedule_as_on_a_gpu() -> None:
     # This kernel is beyond the interpreter; vLLM has its twin in torch operations.
     topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
     torch.Event = torch.cuda.Event = Event
+
+
+def use_v2(value: bool) -> None:
+    """Choose the model runner of the engines that start from now on."""
+    from vllm import envs
+
+    # Where an engine has run, vLLM reads no environment variable any more.
+    vars(envs)["VLLM_USE_V2_MODEL_RUNNER"] = value

@@ -1,7 +1,9 @@
 """Drafts on vLLM's Model Runner V2 against the same runner without speculation, on a CPU.
 
-A program of its own, see :mod:`tests.engine.v2_on_cpu`. Prints one JSON object. With a number, it
-compares only that many random requests with trees; the tests send few.
+A program of its own, see :mod:`tests.engine.v2_on_cpu`. Prints one JSON object. The tests send few
+random requests; this compares only such, as many as are wanted, with one of `METHODS`:
+
+    python -m tests.engine.v2_run COUNT [SEED [METHOD]]
 """
 
 from __future__ import annotations
@@ -10,19 +12,21 @@ import dataclasses
 import json
 import random
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 
 # isort: split
 
-import torch
-from torch.overrides import TorchFunctionMode
-from vllm import LLM, SamplingParams, envs
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.engine.beam.cases import request_of
+from tests.engine.beam.lora import make_adapter
 from tests.engine.beam.oracle import Case
 from tests.engine.compare import (
     check_outputs_beside_aborts,
@@ -36,8 +40,9 @@ from tests.engine.drafters import FaultyDrafter, HiddenStateDrafter, NoOptions, 
 from tests.engine.prompts import prompts
 from tests.engine.test_random_requests import run as answers_of
 from tests.engine.v2_trees import differing, differing_walks, random_requests, tell_oracle_of
+from tests.engine.v2_waits import Waits
 from vllm_trie.drafters import DraftRequest
-from vllm_trie.tiny_model import model_path
+from vllm_trie.tiny_model import medusa_path, model_path
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE, TreeStats
 
@@ -66,23 +71,54 @@ SEEDS_WITHOUT_DRAFTS = [
     greedy(temperature=0.9, seed=i, top_p=0.95, max_tokens=5, **(OPT_OUT if i < 3 else {}))
     for i in range(4)
 ]
-CHAINS = {"method": "ngram_trie", "num_speculative_tokens": TOKENS}
-TREES = {"method": "ngram_trie", "num_speculative_tokens": NODES, "verification": "tree"}
+UNION = {
+    "method": "trie_union",
+    "drafters": ["ngram", "lookahead", "medusa"],
+    "options": {"lookahead": {"ngram_size": 3}},  # fits into few nodes
+    "model": str(medusa_path()),
+}
+LOOKAHEAD = {"method": "lookahead_trie", "ngram_size": 3}
+HEADS = {"method": "medusa_dynamic", "model": str(medusa_path())}
+AS_CHAINS = {"num_speculative_tokens": TOKENS}
+AS_TREES = {"num_speculative_tokens": NODES, "verification": "tree"}
+CHAINS = {"method": "ngram_trie", **AS_CHAINS}
+TREES = {"method": "ngram_trie", **AS_TREES}
+NGRAM = {"method": "ngram_gpu", **AS_CHAINS, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+"""vLLM's own, which drafts on the device."""
+METHODS = {
+    "oracle": TREES,
+    "ngram": {**TREES, "recycle": True},
+    "medusa": {**HEADS, **AS_TREES},
+    "lookahead": {**LOOKAHEAD, **AS_TREES},
+    "union": {**UNION, **AS_TREES},
+    "chains": CHAINS,
+    "medusa chains": {**HEADS, **AS_CHAINS},
+    "lookahead chains": {**LOOKAHEAD, **AS_CHAINS},
+    "union chains": {**UNION, **AS_CHAINS},
+}
+"""Of the runs with many random requests; `oracle` has most of the true path in its trees."""
+ADAPTERS = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3}
+"""For two adapters: vLLM on CPUs computes requests without one with that of the last slot."""
 STRUCTURED = StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}})
 
 
 def engine(**options: Any) -> LLM:
-    options = {"block_size": 32, "num_gpu_blocks_override": 8, "max_num_seqs": 3, **options}
+    settings = {
+        "block_size": 32,
+        "num_gpu_blocks_override": 8,  # for two requests, and vLLM keeps one
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 48,
+        "max_model_len": 160,
+        **options,
+    }
     return LLM(
         model=str(model_path()),
         dtype="float32",
         enforce_eager=True,
         kv_cache_memory_bytes=16 << 20,
-        max_model_len=160,  # blocks for two requests, and vLLM keeps one
-        max_num_batched_tokens=48,
         disable_log_stats=False,
         seed=0,
-        **options,
+        **settings,
     )
 
 
@@ -97,47 +133,6 @@ class ChainOracle(OracleDrafter):
         path = truth[: rng.randint(0, length)]
         path += [rng.randrange(self.context.vocab_size) for _ in range(length - len(path))]
         return TokenTree.from_paths([path], length)
-
-
-class HostReads(TorchFunctionMode):
-    """Counts reads of tensors that would wait for a device."""
-
-    names = frozenset({"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__"})
-    count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        on_host = bool(args) and any(args[0] is each for each in self.kept_on_host)
-        HostReads.count += getattr(func, "__name__", "") in self.names and not on_host
-        return func(*args, **(kwargs or {}))
-
-    def __init__(self, *kept_on_host: torch.Tensor) -> None:
-        super().__init__()
-        self.kept_on_host = kept_on_host
-
-
-def count_waits(llm: LLM, waits: list[int]) -> None:
-    """Note, for each step, how often verification and drafting wait for the device."""
-    runner = runner_of(llm)
-    propose, verify = runner.adapter.propose, runner.rejection_sampler
-    verified = [0]
-
-    def counting_verify(logits: Any, batch: Any, *args: Any) -> Any:
-        before = HostReads.count
-        with HostReads(batch.seq_lens_cpu_upper_bound):
-            output = verify(logits, batch, *args)
-        verified[0] = HostReads.count - before
-        return output
-
-    def counting_propose(*args: Any) -> torch.Tensor:
-        before = v2_on_cpu.Event.waits + HostReads.count
-        with HostReads():
-            drafts = propose(*args)
-        waits.append(v2_on_cpu.Event.waits + HostReads.count - before + verified.pop())
-        verified.append(0)
-        return drafts
-
-    runner.adapter.propose = counting_propose
-    runner.rejection_sampler = counting_verify
 
 
 def count_drafts(llm: LLM, drafts: list[int]) -> None:
@@ -170,9 +165,8 @@ def hidden_states(llm: LLM, answers: dict[Any, Any]) -> dict[Any, Any]:
 def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     """One engine's share: what differs from plain outputs, and what was done."""
     before = free_blocks(llm)
-    waits: list[int] = []
     drafts: list[int] = []
-    count_waits(llm, waits)
+    waits = Waits(llm)
     count_drafts(llm, drafts)
     runner, totals = runner_of(llm), trees_of(llm).totals
     assert isinstance(runner, GPUModelRunner)
@@ -193,9 +187,8 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     steps, tokens = totals.steps, totals.tokens
     check_outputs_beside_aborts(llm, plain["long"], greedy(), {3: [0], 7: [3]})
     result["oracle_tokens_per_step"] = (totals.tokens - tokens) / (totals.steps - steps)
-    if result["async"]:
-        result |= run_other_drafters(llm, plain)
-    result["waits"] = [min(waits), max(waits), len(waits)]
+    result["waits"] = waits.summary()
+    result |= run_other_drafters(llm, plain) if result["async"] else run_adapters(llm, plain)
     for _ in range(3):  # let the worker hear of the last ones
         if scheduler_of(llm).has_requests():
             llm.llm_engine.step()
@@ -211,21 +204,22 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def run_trees(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
-    """The share of an engine with trees, most of them with a part of the true continuation."""
+    """The share of an engine with trees; of the asynchronous one's, most have the true path."""
     before = free_blocks(llm)
-    waits: list[int] = []
-    count_waits(llm, waits)
+    waits = Waits(llm)
     totals = trees_of(llm).totals
-    put_in(llm, OracleDrafter)
+    is_async = type(scheduler_of(llm)).__name__.startswith("Async")
+    if is_async:
+        put_in(llm, OracleDrafter)
     with preemptions(llm) as preempted:
         outputs = generate(llm, TEXTS, MIXED)
     result: dict[str, Any] = {
-        "async": type(scheduler_of(llm)).__name__.startswith("Async"),
+        "async": is_async,
         "greedy": differences(plain["greedy"], outputs),
         "preempted": len(preempted),
         "greedy_steps": [totals.steps, totals.tokens],
     }
-    if result["async"]:
+    if is_async:
         tell_oracle(plain["seeds"])
         steps, tokens = totals.steps, totals.tokens
         result["seeds"] = differences(plain["seeds"], generate(llm, TEXTS[:4], SEEDS))
@@ -236,8 +230,10 @@ def run_trees(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
         tell_oracle_of(plain["requests"], plain["answers"])
         found = answers_of(llm, plain["requests"], with_priorities=False)
         result["random"] = differing(plain["requests"], plain["answers"], found)
-    result["waits"] = [min(waits), max(waits), len(waits)]
-    if result["async"]:
+    result["waits"] = waits.summary()
+    if not is_async:
+        result |= run_adapters(llm, plain)
+    else:
         HiddenStateDrafter.steps.clear()
         plain["seen"] = hidden_states(llm, OracleDrafter.answers)
         result["argmax"] = [
@@ -269,6 +265,44 @@ def run_other_drafters(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     return result
 
 
+def run_adapters(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
+    """Requests with LoRA adapters and cache salts, one of them a second time."""
+    guard, salts = trees_of(llm).guard, {}
+    stock = guard.propose
+
+    def propose(requests: list[DraftRequest]) -> list[TokenTree]:
+        salts.update({each.request_id: each.cache_salt for each in requests})
+        return stock(requests)
+
+    guard.propose = propose
+    outputs = adapted(llm, plain["adapters"])
+    guard.propose = stock
+    return {
+        "adapters": differences(plain["adapted"], outputs),
+        "salts": sorted({str(salt) for salt in salts.values()}),
+        "cached": [sum(o.num_cached_tokens for o in some) for some in (plain["adapted"], outputs)],
+    }
+
+
+def adapted(llm: LLM, adapters: list[LoRARequest]) -> list[Any]:
+    first, second = adapters
+    text = TEXTS[2]
+    salted = {**text, "cache_salt": "mine"}
+    prompts, chosen = [text, text, salted, text, salted], [first, second, None, first, second]
+    return llm.generate(prompts, greedy(), lora_request=chosen, use_tqdm=False)
+
+
+def make_adapters(folder: Path) -> list[LoRARequest]:
+    adapters = []
+    for number, name in enumerate(("one", "two"), 1):
+        paths = folder / name, folder / f"{name}-merged"
+        for path in paths:
+            path.mkdir()
+        make_adapter(*paths, seed=number)
+        adapters.append(LoRARequest(name, number, str(paths[0])))
+    return adapters
+
+
 def structured(llm: LLM) -> list[Any]:
     params = greedy(structured_outputs=STRUCTURED, max_tokens=6)
     return generate(llm, TEXTS[1:3], [params, greedy()])
@@ -279,61 +313,83 @@ def beside_a_beam_search(llm: LLM) -> list[Any]:
     return generate(llm, [TEXTS[0], beams, TEXTS[5]], [greedy(), params, greedy()])
 
 
-def use_v2(value: bool) -> None:
-    # Where an engine has run, vLLM reads no environment variable any more.
-    vars(envs)["VLLM_USE_V2_MODEL_RUNNER"] = value
-
-
-def compare_random_requests(count: int) -> dict[str, Any]:
-    """Many random requests with trees, in engines of their own."""
+def compare_random_requests(count: int, seed: int, method: str) -> dict[str, Any]:
+    """Many random requests, in engines of their own."""
     room = {"max_num_seqs": 8, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 96}
-    requests = random_requests(count, seed=1)
+    requests = random_requests(count, seed)
     expected = answers_of(engine(**room), requests, with_priorities=False)
     tell_oracle_of(requests, expected)
-    llm = engine(speculative_config=TREES, **room)
-    put_in(llm, OracleDrafter)
+    llm = engine(speculative_config=METHODS[method], **room)
+    if method == "oracle":
+        put_in(llm, OracleDrafter)
     with preemptions(llm) as preempted:
         found = answers_of(llm, requests, with_priorities=False)
+    if "verification" not in METHODS[method]:
+        # With chains a seed gives other tokens, and another text to structured outputs.
+        greedy_ones = {i for i, each in enumerate(requests) if each.params.temperature == 0.0}
+        expected = {i: a for i, a in expected.items() if i in greedy_ones}
+        found = {i: a for i, a in found.items() if i in greedy_ones}
     totals = trees_of(llm).totals
     return {
+        "method": method,
         "random": differing(requests, expected, found),
-        "answered": len(found),
+        "compared": len(found),
         "preempted": len(preempted),
         "steps": [totals.steps, totals.tokens],
     }
 
 
-def compare_all() -> dict[str, Any]:
-    use_v2(False)
+def compare_all(folder: Path) -> dict[str, Any]:
+    v2_on_cpu.use_v2(False)
     v1 = engine()
     assert not isinstance(runner_of(v1), GPUModelRunner)
     expected = generate(v1, TEXTS, greedy())
-    use_v2(True)
-    llm = engine(async_scheduling=False)
+    v2_on_cpu.use_v2(True)
+    llm = engine(async_scheduling=False, **ADAPTERS)
+    waits = Waits(llm)
     requests = random_requests(RANDOM_REQUESTS, seed=0)
+    adapters = make_adapters(folder)
     plain = {
         "greedy": generate(llm, TEXTS, MIXED),
+        "waits": waits.summary(),
         "beams": beside_a_beam_search(llm),
         "seeds": generate(llm, TEXTS[:4], SEEDS),
         "long": generate(llm, TEXTS, greedy()),
         "structured": structured(llm),
         "requests": requests,
         "answers": answers_of(llm, requests, with_priorities=False),
+        "adapters": adapters,
+        "adapted": adapted(llm, adapters),
     }
     tell_oracle(plain["long"])
     result: dict[str, Any] = {"v1": differences(expected, plain["long"])}
-    synchronous, asynchronous = {"async_scheduling": False}, {}
+    synchronous = {"async_scheduling": False, **ADAPTERS}
     result["trees"] = run_trees(engine(speculative_config=TREES), plain)
-    result["synchronous trees"] = run_trees(engine(speculative_config=TREES, **synchronous), plain)
-    for name, options in {"synchronous": synchronous, "asynchronous": asynchronous}.items():
-        result[name] = run(engine(speculative_config=CHAINS, **options), plain)
+    union = {**UNION, **AS_TREES}
+    result["synchronous trees"] = run_trees(engine(speculative_config=union, **synchronous), plain)
+    union = {**UNION, **AS_CHAINS}
+    result["synchronous"] = run(engine(speculative_config=union, **synchronous), plain)
+    result["asynchronous"] = run(engine(speculative_config=CHAINS), plain)
+    ngram = engine(speculative_config=NGRAM)
+    waits = Waits(ngram)
+    found = generate(ngram, TEXTS[:3], greedy())
+    result["vllm"] = {
+        "plain": plain["waits"],
+        "ngram": waits.summary(),
+        "differences": differences(plain["long"][:3], found),
+    }
     return {**result, "walks": differing_walks(20)}
 
 
 def main() -> None:
     v2_on_cpu.schedule_as_on_a_gpu()
-    use_v2(True)
-    result = compare_random_requests(int(sys.argv[1])) if sys.argv[1:] else compare_all()
+    v2_on_cpu.use_v2(True)
+    if sys.argv[1:]:
+        count, seed, method = [*sys.argv[1:], *("", "1", "oracle")[len(sys.argv) - 1 :]]
+        result = compare_random_requests(int(count), int(seed), method)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            result = compare_all(Path(folder))
     print("RESULT " + json.dumps(result))
 
 

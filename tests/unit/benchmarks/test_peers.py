@@ -18,19 +18,27 @@ VOCAB_SIZE = 1000
 TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=20)
 
 
-@given(recorded=TOKENS, data=st.data())
+@given(texts=st.lists(TOKENS, min_size=1, max_size=3), data=st.data())
 def test_rows_on_the_recorded_path_predict_it_and_others_do_not(
-    recorded: list[int], data: st.DataObject
+    texts: list[list[int]], data: st.DataObject
 ) -> None:
-    positions = data.draw(st.lists(st.integers(0, len(recorded) + 3), min_size=1, max_size=10))
-    tokens = data.draw(
-        st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=len(positions), max_size=len(positions))
+    rows = st.tuples(
+        st.integers(0, len(texts) - 1), st.integers(0, 24), st.integers(0, VOCAB_SIZE - 1)
     )
-    last = len(recorded) - 1
-    found = replay_model.next_tokens(
-        torch.tensor(recorded), torch.tensor(tokens), torch.tensor(positions), VOCAB_SIZE
-    ).tolist()
-    for token, position, after in zip(tokens, positions, found, strict=True):
+    owners, positions, tokens = zip(
+        *data.draw(st.lists(rows, min_size=1, max_size=10)), strict=True
+    )
+    before = replay_model.Recorded.texts
+    try:
+        replay_model.Recorded.play(texts)
+        found = replay_model.next_tokens(
+            replay_model.Recorded.texts, *map(torch.tensor, (owners, tokens, positions)), VOCAB_SIZE
+        ).tolist()
+    finally:
+        replay_model.Recorded.texts = before
+    for owner, token, position, after in zip(owners, tokens, positions, found, strict=True):
+        recorded = texts[owner]
+        last = len(recorded) - 1
         truth = recorded[min(position + 1, last)]
         assert 0 <= after < VOCAB_SIZE
         assert (after == truth) == (token == recorded[min(position, last)])

@@ -20,6 +20,7 @@ from vllm_trie.explore.trace import read_trace
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
+from vllm_trie.vllm_hooks.worker.runners.runner_v2 import RunnerV2Mixin
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import DraftedOnly, V2Adapter
 from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
@@ -281,3 +282,24 @@ def test_traces_follow_the_requests(steps: Steps, tmp_path: Path) -> None:
         ([6], [], []),
         ([7, 8, 9], [7, 8, 9, 10], [0, 1]),
     ]
+
+
+def test_each_row_of_logits_has_its_requests_adapter() -> None:
+    """vLLM names the adapters of requests; its output layer takes those of rows."""
+    seen: list[tuple[int, ...]] = []
+
+    class Stock:
+        def prepare_inputs(self, scheduler_output: Any) -> Any:
+            return SimpleNamespace(cu_num_logits_np=np.array([0, 3, 4]), req_ids=["a", "b"])
+
+        def _set_active_loras(self, prompts: tuple[int, ...], tokens: Any, adapters: Any) -> None:
+            seen.append(prompts)
+
+    class Runner(RunnerV2Mixin, Stock):  # type: ignore[misc]
+        speculator: Any = SimpleNamespace(adapter=SimpleNamespace(begin_step=lambda *_: None))
+
+    runner: Any = Runner()
+    runner.prepare_inputs(None)
+    for _ in range(2):  # the second one is a warm-up's, which no inputs were prepared for
+        runner._set_active_loras((7, 5), (), set())
+    assert seen == [(7, 7, 7, 5), (7, 5)]

@@ -236,6 +236,10 @@ V2_PATCHES: tuple[Patch, ...] = (
         "keeps the requests' text on the host, for drafters", "scheduler_output"),
     _v2_overridden("execute_model", "overridden", "starts a step", "scheduler_output"),
     _v2_overridden("prepare_inputs", "overridden", "finds the step's drafts", "scheduler_output"),
+    _v2_overridden("_set_active_loras", "overridden",
+        "names the adapter of each row of logits; vLLM names one for each request, which is wrong "
+        "with drafts", "prompt_lora_mapping",
+        retire_when="vLLM maps rows of logits to adapters on Model Runner V2"),
     _v2_overridden("sample", "overridden", "starts the copy of the sampled tokens to the host",
         "hidden_states input_batch grammar_output"),
     _v2_overridden("sample_tokens", "overridden", "attaches the worker's statistics to its output",

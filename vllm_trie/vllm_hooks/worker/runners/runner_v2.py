@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
@@ -75,6 +76,7 @@ class RunnerV2Mixin(_Runner):
     """Overrides of Model Runner V2 that draft; everything else stays vLLM's."""
 
     speculator: HostSpeculator
+    _rows_of_requests: np.ndarray | None = None  # of the step that is prepared
 
     @property
     def adapter(self) -> V2Adapter:
@@ -103,6 +105,7 @@ class RunnerV2Mixin(_Runner):
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
+        self._rows_of_requests = np.diff(batch.cu_num_logits_np)
         self.adapter.begin_step(scheduler_output, batch.req_ids)
         return batch
 
@@ -110,6 +113,15 @@ class RunnerV2Mixin(_Runner):
         prepared = super().prepare_attn(input_batch)
         self.adapter.place(input_batch, prepared[1])
         return prepared
+
+    def _set_active_loras(
+        self, prompt_lora_mapping: Sequence[int], *args: Any, **kwargs: Any
+    ) -> None:
+        # vLLM names the adapter of each request, where its layers take that of each logits row.
+        rows, self._rows_of_requests = self._rows_of_requests, None
+        if rows is not None:
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, rows).tolist())
+        super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         sampled = super().sample(*args, **kwargs)

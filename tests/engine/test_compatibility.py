@@ -1,0 +1,104 @@
+"""The table of families on the compatibility page is what start-up chooses on both runners."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Blip2Config
+from vllm import envs
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.engine import families
+from tests.engine.chain_families import FAMILIES, RECURRENT
+from tests.engine.families import write_config
+from tests.processes import ROOT
+from vllm_trie.vllm_hooks.setup import config
+
+pytestmark = pytest.mark.usefixtures("inspect_models_here")
+
+PAGE = ROOT / "docs" / "compatibility.md"
+SUPPORTED, UNSUPPORTED = families.SUPPORTED, families.UNSUPPORTED
+_BLIP_2 = {
+    **Blip2Config(text_config={"model_type": "opt", "vocab_size": 64}).to_dict(),
+    "architectures": ["Blip2ForConditionalGeneration"],
+}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+CONFIGURATIONS: dict[str, list[dict[str, Any]]] = {
+    "Llama": [SUPPORTED["Llama"]],
+    "Qwen 2 and 3": [SUPPORTED[name] for name in ("Qwen 3", "Phi", "Cohere", "GPT-2", "OPT")],
+    "mixtures of experts": [SUPPORTED["Mixtral"], SUPPORTED["Qwen 3 MoE"]],
+    "scaled rotary positions": [families.VARIANTS["yarn"]],
+    "linear biases": [{"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4}],
+    "quantized weights": [{**SUPPORTED["Qwen 2"], "quantization_config": _GPTQ}],
+    "text decoders with images": [_BLIP_2],
+    "other decoders": [SUPPORTED["GPT-NeoX"]],
+    "sliding windows": [
+        *(FAMILIES[name].config for name in ("Mistral", "Gemma 2", "Gemma 3", "Gemma 4")),
+        {**SUPPORTED["Phi 3"], "sliding_window": 32},
+    ],
+    "attention sinks": [FAMILIES[name].config for name in ("gpt-oss", "Gemma 2")],
+    "attention in chunks": [FAMILIES["Llama 4"].config],
+    "multimodal rotary positions": [FAMILIES[name].config for name in ("Qwen 2.5 VL", "Qwen 3 VL")],
+    "multi-head latent attention": [UNSUPPORTED["latent attention"][0]],
+    "state-space": list(RECURRENT.values()),
+    "encoder and decoder": [UNSUPPORTED["encoder and decoder"][0]],
+    "embedding": [UNSUPPORTED["embeddings"][0]],
+}
+"""By the words that a row begins with."""
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    """The cells V1 and V2 of each row, by the words of `CONFIGURATIONS`."""
+    text = PAGE.read_text(encoding="utf-8")
+    table = text.partition("| family | V1 | V2 |")[2].partition("\n\n")[0]
+    found: dict[str, tuple[str, str]] = {}
+    for line in table.splitlines()[2:]:
+        family, v1, v2, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        # One of them begins like another.
+        name = max((n for n in CONFIGURATIONS if family.startswith(n)), key=len, default=family)
+        found[name] = v1, v2
+    return found
+
+
+def architecture(values: dict[str, Any]) -> list[str]:
+    """The class that Transformers would name in a checkpoint."""
+    found = AutoConfig.for_model(**values)
+    kind = AutoModelForImageTextToText if hasattr(found, "vision_config") else AutoModelForCausalLM
+    return [kind._model_mapping[type(found)].__name__]
+
+
+def chosen(model: str, verification: str) -> str:
+    """What start-up makes of a model: `tree`, `chain` or `refused`."""
+    options = {"method": "ngram_trie", "num_speculative_tokens": 4, "verification": verification}
+    arguments = EngineArgs(
+        model=model, skip_tokenizer_init=True, max_model_len=32, speculative_config=options
+    )
+    try:
+        return config.verification(arguments.create_engine_config())
+    except ValueError as error:
+        if "cannot run with this configuration" not in str(error):
+            raise
+        return "refused"
+
+
+def test_every_row_has_configurations() -> None:
+    assert rows().keys() == CONFIGURATIONS.keys()
+
+
+@pytest.mark.parametrize("family", CONFIGURATIONS)
+def test_cells(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The CPU build has no Triton, which V2 needs.
+    monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)
+    for number, values in enumerate(CONFIGURATIONS[family]):
+        named = {"architectures": values.get("architectures") or architecture(values), **values}
+        model = write_config(tmp_path / str(number), named)
+        for cell, is_v2 in zip(rows()[family], (False, True), strict=True):
+            # Where an engine has run, vLLM reads no environment variable any more.
+            monkeypatch.setitem(vars(envs), "VLLM_USE_V2_MODEL_RUNNER", is_v2)
+            found = chosen(model, "auto")
+            if found == "chain" and chosen(model, "tree") == "tree":
+                found += ", tree on request"
+            assert found == cell, values

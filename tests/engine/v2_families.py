@@ -1,0 +1,99 @@
+"""Chains on Model Runner V2 for the families that trees cannot serve, against plain V2, on a CPU.
+
+A program of its own, see :mod:`tests.engine.v2_on_cpu`. Prints one JSON object: what differs, and
+accepted and rejected draft tokens, by family. Without names it compares all of them:
+
+    python -m tests.engine.v2_families [FAMILY ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.engine import v2_on_cpu  # first: it prepares for vLLM
+
+# isort: split
+
+import numpy as np
+from vllm import LLM, SamplingParams
+from vllm.model_executor.models import registry
+
+from tests.engine.chain_families import CYCLE, FAMILIES, VOCABULARY, write_model
+from tests.engine.compare import differences, generate
+
+CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+"""Long enough that outputs leave the window of `chain_families.WINDOW` tokens."""
+
+
+def prompts() -> list[dict[str, list[int]]]:
+    """Each repeats a phrase of its own; the longest one is computed in parts."""
+    rng = np.random.default_rng(0)
+    phrases = [rng.integers(CYCLE, VOCABULARY, 9 + i).tolist() for i in range(3)]
+    return [{"prompt_token_ids": (p * 9)[: 20 + 27 * i]} for i, p in enumerate(phrases)]
+
+
+def compare(name: str, folder: Path) -> dict[str, Any]:
+    """Compare one family's engine with chains with the plain one."""
+    family = FAMILIES[name]
+    model = write_model(folder / name.replace(" ", "-"), family)
+
+    def engine(**options: Any) -> LLM:
+        return LLM(
+            model=model,
+            dtype="float32",
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            max_model_len=192,
+            max_num_seqs=3,
+            block_size=32,
+            kv_cache_memory_bytes=8 << 20,
+            max_num_batched_tokens=48,
+            disable_log_stats=False,
+            **family.engine,
+            **options,
+        )
+
+    plain = engine()
+    expected = generate(plain, prompts(), GREEDY)
+    chains = engine(speculative_config=CHAINS)
+    assert chains.llm_engine.vllm_config.scheduler_config.async_scheduling
+    found = generate(chains, prompts(), GREEDY)
+    counted = {m.name: m.value for m in chains.get_metrics() if hasattr(m, "value")}
+    accepted = counted["vllm:spec_decode_num_accepted_tokens"]
+    drafted = counted["vllm:spec_decode_num_draft_tokens"]
+    _kept.extend((plain, chains))
+    return {
+        "differences": differences(expected, found),
+        "accepted": accepted,
+        "rejected": drafted - accepted,
+    }
+
+
+_kept: list[LLM] = []
+"""An engine that is freed ends the process groups of the others."""
+
+
+def main() -> None:
+    v2_on_cpu.schedule_as_on_a_gpu()
+    v2_on_cpu.use_v2(True)
+    text_only = [name for name, f in FAMILIES.items() if "vision_config" not in f.config]
+    results = {}
+    # vLLM looks at each model class in a fresh interpreter, which takes longer than the rest.
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(registry, "_run_in_subprocess", lambda function: function()),
+    ):
+        for name in sys.argv[1:] or text_only:
+            results[name] = compare(name, Path(folder))
+            print(name, results[name], flush=True)
+    print("RESULT " + json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
