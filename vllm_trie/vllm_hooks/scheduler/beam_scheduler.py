@@ -35,8 +35,8 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.vllm_hooks.frontend.beam_options import beam_spec
-from vllm_trie.vllm_hooks.scheduler import decoded_items
 from vllm_trie.vllm_hooks.scheduler.groups import BeamGroups, Outputs
+from vllm_trie.vllm_hooks.scheduler.items import decoded_items
 from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
 from vllm_trie.vllm_hooks.setup.support import cache_reason, reason_off, say_where_untested
 
