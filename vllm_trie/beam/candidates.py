@@ -87,7 +87,8 @@ class CandidateRules:
             return logprobs
         place = np.minimum(np.searchsorted(self._biased, token_ids), self._biased.size - 1)
         biases = np.where(self._biased[place] == token_ids, self._bias[place], np.float32(0))
-        return logprobs + biases
+        result: np.ndarray = logprobs + biases
+        return result
 
     def apply(
         self, token_ids: np.ndarray, logprobs: np.ndarray, generated: Sequence[int]

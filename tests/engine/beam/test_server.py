@@ -153,7 +153,8 @@ def test_stop_string(client):
 
 @pytest.mark.parametrize("call", [completion, chat])
 def test_structured_outputs(client, call):
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 20, 300]}}, "required": ["a"]}
+    one = {"type": "object", "properties": {"a": {"enum": [1, 20, 300]}}, "required": ["a"]}
+    schema = {**one, "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     native = {"use_beam_search": True}
     result = call(client, native, n=2, max_tokens=40, response_format=wanted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -141,7 +140,7 @@ def test_equals_transformers_in_a_batch(engine, options):
     from vllm.sampling_params import StructuredOutputsParams
 
     llm = engine(**OPTIONS, **options)
-    others = greedy_requests(2, max_tokens=20)
+    others = greedy_requests(6, max_tokens=60)
     structured = StructuredOutputsParams(regex=REGEX)
     others.append((others[0][0], SamplingParams(temperature=0, structured_outputs=structured)))
     alone = [llm.generate([text], params, use_tqdm=False)[0] for text, params in others]
@@ -186,19 +185,12 @@ def test_raw_log_probabilities(engine):
 def test_sampled_and_diverse_searches(engine, options):
     text, params = request_of(3, WANTED[3] | {"width": 8, "max_tokens": 20})
     params.temperature, params.seed = 1.2, 3
-    params.bad_words = ["one"]
     params.extra_args |= options
     (result,) = engine(**OPTIONS).generate([text], params, use_tqdm=False)
-    assert len({each.token_ids for each in map(_hashable, result.outputs)}) == 8
+    assert len(result.outputs) == 8
     for output in result.outputs:
         assert output.finish_reason == "stop"
         assert re.fullmatch(REGEX, output.text)
-        assert "one" not in output.text
-
-
-def _hashable(output: Any) -> Any:
-    output.token_ids = tuple(output.token_ids)
-    return output
 
 
 def test_llm_beam_search(engine):
@@ -206,15 +198,14 @@ def test_llm_beam_search(engine):
 
     llm = engine(**OPTIONS)
     before = scheduler_of(llm).beam_counters.groups
-    structured = StructuredOutputsParams(json=SCHEMA)
-    params = BeamSearchParams(beam_width=3, max_tokens=40, structured_outputs=structured)
+    structured = StructuredOutputsParams(choice=CHOICE)
+    params = BeamSearchParams(beam_width=3, max_tokens=20, structured_outputs=structured)
     source = {"prompt_token_ids": list(prompt(7, 40))}
     (result,) = llm.beam_search([source], params)
     assert scheduler_of(llm).beam_counters.groups == before + 1
     for sequence in result.sequences:
-        tokens = sequence.tokens[40:]
-        text = llm.get_tokenizer().decode(tokens, skip_special_tokens=True)
-        assert isinstance(json.loads(text)["a"], int)
+        text = llm.get_tokenizer().decode(sequence.tokens[40:], skip_special_tokens=True)
+        assert text in CHOICE
 
 
 @pytest.mark.parametrize("when", ["compiled", "used"])

@@ -130,11 +130,19 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
     return prepared
 
 
-def beam_spec(params: SamplingParams | None) -> BeamSpec | None:
-    """Return the description of a member request, None for an ordinary request."""
+def num_members(params: SamplingParams | None) -> int | None:
+    """Return the number of members of a member's request, None for an ordinary request.
+
+    It does not parse the options, which a wide search has once for each of its members.
+    """
     spec = (params.extra_args or {}).get(SPEC_KEY) if params is not None else None
-    if spec is None:
-        return None
+    return None if spec is None else int(spec["n"])
+
+
+def beam_spec(params: SamplingParams) -> BeamSpec:
+    """Return the description of a member request."""
+    assert params.extra_args is not None
+    spec = params.extra_args[SPEC_KEY]
     return BeamSpec(spec["n"], BeamOptions.model_validate(spec["options"]), spec["seed"])
 
 

@@ -198,6 +198,4 @@ def wrap_new_completion_output(original: Any) -> Any:
 
 
 def _options(params: SamplingParams) -> BeamOptions:
-    spec = beam_spec(params)
-    assert spec is not None
-    return spec.options
+    return beam_spec(params).options

@@ -16,7 +16,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, check_blocks, check_slots
+from vllm_trie.vllm_hooks.frontend.beam_options import (
+    beam_spec,
+    check_blocks,
+    check_slots,
+    num_members,
+)
 from vllm_trie.vllm_hooks.scheduler.admission import Admission
 from vllm_trie.vllm_hooks.scheduler.blocks import num_blocks
 from vllm_trie.vllm_hooks.scheduler.group import MISSING, BeamGroup, error_output
@@ -75,12 +80,11 @@ class BeamGroups:
 
     # -- intake ------------------------------------------------------------------------------------
 
-    def add(self, request: Request, spec: BeamSpec, off: str | None) -> None:
+    def add(self, request: Request, off: str | None) -> None:
         """Add a member to its group, or refuse it; the first member makes the group.
 
         Args:
             request: The member.
-            spec: Its description.
             off: Why this engine has no native beam search, None if it has.
         """
         self._scheduler.requests[request.request_id] = request
@@ -90,18 +94,19 @@ class BeamGroups:
             if off is not None:
                 raise ValueError(f"native beam search is off: {off}")
             index, group_id = 0, request.request_id
-            if spec.n > 1:  # "{index}_{parent request id}", see vLLM's ParentRequest
+            # "{index}_{parent request id}", see vLLM's ParentRequest
+            if num_members(request.sampling_params) != 1:
                 prefix, _, group_id = request.request_id.partition("_")
                 index = int(prefix)
             if group_id not in self.by_id:
-                self.by_id[group_id] = self._new_group(group_id, request, spec)
+                self.by_id[group_id] = self._new_group(group_id, request)
         except ValueError as error:
             logger.error("Beam request %s refused: %s", request.request_id, error)
             self._refused.append(request)
         else:
             self.by_id[group_id].members[index] = request
 
-    def _new_group(self, group_id: str, member: Request, spec: BeamSpec) -> BeamGroup:
+    def _new_group(self, group_id: str, member: Request) -> BeamGroup:
         """Make a member's group.
 
         Raises:
@@ -109,6 +114,7 @@ class BeamGroups:
         """
         scheduler = self._scheduler
         assert member.sampling_params is not None
+        spec = beam_spec(member.sampling_params)
         group = BeamGroup(
             group_id,
             spec,
