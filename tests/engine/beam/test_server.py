@@ -156,8 +156,8 @@ def test_structured_outputs(client, call):
     one = {"type": "object", "properties": {"a": {"enum": [1, 20, 300]}}, "required": ["a"]}
     schema = {**one, "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    native = {"use_beam_search": True}
-    result = call(client, native, n=2, max_tokens=40, response_format=wanted)
+    native = {"use_beam_search": True, "response_format": wanted}
+    result = call(client, native, n=2, max_tokens=40)
     for choice in result.choices:
         text = choice.text if call is completion else choice.message.content
         assert json.loads(text)["a"] in (1, 20, 300)

@@ -163,9 +163,10 @@ def test_equals_transformers_in_a_batch(engine, options):
 
 def test_raw_log_probabilities(engine):
     """As in vLLM, the bias is not in them; the score has it."""
+    llm = engine(**OPTIONS)
     text, params = request_of(1, WANTED[1])
     params.logprobs = 3
-    (result,) = engine(**OPTIONS).generate([text], params, use_tqdm=False)
+    (result,) = llm.generate([text], params, use_tqdm=False)
     assert [list(each.token_ids) for each in result.outputs] == [
         each.token_ids for each in expected(1)
     ]
@@ -183,10 +184,11 @@ def test_raw_log_probabilities(engine):
     "options", [{"do_sample": True}, {"num_beam_groups": 4, "diversity_penalty": 2.0}]
 )
 def test_sampled_and_diverse_searches(engine, options):
+    llm = engine(**OPTIONS)
     text, params = request_of(3, WANTED[3] | {"width": 8, "max_tokens": 20})
     params.temperature, params.seed = 1.2, 3
     params.extra_args |= options
-    (result,) = engine(**OPTIONS).generate([text], params, use_tqdm=False)
+    (result,) = llm.generate([text], params, use_tqdm=False)
     assert len(result.outputs) == 8
     for output in result.outputs:
         assert output.finish_reason == "stop"
