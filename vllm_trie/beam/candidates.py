@@ -3,7 +3,8 @@
 Hugging Face applies these rules to ``log_softmax(logits)`` over the whole vocabulary. A search over
 the best ``k`` raw candidates of a row gives the same result as long as every rule only lowers
 log-probabilities and ``k`` is enlarged by the number of tokens that a rule can touch:
-:func:`num_raw_candidates` says by how much.
+:func:`num_raw_candidates` says by how much. A bias may raise them, so whoever chooses the ``k``
+counts it in (:class:`~vllm_trie.beam.top_k.TokenRules`).
 """
 
 from __future__ import annotations
@@ -76,6 +77,18 @@ class CandidateRules:
             or settings.do_sample
         )
         """False if :meth:`apply` would change nothing."""
+        biases = sorted(settings.logit_bias)
+        self._biased = np.array([token for token, _ in biases], dtype=np.int64)
+        self._bias = np.array([bias for _, bias in biases], dtype=np.float32)
+
+    def add_bias(self, token_ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        """Return float32[rows, k], log-probabilities of candidates with their bias."""
+        if not self._biased.size:
+            return logprobs
+        place = np.minimum(np.searchsorted(self._biased, token_ids), self._biased.size - 1)
+        biases = np.where(self._biased[place] == token_ids, self._bias[place], np.float32(0))
+        result: np.ndarray = logprobs + biases
+        return result
 
     def apply(
         self, token_ids: np.ndarray, logprobs: np.ndarray, generated: Sequence[int]
@@ -84,7 +97,7 @@ class CandidateRules:
 
         Args:
             token_ids: int[k], distinct candidate tokens.
-            logprobs: float32[k], their raw log-probabilities.
+            logprobs: float32[k], their log-probabilities with the bias.
             generated: Tokens of the row's hypothesis so far.
 
         Returns:
@@ -94,8 +107,9 @@ class CandidateRules:
         result = logprobs.astype(np.float32, copy=True)
         if settings.repetition_penalty != 1.0:
             seen = np.isin(token_ids, list(self._prompt_tokens.union(generated)))
-            # Log-probabilities are never positive: the penalty always multiplies.
-            result[seen] *= np.float32(settings.repetition_penalty)
+            penalty = np.float32(settings.repetition_penalty)
+            # Only a bias makes a log-probability positive.
+            result[seen] *= np.where(result[seen] > 0, 1 / penalty, penalty)
         if _penalizes_output(settings) and generated:
             counts = Counter(generated)
             occurrences = np.array([counts[int(token)] for token in token_ids], dtype=np.float32)

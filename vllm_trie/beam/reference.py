@@ -70,7 +70,9 @@ def reference_search(
             everything: list[_Running] = []
             for each in running[group]:
                 logprobs = next_logprobs(each.token_ids)
-                logprobs = rules.apply(np.arange(len(logprobs)), logprobs, each.token_ids)
+                tokens = np.arange(len(logprobs))
+                logprobs = rules.add_bias(tokens, logprobs)
+                logprobs = rules.apply(tokens, logprobs, each.token_ids)
                 for token in taken:
                     logprobs[token] -= np.float32(settings.diversity_penalty)
                 everything += _continuations(each, logprobs)

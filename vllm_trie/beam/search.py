@@ -145,7 +145,8 @@ class BeamSearch:
 
         Args:
             token_ids: int[rows, k], candidates of each row, distinct within a row.
-            logprobs: float32[rows, k], their log-probabilities, best first.
+            logprobs: float32[rows, k], their log-probabilities; with the bias, which is added
+                here, best first.
             outcomes: What the candidates lead to; None if stop tokens and the length decide. A
                 hypothesis that is not complete at the greatest length is dropped.
 
@@ -202,6 +203,7 @@ class BeamSearch:
         return [self._hypothesis(each) for each in finished]
 
     def _adjust(self, token_ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        logprobs = self._rules.add_bias(token_ids, logprobs)
         if not self._rules.active:
             return logprobs
         return np.stack(

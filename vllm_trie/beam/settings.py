@@ -211,6 +211,7 @@ class SearchSettings:
         presence_penalty: At least 0; subtracted once for tokens of the hypothesis.
         frequency_penalty: At least 0; subtracted for each occurrence in the hypothesis.
         bad_words: Token sequences that must not be generated.
+        logit_bias: Tokens, and what is added to their log-probabilities before penalties.
         trace: Keep every candidate that was looked at.
         most_added: Largest amount that the last token of a hypothesis adds to its score in
             addition to its log-probability.
@@ -233,6 +234,7 @@ class SearchSettings:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
     trace: bool = False
     most_added: float = 0.0
 

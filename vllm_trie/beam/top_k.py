@@ -22,13 +22,43 @@ BLOCK = 64
 """Tokens of a block."""
 
 
+class TokenRules(NamedTuple):
+    """What comes before the choice, for every token of the vocabulary.
+
+    As in Hugging Face's ``generate``, the log-probabilities are those of all tokens, and the rules
+    change them without a new normalization.
+
+    Attributes:
+        biased: int64[n], distinct tokens.
+        bias: float32[n], what is added to their log-probabilities.
+        allowed: int32[rows, words] or int32[1, words] for all rows alike: token ``t`` may follow if
+            bit ``t % 32`` of word ``t // 32`` is set. None if every token may.
+    """
+
+    biased: np.ndarray
+    bias: np.ndarray
+    allowed: np.ndarray | None
+
+    def apply(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """Return float32[rows, vocabulary], a new tensor; ``-inf`` for what may not follow."""
+        result = logprobs.clone()
+        biased = torch.from_numpy(self.biased).to(result.device)
+        result[:, biased] += torch.from_numpy(self.bias).to(result.device)
+        if self.allowed is not None:
+            bits = np.unpackbits(self.allowed.view(np.uint8), axis=1, bitorder="little")
+            missing = max(0, result.shape[1] - bits.shape[1])
+            bits = np.pad(bits[:, : result.shape[1]], ((0, 0), (0, missing)))
+            result.masked_fill_(torch.from_numpy(bits == 0).to(result.device), -torch.inf)
+        return result
+
+
 class Selection(NamedTuple):
     """Continuations of rows, by row, best first within a row.
 
     Attributes:
         rows: int64[c].
         token_ids: int64[c].
-        logprobs: float32[c], log-probabilities of the tokens.
+        logprobs: float32[c], log-probabilities of the tokens, before rules.
     """
 
     rows: np.ndarray
@@ -36,7 +66,30 @@ class Selection(NamedTuple):
     logprobs: np.ndarray
 
 
-def select_best(logits: torch.Tensor, totals: np.ndarray, count: int) -> Selection:
+def best_of_rows(
+    logits: torch.Tensor, count: int, rules: TokenRules
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the `count` best tokens of every row, best first.
+
+    Args:
+        logits: float[rows, vocabulary].
+        count: At most the vocabulary.
+        rules: They decide what is best.
+
+    Returns:
+        int32[rows, count] and float32[rows, count], the tokens and their log-probabilities before
+        the bias; ``-inf`` for those that may not follow.
+    """
+    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    best = rules.apply(logprobs).topk(count, dim=-1)
+    values = logprobs.gather(1, best.indices)
+    values = values.masked_fill(best.values == -torch.inf, -torch.inf)
+    return best.indices.int().cpu().numpy(), values.cpu().numpy()
+
+
+def select_best(
+    logits: torch.Tensor, totals: np.ndarray, count: int, rules: TokenRules | None = None
+) -> Selection:
     """Return the `count` best continuations of all rows together.
 
     A tie goes to the earlier row, then to the better token, then to the smaller one. Rows with a
@@ -46,12 +99,14 @@ def select_best(logits: torch.Tensor, totals: np.ndarray, count: int) -> Selecti
         logits: float[rows, vocabulary].
         totals: float32[rows], cumulative log-probabilities of the rows.
         count: Fewer are returned if there are not as many of a probability above 0.
+        rules: They come before the choice; None if there are none.
     """
     num_rows, vocab_size = logits.shape
     logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    ranked = logprobs if rules is None else rules.apply(logprobs)
     if padding := -vocab_size % BLOCK:
-        logprobs = torch.nn.functional.pad(logprobs, (0, padding), value=-torch.inf)
-    blocks = logprobs.view(-1, BLOCK)
+        ranked = torch.nn.functional.pad(ranked, (0, padding), value=-torch.inf)
+    blocks = ranked.view(-1, BLOCK)
     blocks_per_row = len(blocks) // num_rows
     offsets = torch.from_numpy(totals).to(logits.device, torch.float32)
     offsets = offsets.repeat_interleave(blocks_per_row)
@@ -65,10 +120,14 @@ def select_best(logits: torch.Tensor, totals: np.ndarray, count: int) -> Selecti
     else:
         places = (scores > -torch.inf).nonzero()[:, 0]
     flat = chosen[places // BLOCK] * BLOCK + places % BLOCK
-    values = blocks.view(-1)[flat].cpu().numpy()
+    keys = blocks.view(-1)[flat].cpu().numpy()
     rows, token_ids = np.divmod(flat.cpu().numpy(), blocks_per_row * BLOCK)
-    order = np.lexsort((token_ids, -values, rows))
+    order = np.lexsort((token_ids, -keys, rows))
     if len(order) > count:  # ties at the bound
         best = np.argsort(-scores[places].cpu().numpy()[order], kind="stable")[:count]
         order = order[np.sort(best)]
-    return Selection(rows[order], token_ids[order], values[order])
+    rows, token_ids = rows[order], token_ids[order]
+    if rules is None:
+        return Selection(rows, token_ids, keys[order])
+    places = torch.from_numpy(np.stack([rows, token_ids])).to(logprobs.device)
+    return Selection(rows, token_ids, logprobs[places[0], places[1]].cpu().numpy())

@@ -121,12 +121,14 @@ def constrained_search(
     allowed: Callable[[tuple[int, ...]], list[int]],
     eos: int | None,
     early_stopping: bool | str = False,
+    **options: Any,
 ) -> list[Expected]:
     """What the oracle finds with ``prefix_allowed_tokens_fn``, best first; valid paths only.
 
     Args:
         allowed: From generated tokens to those that may follow.
         eos: Token that ends a hypothesis; None if only the length does.
+        options: Further ones of ``generate``.
     """
     model = load(path)
     prompt = torch.tensor([prompt_token_ids])
@@ -144,5 +146,6 @@ def constrained_search(
         eos_token_id=[pad if eos is None else eos],
         early_stopping=early_stopping,
         prefix_allowed_tokens_fn=allowed_tokens,
+        **options,
     )
     return [each for each in found if each.score > -1e6]

@@ -377,7 +377,6 @@ def expected_beam(prompt: list[int], width: int, **options: Any) -> list[tuple[l
         max_tokens=options.pop("max_tokens", 8), extra_args={"beam_width": width, **options}
     )
     spec = beam_spec(prepare_params(params))
-    assert spec is not None
     params._eos_token_id = EOS
     search = BeamSearch(search_settings(params, spec, params.max_tokens), prompt)
     rows: list[list[int]] = [[]]

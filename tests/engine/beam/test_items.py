@@ -342,6 +342,8 @@ def test_refused_requests_without_a_search(items_engine, extra_args, sampling, m
         ({"items": "equal"}, {"min_tokens": 2}, "min_tokens=2 is not supported with items"),
         ({"items": "equal"}, {"logprobs": 2}, "logprobs=2 is not supported with items"),
         ({"items": "equal"}, {"repetition_penalty": 1.5}, "repetition_penalty=1.5 is not"),
+        ({"items": "equal"}, {"logit_bias": {3: 1.0}}, "logit_bias={3: 1.0} is not"),
+        ({"items": "equal"}, {"allowed_token_ids": [3]}, r"allowed_token_ids=\[3\] is not"),
     ],
 )
 def test_refused_requests(items_engine, options, sampling, message):

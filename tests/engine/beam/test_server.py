@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,6 +151,24 @@ def test_stop_string(client):
     assert not any(stop in choice.text for choice in result.choices)
 
 
+@pytest.mark.parametrize("call", [completion, chat])
+def test_structured_outputs(client, call):
+    one = {"type": "object", "properties": {"a": {"enum": [1, 20, 300]}}, "required": ["a"]}
+    schema = {**one, "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    native = {"use_beam_search": True, "response_format": wanted}
+    result = call(client, native, n=2, max_tokens=40)
+    for choice in result.choices:
+        text = choice.text if call is completion else choice.message.content
+        assert text.lstrip().startswith("{")
+        if choice.finish_reason == "stop":
+            assert json.loads(text)["a"] in (1, 20, 300)
+    grammar = {"vllm_xargs": {"beam_width": 4}, "structured_outputs": {"regex": "[a-c]{2,5}"}}
+    for choice in call(client, grammar, n=4).choices:
+        text = choice.text if call is completion else choice.message.content
+        assert re.fullmatch("[a-c]{2,5}", text)
+
+
 BAD = [
     ({"use_beam_search": True}, {"n": 0}, "beam_width"),
     ({"use_beam_search": True}, {"n": -1}, "beam_width"),
@@ -158,13 +177,17 @@ BAD = [
     ({"use_beam_search": True}, {"n": "many"}, "integer"),
     ({"use_beam_search": True, "length_penalty": "long"}, {"n": 2}, "length_penalty"),
     ({"use_beam_search": True, "length_penalty": 1e9}, {"n": 2}, "length_penalty"),
-    ({"use_beam_search": True}, {"n": 2, "logit_bias": {"5": 1}}, "logit_bias"),
+    ({"use_beam_search": True}, {"n": 2, "logit_bias": {"9999999": 1}}, "logit_bias"),
     ({"use_beam_search": "perhaps"}, {"n": 2}, "boolean"),
-    ({"use_beam_search": True, "structured_outputs": {"regex": "a+"}}, {"n": 2}, "structured"),
+    ({"use_beam_search": True, "structured_outputs": {"regex": "("}}, {"n": 2}, "regex|grammar"),
     (
-        {"vllm_xargs": {"beam_width": 2}, "structured_outputs": {"regex": "a+"}},
-        {"n": 2},
-        "structured_outputs is not supported with beam search over HTTP; leave it out",
+        {
+            "vllm_xargs": {"beam_width": 2},
+            "structured_outputs": {"regex": "a+"},
+            "ignore_eos": True,
+        },
+        {},
+        "structured_outputs is not supported with ignore_eos",
     ),
     ({"use_beam_search": True, "prompt_logprobs": 1}, {"n": 2}, "prompt_logprobs"),
     ({"use_beam_search": True, "vllm_xargs": {"lenght_penalty": 2}}, {"n": 2}, "length_penalty"),

@@ -25,11 +25,14 @@ def run_search(next_logprobs, wanted, prompt=PROMPT, find_stop_string=None, voca
     """Drive a BeamSearch as a scheduler does: best raw candidates of every row, step by step."""
     search = BeamSearch(wanted, prompt, find_stop_string)
     count = num_raw_candidates(wanted, prompt, vocab)
+    bias = np.zeros(vocab, dtype=np.float32)
+    for token, value in wanted.logit_bias:
+        bias[token] = value
     rows = [[]]
     while not search.done:
         assert search.num_rows == len(rows)
         logprobs = np.stack([next_logprobs(row) for row in rows])
-        token_ids = np.argsort(-logprobs, axis=1, kind="stable")[:, :count]
+        token_ids = np.argsort(-(logprobs + bias), axis=1, kind="stable")[:, :count]
         children = search.advance(token_ids, np.take_along_axis(logprobs, token_ids, 1))
         rows = [[*rows[child.parent], child.token_id] for child in children]
         assert rows == [search.generated(row) for row in range(len(rows))]

@@ -26,6 +26,7 @@ search_settings = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.5]),
     frequency_penalty=st.sampled_from([0.0, 0.3]),
     bad_words=st.sampled_from([(), ((4,), (5, 6))]),
+    logit_bias=st.sampled_from([(), ((2, 6.0), (0, -3.0), (5, -100.0))]),
 )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.beam.models import PROMPT, random_model, run_search
 from vllm_trie.beam import BeamSearch, SearchSettings, reference_search
-from vllm_trie.beam.top_k import BLOCK, Selection, select_best
+from vllm_trie.beam.top_k import BLOCK, Selection, TokenRules, best_of_rows, select_best
 
 STEP = 1 / 8
 """Of log-probabilities with ties; sums of them are exact."""
@@ -64,6 +64,47 @@ def test_equals_sorting_everything(rows, vocab, count, levels, forbidden, seed):
     # By row, best first within a row; the smaller token of two equal ones.
     keys = [(row, -logprobs[row, token], token) for row, token in pairs]
     assert keys == sorted(keys)
+
+
+@given(
+    rows=st.integers(1, 5),
+    vocab=st.sampled_from([3, BLOCK + 1, 3 * BLOCK]),
+    count=st.integers(1, 40),
+    masks=st.sampled_from(["none", "one for all", "each", "too few words"]),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=80, deadline=None)
+def test_rules_come_before_the_choice(rows, vocab, count, masks, seed):
+    random = np.random.default_rng(seed)
+    logprobs = -STEP * random.integers(400, size=(rows, vocab)).astype(np.float32)
+    biased = random.permutation(vocab)[: random.integers(vocab + 1)]
+    bias = STEP * random.integers(-300, 300, size=biased.size).astype(np.float32)
+    bits = np.zeros((1 if masks == "one for all" else rows, -(-vocab // 32) * 32), dtype=np.uint8)
+    bits[:, :vocab] = random.random((len(bits), vocab)) < 0.3
+    if masks == "too few words":
+        bits = bits[:, : max(32, bits.shape[1] - 32)]
+    words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    rules = TokenRules(biased, bias, None if masks == "none" else words)
+    ruled = logprobs.copy()
+    ruled[:, biased] += bias
+    if masks != "none":
+        allowed = np.zeros(logprobs.shape, dtype=bool)
+        allowed[:, : bits.shape[1]] = bits[:, :vocab]
+        ruled[~allowed] = -np.inf
+    totals = -STEP * random.integers(30, size=rows).astype(np.float32)
+
+    found = select_best(as_logits(logprobs), totals, count, rules)
+    pairs = list(zip(found.rows.tolist(), found.token_ids.tolist(), strict=True))
+    assert sorted(pairs) == ranked(ruled, totals, count)
+    assert np.array_equal(found.logprobs, logprobs[found.rows, found.token_ids])
+    keys = [(row, -ruled[row, token], token) for row, token in pairs]
+    assert keys == sorted(keys)
+
+    token_ids, values = best_of_rows(as_logits(logprobs), min(count, vocab), rules)
+    best = -np.sort(-ruled, axis=1)[:, : min(count, vocab)]
+    assert np.array_equal(np.take_along_axis(ruled, token_ids, 1), best)
+    raw = np.take_along_axis(logprobs, token_ids, 1)
+    assert np.array_equal(values, np.where(best == -np.inf, -np.inf, raw))
 
 
 def test_rows_with_nan_have_no_continuations():

@@ -331,3 +331,24 @@ def test_catalogues_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(items_setup, "reason_off", lambda config: "it is switched off")
     with pytest.raises(ValueError, match=r"\['items'\] cannot be served: it is switched off"):
         items_setup.check_catalogues(serving(path))  # type: ignore[arg-type]
+
+
+def test_rules_that_rows_cannot_have() -> None:
+    """Where vLLM's sampler gives the candidates, it does so before a bias and a mask."""
+    from vllm import SamplingParams
+
+    from vllm_trie.vllm_hooks.setup.support import unsupported_rule
+
+    def config(speculative: object = None, v2: bool = False) -> Any:
+        return SimpleNamespace(speculative_config=speculative, use_v2_model_runner=v2)
+
+    for name, value in (("logit_bias", {3: 1.0}), ("allowed_token_ids", [3])):
+        params = SamplingParams(**{name: value})
+        assert unsupported_rule(config(), params) is None
+        assert unsupported_rule(config(object()), params) == (
+            f"{name} is not supported with speculative decoding"
+        )
+        assert unsupported_rule(config(v2=True), params) == (
+            f"{name} is not supported with Model Runner V2"
+        )
+    assert unsupported_rule(config(object(), True), SamplingParams()) is None

@@ -8,6 +8,7 @@ makes of the request. In the engine, :func:`beam_spec` reads it back.
 from __future__ import annotations
 
 import difflib
+import math
 import random
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,9 +50,6 @@ _LEAST = {
 
 _LEAVE_OUT: dict[str, Any] = {
     "min_p": 0.0,
-    "logit_bias": {},
-    "allowed_token_ids": None,
-    "structured_outputs": None,
     "prompt_logprobs": None,
     "logprob_token_ids": None,
     "repetition_detection": None,
@@ -132,11 +130,19 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
     return prepared
 
 
-def beam_spec(params: SamplingParams | None) -> BeamSpec | None:
-    """Return the description of a member request, None for an ordinary request."""
+def num_members(params: SamplingParams | None) -> int | None:
+    """Return the number of members of a member's request, None for an ordinary request.
+
+    It does not parse the options, which a wide search has once for each of its members.
+    """
     spec = (params.extra_args or {}).get(SPEC_KEY) if params is not None else None
-    if spec is None:
-        return None
+    return None if spec is None else int(spec["n"])
+
+
+def beam_spec(params: SamplingParams) -> BeamSpec:
+    """Return the description of a member request."""
+    assert params.extra_args is not None
+    spec = params.extra_args[SPEC_KEY]
     return BeamSpec(spec["n"], BeamOptions.model_validate(spec["options"]), spec["seed"])
 
 
@@ -160,6 +166,7 @@ def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int)
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         bad_words=tuple(tuple(word) for word in params.bad_words_token_ids or ()),
+        logit_bias=tuple((params.logit_bias or {}).items()),
     )
 
 
@@ -282,8 +289,8 @@ def _refuse_unsupported(params: SamplingParams, options: BeamOptions) -> None:
     for name, unset in _LEAVE_OUT.items():
         if getattr(params, name) not in (None, unset):
             advice[name] = "leave it out"
-    if "structured_outputs" in advice:
-        advice["structured_outputs"] += "; only an offline LLM.beam_search takes it"
+    if not all(math.isfinite(bias) for bias in (params.logit_bias or {}).values()):
+        advice["logit_bias"] = "use finite numbers; allowed_token_ids forbids tokens"
     if params.stop and not options.detokenize:
         advice["stop"] = "stop strings need text; leave detokenize out"
     if options.do_sample and params.temperature < 1e-5:

@@ -32,7 +32,7 @@ from vllm_trie.vllm_hooks.frontend.item_requests import (
     decodes_item,
     prepare_decoding,
 )
-from vllm_trie.vllm_hooks.setup.support import beam_slots, reason_off
+from vllm_trie.vllm_hooks.setup.support import beam_slots, reason_off, unsupported_rule
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,6 +64,8 @@ def prepare_request(vllm_config: VllmConfig, params: SamplingParams) -> Sampling
     options = _options(prepared)
     check_slots(options.beam_width, beam_slots(vllm_config))
     check_parameters(vllm_config, params, options)
+    if reason := unsupported_rule(vllm_config, params):
+        raise BeamRequestError(f"beam search: {reason}; leave one of them out")
     return prepared
 
 
@@ -196,6 +198,4 @@ def wrap_new_completion_output(original: Any) -> Any:
 
 
 def _options(params: SamplingParams) -> BeamOptions:
-    spec = beam_spec(params)
-    assert spec is not None
-    return spec.options
+    return beam_spec(params).options

@@ -31,6 +31,9 @@ _UNSET: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "logprobs": (None, 0),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
 }
 """Sampling parameters that do not go with items, and the values that mean unset."""
 
@@ -40,8 +43,8 @@ _DECODING_OPTIONS = ITEM_OPTIONS - {"normalize", "weight_factor"} | {"detokenize
 _UNSET_DECODING: dict[str, tuple[object, ...]] = {
     **{name: _UNSET[name] for name in ("stop", "stop_token_ids", "min_tokens", "bad_words")},
     "ignore_eos": (False,),
-    "allowed_token_ids": (None,),
-    "structured_outputs": (None,),
+    "allowed_token_ids": _UNSET["allowed_token_ids"],
+    "structured_outputs": _UNSET["structured_outputs"],
     "thinking_token_budget": (None,),
 }
 

@@ -153,6 +153,8 @@ def _sampling_params(params: BeamSearchParams) -> SamplingParams:
         detokenize=False,
         logprobs=0,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        structured_outputs=params.structured_outputs,
+        allowed_token_ids=getattr(params, "allowed_token_ids", None),  # since vLLM 0.33
         extra_args=beam_extra_args(params),
     )
 

@@ -39,10 +39,10 @@ refuses the request."""
 
 
 def check_api_request(request: Any) -> None:
-    """Refuse an OpenAI request for a beam search, in either way, with fields that it cannot serve.
+    """Refuse an OpenAI request for a beam search, in either way, that it cannot serve.
 
     Raises:
-        BeamRequestError: It asks for a stream or for structured outputs.
+        BeamRequestError: It asks for a stream.
     """
     extra_args = getattr(request, "vllm_xargs", None) or {}
     beam = getattr(request, "use_beam_search", False) or "beam_width" in extra_args
@@ -52,15 +52,6 @@ def check_api_request(request: Any) -> None:
         raise BeamRequestError(
             "stream=true is not supported with beam search: hypotheses are known only at the end; "
             "set stream to false"
-        )
-    response_format = getattr(getattr(request, "response_format", None), "type", "text")
-    if response_format != "text":
-        raise BeamRequestError(
-            f"response_format={response_format!r} is not supported with beam search; leave it out"
-        )
-    if getattr(request, "structured_outputs", None) is not None:
-        raise BeamRequestError(
-            "structured_outputs is not supported with beam search over HTTP; leave it out"
         )
 
 
@@ -160,6 +151,8 @@ def to_sampling_params(params: BeamSearchParams) -> SamplingParams:
         for name in _FIELDS
         if (value := getattr(request, name, None)) is not None and value != []
     }
+    if request is not None:
+        values["structured_outputs"] = request.extract_structured_outputs()
     logprobs = getattr(request, "logprobs", None)
     if isinstance(logprobs, bool):  # chat has two fields, completions have one number
         logprobs = (getattr(request, "top_logprobs", None) or 0) if logprobs else None

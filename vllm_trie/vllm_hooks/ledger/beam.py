@@ -83,6 +83,11 @@ BEAM_PATCHES: tuple[Patch, ...] = (
             successor="`RequestExtension.check_api_request()`")
         for protocol in _PROTOCOLS
     ),
+    *(
+        _any(f"entrypoints.{protocol}.extract_structured_outputs", "called",
+            "the grammar of a request with use_beam_search", "")
+        for protocol in _PROTOCOLS
+    ),
     # Scheduler
     _scheduler("add_request", "overridden", "takes beam requests in", "request"),
     _scheduler("schedule", "overridden", "admits groups, sends forked rows to the worker",
@@ -116,6 +121,20 @@ BEAM_PATCHES: tuple[Patch, ...] = (
     _any("v1.request:Request", "made", "rows", "request_id prompt_token_ids"),
     _any("v1.engine:EngineCoreOutput", "made", "a hypothesis is a member's whole output",
         "request_id new_token_ids new_logprobs"),
+    *(
+        _any(f"v1.structured_output.backend_types:StructuredOutputGrammar.{name}", "called",
+            "one matcher walks the hypotheses of a search", parameters)
+        for name, parameters in (
+            ("accept_tokens", "request_id tokens"),
+            ("rollback", "num_tokens"),
+            ("reset", ""),
+            ("fill_bitmask", "bitmask batch_index"),
+        )
+    ),
+    _any("v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask",
+        "called", "the masks of a search's rows", "max_num_seqs"),
+    _any("v1.structured_output.request:StructuredOutputRequest.grammar", "read",
+        "the grammar that vLLM has compiled for a member"),
     # Candidates of rows in the worker
     _runner("execute_model", "wrapped", "takes what the scheduler says of rows", "scheduler_output",
         wrapper="worker.beam.item_rows:wrap_execute_model"),

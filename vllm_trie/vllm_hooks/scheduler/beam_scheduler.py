@@ -34,9 +34,9 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.vllm_hooks.frontend.beam_options import beam_spec
-from vllm_trie.vllm_hooks.scheduler import decoded_items
+from vllm_trie.vllm_hooks.frontend.beam_options import num_members
 from vllm_trie.vllm_hooks.scheduler.groups import BeamGroups, Outputs
+from vllm_trie.vllm_hooks.scheduler.items import decoded_items
 from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
 from vllm_trie.vllm_hooks.setup.support import cache_reason, reason_off, say_where_untested
 
@@ -53,12 +53,11 @@ class TrieBeamScheduler(Scheduler):
         self.beam_groups = BeamGroups(self, self.beam_rows, self.beam_counters)
 
     def add_request(self, request: Request) -> None:
-        spec = beam_spec(request.sampling_params)
-        if spec is None:
+        if num_members(request.sampling_params) is None:
             decoded_items.begin(request, self.beam_groups.catalogues)
             super().add_request(request)
         else:
-            self.beam_groups.add(request, spec, self.beam_off)
+            self.beam_groups.add(request, self.beam_off)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if not self.beam_groups.by_id:

@@ -26,8 +26,9 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
     search_settings,
 )
 from vllm_trie.vllm_hooks.ledger.extension_points import offered
-from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogue, ItemStep
-from vllm_trie.vllm_hooks.scheduler.item_rows import ItemRows
+from vllm_trie.vllm_hooks.scheduler.group_rules import GroupRules
+from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogue, ItemStep
+from vllm_trie.vllm_hooks.scheduler.items.item_rows import ItemRows
 from vllm_trie.vllm_hooks.scheduler.row_steps import RowOutput, SelectionStep, candidates_of
 
 RESULT_FIELD = "extension_result" if offered("extension_result") else "kv_transfer_params"
@@ -56,6 +57,7 @@ class BeamGroup:
         find_stop_string: StopStringFinder | None,
         catalogue: Catalogue | None = None,
         worker_selects: bool = False,
+        rules: GroupRules | None = None,
     ) -> None:
         params = member.sampling_params
         assert params is not None
@@ -69,7 +71,8 @@ class BeamGroup:
         self.prompt = np.asarray(prompt, dtype=np.int32)
         max_new_tokens = min(member.max_tokens, max_model_len - len(prompt))
         self.num_logprobs = params.logprobs
-        self.num_candidates: int | None = None  # of each row; None: the worker selects them
+        self.num_candidates: int | None = None  # of each row; None: of all rows together
+        self.rules = rules
         if catalogue is None:
             settings = search_settings(params, spec, max_new_tokens)
             self.items: ItemRows | None = None
@@ -83,7 +86,8 @@ class BeamGroup:
             self.items = ItemRows(catalogue, spec, params, max_new_tokens)
             self.search = self.items.search
             max_new_tokens = self.search.settings.max_new_tokens
-        self.row_params: SamplingParams = row_params(self.num_candidates, max_new_tokens)
+        asked = self.num_candidates if rules is None else None  # of vLLM's sampler
+        self.row_params: SamplingParams = row_params(asked, max_new_tokens)
         self.min_blocks = min_blocks(len(prompt), self.beam_width, max_new_tokens, block_size)
         # The trie is little larger than its longest path: hypotheses meet a few tokens back.
         self.expected_blocks = cdiv(len(prompt) + max_new_tokens, block_size) + 2 * self.beam_width
@@ -174,7 +178,10 @@ class BeamGroup:
         if self.num_logprobs:
             kept = slice(0, self.num_logprobs)
             self._history.append((token_ids[:, kept].copy(), values[:, kept].copy()))
-        return self.search.advance(token_ids, values)
+        children = self.search.advance(token_ids, values)
+        if self.rules is not None:
+            self.rules.advance([self.search.generated(row) for row in range(len(children))])
+        return children
 
     def hypotheses(self) -> list[Hypothesis]:
         """Return the best hypotheses of a search that is done, best first."""
@@ -186,7 +193,7 @@ class BeamGroup:
         Args:
             scheduled: Ids of the requests of the step.
         """
-        if self.num_candidates is not None:
+        if self.num_candidates is not None and self.rules is None:
             return None
         places = [i for i, row in enumerate(self.rows) if row.request_id in scheduled]
         row_ids = [self.rows[i].request_id for i in places]
@@ -194,8 +201,11 @@ class BeamGroup:
             return self.items.step(row_ids, places)
         if not places:
             return None
-        search = self.search
-        return SelectionStep(row_ids, search.totals[places], search.settings.num_candidates)
+        rules = None if self.rules is None else self.rules.of(places)
+        if self.num_candidates is not None:
+            return SelectionStep(row_ids, None, self.num_candidates, rules)
+        totals, count = self.search.totals[places], self.search.settings.num_candidates
+        return SelectionStep(row_ids, totals, count, rules)
 
     def output(self, member: Request, hypothesis: Hypothesis) -> EngineCoreOutput:
         """Return the whole output of a member. Takes the member's events."""

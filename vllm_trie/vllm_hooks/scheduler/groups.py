@@ -16,15 +16,22 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, check_blocks, check_slots
+from vllm_trie.vllm_hooks.frontend.beam_options import (
+    beam_spec,
+    check_blocks,
+    check_slots,
+    num_members,
+)
 from vllm_trie.vllm_hooks.scheduler.admission import Admission
 from vllm_trie.vllm_hooks.scheduler.blocks import num_blocks
-from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogues
 from vllm_trie.vllm_hooks.scheduler.group import MISSING, BeamGroup, error_output
+from vllm_trie.vllm_hooks.scheduler.group_rules import GroupRules, has_rules
+from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
 from vllm_trie.vllm_hooks.scheduler.row_steps import ROW_STEPS
 from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
 from vllm_trie.vllm_hooks.scheduler.stop_strings import make_stop_string_finder
 from vllm_trie.vllm_hooks.setup.items import catalogue_paths
+from vllm_trie.vllm_hooks.setup.support import reason_sampler_selects, unsupported_rule
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -58,10 +65,7 @@ class BeamGroups:
         self.by_id: dict[str, BeamGroup] = {}
         """Group id to group, in order of arrival. Only this class writes it."""
         self.vocab_size = scheduler.vllm_config.model_config.get_vocab_size()
-        # Elsewhere the logits that the hook in the worker sees are not those of the rows in order.
-        self._worker_selects = not (
-            scheduler.use_v2_model_runner or scheduler.vllm_config.speculative_config
-        )
+        self._worker_selects = reason_sampler_selects(scheduler.vllm_config) is None
         self.catalogues = Catalogues(catalogue_paths(scheduler.vllm_config), self.vocab_size)
 
     @property
@@ -76,12 +80,11 @@ class BeamGroups:
 
     # -- intake ------------------------------------------------------------------------------------
 
-    def add(self, request: Request, spec: BeamSpec, off: str | None) -> None:
+    def add(self, request: Request, off: str | None) -> None:
         """Add a member to its group, or refuse it; the first member makes the group.
 
         Args:
             request: The member.
-            spec: Its description.
             off: Why this engine has no native beam search, None if it has.
         """
         self._scheduler.requests[request.request_id] = request
@@ -91,18 +94,19 @@ class BeamGroups:
             if off is not None:
                 raise ValueError(f"native beam search is off: {off}")
             index, group_id = 0, request.request_id
-            if spec.n > 1:  # "{index}_{parent request id}", see vLLM's ParentRequest
+            # "{index}_{parent request id}", see vLLM's ParentRequest
+            if num_members(request.sampling_params) != 1:
                 prefix, _, group_id = request.request_id.partition("_")
                 index = int(prefix)
             if group_id not in self.by_id:
-                self.by_id[group_id] = self._new_group(group_id, request, spec)
+                self.by_id[group_id] = self._new_group(group_id, request)
         except ValueError as error:
             logger.error("Beam request %s refused: %s", request.request_id, error)
             self._refused.append(request)
         else:
             self.by_id[group_id].members[index] = request
 
-    def _new_group(self, group_id: str, member: Request, spec: BeamSpec) -> BeamGroup:
+    def _new_group(self, group_id: str, member: Request) -> BeamGroup:
         """Make a member's group.
 
         Raises:
@@ -110,6 +114,7 @@ class BeamGroups:
         """
         scheduler = self._scheduler
         assert member.sampling_params is not None
+        spec = beam_spec(member.sampling_params)
         group = BeamGroup(
             group_id,
             spec,
@@ -120,6 +125,7 @@ class BeamGroups:
             make_stop_string_finder(scheduler.vllm_config.model_config, member.sampling_params),
             None if spec.options.items is None else self.catalogues.latest(spec.options.items),
             self._worker_selects,
+            self._rules(member),
         )
         check_slots(group.beam_width, min(scheduler.max_num_running_reqs, self.admission.slots))
         check_blocks(
@@ -131,15 +137,39 @@ class BeamGroups:
         )
         return group
 
+    def _rules(self, member: Request) -> GroupRules | None:
+        assert member.sampling_params is not None
+        if not has_rules(member.sampling_params):
+            return None
+        if reason := unsupported_rule(self._scheduler.vllm_config, member.sampling_params):
+            raise ValueError(reason)
+        manager = self._scheduler.structured_output_manager
+        return GroupRules(member, manager, self.vocab_size)
+
     # -- a step ------------------------------------------------------------------------------------
 
     def before_schedule(self) -> None:
         """Resume, park and start groups for the step that vLLM is about to schedule."""
+        waiting = self._await_grammars()
         self._unpark()
         if self._stalled and self._scheduler.pause_state == PauseState.UNPAUSED:
             self._break_stall()
-        for group in self.admission.begin_step(self._in_order()):
+        ready = [group for group in self._in_order() if group not in waiting]
+        for group in self.admission.begin_step(ready):
             self._start(group)
+
+    def _await_grammars(self) -> set[BeamGroup]:
+        """Return the groups whose grammar still compiles; refuse those whose grammar does not."""
+        waiting = set()
+        for group in [group for group in self.by_id.values() if not group.started]:
+            try:
+                if group.rules is not None and not group.rules.prepare(group.beam_width):
+                    waiting.add(group)
+            except Exception as error:
+                logger.error("Beam request %s: no grammar: %s", group.group_id, error)
+                self._refused += group.members.values()
+                del self.by_id[group.group_id]
+        return waiting
 
     def after_schedule(self, output: SchedulerOutput) -> None:
         """Note whether the step that vLLM has scheduled leaves the engine stalled."""

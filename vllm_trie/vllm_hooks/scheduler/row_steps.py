@@ -2,7 +2,8 @@
 
 The worker's sampler knows the best tokens of each row. A search without rules of its own needs the
 best continuations of all rows together, which are hundreds of times fewer: its rows ask the sampler
-for nothing, and the worker selects them with the rows' cumulative log-probabilities.
+for nothing, and the worker selects them with the rows' cumulative log-probabilities. Nor does the
+sampler give log-probabilities after a bias or a mask: with those, the worker selects, too.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import NamedTuple
 import numpy as np
 from vllm.v1.outputs import LogprobsLists
 
+from vllm_trie.beam.top_k import TokenRules
 from vllm_trie.items.step import RowCandidates
 
 ROW_STEPS = "vllm_trie_rows"
 """Attribute of a ``SchedulerOutput``: a list of :class:`SelectionStep` and
-:class:`~vllm_trie.vllm_hooks.scheduler.catalogues.ItemStep`. Missing if there is none in an engine
-without catalogues."""
+:class:`~vllm_trie.vllm_hooks.scheduler.items.catalogues.ItemStep`. Missing if there is none in an
+engine without catalogues."""
 
 
 class SelectionStep(NamedTuple):
@@ -26,13 +28,16 @@ class SelectionStep(NamedTuple):
 
     Attributes:
         row_ids: The rows.
-        totals: float32[rows], their cumulative log-probabilities.
-        num_candidates: Continuations to select among those of all rows together.
+        totals: float32[rows], their cumulative log-probabilities. None to select among the
+            continuations of each row, not of all rows together.
+        num_candidates: Continuations to select.
+        rules: They come before the selection; None if there are none.
     """
 
     row_ids: list[str]
-    totals: np.ndarray
+    totals: np.ndarray | None
     num_candidates: int
+    rules: TokenRules | None = None
 
 
 class RowOutput(NamedTuple):

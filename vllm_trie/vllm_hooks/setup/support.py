@@ -18,7 +18,7 @@ from vllm_trie.vllm_hooks.setup.limits import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.sampling_params import BeamSearchParams
+    from vllm.sampling_params import BeamSearchParams, SamplingParams
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 __all__ = [
@@ -28,8 +28,10 @@ __all__ = [
     "choose_verification",
     "reason_for_stock_search",
     "reason_off",
+    "reason_sampler_selects",
     "say_where_untested",
     "switched_off",
+    "unsupported_rule",
 ]
 
 logger = init_logger(__name__)
@@ -144,10 +146,43 @@ def reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -
     """Return why only vLLM's own search can serve the parameters, None if the native one can."""
     if reason := reason_off(vllm_config):
         return reason
-    if params.structured_outputs is not None:
-        return "structured_outputs need vLLM's own search"
-    if getattr(params, "allowed_token_ids", None) is not None:  # since vLLM 0.33
-        return "allowed_token_ids need vLLM's own search"
+    return unsupported_rule(vllm_config, params)
+
+
+def reason_sampler_selects(vllm_config: VllmConfig) -> str | None:
+    """Return why rows get their candidates from vLLM's sampler; None if the worker selects them.
+
+    The hook in the worker must see one row of logits for each request, in the batch's order.
+    """
+    if vllm_config.use_v2_model_runner:
+        return "Model Runner V2"
+    return "speculative decoding" if vllm_config.speculative_config is not None else None
+
+
+def unsupported_rule(
+    vllm_config: VllmConfig, params: SamplingParams | BeamSearchParams
+) -> str | None:
+    """Return why the native search cannot serve the bias, mask or grammar of these parameters."""
+    given = {
+        name
+        for name, unset in (
+            ("logit_bias", (None, {})),
+            ("allowed_token_ids", (None,)),  # of BeamSearchParams since vLLM 0.33
+            ("structured_outputs", (None,)),
+        )
+        if getattr(params, name, None) not in unset
+    }
+    if given and (reason := reason_sampler_selects(vllm_config)):
+        return f"{min(given)} is not supported with {reason}"
+    if "structured_outputs" in given:
+        outputs = vllm_config.structured_outputs_config
+        if outputs.reasoning_parser and not outputs.enable_in_reasoning:
+            return (
+                "structured_outputs is not supported with reasoning_parser="
+                f"{outputs.reasoning_parser!r}, after whose reasoning the grammar would begin"
+            )
+        if params.ignore_eos:
+            return "structured_outputs is not supported with ignore_eos: a grammar ends with EOS"
     return None
 
 

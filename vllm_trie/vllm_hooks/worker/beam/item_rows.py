@@ -1,13 +1,14 @@
 """Candidates of rows in the worker: out of all rows of a search, or from their catalogues.
 
 vLLM's sampler returns the best tokens of each row over the whole vocabulary. A search without rules
-of its own needs few of them; of the 2,000 valid children in a catalogue none may be among them, and
-it cannot be told which tokens to choose from: `allowed_token_ids` concerns sampling, not
-log-probabilities, and `logprob_token_ids` is a list of at most 128 tokens that is fixed when a
-request reaches the worker and changes what all other requests of the batch get. Rows therefore ask
-for no log-probabilities. Their candidates come from the logits before sampling, and afterwards take
-the rows' places in the sampler's output. Constrained rows have nodes of the trie where other
-requests have tokens, and the best valid token as the sample.
+of its own needs few of them. After a bias or a mask, and of the 2,000 valid children in a
+catalogue, none may be among them, and it cannot be told which tokens to choose from:
+`allowed_token_ids` concerns sampling, not log-probabilities, and `logprob_token_ids` is a list of
+at most 128 tokens that is fixed when a request reaches the worker and changes what all other
+requests of the batch get. Rows therefore ask for no log-probabilities. Their candidates come from
+the logits before sampling, and afterwards take the rows' places in the sampler's output.
+Constrained rows have nodes of the trie where other requests have tokens, and the best valid token
+as the sample.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
-from vllm_trie.beam.top_k import select_best
+from vllm_trie.beam.top_k import best_of_rows, select_best
 from vllm_trie.items import ItemsError, ItemTrie, open_items
 from vllm_trie.items.selection import view
 from vllm_trie.items.step import (
@@ -32,7 +33,7 @@ from vllm_trie.items.step import (
     by_row,
     tokens_of,
 )
-from vllm_trie.vllm_hooks.scheduler.catalogues import ItemStep
+from vllm_trie.vllm_hooks.scheduler.items.catalogues import ItemStep
 from vllm_trie.vllm_hooks.scheduler.row_steps import ROW_STEPS, SelectionStep
 from vllm_trie.vllm_hooks.worker.beam.decoded_items import DecodedItems
 
@@ -76,8 +77,7 @@ class _WorkerItems:
         """Return the candidates of one group; None if its catalogue cannot be mapped."""
         places = [place_of[row_id] for row_id in step.row_ids]
         if isinstance(step, SelectionStep):
-            selected = select_best(logits[places], step.totals, step.num_candidates)
-            return GroupCandidates(places, by_row(Continuations(*selected), len(places)), None)
+            return _selected(step, places, logits[places])
         try:
             trie = view(self.trie(step.path, step.version), step.selection)
         except ItemsError as error:
@@ -111,6 +111,18 @@ class _WorkerItems:
             for old in versions[:-_MAX_VERSIONS]:
                 del self._tries[old]
         return self._tries[key]
+
+
+def _selected(step: SelectionStep, places: list[int], logits: torch.Tensor) -> GroupCandidates:
+    rules = step.rules
+    if step.totals is None:
+        assert rules is not None
+        rows = RowCandidates(*best_of_rows(logits, step.num_candidates, rules))
+    else:
+        found = select_best(logits, step.totals, step.num_candidates, rules)
+        rows = by_row(Continuations(*found), len(places))
+    # The sampler does not know the rules, and a row that has its best token already moves less.
+    return GroupCandidates(places, rows, None if rules is None else rows.targets[:, 0])
 
 
 def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from vllm_trie.items.search import ItemSearch
 from vllm_trie.items.selection import select, view
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, search_settings
 from vllm_trie.vllm_hooks.frontend.item_requests import rules_of
-from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogue, ItemStep
+from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogue, ItemStep
 from vllm_trie.vllm_hooks.scheduler.row_steps import RowOutput, candidates_of
 
 

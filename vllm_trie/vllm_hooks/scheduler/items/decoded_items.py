@@ -13,7 +13,7 @@ from vllm_trie.items import ROOT
 from vllm_trie.items.selection import Selection, select, view
 from vllm_trie.vllm_hooks.frontend.beam_options import DECODING_KEY
 from vllm_trie.vllm_hooks.frontend.item_requests import rules_of
-from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogues
+from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
 
 _STATE = "_vllm_trie_decoded_item"
 """Attribute of a request with its :class:`_DecodedItem`."""
