@@ -143,7 +143,10 @@ class Training:
         for name, value in self.head.layer.state_dict().items():
             tensors[f"layers.0.{name}"] = value
         save_file(
-            {name: value.detach().to(torch.bfloat16).contiguous() for name, value in tensors.items()},
+            {
+                name: value.detach().to(torch.bfloat16).contiguous()
+                for name, value in tensors.items()
+            },
             str(eagle / "model.safetensors"),
             metadata={"format": "pt"},
         )

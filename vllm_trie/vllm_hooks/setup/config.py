@@ -149,7 +149,8 @@ def translate(engine_args: EngineArgs) -> None:
         _refuse_options_without_method(engine_args)
         return
     asked, given = _asked_for(engine_args), _own_options(engine_args, method)
-    if asked.get("method") in NEURAL_METHODS:  # this function wrote it
+    carried_method = own_part(engine_args.additional_config).get("method")
+    if asked.get("method") in NEURAL_METHODS and carried_method:  # this function wrote them
         asked |= {"method": method, "model": None}
     _check_method(method, asked.pop("method", None))
     carried_model = given.pop("draft_model", None)

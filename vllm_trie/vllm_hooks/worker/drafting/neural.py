@@ -242,8 +242,9 @@ class NeuralChains:
         )
         if not length:
             return np.empty((len(pieces), 0, 0), np.int32), np.empty((len(pieces), 0, 0))
-        drawn = [torch.stack(parts, dim=1).cpu().numpy() for parts in zip(*self._sampled)]
-        return drawn[0].astype(np.int32), drawn[1]
+        drawn, rates = zip(*self._sampled, strict=True)
+        tokens_out = torch.stack(drawn, dim=1).cpu().numpy().astype(np.int32)
+        return tokens_out, torch.stack(rates, dim=1).cpu().numpy()
 
     def _attention_of(
         self, pieces: Sequence[_Piece], positions: torch.Tensor

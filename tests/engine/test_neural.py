@@ -1,0 +1,129 @@
+"""vLLM's trained drafters in a union: plain vLLM's tokens, the drafts of vLLM's own methods."""
+
+from __future__ import annotations
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.compare import (
+    accepted_tokens,
+    check_outputs_beside_aborts,
+    check_same_outputs,
+    differences,
+    generate,
+    preemptions,
+    speculation,
+)
+from tests.engine.conftest import runner_of, trees_of
+from tests.engine.neural_heads import make_draft_model, make_eagle_head
+from tests.engine.prompts import prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+COUNT = 12
+LITTLE_ROOM = {
+    "max_num_batched_tokens": 96,
+    "enable_chunked_prefill": True,
+    "num_gpu_blocks_override": 56,
+    "block_size": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """An EAGLE head that guesses at random, and a draft model that is often right."""
+    folder = tmp_path_factory.mktemp("neural")
+    return {
+        "eagle": make_eagle_head(folder / "head"),
+        "draft_model": make_draft_model(folder / "draft", num_layers=3),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(_engines):
+    return generate(_engines(), prompts(COUNT), GREEDY)
+
+
+def union(checkpoints, method, num_nodes=16, **options):
+    """Engine options of a union of n-grams and a trained drafter that drafts in every step."""
+    entry = {"method": method, "model": checkpoints[method], "num_speculative_tokens": 3}
+    settings = {"drafters": ["ngram_trie", entry], "adaptive": False, **options}
+    return speculation("trie_union", num_nodes, **settings)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_trees(engine, checkpoints, expected, method):
+    """Greedy and seeded batches with prompts in parts, preemptions, and aborts."""
+    llm = engine(**union(checkpoints, method), **LITTLE_ROOM)
+    with preemptions(llm) as preempted:
+        check_same_outputs(llm, expected, GREEDY)
+    assert preempted
+    each = [
+        SamplingParams(temperature=0.8, top_p=0.95, seed=100 + i, max_tokens=24, ignore_eos=True)
+        for i in range(4)
+    ]
+    plain = generate(engine(), prompts(4), each)
+    check_same_outputs(llm, plain, each)
+    check_outputs_beside_aborts(llm, expected[:8], GREEDY, {2: (1, 5), 4: (2, 6)})
+    adapter = runner_of(llm).adapter
+    assert not [name for name in adapter.neural._waiting if name.startswith("abort-")]
+    assert not any(trees_of(llm).guard.failures.values())
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_chains_accept_what_vllms_own_method_accepts(engine, checkpoints, expected, method):
+    """The same checkpoint, the same length: vLLM's method against the part alone, twice, so that
+    the second time the prefix cache serves the prompts."""
+    entry = {"method": method, "model": checkpoints[method], "num_speculative_tokens": 4}
+    own = engine(speculative_config=entry)
+    ours = engine(
+        **speculation("trie_union", 4, drafters=[entry], verification="chain", adaptive=False)
+    )
+    for _ in range(2):
+        before, accepted = counted(own), accepted_tokens(ours)
+        outputs = generate(own, prompts(COUNT), GREEDY)
+        assert differences(expected, outputs) == []
+        check_same_outputs(ours, expected, GREEDY)
+        assert accepted_tokens(ours) - accepted == counted(own) - before
+    assert not any(trees_of(ours).guard.failures.values())
+
+
+def test_a_part_that_rests_wakes_up_where_it_was(engine, checkpoints, expected):
+    """Rows that waited are fed before the next draft: it is as good as without the rest."""
+    entry = {"method": "draft_model", "model": checkpoints["draft_model"]}
+    llm = engine(**speculation("trie_union", 4, drafters=[entry], adaptive=False))
+    rates = []
+    neural = runner_of(llm).adapter.neural
+    for rest in (1, 3):
+        steps = 0
+        draft, drafted = neural.draft, []
+
+        def sometimes(ids, draft=draft, rest=rest, drafted=drafted):
+            nonlocal steps
+            steps += 1
+            chains = draft(ids) if steps % rest == 0 else None
+            if chains is None:
+                return empty(len(ids), neural)
+            drafted.append(len(ids))
+            return chains
+
+        neural.draft = sometimes
+        before = accepted_tokens(llm)
+        check_same_outputs(llm, expected[:4], GREEDY)
+        rates.append((accepted_tokens(llm) - before) / sum(drafted))
+        neural.draft = draft
+    assert rates[1] > 0.8 * rates[0] > 0.5
+
+
+def empty(count, neural):
+    import numpy as np
+
+    from vllm_trie.drafters.neural import Chains
+
+    shape = count, neural._length, neural._width
+    return Chains(np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
+
+
+def counted(llm) -> int:
+    """Draft tokens that vLLM's own metrics count as accepted."""
+    name = "vllm:spec_decode_num_accepted_tokens"
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
