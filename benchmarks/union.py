@@ -2,10 +2,11 @@
 
 One row for each prompt set and method:
 
-    ngram_trie  n-grams alone
-    eagle       the shipped EAGLE head alone: its chain, and its alternatives as leaves; with
-                `--method draft_model` the shipped draft model, and with `--checkpoint` another
-    union       both in `trie_union`
+    ngram_trie    n-grams alone
+    eagle         the shipped EAGLE head alone: its chain, and its alternatives as leaves; with
+                  `--method draft_model` the shipped draft model, and with `--checkpoint` another
+    union         both in `trie_union`; the trained drafter rests where its passes do not pay
+    union_always  the same, with its passes in every step
 
 All run in one engine and take turns; each run has new drafters, which know no finished requests.
 `forward_calls` is the share of a batch's steps in which the trained drafter ran, `drafting` the
@@ -58,10 +59,12 @@ def set_rows(
 
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
     method = entry["method"]
+    both = {"drafters": ["ngram_trie", entry], "options": FORGET}
     methods = {
         "ngram_trie": ("ngram_trie", FORGET["ngram_trie"]),
         method: ("trie_union", {"drafters": [entry]}),
-        "union": ("trie_union", {"drafters": ["ngram_trie", entry], "options": FORGET}),
+        "union": ("trie_union", both),
+        "union_always": ("trie_union", {**both, "adaptive": False}),
     }
     sources: dict[str, CountedSource] = {}
 
@@ -97,8 +100,9 @@ def set_rows(
                 "identical": all(result[0] == expected for _, result in each),
             }
         )
-    best = max(row["tokens_per_step"] for row in rows[:-1])
-    rows[-1]["over_best_part"] = rows[-1]["tokens_per_step"] / best - 1
+    best = max(row["tokens_per_step"] for row in rows[:2])
+    for row in rows[2:]:
+        row["over_best_part"] = row["tokens_per_step"] / best - 1
     return rows
 
 

@@ -23,7 +23,8 @@ COUNT = 12
 LITTLE_ROOM = {
     "max_num_batched_tokens": 96,
     "enable_chunked_prefill": True,
-    "num_gpu_blocks_override": 56,
+    "max_model_len": 640,
+    "num_gpu_blocks_override": 24,
     "block_size": 32,
 }
 

@@ -81,7 +81,7 @@ class TrieUnionDrafter(Drafter):
     Attributes:
         neural: the trained drafter among the parts, whose weights the engine loads.
         gate: forgoes its forward passes where they do not pay; None where it drafts in each step:
-            alone, in a union that is not adaptive, and on several ranks, whose times differ.
+            alone, and in a union that is not adaptive.
     """
 
     name: ClassVar[str] = METHOD
@@ -98,7 +98,7 @@ class TrieUnionDrafter(Drafter):
             parts or [_make_part(entry, options, context) for entry in options.drafters]
         )
         self.neural = next((p for p in self.parts if isinstance(p, NeuralDrafter)), None)
-        can_rest = options.adaptive and len(self.parts) > 1 and context.tensor_parallel_size == 1
+        can_rest = options.adaptive and len(self.parts) > 1
         self.gate = ForwardGate() if can_rest and self.neural is not None else None
         self._last_end = 0.0
         # Class attributes of other drafters; here they follow from the parts.

@@ -51,11 +51,13 @@ def _problems(vllm_config: VllmConfig, neural: NeuralOptions) -> Iterator[str]:
         )
     if scheduler.async_scheduling:
         yield "async_scheduling=True; leave it out or set it to False"
-    if parallel.data_parallel_size > 1:
-        yield (
-            f"data_parallel_size={parallel.data_parallel_size} is not supported; set it to 1 and "
-            "start one engine for each replica"
-        )
+    for name, instead in (
+        ("data_parallel_size", "start one engine for each replica"),
+        ("tensor_parallel_size", "use vLLM's own method on several devices"),
+    ):
+        if (size := getattr(parallel, name)) > 1:
+            # A drafter that one rank alone gives up would leave the others waiting for it.
+            yield f"{name}={size} is not supported; set it to 1, or {instead}"
     if vllm_config.kv_transfer_config is not None:
         yield "KV connectors (kv_transfer_config) are not supported; leave the setting out"
     if vllm_config.model_config.supports_multimodal_inputs:
