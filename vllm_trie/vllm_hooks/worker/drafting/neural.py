@@ -79,7 +79,8 @@ class _Waiting:
 class _Piece(NamedTuple):
     """Rows of one request in one call of the proposer."""
 
-    index: int
+    row: int
+    """The request's index in the batch."""
     start: int
     end: int
     states: torch.Tensor | None
@@ -157,7 +158,7 @@ class NeuralChains:
         fed = {index for index in wanted if self._fits(index)}.union(self._due())
         for pieces in self._calls(sorted(fed)):
             # Of a request in several pieces, the last one's chain stays.
-            rows = [piece.index for piece in pieces]
+            rows = [piece.row for piece in pieces]
             tokens[rows], probabilities[rows] = self._call(pieces, self._length)
         return Chains(tokens[wanted], probabilities[wanted])
 
@@ -182,7 +183,8 @@ class NeuralChains:
             chosen = torch.cat([aux[indices] for aux in states.aux_hidden_states], dim=-1)
         else:
             chosen = hidden[indices]
-        return chosen.split([len(rows) for rows in kept])
+        parts: tuple[torch.Tensor, ...] = chosen.split([len(rows) for rows in kept])
+        return parts
 
     def _fits(self, index: int) -> bool:
         """Whether a request's chain stays within the drafter's length limit."""
@@ -220,9 +222,9 @@ class NeuralChains:
         """
         runner, batch = self._runner, self._runner.input_batch
         text = batch.token_ids_cpu
-        tokens = np.concatenate([text[p.index, p.start : p.end] for p in pieces])
+        tokens = np.concatenate([text[p.row, p.start : p.end] for p in pieces])
         positions = np.concatenate([np.arange(p.start, p.end) for p in pieces])
-        following = np.array([text[p.index, p.end] for p in pieces], dtype=np.int32)
+        following = np.array([text[p.row, p.end] for p in pieces], dtype=np.int32)
         device = runner.device
         on_device = to_device(positions, device)
         attention = self._attention_of(pieces, on_device)
@@ -255,7 +257,7 @@ class NeuralChains:
         starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
         ends = torch.tensor([piece.end for piece in pieces], dtype=torch.int32)
         device = self._runner.device
-        rows = np.array([piece.index for piece in pieces])
+        rows = np.array([piece.row for piece in pieces])
         tables = self._attention.block_table_tensor[to_device(rows, device)]
         block_size = self._proposer.block_size
         owners = to_device(np.repeat(np.arange(len(pieces)), counts), device)
@@ -282,7 +284,7 @@ class NeuralChains:
             logits = proposer.vocab_mapping.constrain_draft_logits(logits)
         top = logits.float().topk(self._width, dim=-1)
         probabilities = (top.values - logits.float().logsumexp(-1, keepdim=True)).exp()
-        tokens = top.indices
+        tokens: torch.Tensor = top.indices
         # Of equal logits, vLLM drafts the first.
         tokens[:, 0] = logits.argmax(-1)
         if proposer.use_heterogeneous_vocab:
