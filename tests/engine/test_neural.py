@@ -15,6 +15,7 @@ from tests.engine.compare import (
     generate,
     preemptions,
     speculation,
+    tell_oracle,
 )
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.neural_heads import make_draft_model, make_eagle_head
@@ -93,11 +94,14 @@ def test_chains_accept_what_vllms_own_method_accepts(engine, checkpoints, expect
     assert not any(trees_of(ours).guard.failures.values())
 
 
+@pytest.mark.usefixtures("test_drafters")
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_drafts_are_those_after_a_prefill(engine, checkpoints, expected, method, monkeypatch):
     """After trees with rejected branches and steps without drafts, in which accepted tokens wait,
     the drafter says what it says of the same text as a prompt."""
-    options = {"adaptive": False, "node_budget": "adaptive"}
+    tell_oracle(expected)  # whose trees have the accepted nodes in all places
+    entry = {"method": method, "model": checkpoints[method], "num_speculative_tokens": 3}
+    options = {"drafters": ["test_oracle", entry], "node_budget": "adaptive"}
     llm = engine(**union(checkpoints, method, **options), enable_prefix_caching=False)
     neural, budget = runner_of(llm).adapter.neural, trees_of(llm).budget
     drafts: dict[tuple[int, ...], list[int]] = {}
