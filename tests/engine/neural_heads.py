@@ -46,7 +46,12 @@ def make_eagle_head(folder: Path, method: str = "eagle") -> str:
             "norm.weight": torch.ones(size),
             "lm_head.weight": _target_weights()["model.embed_tokens.weight"].float(),
         }
-        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": vocab}
+        config |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": vocab,
+            # vLLM's defaults coincide in a model of five layers.
+            "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
+        }
     return _save(folder, config, weights)
 
 
