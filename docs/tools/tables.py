@@ -18,6 +18,7 @@ OPTION_CLASSES = {
     "MedusaOptions": "vllm_trie.drafters.medusa.options",
     "LookaheadOptions": "vllm_trie.drafters.lookahead.options",
     "TrieUnionOptions": "vllm_trie.drafters.union.options",
+    "NeuralOptions": "vllm_trie.drafters.neural.options",
     "BeamOptions": "vllm_trie.beam.settings",
 }
 """Classes of options that the documentation has a table of, and their modules."""
@@ -127,12 +128,15 @@ def _kinds(annotation: Any) -> Iterator[str]:
     elif origin is Literal:
         yield from (f"`{json.dumps(value)}`" for value in get_args(annotation))
     elif origin is list:
-        inner = ", ".join(_kinds(get_args(annotation)[0]))
-        yield f"list of {inner}s" if not inner.startswith("list") else f"list of paths ({inner})"
+        inner = list(_kinds(get_args(annotation)[0]))
+        nested = inner[0].startswith("list")
+        yield f"list of paths ({inner[0]})" if nested else "list of " + "s or ".join(inner) + "s"
     elif origin is dict:
         yield "mapping"
     elif hasattr(annotation, "__metadata__"):
         yield from _kinds(get_args(annotation)[0])
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield "mapping"
     elif annotation is not NoneType:
         names = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}
         yield names[annotation]

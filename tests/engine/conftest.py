@@ -35,7 +35,10 @@ def runner_of(llm: Any) -> Any:
 def trees_of(llm: Any) -> Any:
     """The `TreeVerifier` of an engine that runs in this process."""
     runner = runner_of(llm)
-    return (runner.drafter if hasattr(runner, "drafter") else runner.adapter).trees
+    for owner in (runner, getattr(runner, "drafter", None), getattr(runner, "adapter", None)):
+        if hasattr(owner, "trees"):
+            return owner.trees
+    raise AttributeError("the engine has no trees")
 
 
 def free_blocks(llm: Any) -> int:

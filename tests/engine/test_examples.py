@@ -22,6 +22,7 @@ IN_ONE_PROCESS = (
     "offline_ngram_trie.py",
     "rag_and_code_editing.py",
     "trie_union.py",
+    "trained_drafter.py",
     "beam_nbest.py",
     "own_drafter/run.py",
 )
@@ -94,8 +95,9 @@ def test_rag_and_code_editing(printed: dict[str, str]) -> None:
         assert same == "yes"
 
 
-def test_trie_union(printed: dict[str, str]) -> None:
-    text = printed["trie_union.py"]
+@pytest.mark.parametrize("name", ["trie_union.py", "trained_drafter.py"])
+def test_unions(printed: dict[str, str], name: str) -> None:
+    text = printed[name]
     tokens, steps = map(int, re.findall(r"(\d+) tokens in (\d+) steps", text)[0])
     assert 0 < steps < tokens <= 3 * 96
     assert len(set(text.split("\n\n"))) > 3

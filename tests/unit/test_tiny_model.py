@@ -252,8 +252,11 @@ def test_shipped_files_are_small_and_whole() -> None:
     assert header["model.embed_tokens.weight"]["shape"] == [shapes["vocab_size"], hidden]
     assert len(header) == 9 * shapes["num_hidden_layers"] + 2
     assert (folder / "README.md").read_text().startswith("---")
-    both = [*folder.parent.glob("weights/*"), *folder.parent.glob("weights-medusa/*")]
-    assert sum(path.stat().st_size for path in both) <= 12_000_000
+    sizes = [path.stat().st_size for path in folder.parent.glob("weights*/*")]
+    assert sum(sizes) <= 16_000_000
+    for drafter in (tiny_model.eagle_path(), tiny_model.draft_model_path()):
+        assert sum(path.stat().st_size for path in drafter.iterdir()) < 3_000_000
+        assert (drafter / "README.md").read_text().startswith("---")
 
 
 def test_missing_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

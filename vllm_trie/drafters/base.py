@@ -140,6 +140,16 @@ class Drafter(ABC):
         tokens do not extend those of its last call (it was preempted) starts again.
         """
 
+    def propose_after(
+        self, requests: Sequence[DraftRequest], added: Sequence[Sequence[int]]
+    ) -> list[TokenTree]:
+        """Draft a tree after each request's text with tokens added that may never be accepted.
+
+        Called after `propose` with the same requests, any number of times for each; changes no
+        state of a request. A drafter without drafts for such texts returns empty trees.
+        """
+        return [TokenTree.empty()] * len(requests)
+
     def release(self, request_id: str) -> None:  # noqa: B027 - optional, not abstract
         """Forget a request that has ended; ignore unknown ids."""
 

@@ -1,4 +1,4 @@
-"""Weights of the small real model that ships with the package, and of its Medusa heads.
+"""Weights of the small real model that ships with the package, and of drafters for it.
 
 `tools/tiny_model` in the repository holds the code that made them.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["medusa_path", "model_path"]
+__all__ = ["draft_model_path", "eagle_path", "medusa_path", "model_path"]
 
 _HERE = Path(__file__).resolve().parent
 
@@ -40,3 +40,21 @@ def medusa_path() -> Path:
         FileNotFoundError: the heads are not installed.
     """
     return _folder("weights-medusa", "the shipped model's Medusa heads")
+
+
+def eagle_path() -> Path:
+    """Folder of the EAGLE head trained on the shipped model.
+
+    Raises:
+        FileNotFoundError: the head is not installed.
+    """
+    return _folder("weights-eagle", "the shipped model's EAGLE head")
+
+
+def draft_model_path() -> Path:
+    """Folder of the one-layer draft model for the shipped model.
+
+    Raises:
+        FileNotFoundError: the draft model is not installed.
+    """
+    return _folder("weights-draft", "the shipped model's draft model")

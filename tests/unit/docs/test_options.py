@@ -112,7 +112,7 @@ METHOD_PAGES = {
     "docs/ngram_trie.md": ("NgramTrieOptions",),
     "docs/medusa.md": ("MedusaOptions",),
     "docs/lookahead.md": ("LookaheadOptions",),
-    "docs/union.md": ("TrieUnionOptions",),
+    "docs/union.md": ("TrieUnionOptions", "NeuralOptions"),
     "docs/beam_search.md": ("BeamOptions",),
 }
 """Pages whose own tables of options are checked too."""

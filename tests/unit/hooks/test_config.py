@@ -287,6 +287,26 @@ def test_a_path_is_the_drafters_own_model() -> None:
     assert read(as_worker_sees(engine_args)) == found
 
 
+def test_a_trained_drafter_becomes_its_method_of_vllm() -> None:
+    entry = {"method": "eagle3", "model": "some/head", "num_speculative_tokens": 3}
+    union = {"method": "trie_union", "drafters": ["ngram", entry], "num_speculative_tokens": 24}
+    engine_args = translated({**union, "quantization": "fp8"})
+    assert engine_args.speculative_config == {
+        "quantization": "fp8",
+        "method": "eagle3",
+        "model": "some/head",
+        "num_speculative_tokens": 24,
+    }
+    found = read(as_worker_sees(engine_args))
+    assert found is not None
+    assert found.method == "trie_union"
+    assert found.neural is not None
+    assert found.neural.num_speculative_tokens == 3
+    before = dict(vars(engine_args))
+    translate(engine_args)
+    assert vars(engine_args) == before
+
+
 def test_the_class_without_a_method_is_refused() -> None:
     engine_args = translated({"method": "custom_class", "model": PROPOSER_CLASS})
     with pytest.raises(ValueError, match="names no method") as caught:

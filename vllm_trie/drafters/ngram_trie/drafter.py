@@ -69,6 +69,13 @@ class NgramTrieDrafter(Drafter):
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         return self._scoring.propose(requests)
 
+    def propose_after(
+        self, requests: Sequence[DraftRequest], added: Sequence[Sequence[int]]
+    ) -> list[TokenTree]:
+        if isinstance(self._scoring, FrequencyScoring):
+            return super().propose_after(requests, added)
+        return self._scoring.propose_after(requests, added)
+
     def release(self, request_id: str) -> None:
         self._scoring.release(request_id)
 
@@ -135,11 +142,23 @@ class BlendedScoring:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         """Draft a tree for each request, in one call of the backend."""
-        drafts = self._backend.draft_batch([self._job(request) for request in requests])
+        drafts = self._backend.draft_batch(
+            [self._job(request, self._updated_state(request)) for request in requests]
+        )
         if self.store is not None:
             for request, draft in zip(requests, drafts, strict=True):
                 self.store.mark_used(request.cache_salt, draft.used_text)
         return [draft.tree for draft in drafts]
+
+    def propose_after(
+        self, requests: Sequence[DraftRequest], added: Sequence[Sequence[int]]
+    ) -> list[TokenTree]:
+        """Draft after tokens that the indexes do not hold, in one call of the backend."""
+        jobs = [
+            self._job(request, self._states[request.request_id], np.asarray(tokens, dtype=np.int32))
+            for request, tokens in zip(requests, added, strict=True)
+        ]
+        return [draft.tree for draft in self._backend.draft_batch(jobs)]
 
     def release(self, request_id: str) -> None:
         """Forget a request; its output goes to the store."""
@@ -147,7 +166,7 @@ class BlendedScoring:
         if state is not None and self.store is not None:
             self.store.add(state.cache_salt, state.output)
 
-    def _job(self, request: DraftRequest) -> Job:
+    def _updated_state(self, request: DraftRequest) -> _BlendedState:
         state = self._states.get(request.request_id)
         if state is None:
             own = self._backend.new_index(self._options.max_context_len)
@@ -155,19 +174,32 @@ class BlendedScoring:
             self._states[request.request_id] = state
         if self.recycling is not None:
             self.recycling.observe(request, state.num_tokens)
-        tokens = np.ascontiguousarray(request.token_ids, dtype=np.int32)
-        state.num_tokens = len(tokens)
-        num_prompt_tokens = min(request.num_prompt_tokens, len(tokens))
+        state.num_tokens = len(request.token_ids)
         if self.store is not None:
-            state.output = tokens[num_prompt_tokens:].copy()
+            num_prompt_tokens = min(request.num_prompt_tokens, state.num_tokens)
+            state.output = request.token_ids[num_prompt_tokens:].astype(np.int32)
+        return state
+
+    def _job(
+        self, request: DraftRequest, state: _BlendedState, added: np.ndarray | None = None
+    ) -> Job:
+        """Return the job that drafts after a request's text, or after it and added tokens."""
+        tokens = np.ascontiguousarray(request.token_ids, dtype=np.int32)
+        num_indexed = len(tokens)
+        if not self._options.index_output:
+            num_indexed = min(request.num_prompt_tokens, num_indexed)
+        max_depth = request.max_depth
+        if added is not None:
+            tokens = np.concatenate((tokens, added))
+            max_depth -= len(added)
         return Job(
             own=state.own,
             store=None if self.store is None else self.store.index(request.cache_salt),
             corpus=self._corpus,
             tokens=tokens,
-            num_indexed=len(tokens) if self._options.index_output else num_prompt_tokens,
+            num_indexed=num_indexed,
             max_nodes=request.max_nodes,
-            max_depth=request.max_depth,
+            max_depth=max_depth,
             chain_only=request.chain_only,
             min_probability=request.min_probability,
             recycled=None if self.recycling is None else self.recycling.table,

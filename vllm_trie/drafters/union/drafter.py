@@ -1,12 +1,15 @@
 """The method `trie_union`: candidates of several drafters in one tree.
 
-A step: the selected parts draft (`selection`), `merge` puts their candidates into one trie, the
-`calibration` turns their probabilities into one, and the likeliest nodes that fit become the tree.
+A step: the selected parts draft (`selection`), a trained drafter last and where its passes pay
+(`forward_gate`), and parts that can draft again after the tokens of its chain (`grafting`). `merge`
+puts all candidates into one trie, the `calibration` turns their probabilities into one, and the
+likeliest nodes that fit become the tree.
 Once the text has gone on, the draft teaches the calibration, and its `evaluation` the selection.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,9 +20,19 @@ from pydantic import BaseModel
 
 from vllm_trie.drafters import registry
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
+from vllm_trie.drafters.neural import NeuralDrafter, NeuralOptions
 from vllm_trie.drafters.union.calibration import Calibrator
-from vllm_trie.drafters.union.evaluation import HORIZON, evaluate
-from vllm_trie.drafters.union.merge import Draft, UnionTree, build_tree, merge, window_sizes
+from vllm_trie.drafters.union.evaluation import HORIZON, StepEvaluation, evaluate
+from vllm_trie.drafters.union.forward_gate import ForwardGate
+from vllm_trie.drafters.union.grafting import graft
+from vllm_trie.drafters.union.merge import (
+    Draft,
+    Graft,
+    UnionTree,
+    build_tree,
+    merge,
+    window_sizes,
+)
 from vllm_trie.drafters.union.options import METHOD, TrieUnionOptions
 from vllm_trie.drafters.union.selection import PartSelection
 from vllm_trie.drafters.union.statistics import SharedStatistics
@@ -65,6 +78,11 @@ class TrieUnionDrafter(Drafter):
     Args:
         options, context: as for every drafter.
         parts: drafters to use in place of those that the options name.
+
+    Attributes:
+        neural: the trained drafter among the parts, whose weights the engine loads.
+        gate: forgoes its forward passes where they do not pay; None where it drafts in each step:
+            alone, and in a union that is not adaptive.
     """
 
     name: ClassVar[str] = METHOD
@@ -78,8 +96,12 @@ class TrieUnionDrafter(Drafter):
     ) -> None:
         super().__init__(options, context)
         self.parts = list(
-            parts or [_make_part(name, options, context) for name in options.drafters]
+            parts or [_make_part(entry, options, context) for entry in options.drafters]
         )
+        self.neural = next((p for p in self.parts if isinstance(p, NeuralDrafter)), None)
+        can_rest = options.adaptive and len(self.parts) > 1
+        self.gate = ForwardGate() if can_rest and self.neural is not None else None
+        self._last_end = 0.0
         # Class attributes of other drafters; here they follow from the parts.
         self.needs_hidden_states = any(part.needs_hidden_states for part in self.parts)  # type: ignore[misc]
         self.needs_node_argmax = any(part.needs_node_argmax for part in self.parts)  # type: ignore[misc]
@@ -95,6 +117,8 @@ class TrieUnionDrafter(Drafter):
         cls, options: TrieUnionOptions, vocab_size: int, draft_model: str | None
     ) -> None:
         for name in options.drafters:
+            if isinstance(name, NeuralOptions):
+                continue  # vLLM reads the checkpoint's configuration
             part_options = registry.parse_options(name, options.of_part(name))
             part_class = registry.get_drafter_class(name)
             part_class.check_files(part_options, vocab_size, draft_model)
@@ -138,6 +162,9 @@ class TrieUnionDrafter(Drafter):
         self.calibrator.restore(_starting_with(_OWN, state), len(self.parts))
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        num_tokens = sum(self._num_new_tokens(request) for request in requests)
+        if self.gate is not None and self._last_end:
+            self.gate.observe_step(num_tokens, time.perf_counter() - self._last_end)
         states = [self._updated_state(request) for request in requests]
         all_parts = list(range(len(self.parts)))
         drafting = [
@@ -145,16 +172,65 @@ class TrieUnionDrafter(Drafter):
         ]
         proposed: list[dict[int, TokenTree]] = [{} for _ in requests]
         for index, part in enumerate(self.parts):
+            if part is self.neural:
+                continue
             rows = [row for row, parts in enumerate(drafting) if index in parts]
             if not rows:
                 continue
             trees = part.propose([_part_request(requests[r], states[r], index) for r in rows])
             for row, tree in zip(rows, trees, strict=True):
                 proposed[row][index] = tree
-        return [
-            self._merged_tree(request, state, trees)
-            for request, state, trees in zip(requests, states, proposed, strict=True)
+        promised = [max(map(_promise, trees.values()), default=0.0) for trees in proposed]
+        grafts = self._add_neural(requests, drafting, proposed, promised)
+        merged = [
+            self._merged_tree(request, state, trees, row_grafts, value)
+            for request, state, trees, row_grafts, value in zip(
+                requests, states, proposed, grafts, promised, strict=True
+            )
         ]
+        self._last_end = time.perf_counter()
+        return merged
+
+    def _num_new_tokens(self, request: DraftRequest) -> int:
+        """Return the tokens of a request since the last call, 0 for a new one."""
+        state = self._states.get(request.request_id)
+        return 0 if state is None else max(0, len(request.token_ids) - state.tail[0])
+
+    def _add_neural(
+        self,
+        requests: Sequence[DraftRequest],
+        drafting: Sequence[Sequence[int]],
+        proposed: Sequence[dict[int, TokenTree]],
+        promised: Sequence[float],
+    ) -> list[list[Graft]]:
+        """Add the trees of the trained drafter, where its passes pay, to those of the other parts.
+
+        Returns:
+            For each request what other parts draft after the tokens of its chain.
+        """
+        grafts: list[list[Graft]] = [[] for _ in requests]
+        if self.neural is None:
+            return grafts
+        index = self.parts.index(self.neural)
+        rows = [row for row, parts in enumerate(drafting) if index in parts]
+        if self.gate is not None:
+            rows = [rows[i] for i in self.gate.choose([promised[row] for row in rows])]
+        if not rows:
+            return grafts
+        start = time.perf_counter()
+        trees = self.neural.propose([requests[row] for row in rows])
+        if self.gate is not None:
+            self.gate.observe_call(len(rows), time.perf_counter() - start)
+        for row, tree in zip(rows, trees, strict=True):
+            proposed[row][index] = tree
+        for part_index, part in enumerate(self.parts):
+            own = [row for row in rows if part is not self.neural and part_index in proposed[row]]
+            if own:
+                chains = [proposed[row][index] for row in own]
+                found = graft(part, part_index, [requests[row] for row in own], chains)
+                for row, row_grafts in zip(own, found, strict=True):
+                    grafts[row] += row_grafts
+        return grafts
 
     def _updated_state(self, request: DraftRequest) -> _State:
         """Return the request's state, after evaluating drafts that its new tokens continue."""
@@ -169,9 +245,18 @@ class TrieUnionDrafter(Drafter):
             if self.options.adaptive:
                 sizes = enumerate(self._window_sizes)
                 suspended = {part: size for part, size in sizes if part not in draft.windows}
-                state.selection.update(evaluate(draft, continuation, suspended))
+                evaluation = evaluate(draft, continuation, suspended)
+                state.selection.update(evaluation)
+                self._teach_gate(draft, evaluation)
         state.tail = (len(tokens), tokens[-_TAIL:].tolist())
         return state
+
+    def _teach_gate(self, draft: Draft, evaluation: StepEvaluation) -> None:
+        if self.gate is None or self.neural is None:
+            return
+        found = evaluation.parts.get(self.parts.index(self.neural))
+        if found is not None and found.gain is not None:
+            self.gate.learn(draft.promised, found.gain)
 
     def _calibrate(self, draft: Draft, continuation: list[int]) -> None:
         """Learn from all candidates whose parent was right."""
@@ -186,9 +271,14 @@ class TrieUnionDrafter(Drafter):
                 self.calibrator.learn(merged.edges[node], len(draft.windows), node in right)
 
     def _merged_tree(
-        self, request: DraftRequest, state: _State, trees: dict[int, TokenTree]
+        self,
+        request: DraftRequest,
+        state: _State,
+        trees: dict[int, TokenTree],
+        grafts: Sequence[Graft],
+        promised: float,
     ) -> TokenTree:
-        merged = merge(trees)
+        merged = merge(trees, grafts)
         probabilities: list[float] = []
         for node, parent in enumerate(merged.parents):
             above = 1.0 if parent < 0 else probabilities[parent]
@@ -197,7 +287,8 @@ class TrieUnionDrafter(Drafter):
         windows = window_sizes(trees, request.max_nodes)
         for part, size in windows.items():
             self._window_sizes[part] = size or self._window_sizes[part]
-        draft = Draft(merged, probabilities, windows, request.max_nodes, len(request.token_ids))
+        num_tokens = len(request.token_ids)
+        draft = Draft(merged, probabilities, windows, request.max_nodes, num_tokens, promised)
         state.drafts.append(draft)
         state.union = build_tree(draft, trees, request.chain_only)
         return state.union.tree
@@ -208,9 +299,18 @@ def _starting_with(prefix: str, state: Mapping[str, Sequence[float]]) -> dict[st
     return {n.removeprefix(prefix): each for n, each in state.items() if n.startswith(prefix)}
 
 
-def _make_part(name: str, options: TrieUnionOptions, context: DrafterContext) -> Drafter:
-    part_options = registry.parse_options(name, options.of_part(name))
-    return registry.get_drafter_class(name)(part_options, context)
+def _make_part(
+    entry: str | NeuralOptions, options: TrieUnionOptions, context: DrafterContext
+) -> Drafter:
+    if isinstance(entry, NeuralOptions):
+        return NeuralDrafter(entry, context)
+    part_options = registry.parse_options(entry, options.of_part(entry))
+    return registry.get_drafter_class(entry)(part_options, context)
+
+
+def _promise(tree: TokenTree) -> float:
+    """Return the accepted tokens that a tree's own probabilities promise."""
+    return 0.0 if tree.probabilities is None else float(tree.probabilities.sum())
 
 
 def _part_request(request: DraftRequest, state: _State, part: int) -> DraftRequest:

@@ -58,11 +58,15 @@ def evaluate(
 def _num_accepted(draft: Draft, path: set[int], room: int, without: int | None = None) -> int:
     """Count the nodes of the true path among the likeliest `room`, if `without` had not drafted."""
     taken = found = 0
-    edges = draft.merged.edges
+    edges, parents = draft.merged.edges, draft.merged.parents
+    missing: set[int] = set()
     for node in draft.order:
         if taken >= room or found == len(path):
             break
-        if without is not None and without in edges[node] and len(edges[node]) == 1:
+        if without is not None and (
+            parents[node] in missing or (without in edges[node] and len(edges[node]) == 1)
+        ):
+            missing.add(node)
             continue
         taken += 1
         found += node in path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,31 +49,64 @@ class MergedTrie:
         return path
 
 
-def merge(trees: Mapping[int, TokenTree]) -> MergedTrie:
-    """Merge the nodes that may be accepted; `trees` holds the tree of each part that drafted."""
+class Graft(NamedTuple):
+    """Candidates of a part after tokens that another part proposes."""
+
+    part: int
+    path: Sequence[int]
+    """The tokens, from the root; nodes of another part."""
+    tree: TokenTree
+
+
+def merge(trees: Mapping[int, TokenTree], grafts: Sequence[Graft] = ()) -> MergedTrie:
+    """Merge the nodes that may be accepted.
+
+    Args:
+        trees: of each part that drafted.
+        grafts: more candidates of these parts, below nodes of `trees`.
+    """
     merged = MergedTrie()
     child_of: dict[tuple[int, int], int] = {}
     for part, tree in trees.items():
-        node_of: list[int] = []
-        merged.node_of[part] = node_of
-        edges = edge_probabilities(tree)
-        flags = tree.never_accept
-        never = [False] * tree.num_nodes if flags is None else flags.tolist()
-        tokens, parents = tree.token_ids.tolist(), tree.parents.tolist()
-        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-            above = node_of[parent] if parent >= 0 else ROOT
-            if never[node] or (parent >= 0 and above < 0):
-                node_of.append(-1)
-                continue
-            target = child_of.get((above, token))
-            if target is None:
-                target = child_of[above, token] = merged.num_nodes
-                merged.token_ids.append(token)
-                merged.parents.append(above)
-                merged.edges.append({})
-            merged.edges[target][part] = edges[node]
-            node_of.append(target)
+        merged.node_of[part] = _add(merged, child_of, part, tree, ROOT)
+    for part, path, tree in grafts:
+        base = ROOT
+        for token in path:
+            base = child_of[base, token]
+        _add(merged, child_of, part, tree, base)
+    if grafts:
+        # The order of the parts names the regression that calibrates a node.
+        merged.edges = [dict(sorted(edges.items())) for edges in merged.edges]
     return merged
+
+
+def _add(
+    merged: MergedTrie,
+    child_of: dict[tuple[int, int], int],
+    part: int,
+    tree: TokenTree,
+    base: int,
+) -> list[int]:
+    """Add a part's tree below a merged node; returns the merged node of each of its nodes."""
+    node_of: list[int] = []
+    edges = edge_probabilities(tree)
+    flags = tree.never_accept
+    never = [False] * tree.num_nodes if flags is None else flags.tolist()
+    tokens, parents = tree.token_ids.tolist(), tree.parents.tolist()
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        above = node_of[parent] if parent >= 0 else base
+        if never[node] or (parent >= 0 and above < 0):
+            node_of.append(-1)
+            continue
+        target = child_of.get((above, token))
+        if target is None:
+            target = child_of[above, token] = merged.num_nodes
+            merged.token_ids.append(token)
+            merged.parents.append(above)
+            merged.edges.append({})
+        merged.edges[target].setdefault(part, edges[node])
+        node_of.append(target)
+    return node_of
 
 
 def edge_probabilities(tree: TokenTree) -> list[float]:
@@ -100,6 +134,7 @@ class Draft:
         windows: never-accepted nodes of each part that drafted (the lookahead window).
         max_nodes: node limit of the step's tree.
         num_tokens: length of the text when the draft was made.
+        promised: tokens that the parts without forward passes promised.
         order: merged nodes, the likeliest first; parents come before children.
     """
 
@@ -108,6 +143,7 @@ class Draft:
     windows: dict[int, int]
     max_nodes: int
     num_tokens: int
+    promised: float = 0.0
     order: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -175,14 +211,12 @@ class UnionTree:
 
 def build_tree(draft: Draft, trees: Mapping[int, TokenTree], chain_only: bool = False) -> UnionTree:
     """Lay out the likeliest candidates that fit, then the parts' never-accepted nodes; of a chain
-    only the likeliest path. `draft` holds the merged candidates of `trees`, by part."""
-    merged, nodes = draft.merged, _depth_first(draft)
+    only the path with the most expected tokens. `draft` holds the merged candidates of `trees`, by
+    part."""
+    merged = draft.merged
+    nodes = best_chain(draft) if chain_only else _depth_first(draft)
     place = {node: index for index, node in enumerate(nodes)}
     parents = [place.get(merged.parents[node], ROOT) for node in nodes]
-    if chain_only:
-        length = next((i for i, parent in enumerate(parents) if parent != i - 1), len(nodes))
-        nodes, parents = nodes[:length], parents[:length]
-        place = {node: index for index, node in enumerate(nodes)}
     token_ids = [merged.token_ids[node] for node in nodes]
     probabilities = [draft.probabilities[node] for node in nodes]
     node_of: dict[int, list[int]] = {}
@@ -205,6 +239,25 @@ def build_tree(draft: Draft, trees: Mapping[int, TokenTree], chain_only: bool = 
     if len(token_ids) > len(nodes):
         built = replace(built, never_accept=np.arange(len(token_ids)) >= len(nodes))
     return UnionTree(built, trees, node_of)
+
+
+def best_chain(draft: Draft) -> list[int]:
+    """Return the merged nodes of the path, cut to the node limit, that promises the most tokens:
+    the sum of its nodes' probabilities."""
+    merged = draft.merged
+    depth: list[int] = []
+    promised: list[float] = []
+    for node, parent in enumerate(merged.parents):
+        depth.append(1 if parent < 0 else depth[parent] + 1)
+        above = 0.0 if parent < 0 else promised[parent]
+        promised.append(above + draft.probabilities[node])
+    fitting = [node for node in range(merged.num_nodes) if depth[node] <= draft.num_candidates]
+    if not fitting:
+        return []
+    path = [max(fitting, key=lambda node: (promised[node], -node))]
+    while (parent := merged.parents[path[-1]]) >= 0:
+        path.append(parent)
+    return path[::-1]
 
 
 def _depth_first(draft: Draft) -> list[int]:

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from vllm_trie.drafters import registry
 from vllm_trie.drafters.base import DrafterOptions
+from vllm_trie.drafters.neural import NEURAL_METHODS, NeuralOptions
 
 METHOD = "trie_union"
 SHORT_NAMES = {"lookahead": "lookahead_trie", "medusa": "medusa_dynamic", "ngram": "ngram_trie"}
@@ -16,12 +17,13 @@ SHORT_NAMES = {"lookahead": "lookahead_trie", "medusa": "medusa_dynamic", "ngram
 class TrieUnionOptions(DrafterOptions):
     """Options of `trie_union`."""
 
-    drafters: list[str] = Field(
+    drafters: list[str | NeuralOptions] = Field(
         default=["ngram_trie", "lookahead_trie"],
         min_length=1,
         max_length=8,
         description="Methods whose candidates are merged; 'lookahead', 'medusa' and 'ngram' are "
-        "short for lookahead_trie, medusa_dynamic and ngram_trie.",
+        "short for lookahead_trie, medusa_dynamic and ngram_trie. One entry may be a trained "
+        "drafter of vLLM's, a mapping as in {'method': 'eagle3', 'model': 'PATH'}.",
     )
     options: dict[str, dict[str, Any]] = Field(
         default={},
@@ -33,29 +35,58 @@ class TrieUnionOptions(DrafterOptions):
         "from time to time.",
     )
 
+    @field_validator("drafters", mode="before")
+    @classmethod
+    def _check_entries(cls, entries: Any) -> Any:
+        """Refuse a trained drafter's name without its checkpoint, with a better message."""
+        for entry in entries if isinstance(entries, list) else ():
+            if entry in NEURAL_METHODS:
+                raise ValueError(
+                    f"{entry!r} is a trained drafter and needs its checkpoint; write "
+                    f"{{'method': {entry!r}, 'model': 'PATH'}}"
+                )
+            method = entry.get("method") if isinstance(entry, dict) else None
+            if isinstance(entry, dict) and method not in NEURAL_METHODS:
+                raise ValueError(
+                    f"{entry!r} names the method {method!r}, and a mapping must name a trained "
+                    f"drafter of vLLM's; allowed: {', '.join(NEURAL_METHODS)}. Write other parts "
+                    "by their name alone, and their options into 'options'"
+                )
+        return entries
+
     @field_validator("drafters")
     @classmethod
-    def _check_drafters(cls, names: list[str]) -> list[str]:
-        full = [SHORT_NAMES.get(name, name) for name in names]
+    def _check_drafters(cls, entries: list[str | NeuralOptions]) -> list[str | NeuralOptions]:
+        full = [SHORT_NAMES.get(e, e) if isinstance(e, str) else e for e in entries]
         allowed = [name for name in registry.available_methods() if name != METHOD]
-        for name in full:
-            if name not in allowed:
-                raise ValueError(f"{name!r} cannot be a part; allowed: {', '.join(allowed)}")
-            if full.count(name) > 1:
-                raise ValueError(f"{name!r} is named twice; name each part once")
+        for entry in full:
+            if isinstance(entry, NeuralOptions):
+                continue
+            if entry not in allowed:
+                raise ValueError(f"{entry!r} cannot be a part; allowed: {', '.join(allowed)}")
+            if full.count(entry) > 1:
+                raise ValueError(f"{entry!r} is named twice; name each part once")
+        if sum(isinstance(entry, NeuralOptions) for entry in full) > 1:
+            raise ValueError("two parts are trained drafters of vLLM's; name one of them")
         return full
 
     @model_validator(mode="after")
     def _check_options(self) -> TrieUnionOptions:
+        names = [entry for entry in self.drafters if isinstance(entry, str)]
         for name in self.options:
-            if SHORT_NAMES.get(name, name) not in self.drafters:
+            if SHORT_NAMES.get(name, name) not in names:
                 raise ValueError(
                     f"options has the key {name!r}, which is not one of the drafters; allowed: "
-                    f"{', '.join(self.drafters)}"
+                    f"{', '.join(names) or 'none'}"
                 )
-        for name in self.drafters:
+        for name in names:
             registry.parse_options(name, self.of_part(name))
         return self
+
+    @property
+    def neural(self) -> NeuralOptions | None:
+        """The trained drafter among the parts, if there is one."""
+        return next((e for e in self.drafters if isinstance(e, NeuralOptions)), None)
 
     def of_part(self, name: str) -> dict[str, Any]:
         """Return the options given for a part."""

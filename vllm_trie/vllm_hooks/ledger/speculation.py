@@ -40,6 +40,11 @@ _scheduler = group(
 _metrics = group("vllm.v1.metrics.", retire_when=_STATS, extension_point="proposer_stats")
 _any = group("vllm.")
 
+_trained = group(
+    "vllm.",
+    retire_when="a proposer can be a part of another, and gets the accepted tokens of a tree",
+)
+
 _v2_runner = _verified("vllm.v1.worker.gpu.")
 _v2_overridden = _verified("vllm.v1.worker.gpu.model_runner:GPUModelRunner.")
 
@@ -121,7 +126,8 @@ SPECULATION_PATCHES: tuple[Patch, ...] = (
     _cpu_worker("CPUWorker.shutdown", "overridden", "saves what was learned", "",
         successor="nothing; the last save is at the exit of the process"),
     _runner("load_model", "overridden",
-        "refuses a model whose attention layers do not know of trees",
+        "refuses a model whose attention layers do not know of trees; hands a trained drafter to "
+        "its union",
         successor="the check is in the proposer's `load_model()`"),
     _runner("_prepare_inputs", "overridden",
         "positions of tree nodes follow their depth; a step without drafts is prepared as if "
@@ -144,7 +150,8 @@ SPECULATION_PATCHES: tuple[Patch, ...] = (
         "logits spec_decode_metadata", successor="`DraftVerifier.verify()`"),
     _proposer("propose_draft_token_ids", "overridden",
         "gives drafters request ids, hidden states of the accepted node and budgets",
-        "scheduler_output sampled_token_ids sampling_metadata hidden_states sample_hidden_states",
+        "scheduler_output sampled_token_ids sampling_metadata hidden_states sample_hidden_states "
+        "aux_hidden_states spec_decode_metadata common_attn_metadata",
         retire_when="proposers get request ids and hidden states",
         successor="`RequestProposer.propose_for_step()`"),
     _runner("sample_tokens", "overridden",
@@ -162,6 +169,35 @@ SPECULATION_PATCHES: tuple[Patch, ...] = (
     _at_start("_sync_device", "called", "at start-up: waits until a pass is done, to time it", ""),
     _any("distributed.parallel_state:get_tp_group", "called", "sends rank 0's trees to all ranks",
         "", retire_when=_TREE_DRAFTS),
+    # Trained drafters
+    _trained("config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", "wrapped",
+        "Model Runner V1 serves engines with a trained drafter in a union; asked whether V2 would "
+        "serve others", "",
+        wrapper="setup.neural:wrap_unsupported_features"),
+    _trained("config.speculative:SpeculativeConfig.use_gemma4_mtp", "called",
+        "refuses MTP layers that share the model's KV cache", ""),
+    _trained("config.speculative:SpeculativeConfig.use_step3p5_mtp", "called", "the same", ""),
+    _trained("config.speculative:SpeculativeConfig.disable_padded_drafter_batch", "set",
+        "drafting waits for the step's tokens on the host"),
+    _trained("v1.worker.gpu_model_runner:GPUModelRunner.__init__", "overridden",
+        "sets it, once vLLM's proposer is made", "vllm_config device"),
+    _trained("v1.worker.gpu_model_runner:GPUModelRunner.get_model", "called",
+        "hidden states that a model has for its MTP layers", ""),
+    _trained("v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.propose", "called",
+        "feeds the accepted tokens and drafts a chain",
+        "num_speculative_tokens target_token_ids target_positions target_hidden_states "
+        "next_token_ids token_indices_to_sample common_attn_metadata sampling_metadata"),
+    _trained("v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._greedy_sample", "set",
+        "keeps the probabilities of the tokens that are drafted, and of others", "hidden_states"),
+    _trained("v1.spec_decode.vocab_mapping:VocabMapping.constrain_draft_logits", "called",
+        "drafters with another vocabulary, as in vLLM's sampling"),
+    _trained("v1.spec_decode.vocab_mapping:VocabMapping.map_draft_to_target_ids", "called",
+        "the same"),
+    _trained("v1.attention.backend:CommonAttentionMetadata", "made",
+        "describes the accepted tokens of the requests that the proposer drafts for, and by the "
+        "check of a GPU random steps",
+        "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len "
+        "max_seq_len block_table_tensor slot_mapping causal seq_lens_cpu_upper_bound"),
     # Verification
     _sampling("sampler:Sampler.forward", "called", "at each level of the walk",
         "logits sampling_metadata"),
@@ -215,9 +251,6 @@ V2_PATCHES: tuple[Patch, ...] = (
     _any("config.speculative:SpeculativeConfig.use_ngram", "wrapped",
         "keeps the requests' text off the device, which only vLLM's own n-grams read", "",
         wrapper="worker.runners.runner_v2:wrap_use_ngram", scope="v2_runner",
-        retire_when=_PLUGGABLE),
-    _any("config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", "called",
-        "asks whether Model Runner V2 would serve the engine with a method that it knows", "",
         retire_when=_PLUGGABLE),
     _v2_runner("spec_decode.speculator:BaseSpeculator.propose", "overridden",
         "proposes the drafters' drafts",
@@ -308,10 +341,6 @@ GPU_PATCHES: tuple[Patch, ...] = (
     _triton("Backend.supports_batch_invariance", "overridden", "answers no", ""),
     _check("attention.backends.triton_attn:TritonAttentionImpl.do_kv_cache_update", "called",
         "by the check: shows the layout of the KV cache", "layer key value kv_cache slot_mapping"),
-    _check("attention.backend:CommonAttentionMetadata", "made",
-        "by the check: describes its random steps",
-        "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len "
-        "max_seq_len block_table_tensor slot_mapping"),
     _check("worker.utils:AttentionGroup.get_metadata_builder", "called",
         "by the check: the builder that steps will use", ""),
 )

@@ -3,7 +3,8 @@
 vLLM's ``SpeculativeConfig`` knows a fixed list of methods and refuses unknown keys. The plugin
 therefore rewrites one of its methods to one of vLLM's (:mod:`.runner_choice`) with the plugin's
 proposer as its model, and carries the method's name and options in
-``additional_config["vllm_trie"]``.
+``additional_config["vllm_trie"]``. A union with a trained drafter becomes that drafter's method of
+vLLM's, which loads its weights and gives it a KV cache.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_trie.drafters import available_methods, parse_options
+from vllm_trie.drafters.neural import NEURAL_METHODS, NeuralOptions
 from vllm_trie.vllm_hooks.ledger import offered
 from vllm_trie.vllm_hooks.setup import method_names, runner_choice
 from vllm_trie.vllm_hooks.setup.config_keys import (
@@ -103,6 +105,12 @@ class TreeConfig(NamedTuple):
     drafter_options: BaseModel
     engine_options: EngineOptions
 
+    @property
+    def neural(self) -> NeuralOptions | None:
+        """The trained drafter of vLLM's that takes part, if one does."""
+        found: NeuralOptions | None = getattr(self.drafter_options, "neural", None)
+        return found
+
 
 def requested_method(engine_args: EngineArgs) -> str | None:
     """Return the tree method that the engine arguments ask for, None if they ask for another.
@@ -129,7 +137,7 @@ def requested_method(engine_args: EngineArgs) -> str | None:
     for name in named:
         if name in methods:
             return str(name)
-    if PROPOSER_CLASS in named or VERIFIER_CLASS in named:
+    if PROPOSER_CLASS in named or VERIFIER_CLASS in named or named[1] in NEURAL_METHODS:
         return own_part(engine_args.additional_config).get("method")
     return None
 
@@ -148,6 +156,9 @@ def translate(engine_args: EngineArgs) -> None:
         _refuse_options_without_method(engine_args)
         return
     asked, given = _asked_for(engine_args), _own_options(engine_args, method)
+    carried_method = own_part(engine_args.additional_config).get("method")
+    if asked.get("method") in NEURAL_METHODS and carried_method:  # this function wrote them
+        asked |= {"method": method, "model": None}
     _check_method(method, asked.pop("method", None))
     carried_model = given.pop("draft_model", None)
     if (draft_model := _draft_model(method, asked.pop("model", None))) is None:
@@ -163,13 +174,16 @@ def translate(engine_args: EngineArgs) -> None:
     carried = {"method": method, **asked}
     if draft_model is not None:
         carried["draft_model"] = draft_model
-    _parse(carried)  # the errors should reach the user now, not in a worker
+    parsed = _parse(carried)  # the errors should reach the user now, not in a worker
 
+    model: str | None = VERIFIER_CLASS if offered("draft_verifier") else PROPOSER_CLASS
+    if parsed.neural is not None:
+        stands_for, model = parsed.neural.method, parsed.neural.model
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
     engine_args.speculative_config = {
         **passed_on,
         "method": stands_for,
-        "model": VERIFIER_CLASS if offered("draft_verifier") else PROPOSER_CLASS,
+        "model": model,
         "num_speculative_tokens": num_nodes,
     }
     additional = dict(engine_args.additional_config or {})
@@ -180,15 +194,22 @@ def translate(engine_args: EngineArgs) -> None:
 def read(vllm_config: VllmConfig) -> TreeConfig | None:
     """Return the tree configuration that :func:`translate` wrote, None if there is none."""
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.model not in (PROPOSER_CLASS, VERIFIER_CLASS):
+    if speculative is None:
         return None
     carried = own_part(vllm_config.additional_config)
+    if speculative.model not in (PROPOSER_CLASS, VERIFIER_CLASS):
+        # Of a trained drafter, or another method of vLLM's without the plugin.
+        return _parse_carried(carried) if "method" in carried else None
     if "method" not in carried:
         raise ValueError(
             f"additional_config[{CONFIG_KEY!r}] names no method, but the speculative model is "
             f"{speculative.model}; set speculative_config={{'method': NAME}} with one of "
             f"{', '.join(available_methods())} instead of naming the class"
         )
+    return _parse_carried(carried)
+
+
+def _parse_carried(carried: Mapping[str, Any]) -> TreeConfig:
     return _parse({k: v for k, v in carried.items() if k not in BEAM_KEYS})
 
 

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 
 from vllm_trie.drafters import get_drafter_class
 from vllm_trie.vllm_hooks.ledger import offered
-from vllm_trie.vllm_hooks.setup import config, items, runner_choice, support
+from vllm_trie.vllm_hooks.setup import config, items, neural, runner_choice, support
 from vllm_trie.vllm_hooks.setup.limits import ENV_SWITCH
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _answer_for_custom_class(engine_args: EngineArgs) -> None:
     for name in _ANSWERED:
         logging.getLogger(name).addFilter(_is_about_others)
     speculative: Any = engine_args.speculative_config
-    if speculative["method"] == runner_choice.V1_METHOD and engine_args.async_scheduling is None:
+    if speculative["method"] != runner_choice.V2_METHOD and engine_args.async_scheduling is None:
         engine_args.async_scheduling = False
 
 
@@ -89,6 +89,8 @@ def verify(vllm_config: VllmConfig) -> None:
     tree_config = config.read(vllm_config)
     if tree_config is not None:
         asked = tree_config.engine_options.verification
+        if tree_config.neural is not None:
+            neural.check(vllm_config, tree_config.neural)
         _check_trace_path(tree_config.engine_options.trace_path)
         chosen = support.choose_verification(vllm_config, tree_config.method, asked)
         config.set_verification(vllm_config, chosen)
@@ -148,7 +150,10 @@ def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
 
 
 def _belongs_on_v2(vllm_config: VllmConfig) -> bool:
-    if config.read(vllm_config) is None or config.verification(vllm_config) != "chain":
+    tree_config = config.read(vllm_config)
+    if tree_config is None or tree_config.neural is not None:
+        return False
+    if config.verification(vllm_config) != "chain":
         return False
     return runner_choice.belongs_on_v2(vllm_config)
 

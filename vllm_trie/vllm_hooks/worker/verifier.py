@@ -251,6 +251,10 @@ class TreeVerifier:
         compaction.compact(groups, slot_mappings, *moves)
         self._stats.verification_seconds += time.perf_counter() - start
 
+    def last_step(self, request_id: str) -> VerifiedStep:
+        """Return the result of a request's last verification; no nodes before the first."""
+        return self._last_steps.get(request_id, _NO_DRAFT)
+
     def end_step(self, new_tokens: Sequence[Sequence[int]]) -> None:
         """Take in the step's time and tokens, and drop its trees.
 

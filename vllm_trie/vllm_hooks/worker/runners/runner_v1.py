@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import TREE_ATTRIBUTE
+from vllm_trie.vllm_hooks.worker.drafting.neural import StepStates
+from vllm_trie.vllm_hooks.worker.drafting.proposer import TreeProposer
 from vllm_trie.vllm_hooks.worker.runners.v1_adapter import V1Adapter, V1TreeAdapter
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import SamplerOutput
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Runner
-
-    from vllm_trie.vllm_hooks.worker.drafting.proposer import TreeProposer
 else:
     _Runner = object
 
@@ -34,17 +34,42 @@ else:
 class ChainRunnerMixin(_Runner):
     """Overrides of ``GPUModelRunner`` that draft; everything else stays vLLM's."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.has_neural_drafter and self.speculative_config is not None:
+            # Drafting waits for the step's tokens on the host. Not in the configuration from the
+            # beginning: draft models refuse it there, though not for drafts made this way.
+            self.speculative_config.disable_padded_drafter_batch = True
+
+    @property
+    def has_neural_drafter(self) -> bool:
+        """Whether ``drafter`` is vLLM's own proposer, for a trained drafter in a union."""
+        return not isinstance(getattr(self, "drafter", None), TreeProposer)
+
+    @cached_property
+    def tree_proposer(self) -> TreeProposer:
+        """The plugin's proposer, which vLLM makes itself where it is the only one."""
+        if self.has_neural_drafter:
+            return TreeProposer(self.vllm_config)
+        return cast("TreeProposer", self.drafter)
+
     @property
     def trees(self) -> TreeVerifier:
         """The verifier, which the proposer made."""
-        return cast("TreeProposer", self.drafter).trees
+        return self.tree_proposer.trees
 
     @cached_property
     def adapter(self) -> V1Adapter:
         return V1Adapter(self, self.trees)
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self.has_neural_drafter:
+            self.tree_proposer.load_model(self.get_model())
+            self.adapter.take_neural_drafter(self.drafter)
+
     @contextmanager
-    def _as_without_speculation(self, hidden: bool) -> Iterator[None]:
+    def without_speculation(self, hidden: bool = True) -> Iterator[None]:
         """Let a method of vLLM's take the path of an engine without speculation, if `hidden`.
 
         ``speculative_config`` is vLLM's only switch, and it is the engine's, not the step's. With
@@ -62,7 +87,7 @@ class ChainRunnerMixin(_Runner):
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)
-        self.trees.release(req_id)
+        self.adapter.release(req_id)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         # Limits are kept per request. vLLM's answer is for the whole batch: one request near the
@@ -76,7 +101,7 @@ class ChainRunnerMixin(_Runner):
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> Any:
-        with self._as_without_speculation(not scheduler_output.scheduled_spec_decode_tokens):
+        with self.without_speculation(not scheduler_output.scheduled_spec_decode_tokens):
             prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self.adapter.begin_step(scheduler_output)
         return prepared
@@ -88,14 +113,24 @@ class ChainRunnerMixin(_Runner):
         sampling_metadata: Any,
         hidden_states: torch.Tensor,
         sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None = None,
+        spec_decode_metadata: Any = None,
+        common_attn_metadata: Any = None,
         *unused: Any,
         **unused_too: Any,
     ) -> list[list[int]]:
-        return self.adapter.propose(scheduler_output, sampled_token_ids, sample_hidden_states)
+        return self.adapter.propose(
+            scheduler_output,
+            sampled_token_ids,
+            sample_hidden_states,
+            StepStates(hidden_states, aux_hidden_states, common_attn_metadata),
+        )
 
     def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
         is_hidden = self.trees.is_pausing and self.execute_model_state is not None
-        with self._as_without_speculation(is_hidden):
+        # A trained drafter's KV cache goes on in such steps.
+        is_hidden = is_hidden and not self.has_neural_drafter
+        with self.without_speculation(is_hidden):
             output = super().sample_tokens(grammar_output)
         if is_hidden:
             # `execute_model` saw the configuration and left this to the end of the drafting.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from vllm_trie.attention import prefers_chains
 from vllm_trie.attention.device_copy import to_device
 from vllm_trie.vllm_hooks.setup.support import check_layers
 from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost
+from vllm_trie.vllm_hooks.worker.drafting.neural import NeuralChains, StepStates
 from vllm_trie.vllm_hooks.worker.drafting.requests import draft_requests
 from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.verification.compaction import CacheGroup, cache_groups
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import SamplerOutput
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from vllm_trie.drafters.union import TrieUnionDrafter
 
 
 class V1Adapter:
@@ -36,6 +40,18 @@ class V1Adapter:
     def __init__(self, runner: GPUModelRunner, trees: TreeVerifier) -> None:
         self.runner = runner
         self.trees = trees
+        self.neural: NeuralChains | None = None
+
+    def take_neural_drafter(self, proposer: Any) -> None:
+        """Hand vLLM's proposer, whose weights are loaded, to the union that it is a part of."""
+        part = cast("TrieUnionDrafter", self.trees.guard.drafter).neural
+        assert part is not None
+        options = part.options
+        num_alternatives = 0 if self.chain_only else options.num_alternatives
+        self.neural = NeuralChains(
+            self.runner, proposer, options.num_speculative_tokens, num_alternatives
+        )
+        part.source = self.neural
 
     def check_layers(self) -> None:
         """Refuse a loaded model with attention layers that cannot verify drafts."""
@@ -45,8 +61,14 @@ class V1Adapter:
         runner = self.runner
         model: Any = runner.model
 
+        # The trained drafter's pass is part of the drafting, which is measured by itself.
+        without_drafter: Any = nullcontext
+        if self.neural is not None:
+            without_drafter = cast("Any", runner).without_speculation
+
         def run_step(num_tokens: int) -> None:
-            hidden_states, _ = runner._dummy_run(num_tokens)
+            with without_drafter():
+                hidden_states, _ = runner._dummy_run(num_tokens)
             model.compute_logits(hidden_states[:num_tokens])
             runner._sync_device()  # a GPU may still be at work
 
@@ -54,6 +76,7 @@ class V1Adapter:
         calibrate_step_cost(self.trees.budget, run_step, runner.max_num_tokens, num_ranks)
 
     def start_step(self) -> None:
+        self._has_ended = False
         self.trees.start_step(self.runner.input_batch.num_reqs)
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
@@ -88,11 +111,33 @@ class V1Adapter:
         scheduler_output: SchedulerOutput,
         new_tokens: list[list[int]],
         sample_hidden_states: torch.Tensor,
+        states: StepStates | None = None,
     ) -> list[list[int]]:
-        """Return the draft tokens of each request of the batch for the next step."""
-        runner = self.runner
+        """Return the draft tokens of each request of the batch for the next step.
+
+        Args:
+            scheduler_output: of the step.
+            new_tokens: of each request; none while its prefill goes on.
+            sample_hidden_states: [logits rows, hidden_size].
+            states: what a trained drafter reads.
+        """
         self._end_step(new_tokens)
-        if self.trees.is_pausing:  # only a patched vLLM asks in such a step
+        self._has_ended = True
+        if self.neural is not None and states is not None:
+            self.neural.observe(states, new_tokens, self.trees)
+        drafts = self._draft(scheduler_output, new_tokens, sample_hidden_states)
+        if self.neural is not None:
+            self.neural.catch_up()
+        return drafts
+
+    def _draft(
+        self,
+        scheduler_output: SchedulerOutput,
+        new_tokens: list[list[int]],
+        sample_hidden_states: torch.Tensor,
+    ) -> list[list[int]]:
+        runner = self.runner
+        if self.trees.is_pausing:  # a trained drafter wants all steps; a patched vLLM asks too
             return [[] for _ in new_tokens]
         requests = draft_requests(
             runner.input_batch,
@@ -109,10 +154,16 @@ class V1Adapter:
             self.trees.observe_outputs(new_tokens)
         self.trees.end_step(new_tokens)
 
+    def release(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self.trees.release(request_id)
+        if self.neural is not None:
+            self.neural.release(request_id)
+
     def finish(self, output: Any) -> None:
         """Attach the step's statistics to vLLM's output of the step."""
         new_tokens = getattr(output, "sampled_token_ids", None)
-        if self.trees.is_pausing and new_tokens:  # vLLM did not ask for drafts
+        if self.trees.is_pausing and new_tokens and not self._has_ended:  # vLLM did not ask
             self._end_step(new_tokens)
         stats = self.trees.take_stats()
         if stats is not None:
@@ -126,7 +177,10 @@ class V1TreeAdapter(V1Adapter):
 
     @property
     def _layers(self) -> dict[str, Any]:
-        return self.runner.compilation_config.static_forward_context
+        """The model's layers, by name; not those of a trained drafter, which sees no trees."""
+        layers = self.runner.compilation_config.static_forward_context
+        own: set[str] = getattr(self.runner.drafter, "_draft_attn_layer_names", set())
+        return {name: layer for name, layer in layers.items() if name not in own}
 
     def check_layers(self) -> None:
         check_layers(self.runner.vllm_config, self._layers)
@@ -175,4 +229,5 @@ class V1TreeAdapter(V1Adapter):
 
     @cached_property
     def _cache_groups(self) -> list[CacheGroup]:
+        # A trained drafter writes the accepted tokens' KV itself, once they are known.
         return cache_groups(self.runner.kv_cache_config, self._layers)

@@ -35,13 +35,16 @@ def cache_groups(kv_cache_config: KVCacheConfig, layers: dict[str, Any]) -> list
 
     Args:
         kv_cache_config: of the engine.
-        layers: by name (``static_forward_context``).
+        layers: by name (``static_forward_context``); others are left out, and groups without any.
     """
     seen: set[int] = set()
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         caches, move = [], None
-        for layer in (layers[name] for name in group.layer_names):
+        known = [layers[name] for name in group.layer_names if name in layers]
+        if not known:
+            continue
+        for layer in known:
             move = getattr(getattr(layer, "impl", None), "move_slots", None)
             if layer.kv_cache.data_ptr() not in seen:
                 seen.add(layer.kv_cache.data_ptr())

@@ -1,0 +1,164 @@
+"""A trained drafter, n-grams, and their union on the shipped model, at equal nodes.
+
+One row for each prompt set and method:
+
+    ngram_trie     n-grams alone
+    eagle          the shipped EAGLE head alone: its chain, and its alternatives as leaves; with
+                   `--method draft_model` the shipped draft model, and with `--checkpoint` another
+    union          both in `trie_union`, with the trained drafter's passes in every step
+    union_resting  the same as by default: the trained drafter rests where its passes do not pay,
+                   which saves time and costs tokens per step
+
+All run in one engine and take turns; each run has new drafters, which know no finished requests.
+`forward_calls` is the share of a batch's steps in which the trained drafter ran, `drafting` the
+share of the time that drafting takes.
+
+    python benchmarks/union.py --json union.json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from support.engines import Prompts, decode
+from support.harness import Row, finish, interleave, median_seconds, option_parser, run_quietly
+from support.stage import Stage
+
+from vllm_trie import local_engine
+
+COLUMNS = (
+    "set", "method", "tokens_per_step", "over_best_part", "tokens_per_s", "drafting",
+    "forward_calls", "identical",
+)  # fmt: skip
+SETS = ("edit", "write", "question", "continue", "library", "tasks", "mixed")
+FORGET = {"ngram_trie": {"store_tokens": 0}}
+
+
+class CountedSource:
+    """A trained drafter's source that counts its calls."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.calls = 0
+
+    def draft(self, request_ids: Sequence[str]) -> Any:
+        """Draft as the source does."""
+        self.calls += 1
+        return self.source.draft(request_ids)
+
+
+def set_rows(
+    plain: Any, stage: Stage, name: str, prompts: Prompts, entry: dict[str, Any], options: Any
+) -> list[Row]:
+    """Measure the methods on one prompt set."""
+    from vllm import SamplingParams
+
+    from vllm_trie.drafters import get_drafter_class, parse_options
+
+    params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
+    method = entry["method"]
+    both = {"drafters": ["ngram_trie", entry], "options": FORGET}
+    methods = {
+        "ngram_trie": ("ngram_trie", FORGET["ngram_trie"]),
+        method: ("trie_union", {"drafters": [entry]}),
+        "union": ("trie_union", {**both, "adaptive": False}),
+        "union_resting": ("trie_union", both),
+    }
+    sources: dict[str, CountedSource] = {}
+
+    def run(key: str) -> Any:
+        kind, settings = methods[key]
+        context = dataclasses.replace(stage.own.context, num_nodes=options.nodes)
+        drafter: Any = get_drafter_class(kind)(parse_options(kind, settings), context)
+        source = CountedSource(stage.own.neural.source)
+        if getattr(drafter, "neural", None) is not None:
+            drafter.neural.source = source
+        sources[key] = source
+        stage.turns.seconds.clear()
+        start = time.perf_counter()
+        outputs, counts = stage.run(drafter, options.nodes, prompts, params, options.batch_size)
+        drafting = sum(stage.turns.seconds) / (time.perf_counter() - start)
+        return outputs, counts, drafting, source.calls / max(1, len(stage.turns.seconds))
+
+    expected = decode(plain, prompts, params, options.batch_size)
+    timed = interleave({key: lambda key=key: run(key) for key in methods}, options.repeats)
+    rows = []
+    for key, each in timed.items():
+        outputs, counts, drafting, calls = each[0][1]
+        num_tokens = sum(map(len, outputs))
+        rows.append(
+            {
+                "set": name,
+                "method": key,
+                "tokens_per_step": num_tokens / counts.steps,
+                "tokens_per_s": num_tokens / median_seconds(each),
+                "drafting": drafting,
+                "forward_calls": calls,
+                "nodes": options.nodes,
+                "identical": all(result[0] == expected for _, result in each),
+            }
+        )
+    best = max(row["tokens_per_step"] for row in rows[:2])
+    for row in rows[2:]:
+        row["over_best_part"] = row["tokens_per_step"] / best - 1
+    return rows
+
+
+def run(options: Any) -> list[Row]:
+    """Start both engines, then measure."""
+    from support.prompts import prompt_sets
+
+    from vllm_trie.tiny_model import draft_model_path, eagle_path, model_path
+
+    model = str(model_path())
+    shipped = {"eagle": eagle_path, "draft_model": draft_model_path}
+    entry = {
+        "method": options.method,
+        "model": options.checkpoint or str(shipped[options.method]()),
+        "num_speculative_tokens": options.length,
+        "num_alternatives": options.alternatives,
+    }
+    every = prompt_sets(model)
+    sets = {name: every[name][: options.prompts] for name in options.sets}
+    longest = max(len(prompt) for prompts in sets.values() for prompt in prompts)
+    limits = {
+        "max_model_len": local_engine.room_for(longest, options.max_tokens, options.nodes),
+        "max_num_seqs": options.batch_size,
+        # Room for the trained drafter's layers too.
+        "kv_cache_memory_bytes": 160 << 20,
+    }
+    plain = local_engine.start_engine(model, **limits)
+    config = {
+        "method": "trie_union",
+        "drafters": ["ngram_trie", entry],
+        "num_speculative_tokens": options.nodes,
+        "node_budget": "fixed",
+    }
+    stage = Stage(local_engine.start_engine(model, **limits, speculative_config=config))
+    rows = []
+    for name, prompts in sets.items():
+        rows += set_rows(plain, stage, name, prompts, entry, options)
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = option_parser(__doc__, repeats=1)
+    parser.add_argument("--method", choices=["eagle", "draft_model"], default="eagle")
+    parser.add_argument("--checkpoint", help="of the trained drafter; the shipped one if left out")
+    parser.add_argument("--length", type=int, default=4, help="of the chain")
+    parser.add_argument("--alternatives", type=int, default=2, help="next to each of its tokens")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--nodes", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
+    parser.add_argument("--prompts", type=int, help="largest number of prompts of a set")
+    options = parser.parse_args()
+    finish(run_quietly(run, options), options.json, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()

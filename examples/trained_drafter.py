@@ -1,0 +1,50 @@
+"""A trained drafter of vLLM's and n-grams in one tree, on the model and the EAGLE head that ship.
+
+    python examples/trained_drafter.py
+
+The EAGLE head drafts a chain where the answer is new; where it copies its context, n-grams draft
+alone and the head rests.
+"""
+
+from __future__ import annotations
+
+from vllm import LLM, SamplingParams
+
+from vllm_trie.tiny_model import eagle_path, model_path
+
+REQUESTS = (
+    # An answer that copies its context, one that hardly does, and new code.
+    "def area(width, height):\n    return width * height\n\nRename `width` to `breadth`.",
+    "What is a dictionary in Python?",
+    "Write a class `Timer` with methods `start` and `stop`.",
+)
+
+
+def main() -> None:
+    llm = LLM(
+        str(model_path()),  # any model that vLLM serves
+        speculative_config={
+            "method": "trie_union",
+            "drafters": [
+                "ngram_trie",
+                # An entry as vLLM's own speculative configuration: eagle, eagle3, mtp, draft_model.
+                {"method": "eagle", "model": str(eagle_path()), "num_speculative_tokens": 4},
+            ],
+            "num_speculative_tokens": 32,  # nodes of a request's tree, all drafters together
+        },
+        max_model_len=1024,
+        kv_cache_memory_bytes=64 << 20,  # leaves the rest of the memory free
+        enforce_eager=True,  # starts faster; leave it out to serve
+        disable_log_stats=False,  # keeps the counters read below
+    )
+    messages = [[{"role": "user", "content": request}] for request in REQUESTS]
+    for output in llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=96)):
+        print(output.outputs[0].text, end="\n\n")
+
+    counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    steps, tokens = counts["vllm:trie_steps"], counts["vllm:trie_tokens"]
+    print(f"{tokens:.0f} tokens in {steps:.0f} steps of the model")
+
+
+if __name__ == "__main__":  # vLLM starts its engine in another process, which imports this file
+    main()

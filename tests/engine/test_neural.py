@@ -1,0 +1,134 @@
+"""vLLM's trained drafters in a union: plain vLLM's tokens, the drafts of vLLM's own methods."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.compare import (
+    accepted_tokens,
+    check_outputs_beside_aborts,
+    check_same_outputs,
+    differences,
+    generate,
+    preemptions,
+    speculation,
+    tell_oracle,
+)
+from tests.engine.conftest import runner_of, trees_of
+from tests.engine.neural_heads import make_draft_model, make_eagle_head
+from tests.engine.prompts import prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+COUNT = 12
+LITTLE_ROOM = {
+    "max_num_batched_tokens": 96,
+    "enable_chunked_prefill": True,
+    "max_model_len": 640,
+    "num_gpu_blocks_override": 24,
+    "block_size": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """An EAGLE head that guesses at random, and a draft model that is often right."""
+    folder = tmp_path_factory.mktemp("neural")
+    return {
+        "eagle": make_eagle_head(folder / "head"),
+        "draft_model": make_draft_model(folder / "draft", num_layers=3),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(_engines):
+    return generate(_engines(), prompts(COUNT), GREEDY)
+
+
+def union(checkpoints, method, num_nodes=16, **options):
+    """Engine options of a union of n-grams and a trained drafter that drafts in every step."""
+    entry = {"method": method, "model": checkpoints[method], "num_speculative_tokens": 3}
+    settings = {"drafters": ["ngram_trie", entry], "adaptive": False, **options}
+    return speculation("trie_union", num_nodes, **settings)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_little_room(engine, checkpoints, expected, method):
+    """Trees with prompts in parts, a prefix cache, preemptions and aborts."""
+    llm = engine(**union(checkpoints, method), **LITTLE_ROOM)
+    with preemptions(llm) as preempted:
+        check_same_outputs(llm, expected, GREEDY)
+    assert preempted
+    check_outputs_beside_aborts(llm, expected[:8], GREEDY, {2: (1, 5), 4: (2, 6)})
+    adapter = runner_of(llm).adapter
+    assert not [name for name in adapter.neural._waiting if name.startswith("abort-")]
+    assert not any(trees_of(llm).guard.failures.values())
+
+
+def test_seeded_sampling(engine, checkpoints):
+    each = [
+        SamplingParams(temperature=0.8, top_p=0.95, seed=100 + i, max_tokens=24, ignore_eos=True)
+        for i in range(6)
+    ]
+    plain = generate(engine(), prompts(6), each)
+    assert check_same_outputs(engine(**union(checkpoints, "draft_model")), plain, each) > 0.1
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_chains_accept_what_vllms_own_method_accepts(engine, checkpoints, expected, method):
+    """The same checkpoint, the same length: vLLM's method against the part alone, twice, so that
+    the second time the prefix cache serves the prompts."""
+    entry = {"method": method, "model": checkpoints[method], "num_speculative_tokens": 4}
+    own = engine(speculative_config=entry)
+    ours = engine(
+        **speculation("trie_union", 4, drafters=[entry], verification="chain", adaptive=False)
+    )
+    for _ in range(2):
+        before, accepted = counted(own), accepted_tokens(ours)
+        outputs = generate(own, prompts(6), GREEDY)
+        assert differences(expected[:6], outputs) == []
+        check_same_outputs(ours, expected[:6], GREEDY)
+        assert accepted_tokens(ours) - accepted == counted(own) - before
+    assert not any(trees_of(ours).guard.failures.values())
+
+
+@pytest.mark.usefixtures("test_drafters")
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_drafts_are_those_after_a_prefill(engine, checkpoints, expected, method, monkeypatch):
+    """After trees with rejected branches and steps without drafts, in which accepted tokens wait,
+    the drafter says what it says of the same text as a prompt."""
+    tell_oracle(expected)  # whose trees have the accepted nodes in all places
+    entry = {"method": method, "model": checkpoints[method], "num_speculative_tokens": 3}
+    options = {"drafters": ["test_oracle", entry], "node_budget": "adaptive"}
+    llm = engine(**union(checkpoints, method, **options), enable_prefix_caching=False)
+    neural, budget = runner_of(llm).adapter.neural, trees_of(llm).budget
+    drafts: dict[tuple[int, ...], list[int]] = {}
+    draft, turns = neural.draft, itertools.count()
+
+    def noted(request_ids):
+        chains = draft(request_ids)
+        batch = runner_of(llm).input_batch
+        for request_id, tokens in zip(request_ids, chains.token_ids, strict=True):
+            row = batch.req_id_to_index[request_id]
+            text = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
+            drafts[tuple(text.tolist())] = tokens[:, 0].tolist()
+        return chains
+
+    monkeypatch.setattr(neural, "draft", noted)
+    monkeypatch.setattr(budget, "should_draft", lambda _: next(turns) % 4 < 2)
+    assert check_same_outputs(llm, expected[:4], GREEDY) > 0.01
+    found = dict(list(drafts.items())[::-2][:16])
+    assert len(found) >= 8
+    monkeypatch.setattr(budget, "should_draft", lambda _: True)
+    drafts.clear()
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, detokenize=False)
+    generate(llm, [{"prompt_token_ids": list(text[:-1])} for text in found], params)
+    assert {text: drafts[text] for text in found} == found
+
+
+def counted(llm) -> int:
+    """Draft tokens that vLLM's own metrics count as accepted."""
+    name = "vllm:spec_decode_num_accepted_tokens"
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)

@@ -1,0 +1,66 @@
+"""Configurations that a trained drafter cannot draft in are refused, each with what to do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_trie.drafters.neural import NeuralOptions
+from vllm_trie.vllm_hooks.setup import neural
+
+EAGLE = NeuralOptions(method="eagle", model="some/head")
+
+
+def configuration(**changes: Any) -> Any:
+    """Return a configuration that it can draft in, but for changes named PART__SETTING."""
+    parts: dict[str, Any] = {
+        "speculative_config": SimpleNamespace(
+            method="eagle",
+            use_gemma4_mtp=lambda: False,
+            use_step3p5_mtp=lambda: False,
+            draft_model_config=SimpleNamespace(uses_mrope=False),
+            parallel_drafting=False,
+            draft_sample_method="greedy",
+            rejection_sample_method="standard",
+            use_local_argmax_reduction=False,
+        ),
+        "scheduler_config": SimpleNamespace(async_scheduling=False),
+        "parallel_config": SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1),
+        "model_config": SimpleNamespace(supports_multimodal_inputs=False),
+        "kv_transfer_config": None,
+        "use_v2_model_runner": False,
+    }
+    for name, value in changes.items():
+        part, _, setting = name.partition("__")
+        if setting:
+            setattr(parts[part], setting, value)
+        else:
+            parts[part] = value
+    return SimpleNamespace(**parts)
+
+
+def test_what_it_can_draft_in_passes() -> None:
+    neural.check(configuration(), EAGLE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_v2_model_runner": True}, "unset the variable"),
+        ({"speculative_config__method": "dflash"}, "'some/head' for method 'dflash'"),
+        ({"speculative_config__use_gemma4_mtp": lambda: True}, "vLLM's own method 'mtp'"),
+        ({"scheduler_config__async_scheduling": True}, "set it to False"),
+        ({"parallel_config__data_parallel_size": 2}, "data_parallel_size=2.*set it to 1"),
+        ({"parallel_config__tensor_parallel_size": 4}, "tensor_parallel_size=4.*set it to 1"),
+        ({"kv_transfer_config": object()}, "leave the setting out"),
+        ({"model_config__supports_multimodal_inputs": True}, "use a text model"),
+        ({"speculative_config__parallel_drafting": True}, "set it to False"),
+        ({"speculative_config__draft_sample_method": "probabilistic"}, "set it to 'greedy'"),
+    ],
+)
+def test_others_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        neural.check(configuration(**changes), EAGLE)
+    assert "trie_union cannot run with {'method': 'eagle'}" in str(caught.value)

@@ -1,0 +1,192 @@
+"""Train an EAGLE head and a one-layer draft model for the shipped model.
+
+`python -m tools.tiny_model.neural_drafters --data own.jsonl --out FOLDER`
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import typer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tools.tiny_model.model import (
+    Layer,
+    Linear,
+    ModelConfig,
+    TinyLlama,
+    load_model,
+    save_model,
+)
+from vllm_trie.drafters.medusa.training import TokenRows, read_tokens
+from vllm_trie.tiny_model import model_path
+
+_ROW = 512
+_HELD_ROWS = 32
+_HIDDEN_WEIGHT = 0.2
+_UNROLLED = 3
+"""Passes of the head in training: from the second on it reads its own hidden states."""
+
+
+class EagleHead(nn.Module):
+    """One decoder layer over an embedding and a hidden state (EAGLE, Li et al. 2024, figure 6)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.fc = Linear(2 * size, size, (2 * size) ** -0.5)
+        self.layer = Layer(config)
+        self.layer.input_layernorm = nn.Identity()  # as in the format that vLLM loads
+        with torch.no_grad():
+            self.fc.weight[:, size:] += torch.eye(size)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the hidden states one place further; all `[rows, tokens, hidden_size]`."""
+        y, _ = self.layer(self.fc(torch.cat((embedded, hidden), -1)), cos, sin)
+        return y
+
+
+class Training:
+    """Both drafters on the same batches; the shipped model stays frozen."""
+
+    def __init__(self, lr: float, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.target = load_model(model_path()).requires_grad_(False)
+        config = self.target.config
+        self.head = EagleHead(config)
+        self.draft = TinyLlama(replace(config, num_layers=1))
+        state = self.target.state_dict()
+        own = {name: state[name] for name in self.draft.state_dict()}
+        self.draft.load_state_dict(own)
+        self.cos, self.sin = self.target.rotary(_ROW)
+        self.lr = lr
+        self.optimizer = torch.optim.AdamW(
+            [*self.head.parameters(), *self.draft.parameters()],
+            lr=lr,
+            betas=(0.9, 0.98),
+            weight_decay=0.01,
+        )
+
+    def step(self, number: int, progress: float, ids: Tensor) -> tuple[float, float]:
+        """Train on one batch, int64 [rows, tokens]; returns both losses, nats.
+
+        `progress` is the share of the training that is done.
+        """
+        head_losses, draft_loss = self.losses(ids)
+        head_loss = sum(head_losses) / len(head_losses)
+        (head_loss + draft_loss).backward()
+        warm = min(1.0, (number + 1) / 40)
+        rate = warm * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * rate
+        for module in (self.head, self.draft):
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(head_loss), float(draft_loss)
+
+    def losses(self, ids: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the head's loss at each unrolled pass, and the draft model's."""
+        dtype = torch.bfloat16
+        with torch.no_grad():
+            truth = self.target.hidden(ids, self.cos, self.sin, dtype)
+            wanted = self.target.logits(truth).softmax(-1)
+        own = self.draft.logits(self.draft.hidden(ids, self.cos, self.sin, dtype))
+        draft_loss = _cross_entropy(own, wanted)
+        # Row p of the head reads the token at p + 1 and the hidden state at p.
+        embedded = F.embedding(ids[:, 1:], self.target.embed_tokens).to(dtype)
+        hidden = truth[:, :-1]
+        cos, sin = self.cos[: _ROW - 1], self.sin[: _ROW - 1]
+        losses = []
+        for unrolled in range(_UNROLLED):
+            guessed = self.head(embedded, hidden, cos, sin)
+            # The first rows of a later pass have no guess to read.
+            scored = guessed[:, unrolled:]
+            loss = _cross_entropy(self.target.logits(scored), wanted[:, 1 + unrolled :])
+            near = F.smooth_l1_loss(scored.float(), truth[:, 1 + unrolled :].float())
+            losses.append(loss + _HIDDEN_WEIGHT * near)
+            hidden = torch.cat((truth[:, :1], guessed[:, :-1]), 1)
+        return losses, draft_loss
+
+    @torch.no_grad()
+    def agreement(self, ids: Tensor) -> dict[str, list[float]]:
+        """Return how often each drafter's likeliest token is the model's, by depth for the head."""
+        truth = self.target.hidden(ids, self.cos, self.sin)
+        wanted = self.target.logits(truth).argmax(-1)
+        own = self.draft.logits(self.draft.hidden(ids, self.cos, self.sin)).argmax(-1)
+        embedded = F.embedding(ids[:, 1:], self.target.embed_tokens)
+        hidden, rates = truth[:, :-1], []
+        cos, sin = self.cos[: _ROW - 1], self.sin[: _ROW - 1]
+        for unrolled in range(_UNROLLED):
+            guessed = self.head(embedded, hidden, cos, sin)
+            right = self.target.logits(guessed[:, unrolled:]).argmax(-1)
+            rates.append((right == wanted[:, 1 + unrolled :]).float().mean().item())
+            hidden = torch.cat((truth[:, :1], guessed[:, :-1]), 1)
+        return {"eagle": rates, "draft_model": [(own == wanted).float().mean().item()]}
+
+    def save(self, folder: Path) -> None:
+        """Write both checkpoints, in bfloat16."""
+        save_model(self.draft, folder / "weights-draft")
+        (folder / "weights-draft" / "generation_config.json").unlink()
+        eagle = folder / "weights-eagle"
+        eagle.mkdir(parents=True, exist_ok=True)
+        tensors = {"fc.weight": self.head.fc.weight}
+        for name, value in self.head.layer.state_dict().items():
+            tensors[f"layers.0.{name}"] = value
+        save_file(
+            {
+                name: value.detach().to(torch.bfloat16).contiguous()
+                for name, value in tensors.items()
+            },
+            str(eagle / "model.safetensors"),
+            metadata={"format": "pt"},
+        )
+        (eagle / "model.safetensors").chmod(0o644)
+        (eagle / "config.json").write_bytes((folder / "weights-draft" / "config.json").read_bytes())
+
+
+def _cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
+    return -(wanted * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def main(
+    data: Annotated[Path, typer.Option(help=".jsonl file of tools.tiny_model.medusa_text")],
+    out: Annotated[Path, typer.Option(help="folder for both checkpoints")],
+    steps: Annotated[int, typer.Option()] = 600,
+    batch: Annotated[int, typer.Option(help="rows of 512 tokens")] = 4,
+    lr: Annotated[float, typer.Option()] = 2e-3,
+    minutes: Annotated[float, typer.Option(help="end after so long")] = 14.0,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Train both drafters and write their checkpoints."""
+    tokens = read_tokens([data], lambda text: [], 0)
+    held, tokens = tokens[: _HELD_ROWS * _ROW], tokens[_HELD_ROWS * _ROW :]
+    rows = TokenRows(tokens, _ROW, seed)
+    training = Training(lr, seed)
+    start = time.monotonic()
+    for number in range(steps):
+        ids = torch.from_numpy(rows.batch(number * batch, batch).astype(np.int64))
+        spent = (time.monotonic() - start) / 60
+        progress = max(number / steps, spent / minutes)
+        losses = training.step(number, progress, ids)
+        if number % 20 == 0:
+            print(f"{number} {spent:.1f} min {losses[0]:.3f} {losses[1]:.3f}", flush=True)
+        if progress >= 1.0:
+            print(f"stopped at step {number}")
+            break
+    held_ids = torch.from_numpy(held.astype(np.int64).reshape(-1, _ROW))
+    print(json.dumps(training.agreement(held_ids)))
+    training.save(out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
