@@ -48,6 +48,7 @@ class NgramTrieDrafter(Drafter):
 
     name: ClassVar[str] = "ngram_trie"
     Options: ClassVar[type[BaseModel]] = NgramTrieOptions
+    reuses_arrays: ClassVar[bool] = False
 
     def __init__(self, options: NgramTrieOptions, context: DrafterContext) -> None:
         super().__init__(options, context)
@@ -124,6 +125,10 @@ class BlendedScoring:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         """Draft a tree for each request, in one call of the backend."""
+        if self._recycling is not None:
+            known = [self._states.get(request.request_id) for request in requests]
+            lengths = [0 if state is None else state.num_tokens for state in known]
+            self._recycling.observe(requests, lengths)
         drafts = self._backend.draft_batch([self._job(request) for request in requests])
         if self.store is not None:
             for request, draft in zip(requests, drafts, strict=True):
@@ -142,8 +147,6 @@ class BlendedScoring:
             own = self._backend.new_index(self._options.max_context_len)
             state = _BlendedState(own, request.cache_salt)
             self._states[request.request_id] = state
-        if self._recycling is not None:
-            self._recycling.observe(request, state.num_tokens)
         tokens = np.ascontiguousarray(request.token_ids, dtype=np.int32)
         state.num_tokens = len(tokens)
         num_prompt_tokens = min(request.num_prompt_tokens, len(tokens))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from itertools import count
 
 import numpy as np
@@ -37,11 +38,18 @@ class Recycling:
         self._scopes.move_to_end(cache_salt)
         return scope
 
-    def observe(self, request: DraftRequest, num_tokens: int) -> None:
-        """Take in the request's last verification; its draft continued `num_tokens` tokens."""
-        rows = None if request.last_step is None else observed_rows(request, num_tokens)
-        if rows is not None:
-            self.table.observe(self.scope(request.cache_salt), rows)
+    def observe(self, requests: Sequence[DraftRequest], num_tokens: Sequence[int]) -> None:
+        """Take in the last verification of each request; its draft continued `num_tokens` tokens.
+
+        The table is called once for each salt of the batch.
+        """
+        by_scope: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        for request, length in zip(requests, num_tokens, strict=True):
+            rows = None if request.last_step is None else observed_rows(request, length)
+            if rows is not None:
+                by_scope[self.scope(request.cache_salt)].append(rows)
+        for scope, found in by_scope.items():
+            self.table.observe(scope, found[0] if len(found) == 1 else np.concatenate(found))
 
 
 def observed_rows(request: DraftRequest, num_tokens: int) -> np.ndarray | None:
