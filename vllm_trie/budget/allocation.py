@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_trie.tree.batch import LIBRARY
 
-_TIE = 1e-12
+_TIE = 1e-12  # of probability for each earlier node; too small to matter otherwise
 
 
 class Allocation(NamedTuple):

@@ -121,8 +121,11 @@ class NodeBudget:
         Trees without probabilities stay whole. All trees do until step costs are known. `num_rows`
         requests, with or without a tree, get a token from the next step.
         """
-        predicted = [tree.probabilities for tree in trees if tree.probabilities is not None]
-        open_to_cuts = [i for i, tree in enumerate(trees) if tree.probabilities is not None]
+        predicted, open_to_cuts = [], []
+        for i, tree in enumerate(trees):
+            if tree.probabilities is not None and len(tree.probabilities):
+                open_to_cuts.append(i)
+                predicted.append(tree.probabilities)
         if not self.cost.known or not open_to_cuts:
             return list(trees)
         sizes = list(map(len, predicted))
