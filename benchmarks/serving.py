@@ -175,7 +175,7 @@ def engine_runs(
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-    runs = {}
+    runs: dict[str, Callable[[Load], dict[str, float]]] = {}
     for method in options.methods:
         llm = local_engine.start_engine(
             model,

@@ -146,6 +146,7 @@ def select_all(trees: Sequence[TokenTree], keep: np.ndarray) -> list[TokenTree]:
         trees: with probabilities.
         keep: bool [nodes of all trees], one tree after another; a kept node's parent is kept too.
     """
+    predicted = [tree.probabilities for tree in trees if tree.probabilities is not None]
     sizes = np.array([tree.num_nodes for tree in trees])
     starts = np.cumsum(sizes) - sizes
     places = np.concatenate([[0], np.cumsum(keep, dtype=np.int32)])  # of kept nodes before each
@@ -158,7 +159,7 @@ def select_all(trees: Sequence[TokenTree], keep: np.ndarray) -> list[TokenTree]:
     return _split(
         np.concatenate([tree.token_ids for tree in trees])[kept],
         parents,
-        np.concatenate([tree.probabilities for tree in trees])[kept],  # type: ignore[misc]
+        np.concatenate(predicted)[kept],
         None if all(tree.never_accept is None for tree in trees) else _never_accept(trees)[kept],
         np.diff(bounds).tolist(),
     )

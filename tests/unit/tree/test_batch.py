@@ -23,8 +23,8 @@ from vllm_trie.tree import (
 VOCAB = 6
 
 
-def batches(**options: object) -> st.SearchStrategy[list[TokenTree]]:
-    trees = token_trees(12, VOCAB, **options)  # type: ignore[arg-type]
+def batches(with_probabilities: bool) -> st.SearchStrategy[list[TokenTree]]:
+    trees = token_trees(12, VOCAB, with_probabilities)
     return st.lists(
         trees.map(lambda tree: tree if tree.num_nodes else TokenTree.empty()),
         min_size=1,
