@@ -9,15 +9,24 @@ next request takes a place as soon as it is free, so the batch stays full nearly
 a busy server.
 
     python benchmarks/load.py --json load.json
+
+Where other processes take time from the machine, `tokens_per_s` and `ratio_to_plain` say who else
+was busy. `cpu_ratio` is the ratio of the CPU time that this process spent on the whole queue, plain
+vLLM's over the method's, with its range over the turns. `step_ratio` is the ratio of the median CPU
+time of a step with a full batch and no prompt, with a bootstrap interval of 95 %: where no draft is
+verified both do the same work, and the rest is the plugin's.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from itertools import count, islice
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
+import numpy as np
 from support.device import add_device_options, check_device, engine_options, start_engine
 from support.engines import Prompts, count_steps, keep_kernel_overrides
 from support.harness import (
@@ -33,9 +42,12 @@ from support.harness import (
 from vllm_trie import local_engine
 
 COLUMNS = (
-    "method", "nodes", "prompts", "batch_size", "tokens_per_s", "ratio_to_plain", "nodes_per_step",
-    "tokens_per_step",
+    "method", "nodes", "prompts", "batch_size", "tokens_per_s", "ratio_to_plain", "cpu_ratio",
+    "cpu_ratio_low", "cpu_ratio_high", "step_ratio", "step_ratio_low", "step_ratio_high",
+    "nodes_per_step", "tokens_per_step",
 )  # fmt: skip
+BOOTSTRAP = 1000
+"""Resamples of an interval."""
 
 
 def speculative_configs(
@@ -170,25 +182,72 @@ def compare(
             "batch_size": batch_size,
             "tokens_per_s": len(queue) * params.max_tokens / median_seconds(timed[method, nodes]),
             "ratio_to_plain": median_ratio(timed["plain", 0], timed[method, nodes]),
+            **cpu_ratios(
+                [work for _, work in timed["plain", 0]], [w for _, w in timed[method, nodes]]
+            ),
             **counted[method, nodes],
         }
         for method, nodes in llms
     ]
 
 
-def serve(llm: Any, queue: Prompts, batch_size: int, params: Any) -> None:
+class Work(NamedTuple):
+    """CPU time of this process."""
+
+    seconds: float
+    """Of all steps."""
+    full_steps: list[float]
+    """Seconds of each step of a full batch without a prompt."""
+
+
+def cpu_ratios(plain: Sequence[Work], ours: Sequence[Work]) -> Row:
+    """Return the ratios of CPU time that the docstring of this file explains.
+
+    Args:
+        plain, ours: of each turn.
+    """
+    ratios = [theirs.seconds / mine.seconds for theirs, mine in zip(plain, ours, strict=True)]
+    row: Row = {
+        "cpu_ratio": median(ratios),
+        "cpu_ratio_low": min(ratios),
+        "cpu_ratio_high": max(ratios),
+    }
+    steps = [np.array([s for turn in turns for s in turn.full_steps]) for turns in (plain, ours)]
+    if all(map(len, steps)):
+        rng = np.random.default_rng(0)
+        medians = [np.median(rng.choice(each, (BOOTSTRAP, len(each))), axis=1) for each in steps]
+        low, high = np.quantile(medians[0] / medians[1], [0.025, 0.975])
+        row["step_ratio"] = float(np.median(steps[0]) / np.median(steps[1]))
+        row |= {"step_ratio_low": float(low), "step_ratio_high": float(high)}
+    return row
+
+
+def serve(llm: Any, queue: Prompts, batch_size: int, params: Any) -> Work:
     """Answer all prompts, at most `batch_size` at a time."""
     engine = llm.llm_engine
     waiting = iter(queue)
     names = count()
 
-    def admit(num_requests: int) -> None:
+    def admit(num_requests: int) -> int:
+        number = 0
         for prompt, name in zip(islice(waiting, num_requests), names, strict=False):
             engine.add_request(f"load-{name}", {"prompt_token_ids": list(prompt)}, params)
+            number += 1
+        return number
 
-    admit(batch_size)
+    seconds, full_steps = 0.0, []
+    num_running = num_new = admit(batch_size)
     while engine.has_unfinished_requests():
-        admit(sum(output.finished for output in engine.step()))
+        start = time.process_time()
+        outputs = engine.step()
+        took = time.process_time() - start
+        seconds += took
+        if not num_new and num_running == batch_size:
+            full_steps.append(took)
+        num_finished = sum(output.finished for output in outputs)
+        num_new = admit(num_finished)
+        num_running += num_new - num_finished
+    return Work(seconds, full_steps)
 
 
 def dummy_shape(text: str, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:

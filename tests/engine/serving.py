@@ -58,15 +58,15 @@ class Server:
         end(self.process)
 
 
-def start(log: Path, *options: str, **environment: str) -> Server:
-    """Start `vllm serve` on the shipped model without waiting for it."""
+def start(log: Path, *options: str, model: str = "", **environment: str) -> Server:
+    """Start `vllm serve` without waiting for it, on the shipped model or another one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
         str(Path(sys.executable).with_name("vllm")),
         "serve",
-        str(model_path()),
+        model or str(model_path()),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--served-model-name", MODEL_NAME),
         *("--dtype", "float32", "--enforce-eager"),

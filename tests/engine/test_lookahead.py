@@ -18,7 +18,9 @@ from tests.engine.compare import (
 )
 from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
+from vllm_trie.attention import TreeRow
 from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.worker.verification import placement
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
 COUNT = 12
@@ -129,10 +131,9 @@ def _wrong_window_nodes(engine) -> int:
 
 def _let_see(monkeypatch, rows_never_accepted: bool) -> None:
     """Let window nodes see all candidates, or candidates all window nodes."""
-    stock = TokenTree.ancestor_words
+    stock = placement.place
 
-    def ancestor_words(tree: TokenTree) -> np.ndarray:
-        words = stock(tree).copy()
+    def ancestor_words(tree: TokenTree, words: np.ndarray) -> np.ndarray:
         if tree.never_accept is None or tree.never_accept.all():
             return words
         rows = tree.never_accept == rows_never_accepted
@@ -140,7 +141,11 @@ def _let_see(monkeypatch, rows_never_accepted: bool) -> None:
         words[rows, 0] |= np.uint64(extra)
         return words
 
-    monkeypatch.setattr(TokenTree, "ancestor_words", ancestor_words)
+    def place(trees: list[TokenTree], rows: list[TreeRow]) -> tuple[np.ndarray, list[np.ndarray]]:
+        places, words = stock(trees, rows)
+        return places, list(map(ancestor_words, trees, words))
+
+    monkeypatch.setattr(placement, "place", place)
 
 
 def test_window_nodes_see_their_column_and_level_0(engine):

@@ -20,9 +20,16 @@ from vllm_trie.drafters.medusa import native as medusa
 from vllm_trie.native import NativeBuildError, NativeLibrary, cpu_flags, find_compiler
 from vllm_trie.native.prebuilt import INSTRUCTION_SETS
 from vllm_trie.ngrams import native as ngrams
+from vllm_trie.tree import batch as trees
 
 SET = "x86-64-v3"
-LIBRARIES = [ngrams.LIBRARY, medusa.LIBRARY, attention.library(), slot_copies.LIBRARY]
+LIBRARIES = [
+    trees.LIBRARY,
+    ngrams.LIBRARY,
+    medusa.LIBRARY,
+    attention.library(),
+    slot_copies.LIBRARY,
+]
 
 USE = """
 import torch

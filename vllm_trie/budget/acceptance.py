@@ -81,6 +81,11 @@ class AcceptanceCalibration:
         expected: np.ndarray = np.interp(predicted, _PREDICTED, self._curve())
         return expected
 
+    def points(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return float64 predicted probabilities and the expected rates there; between them the
+        rates are linear."""
+        return _PREDICTED, self._curve()
+
     def predicted_for(self, expected: np.ndarray) -> np.ndarray:
         """Return float64 [n], the predicted probabilities that give these expected rates; 1 where
         no prediction is high enough."""

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_trie.budget.acceptance import AcceptanceCalibration
-from vllm_trie.budget.allocation import best_allocation
+from vllm_trie.budget.allocation import choose_nodes
 from vllm_trie.budget.step_cost import StepCost
-from vllm_trie.tree import TokenTree
+from vllm_trie.tree import TokenTree, select_all
 
 _MAX_PAUSE = 64  # steps
 _PAUSE_DIVISOR = 4  # of the next pause, for each draft that is worth its time
-_BATCH = 256  # verified nodes that are counted together: one call costs the same for many
+# Verified nodes are counted together, as one call costs the same for many.
+_BATCH = 256  # nodes
+_BATCH_STEPS = 8
 _DECAY = 0.9  # of a request's statistics, each step
 _PRIOR_TOKENS = 1.0  # predicted and accepted tokens that a request's statistics start with
 _MAX_FACTOR = 1.5
@@ -66,6 +68,7 @@ class NodeBudget:
         self._predicted: list[np.ndarray] = []
         self._accepted: list[int] = []
         self._num_verified = 0
+        self._num_uncounted = 0  # steps that these nodes are of
         self._drafting_seconds = 0.0
         self._steps = 0
         self._pause = 0
@@ -118,36 +121,36 @@ class NodeBudget:
         Trees without probabilities stay whole. All trees do until step costs are known. `num_rows`
         requests, with or without a tree, get a token from the next step.
         """
-        cut = list(trees)
         predicted, open_to_cuts = [], []
         for i, tree in enumerate(trees):
-            if tree.probabilities is not None and tree.num_nodes:
+            if tree.probabilities is not None and len(tree.probabilities):
                 open_to_cuts.append(i)
                 predicted.append(tree.probabilities)
         if not self.cost.known or not open_to_cuts:
-            return cut
-        sizes = [trees[i].num_nodes for i in open_to_cuts]
+            return list(trees)
+        sizes = list(map(len, predicted))
         whole = sum(tree.num_nodes for tree in trees) - sum(sizes)
         requests = [
             self._requests.setdefault(request_ids[i], _RequestStatistics()) for i in open_to_cuts
         ]
-        calibrated = self.acceptance(np.concatenate(predicted))
-        factors = np.repeat([request.factor for request in requests], sizes)
-        seconds = self.cost.table(num_rows, num_rows + whole + len(calibrated) + 1)[whole:]
-        allocation = best_allocation(np.minimum(calibrated * factors, 1.0), num_rows, seconds)
+        size = num_rows + whole + sum(sizes) + 1
+        seconds = self.cost.table(num_rows, size)[whole:]
+        factors = [request.factor for request in requests]
+        choice = choose_nodes(predicted, factors, self.acceptance.points(), num_rows, seconds)
         plain = seconds[num_rows]
-        is_worthwhile = allocation.tokens_per_second * plain > num_rows * (
+        is_worthwhile = choice.tokens_per_second * plain > num_rows * (
             1.0 + self._drafting_seconds / plain
         )
-        keep = allocation.keep if is_worthwhile else np.zeros(len(calibrated), dtype=bool)
-        ends = np.cumsum(sizes, dtype=np.int64)
-        starts = ends - sizes
-        num_kept = np.add.reduceat(keep, starts, dtype=np.int64).tolist()
-        expected = np.add.reduceat(calibrated * keep, starts).tolist()
-        for place, (i, request) in enumerate(zip(open_to_cuts, requests, strict=True)):
-            request.in_flight = expected[place]
-            cut[i] = _subtree(trees[i], keep[starts[place] : ends[place]], num_kept[place])
+        keep = choice.keep if is_worthwhile else np.zeros_like(choice.keep)
+        for request, expected in zip(requests, choice.expected, strict=True):
+            request.in_flight = expected if is_worthwhile else 0.0
         self._set_pause(is_worthwhile or whole > 0, plain, num_rows)
+        if keep.all():
+            return list(trees)
+        cut = list(trees)
+        selected = select_all([trees[i] for i in open_to_cuts], keep)
+        for i, tree in zip(open_to_cuts, selected, strict=True):
+            cut[i] = tree
         return cut
 
     def _set_pause(self, is_worthwhile: bool, plain_seconds: float, num_rows: int) -> None:
@@ -187,11 +190,13 @@ class NodeBudget:
             self._predicted.append(tree.probabilities)
             self._accepted += [self._num_verified + node for node in path]
             self._num_verified += tree.num_nodes
-        if self._num_verified >= _BATCH:
+        self._num_uncounted += 1
+        if self._num_verified >= _BATCH and self._num_uncounted >= _BATCH_STEPS:
             self.acceptance.observe(
                 np.concatenate(self._predicted), np.array(self._accepted, dtype=np.int64)
             )
-            self._predicted, self._accepted, self._num_verified = [], [], 0
+            self._predicted, self._accepted = [], []
+            self._num_verified = self._num_uncounted = 0
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -202,16 +207,3 @@ class NodeBudget:
         for request in self._requests.values():
             request.expected *= _REQUEST_FADING
             request.accepted *= _REQUEST_FADING
-
-
-def _subtree(tree: TokenTree, keep: np.ndarray, num_kept: int) -> TokenTree:
-    """Return the kept nodes in their order; parents of kept nodes are kept."""
-    if num_kept == len(keep):
-        return tree
-    if not num_kept:
-        return TokenTree.empty()
-    if keep[:num_kept].all():  # usual, as the likeliest nodes come first
-        return tree.prefix(num_kept)
-    new_index = np.cumsum(keep, dtype=np.int32) - 1
-    parents = tree.parents[keep]
-    return tree.select(keep, np.where(parents < 0, parents, new_index[parents]).astype(np.int32))

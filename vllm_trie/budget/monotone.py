@@ -8,6 +8,8 @@ import numpy as np
 def non_decreasing(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return the non-decreasing sequence closest to `values` in weighted least squares, by pooling
     adjacent violators."""
+    if (values[1:] >= values[:-1]).all():
+        return values
     blocks: list[list[float]] = []  # value, weight, length
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
         blocks.append([value, weight, 1])

@@ -46,7 +46,8 @@ class StepCost:
         self._covariance = 0.0  # of rows and seconds at equal numbers of tokens; a decaying sum
         self._variance = 0.0  # of rows, likewise
         self._table: np.ndarray | None = None
-        self._unseen = 0  # measurements since the table was built
+        self._num_seen = 0  # measurements
+        self._unseen = 0  # those since the table was built
 
     @property
     def known(self) -> bool:
@@ -92,6 +93,7 @@ class StepCost:
         self._move(left, share, num_rows, seconds)
         if left != right:
             self._move(right, 1.0 - share, num_rows, seconds)
+        self._num_seen += 1
         self._unseen += 1
 
     def _move(self, knot: int, weight: float, num_rows: int, seconds: float) -> None:
@@ -136,8 +138,7 @@ class StepCost:
 
     def table(self, num_rows: int, size: int) -> np.ndarray:
         """Return float64 [size], expected seconds of `num_rows` requests by number of tokens."""
-        is_settled = sum(self._weights) > 4 * _RENEWAL
-        stale = self._unseen >= (_RENEWAL if is_settled else 1)
+        stale = self._unseen >= (_RENEWAL if self._num_seen > 4 * _RENEWAL else 1)
         if self._table is None or len(self._table) < size or stale:
             self._table = self._build(max(size, 128))
             self._unseen = 0

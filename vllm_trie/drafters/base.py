@@ -104,6 +104,8 @@ class Drafter(ABC):
     """The method's options, set next to `method` in the speculative configuration."""
     needs_hidden_states: ClassVar[bool] = False
     needs_node_argmax: ClassVar[bool] = False
+    reuses_arrays: ClassVar[bool] = True
+    """Whether it may change the arrays of trees that it has returned; they are copied then."""
     has_window: ClassVar[bool] = False
     """Whether its trees may hold nodes that are never accepted."""
 

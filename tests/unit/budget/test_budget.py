@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from vllm_trie.budget import (
     AcceptanceCalibration,
     NodeBudget,
     StepCost,
+    allocation,
     best_allocation,
 )
+from vllm_trie.budget.allocation import choose_nodes
 from vllm_trie.tree import TokenTree
 
 
@@ -65,6 +68,23 @@ def test_allocation_is_the_best_of_all(forest, rows_without, slopes):
     ends = np.cumsum([len(p) for p in parents])
     for keep, parent in zip(np.split(found.keep, ends[:-1]), parents, strict=True):
         assert all(parent[i] < 0 or keep[parent[i]] for i in np.flatnonzero(keep))
+
+
+@given(st.lists(trees(), min_size=1, max_size=6), st.integers(0, 2), st.data())
+def test_the_compiled_choice_is_the_readable_one(forest, rows_without, data):
+    predicted = [p.astype(np.float32) for _, p in forest]
+    factors = [data.draw(st.floats(0.1, 1.5)) for _ in forest]
+    rates = np.cumsum(data.draw(st.lists(st.floats(0.0, 0.3), min_size=5, max_size=5)))
+    points = np.array([0.0, 0.1, 0.25, 0.5, 1.0]), rates
+    seconds = 1.0 + np.cumsum(data.draw(st.lists(st.floats(0, 0.5), min_size=40, max_size=40)))
+    arguments = (predicted, factors, points, len(forest) + rows_without, seconds)
+    compiled = choose_nodes(*arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocation, "LIBRARY", SimpleNamespace(is_available=lambda: False))
+        readable = choose_nodes(*arguments)
+    assert compiled.keep.tolist() == readable.keep.tolist()
+    assert compiled.tokens_per_second == readable.tokens_per_second
+    assert compiled.expected == pytest.approx(readable.expected)
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 1.0)), min_size=2, max_size=60))

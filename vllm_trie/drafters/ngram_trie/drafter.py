@@ -48,6 +48,7 @@ class NgramTrieDrafter(Drafter):
 
     name: ClassVar[str] = "ngram_trie"
     Options: ClassVar[type[BaseModel]] = NgramTrieOptions
+    reuses_arrays: ClassVar[bool] = False
 
     def __init__(self, options: NgramTrieOptions, context: DrafterContext) -> None:
         super().__init__(options, context)
@@ -142,6 +143,10 @@ class BlendedScoring:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         """Draft a tree for each request, in one call of the backend."""
+        if self.recycling is not None:
+            known = [self._states.get(request.request_id) for request in requests]
+            lengths = [0 if state is None else state.num_tokens for state in known]
+            self.recycling.observe(requests, lengths)
         drafts = self._backend.draft_batch(
             [self._job(request, self._updated_state(request)) for request in requests]
         )
@@ -172,8 +177,6 @@ class BlendedScoring:
             own = self._backend.new_index(self._options.max_context_len)
             state = _BlendedState(own, request.cache_salt)
             self._states[request.request_id] = state
-        if self.recycling is not None:
-            self.recycling.observe(request, state.num_tokens)
         state.num_tokens = len(request.token_ids)
         if self.store is not None:
             num_prompt_tokens = min(request.num_prompt_tokens, state.num_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from itertools import count
 
@@ -37,11 +37,18 @@ class Recycling:
         """Return the scope of a salt."""
         return self._scope(salt_digest(cache_salt))
 
-    def observe(self, request: DraftRequest, num_tokens: int) -> None:
-        """Take in the request's last verification; its draft continued `num_tokens` tokens."""
-        rows = None if request.last_step is None else observed_rows(request, num_tokens)
-        if rows is not None and len(rows):
-            self._observe(StoredText(salt_digest(request.cache_salt), rows.ravel()))
+    def observe(self, requests: Sequence[DraftRequest], num_tokens: Sequence[int]) -> None:
+        """Take in the last verification of each request; its draft continued `num_tokens` tokens.
+
+        The table is called once for each salt of the batch.
+        """
+        by_salt: defaultdict[str | None, list[np.ndarray]] = defaultdict(list)
+        for request, length in zip(requests, num_tokens, strict=True):
+            rows = None if request.last_step is None else observed_rows(request, length)
+            if rows is not None and len(rows):
+                by_salt[request.cache_salt].append(rows)
+        for salt, found in by_salt.items():
+            self._observe(StoredText(salt_digest(salt), np.concatenate(found).ravel()))
 
     def successors(self) -> list[StoredText]:
         """Return the last observations, the rows of :func:`observed_rows` one after another."""

@@ -182,7 +182,7 @@ class TreeVerifier:
         first_rows = [0, *accumulate(len(tree.token_list) + 1 for tree in trees[:-1])]
         if is_greedy:
             assert argmax is not None
-            sample = sample_greedy(argmax, first_rows, trees)
+            sample = sample_greedy(argmax, trees)
         else:
             sample = sample_levels(sampler, logits, first_rows, trees, metadata)
         self._accepted = sample.accepted
@@ -225,19 +225,19 @@ class TreeVerifier:
         self,
         accepted: Sequence[Sequence[int]],
         first_rows: Sequence[int],
-        argmax: list[int] | None,
+        argmax: Sequence[int] | np.ndarray | None,
     ) -> None:
         """Keep each request's accepted nodes, and the argmax of its logits for the drafter."""
-        wants_argmax = argmax is not None and self.guard.drafter.needs_node_argmax
-        if not wants_argmax and not self.has_drafts:
+        wanted: np.ndarray | None = None
+        if argmax is not None and self.guard.drafter.needs_node_argmax:
+            wanted = np.asarray(argmax, dtype=np.int32)
+        if wanted is None and not self.has_drafts:
             self._last_steps.update(dict.fromkeys(self._request_ids, _NO_DRAFT))
             return
         for request_id, tree, path, first in zip(
             self._request_ids, self.step_trees, accepted, first_rows, strict=True
         ):
-            node_argmax = None
-            if wants_argmax and argmax is not None:
-                node_argmax = np.array(argmax[first : first + tree.num_nodes + 1], dtype=np.int32)
+            node_argmax = None if wanted is None else wanted[first : first + tree.num_nodes + 1]
             self._last_steps[request_id] = VerifiedStep(tree, tuple(path), node_argmax)
 
     def compact(

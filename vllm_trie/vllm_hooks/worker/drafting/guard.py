@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
 from vllm_trie.drafters import Drafter, DraftRequest
-from vllm_trie.tree import MalformedTreeError, TokenTree
+from vllm_trie.tree import MalformedTreeError, TokenTree, check_all
 
 FailureReason = Literal["error", "malformed", "timeout"]
 FAILURE_REASONS: tuple[FailureReason, ...] = ("error", "malformed", "timeout")
@@ -121,7 +121,24 @@ class GuardedDrafter:
             )
             self._give_up(requests[0], reason)
             return [_EMPTY]
-        return [self._checked(request, tree) for request, tree in zip(requests, trees, strict=True)]
+        return self._checked_batch(requests, trees)
+
+    def _checked_batch(
+        self, requests: Sequence[DraftRequest], trees: Sequence[TokenTree]
+    ) -> list[TokenTree]:
+        """Return trees that own their arrays; look at each only if not all are plainly valid."""
+        try:
+            valid = check_all(trees, self._vocab_size, self.drafter.reuses_arrays)
+        except Exception:  # something among them is no tree
+            valid = None
+        if valid is None or any(
+            tree.num_nodes > request.max_nodes or (request.chain_only and not tree.is_chain)
+            for request, tree in zip(requests, valid, strict=True)
+        ):
+            return [
+                self._checked(request, tree) for request, tree in zip(requests, trees, strict=True)
+            ]
+        return valid
 
     def _checked(self, request: DraftRequest, tree: TokenTree) -> TokenTree:
         """Return a copy of a valid tree; give the request up and return no nodes otherwise."""

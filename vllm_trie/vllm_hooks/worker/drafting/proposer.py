@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import DrafterContext, get_drafter_class
+from vllm_trie.tree.batch import LIBRARY
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.drafting.tree_exchange import same_on_all_ranks
@@ -49,6 +50,7 @@ class TreeProposer:
         share_trees = None
         if context.tensor_parallel_size > 1:
             share_trees = partial(same_on_all_ranks, group=get_tp_group())
+        LIBRARY.is_available()  # compiles at start-up, not in the first step
         budget = NodeBudget() if options.node_budget == "adaptive" else None
         self.trees = TreeVerifier(
             GuardedDrafter(drafter, context.vocab_size, options.draft_timeout_s, logger),

@@ -42,6 +42,11 @@ def draft_requests(
         max_model_len, max_nodes, chain_only: see :func:`draft_request`.
     """
     requests = {}
+    texts = batch.token_ids_cpu.view()
+    # A drafter that writes to its view fails instead of changing the request.
+    texts.flags.writeable = False
+    num_tokens = batch.num_tokens_no_spec[: len(new_tokens)].tolist()
+    num_prompt_tokens = batch.num_prompt_tokens[: len(new_tokens)].tolist()
     for index, tokens in enumerate(new_tokens):
         if not tokens:
             continue
@@ -50,8 +55,8 @@ def draft_requests(
         request = draft_request(
             request_id,
             state,
-            batch.token_ids_cpu[index, : int(batch.num_tokens_no_spec[index])],
-            int(batch.num_prompt_tokens[index]),
+            texts[index, : num_tokens[index]],
+            num_prompt_tokens[index],
             len(state.output_token_ids),
             max_model_len,
             max_nodes,
@@ -77,7 +82,7 @@ def draft_request(
     Args:
         request_id: the engine's.
         data: of the request.
-        token_ids: int32 [num_tokens], prompt and output; a view.
+        token_ids: int32 [num_tokens], prompt and output; a read-only view.
         num_prompt_tokens, num_output_tokens: of the request.
         max_model_len: length limit. Nodes take slots up to it, except for the slot of the next
             step's bonus token.
@@ -92,8 +97,6 @@ def draft_request(
         max_depth = min(room, params.max_tokens - num_output_tokens - 1)
     if min(max_nodes, max_depth) <= 0:
         return None
-    # A drafter that writes to the view fails instead of changing the request.
-    token_ids.flags.writeable = False
     return DraftRequest(
         request_id=request_id,
         token_ids=token_ids,

@@ -204,10 +204,12 @@ class V2Adapter:
             params = request.data.sampling_params
             if not new_tokens[index] or request.has_ended or params is None:
                 continue
+            text = request.token_ids[: request.num_tokens]
+            text.flags.writeable = False
             drafted = draft_request(
                 request_id,
                 request.data,
-                request.token_ids[: request.num_tokens],
+                text,
                 request.data.prompt_len,
                 request.num_output_tokens,
                 self._req_states.max_model_len,

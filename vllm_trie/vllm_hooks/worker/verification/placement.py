@@ -18,7 +18,7 @@ import torch
 
 from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch
 from vllm_trie.attention.device_copy import to_device
-from vllm_trie.tree import TokenTree
+from vllm_trie.tree import TokenTree, place
 
 
 class QueryTokens(NamedTuple):
@@ -61,27 +61,25 @@ def place_trees(
         takes_chains: whether chains belong to tree attention too; vLLM's kernel gets them if not.
     """
     starts = tokens.starts.tolist()
-    rows, words, nodes, positions = [], [], [], []
+    num_computed = tokens.num_computed[: len(trees)].tolist()
+    placed, rows = [], []
     for index, tree in enumerate(trees):
         num_nodes = tree.num_nodes
         if not num_nodes:
             continue
-        start, end = starts[index : index + 2]
+        start, end = starts[index], starts[index + 1]
         if tree.token_list[-1] < 0:
             # Placeholders of the scheduler: no token, but the embedding must find one.
             tokens.input_ids[end - num_nodes : end].clamp_(min=0)
-        if not takes_chains and tree.is_chain:
-            continue
-        seq_len = int(tokens.num_computed[index]) + end - start
-        rows.append(TreeRow(index, start, end - start, num_nodes, seq_len))
-        words.append(tree.ancestor_words())
-        nodes.append(np.arange(end - num_nodes, end))
-        positions.append(tree.depths().astype(np.int64) + (seq_len - num_nodes - 1))
+        if takes_chains or not tree.is_chain:
+            placed.append(tree)
+            seq_len = num_computed[index] + end - start
+            rows.append(TreeRow(index, start, end - start, num_nodes, seq_len))
     if not rows:
         return None
-    moves = np.stack([np.concatenate(nodes), np.concatenate(positions)])
-    tokens_of, values = to_device(moves, tokens.positions.device)
-    tokens.positions[tokens_of] = values
+    places, words = place(placed, rows)
+    tokens_of, positions = to_device(places, tokens.positions.device)
+    tokens.positions[tokens_of] = positions
     return build_tree_batch(rows, words, starts[-1])
 
 

@@ -1,0 +1,270 @@
+"""Latency of a server under load: plain vLLM, its `ngram`, `ngram_trie`.
+
+Runs vLLM's own serving benchmark (`vllm bench serve`) against a server of each method, with a fixed
+number of concurrent requests and with requests that arrive at a rate. All servers run at the same
+time and are measured in turns, each with a cold prefix cache. A row holds medians over the turns;
+`ttft_ratio` and `tokens_ratio` are medians of the ratios to plain vLLM within a turn.
+
+    python benchmarks/serving.py --json serving.json
+    python benchmarks/serving.py --questions question.jsonl --json serving.json
+    python benchmarks/serving.py --quick
+
+On a machine that others use too, latencies of servers say who else was busy. `--virtual` runs the
+engines in this process, without servers, on a clock that counts the CPU time of their steps:
+
+    OMP_NUM_THREADS=1 python benchmarks/serving.py --virtual --json serving.json
+
+`ngram_trie` remembers no finished requests, because the turns repeat the prompts; `--store` lets
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from support.harness import Row, finish, option_parser, run_quietly
+from support.replay_data import QUESTIONS_VARIABLE
+
+from vllm_trie import local_engine
+
+COLUMNS = (
+    "method", "concurrency", "rate", "ttft_mean_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms",
+    "tokens_per_s", "ttft_ratio", "ttft_p99_ratio", "tokens_ratio", "steps",
+)  # fmt: skip
+PLAIN = "plain"
+MODEL_NAME = "tiny"
+MAX_MODEL_LEN = 1024
+METRICS = {
+    "ttft_mean_ms": "mean_ttft_ms",
+    "ttft_p99_ms": "p99_ttft_ms",
+    "tpot_p50_ms": "p50_tpot_ms",
+    "tpot_p99_ms": "p99_tpot_ms",
+    "tokens_per_s": "output_throughput",
+}
+"""Names here and in vLLM's results."""
+
+
+class Load(NamedTuple):
+    """How requests arrive: one of the two is None."""
+
+    concurrency: int | None
+    rate: float | None
+
+
+def speculative_configs(nodes: int, keeps_store: bool) -> dict[str, dict[str, Any] | None]:
+    """Return vLLM's `speculative_config` by method."""
+    memory = {} if keeps_store else local_engine.without_memory("ngram_trie")
+    return {
+        PLAIN: None,
+        "ngram": {"method": "ngram", "num_speculative_tokens": 5},
+        "ngram_trie": {"method": "ngram_trie", "num_speculative_tokens": nodes, **memory},
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = option_parser(__doc__)
+    parser.add_argument("--model", help="a chat model; the shipped one if left out")
+    parser.add_argument("--nodes", type=int, default=32, help="node limit of ngram_trie")
+    parser.add_argument("--concurrency", nargs="*", type=int, default=[1, 8, 32])
+    parser.add_argument("--rates", nargs="*", type=float, default=[2.0, 8.0], help="requests/s")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--num-prompts", type=int, default=96, help="requests of a measurement")
+    parser.add_argument("--methods", nargs="+", default=[PLAIN, "ngram", "ngram_trie"])
+    parser.add_argument("--store", action="store_true", help="let ngram_trie remember answers")
+    parser.add_argument(
+        "--questions",
+        type=Path,
+        default=os.environ.get(QUESTIONS_VARIABLE),
+        help="Spec-Bench's questions, JSONL; the shipped prompts if left out",
+    )
+    parser.add_argument("--virtual", action="store_true", help="engines on a clock of CPU time")
+    parser.add_argument("--quick", action="store_true", help="two small loads, one turn")
+    options = parser.parse_args()
+    if options.quick:
+        options.concurrency, options.rates, options.repeats = [4], [4.0], 1
+        options.num_prompts, options.max_tokens = 12, 32
+    finish(run_quietly(run, options), options.json, COLUMNS)
+
+
+def run(options: Any) -> list[Row]:
+    """Start the servers, then measure every load in turns."""
+    from vllm_trie.tiny_model import model_path
+
+    model = options.model = options.model or str(model_path())
+    prompts = choose_prompts(model, options.questions, options.num_prompts)
+    loads = [Load(n, None) for n in options.concurrency] + [Load(None, r) for r in options.rates]
+    configs = speculative_configs(options.nodes, options.store)
+    if options.virtual:
+        runs = engine_runs(model, configs, prompts, options)
+        return [row for load in loads for row in compare(runs, load, options.repeats)]
+    with tempfile.TemporaryDirectory() as folder:
+        servers = {
+            method: start_server(model, configs[method], Path(folder) / f"{method}.log", options)
+            for method in options.methods
+        }
+        try:
+            for server in servers.values():
+                server.wait_until_ready()
+            runs = {
+                method: partial(measure, server, prompts, options)
+                for method, server in servers.items()
+            }
+            return [row for load in loads for row in compare(runs, load, options.repeats)]
+        finally:
+            for server in servers.values():
+                server.stop()
+
+
+def choose_prompts(model: str, questions: Path | None, number: int) -> list[list[int]]:
+    """Return token ids to complete: first turns of questions, or the shipped prompts."""
+    from support.prompts import prompt_sets
+    from transformers import AutoTokenizer
+
+    if questions is None:
+        sets = prompt_sets(model)
+        found = [prompt for name in sets if name != "mixed" for prompt in sets[name]]
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        lines = questions.read_text(encoding="utf-8").splitlines()
+        turns = [json.loads(line)["turns"][0] for line in lines if line.strip()]
+        found = [tokenizer.encode(text)[: MAX_MODEL_LEN // 2] for text in turns]
+    random.Random(0).shuffle(found)
+    return [found[i % len(found)] for i in range(number)]
+
+
+def start_server(model: str, config: Mapping[str, Any] | None, log: Path, options: Any) -> Any:
+    """Start `vllm serve`, and do not wait for it."""
+    from tests.engine.serving import start
+
+    room = max([1, *options.concurrency, 32 if options.rates else 1])
+    arguments = [
+        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(room)),
+        *("--kv-cache-memory-bytes", str(512 << 20)),
+    ]
+    if config is not None:
+        arguments += ["--speculative-config", json.dumps(config)]
+    return start(log, *arguments, model=model, VLLM_SERVER_DEV_MODE="1")
+
+
+def engine_runs(
+    model: str,
+    configs: Mapping[str, Mapping[str, Any] | None],
+    prompts: Sequence[list[int]],
+    options: Any,
+) -> dict[str, Callable[[Load], dict[str, float]]]:
+    """Start the engines of all methods in this process; return what measures each of them."""
+    from support.engines import keep_kernel_overrides
+    from support.virtual_time import VirtualLoad
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=options.max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    runs: dict[str, Callable[[Load], dict[str, float]]] = {}
+    for method in options.methods:
+        llm = local_engine.start_engine(
+            model,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=max([32, *options.concurrency]),
+            max_num_batched_tokens=2048,  # a server's default
+            enable_prefix_caching=False,
+            speculative_config=configs[method],
+        )
+        keep_kernel_overrides()
+        VirtualLoad(llm, prompts[:32], params).run(8, None)  # warms up
+
+        def measure_engine(load: Load, llm: Any = llm) -> dict[str, float]:
+            return VirtualLoad(llm, prompts, params).run(*load)
+
+        runs[method] = measure_engine
+    return runs
+
+
+def compare(
+    runs: Mapping[str, Callable[[Load], dict[str, float]]], load: Load, repeats: int
+) -> list[Row]:
+    """Return a row for each method, after measuring all in turns."""
+    found: dict[str, list[dict[str, float]]] = {method: [] for method in runs}
+    for turn in range(repeats):
+        for method in list(runs) if turn % 2 == 0 else reversed(list(runs)):
+            found[method].append(runs[method](load))
+    base = found.get(PLAIN)
+    rows: list[Row] = []
+    for method, turns in found.items():
+        row: Row = {"method": method, "concurrency": load.concurrency, "rate": load.rate}
+        row |= {name: median(turn[name] for turn in turns) for name in turns[0]}
+        if base is not None:
+            for ratio, name in (
+                ("ttft_ratio", "ttft_mean_ms"),
+                ("ttft_p99_ratio", "ttft_p99_ms"),
+                ("tokens_ratio", "tokens_per_s"),
+            ):
+                row[ratio] = median(
+                    ours[name] / plain[name] for ours, plain in zip(turns, base, strict=True)
+                )
+        rows.append(row)
+    return rows
+
+
+def measure(
+    server: Any, prompts: Sequence[list[int]], options: Any, load: Load
+) -> dict[str, float]:
+    """Run vLLM's serving benchmark once, with a cold prefix cache."""
+    from vllm.benchmarks.datasets import SampleRequest
+    from vllm.benchmarks.serve import TaskType, benchmark
+    from vllm.tokenizers import get_tokenizer
+
+    server.http.post("/reset_prefix_cache").raise_for_status()
+    requests = [
+        SampleRequest(prompt=prompt, prompt_len=len(prompt), expected_output_len=options.max_tokens)
+        for prompt in prompts
+    ]
+    # What `vllm bench serve` passes; its data sets need pandas, token ids need nothing.
+    result = asyncio.run(
+        benchmark(
+            task_type=TaskType.GENERATION,
+            endpoint_type="openai",
+            api_url=f"{server.url}/v1/completions",
+            base_url=server.url,
+            model_id=MODEL_NAME,
+            model_name=MODEL_NAME,
+            tokenizer=get_tokenizer(options.model),
+            input_requests=requests,
+            logprobs=None,
+            request_rate=float("inf") if load.rate is None else load.rate,
+            burstiness=1.0,
+            disable_tqdm=True,
+            num_warmups=0,
+            profile=False,
+            selected_percentile_metrics=["ttft", "tpot"],
+            selected_percentiles=[50.0, 99.0],
+            ignore_eos=True,
+            goodput_config_dict={},
+            max_concurrency=load.concurrency,
+            lora_modules=None,
+            extra_headers=None,
+            extra_body={"temperature": 0.0},
+        )
+    )
+    if result["failed"]:
+        raise RuntimeError(f"{result['failed']} of {len(prompts)} requests failed")
+    return {name: result[key] for name, key in METRICS.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Whole batches of trees in one call, compared with the trees one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.tree.strategies import flags, token_trees
+from vllm_trie.tree import (
+    TokenTree,
+    accept_all,
+    accept_greedy,
+    batch,
+    check_all,
+    place,
+    select_all,
+)
+
+VOCAB = 6
+
+
+def batches(with_probabilities: bool) -> st.SearchStrategy[list[TokenTree]]:
+    trees = token_trees(12, VOCAB, with_probabilities)
+    return st.lists(
+        trees.map(lambda tree: tree if tree.num_nodes else TokenTree.empty()),
+        min_size=1,
+        max_size=5,
+    )
+
+
+def as_lists(tree: TokenTree) -> list[object]:
+    arrays = (tree.token_ids, tree.parents, tree.probabilities, tree.never_accept)
+    return [None if array is None else array.tolist() for array in arrays]
+
+
+def copies(trees: Sequence[TokenTree]) -> list[TokenTree]:
+    found = check_all(trees, VOCAB, copies=True)
+    assert found is not None
+    return found
+
+
+def rows_of(trees: Sequence[TokenTree]) -> list[tuple[int, ...]]:
+    """Return rows of requests with 100 committed tokens, three of them in the step."""
+    sizes = [tree.num_nodes for tree in trees]
+    return [(i, 10 * i - 3, size + 3, size, 100 + size) for i, size in enumerate(sizes)]
+
+
+def check(trees: list[TokenTree], data: st.DataObject) -> None:
+    """Compare the copies and the walk of a batch with those of its trees."""
+    owned = copies(trees)
+    assert list(map(as_lists, owned)) == list(map(as_lists, trees))
+    for ours, theirs in zip(owned, trees, strict=True):
+        assert not np.shares_memory(ours.token_ids, theirs.token_ids)
+    if any(tree.num_nodes for tree in trees):
+        full = [tree for tree in trees if tree.num_nodes]
+        (tokens, positions), words = place(full, rows_of(full))
+        assert tokens.tolist() == [
+            10 * i + node for i, t in enumerate(full) for node in range(t.num_nodes)
+        ]
+        assert positions.tolist() == [99 + d for tree in full for d in tree.depths().tolist()]
+        expected = [tree.ancestor_words().tolist() for tree in full]
+        assert [each.tolist() for each in words] == expected
+    never = [flags(data.draw, tree.num_nodes) for tree in trees]
+    walked = [
+        TokenTree(tree.token_ids, tree.parents, None, each if data.draw(st.booleans()) else None)
+        for tree, each in zip(trees, never, strict=True)
+    ]
+    size = sum(tree.num_nodes + 1 for tree in trees)
+    target = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=size, max_size=size))
+    outputs, paths = accept_all(walked, np.array(target))
+    first = 0
+    for tree, output, path in zip(walked, outputs, paths, strict=True):
+        wanted = target[first : first + tree.num_nodes + 1]
+        first += len(wanted)
+        assert path == accept_greedy(tree.token_list, tree.parent_list, wanted, tree.never_accept)
+        assert output == [tree.token_list[n] for n in path] + [wanted[path[-1] + 1 if path else 0]]
+
+
+@given(batches(with_probabilities=True) | batches(with_probabilities=False), st.data())
+def test_a_batch_is_worked_on_as_its_trees_are(trees, data):
+    check(trees, data)
+
+
+def test_without_the_compiled_core_the_results_are_the_same(monkeypatch):
+    trees = [
+        TokenTree.from_lists([1, 2, 3], [-1, 0, 0], [0.5, 0.4, 0.1]),
+        TokenTree.empty(),
+        TokenTree.from_lists(range(5), [-1, 0, 1, 2, 3], [0.9, 0.8, 0.7, 0.6, 0.5]),
+    ]
+    full = [trees[0], trees[2]]
+    target = np.array([1, 3, 0, 5, 4, 0, 1, 5, 0, 0, 0])
+    compiled = copies(trees), place(full, rows_of(full)), accept_all(trees, target)
+    assert compiled[2] == ([[1, 3, 5], [4], [0, 1, 5]], [[0, 2], [], [0, 1]])
+
+    class Missing:
+        @staticmethod
+        def is_available() -> bool:
+            return False
+
+    monkeypatch.setattr(batch, "LIBRARY", Missing)
+    assert list(map(as_lists, copies(trees))) == list(map(as_lists, compiled[0]))
+    places, words = place(full, rows_of(full))
+    assert places.tolist() == compiled[1][0].tolist()
+    assert [each.tolist() for each in words] == [each.tolist() for each in compiled[1][1]]
+    assert accept_all(trees, target) == compiled[2]
+    assert check_all([trees[0], TokenTree.from_lists([VOCAB], [-1], [0.5])], VOCAB, True) is None
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        TokenTree.from_lists([1, 2], [-1, 1]),
+        TokenTree.from_lists([1, 2], [-1, -2]),
+        TokenTree.from_lists([1, VOCAB], [-1, 0]),
+        TokenTree.from_lists([-1], [-1]),
+        TokenTree.from_lists([1, 2, 2], [-1, 0, 0]),
+        TokenTree.from_lists([1, 2], [-1, 0], [0.5, 0.6]),
+        TokenTree.from_lists([1], [-1], [float("nan")]),
+        TokenTree.from_lists([1], [-1], [-0.1]),
+        TokenTree(np.array([1], dtype=np.int64), np.array([-1], dtype=np.int32)),
+        TokenTree(np.array([1, 2], dtype=np.int32), np.array([-1], dtype=np.int32)),
+        TokenTree.from_lists([1], [-1], [0.5]).filled_up(2),
+    ],
+)
+def test_a_batch_with_a_doubtful_tree_is_looked_at_one_by_one(tree):
+    with_probabilities = tree.probabilities is not None
+    good = TokenTree.from_lists([3], [-1], [0.5] if with_probabilities else None)
+    assert check_all([tree], VOCAB, copies=True) is None
+    assert check_all([good, tree], VOCAB, copies=False) is None
+
+
+@given(batches(with_probabilities=True), st.data())
+def test_the_nodes_that_are_kept_form_the_same_trees(trees, data):
+    trees = [tree for tree in trees if tree.num_nodes]
+    if not trees:
+        return
+    least = data.draw(st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0]))
+    keep = [tree.probabilities >= least for tree in trees]
+    selected = select_all(trees, np.concatenate(keep))
+    for tree, kept, found in zip(trees, keep, selected, strict=True):
+        nodes = np.flatnonzero(kept)
+        new_index = {-1: -1} | {int(node): place for place, node in enumerate(nodes)}
+        assert found.token_ids.tolist() == tree.token_ids[nodes].tolist()
+        assert found.parents.tolist() == [new_index[p] for p in tree.parents[nodes].tolist()]
+        if len(nodes):
+            assert found.probabilities.tolist() == tree.probabilities[nodes].tolist()

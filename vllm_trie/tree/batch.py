@@ -1,0 +1,234 @@
+"""Work on all trees of a batch at once: compiled, or tree by tree with the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+
+from vllm_trie.native import NativeLibrary
+from vllm_trie.tree.token_tree import MalformedTreeError, TokenTree
+from vllm_trie.tree.verify import accept_greedy
+
+LIBRARY = NativeLibrary(
+    "trees", "token trees", [Path(__file__).parent / "core" / "trees.cpp"], headers=()
+)
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_EMPTY = TokenTree.empty()
+
+
+def check_all(trees: Sequence[TokenTree], vocab_size: int, copies: bool) -> list[TokenTree] | None:
+    """Return all trees if they are valid.
+
+    Args:
+        trees: of a batch.
+        vocab_size: of the target model.
+        copies: whether to return copies, in arrays that they share.
+
+    Returns:
+        None if a tree breaks a rule of :meth:`TokenTree.validate` or has nodes that are never
+        accepted, or if only some have probabilities: each is to be looked at then. No tree's size
+        is checked.
+
+    Raises:
+        AttributeError, TypeError, ValueError: an element is no tree.
+    """
+    full = [tree for tree in trees if tree is not _EMPTY]
+    if not full:
+        return list(trees)
+    tokens = [tree.token_ids for tree in full]
+    parents = [tree.parents for tree in full]
+    probabilities = [tree.probabilities for tree in full if tree.probabilities is not None]
+    sizes = list(map(len, tokens))
+    dtypes = {array.dtype for array in (*tokens, *parents)}
+    if (
+        dtypes != {_INT32}
+        or sizes != list(map(len, parents))
+        or (probabilities and sizes != list(map(len, probabilities)))
+        or any(tree.never_accept is not None for tree in full)
+        or any(array.dtype is not _FLOAT32 for array in probabilities)
+    ):
+        return None
+    joined = np.concatenate(tokens), np.concatenate(parents)
+    predicted = np.concatenate(probabilities) if probabilities else None
+    if joined[0].ndim != 1 or not _are_valid(*joined, predicted, sizes, vocab_size):
+        return None
+    if not copies:
+        return list(trees)
+    owned = iter(_split(*joined, predicted, None, sizes))
+    return [tree if tree is _EMPTY else next(owned) for tree in trees]
+
+
+def place(
+    trees: Sequence[TokenTree], rows: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the place of each node in a step, and which nodes it sees.
+
+    Args:
+        trees: with nodes.
+        rows: of each tree: batch index, first query token, number of query tokens, number of nodes,
+            KV slots in use.
+
+    Returns:
+        int64 [2, nodes of all trees], query token and position of each node; and
+        :meth:`TokenTree.ancestor_words` of each tree.
+    """
+    sizes = [row[3] for row in rows]
+    places = np.empty((2, sum(sizes)), dtype=np.int64)
+    if not LIBRARY.is_available():
+        start = 0
+        for tree, (_, first, num_queries, size, num_slots) in zip(trees, rows, strict=True):
+            end = first + num_queries
+            places[0, start : start + size] = np.arange(end - size, end)
+            places[1, start : start + size] = tree.depths() + (num_slots - size - 1)
+            start += size
+        return places, [tree.ancestor_words() for tree in trees]
+    widths = [-(-size // 64) for size in sizes]
+    parents = np.concatenate([tree.parents for tree in trees])
+    fields = np.array(rows, dtype=np.int64)
+    ends = list(accumulate(size * width for size, width in zip(sizes, widths, strict=True)))
+    words = np.empty(ends[-1], dtype=np.uint64)
+    LIBRARY.require().trees_place(
+        *(parents.ctypes.data, fields.ctypes.data, len(sizes)),
+        *(places[0].ctypes.data, places[1].ctypes.data, words.ctypes.data),
+    )
+    shapes = zip(pairwise([0, *ends]), sizes, widths, strict=True)
+    return places, [words[start:end].reshape(n, width) for (start, end), n, width in shapes]
+
+
+def accept_all(
+    trees: Sequence[TokenTree], target: np.ndarray
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Walk down all trees, see :func:`accept_greedy`.
+
+    Args:
+        trees: of the batch, empty ones included.
+        target: int64 [N + 1 for each tree], the target's token after the last committed token and
+            after each node.
+
+    Returns:
+        Output tokens of each tree, the bonus token last, and its accepted nodes.
+    """
+    if not LIBRARY.is_available():
+        return _accept_each(trees, target.tolist())
+    sizes = [tree.num_nodes for tree in trees]
+    tokens = np.concatenate([tree.token_ids for tree in trees])
+    parents = np.concatenate([tree.parents for tree in trees])
+    never_accept = None
+    if any(tree.never_accept is not None for tree in trees):
+        never_accept = _never_accept(trees)
+    target = np.ascontiguousarray(target, dtype=np.int64)
+    shape = np.array(sizes, dtype=np.int32)
+    counts = np.empty(len(sizes), dtype=np.int32)
+    accepted = np.empty(len(tokens), dtype=np.int32)
+    output = np.empty(len(target), dtype=np.int32)
+    LIBRARY.require().trees_accept(
+        *(tokens.ctypes.data, parents.ctypes.data),
+        None if never_accept is None else never_accept.ctypes.data,
+        *(shape.ctypes.data, len(sizes), target.ctypes.data),
+        *(counts.ctypes.data, accepted.ctypes.data, output.ctypes.data),
+    )
+    nodes, emitted = accepted.tolist(), output.tolist()
+    paths, outputs, start = [], [], 0
+    for row, (size, count) in enumerate(zip(sizes, counts.tolist(), strict=True)):
+        paths.append(nodes[start : start + count])
+        outputs.append(emitted[start + row : start + row + count + 1])
+        start += size
+    return outputs, paths
+
+
+def select_all(trees: Sequence[TokenTree], keep: np.ndarray) -> list[TokenTree]:
+    """Return each tree's nodes that are kept, in arrays that the trees share.
+
+    Args:
+        trees: with probabilities.
+        keep: bool [nodes of all trees], one tree after another; a kept node's parent is kept too.
+    """
+    predicted = [tree.probabilities for tree in trees if tree.probabilities is not None]
+    sizes = np.array([tree.num_nodes for tree in trees])
+    starts = np.cumsum(sizes) - sizes
+    places = np.concatenate([[0], np.cumsum(keep, dtype=np.int32)])  # of kept nodes before each
+    bounds = places[np.append(starts, len(keep))]
+    kept = np.flatnonzero(keep)
+    parents = np.concatenate([tree.parents for tree in trees])[kept]
+    owners = np.repeat(np.arange(len(trees)), np.diff(bounds))
+    moved = places[parents + starts[owners]] - bounds[owners]
+    parents = np.where(parents < 0, parents, moved).astype(np.int32)
+    return _split(
+        np.concatenate([tree.token_ids for tree in trees])[kept],
+        parents,
+        np.concatenate(predicted)[kept],
+        None if all(tree.never_accept is None for tree in trees) else _never_accept(trees)[kept],
+        np.diff(bounds).tolist(),
+    )
+
+
+def _split(
+    tokens: np.ndarray,
+    parents: np.ndarray,
+    predicted: np.ndarray | None,
+    never_accept: np.ndarray | None,
+    sizes: Sequence[int],
+) -> list[TokenTree]:
+    """Return views of trees that lie one after another."""
+    return [
+        TokenTree(
+            tokens[start:end],
+            parents[start:end],
+            None if predicted is None else predicted[start:end],
+            None if never_accept is None else never_accept[start:end],
+        )
+        if end > start
+        else _EMPTY
+        for start, end in pairwise([0, *accumulate(sizes)])
+    ]
+
+
+def _never_accept(trees: Sequence[TokenTree]) -> np.ndarray:
+    """Return bool [nodes of all trees]."""
+    return np.concatenate(
+        [
+            np.zeros(tree.num_nodes, dtype=bool) if tree.never_accept is None else tree.never_accept
+            for tree in trees
+        ]
+    )
+
+
+def _are_valid(
+    tokens: np.ndarray,
+    parents: np.ndarray,
+    predicted: np.ndarray | None,
+    sizes: Sequence[int],
+    vocab_size: int,
+) -> bool:
+    if LIBRARY.is_available():
+        counts = np.array(sizes, dtype=np.int32)
+        return bool(
+            LIBRARY.require().trees_are_valid(
+                *(tokens.ctypes.data, parents.ctypes.data),
+                None if predicted is None else predicted.ctypes.data,
+                *(counts.ctypes.data, len(sizes), vocab_size),
+            )
+        )
+    try:
+        for tree in _split(tokens, parents, predicted, None, sizes):
+            tree.validate(vocab_size, tree.num_nodes)
+    except MalformedTreeError:
+        return False
+    return True
+
+
+def _accept_each(
+    trees: Sequence[TokenTree], target: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    outputs, paths, first = [], [], 0
+    for tree in trees:
+        tokens = tree.token_list
+        wanted = target[first : first + len(tokens) + 1]
+        first += len(wanted)
+        path = accept_greedy(tokens, tree.parent_list, wanted, tree.never_accept)
+        paths.append(path)
+        outputs.append([*(tokens[node] for node in path), wanted[path[-1] + 1 if path else 0]])
+    return outputs, paths
