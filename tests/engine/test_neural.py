@@ -34,10 +34,11 @@ LITTLE_ROOM = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """An EAGLE head that guesses at random, and a draft model that is often right."""
+    """EAGLE heads that guess at random, and a draft model that is often right."""
     folder = tmp_path_factory.mktemp("neural")
     return {
         "eagle": make_eagle_head(folder / "head"),
+        "eagle3": make_eagle_head(folder / "head_3", "eagle3"),
         "draft_model": make_draft_model(folder / "draft", num_layers=3),
     }
 
@@ -95,7 +96,7 @@ def test_chains_accept_what_vllms_own_method_accepts(engine, checkpoints, expect
 
 
 @pytest.mark.usefixtures("test_drafters")
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 def test_drafts_are_those_after_a_prefill(engine, checkpoints, expected, method, monkeypatch):
     """After trees with rejected branches and steps without drafts, in which accepted tokens wait,
     the drafter says what it says of the same text as a prompt."""
