@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,7 +115,7 @@ class RunnerV2Mixin(_Runner):
         return prepared
 
     def _set_active_loras(
-        self, prompt_lora_mapping: Sequence[int], *args: Any, **kwargs: Any
+        self, prompt_lora_mapping: tuple[int, ...], *args: Any, **kwargs: Any
     ) -> None:
         # vLLM names the adapter of each request, where its layers take that of each logits row.
         rows, self._rows_of_requests = self._rows_of_requests, None
