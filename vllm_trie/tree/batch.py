@@ -53,7 +53,9 @@ def check_all(trees: Sequence[TokenTree], vocab_size: int, copies: bool) -> list
         return None
     joined = np.concatenate(tokens), np.concatenate(parents)
     predicted = np.concatenate(probabilities) if probabilities else None
-    if joined[0].ndim != 1 or not _are_valid(*joined, predicted, sizes, vocab_size):
+    if any(array is not None and array.ndim != 1 for array in (*joined, predicted)):
+        return None
+    if not _are_valid(*joined, predicted, sizes, vocab_size):
         return None
     if not copies:
         return list(trees)

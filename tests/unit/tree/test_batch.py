@@ -133,6 +133,12 @@ def test_a_batch_with_a_doubtful_tree_is_looked_at_one_by_one(tree):
     assert check_all([good, tree], VOCAB, copies=False) is None
 
 
+def test_arrays_of_two_dimensions_are_looked_at_one_by_one():
+    parents = np.array([[-1, 7]], dtype=np.int32)
+    tree = TokenTree(np.array([1], dtype=np.int32), parents)
+    assert check_all([tree], VOCAB, copies=True) is None
+
+
 @given(batches(with_probabilities=True), st.data())
 def test_the_nodes_that_are_kept_form_the_same_trees(trees, data):
     trees = [tree for tree in trees if tree.num_nodes]
