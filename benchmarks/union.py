@@ -2,12 +2,12 @@
 
 One row for each prompt set and method:
 
-    ngram_trie     n-grams alone
-    eagle          the shipped EAGLE head alone: its chain, and its alternatives as leaves; with
-                   `--method draft_model` the shipped draft model, and with `--checkpoint` another
-    union          both in `trie_union`, with the trained drafter's passes in every step
-    union_resting  the same as by default: the trained drafter rests where its passes do not pay,
-                   which saves time and costs tokens per step
+    ngram_trie    n-grams alone
+    eagle         the shipped EAGLE head alone: its chain, and its alternatives as leaves; with
+                  `--method draft_model` the shipped draft model, and with `--checkpoint` another
+    union         both in `trie_union`: the trained drafter rests where its passes do not pay,
+                  which saves time and costs tokens per step
+    union_always  the same with its passes in every step (`adaptive: false`)
 
 All run in one engine and take turns; each run has new drafters, which know no finished requests.
 `forward_calls` is the share of a batch's steps in which the trained drafter ran, `drafting` the
@@ -64,8 +64,8 @@ def set_rows(
     methods = {
         "ngram_trie": ("ngram_trie", FORGET["ngram_trie"]),
         method: ("trie_union", {"drafters": [entry]}),
-        "union": ("trie_union", {**both, "adaptive": False}),
-        "union_resting": ("trie_union", both),
+        "union": ("trie_union", both),
+        "union_always": ("trie_union", {**both, "adaptive": False}),
     }
     sources: dict[str, CountedSource] = {}
 
