@@ -91,7 +91,7 @@ BEAM_PATCHES: tuple[Patch, ...] = (
     # Scheduler
     _scheduler("add_request", "overridden", "takes beam requests in", "request"),
     _scheduler("schedule", "overridden",
-        "admits groups, sends forked rows to the worker, cuts drafts where prompts wait",
+        "admits groups, sends forked rows to the worker",
         "throttle_prefills"),
     _scheduler("_handle_blocked_waiting_request", "overridden",
         "ordinary requests leave the slots of groups free", "request"),

@@ -7,13 +7,10 @@ preempts and prefix-caches them. Next to vLLM's own state there are two objects:
 - ``beam_groups``: which groups run (admission, parking), and the answers to members;
 - ``beam_rows``: what becomes of rows and their KV in a step (forks, moves, preemption).
 
-A third one, ``first_tokens``, cuts the drafts of speculation where prompts wait.
-
 The classes below only pass vLLM's calls on to them::
 
     add_request          -> beam_groups.add
-    schedule             -> beam_groups.before_schedule, first_tokens, vLLM's own,
-                            beam_rows.send_as_new
+    schedule             -> beam_groups.before_schedule, vLLM's own, beam_rows.send_as_new
     _handle_blocked_...  -> vLLM's own, beam_groups.admission.lets_start
     _update_request_...  -> vLLM's own, decoded_items.take_tokens
     update_from_output   -> beam_rows.take_outputs, beam_groups.step, vLLM's own
@@ -41,8 +38,6 @@ from vllm_trie.vllm_hooks.frontend.beam_options import num_members
 from vllm_trie.vllm_hooks.scheduler.groups import BeamGroups, Outputs
 from vllm_trie.vllm_hooks.scheduler.items import decoded_items
 from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
-from vllm_trie.vllm_hooks.scheduler.speculation import FirstTokens
-from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.support import cache_reason, reason_off, say_where_untested
 
 
@@ -56,10 +51,6 @@ class TrieBeamScheduler(Scheduler):
         self.beam_counters = BeamCounters()
         self.beam_rows = BeamRows(self, self.beam_counters)
         self.beam_groups = BeamGroups(self, self.beam_rows, self.beam_counters)
-        # Elsewhere drafts are on their way to the worker already.
-        knows_drafts = not (self.scheduler_config.async_scheduling or self.use_v2_model_runner)
-        is_drafting = config.read(self.vllm_config) is not None
-        self.first_tokens = FirstTokens(self) if is_drafting and knows_drafts else None
 
     def add_request(self, request: Request) -> None:
         if num_members(request.sampling_params) is None:
@@ -70,22 +61,14 @@ class TrieBeamScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if not self.beam_groups.by_id:
-            output = self._schedule_requests(throttle_prefills)
+            output = super().schedule(throttle_prefills)
             self.beam_groups.send_row_steps(output)
             return output
         self.beam_groups.before_schedule()
-        output = self._schedule_requests(throttle_prefills)
+        output = super().schedule(throttle_prefills)
         self.beam_groups.after_schedule(output)
         self.beam_groups.send_row_steps(output)
         self.beam_rows.send_as_new(output)
-        return output
-
-    def _schedule_requests(self, throttle_prefills: bool) -> SchedulerOutput:
-        if self.first_tokens is None:
-            return super().schedule(throttle_prefills)
-        self.first_tokens.before_schedule()
-        output = super().schedule(throttle_prefills)
-        self.first_tokens.after_schedule()
         return output
 
     def update_from_output(

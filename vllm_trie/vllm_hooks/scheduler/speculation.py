@@ -1,5 +1,4 @@
-"""Tree speculation in vLLM's schedulers: cache salts to the worker, statistics from it, drafts
-that give way to prompts.
+"""Tree speculation in vLLM's schedulers: cache salts to the worker, statistics from it.
 
 vLLM keeps a request's ``cache_salt`` in the scheduler, where the prefix cache needs it. Drafters
 that learn from finished requests must know whose text they may use, so the scheduler adds the salt
@@ -7,12 +6,6 @@ to the sampling parameters' ``extra_args``, which reach the worker.
 
 A worker attaches its :class:`TreeStats` to ``ModelRunnerOutput``. The scheduler moves them into the
 ``SpecDecodingStats`` that vLLM sends to the front end, whose stat logger counts and logs them.
-
-A step verifies the running requests' drafts and computes the prompts of new requests in one forward
-pass. Each draft token makes that pass longer, and everybody whose prompt is in it waits for its
-first token. Where one request waits for every few that decode, drafts therefore take a small share
-of the prompts' tokens at most. In a large batch with a single prompt they stay: there they end more
-requests, and so free more places, than their time costs: :class:`FirstTokens`.
 """
 
 from __future__ import annotations
@@ -20,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -31,12 +23,6 @@ from vllm_trie.vllm_hooks.worker.stats import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
-
-
-WEIGHT = 8
-"""Requests with a draft that count as much as one that waits for its first token."""
-SHARE = 0.02
-"""Draft tokens of a step for each token of the prompts that it computes."""
 
 
 @dataclass
@@ -104,50 +90,3 @@ def wrap_make_stats(original: Callable[..., Any]) -> Callable[..., Any]:
         return stats
 
     return make_stats
-
-
-class FirstTokens:
-    """Cuts the drafts of a step in which a request waits for its first token.
-
-    A draft that is cut loses its last nodes. Nodes are in the order of their trees, the likeliest
-    path first, so what remains is the beginning of the likeliest chain.
-
-    Args:
-        scheduler: vLLM's, without asynchronous scheduling: drafts that are in flight are not known
-            here.
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        # Running requests that there will be if giving way helps somebody; 0 if nobody waits.
-        self._hoped_for = 0
-        # Those there were when it helped nobody: the KV cache had no room for more.
-        self._in_vain: int | None = None
-
-    def before_schedule(self) -> None:
-        """Cut the drafts of the running requests, if the next step can compute a prompt."""
-        scheduler, running = self._scheduler, self._scheduler.running
-        self._hoped_for = 0
-        if self._in_vain is not None and len(running) >= self._in_vain:
-            return
-        self._in_vain = None
-        drafted = [request for request in running if request.spec_token_ids]
-        if not drafted:
-            return
-        started = [each for each in running if each.num_computed_tokens < each.num_prompt_tokens]
-        places = max(scheduler.max_num_running_reqs - len(running), 0)
-        prompts = [*started, *islice(scheduler.waiting, places)]
-        if not prompts or WEIGHT * len(prompts) < len(drafted):
-            return
-        if not started:
-            self._hoped_for = len(running) + 1
-        num_tokens = sum(each.num_prompt_tokens - each.num_computed_tokens for each in prompts)
-        share = SHARE * min(num_tokens, scheduler.max_num_scheduled_tokens)
-        for request in drafted:
-            request.spec_token_ids = request.spec_token_ids[: int(share) // len(drafted)]
-
-    def after_schedule(self) -> None:
-        """See whether a request has started in the step that drafts gave way in."""
-        num_running = len(self._scheduler.running)
-        if num_running < self._hoped_for:
-            self._in_vain = num_running
