@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,10 +69,14 @@ InterpreterBuilder.create_masked_store = lambda self, ptrs, value, mask, *rest: 
 )
 
 
-class Event:
-    """A stand-in for an event, whose work is always done; counts who waits for it."""
+class _Waits(threading.local):
+    count = 0
 
-    waits = 0
+
+class Event:
+    """A stand-in for an event, whose work is always done; counts the waits of each thread."""
+
+    waits = _Waits()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -83,7 +88,7 @@ class Event:
         pass
 
     def synchronize(self) -> None:
-        Event.waits += 1
+        Event.waits.count += 1
 
     def query(self) -> bool:
         return True

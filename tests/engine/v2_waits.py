@@ -120,7 +120,7 @@ class Waits:
 
 def _counted(call: Any, *args: Any, **kwargs: Any) -> tuple[int, Any]:
     """Return how often a call waits, and its result."""
-    before = v2_on_cpu.Event.waits
+    before = v2_on_cpu.Event.waits.count
     with HostReads() as reads:
         result = call(*args, **kwargs)
-    return v2_on_cpu.Event.waits - before + reads.count, result
+    return v2_on_cpu.Event.waits.count - before + reads.count, result
