@@ -135,7 +135,9 @@ def test_waits_for_the_device(results) -> None:
         "chains": [1, 1],
         "trees": [1, 1],
     }
-    assert all(waits["output"][:2] == [1, 1] for waits in found.values())
+    # Those of the random requests with log-probabilities, which only `trees` has, wait for more.
+    assert all(waits["output"][0] == 1 for waits in found.values())
+    assert all(found[name]["output"][1] == 1 for name in ("plain", "ngram", "chains"))
     assert all(waits["step"][2] > 10 for waits in found.values())
 
 

@@ -22,7 +22,7 @@ FIRST_CALLS = 8
 MAX_REST = 16
 """Drafts of a level that are forgone before one is made to measure the gain again."""
 MAX_INTERVAL = 10.0
-"""Steps that took longer than so many usual ones waited for requests; they do not count."""
+"""Steps longer than this multiple of a usual one waited for requests; they do not count."""
 _LEVELS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Limits between levels, in tokens that the other parts promise."""
 
