@@ -54,17 +54,17 @@ def test_with_flat_positions(engine, monkeypatch):
 
 def _draw_trees_as(monkeypatch, ancestor_mask) -> None:
     """Let nodes see what `ancestor_mask`, a function of their number (at most 64), says."""
-    stock = placement.build_tree_batch
+    stock = placement.TreeBatch
 
-    def build(rows, ancestor_words, num_tokens):
+    def build(row_array, word_array, covers_batch):
         bits = 1 << np.arange(64, dtype=np.uint64)
         words = [
-            (ancestor_mask(len(each)) * bits[: len(each)]).sum(axis=1, dtype=np.uint64)[:, None]
-            for each in ancestor_words
+            (ancestor_mask(size) * bits[:size]).sum(axis=1, dtype=np.uint64)
+            for size in row_array[:, 3].tolist()
         ]
-        return stock(rows, words, num_tokens)
+        return stock(row_array, np.concatenate(words), covers_batch)
 
-    monkeypatch.setattr(placement, "build_tree_batch", build)
+    monkeypatch.setattr(placement, "TreeBatch", build)
 
 
 def test_with_a_causal_mask(engine, monkeypatch):

@@ -181,8 +181,8 @@ def test_a_kernel_that_ignores_the_trees(settings, monkeypatch) -> None:
     stock = kernels.tree_attention
 
     def causal(query: Any, cache: Any, table: Any, trees: Any, *rest: Any) -> None:
-        seen = tuple(words | ~words for words in trees.ancestor_words)
-        stock(query, cache, table, dataclasses.replace(trees, ancestor_words=seen), *rest)
+        seen = trees.word_array | ~trees.word_array
+        stock(query, cache, table, dataclasses.replace(trees, word_array=seen), *rest)
 
     monkeypatch.setattr(kernels, "tree_attention", causal)
     found = kernels.check_attention(settings)

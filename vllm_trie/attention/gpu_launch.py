@@ -131,10 +131,10 @@ class TreeBuffers:
                 f"the step's trees have {len(words)} ancestor words; there is memory for "
                 f"{len(self.trees) - self._header.size}"
             )
-        counts = [each.size for each in trees.ancestor_words]
+        counts = trees.num_words
         self._header.fill(0)
         self._header[rows[:, 0], 0] = rows[:, 3]
-        self._header[rows[:, 0], 1] = self._header.size + np.cumsum([0, *counts[:-1]])
+        self._header[rows[:, 0], 1] = self._header.size + np.cumsum(counts) - counts
         packed = np.concatenate([self._header.reshape(-1), words])
         self.trees[:size].copy_(to_device(packed, self.trees.device), non_blocking=True)
         self._has_trees = True

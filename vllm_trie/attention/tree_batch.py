@@ -16,10 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+_WORD_BITS = 64
 
 
 class TreeRow(NamedTuple):
@@ -39,19 +42,41 @@ class TreeRow(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """Trees of one step, shared by all layers. Kernels read the derived, cached arrays.
+    """Trees of one step, shared by all layers. Kernels read the arrays.
 
     Attributes:
-        rows: requests with trees, in batch order.
-        ancestor_words: one uint64 array [N, ceil(N / 64)] for each of them, see
-            :meth:`vllm_trie.tree.TokenTree.ancestor_words`.
+        row_array: int64 [num_rows, 5], the fields of the :class:`TreeRow` of each request with a
+            tree, in batch order.
+        word_array: uint64, the ancestor words of all requests, one after another.
         covers_batch: every scheduled token of the step belongs to one of these requests, so the
             stock kernel has nothing to do.
     """
 
-    rows: tuple[TreeRow, ...]
-    ancestor_words: tuple[np.ndarray, ...]
+    row_array: np.ndarray
+    word_array: np.ndarray
     covers_batch: bool
+
+    @cached_property
+    def rows(self) -> list[TreeRow]:
+        """`row_array` for loops in Python."""
+        return [TreeRow(*row) for row in self.row_array.tolist()]
+
+    @cached_property
+    def ancestor_words(self) -> list[np.ndarray]:
+        """uint64 [N, ceil(N / 64)] per request, :meth:`vllm_trie.tree.TokenTree.ancestor_words`."""
+        sizes = [row.num_nodes for row in self.rows]
+        ends = accumulate(self.num_words.tolist(), initial=0)
+        return [
+            self.word_array[start:end].reshape(size, -(-size // _WORD_BITS))
+            for (start, end), size in zip(pairwise(ends), sizes, strict=True)
+        ]
+
+    @property
+    def num_words(self) -> np.ndarray:
+        """int64 [num_rows], the ancestor words of each request."""
+        sizes = self.row_array[:, 3]
+        counts: np.ndarray = sizes * -(-sizes // _WORD_BITS)
+        return counts
 
     @cached_property
     def masks(self) -> list[torch.Tensor]:
@@ -60,17 +85,6 @@ class TreeBatch:
             torch.from_numpy(slot_mask(words, row.num_queries, row.seq_len))
             for row, words in zip(self.rows, self.ancestor_words, strict=True)
         ]
-
-    @cached_property
-    def row_array(self) -> np.ndarray:
-        """int64 [num_rows, 5], the fields of each :class:`TreeRow`, contiguous."""
-        return np.array(self.rows, dtype=np.int64).reshape(-1, len(TreeRow._fields))
-
-    @cached_property
-    def word_array(self) -> np.ndarray:
-        """uint64, the ancestor words of all requests, one after another."""
-        words = [each.reshape(-1) for each in self.ancestor_words]
-        return np.concatenate(words) if words else np.empty(0, dtype=np.uint64)
 
     def key_positions(self, index: int) -> np.ndarray:
         """Return int64 [seq_len], the place in its text of each token that `rows[index]` may see.
@@ -116,5 +130,6 @@ def build_tree_batch(
 ) -> TreeBatch:
     """Describe one step of `num_tokens` scheduled tokens, those of other requests included; see
     :class:`TreeBatch`."""
-    covered = sum(row.num_queries for row in rows)
-    return TreeBatch(tuple(rows), tuple(ancestor_words), covered == num_tokens)
+    row_array = np.array(rows, dtype=np.int64).reshape(-1, len(TreeRow._fields))
+    words = [np.empty(0, dtype=np.uint64), *(each.reshape(-1) for each in ancestor_words)]
+    return TreeBatch(row_array, np.concatenate(words), row_array[:, 2].sum() == num_tokens)

@@ -42,12 +42,11 @@ def check_all(trees: Sequence[TokenTree], vocab_size: int, copies: bool) -> list
     parents = [tree.parents for tree in full]
     probabilities = [tree.probabilities for tree in full if tree.probabilities is not None]
     sizes = list(map(len, tokens))
-    dtypes = {array.dtype for array in (*tokens, *parents)}
     if (
-        dtypes != {_INT32}
-        or sizes != list(map(len, parents))
+        sizes != list(map(len, parents))
         or (probabilities and sizes != list(map(len, probabilities)))
         or any(tree.never_accept is not None for tree in full)
+        or any(array.dtype is not _INT32 for array in (*tokens, *parents))
         or any(array.dtype is not _FLOAT32 for array in probabilities)
     ):
         return None
@@ -63,41 +62,37 @@ def check_all(trees: Sequence[TokenTree], vocab_size: int, copies: bool) -> list
     return [tree if tree is _EMPTY else next(owned) for tree in trees]
 
 
-def place(
-    trees: Sequence[TokenTree], rows: Sequence[Sequence[int]]
-) -> tuple[np.ndarray, list[np.ndarray]]:
+def place(trees: Sequence[TokenTree], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the place of each node in a step, and which nodes it sees.
 
     Args:
         trees: with nodes.
-        rows: of each tree: batch index, first query token, number of query tokens, number of nodes,
-            KV slots in use.
+        rows: int64 [num_trees, 5], batch index, first query token, number of query tokens, number
+            of nodes, KV slots in use.
 
     Returns:
-        int64 [2, nodes of all trees], query token and position of each node; and
-        :meth:`TokenTree.ancestor_words` of each tree.
+        int64 [2, nodes of all trees], query token and position of each node; and uint64, the
+        :meth:`TokenTree.ancestor_words` of all trees, one after another.
     """
-    sizes = [row[3] for row in rows]
-    places = np.empty((2, sum(sizes)), dtype=np.int64)
+    sizes = rows[:, 3]
+    places = np.empty((2, sizes.sum()), dtype=np.int64)
     if not LIBRARY.is_available():
         start = 0
-        for tree, (_, first, num_queries, size, num_slots) in zip(trees, rows, strict=True):
+        for tree, (_, first, num_queries, size, num_slots) in zip(
+            trees, rows.tolist(), strict=True
+        ):
             end = first + num_queries
             places[0, start : start + size] = np.arange(end - size, end)
             places[1, start : start + size] = tree.depths() + (num_slots - size - 1)
             start += size
-        return places, [tree.ancestor_words() for tree in trees]
-    widths = [-(-size // 64) for size in sizes]
+        return places, np.concatenate([tree.ancestor_words().reshape(-1) for tree in trees])
     parents = np.concatenate([tree.parents for tree in trees])
-    fields = np.array(rows, dtype=np.int64)
-    ends = list(accumulate(size * width for size, width in zip(sizes, widths, strict=True)))
-    words = np.empty(ends[-1], dtype=np.uint64)
+    words = np.empty((sizes * -(-sizes // 64)).sum(), dtype=np.uint64)
     LIBRARY.require().trees_place(
-        *(parents.ctypes.data, fields.ctypes.data, len(sizes)),
-        *(places[0].ctypes.data, places[1].ctypes.data, words.ctypes.data),
+        *(parents.ctypes.data, rows.ctypes.data, len(rows)),
+        *(places.ctypes.data, places[1].ctypes.data, words.ctypes.data),
     )
-    shapes = zip(pairwise([0, *ends]), sizes, widths, strict=True)
-    return places, [words[start:end].reshape(n, width) for (start, end), n, width in shapes]
+    return places, words
 
 
 def accept_all(
@@ -124,20 +119,21 @@ def accept_all(
     target = np.ascontiguousarray(target, dtype=np.int64)
     shape = np.array(sizes, dtype=np.int32)
     counts = np.empty(len(sizes), dtype=np.int32)
-    accepted = np.empty(len(tokens), dtype=np.int32)
-    output = np.empty(len(target), dtype=np.int32)
-    LIBRARY.require().trees_accept(
+    walked = np.empty((2, len(target)), dtype=np.int32)  # accepted nodes, output tokens
+    num_accepted = LIBRARY.require().trees_accept(
         *(tokens.ctypes.data, parents.ctypes.data),
         None if never_accept is None else never_accept.ctypes.data,
         *(shape.ctypes.data, len(sizes), target.ctypes.data),
-        *(counts.ctypes.data, accepted.ctypes.data, output.ctypes.data),
+        *(counts.ctypes.data, walked.ctypes.data, walked[1].ctypes.data),
     )
-    nodes, emitted = accepted.tolist(), output.tolist()
+    nodes = walked[0, :num_accepted].tolist()
+    emitted = walked[1, : num_accepted + len(sizes)].tolist()
     paths, outputs, start = [], [], 0
-    for row, (size, count) in enumerate(zip(sizes, counts.tolist(), strict=True)):
-        paths.append(nodes[start : start + count])
-        outputs.append(emitted[start + row : start + row + count + 1])
-        start += size
+    for row, count in enumerate(counts.tolist()):
+        end = start + count
+        paths.append(nodes[start:end])
+        outputs.append(emitted[start + row : end + row + 1])
+        start = end
     return outputs, paths
 
 

@@ -69,8 +69,8 @@ def test_a_wrong_mask_shows(num_heads, head_size) -> None:
     shape = LayerShape(num_heads, 1, head_size, 16, torch.float32)
     for seed, requests in enumerate(BATCHES[1:4]):
         step = step_of(requests, shape, seed)
-        causal = tuple(np.full_like(words, ~np.uint64(0)) for words in step.trees.ancestor_words)
-        wrong = replace(step, trees=replace(step.trees, ancestor_words=causal))
+        causal = np.full_like(step.trees.word_array, ~np.uint64(0))
+        wrong = replace(step, trees=replace(step.trees, word_array=causal))
         assert relative_error(wrong.expected(), step.expected(), step) > 0.2
 
 

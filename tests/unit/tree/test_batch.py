@@ -43,10 +43,10 @@ def copies(trees: Sequence[TokenTree]) -> list[TokenTree]:
     return found
 
 
-def rows_of(trees: Sequence[TokenTree]) -> list[tuple[int, ...]]:
+def rows_of(trees: Sequence[TokenTree]) -> np.ndarray:
     """Return rows of requests with 100 committed tokens, three of them in the step."""
     sizes = [tree.num_nodes for tree in trees]
-    return [(i, 10 * i - 3, size + 3, size, 100 + size) for i, size in enumerate(sizes)]
+    return np.array([(i, 10 * i - 3, size + 3, size, 100 + size) for i, size in enumerate(sizes)])
 
 
 def check(trees: list[TokenTree], data: st.DataObject) -> None:
@@ -62,8 +62,8 @@ def check(trees: list[TokenTree], data: st.DataObject) -> None:
             10 * i + node for i, t in enumerate(full) for node in range(t.num_nodes)
         ]
         assert positions.tolist() == [99 + d for tree in full for d in tree.depths().tolist()]
-        expected = [tree.ancestor_words().tolist() for tree in full]
-        assert [each.tolist() for each in words] == expected
+        expected = np.concatenate([tree.ancestor_words().reshape(-1) for tree in full])
+        assert words.tolist() == expected.tolist()
     never = [flags(data.draw, tree.num_nodes) for tree in trees]
     walked = [
         TokenTree(tree.token_ids, tree.parents, None, each if data.draw(st.booleans()) else None)
@@ -105,7 +105,7 @@ def test_without_the_compiled_core_the_results_are_the_same(monkeypatch):
     assert list(map(as_lists, copies(trees))) == list(map(as_lists, compiled[0]))
     places, words = place(full, rows_of(full))
     assert places.tolist() == compiled[1][0].tolist()
-    assert [each.tolist() for each in words] == [each.tolist() for each in compiled[1][1]]
+    assert words.tolist() == compiled[1][1].tolist()
     assert accept_all(trees, target) == compiled[2]
     assert check_all([trees[0], TokenTree.from_lists([VOCAB], [-1], [0.5])], VOCAB, True) is None
 

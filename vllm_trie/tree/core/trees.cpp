@@ -89,13 +89,14 @@ extern "C" void trees_place(const int32_t* parents, const int64_t* rows, int64_t
 
 // Walk down each tree by the target's tokens, N + 1 for a tree of N nodes; nodes with the flag
 // `never_accept` (which may be null) are left out. Writes the number of accepted nodes of each
-// tree, their indices at the tree's place in `accepted`, and their tokens and the bonus token at
-// its place in `output`, which is the target's.
-extern "C" void trees_accept(const int32_t* tokens, const int32_t* parents,
-                             const void* never_accept, const int32_t* sizes, int64_t num_trees,
-                             const int64_t* target, int32_t* counts, int32_t* accepted,
-                             int32_t* output) {
+// tree; the indices of the accepted nodes, one tree after another; and the output tokens likewise,
+// each tree's bonus token last. Returns the number of accepted nodes.
+extern "C" int64_t trees_accept(const int32_t* tokens, const int32_t* parents,
+                                const void* never_accept, const int32_t* sizes, int64_t num_trees,
+                                const int64_t* target, int32_t* counts, int32_t* accepted,
+                                int32_t* output) {
     const uint8_t* never = static_cast<const uint8_t*>(never_accept);
+    int64_t num_accepted = 0;
     for (int64_t tree = 0; tree < num_trees; ++tree) {
         const int32_t size = sizes[tree];
         int32_t node = kRoot, count = 0;
@@ -104,19 +105,18 @@ extern "C" void trees_accept(const int32_t* tokens, const int32_t* parents,
         for (int32_t child = 0; child < size; ++child) {
             if (parents[child] != node || tokens[child] != wanted) continue;
             if (never != nullptr && never[child]) continue;
-            accepted[count] = node = child;
-            output[count++] = tokens[child];
+            accepted[num_accepted + count++] = node = child;
+            *output++ = tokens[child];
             wanted = target[child + 1];
         }
-        output[count] = static_cast<int32_t>(wanted);
-        counts[tree] = count;
+        *output++ = static_cast<int32_t>(wanted);
+        num_accepted += counts[tree] = count;
         tokens += size;
         parents += size;
         if (never != nullptr) never += size;
-        accepted += size;
         target += size + 1;
-        output += size + 1;
     }
+    return num_accepted;
 }
 
 // Choose nodes as choose_nodes() in budget/allocation.py does. Writes a flag for each node and the

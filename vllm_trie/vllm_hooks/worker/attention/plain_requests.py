@@ -51,7 +51,7 @@ def plain_requests(
     if starts is None:
         starts = metadata.query_start_loc.cpu().numpy()
     is_plain = np.ones(len(starts) - 1, dtype=bool)
-    is_plain[[row.batch_index for row in trees.rows]] = False
+    is_plain[trees.row_array[:, 0]] = False
     indices = np.flatnonzero(is_plain)
     lengths = (starts[1:] - starts[:-1])[indices]
     new_starts = np.zeros(len(indices) + 1, dtype=np.int32)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch
+from vllm_trie.attention import TreeBatch, TreeRow
 from vllm_trie.attention.device_copy import to_device
 from vllm_trie.tree import TokenTree, place
 
@@ -60,27 +60,28 @@ def place_trees(
         tokens: the batch; positions are changed, and token ids where they are placeholders.
         takes_chains: whether chains belong to tree attention too; vLLM's kernel gets them if not.
     """
-    starts = tokens.starts.tolist()
-    num_computed = tokens.num_computed[: len(trees)].tolist()
-    placed, rows = [], []
     for index, tree in enumerate(trees):
-        num_nodes = tree.num_nodes
-        if not num_nodes:
-            continue
-        start, end = starts[index], starts[index + 1]
-        if tree.token_list[-1] < 0:
+        if tree.num_nodes and tree.token_list[-1] < 0:
             # Placeholders of the scheduler: no token, but the embedding must find one.
-            tokens.input_ids[end - num_nodes : end].clamp_(min=0)
-        if takes_chains or not tree.is_chain:
-            placed.append(tree)
-            seq_len = num_computed[index] + end - start
-            rows.append(TreeRow(index, start, end - start, num_nodes, seq_len))
-    if not rows:
+            end = tokens.starts[index + 1]
+            tokens.input_ids[end - tree.num_nodes : end].clamp_(min=0)
+    placed = [
+        index
+        for index, tree in enumerate(trees)
+        if tree.num_nodes and (takes_chains or not tree.is_chain)
+    ]
+    if not placed:
         return None
-    places, words = place(placed, rows)
+    rows = np.empty((len(placed), len(TreeRow._fields)), dtype=np.int64)
+    rows[:, 0] = placed
+    rows[:, 1] = tokens.starts[placed]
+    rows[:, 2] = tokens.starts[1:][placed] - rows[:, 1]
+    rows[:, 3] = [trees[index].num_nodes for index in placed]
+    rows[:, 4] = tokens.num_computed[placed] + rows[:, 2]
+    places, words = place([trees[index] for index in placed], rows)
     tokens_of, positions = to_device(places, tokens.positions.device)
     tokens.positions[tokens_of] = positions
-    return build_tree_batch(rows, words, starts[-1])
+    return TreeBatch(rows, words, rows[:, 2].sum() == tokens.starts[-1])
 
 
 def logits_tokens(num_nodes: np.ndarray, ends: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -49,9 +50,10 @@ class TreeSample(NamedTuple):
 
         vLLM reads a single column as the output of a step without speculation.
         """
-        width = max(2, max(map(len, self.token_ids)))
-        padded = [[*tokens, *[-1] * (width - len(tokens))] for tokens in self.token_ids]
-        token_ids = to_device(np.array(padded, dtype=np.int32), device)
+        counts = np.array(list(map(len, self.token_ids)))
+        padded = np.full((len(counts), max(2, counts.max())), -1, dtype=np.int32)
+        padded[np.arange(padded.shape[1]) < counts[:, None]] = [*chain(*self.token_ids)]
+        token_ids = to_device(padded, device)
         return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=self.logprobs)
 
 
