@@ -59,12 +59,13 @@ docs-tools: venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
 		-r requirements/docs.txt || echo "no mkdocs: the site cannot be built here" >&2
 
-# replay.py and warm_start.py need the files that SPEC_BENCH_QUESTIONS and SPEC_BENCH_ANSWERS name.
+# REPLAYS need the files that SPEC_BENCH_QUESTIONS and SPEC_BENCH_ANSWERS name.
+REPLAYS := replay replay_speed warm_start
 bench: venv ## run the benchmarks; results go to .bench/*.json
 	@mkdir -p .bench
 	@set -e; for script in benchmarks/*.py; do \
 		name=$$(basename "$$script" .py); \
-		if [ "$$name" = replay -o "$$name" = warm_start ] && [ -z "$$SPEC_BENCH_QUESTIONS" ]; then \
+		if [ -z "$$SPEC_BENCH_QUESTIONS" ] && echo " $(REPLAYS) " | grep -q " $$name "; then \
 			echo "== $$name skipped: SPEC_BENCH_QUESTIONS is not set"; continue; fi; \
 		echo "== $$name"; \
 		$(BIN)/python "$$script" --json ".bench/$$name.json" $(ARGS); done
