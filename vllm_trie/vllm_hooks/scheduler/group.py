@@ -156,6 +156,16 @@ class BeamGroup:
         row.append_output_token_ids(token_id)
         return row
 
+    def give_tokens(self, row: Request, parent: Request, token_id: int) -> None:
+        """Replace a row's generated tokens by the parent's and one more.
+
+        The hashes of its full blocks stay: they are those of the prompt.
+        """
+        first = self.prompt.size
+        row._all_token_ids[first:] = parent._all_token_ids[first:]
+        row._output_token_ids[:] = row._all_token_ids[row.num_prompt_tokens :]
+        row.append_output_token_ids(token_id)
+
     def new_row_id(self) -> str:
         """Return an id that no row has had."""
         self._num_rows_made += 1

@@ -34,8 +34,9 @@ from vllm_trie.items.step import (
     tokens_of,
 )
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import ItemStep
-from vllm_trie.vllm_hooks.scheduler.row_steps import ROW_STEPS, SelectionStep
+from vllm_trie.vllm_hooks.scheduler.row_steps import REUSED_ROWS, ROW_STEPS, SelectionStep
 from vllm_trie.vllm_hooks.worker.beam.decoded_items import DecodedItems
+from vllm_trie.vllm_hooks.worker.beam.reused_rows import change_rows
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -132,6 +133,8 @@ def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute_model(
         self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
+        for reused in getattr(scheduler_output, REUSED_ROWS, ()):
+            change_rows(self.requests, self.input_batch, reused)
         steps = getattr(scheduler_output, ROW_STEPS, None)
         if steps is not None or _STATE in self.__dict__:
             state = self.__dict__.setdefault(_STATE, _WorkerItems())
