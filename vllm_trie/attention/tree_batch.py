@@ -21,9 +21,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+NO_NODES = np.empty((0, 0), dtype=np.uint64)
+"""Ancestor words of a row without nodes."""
+
 
 class TreeRow(NamedTuple):
-    """One request of the batch that has a tree in this step."""
+    """One request of the batch that has a tree in this step, or neighbours that share a prefix."""
 
     batch_index: int
     """Index of the request in the batch, and so in the block table."""
@@ -35,6 +38,10 @@ class TreeRow(NamedTuple):
     """N; the last N query tokens are nodes."""
     seq_len: int
     """KV slots in use, the nodes' own included."""
+    num_shared: int = 0
+    """Above 0: the row stands for ``num_queries`` requests from ``batch_index`` on, with one query
+    token each and without nodes. Their first slots, so many, hold the same; they are read from the
+    first request's blocks for all of them."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class TreeBatch:
 
     @cached_property
     def row_array(self) -> np.ndarray:
-        """int64 [num_rows, 5], the fields of each :class:`TreeRow`, contiguous."""
+        """int64 [num_rows, 6], the fields of each :class:`TreeRow`, contiguous."""
         return np.array(self.rows, dtype=np.int64).reshape(-1, len(TreeRow._fields))
 
     @cached_property

@@ -208,14 +208,14 @@ class BeamGroup:
         places = [i for i, row in enumerate(self.rows) if row.request_id in scheduled]
         row_ids = [self.rows[i].request_id for i in places]
         if self.items is not None:
-            return self.items.step(row_ids, places)
+            return self.items.step(row_ids, self.prompt.size, places)
         if not places:
             return None
         rules = None if self.rules is None else self.rules.of(places)
         if self.num_candidates is not None:
-            return SelectionStep(row_ids, None, self.num_candidates, rules)
+            return SelectionStep(row_ids, self.prompt.size, None, self.num_candidates, rules)
         totals, count = self.search.totals[places], self.search.settings.num_candidates
-        return SelectionStep(row_ids, totals, count, rules)
+        return SelectionStep(row_ids, self.prompt.size, totals, count, rules)
 
     def output(self, member: Request, hypothesis: Hypothesis) -> EngineCoreOutput:
         """Return the whole output of a member. Takes the member's events."""

@@ -46,6 +46,7 @@ class SelectionStep(NamedTuple):
 
     Attributes:
         row_ids: The rows.
+        prompt_len: Tokens that they share.
         totals: float32[rows], their cumulative log-probabilities. None to select among the
             continuations of each row, not of all rows together.
         num_candidates: Continuations to select.
@@ -53,6 +54,7 @@ class SelectionStep(NamedTuple):
     """
 
     row_ids: list[str]
+    prompt_len: int
     totals: np.ndarray | None
     num_candidates: int
     rules: TokenRules | None = None
