@@ -39,9 +39,9 @@ class TreeRow(NamedTuple):
     seq_len: int
     """KV slots in use, the nodes' own included."""
     num_shared: int = 0
-    """Above 0: the row stands for ``num_queries`` requests from ``batch_index`` on, with one query
-    token each and without nodes. Their first slots, so many, hold the same; they are read from the
-    first request's blocks for all of them."""
+    """Above 0: the row stands for ``num_queries`` neighbours in the batch, the first of them at
+    ``batch_index``, with one query token each, equal lengths and no nodes. The first ``num_shared``
+    slots of all of them hold the same, and are read from the blocks of the first."""
 
 
 @dataclass(frozen=True)
