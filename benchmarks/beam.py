@@ -23,6 +23,12 @@ processor time, which other work on the machine disturbs less. Nobody decodes te
     python benchmarks/beam.py --wide --eager --json wide.json
     python benchmarks/beam.py --wide --eager --widths 400 --prompt-lens 200 --num-prompts 1
 
+`--parts` measures where a native search's processor time goes, with the loads of `--wide`, without
+catalogues. `products_ms` are the matrix products of the model and its logits. These, `attention_ms`
+and `kv_writes_ms` are parts of `forward_ms`, but for the logits.
+
+    python benchmarks/beam.py --parts --eager --prompt-lens 200 --num-prompts 1
+
 `--selection` measures the selection of a step's candidates alone, for three vocabularies.
 """
 
@@ -38,6 +44,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from support.beam_parts import PARTS_COLUMNS, measure_parts
 from support.device import CUDA_OPTIONS, add_device_options, check_device
 from support.engines import each_schedule, scheduler_of
 from support.harness import Row, finish, interleave, median_seconds, option_parser, write_json
@@ -120,6 +127,8 @@ class Bench:
             kv_cache_memory_bytes=options.kv_cache_gib << 30,
             additional_config={"vllm_trie": plugin},
         )
+        for cache in local_engine.runner_of(self._llm).kv_caches:
+            cache.zero_()  # memory is mapped at its first use, which is not a search's time
         self._catalogues = options.catalogues
         self.block_size = scheduler_of(self._llm).block_size
         config = AutoConfig.from_pretrained(options.model).get_text_config()
@@ -274,10 +283,11 @@ def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
     return rows
 
 
-def main() -> None:
+def _options() -> argparse.Namespace:
     parser = option_parser(__doc__)
     parser.add_argument("--model", help="model folder; the shipped one if left out")
     parser.add_argument("--wide", action="store_true", help="short, wide searches; see above")
+    parser.add_argument("--parts", action="store_true", help="parts of a search; see above")
     parser.add_argument("--selection", action="store_true", help="see above; with --widths")
     parser.add_argument("--methods", nargs="+", choices=METHODS)
     parser.add_argument("--widths", nargs="+", type=int)
@@ -294,9 +304,16 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="do not let vLLM compile the model")
     add_device_options(parser)
     options = parser.parse_args()
+    if options.parts:
+        options.wide, options.methods, options.constrained = True, ["trie"], [False]
     for name, value in (WIDE_DEFAULTS if options.wide else DEFAULTS).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    return options
+
+
+def main() -> None:
+    options = _options()
     local_engine.set_environment(options.verbose)
     check_device(options.device)
     if options.load_format == "dummy":  # Hugging Face would want weights
@@ -310,6 +327,11 @@ def main() -> None:
         from vllm_trie.tiny_model import model_path
 
         options.model = str(model_path())
+    measure_load, columns = measure, COLUMNS
+    if options.wide:
+        measure_load, columns = measure_wide, WIDE_COLUMNS
+    if options.parts:
+        measure_load, columns = measure_parts, PARTS_COLUMNS
     with tempfile.TemporaryDirectory() as folder:
         constrained = options.wide and True in options.constrained
         lengths = options.tokens if constrained else []
@@ -332,10 +354,10 @@ def main() -> None:
             ),
         ):
             with local_engine.silence(not options.verbose):
-                rows += (measure_wide if options.wide else measure)(bench, options, load)
+                rows += measure_load(bench, options, load)
             print(f"measured {load}", flush=True)
             write_json(rows, options.json)  # what there is, if the run is cut off
-    finish(rows, options.json, WIDE_COLUMNS if options.wide else COLUMNS)
+    finish(rows, options.json, columns)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from vllm_trie.attention.cache_layout import move_slots, split_cache
 from vllm_trie.attention.native import NativeKernels, load_kernels
-from vllm_trie.attention.tree_batch import TreeBatch
+from vllm_trie.attention.tree_batch import TreeBatch, TreeRow, build_tree_batch
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ def tree_attention_portable(
     """
     block_size = kv_cache.shape[2]
     keys, values = split_cache(kv_cache)
+    trees = _each_alone(trees)
     num_kv_heads, head_size = keys.shape[1], keys.shape[2]
     for index, (row, mask) in enumerate(zip(trees.rows, trees.masks, strict=True)):
         num_blocks = -(-row.seq_len // block_size)
@@ -109,6 +111,19 @@ def tree_attention_portable(
             enable_gqa=query.shape[1] != num_kv_heads,
         )
         output[rows] = attended[0].transpose(0, 1)
+
+
+def _each_alone(trees: TreeBatch) -> TreeBatch:
+    """Return the rows with one for each request that shares slots with others."""
+    if not any(row.num_shared for row in trees.rows):
+        return trees
+    rows, words = [], []
+    for row, own_words in zip(trees.rows, trees.ancestor_words, strict=True):
+        for i in range(row.num_queries if row.num_shared else 1):
+            one = TreeRow(row.batch_index + i, row.query_start + i, 1, 0, row.seq_len)
+            rows.append(one if row.num_shared else row)
+            words.append(own_words)
+    return replace(build_tree_batch(rows, words, 0), covers_batch=trees.covers_batch)
 
 
 def move_slots_in_layers(

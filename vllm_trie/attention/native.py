@@ -102,7 +102,8 @@ class NativeKernels:
         formats carry the rounding of the output and no more.
 
         Returns:
-            False, with nothing done, if the shapes, strides or dtypes are none of vLLM's.
+            False, with nothing done, if the shapes, strides or dtypes are none of vLLM's, or for
+            linear biases of requests that share slots.
         """
         _, num_kv_heads, block_size, double_head_size = kv_cache.shape
         num_heads, head_size = query.shape[1], query.shape[2]
@@ -121,6 +122,7 @@ class NativeKernels:
             or kv_cache.stride()[2:] != (double_head_size, 1)
             or block_table.stride(1) != 1
             or not _is_plain(alibi_slopes, num_heads)
+            or (alibi_slopes is not None and any(row.num_shared for row in trees.rows))
         ):
             return False
         rows, words = trees.row_array, trees.word_array

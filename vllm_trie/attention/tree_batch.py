@@ -22,11 +22,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+NO_NODES = np.empty((0, 0), dtype=np.uint64)
+"""Ancestor words of a row without nodes."""
 _WORD_BITS = 64
 
 
 class TreeRow(NamedTuple):
-    """One request of the batch that has a tree in this step."""
+    """One request of the batch that has a tree in this step, or neighbours that share a prefix."""
 
     batch_index: int
     """Index of the request in the batch, and so in the block table."""
@@ -38,6 +40,10 @@ class TreeRow(NamedTuple):
     """N; the last N query tokens are nodes."""
     seq_len: int
     """KV slots in use, the nodes' own included."""
+    num_shared: int = 0
+    """Above 0: the row stands for ``num_queries`` neighbours in the batch, the first of them at
+    ``batch_index``, with one query token each, equal lengths and no nodes. The first ``num_shared``
+    slots of all of them hold the same, and are read from the blocks of the first."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class TreeBatch:
     """Trees of one step, shared by all layers. Kernels read the arrays.
 
     Attributes:
-        row_array: int64 [num_rows, 5], the fields of the :class:`TreeRow` of each request with a
+        row_array: int64 [num_rows, 6], the fields of the :class:`TreeRow` of each request with a
             tree, in batch order.
         word_array: uint64, the ancestor words of all requests, one after another.
         covers_batch: every scheduled token of the step belongs to one of these requests, so the

@@ -67,8 +67,8 @@ def place(trees: Sequence[TokenTree], rows: np.ndarray) -> tuple[np.ndarray, np.
 
     Args:
         trees: with nodes.
-        rows: int64 [num_trees, 5], batch index, first query token, number of query tokens, number
-            of nodes, KV slots in use.
+        rows: int64 [num_trees, 6], batch index, first query token, number of query tokens, number
+            of nodes, KV slots in use; the last number does not matter.
 
     Returns:
         int64 [2, nodes of all trees], query token and position of each node; and uint64, the
@@ -78,7 +78,7 @@ def place(trees: Sequence[TokenTree], rows: np.ndarray) -> tuple[np.ndarray, np.
     places = np.empty((2, sizes.sum()), dtype=np.int64)
     if not LIBRARY.is_available():
         start = 0
-        for tree, (_, first, num_queries, size, num_slots) in zip(
+        for tree, (_, first, num_queries, size, num_slots, _) in zip(
             trees, rows.tolist(), strict=True
         ):
             end = first + num_queries

@@ -35,7 +35,7 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
 )
 from vllm_trie.vllm_hooks.scheduler.beam_scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
 from vllm_trie.vllm_hooks.scheduler.group import RESULT_FIELD
-from vllm_trie.vllm_hooks.scheduler.row_steps import ROW_STEPS, SelectionStep
+from vllm_trie.vllm_hooks.scheduler.row_steps import REUSED_ROWS, ROW_STEPS, SelectionStep
 
 VOCAB = 24
 EOS = 0
@@ -95,6 +95,11 @@ class Worker:
                 source = self.slots.get(copied.src_block_id * self.block_size + offset)
                 if source is not None:
                     self.slots[copied.dst_block_id * self.block_size + offset] = source
+        for reused in getattr(output, REUSED_ROWS, ()):
+            for row_id, tokens in zip(reused.row_ids, reused.token_ids.tolist(), strict=True):
+                state = self.requests[row_id]
+                assert len(state.token_ids) == reused.prompt_len + len(tokens)
+                state.token_ids[reused.prompt_len :] = tokens
         scheduled = output.num_scheduled_tokens
         for request_id, state in self.requests.items():
             if request_id not in scheduled:

@@ -67,15 +67,16 @@ def test_blocks_are_those_of_the_trie(vllm_config):
 
 
 def test_copies_leave_out_the_prompt_after_the_first_fork(vllm_config):
-    """Forks take the tail blocks of dropped rows, which hold the prompt's slots already."""
+    """Later children are dropped rows, whose blocks hold the prompt already."""
     simulation = Simulation(vllm_config, num_blocks=100, block_size=32)
     prompt = [i % 20 + 1 for i in range(20)]
     members = simulation.add_beam("b", prompt, 8, 8, max_tokens=9)
     simulation.run()
     check_beam(simulation, members, expected_beam(prompt, 8, max_tokens=9))
-    forks = simulation.scheduler.beam_counters.rows_forked
-    assert forks > 2 * 7
-    assert simulation.worker.copied_slots <= 7 * 20 + (forks - 7) * 8
+    counters = simulation.scheduler.beam_counters
+    assert counters.rows_forked == 7
+    assert counters.rows_reused > 7
+    assert simulation.worker.copied_slots <= 7 * 20 + counters.rows_reused * 8
     simulation.check_clean()
 
 

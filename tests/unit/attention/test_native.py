@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from vllm_trie.attention import (
 )
 from vllm_trie.attention.cache_layout import move_rows_in_layers
 from vllm_trie.attention.native import NativeKernels, load_kernels
+from vllm_trie.attention.tree_batch import NO_NODES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Half a unit in the last place, relative to the value, and the smallest one.
@@ -324,6 +326,33 @@ def test_empty_batch(native: NativeKernels) -> None:
     assert not trees.covers_batch
 
 
+@settings(max_examples=25, **SOME_FIXTURES)
+@given(st.data())
+def test_requests_that_share_slots(native: NativeKernels, data: st.DataObject) -> None:
+    """Each gets what it gets alone; slots behind its own ones hold NaN."""
+    num_shared, own = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 70))
+    num_rows, block_size = data.draw(st.integers(1, 90)), data.draw(st.sampled_from([16, 48, 128]))
+    torch.set_num_threads(data.draw(st.integers(1, 3)))
+    case = paged_case(
+        [RequestShape(8, 1, 0)] + [RequestShape(num_shared + own - 1, 1, 0)] * num_rows,
+        data.draw(st.sampled_from(DTYPES)),
+        data.draw(st.sampled_from([2, 8])),
+        2,
+        data.draw(st.sampled_from(HEAD_SIZES)),
+        block_size,
+        data.draw(st.integers(0, 2**32)),
+    )
+    slots = np.arange(num_shared)
+    block, offset = case.block_table[1:].long()[:, slots // block_size], slots % block_size
+    keys, values = split_cache(case.kv_cache)
+    keys[block, :, :, offset] = keys[block[:1], :, :, offset].clone()
+    values[block, :, offset] = values[block[:1], :, offset].clone()
+    length = num_shared + own
+    rows = [TreeRow(0, 0, 1, 0, 9), TreeRow(1, 1, num_rows, 0, length, num_shared)]
+    shared = build_tree_batch(rows, [NO_NODES] * 2, 1 + num_rows)
+    check(native, replace(case, trees=shared))
+
+
 def test_packed_trees() -> None:
     """The order of the fields is that of the C++ struct."""
     words = [np.array([[1], [3]], dtype=np.uint64), np.full((70, 2), 5, dtype=np.uint64)]
@@ -332,7 +361,7 @@ def test_packed_trees() -> None:
         TreeRow(batch_index=2, query_start=7, num_queries=71, num_nodes=70, seq_len=80),
     ]
     trees = build_tree_batch(rows, words, 80)
-    assert trees.row_array.tolist() == [[1, 4, 3, 2, 9], [2, 7, 71, 70, 80]]
+    assert trees.row_array.tolist() == [[1, 4, 3, 2, 9, 0], [2, 7, 71, 70, 80, 0]]
     assert trees.word_array.tolist() == [1, 3] + [5] * 140
 
 

@@ -82,7 +82,7 @@ def test_nodes_get_the_positions_of_their_depth_and_fillers_are_never_accepted(a
     tree_batch = adapter.trees.tree_batch
     assert tree_batch is not None
     (row,), (mask,) = tree_batch.rows, tree_batch.masks
-    assert row == (0, 0, 5, NUM_NODES, 29 + 5)
+    assert row == (0, 0, 5, NUM_NODES, 29 + 5, 0)
     assert not tree_batch.covers_batch
     assert mask[1:4, -NUM_NODES:].tolist() == [
         [True, False, False, False],

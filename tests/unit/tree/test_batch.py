@@ -46,7 +46,9 @@ def copies(trees: Sequence[TokenTree]) -> list[TokenTree]:
 def rows_of(trees: Sequence[TokenTree]) -> np.ndarray:
     """Return rows of requests with 100 committed tokens, three of them in the step."""
     sizes = [tree.num_nodes for tree in trees]
-    return np.array([(i, 10 * i - 3, size + 3, size, 100 + size) for i, size in enumerate(sizes)])
+    return np.array(
+        [(i, 10 * i - 3, size + 3, size, 100 + size, 0) for i, size in enumerate(sizes)]
+    )
 
 
 def check(trees: list[TokenTree], data: st.DataObject) -> None:

@@ -10,7 +10,7 @@
 namespace vllm_trie {
 
 struct Row {  // as tree_batch.TreeRow
-  int64_t batch_index, query_start, num_queries, num_nodes, seq_len;
+  int64_t batch_index, query_start, num_queries, num_nodes, seq_len, num_shared;
 };
 
 // The arguments of tree attention; native.py packs them.
@@ -38,7 +38,7 @@ struct Unit {
   const uint64_t* words;  // of the row's first node
   int kv_head;
   int64_t first_query, num_queries;
-  int64_t num_slots;  // that any of the queries sees
+  int64_t num_slots;  // that any of the queries sees, of the row's request
   int64_t num_chunks;
 
   int64_t cost() const { return num_chunks * num_queries; }
@@ -71,7 +71,8 @@ inline std::vector<Unit> make_units(const Arguments& arguments) {
         const int64_t first = row.num_queries * part / num_parts;
         const int64_t last = row.num_queries * (part + 1) / num_parts;
         const bool has_nodes = last > row.num_queries - row.num_nodes;
-        const int64_t slots = has_nodes ? row.seq_len : row.seq_len - row.num_queries + last;
+        const int64_t seen = has_nodes ? row.seq_len : row.seq_len - row.num_queries + last;
+        const int64_t slots = row.num_shared ? row.num_shared : seen;
         const int64_t chunks = (slots + kChunk - 1) / kChunk;
         units.push_back({&row, words, kv_head, first, last - first, slots, chunks});
       }

@@ -154,7 +154,49 @@ class Attention {
                       sums.weighted, prefetch);
       chunk = next;
     }
+    if (unit.row->num_shared && last == unit.num_chunks) attend_own_slots(unit, scores, sums);
     if (!partial) write(unit, sums);
+  }
+
+  // The slots behind those that queries share: each query's own, of its own request. A cache line
+  // holds one of a key's numbers for kLanes slots, so slots in front and behind cost nothing.
+  void attend_own_slots(const Unit& unit, float* scores, const Partial& sums) {
+    const int head_size = arguments_.head_size, block_size = arguments_.block_size;
+    const T* cache =
+        static_cast<const T*>(arguments_.cache) + unit.kv_head * arguments_.head_stride;
+    const int64_t begin = unit.row->num_shared, end = unit.row->seq_len;
+    const Visibility every{end + kLanes, nullptr, 0};
+    for (int row = 0; row < static_cast<int>(unit.num_queries) * group_; ++row) {
+      const int64_t place = unit.first_query + row / group_;
+      const T* query = static_cast<const T*>(arguments_.query) +
+                       (unit.row->query_start + place) * arguments_.query_stride +
+                       (static_cast<int64_t>(unit.kv_head) * group_ + row % group_) * head_size;
+      const int32_t* blocks = arguments_.block_table +
+                              (unit.row->batch_index + place) * arguments_.block_table_stride;
+      float* weighted = sums.weighted + static_cast<int64_t>(row) * head_size;
+      for (int64_t slot = begin / kLanes * kLanes; slot < end; slot += kLanes) {
+        const T* block = cache + blocks[slot / block_size] * arguments_.block_stride;
+        const T* keys = block + slot % block_size;
+        const T* values = block + (block_size + slot % block_size) * head_size;
+        Floats products = {};
+        for (int d = 0; d < head_size; ++d) {
+          products += broadcast(to_float(query[d])) * load_floats(keys + d * block_size);
+        }
+        const int first = static_cast<int>(std::max<int64_t>(0, begin - slot));
+        const int count = static_cast<int>(std::min<int64_t>(kLanes, end - slot));
+        const uint32_t bits = (uint32_t{1} << count) - (uint32_t{1} << first);
+        store(scores, keep_visible(products, bits));
+        const float factor =
+            weigh(every, slot, kLanes, scores, sums.maximum + row, sums.total + row);
+        for (int d = 0; d < head_size; d += kLanes) {
+          Floats sum = load(weighted + d) * factor;
+          for (int i = first; i < count; ++i) {
+            sum += broadcast(scores[i]) * load_floats(values + i * head_size + d);
+          }
+          store(weighted + d, sum);
+        }
+      }
+    }
   }
 
   void load_query(const Unit& unit, Product* to) const {
@@ -174,6 +216,7 @@ class Attention {
 
   Visibility visibility(const Unit& unit, int64_t query) const {
     const Row& row = *unit.row;
+    if (row.num_shared) return {row.num_shared, nullptr, 0};
     const int64_t node = unit.first_query + query - (row.num_queries - row.num_nodes);
     if (node < 0) return {row.seq_len - row.num_nodes + node + 1, nullptr, 0};
     const int64_t num_words = (row.num_nodes + 63) / 64;

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int32_t kRoot = -1;
 constexpr int32_t kWordBits = 64;
+constexpr int64_t kRowFields = 6;  // of TreeRow
 
 // Whether a tree obeys the rules of TokenTree.validate(); `edges` is scratch space.
 bool is_valid(const int32_t* tokens, const int32_t* parents, const float* probabilities,
@@ -60,11 +61,11 @@ extern "C" int32_t trees_are_valid(const int32_t* tokens, const int32_t* parents
 }
 
 // Place the trees in a step. A row of `rows` has the fields of TreeRow: batch index, first query
-// token, number of query tokens, number of nodes, KV slots in use. Writes the query token of each
+// token, number of query tokens, number of nodes, KV slots in use, and one more. Writes the query token of each
 // node, its position, and its ancestor words, ceil(N / 64) for each node of a tree.
 extern "C" void trees_place(const int32_t* parents, const int64_t* rows, int64_t num_trees,
                             int64_t* tokens, int64_t* positions, uint64_t* words) {
-    for (int64_t tree = 0; tree < num_trees; ++tree, rows += 5) {
+    for (int64_t tree = 0; tree < num_trees; ++tree, rows += kRowFields) {
         const int64_t size = rows[3], num_words = (size + kWordBits - 1) / kWordBits;
         const int64_t first_token = rows[1] + rows[2] - size, num_committed = rows[4] - size;
         for (int64_t node = 0; node < size; ++node) {

@@ -145,6 +145,17 @@ BEAM_PATCHES: tuple[Patch, ...] = (
         "the tokens of requests that decode an item, under asynchronous scheduling", ""),
     _any("v1.outputs:LogprobsTensors", "made", "how the candidates reach the scheduler",
         "logprob_token_ids logprobs selected_token_ranks"),
+    # Attention
+    _runner("_build_attention_metadata", "wrapped",
+        "tells the layers which rows share the slots of a prompt",
+        "num_tokens num_reqs max_query_len num_scheduled_tokens",
+        wrapper="worker.beam.item_rows:wrap_build_attention_metadata", platform="cpu",
+        retire_when="vLLM's CPU attention reads a shared prefix once"),
+    _any("v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward", "wrapped",
+        "attends to the rows of searches together",
+        "layer query key value kv_cache attn_metadata output",
+        wrapper="worker.beam.shared_prompt:wrap_forward", scope="native_search", platform="cpu",
+        retire_when="vLLM's CPU attention reads a shared prefix once"),
     # KV blocks
     _any("v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace", "wrapped",
         "copies the slots of tail blocks that differ; vLLM's copies whole blocks bytewise",

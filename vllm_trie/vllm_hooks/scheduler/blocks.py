@@ -10,10 +10,10 @@ reference count; a tail block belongs to one row. Forking a row of ``L`` compute
 The worker runs the queued copies before the next step's forward pass. Until then both ends of a
 copy hold an extra reference, which vLLM's ``schedule`` gives back.
 
-Where the prompt ends inside the tail block, a row without children leaves its tail block to a fork:
-the prompt's slots in it are the same, and only the generated ones are copied::
+Where the prompt ends inside the tail block, a row without children becomes a child of another row:
+its blocks hold the prompt already, and only the generated slots of the tail are copied::
 
-    dropped [ 0 ][ 1 ][ 5: prompt, x ]      its tail is the spare
+    dropped [ 0 ][ 1 ][ 5: prompt, x ]
     parent  [ 0 ][ 1 ][ 2: prompt, y ]
     child   [ 0 ][ 1 ][ 5: prompt, y ]      y is copied
 """
@@ -66,7 +66,6 @@ def fork_blocks(
     parent_id: str,
     child_id: str,
     num_computed_tokens: int,
-    spare: KVCacheBlock | None = None,
 ) -> bool:
     """Give the child the parent's KV of the first `num_computed_tokens` tokens.
 
@@ -76,19 +75,16 @@ def fork_blocks(
         manager: vLLM's.
         parent_id, child_id: Ids of the rows.
         num_computed_tokens: At most those of the parent.
-        spare: The child's tail block, with a reference that the child takes over; a new one if
-            None.
 
     Returns:
         False if the pool has no room for the tail; nothing has changed then.
     """
     if offered("fork_request"):
-        assert spare is None
         return manager.fork_request(parent_id, child_id, num_computed_tokens)  # type: ignore
     pool = manager.block_pool
     parts = _parts(manager)
     needed = sum(1 for part in parts if num_computed_tokens % part.block_size)
-    if spare is None and pool.get_num_free_blocks() < needed:
+    if pool.get_num_free_blocks() < needed:
         return False
     for part in parts:
         table = part.req_to_blocks[parent_id]
@@ -97,19 +93,36 @@ def fork_blocks(
         pool.touch(blocks)
         if in_tail:
             source = table[num_full]
-            if spare is not None:
-                target = spare
-            else:
-                (target,) = pool.get_new_blocks(1)
-                if part.records_new_block_ids:
-                    part.new_block_ids.append(target.block_id)
-            pool.touch((source, target))  # kept until the copy has run
-            part._pending_cow_copies.append((source, target))
+            (target,) = pool.get_new_blocks(1)
+            if part.records_new_block_ids:
+                part.new_block_ids.append(target.block_id)
             blocks.append(target)
+            _queue_copy(manager, part, source, target)
         part.req_to_blocks[child_id] = blocks
         if parent_id in part.num_cached_block:
             part.num_cached_block[child_id] = min(part.num_cached_block[parent_id], num_full)
     return True
+
+
+def copy_tail(
+    manager: KVCacheManager, parent_id: str, child_id: str, num_computed_tokens: int
+) -> Tail:
+    """Queue the copy of a row's tail block to that of another; return the target.
+
+    Both rows have a tail, and the model one KV cache group.
+    """
+    (part,) = _parts(manager)
+    num_full, in_tail = divmod(num_computed_tokens, part.block_size)
+    target = part.req_to_blocks[child_id][num_full]
+    _queue_copy(manager, part, part.req_to_blocks[parent_id][num_full], target)
+    return Tail(target, in_tail)
+
+
+def _queue_copy(
+    manager: KVCacheManager, part: Any, source: KVCacheBlock, target: KVCacheBlock
+) -> None:
+    manager.block_pool.touch((source, target))  # kept until the copy has run
+    part._pending_cow_copies.append((source, target))
 
 
 def move_blocks(manager: KVCacheManager, old_id: str, new_id: str) -> None:

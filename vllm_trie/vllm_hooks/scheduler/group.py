@@ -156,6 +156,16 @@ class BeamGroup:
         row.append_output_token_ids(token_id)
         return row
 
+    def give_tokens(self, row: Request, parent: Request, token_id: int) -> None:
+        """Replace a row's generated tokens by the parent's and one more.
+
+        The hashes of its full blocks stay: they are those of the prompt.
+        """
+        first = self.prompt.size
+        row._all_token_ids[first:] = parent._all_token_ids[first:]
+        row._output_token_ids[:] = row._all_token_ids[row.num_prompt_tokens :]
+        row.append_output_token_ids(token_id)
+
     def new_row_id(self) -> str:
         """Return an id that no row has had."""
         self._num_rows_made += 1
@@ -198,14 +208,14 @@ class BeamGroup:
         places = [i for i, row in enumerate(self.rows) if row.request_id in scheduled]
         row_ids = [self.rows[i].request_id for i in places]
         if self.items is not None:
-            return self.items.step(row_ids, places)
+            return self.items.step(row_ids, self.prompt.size, places)
         if not places:
             return None
         rules = None if self.rules is None else self.rules.of(places)
         if self.num_candidates is not None:
-            return SelectionStep(row_ids, None, self.num_candidates, rules)
+            return SelectionStep(row_ids, self.prompt.size, None, self.num_candidates, rules)
         totals, count = self.search.totals[places], self.search.settings.num_candidates
-        return SelectionStep(row_ids, totals, count, rules)
+        return SelectionStep(row_ids, self.prompt.size, totals, count, rules)
 
     def output(self, member: Request, hypothesis: Hypothesis) -> EngineCoreOutput:
         """Return the whole output of a member. Takes the member's events."""

@@ -23,11 +23,30 @@ ROW_STEPS = "vllm_trie_rows"
 engine without catalogues."""
 
 
+REUSED_ROWS = "vllm_trie_reused_rows"
+"""Attribute of a ``SchedulerOutput``: a list of :class:`ReusedRows`. Missing if there are none."""
+
+
+class ReusedRows(NamedTuple):
+    """Rows of one group that go on as children of other rows. They keep ids and blocks.
+
+    Attributes:
+        row_ids: The rows.
+        prompt_len: Tokens of the prompt, which all rows share.
+        token_ids: int32[rows, generated tokens], in the place of theirs.
+    """
+
+    row_ids: list[str]
+    prompt_len: int
+    token_ids: np.ndarray
+
+
 class SelectionStep(NamedTuple):
     """Rows of one group in a step, without a catalogue.
 
     Attributes:
         row_ids: The rows.
+        prompt_len: Tokens that they share.
         totals: float32[rows], their cumulative log-probabilities. None to select among the
             continuations of each row, not of all rows together.
         num_candidates: Continuations to select.
@@ -35,6 +54,7 @@ class SelectionStep(NamedTuple):
     """
 
     row_ids: list[str]
+    prompt_len: int
     totals: np.ndarray | None
     num_candidates: int
     rules: TokenRules | None = None

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+import numpy as np
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -32,12 +32,13 @@ from vllm_trie.vllm_hooks.ledger.extension_points import offered
 from vllm_trie.vllm_hooks.scheduler.blocks import (
     RangedCopies,
     check_references,
+    copy_tail,
     fork_blocks,
     move_blocks,
     tail_of,
 )
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
-from vllm_trie.vllm_hooks.scheduler.row_steps import RowOutput
+from vllm_trie.vllm_hooks.scheduler.row_steps import REUSED_ROWS, ReusedRows, RowOutput
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -52,6 +53,7 @@ class BeamCounters:
     rows_in_place: int = 0
     rows_moved: int = 0
     rows_forked: int = 0
+    rows_reused: int = 0
     rows_recomputed: int = 0
     rows_dropped: int = 0
     rows_preempted: int = 0
@@ -72,8 +74,16 @@ class BeamRows:
         self.group_of: dict[str, BeamGroup] = {}
         """Row id to group. Only this class writes it."""
         self._unsent: set[str] = set()  # rows that the worker does not know, or not any more
-        self._spares: list[KVCacheBlock] = []  # during a group's step: tails of its dropped rows
+        self._reused: dict[str, Request] = {}  # rows whose new tokens the worker does not know
         self._ranges: dict[int, tuple[int, int]] = {}  # target of a queued copy -> slots
+        # Model Runner V2 keeps tokens on the device, a drafter keeps the text of a request, and
+        # under asynchronous scheduling a worker finds a row's last token by its id.
+        self._may_reuse = not (
+            offered("fork_request")
+            or scheduler.use_v2_model_runner
+            or scheduler.scheduler_config.async_scheduling
+            or scheduler.vllm_config.speculative_config is not None
+        )
 
     # -- steps of a group --------------------------------------------------------------------------
 
@@ -136,45 +146,66 @@ class BeamRows:
             tokens_of.setdefault(child.parent, {})[rank] = child.token_id
         # Rows without children first: a fork may need their blocks.
         dropped = [row for i, row in enumerate(parents) if i not in tokens_of]
-        self._keep_tails(group, dropped)
-        self.free(dropped)
+        reusable = self._reusable(group, dropped)
+        kept = set(reusable)
+        self.free([row for row in dropped if row not in kept])
         rows: dict[int, Request] = {}
         for i, tokens in tokens_of.items():
             parent = parents[i]
             if parent.status == RequestStatus.RUNNING:
                 sampled = outputs[parent.request_id].token_id
-                rows |= self._extend_running(group, parent, sampled, tokens)
+                rows |= self._extend_running(group, parent, sampled, tokens, reusable)
             else:  # suspended
                 rows |= {
                     rank: self._new_row(group, parent, token) for rank, token in tokens.items()
                 }
                 self._counters.rows_recomputed += len(tokens)
                 self.free([parent])
-        self._release_spares()
+        self.free(reusable)
         group.outputs = {}
         group.rows = [rows[rank] for rank in range(len(children))]
         self._gather(group)
         self.requeue(group)
 
-    def _keep_tails(self, group: BeamGroup, dropped: Sequence[Request]) -> None:
-        """Keep tail blocks of dropped rows for forks, if they hold slots of the prompt."""
-        manager = self._scheduler.kv_cache_manager
-        if offered("fork_request"):
-            return
-        for row in dropped:
-            if row.status != RequestStatus.RUNNING:
-                continue
-            tail = tail_of(manager, row.request_id, row.num_computed_tokens)
-            if tail is not None and group.prompt.size > row.num_computed_tokens - tail.num_filled:
-                manager.block_pool.touch([tail.block])
-                self._spares.append(tail.block)
+    def _reusable(self, group: BeamGroup, dropped: Sequence[Request]) -> list[Request]:
+        """Return those of the dropped rows that may become children of other rows.
 
-    def _release_spares(self) -> None:
-        self._scheduler.kv_cache_manager.block_pool.free_blocks(self._spares)
-        self._spares = []
+        The worker knows them, and their tail blocks begin in the prompt.
+        """
+        if not self._may_reuse:
+            return []
+        manager = self._scheduler.kv_cache_manager
+        return [
+            row
+            for row in dropped
+            if row.status == RequestStatus.RUNNING
+            and row.request_id not in self._unsent
+            and (tail := tail_of(manager, row.request_id, row.num_computed_tokens)) is not None
+            and row.num_computed_tokens - tail.num_filled < group.prompt.size
+        ]
+
+    def _reuse(self, group: BeamGroup, row: Request, parent: Request, token_id: int) -> None:
+        """Make a dropped row a child of another one.
+
+        It keeps its id, its blocks and its place in the worker: only the generated tokens and their
+        KV differ.
+        """
+        num_computed = parent.num_computed_tokens
+        manager = self._scheduler.kv_cache_manager
+        tail = copy_tail(manager, parent.request_id, row.request_id, num_computed)
+        first = group.prompt.size - (num_computed - tail.num_filled)
+        self._ranges[tail.block.block_id] = (first, tail.num_filled)
+        group.give_tokens(row, parent, token_id)
+        self._reused[row.request_id] = row
+        self._counters.rows_reused += 1
 
     def _extend_running(
-        self, group: BeamGroup, parent: Request, sampled: int, tokens: dict[int, int]
+        self,
+        group: BeamGroup,
+        parent: Request,
+        sampled: int,
+        tokens: dict[int, int],
+        reusable: list[Request],
     ) -> dict[int, Request]:
         """Return the children of a row that has KV: one takes its blocks, the others are forks.
 
@@ -183,15 +214,20 @@ class BeamRows:
             parent: The row.
             sampled: Token that the worker has appended to it.
             tokens: Rank to token of the children. The result has the same keys.
+            reusable: Dropped rows; those that become children are taken out.
         """
         # The child with the worker's own token costs nothing.
         free = [rank for rank, token_id in tokens.items() if token_id == sampled]
         heir = free[0] if free else next(iter(tokens))
-        rows = {
-            rank: self._fork(group, parent, token_id)
-            for rank, token_id in tokens.items()
-            if rank != heir
-        }
+        rows: dict[int, Request] = {}
+        for rank, token_id in tokens.items():
+            if rank == heir:
+                continue
+            if reusable:
+                rows[rank] = reusable.pop()
+                self._reuse(group, rows[rank], parent, token_id)
+            else:
+                rows[rank] = self._fork(group, parent, token_id)
         if free and parent.request_id not in self._unsent:
             parent.append_output_token_ids(sampled)
             self._counters.rows_in_place += 1
@@ -214,17 +250,12 @@ class BeamRows:
         row = self._new_row(group, parent, token_id)
         num_computed = parent.num_computed_tokens
         manager = scheduler.kv_cache_manager
-        spare = self._spares[-1] if self._spares else None
         if len(scheduler.running) < scheduler.max_num_running_reqs and fork_blocks(
-            manager, parent.request_id, row.request_id, num_computed, spare
+            manager, parent.request_id, row.request_id, num_computed
         ):
             tail = tail_of(manager, row.request_id, num_computed)
             if tail is not None:
-                first = 0
-                if spare is not None:
-                    self._spares.pop()
-                    first = group.prompt.size - (num_computed - tail.num_filled)
-                self._ranges[tail.block.block_id] = (first, tail.num_filled)
+                self._ranges[tail.block.block_id] = (0, tail.num_filled)
             row.num_computed_tokens = num_computed
             row.status = RequestStatus.RUNNING
             scheduler.running.append(row)
@@ -293,6 +324,7 @@ class BeamRows:
         del scheduler.requests[old], self.group_of[old]
         scheduler.requests[new] = row
         self.group_of[new] = group
+        self._reused.pop(old, None)
         if old in self._unsent:
             self._unsent.remove(old)
         else:
@@ -311,11 +343,11 @@ class BeamRows:
             self._scheduler._free_request(row)
             del self.group_of[row.request_id]
             self._unsent.discard(row.request_id)
+            self._reused.pop(row.request_id, None)
         self._counters.rows_dropped += len(rows)
 
     def free_group(self, group: BeamGroup) -> None:
         """Free all rows of a group, also those of a step that failed half-way."""
-        self._release_spares()
         ids = [row_id for row_id, owner in self.group_of.items() if owner is group]
         self.free([self._scheduler.requests[row_id] for row_id in ids])
 
@@ -343,10 +375,10 @@ class BeamRows:
 
     # -- the worker --------------------------------------------------------------------------------
 
-    def send_as_new(self, output: SchedulerOutput) -> None:
+    def send_changes(self, output: SchedulerOutput) -> None:
         """Move rows that the worker does not know from a step's cached to its new requests.
 
-        Tells the worker, too, which slots the step's copies need.
+        Tells the worker, too, the tokens of reused rows, and which slots the step's copies need.
 
         A new request carries its tokens and its block table. All its tokens become its prompt; from
         here on the scheduler counts its output tokens as the worker does.
@@ -355,6 +387,8 @@ class BeamRows:
             ranges = [self._ranges.get(each.dst_block_id) for each in copies]
             output.kv_cache_block_copies = RangedCopies(copies, ranges)
             self._ranges = {}
+        if self._reused:
+            setattr(output, REUSED_ROWS, self._take_reused())
         self._unsent.difference_update(new.req_id for new in output.scheduled_new_reqs)
         cached = output.scheduled_cached_reqs
         unknown = [i for i, row_id in enumerate(cached.req_ids) if row_id in self._unsent]
@@ -382,6 +416,20 @@ class BeamRows:
         if unknown:
             _drop(cached, set(unknown))
 
+    def _take_reused(self) -> list[ReusedRows]:
+        rows_of: dict[BeamGroup, list[Request]] = {}
+        for row_id, row in self._reused.items():
+            rows_of.setdefault(self.group_of[row_id], []).append(row)
+        self._reused = {}
+        return [
+            ReusedRows(
+                [row.request_id for row in rows],
+                group.prompt.size,
+                np.array([row._all_token_ids[group.prompt.size :] for row in rows], dtype=np.int32),
+            )
+            for group, rows in rows_of.items()
+        ]
+
     def check_integrity(self, groups: Collection[BeamGroup]) -> None:
         """Assert what holds for the rows of all `groups` between two calls of the scheduler.
 
@@ -394,6 +442,7 @@ class BeamRows:
         scheduler, manager = self._scheduler, self._scheduler.kv_cache_manager
         assert self.group_of == {row.request_id: group for group in groups for row in group.rows}
         assert self._unsent <= self.group_of.keys(), "an unsent row does not exist"
+        assert self._reused.keys() <= self.group_of.keys() - self._unsent, "a reused row is unknown"
         running = Counter(row.request_id for row in scheduler.running)
         queued = Counter(r.request_id for r in (*scheduler.waiting, *scheduler.kv_holding_waiting))
         tables = [part.req_to_blocks for part in manager.coordinator.single_type_managers]

@@ -32,6 +32,7 @@ class ItemStep(NamedTuple):
         eos_token_id: Token that must follow an item, None if nothing follows it.
         normalize: What the probabilities are normalized over.
         row_ids: The rows.
+        prompt_len: Tokens that they share.
         selection: The valid part of the catalogue, None for all of it.
         weight_factor: Factor of the items' weights.
         nodes: int32[rows], their places in the trie.
@@ -44,6 +45,7 @@ class ItemStep(NamedTuple):
     eos_token_id: int | None
     normalize: Normalize
     row_ids: list[str]
+    prompt_len: int
     selection: Selection | None
     weight_factor: float
     nodes: np.ndarray

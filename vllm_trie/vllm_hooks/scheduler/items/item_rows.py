@@ -47,7 +47,7 @@ class ItemRows:
         self.search = self._items.search
         self.counts = {"valid_children": 0, "forced_tokens": 0}
 
-    def step(self, row_ids: list[str], rows: list[int]) -> ItemStep | None:
+    def step(self, row_ids: list[str], prompt_len: int, rows: list[int]) -> ItemStep | None:
         """Return what the worker needs for some of the rows, None for no rows."""
         if not rows:
             return None
@@ -58,6 +58,7 @@ class ItemRows:
             self._eos,
             self._options.normalize,
             row_ids,
+            prompt_len,
             self._selection,
             self._options.weight_factor,
             self._items.nodes[rows],

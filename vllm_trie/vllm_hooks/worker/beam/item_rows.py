@@ -34,8 +34,10 @@ from vllm_trie.items.step import (
     tokens_of,
 )
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import ItemStep
-from vllm_trie.vllm_hooks.scheduler.row_steps import ROW_STEPS, SelectionStep
+from vllm_trie.vllm_hooks.scheduler.row_steps import REUSED_ROWS, ROW_STEPS, SelectionStep
 from vllm_trie.vllm_hooks.worker.beam.decoded_items import DecodedItems
+from vllm_trie.vllm_hooks.worker.beam.reused_rows import change_rows
+from vllm_trie.vllm_hooks.worker.beam.shared_prompt import share_prompts
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -132,6 +134,8 @@ def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute_model(
         self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
+        for reused in getattr(scheduler_output, REUSED_ROWS, ()):
+            change_rows(self.requests, self.input_batch, reused)
         steps = getattr(scheduler_output, ROW_STEPS, None)
         if steps is not None or _STATE in self.__dict__:
             state = self.__dict__.setdefault(_STATE, _WorkerItems())
@@ -140,6 +144,20 @@ def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, scheduler_output, *args, **kwargs)
 
     return execute_model
+
+
+def wrap_build_attention_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the rows of searches share the attention to their prompts."""
+
+    @functools.wraps(original)
+    def _build_attention_metadata(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+        built = original(self, *args, **kwargs)
+        state: _WorkerItems | None = self.__dict__.get(_STATE)
+        if state is not None and kwargs.get("num_scheduled_tokens"):  # no dummy run
+            share_prompts(built, state.steps, self.input_batch, kwargs["max_query_len"])
+        return built
+
+    return _build_attention_metadata
 
 
 def wrap_sample(original: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:

@@ -72,7 +72,7 @@ def place_trees(
     ]
     if not placed:
         return None
-    rows = np.empty((len(placed), len(TreeRow._fields)), dtype=np.int64)
+    rows = np.zeros((len(placed), len(TreeRow._fields)), dtype=np.int64)
     rows[:, 0] = placed
     rows[:, 1] = tokens.starts[placed]
     rows[:, 2] = tokens.starts[1:][placed] - rows[:, 1]

@@ -1,0 +1,75 @@
+"""The part of `beam.py --parts`: the processor time of a native search, by function."""
+
+from __future__ import annotations
+
+import functools
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+from support.harness import Row
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+_ATTENTION = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"
+_SCHEDULER = "vllm_trie.vllm_hooks.scheduler.beam_scheduler.TrieBeamScheduler"
+_FUNCTIONS = {
+    "forward_ms": f"{_RUNNER}.GPUModelRunner._model_forward",
+    "products_ms": "vllm._custom_ops.onednn_mm",
+    "attention_ms": f"{_ATTENTION}.forward",
+    "kv_writes_ms": f"{_ATTENTION}.do_kv_cache_update",
+    "selection_ms": f"{_RUNNER}.GPUModelRunner._sample",
+    "copies_ms": f"{_RUNNER}.copy_kv_cache_blocks_inplace",
+    "schedule_ms": f"{_SCHEDULER}.schedule",
+    "update_ms": f"{_SCHEDULER}.update_from_output",
+}
+PARTS_COLUMNS = ("prompt_len", "beam_width", "max_tokens", "total_ms", *_FUNCTIONS)
+
+
+@contextmanager
+def timed_functions() -> Iterator[Counter[str]]:
+    """Time the functions that the parts are named after; the counter has their seconds."""
+    seconds: Counter[str] = Counter()
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds[name] += time.process_time() - start
+
+        return call
+
+    with ExitStack() as stack:
+        for name, target in _FUNCTIONS.items():
+            patched = patch(target)
+            original, _ = patched.get_original()
+            stack.enter_context(patch(target, timed(name, original)))
+        yield seconds
+
+
+def measure_parts(bench: Any, options: Namespace, load: Any) -> list[Row]:
+    """Return the row of one load of `--parts`: medians of the repeats, in processor time."""
+    bench.run("trie", load)  # warms up
+    runs: list[Counter[str]] = []
+    for _ in range(options.repeats):
+        with timed_functions() as seconds:
+            start = time.process_time()
+            bench.run("trie", load)
+            seconds["total_ms"] = time.process_time() - start
+        runs.append(seconds)
+    return [
+        {
+            "method": "trie",
+            "prompt_len": load.prompt_len,
+            "beam_width": load.beam_width,
+            "max_tokens": load.new_tokens,
+            **{name: 1e3 * median(run[name] for run in runs) for name in PARTS_COLUMNS[3:]},
+        }
+    ]
