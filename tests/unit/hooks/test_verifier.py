@@ -92,7 +92,7 @@ def test_a_step_with_trees(trees: TreeVerifier) -> None:
     trees.place(QueryTokens(starts, computed, positions, ids), takes_chains=True)
     assert positions.tolist() == [10, 11, 11, 20, 21, 21, 22, 22]
     assert trees.tree_batch is not None
-    assert [tuple(row) for row in trees.tree_batch.rows] == [(0, 0, 3, 2, 13), (1, 3, 5, 4, 25)]
+    assert trees.tree_batch.rows == [(0, 0, 3, 2, 13, 0), (1, 3, 5, 4, 25, 0)]
     assert trees.tree_batch.covers_batch
     assert logits_tokens(np.array([2, 4]), starts[1:]).tolist() == list(range(8))
 
