@@ -10,8 +10,10 @@ One row for each prompt set and method:
     union_always  the same with its passes in every step (`adaptive: false`)
 
 All run in one engine and take turns; each run has new drafters, which know no finished requests.
-`forward_calls` is the share of a batch's steps in which the trained drafter ran, `drafting` the
-share of the time that drafting takes.
+`over_best_part` compares tokens per step with the better part, `speed_over_best_part` tokens in a
+second of processor time with the faster one: the median over `--repeats`, with OMP_NUM_THREADS=1
+also on a shared machine. `forward_calls` is the share of a batch's steps in which the trained
+drafter ran, `drafting` the share of the time that drafting takes.
 
     python benchmarks/union.py --json union.json
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from support.engines import Prompts, decode
@@ -30,8 +33,8 @@ from support.stage import Stage
 from vllm_trie import local_engine
 
 COLUMNS = (
-    "set", "method", "tokens_per_step", "over_best_part", "tokens_per_s", "drafting",
-    "forward_calls", "identical",
+    "set", "method", "tokens_per_step", "over_best_part", "tokens_per_s", "tokens_per_cpu_s",
+    "speed_over_best_part", "drafting", "forward_calls", "identical",
 )  # fmt: skip
 SETS = ("edit", "write", "question", "continue", "library", "tasks", "mixed")
 FORGET = {"ngram_trie": {"store_tokens": 0}}
@@ -67,7 +70,7 @@ def set_rows(
         "union": ("trie_union", both),
         "union_always": ("trie_union", {**both, "adaptive": False}),
     }
-    sources: dict[str, CountedSource] = {}
+    cpu_seconds: dict[str, list[float]] = {key: [] for key in methods}
 
     def run(key: str) -> Any:
         kind, settings = methods[key]
@@ -76,10 +79,10 @@ def set_rows(
         source = CountedSource(stage.own.neural.source)
         if getattr(drafter, "neural", None) is not None:
             drafter.neural.source = source
-        sources[key] = source
         stage.turns.seconds.clear()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         outputs, counts = stage.run(drafter, options.nodes, prompts, params, options.batch_size)
+        cpu_seconds[key].append(time.process_time() - cpu_start)
         drafting = sum(stage.turns.seconds) / (time.perf_counter() - start)
         return outputs, counts, drafting, source.calls / max(1, len(stage.turns.seconds))
 
@@ -95,6 +98,7 @@ def set_rows(
                 "method": key,
                 "tokens_per_step": num_tokens / counts.steps,
                 "tokens_per_s": num_tokens / median_seconds(each),
+                "tokens_per_cpu_s": num_tokens / median(cpu_seconds[key]),
                 "drafting": drafting,
                 "forward_calls": calls,
                 "nodes": options.nodes,
@@ -102,8 +106,12 @@ def set_rows(
             }
         )
     best = max(row["tokens_per_step"] for row in rows[:2])
+    of_parts = [cpu_seconds[row["method"]] for row in rows[:2]]
     for row in rows[2:]:
         row["over_best_part"] = row["tokens_per_step"] / best - 1
+        own = cpu_seconds[row["method"]]
+        ratios = (median(a / b for a, b in zip(part, own, strict=True)) for part in of_parts)
+        row["speed_over_best_part"] = min(ratios) - 1
     return rows
 
 

@@ -11,6 +11,7 @@ from vllm_trie.drafters.neural import NeuralOptions
 from vllm_trie.vllm_hooks.setup import neural
 
 EAGLE = NeuralOptions(method="eagle", model="some/head")
+ON_V2 = {"use_v2_model_runner": True, "scheduler_config__async_scheduling": True}
 
 
 def configuration(**changes: Any) -> Any:
@@ -20,14 +21,18 @@ def configuration(**changes: Any) -> Any:
             method="eagle",
             use_gemma4_mtp=lambda: False,
             use_step3p5_mtp=lambda: False,
+            use_multi_module_mtp=lambda: False,
             draft_model_config=SimpleNamespace(uses_mrope=False),
             parallel_drafting=False,
             draft_sample_method="greedy",
             rejection_sample_method="standard",
             use_local_argmax_reduction=False,
+            enable_adaptive_verification=False,
         ),
         "scheduler_config": SimpleNamespace(async_scheduling=False),
-        "parallel_config": SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1),
+        "parallel_config": SimpleNamespace(
+            data_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=1
+        ),
         "model_config": SimpleNamespace(supports_multimodal_inputs=False),
         "kv_transfer_config": None,
         "use_v2_model_runner": False,
@@ -42,18 +47,20 @@ def configuration(**changes: Any) -> Any:
 
 
 def test_what_it_can_draft_in_passes() -> None:
-    neural.check(configuration(), EAGLE)
+    neural.check(configuration(), EAGLE, "tree")
+    neural.check(configuration(**ON_V2), EAGLE, "auto")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_v2_model_runner": True}, "unset the variable"),
+        ({**ON_V2, "speculative_config__use_multi_module_mtp": lambda: True}, "several modules"),
         ({"speculative_config__method": "dflash"}, "'some/head' for method 'dflash'"),
         ({"speculative_config__use_gemma4_mtp": lambda: True}, "vLLM's own method 'mtp'"),
         ({"scheduler_config__async_scheduling": True}, "set it to False"),
         ({"parallel_config__data_parallel_size": 2}, "data_parallel_size=2.*set it to 1"),
         ({"parallel_config__tensor_parallel_size": 4}, "tensor_parallel_size=4.*set it to 1"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*set it to 1"),
         ({"kv_transfer_config": object()}, "leave the setting out"),
         ({"model_config__supports_multimodal_inputs": True}, "use a text model"),
         ({"speculative_config__parallel_drafting": True}, "set it to False"),
@@ -62,5 +69,10 @@ def test_what_it_can_draft_in_passes() -> None:
 )
 def test_others_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        neural.check(configuration(**changes), EAGLE)
+        neural.check(configuration(**changes), EAGLE, "auto")
     assert "trie_union cannot run with {'method': 'eagle'}" in str(caught.value)
+
+
+def test_trees_on_v2_are_refused() -> None:
+    with pytest.raises(ValueError, match="leave verification='tree' out"):
+        neural.check(configuration(**ON_V2), EAGLE, "tree")

@@ -163,8 +163,6 @@ class TrieUnionDrafter(Drafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         num_tokens = sum(self._num_new_tokens(request) for request in requests)
-        if self.gate is not None and self._last_end:
-            self.gate.observe_step(num_tokens, time.perf_counter() - self._last_end)
         states = [self._updated_state(request) for request in requests]
         all_parts = list(range(len(self.parts)))
         drafting = [
@@ -188,7 +186,10 @@ class TrieUnionDrafter(Drafter):
                 requests, states, proposed, grafts, promised, strict=True
             )
         ]
-        self._last_end = time.perf_counter()
+        end = time.perf_counter()
+        if self.gate is not None and self._last_end:
+            self.gate.observe_step(num_tokens, end - self._last_end)
+        self._last_end = end
         return merged
 
     def _num_new_tokens(self, request: DraftRequest) -> int:
@@ -219,8 +220,6 @@ class TrieUnionDrafter(Drafter):
             return grafts
         start = time.perf_counter()
         trees = self.neural.propose([requests[row] for row in rows])
-        if self.gate is not None:
-            self.gate.observe_call(len(rows), time.perf_counter() - start)
         for row, tree in zip(rows, trees, strict=True):
             proposed[row][index] = tree
         for part_index, part in enumerate(self.parts):
@@ -230,6 +229,8 @@ class TrieUnionDrafter(Drafter):
                 found = graft(part, part_index, [requests[row] for row in own], chains)
                 for row, row_grafts in zip(own, found, strict=True):
                     grafts[row] += row_grafts
+        if self.gate is not None:
+            self.gate.observe_call(len(rows), time.perf_counter() - start)
         return grafts
 
     def _updated_state(self, request: DraftRequest) -> _State:

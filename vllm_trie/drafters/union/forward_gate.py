@@ -1,9 +1,10 @@
 """Whether a trained drafter's forward passes pay in a step.
 
-They take time in which the engine would generate tokens. With G tokens in T seconds without them,
-passes of c seconds that add g tokens pay where (G + g) / (T + c) > G / T: where g > c * G / T.
+They take time in which the engine would generate tokens. The engine's rate, tokens over all its
+time, is highest where the passes are made that add more tokens than the rate would in the same
+time: those of c seconds that add g tokens where g > c * rate.
 
-All three are measured. The gain depends on what the other parts find: next to a long copied passage
+All of it is measured. The gain depends on what the other parts find: next to a long copied passage
 it is small. It is therefore averaged by the number of tokens that the other parts' trees promise.
 """
 
@@ -13,14 +14,10 @@ from collections.abc import Sequence
 
 MEMORY = 32
 """Evaluated drafts over which a gain is averaged; calls over which times are."""
-PRIOR_GAIN = 1.0
-"""Gain in tokens that is expected of a level without evaluated drafts."""
-PRIOR_DRAFTS = 4
-"""Drafts that the prior gain counts for."""
-FIRST_CALLS = 8
-"""Calls before their time is known well enough to forgo one."""
-MAX_REST = 16
-"""Drafts of a level that are forgone before one is made to measure the gain again."""
+FIRST_DRAFTS = 16
+"""Drafts of a level that are made to measure its gain before any is forgone."""
+MAX_REST = 32
+"""Steps in which a level's drafts are forgone before some are made to measure the gain again."""
 MAX_INTERVAL = 10.0
 """Steps longer than this multiple of a usual one waited for requests; they do not count."""
 _LEVELS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -31,13 +28,19 @@ class _Level:
     """Drafts next to similar candidates of the other parts."""
 
     def __init__(self) -> None:
-        self.gain = PRIOR_GAIN
-        self.num_drafts = PRIOR_DRAFTS
+        self.gain = 0.0
+        self.num_evaluated = 0
+        self.num_made = 0
         self.num_forgone = 0
 
+    @property
+    def is_due(self) -> bool:
+        """Whether its gain is to be measured, whatever it costs."""
+        return self.num_made < FIRST_DRAFTS or self.num_forgone >= MAX_REST
+
     def learn(self, gain: float) -> None:
-        self.num_drafts = min(self.num_drafts + 1, MEMORY)
-        self.gain += (gain - self.gain) / self.num_drafts
+        self.num_evaluated = min(self.num_evaluated + 1, MEMORY)
+        self.gain += (gain - self.gain) / self.num_evaluated
 
 
 class _Line:
@@ -54,6 +57,8 @@ class _Line:
     def fit(self) -> tuple[float, float]:
         """Return offset and slope, neither negative; a line through 0 where x hardly varied."""
         n, x, y, xx, xy = self._sums
+        if not n:
+            return 0.0, 0.0
         spread = n * xx - x * x
         slope = y / x if spread < 1e-3 * n * xx else (n * xy - x * y) / spread
         slope = min(max(slope, 0.0), y / x)
@@ -66,7 +71,6 @@ class ForwardGate:
     def __init__(self) -> None:
         self._levels = [_Level() for _ in range(len(_LEVELS) + 1)]
         self._call_seconds = _Line()
-        self._num_calls = 0
         # Faded sums over steps.
         self._num_steps = self._seconds = self._tokens = 0.0
 
@@ -77,29 +81,28 @@ class ForwardGate:
             promised: for each request, the tokens that the other parts' trees promise.
         """
         rows = range(len(promised))
-        if self._num_calls < FIRST_CALLS or not self._tokens:
-            return list(rows)
         offset, slope = self._call_seconds.fit()
-        rate = self._tokens / self._seconds
+        rate = self._tokens / self._seconds if self._seconds else 0.0
         levels = [self._level(value) for value in promised]
-        paying = [row for row in rows if levels[row].gain > slope * rate]
-        total = sum(levels[row].gain - slope * rate for row in paying)
-        chosen = set(paying) if total > offset * rate else set()
-        for row in rows:
-            level = levels[row]
-            level.num_forgone = 0 if row in chosen else level.num_forgone + 1
-            if level.num_forgone > MAX_REST:
-                level.num_forgone = 0
-                chosen.add(row)
-        return sorted(chosen)
+        surplus = {level: level.gain - slope * rate for level in levels}
+        total = sum(max(0.0, surplus[level]) for level in levels)
+        chosen: list[int] = []
+        if total > offset * rate or any(level.is_due for level in surplus):
+            # One call serves all that are worth their share of it.
+            chosen = [row for row in rows if levels[row].is_due or surplus[levels[row]] > 0.0]
+        for level in surplus:
+            level.num_forgone += 1
+        for row in chosen:
+            levels[row].num_forgone = 0
+            levels[row].num_made += 1
+        return chosen
 
     def observe_call(self, num_requests: int, seconds: float) -> None:
-        """Take in a call of the drafter."""
-        self._num_calls += 1
+        """Take in a call of the drafter, with what is drafted after its chains."""
         self._call_seconds.add(num_requests, seconds)
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Take in the time between two calls of the union, and the tokens that came with it."""
+        """Take in a step with the drafting after it, passes included, and the step's tokens."""
         if self._tokens and seconds * self._num_steps > MAX_INTERVAL * self._seconds:
             return
         kept = 1.0 - 1.0 / MEMORY

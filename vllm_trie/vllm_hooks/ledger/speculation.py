@@ -46,6 +46,10 @@ _trained = group(
 )
 
 _v2_runner = _verified("vllm.v1.worker.gpu.")
+_v2_trained = group(
+    "vllm.v1.worker.gpu.spec_decode.speculator:",
+    retire_when="a speculator can be a part of another",
+)
 _v2_overridden = _verified("vllm.v1.worker.gpu.model_runner:GPUModelRunner.")
 
 _ATTENTION_FORWARD = (
@@ -171,12 +175,14 @@ SPECULATION_PATCHES: tuple[Patch, ...] = (
         "", retire_when=_TREE_DRAFTS),
     # Trained drafters
     _trained("config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", "wrapped",
-        "Model Runner V1 serves engines with a trained drafter in a union; asked whether V2 would "
-        "serve others", "",
+        "Model Runner V1 serves engines with a trained drafter in a union, unless V2 is asked for; "
+        "asked whether V2 would serve others", "",
         wrapper="setup.neural:wrap_unsupported_features"),
     _trained("config.speculative:SpeculativeConfig.use_gemma4_mtp", "called",
         "refuses MTP layers that share the model's KV cache", ""),
     _trained("config.speculative:SpeculativeConfig.use_step3p5_mtp", "called", "the same", ""),
+    _trained("config.speculative:SpeculativeConfig.use_multi_module_mtp", "called",
+        "refuses MTP with several modules on Model Runner V2", ""),
     _trained("config.speculative:SpeculativeConfig.disable_padded_drafter_batch", "set",
         "drafting waits for the step's tokens on the host"),
     _trained("v1.worker.gpu_model_runner:GPUModelRunner.__init__", "overridden",
@@ -256,6 +262,15 @@ V2_PATCHES: tuple[Patch, ...] = (
         "proposes the drafters' drafts",
         "input_batch attn_metadata slot_mappings last_hidden_states dummy_run "
         "num_speculative_tokens"),
+    _v2_trained("DraftModelSpeculator.propose", "set",
+        "drafts for the union, whose drafts it returns",
+        "input_batch attn_metadata slot_mappings last_hidden_states dummy_run "
+        "num_speculative_tokens"),
+    _v2_trained("DraftModelSpeculator._maybe_predict_acceptance", "set",
+        "keeps the probabilities of the tokens that are drafted", "logits idx_mapping draft_step"),
+    _v2_trained("DraftModelSpeculator.__init__", "relied on",
+        "makes draft_tokens, and num_speculative_steps, which is set to the length of the chains",
+        "vllm_config device"),
     _v2_overridden("load_model", "overridden",
         "loads the drafter's weights; the rejection sampler learns how much was drafted, or gives "
         "way to the plugin's, and the model state hands trees to the attention backend"),

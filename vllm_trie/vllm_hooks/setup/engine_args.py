@@ -56,8 +56,8 @@ def _answer_for_custom_class(engine_args: EngineArgs) -> None:
     """
     for name in _ANSWERED:
         logging.getLogger(name).addFilter(_is_about_others)
-    speculative: Any = engine_args.speculative_config
-    if speculative["method"] != runner_choice.V2_METHOD and engine_args.async_scheduling is None:
+    is_on_v1 = runner_choice.stands_for() == runner_choice.V1_METHOD
+    if is_on_v1 and engine_args.async_scheduling is None:
         engine_args.async_scheduling = False
 
 
@@ -90,7 +90,7 @@ def verify(vllm_config: VllmConfig) -> None:
     if tree_config is not None:
         asked = tree_config.engine_options.verification
         if tree_config.neural is not None:
-            neural.check(vllm_config, tree_config.neural)
+            neural.check(vllm_config, tree_config.neural, asked)
         _check_trace_path(tree_config.engine_options.trace_path)
         chosen = support.choose_verification(vllm_config, tree_config.method, asked)
         config.set_verification(vllm_config, chosen)

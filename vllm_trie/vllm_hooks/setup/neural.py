@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.vllm_hooks.ledger import offered
-from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.setup import config, runner_choice
+from vllm_trie.vllm_hooks.setup.config_keys import Verification
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -15,29 +16,47 @@ if TYPE_CHECKING:
     from vllm_trie.drafters.neural import NeuralOptions
 
 
-def check(vllm_config: VllmConfig, neural: NeuralOptions) -> None:
+def check(vllm_config: VllmConfig, neural: NeuralOptions, asked: Verification) -> None:
     """Refuse a complete configuration that the trained drafter cannot draft in.
+
+    Args:
+        vllm_config: of the engine.
+        neural: the trained drafter.
+        asked: the option `verification`.
 
     Raises:
         ValueError: every reason at once.
     """
-    if found := list(_problems(vllm_config, neural)):
+    if found := [*_problems_of_runner(vllm_config, asked), *_problems(vllm_config, neural)]:
         raise ValueError(
             f"trie_union cannot run with {{'method': {neural.method!r}}} among its drafters here:"
             "\n- " + "\n- ".join(found)
         )
 
 
-def _problems(vllm_config: VllmConfig, neural: NeuralOptions) -> Iterator[str]:
+def _problems_of_runner(vllm_config: VllmConfig, asked: Verification) -> Iterator[str]:
     speculative: Any = vllm_config.speculative_config
-    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     if offered("draft_verifier"):
         yield "a patched vLLM has no extension point for it yet; run stock vLLM"
-    if vllm_config.use_v2_model_runner:
+    if not vllm_config.use_v2_model_runner:
+        if vllm_config.scheduler_config.async_scheduling:
+            yield "async_scheduling=True; leave it out or set it to False"
+        return
+    if asked == "tree":
         yield (
-            "VLLM_USE_V2_MODEL_RUNNER asks for Model Runner V2, and trained drafters run on V1; "
-            "unset the variable"
+            "on Model Runner V2, which VLLM_USE_V2_MODEL_RUNNER asks for, vLLM's speculators read "
+            "chains; leave verification='tree' out, or unset the variable"
         )
+    if speculative.use_multi_module_mtp():
+        yield (
+            "MTP with several modules has not run on Model Runner V2; unset "
+            "VLLM_USE_V2_MODEL_RUNNER"
+        )
+
+
+def _problems(vllm_config: VllmConfig, neural: NeuralOptions) -> Iterator[str]:
+    speculative: Any = vllm_config.speculative_config
+    parallel = vllm_config.parallel_config
     if speculative.method != neural.method:
         yield (
             f"vLLM takes the checkpoint {neural.model!r} for method {speculative.method!r}; write "
@@ -49,11 +68,10 @@ def _problems(vllm_config: VllmConfig, neural: NeuralOptions) -> Iterator[str]:
             "the MTP layers of this model share the model's KV cache, which the plugin does not "
             "handle; use vLLM's own method 'mtp' without trie_union"
         )
-    if scheduler.async_scheduling:
-        yield "async_scheduling=True; leave it out or set it to False"
     for name, instead in (
         ("data_parallel_size", "start one engine for each replica"),
         ("tensor_parallel_size", "use vLLM's own method on several devices"),
+        ("pipeline_parallel_size", "use vLLM's own method on several devices"),
     ):
         if (size := getattr(parallel, name)) > 1:
             # A drafter that one rank alone gives up would leave the others waiting for it.
@@ -69,19 +87,21 @@ def _problems(vllm_config: VllmConfig, neural: NeuralOptions) -> Iterator[str]:
         ("draft_sample_method", "greedy"),
         ("rejection_sample_method", "standard"),
         ("use_local_argmax_reduction", False),
+        ("enable_adaptive_verification", False),
     ):
         if (value := getattr(speculative, name)) != allowed:
             yield f"{name}={value!r} is not supported; leave it out or set it to {allowed!r}"
 
 
 def wrap_unsupported_features(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """Let vLLM choose Model Runner V1, whose drafters the plugin can ask, for such engines."""
+    """Let vLLM choose Model Runner V1, which verifies trees, unless the user asks for V2."""
 
     @functools.wraps(original)
     def unsupported_features(self: VllmConfig) -> list[str]:
         found = original(self)
         tree_config = config.read(self)
-        if tree_config is not None and tree_config.neural is not None:
+        asks_for_v2 = runner_choice.stands_for() == runner_choice.V2_METHOD
+        if not asks_for_v2 and tree_config is not None and tree_config.neural is not None:
             found.append("trie_union with a trained drafter")
         return found
 

@@ -17,7 +17,7 @@ from vllm_trie.drafters.neural import Chains
 from vllm_trie.drafters.neural.drafter import chain_tree
 from vllm_trie.drafters.union import TrieUnionDrafter, TrieUnionOptions
 from vllm_trie.drafters.union.evaluation import HORIZON, evaluate
-from vllm_trie.drafters.union.forward_gate import FIRST_CALLS, MAX_REST, ForwardGate
+from vllm_trie.drafters.union.forward_gate import FIRST_DRAFTS, MAX_REST, ForwardGate
 from vllm_trie.drafters.union.merge import Draft, Graft, best_chain, build_tree, merge
 from vllm_trie.tree import TokenTree
 
@@ -112,37 +112,55 @@ def test_grafts_do_not_outlive_the_chain_they_hang_on() -> None:
     assert evaluate(draft, continuation, {}).parts[0].gain == 2
 
 
-def _observed(gate: ForwardGate, call_seconds: float) -> None:
-    for _ in range(FIRST_CALLS):
-        assert gate.choose([6.0]) == [0]
-        gate.observe_call(1, call_seconds)
-        gate.observe_step(4, 0.04)
+def _observed(call_seconds: float, **gains: float) -> ForwardGate:
+    """A gate that knows steps of 10 ms with 1 token, and gains by what other trees promise."""
+    gate = ForwardGate()
+    for promised, gain in gains.items():
+        for _ in range(FIRST_DRAFTS):
+            assert gate.choose([float(promised[1:])]) == [0]
+            gate.learn(float(promised[1:]), gain)
+    gate.observe_call(1, call_seconds)
+    gate.observe_step(1, 0.01)
+    return gate
 
 
 def test_passes_that_do_not_pay_are_forgone() -> None:
-    gate = ForwardGate()
-    _observed(gate, 0.02)  # worth two tokens
-    for _ in range(40):
-        gate.learn(6.0, 0.1)
-        gate.learn(0.2, 3.0)
+    gate = _observed(0.02, _6=0.1, _0=3.0)  # a pass is worth two tokens
     assert gate.choose([6.0]) == []
-    assert gate.choose([0.2]) == [0]
-    # The request that gains pays for the call, and the rest of it is hardly dearer.
-    assert 1 in gate.choose([6.0, 0.2])
+    assert gate.choose([0.0]) == [0]
+    # Two requests share a call, whose time hardly depends on their number.
+    for _ in range(MAX_REST):
+        gate.observe_call(2, 0.02)
+        gate.observe_call(1, 0.02)
+    gate.learn(0.0, -16.0)
+    assert gate.choose([0.0]) == []
+    assert gate.choose([0.0, 0.0]) == [0, 1]
+
+
+@pytest.mark.parametrize(("gain", "least", "most"), [(4, 380, 400), (3, 10, 40)])
+def test_passes_are_made_where_they_raise_the_rate(gain: int, least: int, most: int) -> None:
+    """Steps of 10 ms bring 4 tokens without passes of 8 ms: 0.4 in a millisecond. With them, a gain
+    of 4 makes 0.44 of it and a gain of 3 makes 0.39."""
+    gate = ForwardGate()
+    num_made = 0
+    for _ in range(400):
+        made = bool(gate.choose([1.5]))
+        num_made += made
+        if made:
+            gate.observe_call(1, 0.008)
+            gate.learn(1.5, gain)
+        gate.observe_step(4 + gain * made, 0.010 + 0.008 * made)
+    assert least <= num_made <= most
 
 
 def test_passes_are_tried_again() -> None:
-    gate = ForwardGate()
-    _observed(gate, 0.02)
-    for _ in range(40):
-        gate.learn(6.0, 0.0)
-    made = [bool(gate.choose([6.0])) for _ in range(3 * (MAX_REST + 1))]
-    assert made.count(True) == 3
+    gate = _observed(0.02, _6=0.0)
+    made = [gate.choose([6.0, 6.0]) for _ in range(3 * (MAX_REST + 1))]
+    assert [each for each in made if each] == [[0, 1]] * 3
 
 
 def test_idle_time_does_not_count() -> None:
-    gate = ForwardGate()
-    _observed(gate, 0.02)
+    gate = _observed(0.02, _6=0.1)
     before = vars(gate)["_seconds"]
     gate.observe_step(1, 60.0)
     assert vars(gate)["_seconds"] == before

@@ -37,15 +37,7 @@ class HostSpeculator(BaseSpeculator):
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
     ) -> None:
-        trees = TreeProposer(vllm_config).trees
-        trees.budget = None
-        adapter = V2Adapter
-        if config.verification(vllm_config) == "tree":
-            # Imports much of Model Runner V2, and every worker imports this module.
-            from vllm_trie.vllm_hooks.worker.runners.v2_trees import V2TreeAdapter
-
-            adapter = V2TreeAdapter
-        self.adapter = adapter(trees, req_states, device)
+        self.adapter = _make_adapter(vllm_config, device, req_states)
         self._num_tokens = req_states.num_speculative_steps
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -72,15 +64,31 @@ class HostSpeculator(BaseSpeculator):
         return self.adapter.propose(input_batch, last_hidden_states, max_nodes)
 
 
+def _make_adapter(
+    vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+) -> V2Adapter:
+    trees = TreeProposer(vllm_config).trees
+    trees.budget = None
+    adapter = V2Adapter
+    if config.verification(vllm_config) == "tree":
+        # Imports much of Model Runner V2, and every worker imports this module.
+        from vllm_trie.vllm_hooks.worker.runners.v2_trees import V2TreeAdapter
+
+        adapter = V2TreeAdapter
+    return adapter(trees, req_states, device)
+
+
 class RunnerV2Mixin(_Runner):
     """Overrides of Model Runner V2 that draft; everything else stays vLLM's."""
 
-    speculator: HostSpeculator
+    speculator: Any
+    """A :class:`HostSpeculator`, or with a trained drafter vLLM's own."""
     _rows_of_requests: np.ndarray | None = None  # of the step that is prepared
 
     @property
     def adapter(self) -> V2Adapter:
-        return self.speculator.adapter
+        adapter: V2Adapter = self.speculator.adapter
+        return adapter
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -136,13 +144,20 @@ class RunnerV2Mixin(_Runner):
 
 
 def wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the plugin's speculator; in place only while a worker makes its runner."""
+    """Make the plugin's speculator, or take in vLLM's; in place only while a worker makes its
+    runner."""
 
     @functools.wraps(original)
     def init_speculator(
         vllm_config: VllmConfig, device: torch.device, req_states: RequestState
-    ) -> HostSpeculator:
-        return HostSpeculator(vllm_config, device, req_states)
+    ) -> Any:
+        tree_config = config.read(vllm_config)
+        if tree_config is None or tree_config.neural is None:
+            return HostSpeculator(vllm_config, device, req_states)
+        speculator = original(vllm_config, device, req_states)
+        speculator.adapter = _make_adapter(vllm_config, device, req_states)
+        speculator.adapter.take_neural_drafter(speculator)
+        return speculator
 
     return init_speculator
 

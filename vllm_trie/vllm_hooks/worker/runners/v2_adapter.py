@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
 from vllm_trie.drafters import DraftRequest
+from vllm_trie.vllm_hooks.worker.drafting.neural_v2 import V2Chains
 from vllm_trie.vllm_hooks.worker.drafting.requests import draft_request
 from vllm_trie.vllm_hooks.worker.stats import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
     from vllm.v1.worker.gpu.states import RequestState
+
+    from vllm_trie.drafters.union import TrieUnionDrafter
 
 _FILLER = 0
 """Any token of the vocabulary: the model computes it, verification never accepts it."""
@@ -106,6 +109,15 @@ class V2Adapter:
         # On their way to the host: the sampled tokens, their numbers, and the event to wait for.
         self._sampled: tuple[np.ndarray, np.ndarray] | None = None
         self._copied = torch.cuda.Event(blocking=True)
+        self._chains: V2Chains | None = None
+
+    def take_neural_drafter(self, speculator: Any) -> None:
+        """Hand vLLM's speculator to the union that it is a part of."""
+        union = cast("TrieUnionDrafter", self.trees.guard.drafter)
+        assert union.neural is not None
+        length = min(union.neural.options.num_speculative_tokens, union.context.num_nodes)
+        self._chains = union.neural.source = V2Chains(speculator, length, self.propose)
+        union.gate = None  # its passes are made in every step
 
     def attach(self, runner: GPUModelRunner) -> None:
         """Take part in a runner's verification, once its model is loaded."""
@@ -115,6 +127,8 @@ class V2Adapter:
 
     def attach_cache(self, runner: GPUModelRunner) -> None:
         """Learn of the runner's KV cache, each time that it is made."""
+        if self._chains is not None:
+            self._chains.shorten()
 
     def calibrate(self) -> None:
         """Begin to draft: requests before this call are the warm-up's, not worth learning from."""

@@ -1,0 +1,43 @@
+"""Trained drafters in a union on Model Runner V2: vLLM's own runner and speculators on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import needs_triton
+from tests.processes import run_program
+
+pytestmark = needs_triton
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return run_program("tests.engine.v2_neural_run")
+
+
+def test_greedy_tokens_are_those_of_plain_v2(results) -> None:
+    """With prompts in parts, preemptions, a prefix cache and aborts, scheduled asynchronously."""
+    found = results["union"]
+    assert found["own"]
+    assert found["async"]
+    assert found["greedy"] == []
+    assert found["preempted"] > 0
+    assert found["accepted"] > 0
+    assert not any(found["failures"].values())
+    assert found["blocks_lost"] == 0
+
+
+def test_chains_accept_what_vllms_own_method_accepts(results) -> None:
+    own, ours = results["alone"]["own"], results["alone"]["ours"]
+    assert own["differences"] == ours["differences"] == []
+    assert own["accepted"] == ours["accepted"] > 0
+
+
+def test_waits_for_the_device(results) -> None:
+    """Those of vLLM's own method, and for the sampled tokens and the chains; documented in
+    docs/how_it_works.md."""
+    (least, most, _), ours = (results["alone"][name]["waits"]["step"] for name in ("own", "ours"))
+    assert (ours[0], ours[1]) == (least + 1, most + 2)
+    assert ours[2] > 10
