@@ -73,7 +73,10 @@ class HostSpeculator(BaseSpeculator):
 
 
 class RunnerV2Mixin(_Runner):
-    """Overrides of Model Runner V2 that draft; everything else stays vLLM's."""
+    """Overrides of Model Runner V2 that draft; everything else stays vLLM's.
+
+    For ranks of the last pipeline stage, which has the speculator.
+    """
 
     speculator: HostSpeculator
     _rows_of_requests: np.ndarray | None = None  # of the step that is prepared
