@@ -5,10 +5,15 @@ Transformers writes them, so vLLM's own code for the family loads and runs them.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -273,3 +278,32 @@ def write_model(folder: Path, family: Family) -> str:
         head.weight.data.copy_(scale * embeddings.weight.data[order])
     model.save_pretrained(folder)
     return str(folder)
+
+
+def positions_with_image(
+    model: Any, input_tokens: Sequence[int], mm_features: Any
+) -> tuple[torch.Tensor, int]:
+    """Positions in time, height and width as if the first 16 tokens were an image of 4 by 4."""
+    patches = torch.arange(16)
+    image = torch.stack([torch.zeros_like(patches), patches // 4, patches % 4])
+    text = torch.arange(4, 4 + len(input_tokens) - 16).expand(3, -1)
+    return torch.cat([image, text], dim=1), 4 - 16
+
+
+def take_text_for_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Qwen-VL's models take prompts of text for images, as far as positions go."""
+    if find_spec("torchvision") is None:
+        # Their modules import it, and use it for pixels only; the CPU set-up lacks it.
+        parent = None
+        for name in ("torchvision", "transforms", "v2", "functional"):
+            module = ModuleType(name if parent is None else f"{parent.__name__}.{name}")
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+            if parent is not None:
+                setattr(parent, name, module)
+            parent = module
+    for name in (
+        "qwen2_5_vl.Qwen2_5_VLForConditionalGeneration",
+        "qwen3_vl.Qwen3VLForConditionalGeneration",
+    ):
+        target = f"vllm.model_executor.models.{name}.get_mrope_input_positions"
+        monkeypatch.setattr(target, positions_with_image)

@@ -123,6 +123,10 @@ def inspect_models_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def experts_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_experts_group(monkeypatch)
+
+
+def add_experts_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process makes its groups for its first engine, whose model may have no experts."""
     from vllm.distributed import parallel_state
 

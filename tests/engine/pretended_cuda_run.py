@@ -100,6 +100,7 @@ from vllm_trie.vllm_hooks.worker.cuda_worker import GPU_BACKEND_CLASS
 cudagraph_utils.get_pp_group = MagicMock()
 PretendedCuda.get_global_graph_pool = classmethod(lambda cls: (0, 0))
 TREES, CHAINS = {"verification": "tree"}, {"verification": "chain"}
+STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "TRITON_ATTN": {"attention_backend": "TRITON_ATTN"},
@@ -111,6 +112,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chains, synchronous": {"speculation": CHAINS, "async_scheduling": False},
     "chains instead of trees": {"kv_cache_dtype": "fp8_e5m2"},
     "chains on V1": {"speculation": CHAINS, "runner_v2": False},
+    "pipeline stages": STAGES,
+    "pipeline stages on V1": {**STAGES, "runner_v2": False},
+    "trees in stages": {**STAGES, "speculation": TREES},
+    "synchronous stages": {**STAGES, "async_scheduling": False},
 }
 
 

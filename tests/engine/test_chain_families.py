@@ -8,20 +8,23 @@ engine with chains has chunked prefill, prefix caching and preemptions; the plai
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.engine.chain_families import CYCLE, FAMILIES, RECURRENT, VOCABULARY, write_model
+from tests.engine.chain_families import (
+    CYCLE,
+    FAMILIES,
+    RECURRENT,
+    VOCABULARY,
+    take_text_for_images,
+    write_model,
+)
 from tests.engine.compare import Prompt, differences, generate, preemptions, speculation
 from tests.engine.families import write_config
 
@@ -32,34 +35,9 @@ GREEDY = SamplingParams(
 PREEMPTING_STEPS = (9, 20)
 
 
-def positions_with_image(
-    model: Any, input_tokens: Sequence[int], mm_features: Any
-) -> tuple[torch.Tensor, int]:
-    """Positions in time, height and width as if the first 16 tokens were an image of 4 by 4."""
-    patches = torch.arange(16)
-    image = torch.stack([torch.zeros_like(patches), patches // 4, patches % 4])
-    text = torch.arange(4, 4 + len(input_tokens) - 16).expand(3, -1)
-    return torch.cat([image, text], dim=1), 4 - 16
-
-
 @pytest.fixture
 def _images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen-VL's models take prompts of text for images, as far as positions go."""
-    if find_spec("torchvision") is None:
-        # Their modules import it, and use it for pixels only; the CPU set-up lacks it.
-        parent = None
-        for name in ("torchvision", "transforms", "v2", "functional"):
-            module = ModuleType(name if parent is None else f"{parent.__name__}.{name}")
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-            if parent is not None:
-                setattr(parent, name, module)
-            parent = module
-    for name in (
-        "qwen2_5_vl.Qwen2_5_VLForConditionalGeneration",
-        "qwen3_vl.Qwen3VLForConditionalGeneration",
-    ):
-        target = f"vllm.model_executor.models.{name}.get_mrope_input_positions"
-        monkeypatch.setattr(target, positions_with_image)
+    take_text_for_images(monkeypatch)
 
 
 def repeated_phrases() -> list[Prompt]:

@@ -267,7 +267,7 @@ def test_a_sliding_window_that_is_switched_off(tmp_path: Path):
     [
         ({"worker_cls": "theirs.Worker"}, ["worker_cls='theirs.Worker'", "'auto'"]),
         ({"scheduler_cls": "theirs.Scheduler"}, ["scheduler_cls='theirs.Scheduler'", "leave"]),
-        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size=2", "set it to 1"]),
+        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size=2", "VLLM_USE_V2_MODEL_RUNNER=1"]),
         (
             {"kv_cache_dtype": "fp8", "speculative_config": {**TREES, "verification": "tree"}},
             ["kv_cache_dtype='fp8'", "'auto'", "verification='chain'"],

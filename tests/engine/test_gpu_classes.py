@@ -153,6 +153,9 @@ def test_configurations_on_a_gpu(pretended) -> None:
         assert allowed[name]["verification"] == "tree"
     assert "attention_backend='FLASH_ATTN'" in allowed["FLASH_ATTN"]["refused"]
     assert "kv_cache_dtype='fp8_e5m2'" in allowed["fp8_e5m2"]["refused"]
+    assert "on Model Runner V1" in allowed["pipeline stages on V1"]["refused"]
+    assert "verification='chain' runs here" in allowed["trees in stages"]["refused"]
+    assert "needs asynchronous scheduling" in allowed["synchronous stages"]["refused"]
 
 
 @needs_triton
@@ -163,6 +166,7 @@ def test_configurations_on_a_gpu(pretended) -> None:
         ("chains, synchronous", True, False, 8),
         ("chains instead of trees", True, True, 8),
         ("chains on V1", False, False, 32),
+        ("pipeline stages", True, True, 8),
     ],
 )
 def test_chains_run_on_the_runner_that_vllm_prefers(

@@ -141,6 +141,15 @@ def test_waits_for_the_device(results) -> None:
     assert all(waits["step"][2] > 10 for waits in found.values())
 
 
+def test_families_that_trees_cannot_serve(results) -> None:
+    """Windows, soft caps, sinks, attention in chunks, positions of images."""
+    assert {name: found["differences"] for name, found in results["families"].items()} == {
+        name: [] for name in ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL")
+    }
+    assert all(found["rejected"] > 0 for found in results["families"].values())
+    assert sum(found["accepted"] for found in results["families"].values()) > 0
+
+
 def test_vllms_own_ngrams_draft_beside_the_plugin(results) -> None:
     assert results["vllm"]["differences"] == []
 
@@ -166,3 +175,12 @@ def test_statistics(result) -> None:
 def test_nothing_is_left_and_the_text_stays_off_the_device(result) -> None:
     assert result["requests_left"] == result["blocks_lost"] == 0
     assert not result["dense_text"]
+
+
+@pytest.mark.slow
+def test_two_pipeline_stages_give_the_tokens_of_one() -> None:
+    found = run_program("tests.engine.v2_ranks", "chains, stages")["chains, stages"]
+    assert found["differences"] == []
+    assert found["async"]
+    assert found["accepted"] > 5
+    assert found["preempted"] > 0

@@ -1,7 +1,8 @@
 """Chains on Model Runner V2 for the families that trees cannot serve, against plain V2, on a CPU.
 
 A program of its own, see :mod:`tests.engine.v2_on_cpu`. Prints one JSON object: what differs, and
-accepted and rejected draft tokens, by family. Without names it compares all of them:
+accepted and rejected draft tokens, by family. The tests compare `TESTED` inside another program;
+without names this one compares all families:
 
     python -m tests.engine.v2_families [FAMILY ...]
 """
@@ -11,24 +12,32 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 
 # isort: split
 
 import numpy as np
+import pytest
 from vllm import LLM, SamplingParams
 from vllm.model_executor.models import registry
 
-from tests.engine.chain_families import CYCLE, FAMILIES, VOCABULARY, write_model
+from tests.engine.chain_families import (
+    CYCLE,
+    FAMILIES,
+    VOCABULARY,
+    take_text_for_images,
+    write_model,
+)
 from tests.engine.compare import differences, generate
+from tests.engine.conftest import add_experts_group
 
 CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
-"""Long enough that outputs leave the window of `chain_families.WINDOW` tokens."""
+TESTED = ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL")
+"""Windows and soft caps, sinks, attention in chunks, and positions of images."""
 
 
 def prompts() -> list[dict[str, list[int]]]:
@@ -38,8 +47,11 @@ def prompts() -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": (p * 9)[: 20 + 27 * i]} for i, p in enumerate(phrases)]
 
 
-def compare(name: str, folder: Path) -> dict[str, Any]:
+def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
     """Compare one family's engine with chains with the plain one."""
+    greedy = SamplingParams(
+        temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+    )
     family = FAMILIES[name]
     model = write_model(folder / name.replace(" ", "-"), family)
 
@@ -60,10 +72,10 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
         )
 
     plain = engine()
-    expected = generate(plain, prompts(), GREEDY)
+    expected = generate(plain, prompts(), greedy)
     chains = engine(speculative_config=CHAINS)
     assert chains.llm_engine.vllm_config.scheduler_config.async_scheduling
-    found = generate(chains, prompts(), GREEDY)
+    found = generate(chains, prompts(), greedy)
     counted = {m.name: m.value for m in chains.get_metrics() if hasattr(m, "value")}
     accepted = counted["vllm:spec_decode_num_accepted_tokens"]
     drafted = counted["vllm:spec_decode_num_draft_tokens"]
@@ -79,20 +91,25 @@ _kept: list[LLM] = []
 """An engine that is freed ends the process groups of the others."""
 
 
+def compare_families(names: Iterable[str], num_tokens: int) -> dict[str, Any]:
+    """Compare families on Model Runner V2, by name."""
+    results = {}
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        # vLLM looks at each model class in a fresh interpreter, which takes longer than the rest.
+        patch.setattr(registry, "_run_in_subprocess", lambda function: function())
+        take_text_for_images(patch)
+        for name in names:
+            add_experts_group(patch)
+            results[name] = compare(name, Path(folder), num_tokens)
+            print(name, results[name], flush=True)
+    return results
+
+
 def main() -> None:
     v2_on_cpu.schedule_as_on_a_gpu()
     v2_on_cpu.use_v2(True)
-    text_only = [name for name, f in FAMILIES.items() if "vision_config" not in f.config]
-    results = {}
-    # vLLM looks at each model class in a fresh interpreter, which takes longer than the rest.
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(registry, "_run_in_subprocess", lambda function: function()),
-    ):
-        for name in sys.argv[1:] or text_only:
-            results[name] = compare(name, Path(folder))
-            print(name, results[name], flush=True)
-    print("RESULT " + json.dumps(results))
+    # Long enough that outputs leave the window of `chain_families.WINDOW` tokens.
+    print("RESULT " + json.dumps(compare_families(sys.argv[1:] or FAMILIES, 40)))
 
 
 if __name__ == "__main__":

@@ -109,8 +109,10 @@ def schedule_as_on_a_gpu() -> None:
         vllm_config.scheduler_config.async_scheduling = resolved
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-    # This kernel is beyond the interpreter; vLLM has its twin in torch operations.
-    topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
+    # This kernel is beyond the interpreter; vLLM has its twin in torch operations. vLLM 0.33 gives
+    # the kernel hints too.
+    twin = topk_topp_sampler.apply_top_k_top_p_pytorch
+    topk_topp_sampler.apply_top_k_top_p_triton = lambda logits, k, p, **hints: twin(logits, k, p)
     torch.Event = torch.cuda.Event = Event
 
 

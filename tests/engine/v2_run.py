@@ -39,6 +39,7 @@ from tests.engine.conftest import free_blocks, runner_of, scheduler_of, trees_of
 from tests.engine.drafters import FaultyDrafter, HiddenStateDrafter, NoOptions, OracleDrafter
 from tests.engine.prompts import prompts
 from tests.engine.test_random_requests import run as answers_of
+from tests.engine.v2_families import TESTED, compare_families
 from tests.engine.v2_trees import differing, differing_walks, random_requests, tell_oracle_of
 from tests.engine.v2_waits import Waits
 from vllm_trie.drafters import DraftRequest
@@ -378,6 +379,7 @@ def compare_all(folder: Path) -> dict[str, Any]:
         "ngram": waits.summary(),
         "differences": differences(plain["long"][:3], found),
     }
+    result["families"] = compare_families(TESTED, LONG)
     return {**result, "walks": differing_walks(20)}
 
 

@@ -72,11 +72,11 @@ class Installation:
             raise
 
     @contextmanager
-    def installed(self, scope: Scope) -> Iterator[None]:
-        """Put the patches of one scope in place for the duration of a ``with`` block."""
+    def installed(self, *scopes: Scope) -> Iterator[None]:
+        """Put the patches of some scopes in place for the duration of a ``with`` block."""
         before = len(self._replacements)
         try:
-            for patch in _replacing(patches_here(), (scope,)):
+            for patch in _replacing(patches_here(), scopes):
                 self.apply(patch)
             yield
         finally:

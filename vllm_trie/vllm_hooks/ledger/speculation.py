@@ -256,7 +256,7 @@ V2_PATCHES: tuple[Patch, ...] = (
         retire_when=_PLUGGABLE),
     _any("config.speculative:SpeculativeConfig.use_ngram", "wrapped",
         "keeps the requests' text off the device, which only vLLM's own n-grams read", "",
-        wrapper="worker.runners.runner_v2:wrap_use_ngram", scope="v2_runner",
+        wrapper="worker.runners.runner_v2:wrap_use_ngram", scope="v2_stage",
         retire_when=_PLUGGABLE),
     _v2_runner("spec_decode.speculator:BaseSpeculator.propose", "overridden",
         "proposes the drafters' drafts",

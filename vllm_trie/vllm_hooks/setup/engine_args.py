@@ -150,12 +150,11 @@ def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
 
 
 def _belongs_on_v2(vllm_config: VllmConfig) -> bool:
-    tree_config = config.read(vllm_config)
-    if tree_config is None or tree_config.neural is not None:
-        return False
-    if config.verification(vllm_config) != "chain":
-        return False
-    return runner_choice.belongs_on_v2(vllm_config)
+    return (
+        config.read(vllm_config) is not None
+        and config.verification(vllm_config) == "chain"
+        and runner_choice.belongs_on_v2(vllm_config)
+    )
 
 
 # -- patches ---------------------------------------------------------------------------------------

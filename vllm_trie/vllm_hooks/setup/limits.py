@@ -20,6 +20,7 @@ from vllm_trie.vllm_hooks.setup.config_keys import (
     spelled,
     switch,
 )
+from vllm_trie.vllm_hooks.setup.runner_choice import belongs_on_v2
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -122,6 +123,12 @@ def _windows_in_layers(config: VllmConfig) -> bool:
     model = config.model_config
     layer_types = getattr(model.hf_text_config, "layer_types", None) or ()
     return model.get_sliding_window() is None and "sliding_attention" in layer_types
+
+
+def _stages(config: VllmConfig) -> int:
+    """Return the number of pipeline stages, 0 for one."""
+    size = config.parallel_config.pipeline_parallel_size
+    return size if size > 1 else 0
 
 
 def _changes_v2_sampling(config: VllmConfig) -> str | None:
@@ -228,10 +235,18 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: "logprobs" not in c.model_config.logprobs_mode and c.model_config.logprobs_mode,
         "logprobs_mode={found!r} yields no log-probabilities; use 'raw_logprobs'"),
     # Engine
-    Limit(ALL, "pipeline parallelism",
-        lambda c: c.parallel_config.pipeline_parallel_size > 1
-        and c.parallel_config.pipeline_parallel_size,
+    Limit(TREES + BEAMS, "pipeline parallelism", _stages,
         "pipeline_parallel_size={found} is not supported; set it to 1 (tensor parallelism works)"),
+    Limit(CHAINS, "pipeline parallelism on Model Runner V1",
+        lambda c: not (c.use_v2_model_runner or belongs_on_v2(c)) and _stages(c),
+        "pipeline_parallel_size={found} is not supported on Model Runner V1, where vLLM's own "
+        "n-grams do not start either; set VLLM_USE_V2_MODEL_RUNNER=1 where it runs, or set "
+        "pipeline_parallel_size to 1"),
+    Limit(CHAINS, "pipeline parallelism on Model Runner V2 without asynchronous scheduling",
+        lambda c: c.use_v2_model_runner and not c.scheduler_config.async_scheduling and _stages(c),
+        "pipeline_parallel_size={found} needs asynchronous scheduling: vLLM schedules drafts too "
+        "early without it, its own n-grams too; leave async_scheduling out, or set "
+        "pipeline_parallel_size to 1"),
     Limit(ALL, "context parallelism",
         lambda c: c.parallel_config.decode_context_parallel_size > 1
         or c.parallel_config.prefill_context_parallel_size > 1,

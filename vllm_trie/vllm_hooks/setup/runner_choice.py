@@ -1,8 +1,8 @@
 """Which of vLLM's two model runners serves an engine with a method of vllm-trie.
 
 vLLM chooses Model Runner V1 for ``custom_class``, the method that the plugin's are rewritten to,
-and V2 for ``ngram_gpu``. Only V1 can verify trees. Chains run where vLLM runs an engine without
-speculation: on V2 on GPUs, and elsewhere where the user asks for V2.
+and V2 for ``ngram_gpu``. Trees run on V1 unless the user asks for V2. Chains run where vLLM runs an
+engine without speculation: on V2 on GPUs, and elsewhere where the user asks for V2.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ def belongs_on_v2(vllm_config: VllmConfig) -> bool:
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != V1_METHOD:  # that of a trained drafter
+        return False
     if envs.VLLM_USE_V2_MODEL_RUNNER is not None or offered("draft_verifier"):
         return False
     if current_platform.is_cpu() or not current_platform.is_cuda() or not HAS_TRITON:
@@ -58,8 +61,13 @@ def belongs_on_v2(vllm_config: VllmConfig) -> bool:
     return not vllm_config.use_v2_model_runner and len(reasons) == 1  # the method alone
 
 
-def runner_scope(vllm_config: VllmConfig, verification: Literal["tree", "chain"]) -> Scope:
-    """Return the scope of the patches that make the model runner."""
-    if vllm_config.use_v2_model_runner:
-        return "v2_runner"
-    return "tree_runner" if verification == "tree" else "chain_runner"
+def runner_scopes(
+    vllm_config: VllmConfig, verification: Literal["tree", "chain"]
+) -> tuple[Scope, ...]:
+    """Return the scopes of the patches that make this rank's model runner."""
+    if not vllm_config.use_v2_model_runner:
+        return ("tree_runner" if verification == "tree" else "chain_runner",)
+    parallel = vllm_config.parallel_config
+    # The last pipeline stage samples and drafts, and vLLM sends its drafts to those before it.
+    is_last_stage = parallel.rank >= parallel.world_size - parallel.tensor_parallel_size
+    return ("v2_stage", "v2_runner") if is_last_stage else ("v2_stage",)

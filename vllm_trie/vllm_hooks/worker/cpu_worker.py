@@ -12,9 +12,11 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.setup.runner_choice import runner_scope
+from vllm_trie.vllm_hooks.setup.runner_choice import runner_scopes
 from vllm_trie.vllm_hooks.worker.runners.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
 from vllm_trie.vllm_hooks.worker.runners.runner_v2 import RunnerV2Mixin
+from vllm_trie.vllm_hooks.worker.runners.v1_adapter import V1Adapter
+from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 
 CPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cpu.TreeCPUAttentionBackend"
 
@@ -47,20 +49,27 @@ class TreeCPUWorker(cpu_worker.CPUWorker):
 
     model_runner: ChainCPUModelRunner
 
+    @property
+    def adapter(self) -> V1Adapter | V2Adapter | None:
+        """The runner's; none in pipeline stages that do not sample, and after a failed start."""
+        found: V1Adapter | V2Adapter | None
+        found = getattr(getattr(self, "model_runner", None), "adapter", None)
+        return found
+
     def init_device(self) -> None:
         verification = config.verification(self.vllm_config)
         choose_attention(for_trees=verification == "tree")
         selector._cached_get_attn_backend.cache_clear()
-        with ledger.installed(runner_scope(self.vllm_config, verification)):
+        with ledger.installed(*runner_scopes(self.vllm_config, verification)):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
-        self.model_runner.adapter.calibrate()
+        if self.adapter is not None:
+            self.adapter.calibrate()
         return times
 
     def shutdown(self) -> None:
-        runner = getattr(self, "model_runner", None)
-        if adapter := getattr(runner, "adapter", None):  # none if the start has failed
-            adapter.trees.close()
+        if self.adapter is not None:
+            self.adapter.trees.close()
         super().shutdown()

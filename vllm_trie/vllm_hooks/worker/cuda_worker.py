@@ -17,10 +17,12 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.setup.runner_choice import runner_scope
+from vllm_trie.vllm_hooks.setup.runner_choice import runner_scopes
 from vllm_trie.vllm_hooks.worker.gpu_check import check_device
 from vllm_trie.vllm_hooks.worker.runners.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
 from vllm_trie.vllm_hooks.worker.runners.runner_v2 import RunnerV2Mixin
+from vllm_trie.vllm_hooks.worker.runners.v1_adapter import V1Adapter
+from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.verification.sampling import argmax_of_logits
 
 GPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cuda.TreeTritonAttentionBackend"
@@ -59,6 +61,13 @@ class TreeGPUWorker(Worker):
         ChainGPUModelRunner | TreeGPUModelRunner | DraftingGPUModelRunnerV2
     )
 
+    @property
+    def adapter(self) -> V1Adapter | V2Adapter | None:
+        """The runner's; none in pipeline stages that do not sample, and after a failed start."""
+        found: V1Adapter | V2Adapter | None
+        found = getattr(getattr(self, "model_runner", None), "adapter", None)
+        return found
+
     def init_device(self) -> None:
         verification = config.verification(self.vllm_config)
         if verification == "tree":
@@ -66,7 +75,7 @@ class TreeGPUWorker(Worker):
             self.vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
             # An engine that this process ran before may have left another backend in the cache.
             selector._cached_get_attn_backend.cache_clear()
-        with ledger.installed(runner_scope(self.vllm_config, verification)):
+        with ledger.installed(*runner_scopes(self.vllm_config, verification)):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:
@@ -74,11 +83,11 @@ class TreeGPUWorker(Worker):
             # First, as vLLM watches for kernels that are compiled after its own warm-up.
             check_device(self.model_runner)
         times = super().compile_or_warm_up_model()
-        self.model_runner.adapter.calibrate()
+        if self.adapter is not None:
+            self.adapter.calibrate()
         return times
 
     def shutdown(self) -> None:
-        runner = getattr(self, "model_runner", None)
-        if adapter := getattr(runner, "adapter", None):  # none if the start has failed
-            adapter.trees.close()
+        if self.adapter is not None:
+            self.adapter.trees.close()
         super().shutdown()

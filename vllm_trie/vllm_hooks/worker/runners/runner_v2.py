@@ -79,7 +79,10 @@ def _make_adapter(
 
 
 class RunnerV2Mixin(_Runner):
-    """Overrides of Model Runner V2 that draft; everything else stays vLLM's."""
+    """Overrides of Model Runner V2 that draft; everything else stays vLLM's.
+
+    For ranks of the last pipeline stage, which has the speculator.
+    """
 
     speculator: Any
     """A :class:`HostSpeculator`, or with a trained drafter vLLM's own."""
