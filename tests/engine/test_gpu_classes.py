@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,67 +122,6 @@ def test_the_ledger_fits_the_gpus_symbols() -> None:
     findings = ledger.check(patch for patch in ledger.PATCHES if patch.platform == "cuda")
     assert [found for found in findings if found.status != "ok"] == []
     assert len(findings) > 10
-
-
-@pytest.fixture(scope="module")
-def pretended() -> dict[str, Any]:
-    """What the plugin does to engines' configurations where vLLM's platform is CUDA."""
-    return run_program("tests.engine.pretended_cuda_run")
-
-
-@needs_triton
-def test_the_plugin_leaves_the_cpus_worker_alone_on_a_gpu(pretended) -> None:
-    # vLLM's CPU worker replaces torch.cuda's events and streams, and pinned memory, when it is
-    # imported: whoever does so in a process that serves from a GPU breaks it, speculation or not.
-    assert pretended["status"] == {"speculation": "ok", "beam": "ok"}
-    assert pretended["cpu_modules"] == []
-    assert pretended["torch_as_it_was"]
-    assert pretended["cuda_starts"] == 0  # a front end that starts CUDA cannot fork
-
-
-@needs_triton
-def test_configurations_on_a_gpu(pretended) -> None:
-    assert "allow_untested_gpu=True" in pretended["not_allowed"]["refused"]
-    allowed = pretended["allowed"]
-    for name in ("default", "TRITON_ATTN", "FULL", "fp8"):
-        module, _, worker = allowed[name]["worker"].rpartition(".")
-        assert getattr(sys.modules[module], worker) is cuda_worker.TreeGPUWorker
-        assert not allowed[name]["v2"]
-        assert not allowed[name]["async"]
-        assert allowed[name]["verification"] == "tree"
-    assert "attention_backend='FLASH_ATTN'" in allowed["FLASH_ATTN"]["refused"]
-    assert "kv_cache_dtype='fp8_e5m2'" in allowed["fp8_e5m2"]["refused"]
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("name", "v2", "asynchronous", "tokens"),
-    [
-        ("chains", True, True, 8),
-        ("chains, synchronous", True, False, 8),
-        ("chains instead of trees", True, True, 8),
-        ("chains on V1", False, False, 32),
-    ],
-)
-def test_chains_run_on_the_runner_that_vllm_prefers(
-    pretended, name: str, v2: bool, asynchronous: bool, tokens: int
-) -> None:
-    found = pretended["allowed"][name]
-    assert found["verification"] == "chain"
-    assert (found["v2"], found["async"], found["tokens"]) == (v2, asynchronous, tokens)
-    assert found["worker"].endswith("TreeGPUWorker")
-
-
-@needs_triton
-def test_vllm_takes_the_backend_and_captures_attention_in_graphs(pretended) -> None:
-    assert pretended["allowed"]["default"]["graphs"] == "FULL_AND_PIECEWISE"
-    chosen = pretended["chosen"]
-    assert chosen["backend"] == "TreeTritonAttentionBackend"
-    # The mode, and the graphs of a step of full drafts and of one with other lengths.
-    both = ["FULL_AND_PIECEWISE", "FULL", "PIECEWISE"]
-    assert chosen["graphs"]["FULL_AND_PIECEWISE"] == {"V1": both, "V2": both}
-    assert chosen["graphs"]["FULL"] == {runner: ["FULL"] * 3 for runner in ("V1", "V2")}
-    assert "not supported" in chosen["mm_prefix"]
 
 
 def test_nothing_serves_before_the_check(monkeypatch) -> None:
