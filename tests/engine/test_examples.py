@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.serving import MODEL_NAME, running
+from tests.engine.serving import IN_ENGINE, MODEL_NAME, WORKER_IN_ENGINE, running
 from tests.processes import ROOT, run_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EXAMPLES = ROOT / "examples"
 OWN_METHOD = "prompt_lookup_tree"
-# Engine and worker in one process, where vLLM's default is one for each.
-ONE_PROCESS = ("--distributed-executor-backend", "uni")
 
 # These keep their engine in the process, so one process runs them all and imports vLLM once.
 IN_ONE_PROCESS = (
@@ -42,7 +40,6 @@ def run(*command: str, **environment: str) -> str:
     variables = {
         "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM logs to the standard output
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS holds, as in all tests
-        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a spawned process imports vLLM anew: 14 s
         **environment,
     }
     return run_python(*command, **variables).stdout
@@ -136,7 +133,6 @@ def test_own_drafter_served(site: str, tmp_path: Path) -> None:
     options = (
         *("--spec-method", OWN_METHOD, "--spec-tokens", "16"),
         *("--additional-config", '{"vllm_trie": {"node_budget": "fixed", "match_tokens": 1}}'),
-        *ONE_PROCESS,
     )
     with running(tmp_path / "log", *options, PYTHONPATH=site) as server:
         body = {
@@ -160,7 +156,7 @@ def test_own_drafter_served(site: str, tmp_path: Path) -> None:
 
 
 def test_serve_openai_client() -> None:
-    text = run("examples/serve_openai_client.py", *ONE_PROCESS, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    text = run("examples/serve_openai_client.py", *WORKER_IN_ENGINE, **IN_ENGINE)
     parts = re.split(r"^=== (.*)$", text, flags=re.MULTILINE)
     titles, bodies = parts[1::2], parts[2::2]
     assert titles == [
@@ -178,9 +174,7 @@ def test_serve_openai_client() -> None:
 
 
 def test_medusa_train_and_serve() -> None:
-    text = run(
-        "examples/medusa_train_and_serve.py", *ONE_PROCESS, VLLM_ENABLE_V1_MULTIPROCESSING="1"
-    )
+    text = run("examples/medusa_train_and_serve.py", *WORKER_IN_ENGINE, **IN_ENGINE)
     assert "saved to " in text
     assert re.findall(r"^head (\d): \d+% ", text, re.MULTILINE) == ["1", "2", "3", "4"]
     accepted, tokens = map(int, re.findall(r"(\d+) of (\d+) tokens came from the heads", text)[0])
@@ -199,8 +193,7 @@ def test_tensor_parallel() -> None:
 def test_recommendation() -> None:
     # The example imports its neighbour.
     path = EXAMPLES / "recommendation.py"
-    text = run(
-        str(path), "--items", "20000", "--width", "40", *ONE_PROCESS, PYTHONPATH=str(EXAMPLES)
-    )
+    options = ["--items", "20000", "--width", "40", *WORKER_IN_ENGINE]
+    text = run(str(path), *options, **IN_ENGINE, PYTHONPATH=str(EXAMPLES))
     assert "20000 items of 3 to 5 tokens" in text
     assert "160 of 160 answers are different items of the catalogue" in text
