@@ -64,7 +64,7 @@ class Server:
 
 
 def start(
-    log: Path, *options: str, model: str = "", worker_process: bool = False, **environment: str
+    log: Path, *options: str, model: str = "", worker_process: bool = True, **environment: str
 ) -> Server:
     """Start `vllm serve` without waiting for it; arguments as for :func:`running`."""
     with socket.socket() as probe:
