@@ -62,8 +62,6 @@ class Answers:
 
     replies: dict[str, Any] = field(default_factory=dict)
     bad_replies: dict[str, int | str] = field(default_factory=dict)
-    early_metrics: dict[str, float] = field(default_factory=dict)
-    """Before the first request with a stop string."""
     metrics: dict[str, float] = field(default_factory=dict)
     nodes_of_opted_out: float = 0.0
     traced: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -107,8 +105,8 @@ def joined(chunks: Any, text_of: Callable[[Any], str | None]) -> tuple[str, str 
     return text, reason, count
 
 
-def ask_without_stops(client: openai.OpenAI) -> dict[str, Any]:
-    """Return the replies to completions that run to their limit or EOS."""
+def ask(client: openai.OpenAI) -> dict[str, Any]:
+    """Return the replies to requests of all kinds."""
     some = list(texts()[::4])
     replies: dict[str, Any] = {}
     replies["completions"] = ends(complete(client, some))
@@ -117,13 +115,6 @@ def ask_without_stops(client: openai.OpenAI) -> dict[str, Any]:
     replies["streamed"] = [
         joined(complete(client, text, stream=True), lambda c: c.text)[:2] for text in some[:3]
     ]
-    return replies
-
-
-def ask(client: openai.OpenAI) -> dict[str, Any]:
-    """Return the replies to requests of all other kinds."""
-    some = list(texts()[::4])
-    replies: dict[str, Any] = {}
     replies["stop strings"] = ends(complete(client, some, max_tokens=100, stop=["):", "return"]))
     replies["stop strings kept"] = ends(
         complete(client, some[:3], stop=["):"], extra_body={"include_stop_str_in_output": True})
@@ -195,9 +186,7 @@ def ask_for_traces(client: openai.OpenAI) -> dict[str, tuple[str, str]]:
 def interview(server: Server) -> Answers:
     answers = Answers()
     client = client_of(server)
-    answers.replies = ask_without_stops(client)
-    answers.early_metrics = server.metrics()
-    answers.replies |= ask(client)
+    answers.replies = ask(client)
     answers.bad_replies = ask_badly(client)
     answers.replies["after bad requests"] = ends(complete(client, texts()[1]))
     before = server.metrics().get("vllm:trie_draft_nodes_total", 0.0)
@@ -279,11 +268,9 @@ def test_metrics_endpoint(answers: dict[str, Answers], name: str) -> None:
     assert nodes <= NODES * found["vllm:trie_verified_trees_total"]
     tokens, steps = found["vllm:trie_tokens_total"], found["vllm:trie_steps_total"]
     assert tokens / steps > 1.1
-    # Later, tokens after a stop string are generated and discarded; the next report counts those of
-    # the last steps without drafts.
-    early = answers[name].early_metrics
-    generated = early["vllm:generation_tokens_total"]
-    assert early["vllm:trie_tokens_total"] == pytest.approx(generated, rel=0.1)
+    # Tokens after a stop string are generated and discarded; the next report counts those of the
+    # last steps without drafts.
+    assert tokens == pytest.approx(found["vllm:generation_tokens_total"], rel=0.1)
     for part in ("drafting", "verification", "overhead"):
         assert found[f"vllm:trie_{part}_seconds_total"] > 0
     assert found["vllm:trie_draft_failures_total"] == 0
