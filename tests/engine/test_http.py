@@ -43,6 +43,10 @@ COMMANDS = {
 spellings."""
 WITH_TREES = [name for name in COMMANDS if name != PLAIN]
 
+STOPPED_TOKENS = 100
+NUM_STOPPED = len(texts()[::4]) + 3
+"""Requests with stop strings, of at most ``STOPPED_TOKENS`` each."""
+
 SOURCE = """def count_words(lines):
     counts = {}
     for line in lines:
@@ -115,7 +119,9 @@ def ask(client: openai.OpenAI) -> dict[str, Any]:
     replies["streamed"] = [
         joined(complete(client, text, stream=True), lambda c: c.text)[:2] for text in some[:3]
     ]
-    replies["stop strings"] = ends(complete(client, some, max_tokens=100, stop=["):", "return"]))
+    replies["stop strings"] = ends(
+        complete(client, some, max_tokens=STOPPED_TOKENS, stop=["):", "return"])
+    )
     replies["stop strings kept"] = ends(
         complete(client, some[:3], stop=["):"], extra_body={"include_stop_str_in_output": True})
     )
@@ -268,9 +274,10 @@ def test_metrics_endpoint(answers: dict[str, Answers], name: str) -> None:
     assert nodes <= NODES * found["vllm:trie_verified_trees_total"]
     tokens, steps = found["vllm:trie_tokens_total"], found["vllm:trie_steps_total"]
     assert tokens / steps > 1.1
-    # Tokens after a stop string are generated and discarded; the next report counts those of the
-    # last steps without drafts.
-    assert tokens == pytest.approx(found["vllm:generation_tokens_total"], rel=0.1)
+    # The next report counts the tokens of the last steps without drafts. Tokens after a stop string
+    # are generated and discarded, until the front end's word that it was found arrives.
+    generated = found["vllm:generation_tokens_total"]
+    assert 0.9 * generated <= tokens <= generated + STOPPED_TOKENS * NUM_STOPPED
     for part in ("drafting", "verification", "overhead"):
         assert found[f"vllm:trie_{part}_seconds_total"] > 0
     assert found["vllm:trie_draft_failures_total"] == 0
