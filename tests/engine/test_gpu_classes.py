@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +125,79 @@ def test_the_ledger_fits_the_gpus_symbols() -> None:
     assert len(findings) > 10
 
 
+@pytest.fixture(scope="module")
+def on_cuda() -> dict[str, Any]:
+    """What the plugin does where vLLM's platform is CUDA."""
+    return run_program("tests.engine.beam.pretended_gpu_run")
+
+
+@pytest.fixture
+def pretended(on_cuda: dict[str, Any]) -> dict[str, Any]:
+    """What it does to engines' configurations with drafts, and to the process."""
+    return on_cuda | on_cuda["speculation"]
+
+
+@pytest.fixture
+def beams(on_cuda: dict[str, Any]) -> dict[str, Any]:
+    """What it does to beam search."""
+    return on_cuda["beams"]
+
+
+@needs_triton
+def test_the_plugin_leaves_the_cpus_worker_alone_on_a_gpu(pretended) -> None:
+    # vLLM's CPU worker replaces torch.cuda's events and streams, and pinned memory, when it is
+    # imported: whoever does so in a process that serves from a GPU breaks it, speculation or not.
+    assert pretended["status"] == {"speculation": "ok", "beam": "ok"}
+    assert pretended["cpu_modules"] == []
+    assert pretended["torch_as_it_was"]
+    assert pretended["cuda_starts"] == 0  # a front end that starts CUDA cannot fork
+
+
+@needs_triton
+def test_configurations_on_a_gpu(pretended) -> None:
+    assert "allow_untested_gpu=True" in pretended["not_allowed"]["refused"]
+    allowed = pretended["allowed"]
+    for name in ("default", "TRITON_ATTN", "FULL", "fp8"):
+        module, _, worker = allowed[name]["worker"].rpartition(".")
+        assert getattr(sys.modules[module], worker) is cuda_worker.TreeGPUWorker
+        assert not allowed[name]["v2"]
+        assert not allowed[name]["async"]
+        assert allowed[name]["verification"] == "tree"
+    assert "attention_backend='FLASH_ATTN'" in allowed["FLASH_ATTN"]["refused"]
+    assert "kv_cache_dtype='fp8_e5m2'" in allowed["fp8_e5m2"]["refused"]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "v2", "asynchronous", "tokens"),
+    [
+        ("chains", True, True, 8),
+        ("chains, synchronous", True, False, 8),
+        ("chains instead of trees", True, True, 8),
+        ("chains on V1", False, False, 32),
+    ],
+)
+def test_chains_run_on_the_runner_that_vllm_prefers(
+    pretended, name: str, v2: bool, asynchronous: bool, tokens: int
+) -> None:
+    found = pretended["allowed"][name]
+    assert found["verification"] == "chain"
+    assert (found["v2"], found["async"], found["tokens"]) == (v2, asynchronous, tokens)
+    assert found["worker"].endswith("TreeGPUWorker")
+
+
+@needs_triton
+def test_vllm_takes_the_backend_and_captures_attention_in_graphs(pretended) -> None:
+    assert pretended["allowed"]["default"]["graphs"] == "FULL_AND_PIECEWISE"
+    chosen = pretended["chosen"]
+    assert chosen["backend"] == "TreeTritonAttentionBackend"
+    # The mode, and the graphs of a step of full drafts and of one with other lengths.
+    both = ["FULL_AND_PIECEWISE", "FULL", "PIECEWISE"]
+    assert chosen["graphs"]["FULL_AND_PIECEWISE"] == {"V1": both, "V2": both}
+    assert chosen["graphs"]["FULL"] == {runner: ["FULL"] * 3 for runner in ("V1", "V2")}
+    assert "not supported" in chosen["mm_prefix"]
+
+
 def test_nothing_serves_before_the_check(monkeypatch) -> None:
     done = []
     worker = object.__new__(cuda_worker.TreeGPUWorker)
@@ -169,3 +243,42 @@ def test_profiling_sees_the_logits_of_a_step_with_trees(monkeypatch) -> None:
     runner.max_num_tokens = 8192
     runner._dummy_sampler_run(torch.zeros(8, 4))
     assert rows[1:] == [8 * 33]
+
+
+@needs_triton
+def test_beam_search_is_off_with_one_line_that_says_how_to_switch_it_on(beams) -> None:
+    off = beams["default"]
+    assert "never run on a GPU" in off["reason"]
+    assert '{"vllm_trie": {"allow_untested_gpu": True}}' in off["reason"]
+    assert off["scheduler"] == off["reason"]
+    assert off["lines"] == [f"Native beam search is off, vLLM's own serves: {off['reason']}"]
+
+
+@needs_triton
+def test_beam_search_is_on_where_the_user_allows_it(beams) -> None:
+    on = beams["allowed"]
+    assert on["reason"] is on["scheduler"] is None
+    (line,) = on["lines"]
+    assert "never run on a GPU" in line
+    # What vLLM chooses on a GPU, and what the tests in `beam/test_gpu.py` therefore run.
+    assert on["v2"]
+    assert on["asynchronous"]
+
+
+@needs_triton
+def test_the_option_for_beam_search_beside_others(beams) -> None:
+    assert "['beam_search']=False" in beams["off"]["reason"]
+    assert beams["off"]["lines"] == []
+    assert "'yes' must be True or False" in beams["yes"]["refused"]
+    with_trees = beams["with_trees"]
+    assert with_trees["reason"] is None
+    assert not with_trees["v2"]
+    assert "neither a CPU nor an NVIDIA GPU" in beams["other"]
+
+
+@needs_triton
+def test_caches_that_rows_cannot_share(beams) -> None:
+    caches = beams["caches"]
+    assert caches["full"] is caches["mla"] is None
+    assert "SlidingWindowSpec" in caches["window"]
+    assert "compressed" in caches["compressed"]
