@@ -1,6 +1,7 @@
 """Medusa heads from scratch: train them on a little text, then serve them.
 
     python examples/medusa_train_and_serve.py [--model PATH] [--data FILE_OR_FOLDER] [--steps N]
+        [further options of vllm serve]
 
 The model stays frozen; only the heads learn. After a few steps they make first guesses. A real run
 takes thousands of steps, on text that the model itself has written (see docs/medusa.md).
@@ -34,7 +35,7 @@ def train(model: str, data: Path, heads: Path, steps: int) -> None:
     subprocess.run(command, check=True)
 
 
-def main(model: str, data: Path | None, steps: int) -> None:
+def main(model: str, data: Path | None, steps: int, further: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         heads = Path(folder) / "heads"
         if data is None:
@@ -52,7 +53,7 @@ def main(model: str, data: Path | None, steps: int) -> None:
         options += ["--spec-tokens", "16", "--additional-config", json.dumps(choice)]
         options += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"]
         options += ["--kv-cache-memory-bytes", str(1 << 30)]
-        with serve(model, *options) as client:
+        with serve(model, *options, *further) as client:
             chat = {
                 "model": client.models.list().data[0].id,
                 "messages": [{"role": "user", "content": REQUEST}],
@@ -84,5 +85,5 @@ if __name__ == "__main__":
     parser.add_argument("--model", default=str(model_path()), help="any model that vLLM serves")
     parser.add_argument("--data", type=Path, help="text to learn from; default: a Python module")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
-    arguments = parser.parse_args()
-    main(arguments.model, arguments.data, arguments.steps)
+    arguments, rest = parser.parse_known_args()
+    main(arguments.model, arguments.data, arguments.steps, rest)

@@ -1,6 +1,7 @@
 """Generative recommendation: wide beam search inside a catalogue of a million items, over HTTP.
 
     python examples/recommendation.py [--model PATH] [--items N] [--width B]
+        [further options of vllm serve]
 
 Builds a catalogue of random items of 3 to 5 tokens, serves it, and asks for the best items after
 some histories. Every answer is an item: the stop reason of a choice is its id.
@@ -42,7 +43,7 @@ def write_catalogue(path: Path, count: int) -> dict[str, list[int]]:
     return {name: list(tokens) for tokens, name in items.items()}
 
 
-def main(model: str, count: int, width: int) -> None:
+def main(model: str, count: int, width: int, further: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, trie = Path(folder) / "items.jsonl", Path(folder) / "items.trie"
         items = write_catalogue(source, count)
@@ -52,7 +53,8 @@ def main(model: str, count: int, width: int) -> None:
         additional = {"vllm_trie": {"items": {"catalogue": str(trie)}}}
         options = ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
         options += ["--max-num-seqs", str(max(width, 16)), "--kv-cache-memory-bytes", str(1 << 30)]
-        with serve(model, *options, "--additional-config", json.dumps(additional)) as client:
+        options += ["--additional-config", json.dumps(additional), *further]
+        with serve(model, *options) as client:
             name = client.models.list().data[0].id
             rng = np.random.default_rng(1)
             # Ids are enough: no texts.
@@ -83,5 +85,5 @@ if __name__ == "__main__":
     parser.add_argument("--model", default=str(model_path()), help="any model that vLLM serves")
     parser.add_argument("--items", type=int, default=1_000_000, help="items of the catalogue")
     parser.add_argument("--width", type=int, default=200, help="beam width")
-    arguments = parser.parse_args()
-    main(arguments.model, arguments.items, arguments.width)
+    arguments, rest = parser.parse_known_args()
+    main(arguments.model, arguments.items, arguments.width, rest)

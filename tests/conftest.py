@@ -32,7 +32,18 @@ settings.register_profile("ci", max_examples=100, derandomize=True, **_COMMON)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
-LONGEST = ("test_patches", "test_exactness", "test_http", "test_against_transformers")
+LONGEST = (
+    "test_examples",
+    "test_v2",
+    "test_patches",
+    "test_http",
+    "test_exactness",
+    "test_validate",
+    "test_kernels",
+    "test_sampling",
+    "test_gpu",
+    "test_soak",
+)
 """Engine test files that start first: at the end, one test process would work on them alone."""
 
 

@@ -120,8 +120,9 @@ def start_engine(
         "disable_log_stats": True,
         **options,
     }
-    cache_bytes = _kv_cache_bytes(model, max_model_len, max_num_seqs, settings["dtype"])
-    settings.setdefault("kv_cache_memory_bytes", cache_bytes)
+    if "kv_cache_memory_bytes" not in settings:
+        cache_bytes = _kv_cache_bytes(model, max_model_len, max_num_seqs, settings["dtype"])
+        settings["kv_cache_memory_bytes"] = cache_bytes
     if speculative_config is not None:
         settings["speculative_config"] = dict(speculative_config)
     return LLM(**settings)

@@ -35,18 +35,7 @@ class OwnDrafter:
         **options: Any,
     ) -> None:
         context = DrafterContext(
-            vocab_size=vocab_size,
-            max_model_len=1 << 20,
-            max_num_seqs=1,
-            num_nodes=num_nodes,
-            hidden_size=1,
-            dtype="float32",
-            device="cpu",
-            tensor_parallel_size=1,
-            rank=0,
-            model="replay",
-            tokenizer=None,
-            eos_token_ids=(),
+            vocab_size, max_model_len=1 << 20, max_num_seqs=1, num_nodes=num_nodes
         )
         self.drafter = get_drafter_class(name)(parse_options(name, options), context)
         self._num_nodes = num_nodes

@@ -167,7 +167,6 @@ def step(scheme: str = "auto") -> str:
     found = example_step()
     tree, words, target, accepted = found
     num_nodes = tree.num_nodes
-    committed = len(TEXT)
     canvas = Canvas(820, 585, "One verification step of a draft tree", scheme)
 
     canvas.text(20, 30, "1  A drafter fills a tree", "title")
@@ -185,7 +184,20 @@ def step(scheme: str = "auto") -> str:
         canvas.edge(root, Point(160, 66 + 38 * level + 13))
 
     columns = [110 + 77 * i for i in range(num_nodes + 1)]
+    _draw_forward_pass(canvas, found, columns)
+    y = 415
+    path = " → ".join(words[node] for node in accepted)
+    canvas.text(20, y - 14, "3  Go down while a child carries what the target says", "title")
+    canvas.text(150, y + 10, f"accepted: {path}", "green")
+    bonus = _VOCABULARY[target[accepted[-1] + 1]]
+    canvas.text(450, y + 10, f"then the bonus token: {bonus}", "amber")
+    _draw_kept_kv(canvas, found, columns)
+    return canvas.render()
 
+
+def _draw_forward_pass(canvas: Canvas, found: Step, columns: list[int]) -> None:
+    tree, words, target, accepted = found
+    committed = len(TEXT)
     y = 245
     canvas.text(20, y - 14, "2  One forward pass computes all nodes", "title")
     depths = [0, *tree.depths().tolist()]
@@ -209,13 +221,11 @@ def step(scheme: str = "auto") -> str:
         "small dim",
     )  # fmt: skip
 
-    y = 415
-    path = " → ".join(words[node] for node in accepted)
-    canvas.text(20, y - 14, "3  Go down while a child carries what the target says", "title")
-    canvas.text(150, y + 10, f"accepted: {path}", "green")
-    bonus = _VOCABULARY[target[accepted[-1] + 1]]
-    canvas.text(450, y + 10, f"then the bonus token: {bonus}", "amber")
 
+def _draw_kept_kv(canvas: Canvas, found: Step, columns: list[int]) -> None:
+    _, words, target, accepted = found
+    committed = len(TEXT)
+    bonus = _VOCABULARY[target[accepted[-1] + 1]]
     y = 485
     canvas.text(20, y - 18, "4  KV of accepted nodes moves right behind the text", "title")
     kept = [TEXT[-1], *(words[node] for node in accepted)]
@@ -234,7 +244,6 @@ def step(scheme: str = "auto") -> str:
         "step; the other slots are free again.",
         "small dim",
     )  # fmt: skip
-    return canvas.render()
 
 
 def mask(scheme: str = "auto") -> str:

@@ -15,9 +15,11 @@ import vllm
 from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
+from tests.engine.beam import server_off
 from tests.engine.compare import differences, generate, speculation
 from tests.engine.conftest import runner_of, scheduler_of, trees_of
 from tests.engine.prompts import prompts
+from tests.engine.serving import running
 from vllm_trie.vllm_hooks import ledger, plugin
 
 FOLDER = Path(os.environ["PATCHED_VLLM"])
@@ -158,3 +160,8 @@ def test_beam_search_runs_in_the_scheduler(engine) -> None:
     assert [s.score for s in output.sequences] == sorted(
         (s.score for s in output.sequences), reverse=True
     )
+
+
+def test_a_server_whose_native_beam_search_is_off(tmp_path: Path) -> None:
+    with running(tmp_path / "log", *server_off.OPTIONS) as server:
+        server_off.check_beam_replies(server_off.ask_for_beams(server))

@@ -1,8 +1,8 @@
 """Configures engines on a machine that pretends to have an H100; nothing runs on it.
 
 A program of its own: vLLM decides once per process what its platform is. Its CUDA platform is the
-real one, with answers in place of the driver's; compiled extensions are stood in for. Prints one
-JSON object.
+real one, with answers in place of the driver's; compiled extensions are stood in for. Importing
+this module makes the platform. `beam/pretended_gpu_run.py` is the program.
 """
 
 # What is set up here must stand before the imports that it is for.
@@ -10,7 +10,6 @@ JSON object.
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 from unittest.mock import MagicMock
@@ -193,20 +192,21 @@ def dispatched(asked: str, backend: Any) -> dict[str, list[str]]:
     return found
 
 
-def main() -> int:
-    result = {
+def speculation() -> dict[str, Any]:
+    """What the plugin does to the configurations of engines with draft trees."""
+    return {
         "status": plugin.status(),
         "not_allowed": described(False),
         "allowed": {name: described(True, **values) for name, values in SETTINGS.items()},
         "chosen": chosen_backend(),
+    }
+
+
+def touched() -> dict[str, Any]:
+    """What is left of all that: starts of CUDA, and what of the CPU's took a place in torch."""
+    torchs = (torch.Tensor.pin_memory, torch.cuda.Event, torch.cuda.current_stream)
+    return {
         "cuda_starts": len(cuda_starts),
-        "torch_as_it_was": stock_torch
-        == (torch.Tensor.pin_memory, torch.cuda.Event, torch.cuda.current_stream),
+        "torch_as_it_was": stock_torch == torchs,
         "cpu_modules": [name for name in sys.modules if name.startswith("vllm.v1.worker.cpu")],
     }
-    print("RESULT " + json.dumps(result))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,6 +17,11 @@ from tests.processes import end, one_at_a_time, wait_for
 from vllm_trie.tiny_model import model_path
 
 MODEL_NAME = "tiny"
+WORKER_IN_ENGINE = ("--distributed-executor-backend", "uni")
+"""With `IN_ENGINE`: the worker runs in the engine's process. One of its own takes 14 s to import
+vLLM."""
+IN_ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Without this, vLLM's CPU platform overrules the option; servers have an engine process anyway."""
 
 
 class Server:
@@ -58,8 +63,10 @@ class Server:
         end(self.process)
 
 
-def start(log: Path, *options: str, model: str = "", **environment: str) -> Server:
-    """Start `vllm serve` without waiting for it, on the shipped model or another one."""
+def start(
+    log: Path, *options: str, model: str = "", worker_process: bool = True, **environment: str
+) -> Server:
+    """Start `vllm serve` without waiting for it; arguments as for :func:`running`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -72,11 +79,13 @@ def start(log: Path, *options: str, model: str = "", **environment: str) -> Serv
         *("--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "1024", "--max-num-seqs", "8"),
         *("--kv-cache-memory-bytes", str(40 << 20)),
+        *(() if worker_process else WORKER_IN_ENGINE),
         *options,
     ]
     variables = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        **({} if worker_process else IN_ENGINE),
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_LOG_STATS_INTERVAL": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS holds, as in all tests
@@ -95,16 +104,19 @@ def start(log: Path, *options: str, model: str = "", **environment: str) -> Serv
 
 
 @contextlib.contextmanager
-def running(log: Path, *options: str, **environment: str) -> Iterator[Server]:
+def running(
+    log: Path, *options: str, worker_process: bool = False, **environment: str
+) -> Iterator[Server]:
     """Run a server that is ready for requests; no other test starts one in the meantime.
 
     Args:
         log: the file that the server logs to.
         options: of `vllm serve`.
+        worker_process: whether the worker has a process of its own, vLLM's default.
         environment: variables in addition to this process's own.
     """
     with one_at_a_time():
-        server = start(log, *options, **environment)
+        server = start(log, *options, worker_process=worker_process, **environment)
         try:
             server.wait_until_ready()
         except BaseException:

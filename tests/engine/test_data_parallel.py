@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 COMMAND = [
     *("--data-parallel-size", "2", "--api-server-count", "2"),
-    *("--distributed-executor-backend", "uni", "--enable-log-requests"),
+    "--enable-log-requests",
     *("--spec-method", "ngram_trie", "--spec-tokens", "16"),
 ]
 TEXTS = list(texts()[::2])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.serving import MODEL_NAME, running
+from tests.engine.serving import IN_ENGINE, MODEL_NAME, WORKER_IN_ENGINE, running
 from tests.processes import ROOT, run_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -133,7 +133,6 @@ def test_own_drafter_served(site: str, tmp_path: Path) -> None:
     options = (
         *("--spec-method", OWN_METHOD, "--spec-tokens", "16"),
         *("--additional-config", '{"vllm_trie": {"node_budget": "fixed", "match_tokens": 1}}'),
-        *("--distributed-executor-backend", "uni"),
     )
     with running(tmp_path / "log", *options, PYTHONPATH=site) as server:
         body = {
@@ -157,10 +156,7 @@ def test_own_drafter_served(site: str, tmp_path: Path) -> None:
 
 
 def test_serve_openai_client() -> None:
-    text = run(
-        "examples/serve_openai_client.py", "--distributed-executor-backend", "uni",
-        VLLM_ENABLE_V1_MULTIPROCESSING="1",
-    )  # fmt: skip
+    text = run("examples/serve_openai_client.py", *WORKER_IN_ENGINE, **IN_ENGINE)
     parts = re.split(r"^=== (.*)$", text, flags=re.MULTILINE)
     titles, bodies = parts[1::2], parts[2::2]
     assert titles == [
@@ -178,7 +174,7 @@ def test_serve_openai_client() -> None:
 
 
 def test_medusa_train_and_serve() -> None:
-    text = run("examples/medusa_train_and_serve.py", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    text = run("examples/medusa_train_and_serve.py", *WORKER_IN_ENGINE, **IN_ENGINE)
     assert "saved to " in text
     assert re.findall(r"^head (\d): \d+% ", text, re.MULTILINE) == ["1", "2", "3", "4"]
     accepted, tokens = map(int, re.findall(r"(\d+) of (\d+) tokens came from the heads", text)[0])
@@ -195,8 +191,9 @@ def test_tensor_parallel() -> None:
 
 
 def test_recommendation() -> None:
-    # Its own process serves, and the example imports its neighbour.
+    # The example imports its neighbour.
     path = EXAMPLES / "recommendation.py"
-    text = run(str(path), "--items", "20000", "--width", "40", PYTHONPATH=str(EXAMPLES))
+    options = ["--items", "20000", "--width", "40", *WORKER_IN_ENGINE]
+    text = run(str(path), *options, **IN_ENGINE, PYTHONPATH=str(EXAMPLES))
     assert "20000 items of 3 to 5 tokens" in text
     assert "160 of 160 answers are different items of the catalogue" in text

@@ -126,9 +126,21 @@ def test_the_ledger_fits_the_gpus_symbols() -> None:
 
 
 @pytest.fixture(scope="module")
-def pretended() -> dict[str, Any]:
-    """What the plugin does to engines' configurations where vLLM's platform is CUDA."""
-    return run_program("tests.engine.pretended_cuda_run")
+def on_cuda() -> dict[str, Any]:
+    """What the plugin does where vLLM's platform is CUDA."""
+    return run_program("tests.engine.beam.pretended_gpu_run")
+
+
+@pytest.fixture
+def pretended(on_cuda: dict[str, Any]) -> dict[str, Any]:
+    """What it does to engines' configurations with drafts, and to the process."""
+    return on_cuda | on_cuda["speculation"]
+
+
+@pytest.fixture
+def beams(on_cuda: dict[str, Any]) -> dict[str, Any]:
+    """What it does to beam search."""
+    return on_cuda["beams"]
 
 
 @needs_triton
@@ -235,3 +247,42 @@ def test_profiling_sees_the_logits_of_a_step_with_trees(monkeypatch) -> None:
     runner.max_num_tokens = 8192
     runner._dummy_sampler_run(torch.zeros(8, 4))
     assert rows[1:] == [8 * 33]
+
+
+@needs_triton
+def test_beam_search_is_off_with_one_line_that_says_how_to_switch_it_on(beams) -> None:
+    off = beams["default"]
+    assert "never run on a GPU" in off["reason"]
+    assert '{"vllm_trie": {"allow_untested_gpu": True}}' in off["reason"]
+    assert off["scheduler"] == off["reason"]
+    assert off["lines"] == [f"Native beam search is off, vLLM's own serves: {off['reason']}"]
+
+
+@needs_triton
+def test_beam_search_is_on_where_the_user_allows_it(beams) -> None:
+    on = beams["allowed"]
+    assert on["reason"] is on["scheduler"] is None
+    (line,) = on["lines"]
+    assert "never run on a GPU" in line
+    # What vLLM chooses on a GPU, and what the tests in `beam/test_gpu.py` therefore run.
+    assert on["v2"]
+    assert on["asynchronous"]
+
+
+@needs_triton
+def test_the_option_for_beam_search_beside_others(beams) -> None:
+    assert "['beam_search']=False" in beams["off"]["reason"]
+    assert beams["off"]["lines"] == []
+    assert "'yes' must be True or False" in beams["yes"]["refused"]
+    with_trees = beams["with_trees"]
+    assert with_trees["reason"] is None
+    assert not with_trees["v2"]
+    assert "neither a CPU nor an NVIDIA GPU" in beams["other"]
+
+
+@needs_triton
+def test_caches_that_rows_cannot_share(beams) -> None:
+    caches = beams["caches"]
+    assert caches["full"] is caches["mla"] is None
+    assert "SlidingWindowSpec" in caches["window"]
+    assert "compressed" in caches["compressed"]

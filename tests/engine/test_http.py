@@ -16,6 +16,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from tests.engine.beam import server_off
 from tests.engine.prompts import texts
 from tests.engine.serving import MODEL_NAME, Server, running
 from vllm_trie.explore.trace import Trace, read_trace
@@ -25,24 +26,21 @@ pytestmark = pytest.mark.slow
 
 PLAIN = "plain"
 NODES = 16
-# A single process runs engine and worker where vLLM's default is one for each.
-ONE_PROCESS = ["--distributed-executor-backend", "uni"]
+TRACED = "ngram_trie"
+"""The server that writes traces; its processes are those that vLLM starts by default."""
 COMMANDS = {
-    PLAIN: ONE_PROCESS,
-    "spec-method": ["--spec-method", "ngram_trie", "--spec-tokens", str(NODES)],
-    "spec-model": ["--spec-model", "ngram_trie", "--spec-tokens", str(NODES), *ONE_PROCESS],
-    "speculative-model": [
+    PLAIN: server_off.OPTIONS,
+    TRACED: [
         *("--speculative-model", "ngram_trie"),
         *("--speculative-config", '{"num_speculative_tokens": 16, "ngram_size": 10}'),
-        *ONE_PROCESS,
     ],
-    "medusa": [
+    "medusa_dynamic": [
         *("--spec-method", "medusa_dynamic", "--spec-model", str(medusa_path())),
-        *("--spec-tokens", str(NODES), *ONE_PROCESS),
+        *("--spec-tokens", str(NODES)),
     ],
 }
-TRACED = "speculative-model"
-"""The server that writes traces."""
+"""Options of each server, which has the name of its method; `test_configuration.py` has the other
+spellings."""
 WITH_TREES = [name for name in COMMANDS if name != PLAIN]
 
 STOPPED_TOKENS = 100
@@ -71,6 +69,7 @@ class Answers:
     metrics: dict[str, float] = field(default_factory=dict)
     nodes_of_opted_out: float = 0.0
     traced: dict[str, tuple[str, str]] = field(default_factory=dict)
+    beams: dict[str, httpx.Response] = field(default_factory=dict)
     log: str = ""
     survived: bool = False
 
@@ -222,8 +221,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory, trace_folder: Path) -> dic
     folder, found = tmp_path_factory.mktemp("servers"), {}
     tracing = ["--additional-config", json.dumps({"vllm_trie": {"trace_path": str(trace_folder)}})]
     for name, options in COMMANDS.items():
-        with running(folder / name, *options, *(tracing if name == TRACED else [])) as server:
+        traced = name == TRACED
+        extra = tracing if traced else []
+        with running(folder / name, *options, *extra, worker_process=traced) as server:
             found[name] = interview(server)
+            if name == PLAIN:
+                found[name].beams = server_off.ask_for_beams(server)
     return found
 
 
@@ -285,10 +288,13 @@ def test_plain_server_has_no_counters_of_ours(answers: dict[str, Answers]) -> No
     assert not [name for name in answers[PLAIN].metrics if "spec_decode" in name]
 
 
+def test_beam_search_is_vllms_own_where_the_native_one_is_off(answers: dict[str, Answers]) -> None:
+    server_off.check_beam_replies(answers[PLAIN].beams)
+
+
 @pytest.mark.parametrize("name", WITH_TREES)
 def test_line_in_the_log(answers: dict[str, Answers], name: str) -> None:
-    method = "medusa_dynamic" if name == "medusa" else "ngram_trie"
-    lines = [line for line in answers[name].log.splitlines() if f"vllm-trie {method}: " in line]
+    lines = [line for line in answers[name].log.splitlines() if f"vllm-trie {name}: " in line]
     assert lines
     assert "tokens per step" in lines[0]
     assert "failed drafts: 0" in lines[-1]

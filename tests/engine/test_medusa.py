@@ -50,7 +50,9 @@ def expected(_engines):
     ids=str,
 )
 def test_greedy(engine, expected, options, batch_size):
-    assert check_same_outputs(engine(**medusa(**options)), expected, GREEDY, batch_size) > 0.2
+    count = 5 if batch_size == 1 else COUNT
+    llm = engine(**medusa(**options))
+    assert check_same_outputs(llm, expected[:count], GREEDY, batch_size) > 0.2
 
 
 def test_the_servers_flags(engine, expected):

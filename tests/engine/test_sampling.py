@@ -161,14 +161,14 @@ def test_unseeded_distribution(engine, temperature, verification):
     params = SamplingParams(temperature=temperature, top_k=6, max_tokens=3, ignore_eos=True)
 
     def sample(where):
-        outputs = [o for _ in range(12) for o in generate(where, batch, params)]
+        outputs = [o for _ in range(8) for o in generate(where, batch, params)]
         return Counter(tuple(o.outputs[0].token_ids) for o in outputs)
 
     reference = sample(plain)
     AnswerSetDrafter.outputs = [list(o) for o, _ in reference.most_common(40)]
     before = accepted_tokens(llm)
     found = sample(llm)
-    assert accepted_tokens(llm) - before > 1000
+    assert accepted_tokens(llm) - before > 700
     assert _chi_square_p_value(reference, found) > 1e-4
 
 

@@ -15,20 +15,7 @@ from support.full_trees import FullTreesDrafter
 from vllm_trie.drafters import DrafterContext, DraftRequest
 
 VOCAB_SIZE = 500
-CONTEXT = DrafterContext(
-    vocab_size=VOCAB_SIZE,
-    max_model_len=1000,
-    max_num_seqs=4,
-    num_nodes=64,
-    hidden_size=8,
-    dtype="float32",
-    device="cpu",
-    tensor_parallel_size=1,
-    rank=0,
-    model="any",
-    tokenizer=None,
-    eos_token_ids=(),
-)
+CONTEXT = DrafterContext(VOCAB_SIZE, max_model_len=1000, max_num_seqs=4, num_nodes=64)
 
 
 @given(

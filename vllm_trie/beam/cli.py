@@ -98,7 +98,7 @@ def check_here(
         enforce_eager=eager,
         max_model_len=max_model_len,
     )
-    from vllm_trie.vllm_hooks.frontend.beam_check import check
+    from vllm_trie.validate.beams import check
 
     try:
         found = check(llm)

@@ -22,7 +22,7 @@ class DrafterOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
-    """The engine that a drafter runs in.
+    """The engine that a drafter runs in; the defaults are for a drafter without one.
 
     Attributes:
         vocab_size: token ids are in [0, vocab_size).
@@ -41,14 +41,14 @@ class DrafterContext:
     max_model_len: int
     max_num_seqs: int
     num_nodes: int
-    hidden_size: int
-    dtype: str
-    device: str
-    tensor_parallel_size: int
-    rank: int
-    model: str
-    tokenizer: str | None
-    eos_token_ids: tuple[int, ...]
+    hidden_size: int = 1
+    dtype: str = "float32"
+    device: str = "cpu"
+    tensor_parallel_size: int = 1
+    rank: int = 0
+    model: str = ""
+    tokenizer: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
     draft_model: str | None = None
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 
 from vllm_trie.beam import BeamSearch, Child, Hypothesis, Outcomes, SearchSettings
 from vllm_trie.items.step import Trie, nodes_of, tokens_of
 from vllm_trie.items.trie import ROOT, ItemId
-
-ItemsEnd = Literal["complete", "eos"]
 
 
 class ItemSearch:

@@ -1,4 +1,4 @@
-"""Beam search where vLLM's platform is CUDA: what is on, what is off, what is touched.
+"""Speculation and beam search where vLLM's platform is CUDA: what is on, off and touched.
 
 A program of its own, see :mod:`tests.engine.pretended_cuda_run`, whose platform it takes. Prints
 one JSON object.
@@ -85,7 +85,8 @@ def described(options: dict[str, Any] | None, **settings: Any) -> dict[str, Any]
     }
 
 
-def main() -> None:
+def beams() -> dict[str, Any]:
+    """What the plugin does to beam search."""
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("vllm_trie").addHandler(handler)
@@ -106,12 +107,11 @@ def main() -> None:
     config.scheduler_config = SimpleNamespace(scheduler_cls=None)
     result["other"] = enabled.reason_off(config)
     pretended.PretendedCuda.is_cuda = stock
-    result |= {
-        "cuda_starts": len(pretended.cuda_starts),
-        "torch_as_it_was": pretended.stock_torch
-        == (torch.Tensor.pin_memory, torch.cuda.Event, torch.cuda.current_stream),
-        "cpu_modules": [n for n in pretended.sys.modules if n.startswith("vllm.v1.worker.cpu")],
-    }
+    return result
+
+
+def main() -> None:
+    result = {"beams": beams(), "speculation": pretended.speculation(), **pretended.touched()}
     print("RESULT " + json.dumps(result))
 
 

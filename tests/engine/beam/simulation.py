@@ -10,6 +10,7 @@ requests run in seconds. Its language model is a random function of the prefix.
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -324,7 +325,7 @@ class Simulation:
                 self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks(),
             )
             # The scheduler may change its lists before the worker would have run.
-            self._queue.append((output, self.worker.execute(copy.deepcopy(output))))
+            self._queue.append((output, self.worker.execute(pickle.loads(pickle.dumps(output)))))
             executed = output.total_num_scheduled_tokens > 0
             if len(self._queue) < self._depth and (executed or self.scheduler.has_requests()):
                 return

@@ -6,11 +6,9 @@ import pytest
 
 from tests.engine.beam.cases import (
     all_cases,
-    check_case,
     few_cases,
     greedy_requests,
     prompt,
-    request_of,
     run_cases,
     run_mixed,
 )
@@ -23,14 +21,14 @@ SMALL_BLOCKS = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 64}
 
 
 def test_every_width_and_mode(engine):
-    """One after the other: 576 hypotheses."""
+    """All at once, 576 hypotheses; and some of them, with each width, one after the other."""
     llm = engine(**SMALL_BLOCKS)
-    compared = 0
-    for case in all_cases():
-        text, params = request_of(case)
-        (result,) = llm.generate([text], params, use_tqdm=False)
-        compared += check_case(SHIPPED, case, result)
-    assert compared == 576
+    cases = all_cases()
+    assert run_cases(llm, SHIPPED, cases) == 576
+    alone = cases[::5]
+    assert {case.beam_width for case in alone} == {case.beam_width for case in cases}
+    for case in alone:
+        run_cases(llm, SHIPPED, [case])
 
 
 def test_model_with_a_likely_eos(engine, eos_heavy_model):

@@ -35,28 +35,36 @@ def random_request(rng: random.Random, number: int) -> tuple[list[int], Any]:
     )
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-def test_random_load_with_aborts(engine, eos_heavy_model, prefix_caching):
-    llm = engine(
-        model=str(eos_heavy_model),
-        block_size=32,
-        max_model_len=160,
-        max_num_seqs=16,
-        max_num_batched_tokens=64,
-        num_gpu_blocks_override=9,
-        enable_prefix_caching=prefix_caching,
-    )
-    rng = random.Random(prefix_caching)
-    requests = [random_request(rng, number) for number in range(45)]
-    alone = [
-        [
-            list(output.token_ids)
-            for output in llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)[
-                0
-            ].outputs
-        ]
+OPTIONS: dict[str, Any] = {
+    "block_size": 32,
+    "max_model_len": 160,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 9,
+}
+
+
+@pytest.fixture(scope="module")
+def requests():
+    rng = random.Random(0)
+    return [random_request(rng, number) for number in range(45)]
+
+
+@pytest.fixture(scope="module")
+def alone(_engines, eos_heavy_model, requests):
+    """The outputs of each request alone in an engine."""
+    llm = _engines(model=str(eos_heavy_model), enable_prefix_caching=False, **OPTIONS)
+    results = [
+        llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)[0]
         for tokens, params in requests
     ]
+    return [[list(output.token_ids) for output in result.outputs] for result in results]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_random_load_with_aborts(engine, eos_heavy_model, requests, alone, prefix_caching):
+    llm = engine(model=str(eos_heavy_model), enable_prefix_caching=prefix_caching, **OPTIONS)
+    rng = random.Random(prefix_caching)
     llm_engine = llm.llm_engine
     finished: dict[str, list[list[int]]] = {}
     aborted: set[str] = set()

@@ -15,59 +15,6 @@ from tests.processes import run_program
 from vllm_trie.vllm_hooks.scheduler import beam_scheduler
 from vllm_trie.vllm_hooks.setup import limits
 
-# -- a platform that says it is a GPU --------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pretended() -> dict[str, Any]:
-    return run_program("tests.engine.beam.pretended_gpu_run")
-
-
-@needs_triton
-def test_off_on_a_gpu_with_one_line_that_says_how_to_switch_it_on(pretended) -> None:
-    off = pretended["default"]
-    assert "never run on a GPU" in off["reason"]
-    assert '{"vllm_trie": {"allow_untested_gpu": True}}' in off["reason"]
-    assert off["scheduler"] == off["reason"]
-    assert off["lines"] == [f"Native beam search is off, vLLM's own serves: {off['reason']}"]
-
-
-@needs_triton
-def test_on_where_the_user_allows_it(pretended) -> None:
-    on = pretended["allowed"]
-    assert on["reason"] is on["scheduler"] is None
-    (line,) = on["lines"]
-    assert "never run on a GPU" in line
-    # What vLLM chooses on a GPU, and what the other tests here therefore run.
-    assert on["v2"]
-    assert on["asynchronous"]
-
-
-@needs_triton
-def test_the_option_beside_others(pretended) -> None:
-    assert "['beam_search']=False" in pretended["off"]["reason"]
-    assert pretended["off"]["lines"] == []
-    assert "'yes' must be True or False" in pretended["yes"]["refused"]
-    with_trees = pretended["with_trees"]
-    assert with_trees["reason"] is None
-    assert not with_trees["v2"]
-    assert "neither a CPU nor an NVIDIA GPU" in pretended["other"]
-
-
-@needs_triton
-def test_caches_that_rows_cannot_share(pretended) -> None:
-    caches = pretended["caches"]
-    assert caches["full"] is caches["mla"] is None
-    assert "SlidingWindowSpec" in caches["window"]
-    assert "compressed" in caches["compressed"]
-
-
-@needs_triton
-def test_nothing_of_cuda_is_started_or_replaced(pretended) -> None:
-    assert pretended["cuda_starts"] == 0
-    assert pretended["torch_as_it_was"]
-    assert pretended["cpu_modules"] == []
-
 
 def test_vllms_own_search_serves_where_the_native_one_is_untested(engine, monkeypatch) -> None:
     from vllm.sampling_params import BeamSearchParams

@@ -13,7 +13,6 @@ from tests.engine.beam.simulation import (
     Simulation,
     expected_beam,
     expected_greedy,
-    random_run,
 )
 from vllm_trie.vllm_hooks.frontend.beam_options import prepare_params
 
@@ -310,9 +309,3 @@ def test_integrity_check_finds_damage(vllm_config, damage):
     damage(scheduler)
     with pytest.raises((AssertionError, KeyError)):
         scheduler.check_integrity()
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_soak(vllm_config, seed):
-    """Thousands of random groups; test_soak.py runs the same with other seeds, for longer."""
-    random_run(vllm_config, seed, num_requests=120)

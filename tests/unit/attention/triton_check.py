@@ -30,7 +30,7 @@ CASES = [  # requests, dtype, heads, KV heads, head size, block size, processors
     ([RequestShape(40, 1, 70)], torch.bfloat16, 2, 2, 112, 16, 2, True),
     ([RequestShape(30, 20, 10)], torch.float32, 2, 1, 64, 48, 1, True),
     ([RequestShape(5, 3, 65)], torch.float16, 3, 1, 256, 16, 1, False),
-    ([RequestShape(8100, 1, 40)], torch.bfloat16, 2, 1, 64, 128, 40, False),
+    ([RequestShape(2100, 1, 40)], torch.bfloat16, 2, 1, 64, 128, 40, False),
     ([RequestShape(n % 7, 1, n) for n in range(0, 65, 8)], torch.float16, 1, 1, 64, 16, 1, True),
 ]
 
@@ -38,7 +38,7 @@ DEVICE_CHECKS = [  # what a GPU is asked before it serves: shape, splits
     (LayerShape(4, 2, 64, 16, torch.float32), (2,)),
     (LayerShape(2, 1, 128, 16, torch.bfloat16), (8,)),
     (LayerShape(3, 3, 32, 32, torch.float16, torch.float8_e5m2), (1,)),
-    (LayerShape(8, 2, 64, 16, torch.bfloat16, torch.float8_e4m3fn), (3,)),
+    (LayerShape(4, 1, 64, 16, torch.bfloat16, torch.float8_e4m3fn), (3,)),
 ]
 DEVICE_BATCHES = (
     (kernel_check.RequestShape(3, 1, 12), kernel_check.RequestShape(0, 1, 1)),

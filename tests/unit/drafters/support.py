@@ -22,12 +22,6 @@ def make_context(**changes: Any) -> DrafterContext:
         "max_num_seqs": 8,
         "num_nodes": 32,
         "hidden_size": 16,
-        "dtype": "float32",
-        "device": "cpu",
-        "tensor_parallel_size": 1,
-        "rank": 0,
-        "model": "model",
-        "tokenizer": None,
         "eos_token_ids": (2,),
     }
     return DrafterContext(**{**values, **changes})

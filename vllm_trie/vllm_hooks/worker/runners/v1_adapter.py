@@ -41,6 +41,7 @@ class V1Adapter:
         self.runner = runner
         self.trees = trees
         self.neural: NeuralChains | None = None
+        self._has_ended = False  # whether vLLM has asked for drafts in this step
 
     def take_neural_drafter(self, proposer: Any) -> None:
         """Hand vLLM's proposer, whose weights are loaded, to the union that it is a part of."""
