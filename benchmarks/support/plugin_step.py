@@ -125,7 +125,7 @@ class PluginStep:
     ) -> None:
         self._num_nodes = num_nodes if drafts != "none" else 0
         self._rng = np.random.default_rng(1)
-        context = _context(num_requests, num_nodes)
+        context = DrafterContext(VOCAB, MAX_LEN, num_requests, num_nodes)
         drafter: Drafter = PreparedTrees(context)
         if drafts == "text":
             drafter = NgramTrieDrafter(NgramTrieOptions(recycle=False), context)
@@ -268,23 +268,6 @@ def _calls(verifier: TreeVerifier, parts: Parts | None) -> dict[str, Callable[..
     module: Any = verifier_module
     module.argmax_of_logits = parts.timed(ARGMAX, module.argmax_of_logits)
     return {name: parts.timed(name, call) for name, call in calls.items()}
-
-
-def _context(num_requests: int, num_nodes: int) -> DrafterContext:
-    return DrafterContext(
-        vocab_size=VOCAB,
-        max_model_len=MAX_LEN,
-        max_num_seqs=num_requests,
-        num_nodes=num_nodes,
-        hidden_size=4,
-        dtype="float32",
-        device="cpu",
-        tensor_parallel_size=1,
-        rank=0,
-        model="none",
-        tokenizer=None,
-        eos_token_ids=(),
-    )
 
 
 def _batch(request_ids: list[str], text: np.ndarray) -> Any:

@@ -27,7 +27,9 @@ STILL_WRAPPED = {
     "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
     "vllm.envs:environment_variables",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
     "vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace",
     "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
 }

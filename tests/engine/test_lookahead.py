@@ -18,7 +18,6 @@ from tests.engine.compare import (
 )
 from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
-from vllm_trie.attention import TreeRow
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker.verification import placement
 
@@ -133,17 +132,17 @@ def _let_see(monkeypatch, rows_never_accepted: bool) -> None:
     """Let window nodes see all candidates, or candidates all window nodes."""
     stock = placement.place
 
-    def ancestor_words(tree: TokenTree, words: np.ndarray) -> np.ndarray:
-        if tree.never_accept is None or tree.never_accept.all():
-            return words
-        rows = tree.never_accept == rows_never_accepted
-        extra = sum(1 << int(node) for node in np.flatnonzero(~rows))
-        words[rows, 0] |= np.uint64(extra)
-        return words
-
-    def place(trees: list[TokenTree], rows: list[TreeRow]) -> tuple[np.ndarray, list[np.ndarray]]:
+    def place(trees: list[TokenTree], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         places, words = stock(trees, rows)
-        return places, list(map(ancestor_words, trees, words))
+        first = 0
+        for tree in trees:  # of at most 64 nodes: one word for each
+            last = first + tree.num_nodes
+            if tree.never_accept is not None and not tree.never_accept.all():
+                seeing = tree.never_accept == rows_never_accepted
+                extra = sum(1 << int(node) for node in np.flatnonzero(~seeing))
+                words[first:last][seeing] |= np.uint64(extra)
+            first = last
+        return places, words
 
     monkeypatch.setattr(placement, "place", place)
 
