@@ -18,6 +18,10 @@ FIRST_DRAFTS = 16
 """Drafts of a level that are made to measure its gain before any is forgone."""
 MAX_REST = 32
 """Steps in which a level's drafts are forgone before some are made to measure the gain again."""
+FIRST_CALLS = 4
+"""Calls that are made to measure gains, whatever they cost."""
+EXPLORATION = 0.04
+"""Share of the time for further calls that are made only to measure gains."""
 MAX_INTERVAL = 10.0
 """Steps longer than this multiple of a usual one waited for requests; they do not count."""
 _LEVELS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -35,7 +39,7 @@ class _Level:
 
     @property
     def is_due(self) -> bool:
-        """Whether its gain is to be measured, whatever it costs."""
+        """Whether its gain is to be measured."""
         return self.num_made < FIRST_DRAFTS or self.num_forgone >= MAX_REST
 
     def learn(self, gain: float) -> None:
@@ -71,6 +75,10 @@ class ForwardGate:
     def __init__(self) -> None:
         self._levels = [_Level() for _ in range(len(_LEVELS) + 1)]
         self._call_seconds = _Line()
+        # Calls that were made only to measure gains, and the time left for more.
+        self._num_explored = 0
+        self._exploration_seconds = 0.0
+        self._explores = False  # whether the call of this step is one
         # Faded sums over steps.
         self._num_steps = self._seconds = self._tokens = 0.0
 
@@ -86,8 +94,11 @@ class ForwardGate:
         levels = [self._level(value) for value in promised]
         surplus = {level: level.gain - slope * rate for level in levels}
         total = sum(max(0.0, surplus[level]) for level in levels)
+        pays = total > offset * rate
+        self._explores = not pays and any(level.is_due for level in surplus)
+        may_explore = self._num_explored < FIRST_CALLS or self._exploration_seconds > 0.0
         chosen: list[int] = []
-        if total > offset * rate or any(level.is_due for level in surplus):
+        if pays or (self._explores and may_explore):
             # One call serves all that are worth their share of it.
             chosen = [row for row in rows if levels[row].is_due or surplus[levels[row]] > 0.0]
         for level in surplus:
@@ -100,11 +111,15 @@ class ForwardGate:
     def observe_call(self, num_requests: int, seconds: float) -> None:
         """Take in a call of the drafter, with what is drafted after its chains."""
         self._call_seconds.add(num_requests, seconds)
+        if self._explores:
+            self._num_explored += 1
+            self._exploration_seconds -= seconds
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Take in a step with the drafting after it, passes included, and the step's tokens."""
         if self._tokens and seconds * self._num_steps > MAX_INTERVAL * self._seconds:
             return
+        self._exploration_seconds += EXPLORATION * seconds
         kept = 1.0 - 1.0 / MEMORY
         self._num_steps = kept * self._num_steps + 1.0
         self._seconds = kept * self._seconds + seconds

@@ -17,7 +17,13 @@ from vllm_trie.drafters.neural import Chains
 from vllm_trie.drafters.neural.drafter import chain_tree
 from vllm_trie.drafters.union import TrieUnionDrafter, TrieUnionOptions
 from vllm_trie.drafters.union.evaluation import HORIZON, evaluate
-from vllm_trie.drafters.union.forward_gate import FIRST_DRAFTS, MAX_REST, ForwardGate
+from vllm_trie.drafters.union.forward_gate import (
+    EXPLORATION,
+    FIRST_CALLS,
+    FIRST_DRAFTS,
+    MAX_REST,
+    ForwardGate,
+)
 from vllm_trie.drafters.union.merge import Draft, Graft, best_chain, build_tree, merge
 from vllm_trie.tree import TokenTree
 
@@ -151,6 +157,21 @@ def test_passes_are_made_where_they_raise_the_rate(gain: int, least: int, most: 
             gate.learn(1.5, gain)
         gate.observe_step(4 + gain * made, 0.010 + 0.008 * made)
     assert least <= num_made <= most
+
+
+def test_measuring_gains_takes_a_small_share_of_the_time() -> None:
+    """Passes of 100 ms next to steps of 10 ms never pay, whatever the other parts promise."""
+    gate = ForwardGate()
+    num_made = 0
+    for step in range(2000):
+        promised = [0.1, 0.7, 1.5, 3.0, 6.0, 12.0][step % 6]
+        made = bool(gate.choose([promised]))
+        num_made += made
+        if made:
+            gate.observe_call(1, 0.1)
+            gate.learn(promised, 1.0)
+        gate.observe_step(4 + made, 0.01 + 0.1 * made)
+    assert FIRST_CALLS < num_made < FIRST_CALLS + 1.2 * EXPLORATION * 2000 * 0.01 / 0.1
 
 
 def test_passes_are_tried_again() -> None:
