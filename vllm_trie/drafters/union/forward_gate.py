@@ -18,9 +18,9 @@ FIRST_DRAFTS = 16
 """Drafts of a level that are made to measure its gain before any is forgone."""
 MAX_REST = 32
 """Steps in which a level's drafts are forgone before some are made to measure the gain again."""
-FIRST_CALLS = 4
+FIRST_CALLS = 8
 """Calls that are made to measure gains, whatever they cost."""
-EXPLORATION = 0.04
+EXPLORATION = 0.08
 """Share of the time for further calls that are made only to measure gains."""
 MAX_INTERVAL = 10.0
 """Steps longer than this multiple of a usual one waited for requests; they do not count."""
