@@ -28,6 +28,7 @@ from support.replay_data import (
     Recording,
     RowsFile,
     TokenizerName,
+    check_methods,
     load_tokenizer,
     read_recordings,
 )
@@ -126,9 +127,7 @@ def main(
     json_out: RowsFile = None,
 ) -> None:
     """Replay recorded answers."""
-    for name in method or ():
-        if name not in METHODS:
-            raise typer.BadParameter(f"--method {name}: allowed are {', '.join(METHODS)}")
+    check_methods(method, METHODS)
     encoder = load_tokenizer(tokenizer)
     recordings = list(read_recordings(questions, answers, encoder))
     rows: list[Row] = []

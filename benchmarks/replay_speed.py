@@ -20,7 +20,7 @@ import random
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ from support.replay_data import (
     Recording,
     RowsFile,
     TokenizerName,
+    check_methods,
     load_tokenizer,
     read_recordings,
 )
@@ -72,6 +73,22 @@ class Text(NamedTuple):
     num_prompt_tokens: int
 
 
+class Step(NamedTuple):
+    """A step of a batch, verified."""
+
+    batch: Sequence[Text]
+    trees: Sequence[TokenTree]
+    accepted: Sequence[Sequence[int]]
+    """Accepted nodes of each tree."""
+    seconds: float
+    """Without drafting."""
+    drafting_seconds: float
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(tree.num_nodes for tree in self.trees)
+
+
 class Method:
     """Drafts for a batch; this one does not."""
 
@@ -81,14 +98,7 @@ class Method:
         """Return a tree for each request."""
         return [NO_TREE] * len(batch)
 
-    def observe(
-        self,
-        batch: Sequence[Text],
-        trees: Sequence[TokenTree],
-        accepted: Sequence[Sequence[int]],
-        seconds: float,
-        drafting_seconds: float,
-    ) -> None:
+    def observe(self, step: Step) -> None:
         """Take in a step: its accepted nodes and its duration."""
 
     def finish(self, text: Text) -> None:
@@ -143,19 +153,13 @@ class Budgeted(Method):
         ]
         return self._budget.cut(request_ids, self._drafter.propose(requests), len(batch))
 
-    def observe(
-        self,
-        batch: Sequence[Text],
-        trees: Sequence[TokenTree],
-        accepted: Sequence[Sequence[int]],
-        seconds: float,
-        drafting_seconds: float,
-    ) -> None:
-        num_nodes = sum(tree.num_nodes for tree in trees)
-        if num_nodes:
-            self._budget.observe_verified([text.request_id for text in batch], trees, accepted)
-        self._budget.observe_step(len(batch), len(batch) + num_nodes, seconds)
-        self._budget.observe_drafting(drafting_seconds)
+    def observe(self, step: Step) -> None:
+        num_rows = len(step.batch)
+        if step.num_nodes:
+            request_ids = [text.request_id for text in step.batch]
+            self._budget.observe_verified(request_ids, step.trees, step.accepted)
+        self._budget.observe_step(num_rows, num_rows + step.num_nodes, step.seconds)
+        self._budget.observe_drafting(step.drafting_seconds)
 
     def finish(self, text: Text) -> None:
         self._drafter.release(text.request_id)
@@ -179,6 +183,13 @@ class Totals:
     tokens: int = 0
     steps: int = 0
     nodes: int = 0
+
+    def add(self, seconds: float, tokens: int, steps: int, nodes: int) -> None:
+        """Add to all sums."""
+        self.seconds += seconds
+        self.tokens += tokens
+        self.steps += steps
+        self.nodes += nodes
 
 
 def decode(
@@ -221,14 +232,11 @@ def decode(
             path = accepted_nodes(tree, rest)
             accepted.append(path)
             num_tokens = min(len(path) + 1, len(rest))
-            found = totals[recordings[index].category]
-            found.seconds += (seconds + drafting) / len(batch)
-            found.tokens += num_tokens
-            found.steps += 1
-            found.nodes += tree.num_nodes
+            share = (seconds + drafting) / len(batch)
+            totals[recordings[index].category].add(share, num_tokens, 1, tree.num_nodes)
             running[index] += num_tokens
         disturbed = seconds * noise.lognormvariate(0.0, costs.disturbance)
-        method.observe(batch, trees, accepted, disturbed, drafting)
+        method.observe(Step(batch, trees, accepted, disturbed, drafting))
         for index in [i for i, size in running.items() if size >= len(texts[i])]:
             del running[index]
             method.finish(text_of(index))
@@ -243,11 +251,8 @@ def rows_of(
     every, every_plain = Totals(), Totals()
     for category, totals in sorted(found.items()):
         rows.append(_row(method, at_once, category, totals, plain[category]))
-        for sums, part in ((every, totals), (every_plain, plain[category])):
-            sums.seconds += part.seconds
-            sums.tokens += part.tokens
-            sums.steps += part.steps
-            sums.nodes += part.nodes
+        every.add(*astuple(totals))
+        every_plain.add(*astuple(plain[category]))
     keys = ("speed", "tokens_per_step", "nodes_per_step")
     mean = {key: statistics.fmean(row[key] for row in rows) for key in keys}
     head = {"method": method, "at_once": at_once, "category": "mean"}
@@ -302,9 +307,7 @@ def main(
     json_out: RowsFile = None,
 ) -> None:
     """Decode recorded answers on a modelled clock."""
-    for name in method or ():
-        if name not in METHODS:
-            raise typer.BadParameter(f"--method {name}: allowed are {', '.join(METHODS)}")
+    check_methods(method, METHODS)
     encoder = load_tokenizer(tokenizer)
     recordings = [
         recording

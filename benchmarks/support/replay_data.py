@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -35,6 +35,13 @@ TokenizerName = Annotated[
 ]
 RowsFile = Annotated[Path | None, typer.Option("--json", help="Where to write the rows.")]
 """Options of the benchmarks that replay recorded answers."""
+
+
+def check_methods(names: Collection[str] | None, allowed: Collection[str]) -> None:
+    """Refuse a value of `--method` that is not allowed."""
+    for name in names or ():
+        if name not in allowed:
+            raise typer.BadParameter(f"--method {name}: allowed are {', '.join(allowed)}")
 
 
 class Recording(NamedTuple):

@@ -22,9 +22,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.tree import words_per_node
+
 NO_NODES = np.empty((0, 0), dtype=np.uint64)
 """Ancestor words of a row without nodes."""
-_WORD_BITS = 64
 
 
 class TreeRow(NamedTuple):
@@ -73,7 +74,7 @@ class TreeBatch:
         sizes = [row.num_nodes for row in self.rows]
         ends = accumulate(self.num_words.tolist(), initial=0)
         return [
-            self.word_array[start:end].reshape(size, -(-size // _WORD_BITS))
+            self.word_array[start:end].reshape(size, words_per_node(size))
             for (start, end), size in zip(pairwise(ends), sizes, strict=True)
         ]
 
@@ -81,7 +82,7 @@ class TreeBatch:
     def num_words(self) -> np.ndarray:
         """int64 [num_rows], the ancestor words of each request."""
         sizes = self.row_array[:, 3]
-        counts: np.ndarray = sizes * -(-sizes // _WORD_BITS)
+        counts: np.ndarray = sizes * words_per_node(sizes)
         return counts
 
     @cached_property

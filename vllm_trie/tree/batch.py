@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_trie.native import NativeLibrary
-from vllm_trie.tree.token_tree import MalformedTreeError, TokenTree
+from vllm_trie.tree.token_tree import MalformedTreeError, TokenTree, words_per_node
 from vllm_trie.tree.verify import accept_greedy
 
 LIBRARY = NativeLibrary(
@@ -87,7 +87,7 @@ def place(trees: Sequence[TokenTree], rows: np.ndarray) -> tuple[np.ndarray, np.
             start += size
         return places, np.concatenate([tree.ancestor_words().reshape(-1) for tree in trees])
     parents = np.concatenate([tree.parents for tree in trees])
-    words = np.empty((sizes * -(-sizes // 64)).sum(), dtype=np.uint64)
+    words = np.empty((sizes * words_per_node(sizes)).sum(), dtype=np.uint64)
     LIBRARY.require().trees_place(
         *(parents.ctypes.data, rows.ctypes.data, len(rows)),
         *(places.ctypes.data, places[1].ctypes.data, words.ctypes.data),

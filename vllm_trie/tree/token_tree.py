@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import le, lt
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,6 +14,13 @@ ROOT = -1
 """Parent of the nodes that directly follow the last committed token."""
 
 _WORD_BITS = 64
+
+_Count = TypeVar("_Count", int, np.ndarray)
+
+
+def words_per_node(num_nodes: _Count) -> _Count:
+    """Return how many ancestor words a node of a tree of N nodes has; also for arrays of N."""
+    return -(-num_nodes // _WORD_BITS)
 
 
 class MalformedTreeError(ValueError):
@@ -198,7 +206,7 @@ class TokenTree:
     def ancestor_words(self) -> np.ndarray:
         """Return uint64 [N, ceil(N / 64)]: bit `j % 64` of word `j // 64` in row i is set if j is i
         or an ancestor of i."""
-        num_words = -(-self.num_nodes // _WORD_BITS)
+        num_words = words_per_node(self.num_nodes)
         rows: list[int] = []
         for node, parent in enumerate(self.parent_list):
             rows.append((rows[parent] if parent >= 0 else 0) | 1 << node)

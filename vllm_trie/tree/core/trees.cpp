@@ -61,8 +61,8 @@ extern "C" int32_t trees_are_valid(const int32_t* tokens, const int32_t* parents
 }
 
 // Place the trees in a step. A row of `rows` has the fields of TreeRow: batch index, first query
-// token, number of query tokens, number of nodes, KV slots in use, and one more. Writes the query token of each
-// node, its position, and its ancestor words, ceil(N / 64) for each node of a tree.
+// token, number of query tokens, number of nodes, KV slots in use, and one more. Writes the query
+// token of each node, its position, and its ancestor words, ceil(N / 64) for each node of a tree.
 extern "C" void trees_place(const int32_t* parents, const int64_t* rows, int64_t num_trees,
                             int64_t* tokens, int64_t* positions, uint64_t* words) {
     for (int64_t tree = 0; tree < num_trees; ++tree, rows += kRowFields) {

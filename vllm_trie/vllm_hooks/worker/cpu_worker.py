@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import cpu_worker
@@ -13,10 +11,9 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.runner_choice import runner_scopes
+from vllm_trie.vllm_hooks.worker.drafting_worker import DraftingWorkerMixin
 from vllm_trie.vllm_hooks.worker.runners.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
 from vllm_trie.vllm_hooks.worker.runners.runner_v2 import RunnerV2Mixin
-from vllm_trie.vllm_hooks.worker.runners.v1_adapter import V1Adapter
-from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 
 CPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cpu.TreeCPUAttentionBackend"
 
@@ -44,17 +41,10 @@ class DraftingCPUModelRunnerV2(RunnerV2Mixin, cpu_model_runner_v2.CPUModelRunner
     """Model Runner V2 on a CPU, with drafts that vLLM verifies."""
 
 
-class TreeCPUWorker(cpu_worker.CPUWorker):
+class TreeCPUWorker(DraftingWorkerMixin, cpu_worker.CPUWorker):
     """The CPU worker for the plugin's methods."""
 
     model_runner: ChainCPUModelRunner
-
-    @property
-    def adapter(self) -> V1Adapter | V2Adapter | None:
-        """The runner's; none in pipeline stages that do not sample, and after a failed start."""
-        found: V1Adapter | V2Adapter | None
-        found = getattr(getattr(self, "model_runner", None), "adapter", None)
-        return found
 
     def init_device(self) -> None:
         verification = config.verification(self.vllm_config)
@@ -62,14 +52,3 @@ class TreeCPUWorker(cpu_worker.CPUWorker):
         selector._cached_get_attn_backend.cache_clear()
         with ledger.installed(*runner_scopes(self.vllm_config, verification)):
             super().init_device()
-
-    def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
-        if self.adapter is not None:
-            self.adapter.calibrate()
-        return times
-
-    def shutdown(self) -> None:
-        if self.adapter is not None:
-            self.adapter.trees.close()
-        super().shutdown()

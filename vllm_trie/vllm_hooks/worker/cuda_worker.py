@@ -18,11 +18,10 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.runner_choice import runner_scopes
+from vllm_trie.vllm_hooks.worker.drafting_worker import DraftingWorkerMixin
 from vllm_trie.vllm_hooks.worker.gpu_check import check_device
 from vllm_trie.vllm_hooks.worker.runners.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
 from vllm_trie.vllm_hooks.worker.runners.runner_v2 import RunnerV2Mixin
-from vllm_trie.vllm_hooks.worker.runners.v1_adapter import V1Adapter
-from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.verification.sampling import argmax_of_logits
 
 GPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cuda.TreeTritonAttentionBackend"
@@ -54,19 +53,12 @@ class DraftingGPUModelRunnerV2(RunnerV2Mixin, gpu_model_runner_v2.GPUModelRunner
     """Model Runner V2, with drafts that vLLM verifies."""
 
 
-class TreeGPUWorker(Worker):
+class TreeGPUWorker(DraftingWorkerMixin, Worker):
     """The GPU worker for the plugin's methods."""
 
     model_runner: (  # type: ignore[assignment]
         ChainGPUModelRunner | TreeGPUModelRunner | DraftingGPUModelRunnerV2
     )
-
-    @property
-    def adapter(self) -> V1Adapter | V2Adapter | None:
-        """The runner's; none in pipeline stages that do not sample, and after a failed start."""
-        found: V1Adapter | V2Adapter | None
-        found = getattr(getattr(self, "model_runner", None), "adapter", None)
-        return found
 
     def init_device(self) -> None:
         verification = config.verification(self.vllm_config)
@@ -82,12 +74,4 @@ class TreeGPUWorker(Worker):
         if config.verification(self.vllm_config) == "tree":
             # First, as vLLM watches for kernels that are compiled after its own warm-up.
             check_device(self.model_runner)
-        times = super().compile_or_warm_up_model()
-        if self.adapter is not None:
-            self.adapter.calibrate()
-        return times
-
-    def shutdown(self) -> None:
-        if self.adapter is not None:
-            self.adapter.trees.close()
-        super().shutdown()
+        return super().compile_or_warm_up_model()

@@ -24,6 +24,7 @@ from vllm_trie.attention import TreeBatch
 from vllm_trie.attention.cache_layout import move_rows_in_layers
 from vllm_trie.attention.gpu_launch import TreeBuffers
 from vllm_trie.attention.triton_kernel import EVERY_LENGTH, tree_attention_triton
+from vllm_trie.tree import words_per_node
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import TreeAttention
 
 _CHECKED_REQUESTS, _CHECKED_WORDS = 8, 1024
@@ -78,7 +79,7 @@ class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
         self.longest_decode = 1 + max_nodes
         self.buffers = TreeBuffers(
             max(max_requests, _CHECKED_REQUESTS),
-            max(max_requests * max_nodes * -(-max_nodes // 64), _CHECKED_WORDS),
+            max(max_requests * max_nodes * words_per_node(max_nodes), _CHECKED_WORDS),
             kv_cache_spec.head_size,
             _num_processors(device),
             device,
