@@ -124,6 +124,9 @@ def main(
         list[str] | None, typer.Option(help=f"One of {', '.join(METHODS)}; default all.")
     ] = None,
     nodes: Annotated[list[int] | None, typer.Option(help="Node limit of a draft.")] = None,
+    times: Annotated[
+        int, typer.Option(min=1, help="Ask all questions so often; the last time counts.")
+    ] = 1,
     json_out: RowsFile = None,
 ) -> None:
     """Replay recorded answers."""
@@ -134,10 +137,11 @@ def main(
     for num_nodes in nodes or [32]:
         for name in method or METHODS:
             drafter = METHODS[name](num_nodes, encoder.vocab_size)
-            steps: defaultdict[str, list[Step]] = defaultdict(list)
-            label = f"{name}, {num_nodes} nodes"
-            for i, recording in enumerate(track(recordings, label, transient=True)):
-                steps[recording.category].extend(replay(drafter, str(i), recording))
+            for turn in range(times):
+                steps: defaultdict[str, list[Step]] = defaultdict(list)
+                label = f"{name}, {num_nodes} nodes"
+                for i, recording in enumerate(track(recordings, label, transient=True)):
+                    steps[recording.category].extend(replay(drafter, f"{turn}-{i}", recording))
             rows.extend(summarize(name, num_nodes, steps))
     print_rows(rows)
     write_json(rows, json_out)

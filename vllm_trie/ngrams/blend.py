@@ -42,6 +42,9 @@ class Blend(NamedTuple):
     """The request's own text."""
     shared: Source
     """Finished requests and the corpus."""
+    shared_long: Source
+    """Their contexts of `long_order` tokens and more: a text that repeats one of them at length
+    goes on repeating it."""
     recycled: Source = Source(concentration=2.0, discount=0.5)
     """What the model named after nodes of earlier trees; asked before the empty context."""
     path_trust: float = 0.0
@@ -56,10 +59,17 @@ class Blend(NamedTuple):
     out."""
     min_left_for_heads: float = 0.0
     """Heads are asked if at least this much probability is left."""
+    long_order: int = 8
     min_order: int = 0
     """Length of the shortest context that is asked."""
     use_length: int = 3
     """A match of this many tokens counts as a use of the stored text in which it was found."""
+
+    def source(self, index: int, order: int) -> Source:
+        """Return the trust in contexts of a length in an index; the first is the own text's."""
+        if index == 0:
+            return self.own
+        return self.shared if order < self.long_order else self.shared_long
 
 
 def grow(
@@ -84,7 +94,6 @@ def grow(
     Returns:
         The contexts at the end of the text, by source and length.
     """
-    sources = [(index, blend.shared if i else blend.own) for i, index in enumerate(indexes)]
     # By number of the chosen guess at whose end they stand.
     contexts = {ROOT: [match_suffix(index, token_ids) for index in indexes]}
 
@@ -98,7 +107,7 @@ def grow(
 
     def expand(above: float, parent: int, depth: int) -> None:
         found = [] if recycled is None else recycled(*last_two(parent))
-        shares, left = ask_contexts(sources, contexts[parent], blend, tree.bound() / above, found)
+        shares, left = ask_contexts(indexes, contexts[parent], blend, tree.bound() / above, found)
         if depth <= len(heads) and left >= blend.min_left_for_heads:
             for token, probability in heads[depth - 1]:
                 shares[token] = shares.get(token, 0.0) + left * probability
@@ -120,7 +129,7 @@ def grow(
 
 
 def ask_contexts(
-    sources: Sequence[tuple[NgramIndex, Source]],
+    indexes: Sequence[NgramIndex],
     contexts: Sequence[list[Match]],
     blend: Blend,
     cut: float,
@@ -145,9 +154,9 @@ def ask_contexts(
             for counts in recycled:
                 num_types = sum(count for _, count in counts)
                 counted.append((Counted(counts, num_types, len(counts)), blend.recycled))
-        for (index, source), known in zip(sources, contexts, strict=True):
+        for i, (index, known) in enumerate(zip(indexes, contexts, strict=True)):
             if order < len(known):
-                counted.append((count_successors(index, known[order]), source))
+                counted.append((count_successors(index, known[order]), blend.source(i, order)))
         for (likeliest, num_types, num_successors), (concentration, discount) in counted:
             if num_successors == 0:
                 continue

@@ -227,5 +227,5 @@ def draft_batch(
 
 def pack_blend(blend: Blend) -> bytes:
     """Return the parameters as compiled code reads them."""
-    own, shared, recycled, *others = blend
-    return _PACK_BLEND(*own, *shared, *recycled, *others)
+    own, shared, shared_long, recycled, *others = blend
+    return _PACK_BLEND(*own, *shared, *shared_long, *recycled, *others)

@@ -109,7 +109,12 @@ def test_counts_are_those_of_the_texts_that_are_left(
 
 
 HEADS_BLEND = Blend(
-    own=Source(0.2, 0.7), shared=Source(4.0, 0.8), min_left_for_heads=1e-6, min_order=1
+    own=Source(0.2, 0.7),
+    shared=Source(4.0, 0.8),
+    shared_long=Source(0.1, 0.3),
+    long_order=3,
+    min_left_for_heads=1e-6,
+    min_order=1,
 )
 
 

@@ -34,6 +34,23 @@ def test_finished_outputs_are_drafted_from() -> None:
     assert drafted(answered())[:3] == [12, 13, 14]
 
 
+def test_an_answer_that_repeats_at_length_is_expected_to_go_on() -> None:
+    drafter = make_drafter(store_tokens=1000)
+    answer = list(range(10, 50))
+    drafter.propose([make_request(QUESTION + answer, "first", num_prompt_tokens=3)])
+    drafter.release("first")
+
+    def last_probability(num_repeated: int) -> float:
+        text = [5, *answer[:num_repeated]]
+        request = make_request(text, f"after {num_repeated}", num_prompt_tokens=1, chain_only=True)
+        chain = drafter.propose([request])[0]
+        assert chain.token_ids[:8].tolist() == answer[num_repeated : num_repeated + 8]
+        assert chain.probabilities is not None
+        return float(chain.probabilities[7])
+
+    assert last_probability(8) > 0.5 > last_probability(4)
+
+
 def test_the_store_can_be_switched_off() -> None:
     assert drafted(answered(store_tokens=0))[:1] != [12]
 

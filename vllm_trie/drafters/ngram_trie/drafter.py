@@ -30,6 +30,7 @@ from vllm_trie.tree import TokenTree
 BLEND = Blend(
     own=Source(concentration=0.5, discount=0.7),
     shared=Source(concentration=4.0, discount=0.8),
+    shared_long=Source(concentration=0.05, discount=0.05),
     path_trust=0.4,
     min_left=1e-4,
     cut_left=0.5,

@@ -121,7 +121,8 @@ double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts,
         }
         for (int32_t s = 0; s < num_sources_; ++s) {
             if (order >= contexts[s].size) continue;
-            const Source& source = s == 0 ? blend.own : blend.shared;
+            const Source& shared = order < blend.long_order ? blend.shared : blend.shared_long;
+            const Source& source = s == 0 ? blend.own : shared;
             left = successors_.blend(sources_[s], contexts[s].matches[order], source.concentration,
                                      source.discount, left, blend.cut_share * cut);
         }

@@ -19,12 +19,14 @@ struct Source {
 struct Blend {
     Source own;
     Source shared;
+    Source shared_long;
     Source recycled;
     double path_trust;
     double min_left;
     double cut_left;
     double cut_share;
     double min_left_for_heads;
+    int32_t long_order;
     int32_t min_order;
     int32_t use_length;
 };
