@@ -70,12 +70,13 @@ class Steps:
 
     def add(self, request_id: str, prompt: list[int], num_output: int = 0, **params: Any) -> None:
         """A request; the last `num_output` tokens of its text are output."""
-        params = {"max_tokens": 30, "stop_token_ids": [EOS], **params}
+        sampling_params = SamplingParams(**{"max_tokens": 30, **params})
+        sampling_params.update_from_generation_config({}, EOS)
         data: Any = NewRequestData(
             req_id=request_id,
             prompt_token_ids=prompt[: len(prompt) - num_output],
             mm_features=[],
-            sampling_params=SamplingParams(**params),
+            sampling_params=sampling_params,
             pooling_params=None,
             block_ids=(),
             num_computed_tokens=0,
@@ -174,6 +175,9 @@ def test_prefills_in_chunks_get_no_draft(steps: Steps) -> None:
     [
         ({}, [12, EOS, 13], 2),
         ({"min_tokens": 4}, [12, EOS, 13], 3),
+        ({"ignore_eos": True}, [12, EOS, 13], 3),
+        ({"ignore_eos": True}, [12, 13, EOS], 3),
+        ({"ignore_eos": True, "stop_token_ids": [12]}, [12, 13, EOS], 1),
         ({"max_tokens": 3}, [12, 13, 14], 2),
     ],
 )

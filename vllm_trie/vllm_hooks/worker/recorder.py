@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from vllm_trie.explore.trace import Header, Step, TraceWriter
 from vllm_trie.vllm_hooks.frontend.request_options import TRACE
+from vllm_trie.vllm_hooks.worker.drafting.requests import ends_with
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -135,9 +136,7 @@ class TraceRecorder:
 
 def _before_stop(followed: _Followed, tokens: Sequence[int]) -> Sequence[int]:
     """Return the tokens up to the one after which the scheduler ends the request."""
-    params = followed.params
-    stops = (params.eos_token_id, *(params.stop_token_ids or ()))
     for place, token in enumerate(tokens, 1):
-        if token in stops and followed.num_output_tokens + place >= params.min_tokens:
+        if ends_with(followed.params, token, followed.num_output_tokens + place):
             return tokens[:place]
     return tokens

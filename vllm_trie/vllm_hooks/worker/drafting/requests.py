@@ -118,8 +118,18 @@ def _may_draft(
         return False
     if params.thinking_token_budget is not None:
         return False  # vLLM counts thinking tokens along a chain
-    # After a stop token the scheduler is about to end the request.
-    return last_token not in params.all_stop_token_ids or num_output_tokens < params.min_tokens
+    return not ends_with(params, last_token, num_output_tokens)
+
+
+def ends_with(params: SamplingParams, token: int, num_output_tokens: int) -> bool:
+    """Whether the scheduler ends a request after a token.
+
+    Args:
+        params: of the request. Its `all_stop_token_ids` name EOS even where `ignore_eos` is set.
+        token: the newest of `num_output_tokens` tokens.
+    """
+    stops = (params.eos_token_id, *(params.stop_token_ids or ()))
+    return token in stops and num_output_tokens >= params.min_tokens
 
 
 def _cache_salt(data: RequestData, extra_args: Mapping[str, str]) -> str | None:

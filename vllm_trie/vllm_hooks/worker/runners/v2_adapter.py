@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
 from vllm_trie.drafters import DraftRequest
 from vllm_trie.vllm_hooks.worker.drafting.neural_v2 import V2Chains
-from vllm_trie.vllm_hooks.worker.drafting.requests import draft_request
+from vllm_trie.vllm_hooks.worker.drafting.requests import draft_request, ends_with
 from vllm_trie.vllm_hooks.worker.stats import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
@@ -79,8 +79,8 @@ class _Request:
             self.num_tokens += 1
             taken += 1
             num_output = self.num_output_tokens
-            stops = token in params.all_stop_token_ids and num_output >= params.min_tokens
-            self.has_ended = stops or num_output == params.max_tokens
+            is_last = num_output == params.max_tokens
+            self.has_ended = is_last or ends_with(params, token, num_output)
         return tokens[:taken]
 
 
