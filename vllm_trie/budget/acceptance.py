@@ -23,7 +23,8 @@ class AcceptanceCalibration:
     """Maps predicted probabilities to observed acceptance rates, monotonically, learned online.
 
     Nodes fall into bins by predicted probability. Each bin keeps a decaying count of verified and
-    accepted nodes and starts from the predicted probability itself.
+    accepted nodes. It starts from the predicted probability itself, or from more where the drafter
+    turns out to be too modest.
 
     Args:
         prior_weight: verified nodes that the predicted probability counts for in each bin.
@@ -92,11 +93,25 @@ class AcceptanceCalibration:
         predicted: np.ndarray = np.interp(expected, self._curve(), _PREDICTED)
         return predicted
 
+    def _prior_rates(self) -> np.ndarray:
+        """Return float64, the rates that the bins start from.
+
+        Where more nodes are accepted than predicted, the log-odds of all bins rise by those of the
+        verified nodes: what was not verified for lack of promise is worth a try then.
+        """
+        accepted = self._accepted.sum() + self._prior
+        expected = self._verified @ _CENTRES + self._prior
+        total = self._verified.sum() + 2.0 * self._prior
+        ratio = accepted / (total - accepted) * (total - expected) / expected
+        odds = max(ratio, 1.0) * _CENTRES / (1.0 - _CENTRES)
+        rates: np.ndarray = odds / (1.0 + odds)
+        return rates
+
     def _curve(self) -> np.ndarray:
         """Return float64, the expected rates at `_PREDICTED`."""
         if self._expected is None:
             weights = self._verified + self._prior
-            observed = (self._accepted + self._prior * _CENTRES) / weights
+            observed = (self._accepted + self._prior * self._prior_rates()) / weights
             observed = non_decreasing(observed, weights)
             self._expected = np.concatenate([[0.0], observed, observed[-1:]])
         return self._expected

@@ -10,7 +10,12 @@ import numpy as np
 from vllm_trie.budget.monotone import non_decreasing
 from vllm_trie.checked_numbers import checked
 
-_KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
+# On both sides of a power of two: matrix products work on blocks of rows, and a step with one token
+# more than fills its blocks can take a quarter longer.
+_KNOTS = (
+    *(1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257),
+    *(384, 512, 768, 1024, 2048),
+)
 
 _RENEWAL = 16  # measurements between updates of a settled table
 _ROW_MEMORY = 500.0  # measurements that the cost of a request is learned from
@@ -28,7 +33,8 @@ class StepCost:
     context to attend to and its own bookkeeping.
 
     The curve has fixed knots and is linear between them. A measurement moves the knots on both
-    sides of it, and the older a knot's data the further. The curve never falls, and beyond the last
+    sides of it (normalized least mean squares, Widrow and Hoff 1960), and the less a knot has seen
+    the further. The curve never falls, and beyond the last
     known knot it continues with the slope of its last half. The cost of a request is the slope
     between a step's requests in excess of the usual number for its tokens and its excess duration.
 
@@ -79,30 +85,31 @@ class StepCost:
         left = right if _KNOTS[right] == num_tokens else right - 1
         span = _KNOTS[right] - _KNOTS[left]
         share = (_KNOTS[right] - num_tokens) / span if span else 1.0
-        if self._weights[left] and self._weights[right]:
-            expected = share * self._seconds[left] + (1.0 - share) * self._seconds[right]
-            seconds = min(seconds, _OUTLIER * expected)
-            if num_rows and self._rows[left] and self._rows[right]:
-                usual = share * self._rows[left] + (1.0 - share) * self._rows[right]
-                excess = num_rows - usual
-                keep = 1.0 - 1.0 / _ROW_MEMORY
-                self._covariance = keep * self._covariance + excess * (seconds - expected)
-                self._variance = keep * self._variance + excess * excess
-        elif self.known:  # a new size
-            seconds = min(seconds, _OUTLIER * self(max(num_rows, 1), num_tokens))
-        self._move(left, share, num_rows, seconds)
+        for knot in (left, right):
+            if not self._weights[knot]:  # it begins on the curve
+                known = self.known
+                self._seconds[knot] = self(max(num_rows, 1), _KNOTS[knot]) if known else seconds
+        expected = share * self._seconds[left] + (1.0 - share) * self._seconds[right]
+        seconds = min(seconds, _OUTLIER * expected)
+        if num_rows and self._rows[left] and self._rows[right]:
+            usual = share * self._rows[left] + (1.0 - share) * self._rows[right]
+            excess = num_rows - usual
+            keep = 1.0 - 1.0 / _ROW_MEMORY
+            self._covariance = keep * self._covariance + excess * (seconds - expected)
+            self._variance = keep * self._variance + excess * excess
+        error = (seconds - expected) / (share * share + (1.0 - share) * (1.0 - share))
+        self._move(left, share, num_rows, error)
         if left != right:
-            self._move(right, 1.0 - share, num_rows, seconds)
+            self._move(right, 1.0 - share, num_rows, error)
         self._num_seen += 1
         self._unseen += 1
 
-    def _move(self, knot: int, weight: float, num_rows: int, seconds: float) -> None:
+    def _move(self, knot: int, weight: float, num_rows: int, error: float) -> None:
         self._num_known += self._weights[knot] == 0.0
         self._weights[knot] = min(self._weights[knot] + weight, self._memory)
-        step = weight / self._weights[knot]
-        self._seconds[knot] += step * (seconds - self._seconds[knot])
+        self._seconds[knot] += weight / max(self._weights[knot], 1.0) * error
         if num_rows:
-            step = step if self._rows[knot] else 1.0
+            step = weight / self._weights[knot] if self._rows[knot] else 1.0
             self._rows[knot] += step * (num_rows - self._rows[knot])
 
     def state(self) -> dict[str, list[float]]:

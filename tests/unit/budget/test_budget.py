@@ -102,7 +102,7 @@ def test_step_cost_learns_a_curve_and_follows_a_change():
     rng = np.random.default_rng(0)
 
     def measure(factor):
-        for num_tokens in rng.integers(1, 130, size=600).tolist():
+        for num_tokens in rng.integers(1, 130, size=900).tolist():
             noise = 1 + 0.1 * rng.standard_normal()
             cost.observe(1, num_tokens, factor * noise * (0.020 + 0.0005 * num_tokens))
 
@@ -111,6 +111,17 @@ def test_step_cost_learns_a_curve_and_follows_a_change():
         assert cost(1, num_tokens) == pytest.approx(0.020 + 0.0005 * num_tokens, rel=0.08)
     measure(2.0)
     assert cost(1, 64) == pytest.approx(2 * (0.020 + 0.0005 * 64), rel=0.1)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_steps_that_fill_their_blocks_are_cheap(block):
+    """Matrix products of up to `block` rows take 10 ms, those of more rows 15."""
+    cost = StepCost()
+    for _ in range(30):
+        for num_tokens in (1, block // 2, block, block + 1, 2 * block):
+            cost.observe(1, num_tokens, 0.010 if num_tokens <= block else 0.015)
+    assert cost(1, block) == pytest.approx(0.010, rel=0.01)
+    assert cost(1, block + 1) == pytest.approx(0.015, rel=0.01)
 
 
 def test_step_cost_tells_requests_from_nodes():

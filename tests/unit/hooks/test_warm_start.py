@@ -23,6 +23,7 @@ from vllm_trie.vllm_hooks.worker.warm_start import Origin, WarmStart
 ORIGIN = Origin(Identity("model", "fingerprint", VOCAB), "ngram_trie", "machine")
 QUESTION, ANSWER = [1, 2, 3], [10, 11, 12, 13, 14]
 SECRET = [500, 501, 502, 503, 504, 505, 506, 507]
+NUM_KNOTS = len(StepCost().state()["seconds"])
 
 
 def start(
@@ -192,7 +193,7 @@ def test_what_is_no_number_is_not_taken_up() -> None:
         with pytest.raises(ValueError, match="outside of"):
             AcceptanceCalibration().restore({"verified": [wrong] * 17, "accepted": [0.0] * 17})
         with pytest.raises(ValueError, match="outside of"):
-            StepCost().restore({**StepCost().state(), "seconds": [wrong] * 21})
+            StepCost().restore({**StepCost().state(), "seconds": [wrong] * NUM_KNOTS})
 
 
 def test_forged_numbers_are_not_taken_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -207,9 +208,9 @@ def test_forged_numbers_are_not_taken_up(tmp_path: Path, caplog: pytest.LogCaptu
     ]
     cost = header.step_cost
     for name, value in (("seconds", 1e300), ("rows", -1.0), ("weights", 1e9)):
-        wrong.append({**cost, name: [value] * 21})
+        wrong.append({**cost, name: [value] * NUM_KNOTS})
     wrong.append({**cost, "row_slope": [0.0, -1.0]})
-    wrong.append({**cost, "seconds": [0.0] * 21})
+    wrong.append({**cost, "seconds": [0.0] * NUM_KNOTS})
     for state in wrong:
         field = "acceptance" if "verified" in state else "step_cost"
         write_store(path, header.model_copy(update={field: state}), texts)

@@ -9,8 +9,8 @@ import torch
 
 from vllm_trie.budget import NodeBudget
 
-_NUM_TOKENS = (1, 2, 5, 9, 17, 33, 65)
-_MORE_TOKENS = (129, 257)  # for one rank, if its passes are short
+_NUM_TOKENS = (1, 8, 16, 17, 32, 33, 64, 65)  # see the knots of StepCost
+_MORE_TOKENS = (128, 129, 256, 257)  # for one rank, if its passes are short
 _REPEATS = 3
 _REPEATS_OF_RANKS = 2
 
