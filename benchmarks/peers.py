@@ -12,9 +12,9 @@ Workloads:
 
 Requests run one at a time, greedily. Every method answers a question before the next one comes.
 With `--at-once 8 32` they run together as well: all questions are one load, in random order, and
-the next one begins when another has ended. A load is a category of its own.
-Drafters that learn from finished requests begin empty and keep what they learn until the end of a
-repeat. Engines are compiled, vLLM's default. `tokens_per_s` is output over the whole time of the
+the next one begins when another has ended. A load is a category of its own. The engines advance in
+it by turns of a second, because slow spells of a shared machine last longer than that.
+Drafters that learn from finished requests begin each repeat and each load empty. Engines are compiled, vLLM's default. `tokens_per_s` is output over the whole time of the
 requests, prefill included. `ms_per_output_token` and `decode_ratio_to_plain` count the time after
 the first token only. `tokens_per_step` is tokens after the first one over their steps.
 
@@ -48,6 +48,7 @@ from support.peers_engines import (
     Load,
     Measured,
     Question,
+    answer,
     available,
     replay_settings,
     replaying,
@@ -322,8 +323,8 @@ def warm_up(contestants: Sequence[Contestant], work: Question | Load, prepare: A
         else work._replace(questions=list(map(short, work.questions[: work.at_once])))
     )
     prepare(part)
-    for each in contestants:
-        each.answer(part)
+    for _ in answer(contestants, part):
+        pass
 
 
 def run_beam(options: argparse.Namespace) -> list[Row]:

@@ -58,6 +58,7 @@ PEERS = ("ngram", "ngram_default", "suffix")
 DEFAULT_METHODS = (PLAIN, "ngram", "suffix", "ngram_trie", "ngram_trie_chain")
 MOST_NODES = 32
 PARTS = ("forward", "logits", "sampling", "drafting")
+_TURN_SECONDS = 1.0
 
 
 class Question(NamedTuple):
@@ -190,10 +191,6 @@ class Contestant:
                 max_tree_depth=cache.max_tree_depth, max_cached_requests=cache.max_cached_requests
             )
 
-    def answer(self, work: Question | Load) -> Measured:
-        """Decode a request alone, or a load."""
-        return self.run(work) if isinstance(work, Question) else self.serve(work)
-
     def run(self, question: Question) -> Measured:
         """Decode one request greedily and alone."""
         output: list[int] = []
@@ -214,14 +211,19 @@ class Contestant:
         parts = {part: after[part] - before[part] for part in PARTS}
         return Measured(output, end - start, first_token - start, steps, nodes[0], parts)
 
-    def serve(self, load: Load) -> Measured:
-        """Decode a load greedily, never more than `at_once` requests at a time."""
+    def serve(self, load: Load) -> Iterator[Measured]:
+        """Decode a load greedily, never more than `at_once` requests at a time.
+
+        Yields:
+            After each step, everything since the load's beginning. Time between steps, when other
+            engines run, does not count.
+        """
         engine, waiting, running = self.llm.llm_engine, deque(enumerate(load.questions)), 0
         outputs: list[list[int]] = [[] for _ in load.questions]
-        steps, nodes, before = 0, [0], self._part_seconds()
+        seconds, steps, nodes, before = 0.0, 0, [0], self._part_seconds()
         with each_schedule(self.llm, _count_nodes(nodes)):
-            start = time.perf_counter()
             while waiting or running:
+                start = time.perf_counter()
                 while waiting and running < load.at_once:
                     index, question = waiting.popleft()
                     prompt = {
@@ -235,11 +237,11 @@ class Contestant:
                     steps += bool(output and new)
                     output.extend(new)
                     running -= found.finished
-            seconds = time.perf_counter() - start
-        after = self._part_seconds()
-        parts = {part: after[part] - before[part] for part in PARTS}
-        together = [token for output in outputs for token in output]
-        return Measured(together, seconds, 0.0, steps, nodes[0], parts, len(outputs))
+                seconds += time.perf_counter() - start
+                after = self._part_seconds()
+                parts = {part: after[part] - before[part] for part in PARTS}
+                together = [token for output in outputs for token in output]
+                yield Measured(together, seconds, 0.0, steps, nodes[0], parts, len(outputs))
 
 
 def _params_of(question: Question) -> Any:
@@ -305,6 +307,33 @@ def available(methods: Sequence[str]) -> tuple[list[str], list[str]]:
     return kept, missing
 
 
+def answer(contestants: Sequence[Contestant], work: Question | Load) -> Iterator[Measured]:
+    """Let every engine answer a question after the one before, or all of them a load together.
+
+    The engines take turns in a load: the one with the fewest tokens works for about a second. A
+    spell in which the machine is slow so costs all of them the same.
+
+    Yields:
+        A measurement of each engine, in their order.
+    """
+    if isinstance(work, Question):
+        yield from (each.run(work) for each in contestants)
+        return
+    servings = [each.serve(work) for each in contestants]
+    found = [next(serving) for serving in servings]
+    open_ones = set(range(len(servings)))
+    while open_ones:
+        index = min(open_ones, key=lambda i: (len(found[i].output), i))
+        until = found[index].seconds + _TURN_SECONDS
+        while found[index].seconds < until:
+            step = next(servings[index], None)
+            if step is None:
+                open_ones.remove(index)
+                break
+            found[index] = step
+    yield from found
+
+
 def run_in_turns(
     contestants: Sequence[Contestant],
     questions: Sequence[Question | Load],
@@ -317,7 +346,7 @@ def run_in_turns(
     Args:
         contestants: warm engines.
         questions: asked in this order; a load takes the place of a question.
-        repeats: passes over all questions; the engines forget in between.
+        repeats: passes over all questions; the engines forget in between, and before each load.
         prepare: called before each question.
         advance: called after each question.
 
@@ -328,10 +357,14 @@ def run_in_turns(
         for each in contestants:
             each.forget()
         for index, question in enumerate(questions):
+            if isinstance(question, Load):
+                for each in contestants:
+                    each.forget()
             prepare(question)
             first = (index + repeat) % len(contestants)
-            for each in [*contestants[first:], *contestants[:first]]:
-                yield index, each.method, each.answer(question)
+            order = [*contestants[first:], *contestants[:first]]
+            for each, measured in zip(order, answer(order, question), strict=True):
+                yield index, each.method, measured
             advance()
 
 
