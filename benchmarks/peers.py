@@ -14,9 +14,10 @@ Requests run one at a time, greedily. Every method answers a question before the
 With `--at-once 8 32` they run together as well: all questions are one load, in random order, and
 the next one begins when another has ended. A load is a category of its own. The engines advance in
 it by turns of a second, because slow spells of a shared machine last longer than that.
-Drafters that learn from finished requests begin each repeat and each load empty. Engines are compiled, vLLM's default. `tokens_per_s` is output over the whole time of the
-requests, prefill included. `ms_per_output_token` and `decode_ratio_to_plain` count the time after
-the first token only. `tokens_per_step` is tokens after the first one over their steps.
+Drafters that learn from finished requests begin each repeat and each load empty. Engines are
+compiled, vLLM's default. `tokens_per_s` is output over the whole time of the requests, prefill
+included. `ms_per_output_token` and `decode_ratio_to_plain` count the time after the first token
+only. `tokens_per_step` is tokens after the first one over their steps.
 
     python benchmarks/peers.py --questions question.jsonl --answers vicuna-7b.jsonl \
         --json peers.json --plot docs/img
