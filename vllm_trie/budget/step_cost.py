@@ -34,9 +34,9 @@ class StepCost:
 
     The curve has fixed knots and is linear between them. A measurement moves the knots on both
     sides of it (normalized least mean squares, Widrow and Hoff 1960), and the less a knot has seen
-    the further. The curve never falls, and beyond the last
-    known knot it continues with the slope of its last half. The cost of a request is the slope
-    between a step's requests in excess of the usual number for its tokens and its excess duration.
+    the further. The curve never falls, and beyond the last known knot it continues with the slope
+    of its last half. The cost of a request is the slope between a step's requests in excess of the
+    usual number for its tokens and its excess duration.
 
     Args:
         memory: measurements that a knot's value is averaged over.
@@ -87,8 +87,8 @@ class StepCost:
         share = (_KNOTS[right] - num_tokens) / span if span else 1.0
         for knot in (left, right):
             if not self._weights[knot]:  # it begins on the curve
-                known = self.known
-                self._seconds[knot] = self(max(num_rows, 1), _KNOTS[knot]) if known else seconds
+                begin = self(max(num_rows, 1), _KNOTS[knot]) if self.known else seconds
+                self._seconds[knot] = begin
         expected = share * self._seconds[left] + (1.0 - share) * self._seconds[right]
         seconds = min(seconds, _OUTLIER * expected)
         if num_rows and self._rows[left] and self._rows[right]:
@@ -107,7 +107,8 @@ class StepCost:
     def _move(self, knot: int, weight: float, num_rows: int, error: float) -> None:
         self._num_known += self._weights[knot] == 0.0
         self._weights[knot] = min(self._weights[knot] + weight, self._memory)
-        self._seconds[knot] += weight / max(self._weights[knot], 1.0) * error
+        moved = self._seconds[knot] + weight / max(self._weights[knot], 1.0) * error
+        self._seconds[knot] = max(moved, _MIN_SECONDS)
         if num_rows:
             step = weight / self._weights[knot] if self._rows[knot] else 1.0
             self._rows[knot] += step * (num_rows - self._rows[knot])
