@@ -20,8 +20,7 @@ from vllm_trie.explore.trace import Trace, read_trace
 
 def recording(verification: str, folder: Path) -> dict[str, Any]:
     """Options of an engine that writes traces."""
-    options = {"verification": verification, "trace_path": str(folder), "store_tokens": 0}
-    return speculation("ngram_trie", 16, **options)
+    return speculation("ngram_trie", 16, verification=verification, trace_path=str(folder))
 
 
 @pytest.fixture(scope="module")

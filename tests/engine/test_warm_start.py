@@ -27,7 +27,13 @@ def run(
     afterwards: Callable[[Any], None] = lambda llm: None,
 ) -> tuple[list[Any], Any, str]:
     """Answer with an engine of its own; return tokens, tokens per step, and the log."""
-    options = speculation("ngram_trie", 16, store_path=str(folder), store_reload_minutes=0.001)
+    options = speculation(
+        "ngram_trie",
+        16,
+        store_tokens=1 << 18,
+        store_path=str(folder),
+        store_reload_minutes=0.001,
+    )
     caplog.clear()
     engines = Engines()
     llm = engines(**options)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
+from vllm_trie.local_engine import without_memory
 from vllm_trie.tiny_model import medusa_path
 from vllm_trie.validate.engines import ALLOWED, CHAIN_TOKENS, NODES, decode, prompts, start_engine
 from vllm_trie.validate.parts import Outcome, Settings
@@ -79,6 +80,7 @@ def compare_method(settings: Settings, dtype: str, method: str, verification: st
         "verification": verification,
         "num_speculative_tokens": NODES if verification == "tree" else CHAIN_TOKENS,
         "node_budget": "fixed",  # drafts that cost more than they bring are verified too
+        **without_memory(method),  # wrong drafts too: the prompts come twice
         **ALLOWED,
     }
     if method == "medusa_dynamic":
