@@ -125,7 +125,7 @@ def main(
     ] = None,
     nodes: Annotated[list[int] | None, typer.Option(help="Node limit of a draft.")] = None,
     times: Annotated[
-        int, typer.Option(min=1, help="Ask all questions so often; the last time counts.")
+        int, typer.Option(min=1, help="Ask all questions this many times; the last one counts.")
     ] = 1,
     json_out: RowsFile = None,
 ) -> None:

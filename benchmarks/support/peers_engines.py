@@ -311,7 +311,7 @@ def answer(contestants: Sequence[Contestant], work: Question | Load) -> Iterator
     """Let every engine answer a question after the one before, or all of them a load together.
 
     The engines take turns in a load: the one with the fewest tokens works for about a second. A
-    spell in which the machine is slow so costs all of them the same.
+    slow spell of the machine then costs all of them the same.
 
     Yields:
         A measurement of each engine, in their order.

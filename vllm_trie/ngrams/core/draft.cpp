@@ -105,8 +105,8 @@ void Drafter::expand(const DraftJob& job, const Candidates& candidates, const Bl
 }
 
 // Every context length of every source has its say, the longest first, and passes on what it is not
-// sure of; recycled contexts come before the empty one. A successor with a probability below `cut` cannot be chosen any more. Returns the
-// probability that is left.
+// sure of; recycled contexts come before the empty one. A successor with a probability below `cut`
+// cannot be chosen any more. Returns the probability that is left.
 double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts,
                              const RecycledContext* const (&recycled)[2], double cut) {
     int32_t longest = recycled[0] == nullptr && recycled[1] == nullptr ? -1 : 0;
