@@ -137,9 +137,9 @@ def main(
     for num_nodes in nodes or [32]:
         for name in method or METHODS:
             drafter = METHODS[name](num_nodes, encoder.vocab_size)
+            label = f"{name}, {num_nodes} nodes"
             for turn in range(times):
                 steps: defaultdict[str, list[Step]] = defaultdict(list)
-                label = f"{name}, {num_nodes} nodes"
                 for i, recording in enumerate(track(recordings, label, transient=True)):
                     steps[recording.category].extend(replay(drafter, f"{turn}-{i}", recording))
             rows.extend(summarize(name, num_nodes, steps))

@@ -354,10 +354,8 @@ def run_in_turns(
         The question's index, the method and the measurement.
     """
     for repeat in range(repeats):
-        for each in contestants:
-            each.forget()
         for index, question in enumerate(questions):
-            if isinstance(question, Load):
+            if index == 0 or isinstance(question, Load):
                 for each in contestants:
                     each.forget()
             prepare(question)

@@ -128,8 +128,8 @@ def ends_with(params: SamplingParams, token: int, num_output_tokens: int) -> boo
         params: of the request. Its `all_stop_token_ids` name EOS even where `ignore_eos` is set.
         token: the newest of `num_output_tokens` tokens.
     """
-    stops = (params.eos_token_id, *(params.stop_token_ids or ()))
-    return token in stops and num_output_tokens >= params.min_tokens
+    stops = token == params.eos_token_id or token in (params.stop_token_ids or ())
+    return stops and num_output_tokens >= params.min_tokens
 
 
 def _cache_salt(data: RequestData, extra_args: Mapping[str, str]) -> str | None:
