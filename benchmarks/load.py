@@ -1,4 +1,4 @@
-"""Throughput by batch size: plain vLLM, its `ngram`, fixed node budgets, adaptive trees and chains.
+"""Throughput by batch size: plain vLLM and its drafters; fixed and adaptive trees, and chains.
 
 Two workloads. `matching` decodes the demo's prompts greedily; their answers reuse their context.
 `random` samples from prompts of random tokens at a high temperature: no draft can succeed, and the
@@ -6,22 +6,23 @@ best that speculation can do is to stay out of the way.
 
 A batch that starts together ends with its slowest requests alone. With `--requests-per-slot 8` the
 next request takes a place as soon as it is free, so the batch stays full nearly all the time, as on
-a busy server.
+a busy server. No drafter remembers finished requests, because the queue repeats prompts. `ngram` is
+the tuned one of peers.py; `suffix` runs if its package is installed.
 
     python benchmarks/load.py --json load.json
 
-Where other processes take time from the machine, `tokens_per_s` and `ratio_to_plain` say who else
-was busy. `cpu_ratio` is the ratio of the CPU time that this process spent on the whole queue, plain
-vLLM's over the method's, with its range over the turns. `step_ratio` is the ratio of the median CPU
-time of a step with a full batch and no prompt, with a bootstrap interval of 95 %: where no draft is
-verified both do the same work, and the rest is the plugin's.
+The engines work on a queue in turns of a second, so a slow spell of the machine costs all of them
+the same. `ratio_to_plain` is the ratio of the times of a whole queue, the median over the repeats;
+`cpu_ratio` is that of the process's CPU time, with its range over the repeats. `step_ratio` is the
+ratio of the median CPU time of a step with a full batch and no prompt, with a bootstrap interval of
+95 %: where no draft is verified both do the same work, and the rest is the plugin's.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import count, islice
 from statistics import median
 from typing import Any, NamedTuple
@@ -30,14 +31,16 @@ import numpy as np
 from support.device import add_device_options, check_device, engine_options, start_engine
 from support.engines import Prompts, count_steps, keep_kernel_overrides
 from support.harness import (
+    Progress,
     Row,
     finish,
-    interleave,
     median_ratio,
     median_seconds,
     option_parser,
     run_quietly,
+    take_turns,
 )
+from support.peers_engines import METHODS, available
 
 from vllm_trie import local_engine
 
@@ -46,6 +49,9 @@ COLUMNS = (
     "cpu_ratio_low", "cpu_ratio_high", "step_ratio", "step_ratio_low", "step_ratio_high",
     "nodes_per_step", "tokens_per_step",
 )  # fmt: skip
+PEERS = ("ngram", "suffix")
+SUFFIX_TOKENS = 24
+"""Draft tokens of `suffix`, vLLM's default."""
 BOOTSTRAP = 1000
 """Resamples of an interval."""
 
@@ -59,6 +65,10 @@ def speculative_configs(
         nodes: fixed budgets.
         adaptive_nodes: limit of the adaptive ones, trees and chains.
     """
+    peers = [
+        (name, {**(METHODS[name] or {}), **local_engine.without_memory(name)})
+        for name in available(PEERS)[0]
+    ]
     memory = local_engine.without_memory("ngram_trie")
     adaptive = {"method": "ngram_trie", "num_speculative_tokens": adaptive_nodes, **memory}
     fixed = {
@@ -72,7 +82,10 @@ def speculative_configs(
     }
     return {
         ("plain", 0): None,
-        ("ngram", 5): {"method": "ngram", "num_speculative_tokens": 5},
+        **{
+            (peer, config.get("num_speculative_tokens", SUFFIX_TOKENS)): config
+            for peer, config in peers
+        },
         **fixed,
         ("ngram_trie adaptive", adaptive_nodes): adaptive,
         ("ngram_trie chain", adaptive_nodes): {**adaptive, "verification": "chain"},
@@ -103,6 +116,8 @@ def main() -> None:
     )
     add_device_options(parser)
     options = parser.parse_args()
+    for message in available(PEERS)[1]:
+        print(message)
     finish(run_quietly(run, options), options.json, COLUMNS)
 
 
@@ -148,7 +163,7 @@ def run(options: Any) -> list[Row]:
                 max_tokens=options.max_tokens,
                 ignore_eos=True,
                 detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
+                output_kind=RequestOutputKind.DELTA,
                 **sampling,
             )
             num_requests = batch_size * options.requests_per_slot
@@ -170,10 +185,11 @@ def compare(
     counted = {
         key: count_steps(llm, queue[:batch_size], params, batch_size) for key, llm in llms.items()
     }
-    timed = interleave(
-        {key: lambda llm=llm: serve(llm, queue, batch_size, params) for key, llm in llms.items()},
-        repeats,
-    )
+    timed: dict[tuple[str, int], list[tuple[float, Work]]] = {key: [] for key in llms}
+    for _ in range(repeats):
+        works = take_turns([serve(llm, queue, batch_size, params) for llm in llms.values()])
+        for key, work in zip(llms, works, strict=True):
+            timed[key].append((work.seconds, work))
     return [
         {
             "method": method,
@@ -192,12 +208,14 @@ def compare(
 
 
 class Work(NamedTuple):
-    """CPU time of this process."""
+    """Time that an engine spent on a queue."""
 
     seconds: float
     """Of all steps."""
+    cpu_seconds: float
+    """Likewise, of this process."""
     full_steps: list[float]
-    """Seconds of each step of a full batch without a prompt."""
+    """CPU seconds of each step of a full batch without a prompt."""
 
 
 def cpu_ratios(plain: Sequence[Work], ours: Sequence[Work]) -> Row:
@@ -206,7 +224,9 @@ def cpu_ratios(plain: Sequence[Work], ours: Sequence[Work]) -> Row:
     Args:
         plain, ours: of each turn.
     """
-    ratios = [theirs.seconds / mine.seconds for theirs, mine in zip(plain, ours, strict=True)]
+    ratios = [
+        theirs.cpu_seconds / mine.cpu_seconds for theirs, mine in zip(plain, ours, strict=True)
+    ]
     row: Row = {
         "cpu_ratio": median(ratios),
         "cpu_ratio_low": min(ratios),
@@ -222,8 +242,14 @@ def cpu_ratios(plain: Sequence[Work], ours: Sequence[Work]) -> Row:
     return row
 
 
-def serve(llm: Any, queue: Prompts, batch_size: int, params: Any) -> Work:
-    """Answer all prompts, at most `batch_size` at a time."""
+def serve(
+    llm: Any, queue: Prompts, batch_size: int, params: Any
+) -> Generator[Progress, None, Work]:
+    """Answer all prompts, at most `batch_size` at a time.
+
+    Yields:
+        After each step.
+    """
     engine = llm.llm_engine
     waiting = iter(queue)
     names = count()
@@ -235,19 +261,22 @@ def serve(llm: Any, queue: Prompts, batch_size: int, params: Any) -> Work:
             number += 1
         return number
 
-    seconds, full_steps = 0.0, []
+    seconds, cpu_seconds, num_tokens, full_steps = 0.0, 0.0, 0, []
     num_running = num_new = admit(batch_size)
     while engine.has_unfinished_requests():
-        start = time.process_time()
+        start, cpu_start = time.perf_counter(), time.process_time()
         outputs = engine.step()
-        took = time.process_time() - start
-        seconds += took
+        took = time.process_time() - cpu_start
+        seconds += time.perf_counter() - start
+        cpu_seconds += took
+        num_tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
         if not num_new and num_running == batch_size:
             full_steps.append(took)
         num_finished = sum(output.finished for output in outputs)
         num_new = admit(num_finished)
         num_running += num_new - num_finished
-    return Work(seconds, full_steps)
+        yield Progress(seconds, num_tokens)
+    return Work(seconds, cpu_seconds, full_steps)
 
 
 def dummy_shape(text: str, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:

@@ -42,21 +42,20 @@ def main() -> None:
 
 def run(options: Any) -> list[Row]:
     """Measure all batches; the best of the repeats, which other processes disturbed least."""
+    from support.plugin_step import NOT_OWN
+
     rows: list[Row] = []
     for drafts in options.drafts:
         for num_requests in options.requests:
             size = (num_requests, options.nodes, drafts)
             totals = [whole_step(*size, options.steps) for _ in range(options.repeats)]
             parts = step_parts(*size, options.steps)
-            rest = sum(ms for part, ms in parts.items() if part in NOT_OWN_PARTS)
+            rest = sum(ms for part, ms in parts.items() if part in NOT_OWN)
             head = {"drafts": drafts, "requests": num_requests, "nodes": options.nodes}
             limit = LIMITS.get(num_requests) if drafts == "full" else None
             rows.append({**head, "part": "own_ms", "ms": min(totals) - rest, "limit_ms": limit})
             rows += [{**head, "part": part, "ms": ms} for part, ms in parts.items()]
     return rows
-
-
-NOT_OWN_PARTS = ("drafter", "argmax of the logits")
 
 
 def whole_step(num_requests: int, num_nodes: int, drafts: str, num_steps: int) -> float:

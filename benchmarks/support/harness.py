@@ -8,10 +8,10 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +22,18 @@ Row = dict[str, Any]
 Timed = Sequence[tuple[float, Any]]
 """Seconds and result of each repeat of a run."""
 interleave = local_engine.interleave
+
+_TURN_SECONDS = 1.0
+_Result = TypeVar("_Result")
+
+
+class Progress(NamedTuple):
+    """How far an engine has come with a load."""
+
+    seconds: float
+    """Of its own steps; time in which other engines run does not count."""
+    num_tokens: int
+    """Output tokens of all requests."""
 
 
 def option_parser(description: str | None, repeats: int = 3) -> argparse.ArgumentParser:
@@ -40,6 +52,31 @@ def option_parser(description: str | None, repeats: int = 3) -> argparse.Argumen
     )
     parser.add_argument("--verbose", action="store_true", help="show vLLM's own messages")
     return parser
+
+
+def take_turns(loads: Sequence[Generator[Progress, None, _Result]]) -> list[_Result]:
+    """Let engines work on a load each, the one with the fewest tokens for about a second.
+
+    A slow spell of the machine then costs all of them the same.
+
+    Args:
+        loads: yield after each step.
+
+    Returns:
+        What each load returns at its end.
+    """
+    reached = dict.fromkeys(range(len(loads)), Progress(0.0, 0))  # without those that have ended
+    results: dict[int, _Result] = {}
+    while reached:
+        index = min(reached, key=lambda i: (reached[i].num_tokens, i))
+        until = reached[index].seconds + _TURN_SECONDS
+        try:
+            while reached[index].seconds < until:
+                reached[index] = next(loads[index])
+        except StopIteration as end:
+            results[index] = end.value
+            del reached[index]
+    return [results[index] for index in range(len(loads))]
 
 
 def median_seconds(timed: Timed) -> float:

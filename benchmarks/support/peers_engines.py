@@ -7,7 +7,7 @@ import importlib.util
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -17,6 +17,7 @@ import numpy as np
 
 from support.device import start_engine
 from support.engines import each_schedule, keep_kernel_overrides
+from support.harness import Progress, take_turns
 from vllm_trie.local_engine import decode_steps, runner_of, trees_of
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ PEERS = ("ngram", "ngram_default", "suffix")
 DEFAULT_METHODS = (PLAIN, "ngram", "suffix", "ngram_trie", "ngram_trie_chain")
 MOST_NODES = 32
 PARTS = ("forward", "logits", "sampling", "drafting")
-_TURN_SECONDS = 1.0
 
 
 class Question(NamedTuple):
@@ -211,16 +211,15 @@ class Contestant:
         parts = {part: after[part] - before[part] for part in PARTS}
         return Measured(output, end - start, first_token - start, steps, nodes[0], parts)
 
-    def serve(self, load: Load) -> Iterator[Measured]:
+    def serve(self, load: Load) -> Generator[Progress, None, Measured]:
         """Decode a load greedily, never more than `at_once` requests at a time.
 
         Yields:
-            After each step, everything since the load's beginning. Time between steps, when other
-            engines run, does not count.
+            After each step.
         """
         engine, waiting, running = self.llm.llm_engine, deque(enumerate(load.questions)), 0
         outputs: list[list[int]] = [[] for _ in load.questions]
-        seconds, steps, nodes, before = 0.0, 0, [0], self._part_seconds()
+        seconds, num_tokens, steps, nodes, before = 0.0, 0, 0, [0], self._part_seconds()
         with each_schedule(self.llm, _count_nodes(nodes)):
             while waiting or running:
                 start = time.perf_counter()
@@ -236,12 +235,14 @@ class Contestant:
                     output, new = outputs[_index_of(found.request_id)], found.outputs[0].token_ids
                     steps += bool(output and new)
                     output.extend(new)
+                    num_tokens += len(new)
                     running -= found.finished
                 seconds += time.perf_counter() - start
-                after = self._part_seconds()
-                parts = {part: after[part] - before[part] for part in PARTS}
-                together = [token for output in outputs for token in output]
-                yield Measured(together, seconds, 0.0, steps, nodes[0], parts, len(outputs))
+                yield Progress(seconds, num_tokens)
+        after = self._part_seconds()
+        parts = {part: after[part] - before[part] for part in PARTS}
+        together = [token for output in outputs for token in output]
+        return Measured(together, seconds, 0.0, steps, nodes[0], parts, len(outputs))
 
 
 def _params_of(question: Question) -> Any:
@@ -308,30 +309,15 @@ def available(methods: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def answer(contestants: Sequence[Contestant], work: Question | Load) -> Iterator[Measured]:
-    """Let every engine answer a question after the one before, or all of them a load together.
-
-    The engines take turns in a load: the one with the fewest tokens works for about a second. A
-    slow spell of the machine then costs all of them the same.
+    """Let every engine answer a question after the one before, or all of them a load in turns.
 
     Yields:
         A measurement of each engine, in their order.
     """
     if isinstance(work, Question):
         yield from (each.run(work) for each in contestants)
-        return
-    servings = [each.serve(work) for each in contestants]
-    found = [next(serving) for serving in servings]
-    open_ones = set(range(len(servings)))
-    while open_ones:
-        index = min(open_ones, key=lambda i: (len(found[i].output), i))
-        until = found[index].seconds + _TURN_SECONDS
-        while found[index].seconds < until:
-            step = next(servings[index], None)
-            if step is None:
-                open_ones.remove(index)
-                break
-            found[index] = step
-    yield from found
+    else:
+        yield from take_turns([each.serve(work) for each in contestants])
 
 
 def run_in_turns(
