@@ -64,7 +64,7 @@ def test_rows_have_the_pinned_keys_and_plausible_values(rows: list[dict[str, Any
         assert set(row) >= PINNED
         assert row["workload"] == "replay"
         assert row["tokens_per_s"] > 0
-        assert 0 < row["ratio_to_plain"] < 20
+        assert row["ratio_to_plain"] > 0
         if row["category"] == "mean":
             by_method[row["method"]] = row
     assert by_method["plain"]["tokens_per_step"] == 1
