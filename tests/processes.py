@@ -22,8 +22,24 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).parents[1]
+FORKED = Path(__file__).parent / "forked"
 LIMIT_S = 900.0
 IDLE_LIMIT_S = 120.0
+
+
+def environment(spawns: bool = False, **variables: str) -> dict[str, str]:
+    """Return the environment of a process that tests start.
+
+    Args:
+        spawns: whether vLLM's processes start as in production, see `forked/sitecustomize.py`.
+        variables: in addition to this process's own. A pytest that runs there is no worker of this
+            one.
+    """
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    found = {**inherited, **variables}
+    if not spawns:
+        found["PYTHONPATH"] = os.pathsep.join([str(FORKED), found.get("PYTHONPATH", "")])
+    return found
 
 
 @contextlib.contextmanager
@@ -103,24 +119,21 @@ def end(process: subprocess.Popen[bytes], patience: float = 20.0) -> None:
 
 
 def run_python(
-    *arguments: str, timeout: float = LIMIT_S, **environment: str
+    *arguments: str, timeout: float = LIMIT_S, spawns: bool = False, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python in the repository's root; fail with what it printed if it fails.
-
-    A pytest that runs there is no worker of this one.
 
     Args:
         arguments: of the interpreter.
         timeout: in seconds.
-        environment: variables in addition to this process's own.
+        spawns, variables: see :func:`environment`.
     """
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     with tempfile.TemporaryDirectory() as folder:
         out, errors = Path(folder) / "out", Path(folder) / "errors"
         with out.open("wb") as stdout, errors.open("wb") as stderr:
             process = subprocess.Popen(
                 [sys.executable, *arguments],
-                env={**inherited, **environment},
+                env=environment(spawns, **variables),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -136,8 +149,10 @@ def run_python(
     return subprocess.CompletedProcess(process.args, process.returncode, *texts)
 
 
-def run_program(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
+def run_program(
+    module: str, *arguments: str, spawns: bool = False, **variables: str
+) -> dict[str, Any]:
     """Return the JSON object that a program of the tests prints after ``RESULT``."""
-    done = run_python("-m", module, *arguments, OMP_NUM_THREADS="1", **environment)
+    done = run_python("-m", module, *arguments, spawns=spawns, OMP_NUM_THREADS="1", **variables)
     [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return json.loads(line.removeprefix("RESULT "))

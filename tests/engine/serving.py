@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -13,13 +12,12 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.processes import end, one_at_a_time, wait_for
+from tests.processes import end, environment, one_at_a_time, wait_for
 from vllm_trie.tiny_model import model_path
 
 MODEL_NAME = "tiny"
 WORKER_IN_ENGINE = ("--distributed-executor-backend", "uni")
-"""With `IN_ENGINE`: the worker runs in the engine's process. One of its own takes 14 s to import
-vLLM."""
+"""With `IN_ENGINE`: the worker runs in the engine's process."""
 IN_ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Without this, vLLM's CPU platform overrules the option; servers have an engine process anyway."""
 
@@ -64,7 +62,12 @@ class Server:
 
 
 def start(
-    log: Path, *options: str, model: str = "", worker_process: bool = True, **environment: str
+    log: Path,
+    *options: str,
+    model: str = "",
+    worker_process: bool = True,
+    spawns: bool = False,
+    **variables: str,
 ) -> Server:
     """Start `vllm serve` without waiting for it; arguments as for :func:`running`."""
     with socket.socket() as probe:
@@ -83,18 +86,17 @@ def start(
         *options,
     ]
     variables = {
-        **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         **({} if worker_process else IN_ENGINE),
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_LOG_STATS_INTERVAL": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS holds, as in all tests
-        **environment,
+        **variables,
     }
     with log.open("wb") as stream:
         process = subprocess.Popen(
             command,
-            env=variables,
+            env=environment(spawns, **variables),
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
@@ -105,7 +107,11 @@ def start(
 
 @contextlib.contextmanager
 def running(
-    log: Path, *options: str, worker_process: bool = False, **environment: str
+    log: Path,
+    *options: str,
+    worker_process: bool = False,
+    spawns: bool = False,
+    **variables: str,
 ) -> Iterator[Server]:
     """Run a server that is ready for requests; no other test starts one in the meantime.
 
@@ -113,10 +119,10 @@ def running(
         log: the file that the server logs to.
         options: of `vllm serve`.
         worker_process: whether the worker has a process of its own, vLLM's default.
-        environment: variables in addition to this process's own.
+        spawns, variables: see :func:`tests.processes.environment`.
     """
     with one_at_a_time():
-        server = start(log, *options, worker_process=worker_process, **environment)
+        server = start(log, *options, worker_process=worker_process, spawns=spawns, **variables)
         try:
             server.wait_until_ready()
         except BaseException:

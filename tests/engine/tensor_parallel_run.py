@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
+from tests.engine.sleeping_ranks import let_ranks_sleep
 from vllm_trie.tiny_model import model_path
 
 
@@ -42,6 +43,7 @@ def generate(job: dict[str, Any], speculative_config: dict[str, Any]) -> dict[st
 
 
 def main(file: Path) -> None:
+    let_ranks_sleep()
     job = json.loads(file.read_text())
     found = {}
     for name, speculative_config in job["engines"].items():

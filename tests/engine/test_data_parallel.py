@@ -29,7 +29,9 @@ TEXTS = list(texts()[::2])
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("servers") / "log", *COMMAND) as server:
+    folder = tmp_path_factory.mktemp("servers")
+    # vLLM sets this for its processes, and forked ones have read it already.
+    with running(folder / "log", *COMMAND, PROMETHEUS_MULTIPROC_DIR=str(folder)) as server:
         yield server
 
 

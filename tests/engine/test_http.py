@@ -223,7 +223,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory, trace_folder: Path) -> dic
     for name, options in COMMANDS.items():
         traced = name == TRACED
         extra = tracing if traced else []
-        with running(folder / name, *options, *extra, worker_process=traced) as server:
+        with running(
+            folder / name, *options, *extra, worker_process=traced, spawns=traced
+        ) as server:
             found[name] = interview(server)
             if name == PLAIN:
                 found[name].beams = server_off.ask_for_beams(server)

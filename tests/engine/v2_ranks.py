@@ -20,11 +20,13 @@ from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 from vllm import LLM
 
 from tests.engine.compare import differences, generate, preemptions
+from tests.engine.sleeping_ranks import let_ranks_sleep
 from tests.engine.v2_run import AS_CHAINS, CHAINS, MIXED, TEXTS, TREES, UNION, engine
 
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # a rank has no NUMA node of its own
 v2_on_cpu.schedule_as_on_a_gpu()
+let_ranks_sleep()
 
 TENSORS, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {
@@ -35,30 +37,30 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(expected: list[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Compare one engine's outputs; count its drafts."""
-    llm = engine(**options)
+def run(llm: LLM) -> dict[str, Any]:
+    """Return one engine's outputs, and what it counted."""
     with preemptions(llm) as preempted:
-        found = generate(llm, TEXTS, MIXED)
+        outputs = generate(llm, TEXTS, MIXED)
     counted = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-    _kept.append(llm)
     return {
-        "differences": differences(expected, found),
+        "outputs": outputs,
         "async": bool(llm.llm_engine.vllm_config.scheduler_config.async_scheduling),
         "accepted": counted["vllm:spec_decode_num_accepted_tokens"],
         "preempted": len(preempted),
     }
 
 
-_kept: list[LLM] = []
-"""An engine that is freed ends the process groups of the others."""
-
-
 def main() -> None:
+    # Plain V2 comes last: ranks cannot be forked from a process that is one itself. All engines
+    # live to the end: one that is freed ends the process groups of the others.
+    engines, results = [], {}
+    for name in sys.argv[1:] or ENGINES:
+        engines.append(engine(**ENGINES[name]))
+        results[name] = run(engines[-1])
     plain = engine()
-    _kept.append(plain)
     expected = generate(plain, TEXTS, MIXED)
-    results = {name: compare(expected, ENGINES[name]) for name in sys.argv[1:] or ENGINES}
+    for result in results.values():
+        result["differences"] = differences(expected, result.pop("outputs"))
     print("RESULT " + json.dumps(results))
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from vllm import LLM
 
 from tests.engine.beam.cases import few_cases, greedy_requests, run_mixed
+from tests.engine.sleeping_ranks import let_ranks_sleep
 from vllm_trie.tiny_model import model_path
 
 
 def main() -> None:
+    let_ranks_sleep()
     path = str(model_path())
     llm = LLM(
         path,

@@ -1,0 +1,9 @@
+"""Python runs this at its start in the tests' processes: vLLM forks where it would spawn.
+
+A spawned process imports vLLM anew, which takes 8 s of CPU time. No process of the tests has OpenMP
+threads that a fork would lose. Production spawns, and so do the tests with `SPAWNING`.
+"""
+
+import multiprocessing.context as context
+
+context._concrete_contexts["spawn"] = context._concrete_contexts["fork"]  # type: ignore[attr-defined]
