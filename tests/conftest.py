@@ -35,14 +35,15 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 LONGEST = (
     "test_examples",
     "test_v2",
-    "test_patches",
     "test_http",
+    "test_patches",
+    "test_configuration",
     "test_exactness",
-    "test_validate",
-    "test_kernels",
-    "test_sampling",
     "test_gpu",
-    "test_soak",
+    "test_tensor_parallel",
+    "test_validate",
+    "test_gpu_classes",
+    "test_demo",
 )
 """Engine test files that start first: at the end, one test process would work on them alone."""
 
