@@ -119,21 +119,21 @@ def end(process: subprocess.Popen[bytes], patience: float = 20.0) -> None:
 
 
 def run_python(
-    *arguments: str, timeout: float = LIMIT_S, spawns: bool = False, **variables: str
+    *arguments: str, timeout: float = LIMIT_S, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python in the repository's root; fail with what it printed if it fails.
 
     Args:
         arguments: of the interpreter.
         timeout: in seconds.
-        spawns, variables: see :func:`environment`.
+        variables: see :func:`environment`.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, errors = Path(folder) / "out", Path(folder) / "errors"
         with out.open("wb") as stdout, errors.open("wb") as stderr:
             process = subprocess.Popen(
                 [sys.executable, *arguments],
-                env=environment(spawns, **variables),
+                env=environment(**variables),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -149,10 +149,8 @@ def run_python(
     return subprocess.CompletedProcess(process.args, process.returncode, *texts)
 
 
-def run_program(
-    module: str, *arguments: str, spawns: bool = False, **variables: str
-) -> dict[str, Any]:
+def run_program(module: str, *arguments: str, **variables: str) -> dict[str, Any]:
     """Return the JSON object that a program of the tests prints after ``RESULT``."""
-    done = run_python("-m", module, *arguments, spawns=spawns, OMP_NUM_THREADS="1", **variables)
+    done = run_python("-m", module, *arguments, OMP_NUM_THREADS="1", **variables)
     [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return json.loads(line.removeprefix("RESULT "))

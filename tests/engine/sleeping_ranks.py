@@ -1,7 +1,7 @@
 """Ranks that sleep while they wait for a message.
 
-vLLM's ranks poll for a second after each message. On two cores the engine then takes the time of
-the ranks that it waits for, and a step of two ranks takes 20 times as long as on four cores.
+vLLM's processes poll for a second after each message. On two cores they thereby take the time of
+those that they wait for.
 """
 
 from __future__ import annotations
