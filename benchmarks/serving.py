@@ -143,7 +143,12 @@ def choose_prompts(model: str, questions: Path | None, number: int) -> list[list
 
 
 def start_server(model: str, config: Mapping[str, Any] | None, log: Path, options: Any) -> Any:
-    """Start `vllm serve`, and do not wait for it."""
+    """Start `vllm serve`, and do not wait for it.
+
+    The worker runs in the engine's process, vLLM's default on one GPU. vLLM's default on CPU has a
+    process for it, and two processes that poll for messages: with two cores for all of them the
+    API server waits for seconds at times.
+    """
     from tests.engine.serving import start
 
     room = max([1, *options.concurrency, 32 if options.rates else 1])
@@ -153,7 +158,7 @@ def start_server(model: str, config: Mapping[str, Any] | None, log: Path, option
     ]
     if config is not None:
         arguments += ["--speculative-config", json.dumps(config)]
-    return start(log, *arguments, model=model, VLLM_SERVER_DEV_MODE="1")
+    return start(log, *arguments, model=model, worker_process=False, VLLM_SERVER_DEV_MODE="1")
 
 
 def engine_runs(
