@@ -186,6 +186,7 @@ def ask_for_traces(client: openai.OpenAI) -> dict[str, tuple[str, str]]:
     ):
         some = list(chunks)
         replies[name] = some[0].id, joined(some, text_of)[0]
+    complete(client, prompt)  # the worker ends a trace in the step after its request's last
     return replies
 
 

@@ -114,10 +114,28 @@ def test_a_full_disk_ends_the_trace_only(
     full = os.open("/dev/full", os.O_WRONLY)
     monkeypatch.setattr(module.os, "open", lambda *unused: full)
     recorder.begin([asking("a")])
-    for _ in range(1000):  # more than its buffer holds
-        recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
+    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
     recorder.end("a")
     assert not recorder._followed
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(full)
+
+
+def test_a_disk_that_fills_up_ends_the_trace_only(
+    recorder: TraceRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder.begin([asking("a")])
+    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, recorder._followed["a"].file.fileno())
+    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
+    os.close(full)
+    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
+    recorder.end("a")
+    assert not recorder._followed
+    (path,) = tmp_path.iterdir()
+    trace = read_trace(path)  # of a process that was killed just as well
+    assert (len(trace.steps), trace.end) == (1, "missing")
 
 
 def test_a_step_that_makes_no_sense_ends_the_trace_only(

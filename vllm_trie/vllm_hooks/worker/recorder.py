@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -122,16 +123,20 @@ class TraceRecorder:
         )
         name = re.sub(r"[^\w.-]", "_", request.req_id, flags=re.ASCII)[-120:]
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        file = os.fdopen(os.open(self._folder / f"{name}{SUFFIX}", flags, 0o600), "wb")
-        return _Followed(file, TraceWriter(file, header), params, 0, time.perf_counter())
+        descriptor = os.open(self._folder / f"{name}{SUFFIX}", flags, 0o600)
+        # Unbuffered: the file of a process that is killed has each step up to its last.
+        file = os.fdopen(descriptor, "wb", buffering=0)
+        try:
+            writer = TraceWriter(file, header)
+        except OSError:
+            file.close()
+            raise
+        return _Followed(file, writer, params, 0, time.perf_counter())
 
     def _give_up(self, request_id: str, error: Exception) -> None:
         logger.warning("vllm-trie: the trace of request %s ends: %s", request_id, error)
-        file = self._followed.pop(request_id).file
-        try:
-            file.close()
-        except OSError:  # what its buffer holds cannot be written either
-            logger.debug("closing the trace failed too", exc_info=True)
+        with suppress(OSError):
+            self._followed.pop(request_id).file.close()
 
 
 def _before_stop(followed: _Followed, tokens: Sequence[int]) -> Sequence[int]:
