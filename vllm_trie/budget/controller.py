@@ -24,6 +24,7 @@ _MAX_FACTOR = 1.5
 # text: nodes that are not verified teach nothing.
 _FADING_STEPS = 64
 _FADING = 0.94  # of the acceptance rates
+_COST_FADING = 0.98  # of what sizes that are not measured cost more than smaller ones
 _REQUEST_FADING = 0.5  # of each request's statistics
 _CHEAP = 0.01  # share of a plain step below which the time of rejected drafts does not matter
 _MARGIN = 0.5  # of a node's minimum gain, for the minimum probability that drafters get
@@ -204,6 +205,7 @@ class NodeBudget:
 
     def _fade(self) -> None:
         self.acceptance.fade(_FADING)
+        self.cost.fade(_COST_FADING)
         for request in self._requests.values():
             request.expected *= _REQUEST_FADING
             request.accepted *= _REQUEST_FADING

@@ -38,6 +38,8 @@ class StepCost:
     of its last half. The cost of a request is the slope between a step's requests in excess of the
     usual number for its tokens and its excess duration.
 
+    What is not measured becomes cheaper with time (:meth:`fade`).
+
     Args:
         memory: measurements that a knot's value is averaged over.
     """
@@ -48,6 +50,7 @@ class StepCost:
         self._seconds = [0.0] * len(_KNOTS)
         self._rows = [0.0] * len(_KNOTS)  # 0: expected, not measured yet
         self._weights = [0.0] * len(_KNOTS)
+        self._visited = [False] * len(_KNOTS)  # measured since the last fading
         self._num_known = 0
         self._covariance = 0.0  # of rows and seconds at equal numbers of tokens; a decaying sum
         self._variance = 0.0  # of rows, likewise
@@ -110,8 +113,30 @@ class StepCost:
         moved = self._seconds[knot] + weight / max(self._weights[knot], 1.0) * error
         self._seconds[knot] = max(moved, _MIN_SECONDS)
         if num_rows:
+            self._visited[knot] = True
             step = weight / self._weights[knot] if self._rows[knot] else 1.0
             self._rows[knot] += step * (num_rows - self._rows[knot])
+
+    def fade(self, keep: float) -> None:
+        """Make sizes cheaper that were not measured since the last call.
+
+        A size that seems too slow is not measured any more, and would stay too slow if the machine
+        had been busy with something else. So it becomes cheaper and its measurements count less,
+        until it is tried again.
+
+        Args:
+            keep: share that stays of what such a size costs more than the next smaller one that was
+                measured, and of its weight.
+        """
+        base = None
+        for knot, weight in enumerate(self._weights):
+            if self._visited[knot]:
+                base = self._seconds[knot]
+            elif weight and base is not None:
+                self._seconds[knot] = base + keep * (self._seconds[knot] - base)
+                self._weights[knot] = max(keep * weight, min(weight, 1.0))
+        self._visited = [False] * len(_KNOTS)
+        self._table = None
 
     def state(self) -> dict[str, list[float]]:
         """Return what was learned, for :meth:`restore`."""

@@ -23,9 +23,11 @@ def calibrate_step_cost(
     num_ranks: int,
     seconds: float = 2.0,
 ) -> None:
-    """Let the budget observe forward passes without requests; do nothing without a budget.
+    """Let the budget expect the durations of forward passes; do nothing without a budget.
 
-    The passes leave attention out. Real steps correct the estimate as they come.
+    Of several passes of a size the shortest counts: the first one warms up, and another program on
+    the machine makes passes longer, never shorter. The passes leave attention out. Real steps
+    correct the estimate as they come.
 
     Args:
         budget: changed.
@@ -39,16 +41,19 @@ def calibrate_step_cost(
         return
     alone = num_ranks == 1
     start = time.perf_counter()
+    shortest: dict[int, float] = {}
     sizes = [n for n in _NUM_TOKENS + _MORE_TOKENS * alone if n <= max_num_tokens]
     for repeat in range(_REPEATS if alone else _REPEATS_OF_RANKS):
         for num_tokens in sizes:
             begin = time.perf_counter()
             run_step(num_tokens)
             took = time.perf_counter() - begin
-            if repeat:  # the first one warms up
-                budget.expect_step(num_tokens, took)
-            elif alone and num_tokens >= _NUM_TOKENS[-1] and took > seconds / 20:
+            shortest[num_tokens] = min(took, shortest.get(num_tokens, took))
+            is_long = num_tokens >= _NUM_TOKENS[-1] and took > seconds / 20
+            if alone and not repeat and is_long:
                 sizes = sizes[: sizes.index(num_tokens) + 1]
                 break
         if alone and repeat and time.perf_counter() - start > seconds:
-            return
+            break
+    for num_tokens, took in shortest.items():
+        budget.expect_step(num_tokens, took)
