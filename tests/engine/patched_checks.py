@@ -26,6 +26,7 @@ FOLDER = Path(os.environ["PATCHED_VLLM"])
 STILL_WRAPPED = {
     "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
     "vllm.envs:environment_variables",
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
@@ -34,8 +35,8 @@ STILL_WRAPPED = {
     "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
 }
 """The choice of V1 for trained drafters, which a patched vLLM has no place for and which is refused
-there, the names of environment variables, a fault of vLLM's on CPUs, and of beam search in the
-worker what the series has no extension points for yet."""
+there, the names of environment variables, drafts that give way to streams, a fault of vLLM's on
+CPUs, and of beam search in the worker what the series has no extension points for yet."""
 CALLABLES = [
     hook
     for hook in ledger.PATCHES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from tests.engine.beam.cases import few_cases, greedy_requests, run_mixed
 from tests.engine.compare import (
@@ -71,6 +72,33 @@ def test_opted_out_request_gets_no_drafts(engine, expected, off):
     before = accepted_tokens(llm)
     generate(llm, prompts(4), quiet)
     assert accepted_tokens(llm) == before
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY])
+def test_drafts_give_way_to_streams(engine, expected, monkeypatch, kind):
+    """Every eighth step can start a request; only if it is a stream the others have no drafts."""
+    llm = engine(**speculation("test_oracle", 8))
+    core, scheduler = llm.llm_engine, scheduler_of(llm)
+    params = GREEDY.clone()
+    params.output_kind = kind
+    schedule, beside_starts, outputs = scheduler.schedule, [], {}
+
+    def noted(*args, **kwargs):
+        step = schedule(*args, **kwargs)
+        if step.scheduled_new_reqs:
+            beside_starts.append(sum(map(len, step.scheduled_spec_decode_tokens.values())))
+        return step
+
+    monkeypatch.setattr(scheduler, "schedule", noted)
+    for step in range(8 * 12):
+        if step % 8 == 0:
+            core.add_request(str(step // 8), prompts()[step // 8], params)
+        outputs |= {int(o.request_id): o for o in core.step() if o.finished}
+    while core.has_unfinished_requests():
+        outputs |= {int(o.request_id): o for o in core.step() if o.finished}
+    assert differences(expected[:12], [outputs[i] for i in range(12)]) == []
+    assert len(beside_starts) == 12
+    assert (max(beside_starts) == 0) == (kind is RequestOutputKind.CUMULATIVE)
 
 
 def test_chunked_prefill(engine, expected):

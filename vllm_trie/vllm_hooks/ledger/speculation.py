@@ -115,6 +115,10 @@ SPECULATION_PATCHES: tuple[Patch, ...] = (
         "adds them to the statistics that vLLM sends to the front end", "spec_decoding_stats",
         wrapper="scheduler.speculation:wrap_make_stats",
         successor="`SchedulerStats.proposer_stats`"),
+    _any("v1.core.sched.scheduler:Scheduler.schedule", "wrapped",
+        "removes the drafts of steps that start a stream", "throttle_prefills",
+        wrapper="scheduler.speculation:wrap_schedule",
+        retire_when="proposers learn that a request waits"),
     # Worker
     _cpu_worker("CPUWorker.init_device", "overridden",
         "registers the attention backend, makes the runner with trees", "",

@@ -1,4 +1,5 @@
-"""Tree speculation in vLLM's schedulers: cache salts to the worker, statistics from it.
+"""Tree speculation in vLLM's schedulers: cache salts to the worker, statistics from it, and drafts
+that give way to the first tokens of streams.
 
 vLLM keeps a request's ``cache_salt`` in the scheduler, where the prefix cache needs it. Drafters
 that learn from finished requests must know whose text they may use, so the scheduler adds the salt
@@ -15,14 +16,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_trie.vllm_hooks.frontend.request_options import CACHE_SALT
+from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.stats import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
+
+GIVING_SHARE = 0.125
+"""Share of the steps whose drafts may give way."""
+MOST_GIVING = 4.0
+"""Such steps in a row, after a time without any."""
+_FIRST_TOKENS = "_vllm_trie_first_tokens"
 
 
 @dataclass
@@ -90,3 +99,60 @@ def wrap_make_stats(original: Callable[..., Any]) -> Callable[..., Any]:
         return stats
 
     return make_stats
+
+
+class FirstTokens:
+    """Removes the drafts of a step that can start a streamed request.
+
+    One forward pass verifies the drafts and computes the stream's prompt, and each draft token
+    delays the first token of the answer. Where streams start in most steps, drafts stay in most of
+    them: they end requests earlier, which frees places for those that wait.
+
+    Args:
+        scheduler: vLLM's. Under asynchronous scheduling, and on Model Runner V2, the worker has the
+            drafts already, and nothing is removed.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._has_drafts = (
+            config.read(scheduler.vllm_config) is not None
+            and not scheduler.scheduler_config.async_scheduling
+            and not scheduler.use_v2_model_runner
+        )
+        self._allowed = MOST_GIVING  # steps
+
+    def before_schedule(self) -> None:
+        """Remove the drafts of the running requests, if the next step is such a step."""
+        if not self._has_drafts:
+            return
+        self._allowed = min(self._allowed + GIVING_SHARE, MOST_GIVING)
+        if self._allowed < 1.0 or not self._can_start_stream():
+            return
+        drafted = [request for request in self._scheduler.running if request.spec_token_ids]
+        for request in drafted:
+            request.spec_token_ids = []
+        if drafted:
+            self._allowed -= 1.0
+
+    def _can_start_stream(self) -> bool:
+        scheduler = self._scheduler
+        if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_running_reqs:
+            return False
+        params = scheduler.waiting.peek_request().sampling_params
+        return params is not None and params.output_kind is not RequestOutputKind.FINAL_ONLY
+
+
+def wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let drafts give way to streams that can start."""
+
+    @functools.wraps(original)
+    def schedule(self: Scheduler, throttle_prefills: bool = False) -> Any:
+        first_tokens = getattr(self, _FIRST_TOKENS, None)
+        if first_tokens is None:
+            first_tokens = FirstTokens(self)
+            setattr(self, _FIRST_TOKENS, first_tokens)
+        first_tokens.before_schedule()
+        return original(self, throttle_prefills)
+
+    return schedule

@@ -1,0 +1,69 @@
+"""Drafts give way to streams that can start, without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+
+from vllm_trie.vllm_hooks.scheduler import speculation
+from vllm_trie.vllm_hooks.scheduler.speculation import GIVING_SHARE, MOST_GIVING, FirstTokens
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that counts the drafts left in each of some steps."""
+    monkeypatch.setattr(speculation.config, "read", lambda _: object())
+
+    def steps(
+        number: int,
+        num_waiting: int,
+        places: int = 8,
+        kind: RequestOutputKind = RequestOutputKind.DELTA,
+        **settings: bool,
+    ) -> list[int]:
+        flags = {"async_scheduling": False, "use_v2_model_runner": False} | settings
+        waiting = SimpleNamespace(sampling_params=SamplingParams(output_kind=kind))
+        scheduler: Any = SimpleNamespace(
+            running=[SimpleNamespace(spec_token_ids=[]) for _ in range(2)],
+            waiting=FCFSRequestQueue([waiting] * num_waiting),
+            max_num_running_reqs=places,
+            scheduler_config=SimpleNamespace(async_scheduling=flags["async_scheduling"]),
+            use_v2_model_runner=flags["use_v2_model_runner"],
+            vllm_config=None,
+        )
+        first_tokens, found = FirstTokens(scheduler), []
+        for _ in range(number):
+            for request in scheduler.running:
+                request.spec_token_ids = [1, 2, 3]
+            first_tokens.before_schedule()
+            found.append(sum(len(request.spec_token_ids) for request in scheduler.running))
+        return found
+
+    return steps
+
+
+def test_drafts_give_way_to_a_stream_that_can_start(steps) -> None:
+    assert steps(1, num_waiting=1) == [0]
+    assert steps(1, num_waiting=0) == [6]
+    assert steps(1, num_waiting=1, places=2) == [6]  # it waits for the end of another one
+    assert steps(1, num_waiting=1, kind=RequestOutputKind.FINAL_ONLY) == [6]  # no stream
+
+
+def test_drafts_stay_in_most_steps_under_load(steps) -> None:
+    found = steps(800, num_waiting=1)
+    assert found[: int(MOST_GIVING)] == [0] * int(MOST_GIVING)
+    assert found.count(0) == pytest.approx(MOST_GIVING + 800 * GIVING_SHARE, abs=1)
+
+
+@pytest.mark.parametrize("setting", ["async_scheduling", "use_v2_model_runner"])
+def test_drafts_stay_where_the_worker_has_them_already(steps, setting: str) -> None:
+    assert steps(1, num_waiting=1, **{setting: True}) == [6]
+
+
+def test_drafts_of_other_methods_stay(steps, monkeypatch) -> None:
+    monkeypatch.setattr(speculation.config, "read", lambda _: None)
+    assert steps(1, num_waiting=1) == [6]
