@@ -290,17 +290,22 @@ def positions_with_image(
     return torch.cat([image, text], dim=1), 4 - 16
 
 
+def stand_in_for_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen-VL's modules import torchvision, for pixels only; the CPU set-up lacks it."""
+    if find_spec("torchvision") is not None:
+        return
+    parent = None
+    for name in ("torchvision", "transforms", "v2", "functional"):
+        module = ModuleType(name if parent is None else f"{parent.__name__}.{name}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        if parent is not None:
+            setattr(parent, name, module)
+        parent = module
+
+
 def take_text_for_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Qwen-VL's models take prompts of text for images, as far as positions go."""
-    if find_spec("torchvision") is None:
-        # Their modules import it, and use it for pixels only; the CPU set-up lacks it.
-        parent = None
-        for name in ("torchvision", "transforms", "v2", "functional"):
-            module = ModuleType(name if parent is None else f"{parent.__name__}.{name}")
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-            if parent is not None:
-                setattr(parent, name, module)
-            parent = module
+    stand_in_for_torchvision(monkeypatch)
     for name in (
         "qwen2_5_vl.Qwen2_5_VLForConditionalGeneration",
         "qwen3_vl.Qwen3VLForConditionalGeneration",

@@ -12,7 +12,7 @@ from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine import families
-from tests.engine.chain_families import FAMILIES, RECURRENT
+from tests.engine.chain_families import FAMILIES, RECURRENT, stand_in_for_torchvision
 from tests.engine.families import write_config
 from tests.processes import ROOT
 from vllm_trie.vllm_hooks.setup import config
@@ -92,6 +92,8 @@ def test_every_row_has_configurations() -> None:
 def test_cells(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The CPU build has no Triton, which V2 needs.
     monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)
+    # vLLM looks at the classes of models whose description is not in its cache.
+    stand_in_for_torchvision(monkeypatch)
     for number, values in enumerate(CONFIGURATIONS[family]):
         named = {"architectures": values.get("architectures") or architecture(values), **values}
         model = write_config(tmp_path / str(number), named)
