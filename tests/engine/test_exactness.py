@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -99,6 +101,26 @@ def test_drafts_give_way_to_streams(engine, expected, monkeypatch, kind):
     assert differences(expected[:12], [outputs[i] for i in range(12)]) == []
     assert len(beside_starts) == 12
     assert (max(beside_starts) == 0) == (kind is RequestOutputKind.CUMULATIVE)
+
+
+def test_no_answer_waits_for_a_drafter(engine, expected, monkeypatch):
+    """The scheduler has a step's tokens before they are drafted for."""
+    llm = engine(**speculation("test_oracle", 8))
+    guard, scheduler, calls = trees_of(llm).guard, scheduler_of(llm), []
+
+    def noted(name, method):
+        def call(*args):
+            calls.append(name)
+            return method(*args)
+
+        return call
+
+    monkeypatch.setattr(guard, "propose", noted("draft", guard.propose))
+    take_in = noted("tokens", scheduler.update_from_output)
+    monkeypatch.setattr(scheduler, "update_from_output", take_in)
+    assert check_same_outputs(llm, expected[:2], GREEDY, 2) > 0.2
+    assert calls[:4] == ["tokens", "draft"] * 2
+    assert ("draft", "draft") not in pairwise(calls)
 
 
 def test_chunked_prefill(engine, expected):

@@ -162,6 +162,9 @@ SPECULATION_PATCHES: tuple[Patch, ...] = (
         "aux_hidden_states spec_decode_metadata common_attn_metadata",
         retire_when="proposers get request ids and hidden states",
         successor="`RequestProposer.propose_for_step()`"),
+    _proposer("take_draft_token_ids", "overridden",
+        "drafts, after vLLM has sent the step's tokens off", "",
+        successor="`RequestProposer.propose_for_step()`, before they are sent"),
     _runner("sample_tokens", "overridden",
         "attaches the worker's statistics to its output; runs as if speculative_config were None "
         "where no drafts are wanted", "grammar_output", retire_when=_STATS,

@@ -11,8 +11,8 @@ class StepClock:
     """Times the engine's steps.
 
     A step is the time in the runner and the time of the engine between two calls of the runner
-    (scheduling, detokenizing, answering). The latter is averaged, because an idle engine waits
-    there too.
+    (scheduling, detokenizing, answering), without drafting. The latter is averaged, because an
+    idle engine waits there too.
     """
 
     def __init__(self) -> None:
@@ -35,3 +35,7 @@ class StepClock:
     def leave(self) -> None:
         """Give control back to the engine."""
         self._ended = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count seconds of drafting after the step."""
+        self._ended += seconds

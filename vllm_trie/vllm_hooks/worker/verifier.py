@@ -10,8 +10,8 @@ this order in each step:
 4. ``verify`` with the logits, then ``compact``: the accepted nodes' KV moves to its final slots;
    where the host only sees the outcome, ``observe_outputs`` takes the place of 4, and where vLLM
    has verified chains, of 2's ``place`` and 3 too;
-5. ``end_step`` with the new tokens, then ``draft`` unless ``is_pausing``;
-6. ``take_stats`` before the engine goes on.
+5. ``end_step`` with the new tokens, then ``start_drafting`` and ``draft`` unless ``is_pausing``;
+6. ``take_stats`` before the engine goes on; ``start_drafting`` and ``draft`` may follow it.
 """
 
 from __future__ import annotations
@@ -263,7 +263,6 @@ class TreeVerifier:
         Args:
             new_tokens: of each request of the batch; none while its prefill goes on.
         """
-        self._drafting_since = time.perf_counter()
         if self.budget is not None and self._num_decode_tokens:
             num_requests = len(self.step_trees)
             self.budget.observe_step(num_requests, self._num_decode_tokens, self._clock.stop())
@@ -275,6 +274,10 @@ class TreeVerifier:
             self.recorder.record(self._request_ids, self._last_steps, new_tokens)
         for request_id in self._request_ids:
             self._stored_trees.pop(request_id, None)
+
+    def start_drafting(self) -> None:
+        """Start the clock of the drafting, before the requests are read."""
+        self._drafting_since = time.perf_counter()
 
     def draft(
         self,
@@ -308,6 +311,7 @@ class TreeVerifier:
         elapsed = time.perf_counter() - self._drafting_since
         self._stats.drafting_seconds += drafting
         self._stats.bookkeeping_seconds += elapsed - drafting
+        self._clock.leave_out(elapsed)
         if self.budget is not None and drafting:
             self.budget.observe_drafting(elapsed)
         return drafts

@@ -67,7 +67,8 @@ class TreeDraftVerifier(TreeProposer, DraftVerifier):
         return self.adapter.sample(logits, spec_decode_metadata)
 
     def propose_for_step(self, step: Any) -> list[list[int]]:
-        return self.adapter.propose(
+        self.adapter.end_step(step.sampled_token_ids)
+        return self.adapter.draft(
             step.scheduler_output, step.sampled_token_ids, step.sample_hidden_states
         )
 

@@ -8,9 +8,9 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -24,7 +24,7 @@ from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.outputs import DraftTokenIds, SamplerOutput
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Runner
 else:
@@ -32,7 +32,14 @@ else:
 
 
 class ChainRunnerMixin(_Runner):
-    """Overrides of ``GPUModelRunner`` that draft; everything else stays vLLM's."""
+    """Overrides of ``GPUModelRunner`` that draft; everything else stays vLLM's.
+
+    vLLM asks for a step's drafts before it returns the step's tokens, and takes them after it has
+    sent the tokens off. Drafts are made when they are taken, so that no answer waits for them.
+    Those of a trained drafter are made when they are asked for: it reads the step's metadata.
+    """
+
+    _deferred_draft: Callable[[], list[list[int]]] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -119,12 +126,21 @@ class ChainRunnerMixin(_Runner):
         *unused: Any,
         **unused_too: Any,
     ) -> list[list[int]]:
-        return self.adapter.propose(
-            scheduler_output,
-            sampled_token_ids,
-            sample_hidden_states,
-            StepStates(hidden_states, aux_hidden_states, common_attn_metadata),
+        self.adapter.end_step(sampled_token_ids)
+        draft = partial(
+            self.adapter.draft, scheduler_output, sampled_token_ids, sample_hidden_states
         )
+        if self.has_neural_drafter:
+            return draft(StepStates(hidden_states, aux_hidden_states, common_attn_metadata))
+        self._deferred_draft = draft
+        return [[] for _ in sampled_token_ids]
+
+    @torch.inference_mode()
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        if self._deferred_draft is not None:
+            self._draft_token_ids = self._deferred_draft()
+            self._deferred_draft = None
+        return super().take_draft_token_ids()
 
     def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
         is_hidden = self.trees.is_pausing and self.execute_model_state is not None

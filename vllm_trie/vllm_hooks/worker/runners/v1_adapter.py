@@ -41,7 +41,7 @@ class V1Adapter:
         self.runner = runner
         self.trees = trees
         self.neural: NeuralChains | None = None
-        self._has_ended = False  # whether vLLM has asked for drafts in this step
+        self._has_ended = False  # whether this step's tokens were taken in
 
     def take_neural_drafter(self, proposer: Any) -> None:
         """Hand vLLM's proposer, whose weights are loaded, to the union that it is a part of."""
@@ -107,7 +107,18 @@ class V1Adapter:
             output = runner.rejection_sampler(metadata, None, logits, sampling_metadata)
         return output
 
-    def propose(
+    def end_step(self, new_tokens: list[list[int]]) -> None:
+        """Take in the step's tokens.
+
+        Args:
+            new_tokens: of each request; none while its prefill goes on.
+        """
+        if self.chain_only:
+            self.trees.observe_outputs(new_tokens)
+        self.trees.end_step(new_tokens)
+        self._has_ended = True
+
+    def draft(
         self,
         scheduler_output: SchedulerOutput,
         new_tokens: list[list[int]],
@@ -117,13 +128,12 @@ class V1Adapter:
         """Return the draft tokens of each request of the batch for the next step.
 
         Args:
-            scheduler_output: of the step.
+            scheduler_output: of the step that has ended.
             new_tokens: of each request; none while its prefill goes on.
             sample_hidden_states: [logits rows, hidden_size].
             states: what a trained drafter reads.
         """
-        self._end_step(new_tokens)
-        self._has_ended = True
+        self.trees.start_drafting()
         if self.neural is not None and states is not None:
             self.neural.observe(states, new_tokens, self.trees)
         drafts = self._draft(scheduler_output, new_tokens, sample_hidden_states)
@@ -150,11 +160,6 @@ class V1Adapter:
         )
         return self.trees.draft(requests, len(new_tokens), sample_hidden_states)
 
-    def _end_step(self, new_tokens: list[list[int]]) -> None:
-        if self.chain_only:
-            self.trees.observe_outputs(new_tokens)
-        self.trees.end_step(new_tokens)
-
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self.trees.release(request_id)
@@ -165,7 +170,7 @@ class V1Adapter:
         """Attach the step's statistics to vLLM's output of the step."""
         new_tokens = getattr(output, "sampled_token_ids", None)
         if self.trees.is_pausing and new_tokens and not self._has_ended:  # vLLM did not ask
-            self._end_step(new_tokens)
+            self.end_step(new_tokens)
         stats = self.trees.take_stats()
         if stats is not None:
             setattr(output, STATS_ATTRIBUTE, stats)

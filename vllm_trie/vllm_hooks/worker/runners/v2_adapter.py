@@ -199,6 +199,7 @@ class V2Adapter:
         ]
         self.trees.observe_outputs(new_tokens, self._node_argmax(batch))
         self.trees.end_step(new_tokens)
+        self.trees.start_drafting()
         drafts: list[list[int]] = [[] for _ in requests]
         if self._is_drafting:
             wanted = self._draft_requests(batch.req_ids, new_tokens, max_nodes)

@@ -1,0 +1,51 @@
+"""What counts as an engine's step."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_trie.vllm_hooks.worker import step_clock
+from vllm_trie.vllm_hooks.worker.step_clock import StepClock
+
+
+class Now:
+    """A clock that tests advance; in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def now(monkeypatch):
+    now = Now()
+    monkeypatch.setattr(step_clock, "time", now)
+    return now
+
+
+def run_step(clock: StepClock, now: Now, inside: float, outside: float, drafting: float) -> float:
+    """Return the duration of a step that the engine answers for `outside` seconds before it."""
+    now.seconds += outside + drafting
+    clock.leave_out(drafting)
+    clock.start()
+    now.seconds += inside
+    seconds = clock.stop()
+    clock.leave()
+    return seconds
+
+
+@pytest.mark.parametrize("drafting", [0.0, 0.5])
+def test_time_between_calls_counts_without_drafting(now, drafting):
+    clock = StepClock()
+    run_step(clock, now, 1.0, 0.0, 0.0)
+    steps = [run_step(clock, now, 1.0, 0.2, drafting) for _ in range(200)]
+    assert steps[-1] == pytest.approx(1.2, rel=1e-3)
+    assert steps == sorted(steps)
+
+
+def test_an_idle_engine_adds_no_more_than_a_step(now):
+    clock = StepClock()
+    run_step(clock, now, 1.0, 0.0, 0.0)
+    assert run_step(clock, now, 1.0, 3600.0, 0.0) < 1.1
