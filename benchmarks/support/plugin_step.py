@@ -187,6 +187,7 @@ class PluginStep:
         self._append(new_tokens)
         start = time.thread_time()
         calls["end"](new_tokens)
+        self.verifier.start_drafting()
         self._drafts = [[] for _ in self._ids]
         if self._num_nodes:
             requests = calls["requests"](

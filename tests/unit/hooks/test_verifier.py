@@ -112,6 +112,7 @@ def test_a_step_with_trees(trees: TreeVerifier) -> None:
 
     trees.end_step([[4], [6, 8, 9]])
     states = torch.arange(8.0)[:, None]
+    trees.start_drafting()
     trees.draft({1: make_request([0, 3, 0, 6, 8, 9], "a")}, 2, states)
     drafter: Any = trees.guard.drafter
     (request,) = drafter.requests
@@ -134,6 +135,7 @@ def test_a_released_request_leaves_nothing_behind(trees: TreeVerifier) -> None:
     trees.release("a")
     trees.begin_step(["a"], {"a": [5, 6]}, 3)
     assert trees.step_trees[0].is_chain
+    trees.start_drafting()
     trees.draft({0: make_request([0, 3], "a")}, 1, torch.zeros(3, 4))
     drafter: Any = trees.guard.drafter
     assert drafter.requests[0].last_step is None
