@@ -187,13 +187,13 @@ class PluginStep:
         self._append(new_tokens)
         start = time.thread_time()
         calls["end"](new_tokens)
-        self.verifier.start_drafting()
+        drafting_since = time.perf_counter()
         self._drafts = [[] for _ in self._ids]
         if self._num_nodes:
             requests = calls["requests"](
                 batch, self._states, new_tokens, MAX_LEN, self._num_nodes, False
             )
-            self._drafts = calls["draft"](requests, len(self._ids), logits)
+            self._drafts = calls["draft"](requests, len(self._ids), logits, drafting_since)
         calls["stats"]()
         return took + time.thread_time() - start
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +78,8 @@ def trees() -> TreeVerifier:
     assert output.sampled_token_ids.tolist() == [[1], [2]]
     verifier.end_step([[1], [2]])
     requests = {i: make_request([0, 3, i], request_id) for i, request_id in enumerate("ab")}
-    assert verifier.draft(requests, 2, torch.zeros(2, 4)) == [TREE.token_list] * 2
+    drafts = verifier.draft(requests, 2, torch.zeros(2, 4), time.perf_counter())
+    assert drafts == [TREE.token_list] * 2
     return verifier
 
 
@@ -112,8 +114,7 @@ def test_a_step_with_trees(trees: TreeVerifier) -> None:
 
     trees.end_step([[4], [6, 8, 9]])
     states = torch.arange(8.0)[:, None]
-    trees.start_drafting()
-    trees.draft({1: make_request([0, 3, 0, 6, 8, 9], "a")}, 2, states)
+    trees.draft({1: make_request([0, 3, 0, 6, 8, 9], "a")}, 2, states, time.perf_counter())
     drafter: Any = trees.guard.drafter
     (request,) = drafter.requests
     assert request.hidden_state.tolist() == [7.0]  # the row that gave the 9
@@ -135,8 +136,7 @@ def test_a_released_request_leaves_nothing_behind(trees: TreeVerifier) -> None:
     trees.release("a")
     trees.begin_step(["a"], {"a": [5, 6]}, 3)
     assert trees.step_trees[0].is_chain
-    trees.start_drafting()
-    trees.draft({0: make_request([0, 3], "a")}, 1, torch.zeros(3, 4))
+    trees.draft({0: make_request([0, 3], "a")}, 1, torch.zeros(3, 4), time.perf_counter())
     drafter: Any = trees.guard.drafter
     assert drafter.requests[0].last_step is None
 

@@ -10,8 +10,8 @@ this order in each step:
 4. ``verify`` with the logits, then ``compact``: the accepted nodes' KV moves to its final slots;
    where the host only sees the outcome, ``observe_outputs`` takes the place of 4, and where vLLM
    has verified chains, of 2's ``place`` and 3 too;
-5. ``end_step`` with the new tokens, then ``start_drafting`` and ``draft`` unless ``is_pausing``;
-6. ``take_stats`` before the engine goes on; ``start_drafting`` and ``draft`` may follow it.
+5. ``end_step`` with the new tokens, then ``draft`` unless ``is_pausing``;
+6. ``take_stats`` before the engine goes on; ``draft`` may follow it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ class TreeVerifier:
         self._num_decode_tokens = 0
         self._num_decoding = 0
         self._clock = StepClock()
-        self._drafting_since = 0.0
         self._stats = TreeStats()
 
     def start_step(self, num_requests: int) -> None:
@@ -263,6 +262,7 @@ class TreeVerifier:
         Args:
             new_tokens: of each request of the batch; none while its prefill goes on.
         """
+        start = time.perf_counter()
         if self.budget is not None and self._num_decode_tokens:
             num_requests = len(self.step_trees)
             self.budget.observe_step(num_requests, self._num_decode_tokens, self._clock.stop())
@@ -274,16 +274,14 @@ class TreeVerifier:
             self.recorder.record(self._request_ids, self._last_steps, new_tokens)
         for request_id in self._request_ids:
             self._stored_trees.pop(request_id, None)
-
-    def start_drafting(self) -> None:
-        """Start the clock of the drafting, before the requests are read."""
-        self._drafting_since = time.perf_counter()
+        self._stats.bookkeeping_seconds += time.perf_counter() - start
 
     def draft(
         self,
         requests: Mapping[int, DraftRequest],
         num_requests: int,
         sample_hidden_states: torch.Tensor,
+        since: float,
     ) -> list[list[int]]:
         """Draft the trees of the next step.
 
@@ -291,6 +289,7 @@ class TreeVerifier:
             requests: those that get a tree, by batch index.
             num_requests: in the batch.
             sample_hidden_states: [logits rows, hidden_size].
+            since: when the requests began to be read, by ``time.perf_counter``.
 
         Returns:
             The draft tokens of each request of the batch.
@@ -308,7 +307,7 @@ class TreeVerifier:
                 self._stored_trees[request.request_id] = tree
                 drafts[index] = tree.token_list.copy()  # vLLM may change its list
         drafting = self.guard.seconds - spent
-        elapsed = time.perf_counter() - self._drafting_since
+        elapsed = time.perf_counter() - since
         self._stats.drafting_seconds += drafting
         self._stats.bookkeeping_seconds += elapsed - drafting
         self._clock.leave_out(elapsed)

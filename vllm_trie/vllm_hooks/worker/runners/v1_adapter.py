@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -133,10 +134,10 @@ class V1Adapter:
             sample_hidden_states: [logits rows, hidden_size].
             states: what a trained drafter reads.
         """
-        self.trees.start_drafting()
+        start = time.perf_counter()
         if self.neural is not None and states is not None:
             self.neural.observe(states, new_tokens, self.trees)
-        drafts = self._draft(scheduler_output, new_tokens, sample_hidden_states)
+        drafts = self._draft(scheduler_output, new_tokens, sample_hidden_states, start)
         if self.neural is not None:
             self.neural.catch_up()
         return drafts
@@ -146,6 +147,7 @@ class V1Adapter:
         scheduler_output: SchedulerOutput,
         new_tokens: list[list[int]],
         sample_hidden_states: torch.Tensor,
+        since: float,
     ) -> list[list[int]]:
         runner = self.runner
         if self.trees.is_pausing:  # a trained drafter wants all steps; a patched vLLM asks too
@@ -158,7 +160,7 @@ class V1Adapter:
             scheduler_output.num_spec_tokens_to_schedule,
             self.chain_only,
         )
-        return self.trees.draft(requests, len(new_tokens), sample_hidden_states)
+        return self.trees.draft(requests, len(new_tokens), sample_hidden_states, since)
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""

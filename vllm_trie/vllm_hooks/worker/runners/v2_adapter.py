@@ -10,6 +10,7 @@ shorter draft is filled up with tokens that verification rejects unseen::
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -199,12 +200,12 @@ class V2Adapter:
         ]
         self.trees.observe_outputs(new_tokens, self._node_argmax(batch))
         self.trees.end_step(new_tokens)
-        self.trees.start_drafting()
+        start = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in requests]
         if self._is_drafting:
             wanted = self._draft_requests(batch.req_ids, new_tokens, max_nodes)
             rows = self._verified_rows(batch, hidden_states)
-            drafts = self.trees.draft(wanted, len(requests), rows)
+            drafts = self.trees.draft(wanted, len(requests), rows, start)
         for request, draft in zip(requests, drafts, strict=True):
             request.drafted = draft
         return self._on_device(batch, drafts)
