@@ -79,6 +79,7 @@ class DraftRequest:
             with `needs_hidden_states`.
         last_step: the last verification of this request, None before the first.
         cache_salt: only requests with the same salt may profit from one another's text.
+        sample_of: the same for all samples of one prompt; None for a request that is no sample.
         min_probability: nodes whose path is less likely are not verified; a drafter that knows
             probabilities may leave them out to save time.
     """
@@ -93,6 +94,7 @@ class DraftRequest:
     last_step: VerifiedStep | None = None
     cache_salt: str | None = None
     min_probability: float = 0.0
+    sample_of: str | None = None
 
 
 class Drafter(ABC):

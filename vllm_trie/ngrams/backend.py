@@ -62,8 +62,8 @@ class PythonBackend:
         ]
 
     def _draft(self, job: Job, heads: Sequence[Sequence[tuple[int, float]]]) -> Draft:
-        if job.own is not None:
-            job.own.synchronize(job.tokens[: job.num_indexed].tolist())
+        if job.own is not None and job.num_indexed > 0:
+            job.own.synchronize(job.text, job.first, job.tokens[: job.num_indexed].tolist())
         tree = BestFirstTree(job.max_nodes, job.max_depth, job.chain_only, job.min_probability)
         indexes = [index for index in (job.own, job.store, job.corpus) if index is not None]
         table = None if job.recycled is None else partial(job.recycled.contexts, job.scope)

@@ -94,64 +94,112 @@ class Node:
         hot.insert(sum(sibling.types > self.types for sibling in hot), self)
 
 
+class _Text:
+    """A text of an index, and what its next token needs."""
+
+    __slots__ = ("context_size", "first", "open", "token_ids")
+
+    def __init__(self, first: int, context: list[int], contexts: list[Node]) -> None:
+        self.first = first
+        """Place in the request's text of the first token kept."""
+        self.token_ids = context
+        self.context_size = len(context)
+        """Leading tokens that belong to the text it continues."""
+        self.open = contexts
+        """Known contexts that end at the text's end, longest first."""
+
+
 class NgramIndex:
     """An index of texts. Its counts are those of the texts in it, whatever was removed before."""
 
     def __init__(self, max_order: int) -> None:
         self.max_order = max_order
         self.root = Node(None, -1, None)
-        self.texts: dict[int, list[int]] = {}
         self.num_tokens = 0
         self.num_nodes = 1
+        self._texts: dict[int, _Text] = {}
         self._free_texts: list[int] = []
-        self._current = -1
-        self._open: list[Node] = []  # known contexts that end at the text's end, longest first
 
     @property
     def num_bytes(self) -> int:
         """Return a rough figure, about ten times that of the compiled index."""
         return 600 * self.num_nodes
 
+    @property
+    def texts(self) -> dict[int, list[int]]:
+        """The tokens of each text, by its number; empty where one was removed."""
+        return {number: text.token_ids for number, text in self._texts.items()}
+
     def add_text(self, token_ids: Sequence[int] | np.ndarray) -> int:
         """Add a text; negative tokens separate. Returns its number."""
-        text = self.begin_text()
-        self.append(token_ids)
+        text = self._begin_text(_Text(0, [], [self.root]))
+        self._append_all(text, token_ids)
         return text
 
-    def synchronize(self, token_ids: list[int]) -> None:
-        """Make these tokens the only text: append what is new, or begin anew where they do not
-        continue the text."""
-        known = self.texts.get(0, [])
-        if not self.texts or known != token_ids[: len(known)]:
-            self.__init__(self.max_order)  # type: ignore[misc]
-            self.begin_text()
+    def synchronize_prompt(self, token_ids: np.ndarray) -> None:
+        """Give text 0 these tokens."""
+        self.synchronize(0, 0, token_ids.tolist())
+
+    def synchronize(self, text: int, first: int, token_ids: list[int]) -> None:
+        """Give a text these tokens from the place `first` on: append what is new. Where they do not
+        continue it, begin it anew with them."""
+        if not self._texts:
+            self._begin_text(_Text(first, [], [self.root]))
+        begin = self._texts[text].first
+        known = self._texts[text].token_ids[max(first - begin, 0) :]
+        end = begin + len(self._texts[text].token_ids)
+        if not begin <= first <= end or known != token_ids[: len(known)]:
+            if text == 0:
+                self.__init__(self.max_order)  # type: ignore[misc]
+            else:
+                self.remove_text(text)
+            self._begin_text(_Text(first, [], [self.root]))
             known = []
-        self.append(token_ids[len(known) :])
+        self._append_all(text, token_ids[len(known) :])
 
-    def begin_text(self) -> int:
-        """Begin a new text, to which `append` adds; returns its number."""
-        self._current = self._free_texts.pop() if self._free_texts else len(self.texts)
-        self.texts[self._current] = []
-        self._open = [self.root]
-        return self._current
+    def begin_branch(self, context: np.ndarray) -> int:
+        """Begin a text that continues text 0, which ends with `context`.
 
-    def append(self, token_ids: Sequence[int] | np.ndarray) -> None:
-        """Add tokens to the end of the text begun last; O(length of the longest repeat) each."""
+        Its n-grams may begin there, and count from the next token on. Returns its number.
+
+        Args:
+            context: int32 [at most `max_order`].
+        """
+        tokens, contexts = context.tolist(), []
+        for start in range(len(tokens)):
+            node: Node | None = self.root
+            for token in tokens[start:]:
+                node = None if node is None or token < 0 else node.children.get(token)
+                if node is not None:  # its successors come from several texts
+                    self._enter_successor(node)
+            if node is not None:
+                contexts.append(node)
+        contexts.append(self.root)
+        first = len(self._texts[0].token_ids) - len(tokens)
+        return self._begin_text(_Text(first, tokens, contexts))
+
+    def _begin_text(self, text: _Text) -> int:
+        number = self._free_texts.pop() if self._free_texts else len(self._texts)
+        self._texts[number] = text
+        return number
+
+    def _append_all(self, text: int, token_ids: Sequence[int] | np.ndarray) -> None:
+        """Add tokens to the end of a text; O(length of the longest repeat) each."""
         for token in token_ids:
-            self._append(int(token))
+            self._append(text, int(token))
 
-    def _append(self, token: int) -> None:
-        text = self.texts[self._current]
-        text.append(token)
+    def _append(self, number: int, token: int) -> None:
+        text = self._texts[number]
+        text.token_ids.append(token)
         if token < 0:
-            self._open = [self.root]
+            text.open = [self.root]
             return
         self.num_tokens += 1
-        place = Place(self._current, len(text) - 1)
+        place = Place(number, len(text.token_ids) - 1)
         still_open = []
         # From the longest context down. The n-gram one token longer is new unless it was found.
         longer_is_new = True
-        for order, context in zip(range(len(self._open) - 1, -1, -1), self._open, strict=True):
+        for order, context in zip(range(len(text.open) - 1, -1, -1), text.open, strict=True):
             child = context.children.get(token)
             if child is None:
                 self._add_child(context, token, place)
@@ -163,8 +211,8 @@ class NgramIndex:
             if order < self.max_order:
                 self._enter_successor(child)
                 still_open.append(child)
-            child.text = self._current
-        self._open = [*still_open, self.root]
+            child.text = number
+        text.open = [*still_open, self.root]
 
     def _enter_successor(self, node: Node) -> None:
         """Make the successor of an n-gram that occurs again a node."""
@@ -188,12 +236,12 @@ class NgramIndex:
 
     def token_at(self, place: Place) -> int:
         """Return the token there, negative at the end of a text."""
-        text = self.texts[place.text]
-        return text[place.position] if place.position < len(text) else -1
+        tokens = self._texts[place.text].token_ids
+        return tokens[place.position] if place.position < len(tokens) else -1
 
     def remove_text(self, text: int) -> None:
-        """Take a text out again."""
-        tokens = self.texts[text]
+        """Take a text out again. No branch may continue it."""
+        tokens = self._texts[text].token_ids
         width = self.max_order + 1
         # The nodes of all its n-grams, by start and length.
         found: dict[tuple[int, int], Node] = {}
@@ -205,7 +253,7 @@ class NgramIndex:
                     break
                 found[start, length] = node = child
         # From the end of the text: an n-gram goes after all those that begin with it.
-        for end in range(len(tokens) - 1, -1, -1):
+        for end in range(len(tokens) - 1, self._texts[text].context_size - 1, -1):
             if tokens[end] < 0:
                 continue
             self.num_tokens -= 1
@@ -223,7 +271,7 @@ class NgramIndex:
                 longer_vanished = gram.count == 0
                 if longer_vanished:
                     self._remove(gram)
-        self.texts[text] = []
+        self._texts[text] = _Text(0, [], [])
         self._free_texts.append(text)
 
     def _remove(self, node: Node) -> None:

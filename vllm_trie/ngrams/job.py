@@ -18,20 +18,22 @@ class Index(Protocol):
     def num_bytes(self) -> int: ...
     def add_text(self, token_ids: np.ndarray) -> int: ...
     def remove_text(self, text: int) -> None: ...
+    def synchronize_prompt(self, token_ids: np.ndarray) -> None: ...
+    def begin_branch(self, context: np.ndarray) -> int: ...
 
 
 class Job(NamedTuple):
     """One request of a batch that is drafted for. The indexes are those of one backend."""
 
     own: Any | None
-    """Index of the request's own text, brought up to date with `tokens[:num_indexed]`; None to
-    draft from the heads' candidates alone."""
+    """Index with the request's own text, which is given `tokens[:num_indexed]`; None to draft from
+    the heads' candidates alone."""
     store: Any | None
     """Index of finished requests; requires `own`."""
     corpus: Any | None
     """Index of a corpus; requires `own`."""
     tokens: np.ndarray
-    """int32 [num_tokens], contiguous: the draft continues it."""
+    """int32 [num_tokens], contiguous: the end of the request's text, which the draft continues."""
     num_indexed: int
     max_nodes: int
     max_depth: int
@@ -42,6 +44,10 @@ class Job(NamedTuple):
     """Table of recycled successors."""
     scope: int = 0
     """Of the table: requests of different scopes share nothing."""
+    first: int = 0
+    """Place of `tokens[0]` in the request's text."""
+    text: int = 0
+    """Of `own`, which holds the request's text."""
 
 
 class Candidates(NamedTuple):

@@ -64,8 +64,26 @@ class NativeIndex:
             raise MemoryError("no memory for the n-grams of a text")
         return int(text)
 
+    def synchronize_prompt(self, token_ids: np.ndarray) -> None:
+        """Give text 0 these int32 tokens: append what is new."""
+        tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
+        status = self._library.ngram_index_synchronize(self.handle, tokens.ctypes.data, len(tokens))
+        if status == _NONE:
+            raise MemoryError("no memory for the n-grams of a prompt")
+
+    def begin_branch(self, context: np.ndarray) -> int:
+        """Begin a text that continues text 0, which ends with int32 [at most `max_order`] tokens.
+
+        Its n-grams may begin there, and count from the next token on. Returns its number.
+        """
+        tokens = np.ascontiguousarray(context, dtype=np.int32)
+        text = self._library.ngram_index_branch(self.handle, tokens.ctypes.data, len(tokens))
+        if text == _NONE:
+            raise MemoryError("no memory for the n-grams of a text")
+        return int(text)
+
     def remove_text(self, text: int) -> None:
-        """Take a text out again."""
+        """Take a text out again. No branch may continue it."""
         if self._library.ngram_index_remove(self.handle, text) == _NONE:
             raise KeyError(f"the index holds no text {text}")
 
@@ -159,13 +177,13 @@ class DraftBatch:
         stride = 0
         for job in jobs:
             own, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
-            recycled, scope = job[9:]
+            recycled, scope, first, text = job[9:]
             packed = _PACK_JOB(
                 0 if own is None else own.handle,
                 0 if store is None else store.handle,
                 0 if corpus is None else corpus.handle,
-                *(least, max_nodes, max_depth, chain, len(tokens), num_indexed),
-                *(0 if recycled is None else recycled.handle, scope),
+                *(least, max_nodes, max_depth, chain, len(tokens), num_indexed, first),
+                *(0 if recycled is None else recycled.handle, scope, text),
             )
             parts += (packed, tokens)
             if max_nodes > stride:

@@ -108,6 +108,34 @@ def test_counts_are_those_of_the_texts_that_are_left(
     assert index.num_tokens == sum(item >= 0 for text in texts for item in text)
 
 
+@given(st.lists(token, min_size=1, max_size=20), edits, st.integers(1, 4))
+def test_branches_count_from_the_end_of_the_prompt(
+    prompt: list[int], edits: list[list[int] | int], max_order: int
+) -> None:
+    """Each n-gram is counted where it ends: once for the prompt, and in each branch left."""
+    index = NgramIndex(max_order)
+    index.synchronize(0, 0, prompt)
+    context = prompt[-max_order:]
+    left: list[tuple[int, list[int]]] = []
+    for edit in edits:
+        if isinstance(edit, list):
+            number = index.begin_branch(np.array(context, dtype=np.int32))
+            index.synchronize(number, len(prompt) - len(context), context + edit)
+            left.append((number, edit))
+        elif left:
+            index.remove_text(left.pop(edit % len(left))[0])
+    occurrences = Counter(
+        {gram: n for gram, (n, _) in expected_counts([prompt], max_order).items()}
+    )
+    for _, output in left:
+        for end in range(len(prompt) + 1, len(prompt) + len(output) + 1):
+            for start in range(max(0, end - max_order - 1), end):
+                occurrences[tuple([*prompt, *output][start:end])] += 1
+    for gram, node in nodes_of(index).items():
+        assert node.count == occurrences[gram]
+    assert index.num_tokens == sum(t >= 0 for text in (prompt, *(o for _, o in left)) for t in text)
+
+
 HEADS_BLEND = Blend(
     own=Source(0.2, 0.7),
     shared=Source(4.0, 0.8),

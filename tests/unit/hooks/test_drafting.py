@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 from tests.unit.drafters.support import VOCAB, make_context, make_request
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
+from vllm_trie.vllm_hooks.worker.drafting.guard import FIRST_PAUSE_S, GuardedDrafter
+from vllm_trie.vllm_hooks.worker.drafting.requests import _cache_salt, _sample_of
 
 GOOD = TokenTree.from_lists([5, 6, 7], [-1, 0, -1])
 LOGGER = logging.getLogger("tests.drafting")
@@ -180,15 +182,22 @@ def test_a_chain_where_a_chain_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("behaviour", [dawdle, fail_late])
-def test_a_drafter_that_takes_too_long_is_switched_off(behaviour: Behaviour) -> None:
+def test_a_drafter_that_takes_too_long_rests_and_is_tried_again(
+    behaviour: Behaviour, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafter = ScriptedDrafter({"b": behaviour})
     guarded = guard(drafter, time_limit_s=0.05)
     assert sizes(guarded.propose(requests("abc"))) == [0, 0, 0]
     assert guarded.failures == {"error": 0, "malformed": 0, "timeout": 1}
     drafter.asked.clear()
     drafter.behaviours.clear()
+    guarded.release("b")
     assert sizes(guarded.propose(requests("ac"))) == [0, 0]
-    assert drafter.asked == []
+    assert (drafter.asked, drafter.released) == ([], [])
+    now = time.perf_counter()
+    monkeypatch.setattr(time, "perf_counter", lambda: now + FIRST_PAUSE_S)
+    assert sizes(guarded.propose(requests("ac"))) == [GOOD.num_nodes] * 2
+    assert drafter.released == ["b"]
 
 
 def test_nobody_waits_twice_when_the_culprit_is_looked_for() -> None:
@@ -241,7 +250,7 @@ def test_a_timeout_names_its_setting(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, logger=LOGGER.name):
         guarded.propose(requests("a"))
     (record,) = caplog.records
-    assert "longer than draft_timeout_s=0.05; drafting is switched off" in record.getMessage()
+    assert "longer than draft_timeout_s=0.05; drafting rests for 60 s" in record.getMessage()
 
 
 def test_a_drafter_may_use_its_arrays_again() -> None:
@@ -275,3 +284,19 @@ def test_an_interrupt_by_the_user_is_not_swallowed() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         guard(ScriptedDrafter({"a": interrupt})).propose(requests("a"))
+
+
+def test_adapters_and_salts_never_collide() -> None:
+    def salt(adapter: str | None, cache_salt: str | None) -> str | None:
+        lora = None if adapter is None else SimpleNamespace(lora_name=adapter)
+        data = SimpleNamespace(lora_request=lora, cache_salt=cache_salt)
+        return _cache_salt(data, {})  # type: ignore[arg-type]
+
+    names, salts = ("sql", "sql\0", "", "\x003:sql"), (None, "s", "sql\0", "\x003:sql", "\0:s")
+    keys = [salt(adapter, given) for adapter in (None, *names) for given in salts]
+    assert len(set(keys)) == len(keys)
+
+
+def test_samples_are_known_by_their_ids() -> None:
+    assert _sample_of("12_chat-1") == _sample_of("0_chat-1") == "chat-1"
+    assert [_sample_of(name) for name in ("chat_1", "7", "_x", "7_")] == [None] * 4

@@ -22,14 +22,15 @@ from vllm_trie.drafters.medusa.heads import HeadTiming, MedusaHeads
 from vllm_trie.drafters.medusa.options import MedusaOptions
 from vllm_trie.drafters.medusa.output_layer import target_output_layer
 from vllm_trie.drafters.medusa.trees import template
-from vllm_trie.ngrams import Candidates, Index, Job, NativeBackend, choose_backend
+from vllm_trie.drafters.request_texts import INDEX_TOKENS, IndexedText, RequestTexts
+from vllm_trie.ngrams import Candidates, Job, NativeBackend, choose_backend
 from vllm_trie.tree import TokenTree
 
 _NO_HEADS = (
     "method 'medusa_dynamic' needs the Medusa heads: set 'model' in speculative_config "
     "(--spec-model) to the folder of a Medusa checkpoint"
 )
-_NO_TEXT = np.empty(0, dtype=np.int32)
+_NO_TEXT = IndexedText(None, 0, 0, np.empty(0, dtype=np.int32), 0)
 
 
 class MedusaDrafter(Drafter):
@@ -59,9 +60,9 @@ class MedusaDrafter(Drafter):
         self._has_native = isinstance(self._backend, NativeBackend) and native.reads(
             self._device, self._dtype
         )
-        self._indexes: dict[str, Index] | None = None
+        self._texts: RequestTexts | None = None
         if self._fixed_paths is None and options.joint == "context":
-            self._indexes = {}
+            self._texts = RequestTexts(self._backend, options.max_context_len, INDEX_TOKENS)
         self._max_depth = options.max_depth or context.max_model_len
         self.heads: MedusaHeads | None = None
         self.temperatures: Tensor | None = None
@@ -116,7 +117,7 @@ class MedusaDrafter(Drafter):
                 ).fill(tokens[row], probabilities[row])
                 for row, request in enumerate(requests)
             ]
-        jobs = [self._job(request) for request in requests]
+        jobs = self._jobs(requests)
         if (found := self._compiled_rows(states)) is not None:
             compiled, rows = found
             return compiled.draft_batch(jobs, rows, self.timing)
@@ -155,32 +156,30 @@ class MedusaDrafter(Drafter):
         return None if rows is None else (self._compiled, rows)
 
     def release(self, request_id: str) -> None:
-        if self._indexes is not None:
-            self._indexes.pop(request_id, None)
+        if self._texts is not None:
+            self._texts.release(request_id)
 
     def _depth(self, request: DraftRequest) -> int:
         return min(request.max_depth, self._max_depth)
 
-    def _job(self, request: DraftRequest) -> Job:
-        own, text = None, _NO_TEXT
-        if self._indexes is not None:
-            own, text = self._indexes.get(request.request_id), request.token_ids
-            if own is None:
-                own = self._backend.new_index(self.options.max_context_len)
-                self._indexes[request.request_id] = own
-            if not text.flags.c_contiguous:
-                text = np.ascontiguousarray(text)
-        return Job(
-            own,
-            None,
-            None,
-            text,
-            len(text),
-            request.max_nodes,
-            self._depth(request),
-            request.chain_only,
-            request.min_probability,
-        )
+    def _jobs(self, requests: Sequence[DraftRequest]) -> list[Job]:
+        texts = [_NO_TEXT] * len(requests) if self._texts is None else self._texts.update(requests)
+        return [
+            Job(
+                own=text.own,
+                store=None,
+                corpus=None,
+                tokens=text.tokens,
+                num_indexed=text.num_indexed,
+                max_nodes=request.max_nodes,
+                max_depth=self._depth(request),
+                chain_only=request.chain_only,
+                min_probability=request.min_probability,
+                first=text.first,
+                text=text.text,
+            )
+            for request, text in zip(requests, texts, strict=True)
+        ]
 
     def _check_options(self, heads: MedusaHeads, num_heads: int) -> None:
         where = f"the checkpoint {Path(str(self.context.draft_model)).name!r}"

@@ -15,7 +15,8 @@ from vllm_trie.drafters.ngram_trie.frequency import FrequencyTrie
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafters.ngram_trie.recycling import Recycling
 from vllm_trie.drafters.ngram_trie.store import RequestStore
-from vllm_trie.ngrams import Backend, Blend, Index, Job, Source, choose_backend
+from vllm_trie.drafters.request_texts import IndexedText, RequestTexts
+from vllm_trie.ngrams import Backend, Blend, Job, Source, choose_backend
 from vllm_trie.ngrams.corpus_file import (
     check_vocabulary,
     fingerprint,
@@ -117,7 +118,6 @@ def load_corpus(path: str, context: DrafterContext) -> NativeCorpus:
 
 @dataclass(slots=True)
 class _BlendedState:
-    own: Index
     cache_salt: str | None
     output: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """int32, a copy."""
@@ -131,10 +131,12 @@ class BlendedScoring:
     def __init__(
         self, options: NgramTrieOptions, backend: Backend, corpus: NativeCorpus | None = None
     ) -> None:
-        self._options = options
         self._backend = backend
         self._corpus = corpus
         self._states: dict[str, _BlendedState] = {}
+        self._texts = RequestTexts(
+            backend, options.max_context_len, options.index_tokens, options.index_output
+        )
         self.store = (
             RequestStore(backend, options.max_context_len, options.store_tokens)
             if options.store_tokens > 0
@@ -148,8 +150,11 @@ class BlendedScoring:
             known = [self._states.get(request.request_id) for request in requests]
             lengths = [0 if state is None else state.num_tokens for state in known]
             self.recycling.observe(requests, lengths)
+        for request in requests:
+            self._update_state(request)
+        texts = self._texts.update(requests)
         drafts = self._backend.draft_batch(
-            [self._job(request, self._updated_state(request)) for request in requests]
+            [self._job(*each, 0) for each in zip(requests, texts, strict=True)]
         )
         if self.store is not None:
             for request, draft in zip(requests, drafts, strict=True):
@@ -161,53 +166,43 @@ class BlendedScoring:
     ) -> list[TokenTree]:
         """Draft after tokens that the indexes do not hold, in one call of the backend."""
         jobs = [
-            self._job(request, self._states[request.request_id], np.asarray(tokens, dtype=np.int32))
+            self._job(request, self._texts.after(request, tokens), len(tokens))
             for request, tokens in zip(requests, added, strict=True)
         ]
         return [draft.tree for draft in self._backend.draft_batch(jobs)]
 
     def release(self, request_id: str) -> None:
         """Forget a request; its output goes to the store."""
+        self._texts.release(request_id)
         state = self._states.pop(request_id, None)
         if state is not None and self.store is not None:
             self.store.add(state.cache_salt, state.output)
 
-    def _updated_state(self, request: DraftRequest) -> _BlendedState:
+    def _update_state(self, request: DraftRequest) -> None:
         state = self._states.get(request.request_id)
         if state is None:
-            own = self._backend.new_index(self._options.max_context_len)
-            state = _BlendedState(own, request.cache_salt)
-            self._states[request.request_id] = state
+            state = self._states[request.request_id] = _BlendedState(request.cache_salt)
         state.num_tokens = len(request.token_ids)
         if self.store is not None:
             num_prompt_tokens = min(request.num_prompt_tokens, state.num_tokens)
             state.output = request.token_ids[num_prompt_tokens:].astype(np.int32)
-        return state
 
-    def _job(
-        self, request: DraftRequest, state: _BlendedState, added: np.ndarray | None = None
-    ) -> Job:
+    def _job(self, request: DraftRequest, text: IndexedText, num_added: int) -> Job:
         """Return the job that drafts after a request's text, or after it and added tokens."""
-        tokens = np.ascontiguousarray(request.token_ids, dtype=np.int32)
-        num_indexed = len(tokens)
-        if not self._options.index_output:
-            num_indexed = min(request.num_prompt_tokens, num_indexed)
-        max_depth = request.max_depth
-        if added is not None:
-            tokens = np.concatenate((tokens, added))
-            max_depth -= len(added)
         return Job(
-            own=state.own,
+            own=text.own,
             store=None if self.store is None else self.store.index(request.cache_salt),
             corpus=self._corpus,
-            tokens=tokens,
-            num_indexed=num_indexed,
+            tokens=text.tokens,
+            num_indexed=text.num_indexed,
             max_nodes=request.max_nodes,
-            max_depth=max_depth,
+            max_depth=request.max_depth - num_added,
             chain_only=request.chain_only,
             min_probability=request.min_probability,
             recycled=None if self.recycling is None else self.recycling.table,
             scope=0 if self.recycling is None else self.recycling.scope(request.cache_salt),
+            first=text.first,
+            text=text.text,
         )
 
 

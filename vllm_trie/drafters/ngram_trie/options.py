@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from vllm_trie.drafters.base import DrafterOptions
+from vllm_trie.drafters.request_texts import INDEX_TOKENS
 from vllm_trie.ngrams import MAX_ORDER
 
 
@@ -38,6 +39,14 @@ class NgramTrieOptions(DrafterOptions):
         description="With scoring 'blended': tokens of finished requests' outputs that are kept "
         "to draft from, the least recently used go first; requests only draw on those with the "
         "same cache_salt. Takes about 200 bytes of memory a token. 0 switches the store off.",
+    )
+    index_tokens: int = Field(
+        default=INDEX_TOKENS,
+        ge=0,
+        le=1 << 30,
+        description="With scoring 'blended': tokens of running requests' texts that are indexed; "
+        "text beyond that is not drafted from. Samples of one prompt (n) count it once. Takes "
+        "about 200 bytes of memory a token.",
     )
     recycle: bool = Field(
         default=False,

@@ -66,10 +66,25 @@ extern "C" int64_t ngram_index_num_nodes(const Index* index) { return index->num
 extern "C" int32_t ngram_index_add(Index* index, const int32_t* tokens, int64_t num_tokens) {
     return ngram::without_throwing([&] {
         const int32_t doc = index->begin_text();
-        index->reserve(num_tokens);
-        for (int64_t i = 0; i < num_tokens; ++i) index->append(tokens[i]);
+        index->reserve(doc, num_tokens);
+        for (int64_t i = 0; i < num_tokens; ++i) index->append(doc, tokens[i]);
         return doc;
     });
+}
+
+// Give text 0 these tokens: append what is new. Returns 0, or kNone without memory.
+extern "C" int32_t ngram_index_synchronize(Index* index, const int32_t* tokens,
+                                           int64_t num_tokens) {
+    return ngram::without_throwing([&] {
+        index->synchronize(0, 0, tokens, num_tokens);
+        return 0;
+    });
+}
+
+// Begin a text after text 0, which ends with these tokens. Returns its number, or kNone without
+// memory.
+extern "C" int32_t ngram_index_branch(Index* index, const int32_t* context, int32_t size) {
+    return ngram::without_throwing([&] { return index->begin_branch(context, size); });
 }
 
 extern "C" int32_t ngram_index_remove(Index* index, int32_t doc) {

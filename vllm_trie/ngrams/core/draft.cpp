@@ -44,7 +44,8 @@ BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
     tree_.begin(job.limits);
     num_sources_ = 0;
     if (job.own != nullptr) {
-        job.own->synchronize(tokens, job.num_indexed);
+        if (job.num_indexed > 0)
+            job.own->synchronize(job.text, job.first, tokens, job.num_indexed);
         sources_[num_sources_++] = job.own->view();
     }
     if (job.store != nullptr) sources_[num_sources_++] = job.store->view();

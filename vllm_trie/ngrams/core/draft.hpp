@@ -43,10 +43,12 @@ struct DraftJob {
     const Index* store;      // may be null
     const Corpus* corpus;    // may be null
     Limits limits;
-    int64_t num_tokens;
-    int64_t num_indexed;     // leading tokens that belong in `own`
+    int64_t num_tokens;      // those that follow: the end of the request's text
+    int64_t num_indexed;     // the first of them, which belong in `own`
+    int64_t first;           // place of the first of them in the request's text
     const RecycledTable* recycled;  // may be null
     int32_t scope;                  // of `recycled`
+    int32_t text;                   // of `own`, which holds the request's text
 };
 
 // Predictions of heads, [num_heads, num_candidates] for each job: head i predicts the token at

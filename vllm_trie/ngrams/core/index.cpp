@@ -12,8 +12,8 @@ int64_t Index::num_bytes() const {
     return bytes;
 }
 
-void Index::reserve(int64_t num_tokens) {
-    owned_[current_].reserve(owned_[current_].size() + num_tokens);
+void Index::reserve(int32_t doc, int64_t num_tokens) {
+    owned_[doc].reserve(owned_[doc].size() + num_tokens);
     const size_t wanted = nodes_.size() - free_nodes_.size() + num_tokens + num_tokens / 2;
     if (wanted <= nodes_.capacity()) return;
     // Growing by a little each time would copy all nodes each time.
@@ -21,50 +21,80 @@ void Index::reserve(int64_t num_tokens) {
     upkeep_.reserve(nodes_.capacity());
 }
 
-void Index::synchronize(const int32_t* tokens, int64_t size) {
-    const bool has_one = owned_.size() == 1;
-    const int64_t known = has_one ? static_cast<int64_t>(owned_[0].size()) : 0;
-    if (!has_one || known > size ||
-        !std::equal(owned_[0].begin(), owned_[0].end(), tokens)) {
-        clear();
-        begin_text();
+void Index::synchronize(int32_t doc, int64_t first, const int32_t* tokens, int64_t size) {
+    if (owned_.empty()) states_[begin_text()].first = first;
+    const std::vector<int32_t>& text = owned_[doc];
+    const int64_t begin = states_[doc].first, end = begin + static_cast<int64_t>(text.size());
+    if (first < begin || first > end || end > first + size ||
+        !std::equal(text.begin() + (first - begin), text.end(), tokens)) {
+        if (doc == 0) {
+            clear();
+        } else {
+            remove_text(doc);
+        }
+        begin_text();  // the same number
+        states_[doc].first = first;
     }
-    const int64_t first = static_cast<int64_t>(owned_[0].size());
-    if (first == 0) reserve(size);
-    for (int64_t i = first; i < size; ++i) append(tokens[i]);
+    const int64_t known = states_[doc].first + static_cast<int64_t>(owned_[doc].size()) - first;
+    if (size - known > kReservedTokens) reserve(doc, size - known);
+    for (int64_t i = known; i < size; ++i) append(doc, tokens[i]);
 }
 
 int32_t Index::begin_text() {
+    int32_t doc = static_cast<int32_t>(owned_.size());
     if (free_docs_.empty()) {
-        current_ = static_cast<int32_t>(owned_.size());
         owned_.emplace_back();
         texts_.push_back({nullptr, 0});
+        states_.emplace_back();
     } else {
-        current_ = free_docs_.back();
+        doc = free_docs_.back();
         free_docs_.pop_back();
+        states_[doc] = {};
     }
-    open_.assign(1, kRoot);
-    return current_;
+    states_[doc].open.assign(1, kRoot);
+    return doc;
 }
 
-void Index::append(int32_t token) {
-    std::vector<int32_t>& text = owned_[current_];
+int32_t Index::begin_branch(const int32_t* context, int32_t size) {
+    const int32_t doc = begin_text();
+    owned_[doc].assign(context, context + size);
+    texts_[doc] = {owned_[doc].data(), size};
+    states_[doc].first = static_cast<int64_t>(owned_[0].size()) - size;
+    states_[doc].context_size = size;
+    std::vector<int32_t> open;
+    for (int32_t start = 0; start < size; ++start) {
+        int32_t node = kRoot;
+        for (int32_t i = start; i < size && node != kNone; ++i) {
+            node = context[i] < 0 ? kNone : view().find(node, context[i]);
+            // What is read on in text 0 becomes nodes: successors come from several texts.
+            if (node != kNone && nodes_[node].pos != kNone) enter_successor(node);
+        }
+        if (node != kNone) open.push_back(node);
+    }
+    open.push_back(kRoot);
+    states_[doc].open.swap(open);
+    return doc;
+}
+
+void Index::append(int32_t doc, int32_t token) {
+    std::vector<int32_t>& text = owned_[doc];
+    std::vector<int32_t>& open = states_[doc].open;
     const int32_t pos = static_cast<int32_t>(text.size());
     text.push_back(token);
-    texts_[current_] = {text.data(), pos + 1};
+    texts_[doc] = {text.data(), pos + 1};
     if (token < 0) {
-        open_.assign(1, kRoot);
+        open.assign(1, kRoot);
         return;
     }
     ++num_tokens_;
     next_open_.clear();
     // From the longest context down. The n-gram one token longer is new unless it was found.
     bool longer_is_new = true;
-    int32_t order = static_cast<int32_t>(open_.size()) - 1;
-    for (int32_t context : open_) {
+    int32_t order = static_cast<int32_t>(open.size()) - 1;
+    for (int32_t context : open) {
         const int32_t child = view().find(context, token);
         if (child == kNone) {
-            add_child(context, token, current_, pos);
+            add_child(context, token, doc, pos);
         } else {
             ++upkeep_[child].count;
             if (longer_is_new || order == max_order_) one_more_type(child);
@@ -73,12 +103,12 @@ void Index::append(int32_t token) {
                 if (nodes_[child].pos != kNone) enter_successor(child);
                 next_open_.push_back(child);
             }
-            upkeep_[child].last_doc = current_;
+            upkeep_[child].last_doc = doc;
         }
         --order;
     }
     next_open_.push_back(kRoot);
-    open_.swap(next_open_);
+    open.swap(next_open_);
 }
 
 // The n-gram `id` is about to occur again: from now on its successors are nodes.
@@ -107,7 +137,7 @@ void Index::remove_text(int32_t doc) {
         }
     }
     // From the end of the text: an n-gram goes after all those that begin with it.
-    for (int32_t end = size - 1; end >= 0; --end) {
+    for (int32_t end = size - 1; end >= states_[doc].context_size; --end) {
         if (text[end] < 0) continue;
         int32_t longest = 1;
         while (longest < width && end - longest >= 0 && text[end - longest] >= 0) ++longest;
@@ -125,6 +155,7 @@ void Index::remove_text(int32_t doc) {
     }
     std::vector<int32_t>().swap(owned_[doc]);
     texts_[doc] = {nullptr, 0};
+    states_[doc] = {};
     free_docs_.push_back(doc);
 }
 

@@ -19,6 +19,7 @@ constexpr int kMaxHot = 32;    // successors that are kept in order, and read by
 constexpr int kMaxOrder = 15;  // longest context
 constexpr int32_t kNone = -1;
 constexpr int32_t kRoot = 0;
+constexpr int64_t kReservedTokens = 64;  // more new tokens of a text get their room at once
 
 // The n-gram that begins with the path of `parent` and ends with `token`: the part drafts read.
 struct alignas(32) Node {
@@ -98,13 +99,13 @@ class Index {
         free_nodes_.clear();
         owned_.clear();
         texts_.clear();
+        states_.clear();
         free_docs_.clear();
         table_.assign(256, kNone);
         num_entries_ = 0;
         num_tokens_ = 0;
         new_node(kNone, kNone, kNone, kNone);
         nodes_[kRoot].child_types = 0;
-        open_.assign(1, kRoot);
     }
 
     View view() const {
@@ -116,14 +117,18 @@ class Index {
     int32_t num_nodes() const { return static_cast<int32_t>(nodes_.size() - free_nodes_.size()); }
     int64_t num_bytes() const;
 
-    // Make `tokens` the only text: append what is new, or begin anew where they do not continue it.
-    void synchronize(const int32_t* tokens, int64_t size);
-    // A new, empty text; the next tokens belong to it. Returns its number.
+    // Give `doc` the tokens [first, first + size): append what is new. Where they do not continue
+    // it, begin it anew with them.
+    void synchronize(int32_t doc, int64_t first, const int32_t* tokens, int64_t size);
+    // A new, empty text. Returns its number.
     int32_t begin_text();
-    // Append a token to the text begun last; a negative one separates: no n-gram spans it.
-    void append(int32_t token);
-    void reserve(int64_t num_tokens);
-    // Take a text out again, as if it had never been added.
+    // A new text that continues text 0, which ends with `context`: its n-grams may begin there, and
+    // count from the next token on. Returns its number. `size` is at most the longest context.
+    int32_t begin_branch(const int32_t* context, int32_t size);
+    // Append a token to a text; a negative one separates: no n-gram spans it.
+    void append(int32_t doc, int32_t token);
+    void reserve(int32_t doc, int64_t num_tokens);
+    // Take a text out again, as if it had never been added. No branch may continue it.
     void remove_text(int32_t doc);
     bool has_text(int32_t doc) const {
         return doc >= 0 && doc < static_cast<int32_t>(owned_.size()) && texts_[doc].size > 0;
@@ -133,6 +138,13 @@ class Index {
     const std::vector<int32_t>& table() const { return table_; }
 
    private:
+    // What the next token of a text needs.
+    struct State {
+        std::vector<int32_t> open;  // known contexts that end at the text's end, longest first
+        int64_t first = 0;          // place in the request's text of the first token kept
+        int32_t context_size = 0;   // leading tokens that belong to the text it continues
+    };
+
     int32_t new_node(int32_t parent, int32_t token, int32_t doc, int32_t pos);
     int32_t add_child(int32_t parent, int32_t token, int32_t doc, int32_t pos);
     void remove_node(int32_t id);
@@ -158,9 +170,8 @@ class Index {
     int64_t num_tokens_ = 0;
     std::vector<std::vector<int32_t>> owned_;
     std::vector<Text> texts_;
+    std::vector<State> states_;  // of each text
     std::vector<int32_t> free_docs_;
-    int32_t current_ = kNone;
-    std::vector<int32_t> open_;  // known contexts that end at the text's end, longest first
     std::vector<int32_t> next_open_;
 };
 

@@ -66,8 +66,8 @@ class EngineOptions(BaseModel):
         gt=0.0,
         le=600.0,
         description="Longest time that one call of the drafter may take, seconds; a drafter that "
-        "took longer is switched off for the engine's lifetime. The check comes after the call: a "
-        "call that never returns blocks the engine.",
+        "took longer rests for a minute, and twice as long after each further time. The check "
+        "comes after the call: a call that never returns blocks the engine.",
     )
     store_path: str | None = Field(
         default=None,

@@ -103,4 +103,5 @@ def test_thousands_of_requests_come_and_go():
         drafter.propose(requests)
         drafter.release(f"{number - 2}")
         drafter.release("never seen")
-    assert len(drafter._indexes) <= 5
+    assert drafter._texts is not None
+    assert len(drafter._texts._texts) <= 5

@@ -16,6 +16,9 @@ FAILURE_REASONS: tuple[FailureReason, ...] = ("error", "malformed", "timeout")
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 _EMPTY = TokenTree.empty()
+FIRST_PAUSE_S = 60.0
+"""Pause of a drafter after the first call that took too long."""
+LONGEST_PAUSE_S = 3600.0
 
 
 class _TooLate(Exception):
@@ -27,8 +30,8 @@ class GuardedDrafter:
 
     A request whose draft fails (an exception, a malformed tree) is decoded without drafts from
     then on; the other requests keep theirs. A drafter whose call took longer than the time limit
-    is switched off for all requests. The check comes after the call: a call that never returns
-    blocks the engine.
+    rests, and is tried again after a pause that doubles with each such call. The check comes after
+    the call: a call that never returns blocks the engine.
 
     Attributes:
         drafter: the drafter; may be replaced.
@@ -46,7 +49,9 @@ class GuardedDrafter:
         self._time_limit_s = time_limit_s
         self._logger = logger
         self._failed_requests: set[str] = set()
-        self._switched_off = False
+        self._rests_until = 0.0  # by time.perf_counter
+        self._pause_s = FIRST_PAUSE_S
+        self._unreleased: list[str] = []  # requests that ended meanwhile
         self._reported = False
         self._new_failures: dict[str, int] = {}
 
@@ -56,10 +61,15 @@ class GuardedDrafter:
         The trees own their arrays: a drafter may use its own again.
         """
         start = time.perf_counter()
+        if start < self._rests_until:
+            return [_EMPTY] * len(requests)
+        unreleased, self._unreleased = self._unreleased, []
+        for request_id in unreleased:
+            self.release(request_id)
         active = requests
         if self._failed_requests:
             active = [r for r in requests if r.request_id not in self._failed_requests]
-        if self._switched_off or not active:
+        if not active:
             return [_EMPTY] * len(requests)
         proposed = self._propose_guarded(active)
         self.seconds += time.perf_counter() - start
@@ -71,12 +81,13 @@ class GuardedDrafter:
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._failed_requests.discard(request_id)
-        if self._switched_off:
+        if self._is_resting:
+            self._unreleased.append(request_id)
             return
         try:
             self._call(self.drafter.release, request_id)
         except _TooLate as error:
-            self._switch_off(error)
+            self._rest(error)
         except Exception:
             self._report("error", f"forgetting request {request_id}")
 
@@ -103,7 +114,7 @@ class GuardedDrafter:
             raise _TooLate(message) from error
 
     def _propose_guarded(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        if self._switched_off:  # by another request of the same batch
+        if self._is_resting:  # since another request of the same batch
             return [_EMPTY] * len(requests)
         handed_out = list(requests)  # the drafter may change its list
         try:
@@ -111,7 +122,7 @@ class GuardedDrafter:
             if len(trees) != len(requests):
                 raise MalformedTreeError(f"{len(trees)} trees for {len(requests)} requests")
         except _TooLate as error:
-            self._switch_off(error)
+            self._rest(error)
             return [_EMPTY] * len(requests)
         except Exception as error:
             if len(requests) > 1:  # find the culprit, spare the others
@@ -156,9 +167,14 @@ class GuardedDrafter:
             return _EMPTY
         return tree
 
-    def _switch_off(self, error: _TooLate) -> None:
-        self._switched_off = True
-        self._report("timeout", f"{error}; drafting is switched off")
+    @property
+    def _is_resting(self) -> bool:
+        return time.perf_counter() < self._rests_until
+
+    def _rest(self, error: _TooLate) -> None:
+        self._rests_until = time.perf_counter() + self._pause_s
+        self._report("timeout", f"{error}; drafting rests for {self._pause_s:g} s")
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def _give_up(self, request: DraftRequest, reason: FailureReason) -> None:
         self._failed_requests.add(request.request_id)
@@ -166,7 +182,7 @@ class GuardedDrafter:
         try:
             self._call(self.drafter.release, request.request_id)
         except _TooLate as error:
-            self._switch_off(error)
+            self._rest(error)
         except Exception:
             self._logger.debug("release after a failed draft failed too", exc_info=True)
 

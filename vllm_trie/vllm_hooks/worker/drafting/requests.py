@@ -105,6 +105,7 @@ def draft_request(
         max_depth=max_depth,
         chain_only=chain_only or params.structured_outputs is not None,
         cache_salt=_cache_salt(data, params.extra_args or {}),
+        sample_of=_sample_of(request_id),
     )
 
 
@@ -141,4 +142,12 @@ def _cache_salt(data: RequestData, extra_args: Mapping[str, str]) -> str | None:
     # A patched vLLM has the salt in the request's data.
     salt: str | None = getattr(data, "cache_salt", None) or extra_args.get(CACHE_SALT)
     adapter = data.lora_request
-    return salt if adapter is None else f"{adapter.lora_name}\0{salt or ''}"
+    if adapter is not None:  # the length says where its name ends
+        return f"\0{len(adapter.lora_name)}:{adapter.lora_name}{salt or ''}"
+    return f"\0:{salt}" if salt and salt[0] == "\0" else salt
+
+
+def _sample_of(request_id: str) -> str | None:
+    """Return what the ids of the samples that ``n`` asks for share, None for any other request."""
+    index, _, parent_id = request_id.partition("_")  # see vLLM's ParentRequest
+    return parent_id if index.isdecimal() and parent_id else None

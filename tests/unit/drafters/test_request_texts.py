@@ -1,0 +1,127 @@
+"""Indexes of running requests: shared prompts, bounded work, bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_trie.drafters import DraftRequest, request_texts
+from vllm_trie.drafters.ngram_trie.drafter import BLEND, BlendedScoring
+from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
+from vllm_trie.drafters.request_texts import RequestTexts
+from vllm_trie.ngrams import NativeBackend, PythonBackend, native
+from vllm_trie.tree import TokenTree
+
+needs_compiler = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
+
+
+def make_request(
+    request_id: str, prompt: Sequence[int], output: Sequence[int] = (), sample_of: str | None = None
+) -> DraftRequest:
+    text = np.array([*prompt, *output], dtype=np.int32)
+    return DraftRequest(request_id, text, len(prompt), 16, 16, sample_of=sample_of)
+
+
+def shape(tree: TokenTree) -> tuple[list[int], list[int], list[float]]:
+    probabilities = [] if tree.probabilities is None else tree.probabilities.tolist()
+    return tree.token_ids.tolist(), tree.parents.tolist(), probabilities
+
+
+@needs_compiler
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=30),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=40),
+    st.booleans(),
+    st.integers(1, 6),
+    st.integers(1, 60),
+)
+def test_twins_agree_on_samples_that_come_and_go(
+    prompt: list[int],
+    events: list[tuple[int, int]],
+    is_sample: bool,
+    max_order: int,
+    step_tokens: int,
+) -> None:
+    """Each event gives one of five requests a token, or ends it where the token is 4."""
+    options = NgramTrieOptions(max_context_len=max_order, store_tokens=0)
+    scorings = [BlendedScoring(options, b(BLEND)) for b in (NativeBackend, PythonBackend)]
+    outputs: dict[int, list[int]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_texts, "STEP_TOKENS", step_tokens)
+        for number, token in events:
+            if token == 4 and number in outputs:
+                del outputs[number]
+                for scoring in scorings:
+                    scoring.release(f"{number}")
+                continue
+            outputs.setdefault(number, []).append(token)
+            requests = [
+                make_request(f"{n}", prompt, output, "parent" if is_sample else None)
+                for n, output in outputs.items()
+            ]
+            compiled, readable = (scoring.propose(requests) for scoring in scorings)
+            assert list(map(shape, compiled)) == list(map(shape, readable))
+            for scoring in scorings:
+                longest = sum(len(output) for output in outputs.values())
+                count = 1 if is_sample else len(outputs)
+                assert scoring._texts.num_tokens <= count * len(prompt) + longest
+    for scoring in scorings:
+        for number in outputs:
+            scoring.release(f"{number}")
+        assert scoring._texts.num_tokens == 0
+        assert not scoring._texts._prompts
+
+
+def test_samples_share_a_prompt() -> None:
+    texts = RequestTexts(PythonBackend(BLEND), 4, 1000)
+    prompt = [1, 2, 3, 1, 2]
+    one, other = texts.update([make_request(f"{i}_x", prompt, [3, i], "x") for i in range(2)])
+    assert one.own is other.own
+    assert one.text != other.text
+    assert texts.num_tokens == len(prompt) + 4
+    texts.release("0_x")
+    assert texts.num_tokens == len(prompt) + 2
+    texts.release("1_x")
+    assert texts.num_tokens == 0
+
+
+def test_equal_ids_do_not_share_different_prompts() -> None:
+    texts = RequestTexts(PythonBackend(BLEND), 4, 1000)
+    one, other = texts.update(
+        [make_request("0_x", [1, 2, 3], [], "x"), make_request("1_x", [1, 2, 4], [], "x")]
+    )
+    assert one.own is not other.own
+    salted = make_request("2_x", [1, 2, 3], [], "x")
+    salted.cache_salt = "tenant"
+    assert texts.update([salted])[0].own is not one.own
+
+
+def test_long_prompts_take_several_steps_and_short_ones_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_texts, "STEP_TOKENS", 100)
+    texts = RequestTexts(PythonBackend(BLEND), 4, 10_000)
+    long = make_request("long", list(range(250)))
+    short = make_request("short", list(range(40)))
+    sizes = []
+    for _ in range(4):
+        indexed = texts.update([long, short])
+        assert indexed[1].num_indexed in (40, 0)  # at once, and then nothing is new
+        sizes.append(texts.num_tokens)
+    assert sizes == [100, 200, 290, 290]
+
+
+def test_text_beyond_the_limit_is_not_indexed() -> None:
+    texts = RequestTexts(PythonBackend(BLEND), 4, max_tokens=50)
+    texts.update([make_request("a", list(range(30)))])
+    texts.update([make_request("b", list(range(30)))])
+    assert texts.num_tokens == 50
+    texts.release("a")
+    assert texts.num_tokens == 20
+    (whole,) = texts.update([make_request("b", list(range(30)))])
+    assert whole.num_indexed > 0
+    assert texts.num_tokens == 30
