@@ -6,7 +6,15 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 MAX_LENGTH_PENALTY = 5.0
 """Largest absolute value of the option; powers of lengths stay far from float32's limits."""
@@ -30,14 +38,24 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, str):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
 
 
 _Lax = Field(strict=False)  # tuples, too
+
+
+def _encodable(text: str) -> str:
+    text.encode()  # Half of a surrogate pair is no Unicode text.
+    return text
+
+
+_Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_TextId = Annotated[str, AfterValidator(_encodable)]
 _Ids = Annotated[
-    Annotated[list[int], _Lax] | Annotated[list[str], _Lax], BeforeValidator(_from_json)
+    Annotated[list[_Id], _Lax] | Annotated[list[_TextId], _Lax],
+    BeforeValidator(_from_json),
 ]
 _Prefix = Annotated[
     list[Annotated[int, Field(ge=0, le=2**31 - 1)]],
@@ -186,8 +204,10 @@ def parse_options(values: dict[str, Any]) -> BeamOptions:
             message = problem["msg"].removeprefix("Value error, ")
             if name == "early_stopping":
                 message = "must be true, false or 'never'"
+            elif name in ("allow_items", "deny_items"):
+                message = "must be a list of integers of 64 bits, or one of strings"
             if name in values:
-                message += f", got {values[name]!r}"
+                message += f", got {values[name]!r:.200}"
             problems[name] = f"{name}: {message}" if name else message
         raise ValueError("beam search: " + "; ".join(problems.values())) from None
 

@@ -122,9 +122,9 @@ def select(trie: ItemTrie, rules: Rules) -> Selection:
     """Return the valid part of a trie; the work depends on the rules, not on the trie's size."""
     everything = rules.allow_items is None and rules.allow_prefixes is None
     allowed = trie.find_ids(rules.allow_items or ())
-    allowed_tops = _ends(trie, [()] if everything else rules.allow_prefixes or ())
+    allowed_tops = trie.find_all([()] if everything else rules.allow_prefixes or ())
     denied = trie.find_ids(rules.deny_items)
-    denied_tops = _ends(trie, rules.deny_prefixes)
+    denied_tops = trie.find_all(rules.deny_prefixes)
 
     nodes, parents = _with_ancestors(trie, [allowed, allowed_tops, denied, denied_tops])
     in_allowed, in_denied = np.isin(nodes, allowed_tops), np.isin(nodes, denied_tops)
@@ -142,11 +142,6 @@ def select(trie: ItemTrie, rules: Rules) -> Selection:
         live = (ends | goes_on)[level]
         goes_on[parents[level][live]] = True
     return Selection(_bounds(trie, allowed_tops, denied_tops), nodes, ends, goes_on)
-
-
-def _ends(trie: ItemTrie, prefixes: Sequence[Sequence[int]]) -> np.ndarray:
-    found = [trie.find(np.array(prefix, dtype=np.int64)) for prefix in prefixes]
-    return np.array([node for node in found if node is not None], dtype=np.int32)
 
 
 def _with_ancestors(trie: ItemTrie, named: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -34,6 +34,17 @@ ItemId = int | str
 _CHECK_CHUNK = 1 << 22
 
 
+def _crc_table() -> np.ndarray:
+    """Return uint32[256], the checksums' table of :func:`zlib.crc32`."""
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = np.where(table & 1, (table >> 1) ^ np.uint32(0xEDB88320), table >> 1)
+    return table
+
+
+_CRC_TABLE = _crc_table()
+
+
 class Children(NamedTuple):
     """Children of several nodes, parent by parent.
 
@@ -166,15 +177,46 @@ class ItemTrie:
             [text_key(i.encode()) if isinstance(i, str) else i for i in ids], dtype=np.int64
         )
         begins = np.searchsorted(self.id_keys, keys)
-        ends = np.searchsorted(self.id_keys, keys, side="right")
-        which = np.repeat(np.arange(len(keys)), ends - begins)
-        places = np.concatenate([np.arange(*each) for each in zip(begins, ends, strict=True)])
-        numbers = self.id_order[places]
+        counts = np.searchsorted(self.id_keys, keys, side="right") - begins
+        which = np.repeat(np.arange(len(keys)), counts)
+        firsts = np.cumsum(counts) - counts
+        numbers = self.id_order[np.arange(len(which)) + (begins - firsts)[which]]
         if self.id_texts is not None:  # different texts may have one key
-            found = self._ids(self.values[numbers])
-            same = [i == ids[n] for i, n in zip(found, which.tolist(), strict=True)]
+            texts = self._ids(self.values[numbers])
+            same = [text == ids[n] for text, n in zip(texts, which.tolist(), strict=True)]
             numbers = numbers[np.array(same, dtype=bool)]
         return np.unique(self.terminals[numbers])
+
+    def find_all(self, paths: Sequence[Sequence[int]]) -> np.ndarray:
+        """Return int32[...], the nodes at the ends of those of the paths that stay in the trie.
+
+        The work depends on the number of paths and on the trie's depth.
+        """
+        inside = [path for path in paths if len(path) <= self.max_length]
+        lengths = np.array([len(path) for path in inside], dtype=np.int64)
+        ends = [np.full(int((lengths == 0).sum()), ROOT, dtype=np.int32)]
+        places = np.flatnonzero(lengths)
+        nodes = np.full(len(places), ROOT, dtype=np.int32)
+        for depth in range(self.max_length):
+            tokens = np.array([inside[place][depth] for place in places], dtype=np.int64)
+            nodes = self._child(nodes, tokens)
+            places, nodes = places[nodes != ROOT], nodes[nodes != ROOT]
+            is_end = lengths[places] == depth + 1
+            ends.append(nodes[is_end])
+            places, nodes = places[~is_end], nodes[~is_end]
+        return np.concatenate(ends)
+
+    def _child(self, nodes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Return int32[n], the child of each node with this token, the root where there is none."""
+        low, end = self.first_child[nodes], self.first_child[nodes + 1]
+        high = end
+        while (low < high).any():  # a binary search in all nodes' children at once
+            middle = low + (high - low) // 2
+            is_less = (low < high) & (self.tokens[np.minimum(middle, end - 1)] < tokens)
+            low = np.where(is_less, middle + 1, low)
+            high = np.where(is_less, high, np.minimum(high, middle))
+        is_child = (low < end) & (self.tokens[np.minimum(low, self.num_nodes - 1)] == tokens)
+        return np.where(is_child, low, ROOT).astype(np.int32)
 
     def path(self, node: int) -> list[int]:
         """Return the tokens from the root to a node."""
@@ -207,6 +249,22 @@ class ItemTrie:
 def text_key(text: bytes) -> int:
     """Return the key of an id's UTF-8 text: a checksum, and the length."""
     return zlib.crc32(text) | len(text) << 32
+
+
+def text_keys(texts: IdTexts, numbers: np.ndarray) -> np.ndarray:
+    """Return int64[n], :func:`text_key` of the texts with int64[n] numbers."""
+    begins, ends = texts.offsets[numbers], texts.offsets[numbers + 1]
+    order = np.argsort(begins - ends, kind="stable")  # the longest first
+    places, lengths = begins[order], (ends - begins)[order]
+    checksums = np.full(len(numbers), 0xFFFFFFFF, dtype=np.uint32)
+    for position in range(int(lengths[0]) if len(lengths) else 0):
+        count = np.searchsorted(-lengths, -position)  # texts that go on
+        old = checksums[:count]
+        index = (old ^ texts.text[places[:count] + position]) & 0xFF
+        checksums[:count] = _CRC_TABLE[index] ^ (old >> np.uint32(8))
+    keys = np.empty(len(numbers), dtype=np.int64)
+    keys[order] = (checksums ^ np.uint32(0xFFFFFFFF)).astype(np.int64) | lengths << 32
+    return keys
 
 
 def find_fault(trie: ItemTrie) -> str | None:
@@ -270,10 +328,25 @@ def _find_item_fault(trie: ItemTrie) -> str | None:
             return "the index of the ids has other ids"
         if limit is not None and (values.min() < 0 or values.max() >= limit):
             return f"an item of {begin} to {begin + len(values) - 1} has no id"
-    if trie.id_texts is not None:
-        offsets, text = trie.id_texts
-        for begin in range(0, len(offsets), _CHECK_CHUNK):
-            part = offsets[begin : begin + _CHECK_CHUNK + 1]
-            if (np.diff(part) < 0).any() or part[0] < 0 or part[-1] > len(text):
-                return "the ids are out of order"
+    return None if trie.id_texts is None else _find_text_fault(trie, trie.id_texts)
+
+
+def _find_text_fault(trie: ItemTrie, texts: IdTexts) -> str | None:
+    offsets, text = texts
+    for begin in range(0, len(offsets) - 1, _CHECK_CHUNK):
+        part = offsets[begin : begin + _CHECK_CHUNK + 1]
+        if (np.diff(part) < 0).any() or part[0] < 0 or part[-1] > len(text):
+            return "the ids are out of order"
+        inner = part[part < len(text)]
+        try:
+            text[part[0] : part[-1]].tobytes().decode()
+        except UnicodeDecodeError:
+            return "the ids are not UTF-8"
+        if ((text[inner] & 0xC0) == 0x80).any():  # of a character that began before
+            return "the ids are not UTF-8"
+    for begin in range(0, trie.num_items, _CHECK_CHUNK):
+        numbers = trie.id_order[begin : begin + _CHECK_CHUNK]
+        keys = text_keys(texts, trie.values[numbers])
+        if not np.array_equal(keys, trie.id_keys[begin : begin + _CHECK_CHUNK]):
+            return "the index of the ids has other ids"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from vllm_trie.store.store_file import (
 SUFFIX = ".store"
 MAX_FILES = 64
 """Files that are read at a time, and engines of one model that write to one folder."""
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 _RECENT_TEXTS = 16_384
 """Texts of a file, those used last, among which a later reading looks for new ones."""
 
@@ -73,12 +75,13 @@ class SharedFolder:
             own: The engine's own file, whose texts are noted and not returned.
         """
         known = [keys for _, keys in self._seen.values()]
-        seen: dict[Path, tuple[float, frozenset[int]]] = {}
+        newest_files = self._newest_files()
+        # What is not read now is read later, without the texts that were in it before.
+        seen = {path: self._seen[path] for _, path in newest_files if path in self._seen}
         changed: list[Store] = []
         num_tokens = 0
-        for saved_at, path in self._newest_files():
-            if path in self._seen and self._seen[path][0] == saved_at:
-                seen[path] = self._seen[path]
+        for saved_at, path in newest_files:
+            if path in seen and seen[path][0] == saved_at:
                 continue
             if num_tokens > MAX_TOKENS:  # more would not be taken up
                 break
@@ -167,9 +170,14 @@ class Slot:
             OSError: The folder cannot be written to, or has too many engines.
         """
         folder.mkdir(mode=0o700, exist_ok=True)
+        fault: OSError | str = "other engines hold them"
         for number in range(MAX_FILES):
             path = folder / f"{identity.key}-{number}{SUFFIX}"
-            lock = path.with_suffix(".lock").open("w")
+            try:
+                lock = os.fdopen(os.open(path.with_suffix(".lock"), _LOCK_FLAGS, 0o600), "w")
+            except OSError as error:  # a link or a folder of this name, or another user's file
+                fault = error
+                continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -181,7 +189,7 @@ class Slot:
                 with suppress(OSError):
                     temporary.unlink()
             return cls(path, lock)
-        raise OSError(f"{MAX_FILES} engines write to this folder already")
+        raise OSError(f"none of {MAX_FILES} lock files can be taken: {fault}")
 
     def release(self) -> None:
         """Let another engine have the file."""

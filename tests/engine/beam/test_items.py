@@ -122,9 +122,13 @@ def test_equals_hugging_face_in_a_batch(items_engine, options):
 
 
 def test_fewer_items_than_the_width(items_engine):
+    """Next to requests with more log-probabilities than the catalogue has nodes."""
+    from vllm import SamplingParams
+
     llm = items_engine()
-    params = items_params(8, "few")
-    (result,) = llm.generate([{"prompt_token_ids": list(prompt(1, 9))}], params, use_tqdm=False)
+    params = [items_params(8, "few"), SamplingParams(max_tokens=9, logprobs=20)]
+    prompts = [{"prompt_token_ids": list(prompt(i, 9))} for i in range(2)]
+    result, _ = llm.generate(prompts, params, use_tqdm=False)
     found = [output.item for output in result.outputs if output.token_ids]
     assert sorted(found) == [1, 2, 3]
     assert [output.beam.get("item") for output in result.outputs[3:]] == [None] * 5
@@ -302,7 +306,7 @@ def test_decoding_without_a_search(items_engine, options):
     [
         ({"items": "other"}, {}, "items='other' is no catalogue of this engine, which has 'equal'"),
         ({"items": "equal", "normalize": "valid"}, {}, "normalize with items needs 'beam_width'"),
-        ({"items": "equal", "deny_items": "x"}, {}, "deny_items: Input should be a valid list"),
+        ({"items": "equal", "deny_items": "x"}, {}, "deny_items: must be a list of"),
         ({"items": "equal", "deny_item": [1]}, {}, "'deny_item' is unknown; did you mean 'deny_it"),
         ({"items": "equal"}, {"max_tokens": 3}, "max_tokens must be at least 4"),
         ({"items": "equal"}, {"ignore_eos": True}, "ignore_eos=True is not supported with items"),
@@ -328,6 +332,17 @@ def test_refused_requests_without_a_search(items_engine, extra_args, sampling, m
         ({"deny_items": [1]}, {}, r"deny_items=\[1\] needs items"),
         ({"items": "equal", "deny_items": ["a"]}, {}, "deny_items has 'a', the ids of 'equal' are"),
         ({"items": "equal", "deny_items": [*range(5000)]}, {}, "have 5000 entries, at most 4096"),
+        (
+            {"items": "equal", "allow_items": [2**63]},
+            {},
+            "allow_items: must be a list of integers of 64",
+        ),
+        ({"items": "equal", "deny_items": "[" * 50_000}, {}, "deny_items: must be a list of"),
+        (
+            {"items": "equal", "deny_items": ["\ud800"]},
+            {},
+            "deny_items: must be a list of integers",
+        ),
         ({"items": "equal", "deny_prefixes": "[[1"}, {}, "deny_prefixes: Input should be a valid"),
         ({"items": "equal", "deny_prefixes": [[]]}, {}, "deny_prefixes: List should have at least"),
         ({"items": "equal", "weight_factor": 1e9}, {}, "weight_factor: Input should be less than"),
@@ -356,6 +371,59 @@ def test_refused_requests(items_engine, options, sampling, message):
     )
     with pytest.raises(ValueError, match=message):
         llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("place", ["scheduler", "worker"])
+@pytest.mark.parametrize("width", [None, 4])
+def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place, width):
+    """Whatever a request brings about, at each of the places where its content is looked at."""
+    from vllm import SamplingParams
+
+    from vllm_trie.items import selection
+    from vllm_trie.vllm_hooks.scheduler.items import catalogues
+    from vllm_trie.vllm_hooks.worker.beam import decoded_items, item_rows
+
+    def fail(*arguments, **options):
+        raise OverflowError("nobody thought of this")
+
+    llm = items_engine()
+    llm_engine = llm.llm_engine
+    if place == "scheduler":
+        monkeypatch.setattr(catalogues, "select", fail)
+    else:
+        for module in (decoded_items, item_rows):
+            monkeypatch.setattr(module, "view", fail)
+    assert selection.select is not fail
+    extra_args = {"items": "equal", "deny_items": [1], **({"beam_width": width} if width else {})}
+    greedy = SamplingParams(temperature=0.0, max_tokens=9)
+    (alone,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy, use_tqdm=False)
+    wrong = SamplingParams(temperature=0.0, max_tokens=9, extra_args=extra_args)
+    finished = {}
+    for name, params in (("wrong", wrong), ("neighbour", greedy)):
+        llm_engine.add_request(name, {"prompt_token_ids": [1, 2, 3]}, params)
+    while llm_engine.has_unfinished_requests():
+        for result in llm_engine.step():
+            finished[result.request_id] = result.outputs[0]
+    assert list(finished["neighbour"].token_ids) == list(alone.outputs[0].token_ids)
+    expected = "stop" if place == "worker" and not width else "error"
+    assert finished["wrong"].finish_reason == expected
+    assert not getattr(finished["wrong"], "item", None)
+    assert not scheduler_of(llm).requests
+
+
+def test_samples_share_what_their_rules_select(items_engine, monkeypatch):
+    from vllm import SamplingParams
+
+    from vllm_trie.vllm_hooks.scheduler.items import catalogues
+
+    calls = []
+    select = catalogues.select
+    monkeypatch.setattr(catalogues, "select", lambda *rules: calls.append(1) or select(*rules))
+    params = SamplingParams(
+        n=20, seed=1, max_tokens=9, extra_args={"items": "equal", "deny_items": [1001, 5]}
+    )
+    items_engine().generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
+    assert len(calls) == 1
 
 
 def test_prompt_without_room(items_engine):

@@ -108,11 +108,23 @@ def test_the_folder_is_bounded(
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_trace_that_cannot_begin_leaves_no_file(
+    recorder: TraceRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*unused: Any) -> None:
+        raise RecursionError("nobody thought of this")
+
+    monkeypatch.setattr(module, "TraceWriter", fail)
+    recorder.begin([asking("a")])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_ends_the_trace_only(
     recorder: TraceRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     monkeypatch.setattr(module.os, "open", lambda *unused: full)
+    monkeypatch.setattr(module.Path, "unlink", lambda *unused: None)
     recorder.begin([asking("a")])
     recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
     recorder.end("a")

@@ -17,6 +17,7 @@ from vllm_trie.checked_file import PREFIX
 from vllm_trie.cli import app
 from vllm_trie.items import ItemsError, build_items, open_items, read_header, read_items
 from vllm_trie.items import runs as runs_module
+from vllm_trie.items.trie import IdTexts, text_key, text_keys
 from vllm_trie.items.trie_file import FORMAT
 from vllm_trie.tiny_model import model_path
 
@@ -269,6 +270,38 @@ def test_a_forged_file_with_a_right_digest_is_no_other_trie(path, data):
         count += len(trie.item_ids(nodes[trie.is_terminal(nodes)]))
     assert depth - 1 == trie.max_length
     assert count == trie.num_items
+
+
+@pytest.mark.parametrize("fault", ["not UTF-8", "half a character", "another key"])
+def test_forged_ids_are_refused(tmp_path, fault):
+    """They are found out before a request meets them."""
+    items = {(1, 2): 1, (1, 3): 2, (4,): 3}
+    path = write(tmp_path / "a.trie", items, text_ids=True)
+    trie = open_items(path)
+    content = bytearray(path.read_bytes())
+    texts = content.rindex(b"item 1item 2item 3")
+    if fault == "not UTF-8":
+        content[texts] = 0xFF
+    elif fault == "half a character":
+        content[texts + 5 : texts + 7] = "\u00e9".encode()  # the second id begins within it
+    else:
+        key = int(trie.id_keys[0]).to_bytes(8, "little", signed=True)
+        place = content.index(key)
+        content[place : place + 8] = (int(trie.id_keys[0]) - 1).to_bytes(8, "little", signed=True)
+    content[16:48] = hashlib.sha256(content[PREFIX.size :]).digest()
+    path.write_bytes(content)
+    message = "the index of the ids has other ids" if fault == "another key" else "not UTF-8"
+    with pytest.raises(ItemsError, match=message):
+        open_items(path)
+
+
+@given(st.lists(st.text(max_size=9), max_size=20))
+def test_keys_of_many_texts_are_those_of_each(texts):
+    encoded = [text.encode() for text in texts]
+    offsets = np.cumsum([0, *map(len, encoded)])
+    ids = IdTexts(offsets, np.frombuffer(b"".join(encoded), dtype=np.uint8))
+    keys = text_keys(ids, np.arange(len(texts)))
+    assert keys.tolist() == [text_key(text) for text in encoded]
 
 
 # -- commands --------------------------------------------------------------------------------------

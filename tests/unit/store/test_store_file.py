@@ -29,6 +29,7 @@ from vllm_trie.store import (
     salt_digest,
     write_store,
 )
+from vllm_trie.store import folder as folder_module
 from vllm_trie.store.store_file import FORMAT
 
 MODEL = Identity("model", "fingerprint", 1000)
@@ -240,6 +241,47 @@ def test_engines_write_files_of_their_own(tmp_path: Path) -> None:
     again = Slot.claim(folder, MODEL)
     assert again.path == first.path
     assert not leftover.exists()
+
+
+def test_lock_files_that_are_none(tmp_path: Path) -> None:
+    """Links are not followed, pipes do not block, folders do not end the search."""
+    target = tmp_path / "precious"
+    target.write_text("kept")
+    (tmp_path / f"{MODEL.key}-0.lock").symlink_to(target)
+    (tmp_path / f"{MODEL.key}-1.lock").mkdir()
+    os.mkfifo(tmp_path / f"{MODEL.key}-2.lock")
+    slot = Slot.claim(tmp_path, MODEL)
+    assert slot.path.name == f"{MODEL.key}-2.store"
+    other = Slot.claim(tmp_path, MODEL)
+    assert other.path.with_suffix(".lock").stat().st_mode & 0o777 == 0o600
+    assert target.read_text() == "kept"
+
+
+def test_a_file_that_cannot_be_read_for_a_while_is_no_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first.store", tmp_path / "second.store"
+    shared = SharedFolder(tmp_path, MODEL, lambda message: None)
+    write_store(first, make_header(saved_at=1.0), [make_text(1)])
+    write_store(second, make_header(saved_at=2.0), [make_text(2)])
+    assert len(shared.read()) == 2
+    write_store(first, make_header(saved_at=3.0), [make_text(1), make_text(3)])
+    write_store(second, make_header(saved_at=4.0), [make_text(2), make_text(4)])
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "read_store", failing_read(second))
+        assert [as_lists(s.texts) for s in shared.read()] == [as_lists([make_text(3)])]
+        patch.setattr(folder_module, "MAX_TOKENS", -1)  # as if the others had brought enough
+        assert shared.read() == []
+    assert [as_lists(s.texts) for s in shared.read()] == [as_lists([make_text(4)])]
+
+
+def failing_read(path: Path) -> Any:
+    def read(other: Path) -> Any:
+        if other == path:
+            raise StoreError("the disk is busy")
+        return read_store(other)
+
+    return read
 
 
 WRITER = """

@@ -8,6 +8,7 @@ makes of the request. In the engine, :func:`beam_spec` reads it back.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -122,7 +123,7 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
     _refuse_unsupported(params, options)
     # NumPy's generators take no negative seeds.
     seed = random.getrandbits(64) if params.seed is None else params.seed % 2**64
-    extra_args[SPEC_KEY] = {"n": params.n, "options": options.model_dump(), "seed": seed}
+    extra_args[SPEC_KEY] = {"n": params.n, "options": packed(options), "seed": seed}
     prepared = params.clone()
     prepared.extra_args = extra_args
     prepared.detokenize &= options.detokenize
@@ -143,7 +144,24 @@ def beam_spec(params: SamplingParams) -> BeamSpec:
     """Return the description of a member request."""
     assert params.extra_args is not None
     spec = params.extra_args[SPEC_KEY]
-    return BeamSpec(spec["n"], BeamOptions.model_validate(spec["options"]), spec["seed"])
+    return BeamSpec(spec["n"], unpacked(spec["options"]), spec["seed"])
+
+
+def packed(options: BeamOptions) -> str:
+    """Return options as they travel with each member: a text is copied and read at no cost."""
+    return options.model_dump_json(exclude_defaults=True)
+
+
+def packed_options(params: SamplingParams) -> str:
+    """Return the packed options of a member request."""
+    assert params.extra_args is not None
+    return str(params.extra_args[SPEC_KEY]["options"])
+
+
+@functools.lru_cache(maxsize=64)
+def unpacked(options: str) -> BeamOptions:
+    """Return packed options; members of one request share them."""
+    return BeamOptions.model_validate_json(options)
 
 
 def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int) -> SearchSettings:

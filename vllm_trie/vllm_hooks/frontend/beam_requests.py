@@ -32,6 +32,7 @@ from vllm_trie.vllm_hooks.frontend.item_requests import (
     decodes_item,
     prepare_decoding,
 )
+from vllm_trie.vllm_hooks.frontend.request_options import refusing_what_fails
 from vllm_trie.vllm_hooks.setup.support import beam_slots, reason_off, unsupported_rule
 
 if TYPE_CHECKING:
@@ -47,6 +48,19 @@ def has_distinct_outputs(params: SamplingParams) -> bool:
     """Return whether this is a beam request, whose outputs differ at temperature 0, too."""
     # Copies that the engine makes of a checked request carry the key in place of the options.
     return asks_for_beam(params) or SPEC_KEY in (params.extra_args or {})
+
+
+def prepare_any(vllm_config: VllmConfig, params: Any) -> Any:
+    """Check the ``extra_args`` of any request; return what the engine gets, `params` for most.
+
+    Raises:
+        BeamRequestError: The engine cannot serve it.
+    """
+    with refusing_what_fails():
+        refuse_own_key(params)
+        check_extra_args(vllm_config, params, custom_processors(vllm_config))
+        asks = asks_for_beam(params) or asks_for_item(params)
+        return prepare_request(vllm_config, params) if asks else params
 
 
 def prepare_request(vllm_config: VllmConfig, params: SamplingParams) -> SamplingParams:
@@ -89,9 +103,14 @@ def check_processed(vllm_config: VllmConfig, request: EngineCoreRequest) -> None
     Raises:
         BeamRequestError: Why it cannot be served.
     """
-    if decodes_item(request.sampling_params):
-        check_decoding(vllm_config, request)
-        return
+    with refusing_what_fails():
+        if decodes_item(request.sampling_params):
+            check_decoding(vllm_config, request)
+        else:
+            _check_search(vllm_config, request)
+
+
+def _check_search(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
     check_inputs(request)
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     params, prompt = request.sampling_params, request.prompt_token_ids
@@ -148,13 +167,10 @@ def wrap_process_inputs(original: Any) -> Any:
     def process_inputs(
         self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        refuse_own_key(params)
-        check_extra_args(self.vllm_config, params, custom_processors(self.vllm_config))
-        if not asks_for_beam(params) and not asks_for_item(params):
-            return original(self, request_id, prompt, params, *args, **kwargs)
-        params = prepare_request(self.vllm_config, params)
-        request = original(self, request_id, prompt, params, *args, **kwargs)
-        check_processed(self.vllm_config, request)
+        prepared = prepare_any(self.vllm_config, params)
+        request = original(self, request_id, prompt, prepared, *args, **kwargs)
+        if prepared is not params:
+            check_processed(self.vllm_config, request)
         return request
 
     return process_inputs

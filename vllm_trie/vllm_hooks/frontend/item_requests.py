@@ -12,7 +12,9 @@ from vllm_trie.items import ItemsError, ItemsHeader, Rules, file_stamp, read_hea
 from vllm_trie.vllm_hooks.frontend.beam_options import (
     DECODING_KEY,
     BeamRequestError,
+    packed,
     refuse_misspelled,
+    unpacked,
 )
 from vllm_trie.vllm_hooks.setup.config_keys import ITEMS, spelled
 from vllm_trie.vllm_hooks.setup.items import catalogue_paths
@@ -81,7 +83,7 @@ def prepare_decoding(vllm_config: VllmConfig, params: SamplingParams) -> Samplin
     _check_unset(params, _UNSET_DECODING)
     prepared = params.clone()
     prepared.detokenize &= options.detokenize
-    prepared.extra_args = {**extra_args, DECODING_KEY: options.model_dump(exclude_defaults=True)}
+    prepared.extra_args = {**extra_args, DECODING_KEY: packed(options)}
     return prepared
 
 
@@ -98,7 +100,7 @@ def check_decoding(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
         raise BeamRequestError("items: prompt embeddings are not supported; send token ids")
     if params.eos_token_id is None:
         raise BeamRequestError("items without 'beam_width' needs a model with an EOS token")
-    options = BeamOptions.model_validate(params.extra_args[DECODING_KEY])
+    options = unpacked(params.extra_args[DECODING_KEY])
     check_length(vllm_config, params, options, len(prompt))
 
 

@@ -11,10 +11,13 @@ from vllm.plugins.request_extension import (  # type: ignore[import-not-found]
 
 from vllm_trie.vllm_hooks.frontend import beam_requests as frontend
 from vllm_trie.vllm_hooks.frontend import online_beam as online
-from vllm_trie.vllm_hooks.frontend.beam_options import SPEC_KEY, asks_for_beam, refuse_own_key
-from vllm_trie.vllm_hooks.frontend.extra_args import check_extra_args
-from vllm_trie.vllm_hooks.frontend.item_requests import asks_for_item, decodes_item
-from vllm_trie.vllm_hooks.frontend.request_options import check_request_options, check_trace
+from vllm_trie.vllm_hooks.frontend.beam_options import SPEC_KEY
+from vllm_trie.vllm_hooks.frontend.item_requests import decodes_item
+from vllm_trie.vllm_hooks.frontend.request_options import (
+    check_request_options,
+    check_trace,
+    refusing_what_fails,
+)
 from vllm_trie.vllm_hooks.setup.limits import switched_off
 
 
@@ -22,8 +25,9 @@ class SpeculationRequests(RequestExtension):
     """Checks the speculation options of requests."""
 
     def prepare_params(self, vllm_config: Any, params: Any) -> Any:
-        check_request_options(params)
-        check_trace(params, vllm_config)
+        with refusing_what_fails():
+            check_request_options(params)
+            check_trace(params, vllm_config)
         return params
 
 
@@ -38,10 +42,7 @@ class BeamRequests(RequestExtension):
         return frontend.has_distinct_outputs(params)
 
     def prepare_params(self, vllm_config: Any, params: Any) -> Any:
-        refuse_own_key(params)
-        check_extra_args(vllm_config, params, frontend.custom_processors(vllm_config))
-        asks = asks_for_beam(params) or asks_for_item(params)
-        return frontend.prepare_request(vllm_config, params) if asks else params
+        return frontend.prepare_any(vllm_config, params)
 
     def check_request(self, vllm_config: Any, request: Any) -> None:
         params = request.sampling_params

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
@@ -23,6 +24,24 @@ TRACE = "speculation_trace"
 
 class SpeculationRequestError(VLLMValidationError, ValueError):
     """A request with an option that is not allowed; the server answers 400 with its message."""
+
+
+@contextmanager
+def refusing_what_fails() -> Iterator[None]:
+    """Refuse a request whose options make a check fail in a way that nobody foresaw.
+
+    Raises:
+        SpeculationRequestError: In place of any error that is no refusal.
+    """
+    try:
+        yield
+    except VLLMValidationError:
+        raise
+    except Exception as error:
+        raise SpeculationRequestError(
+            f"the request's options cannot be read ({type(error).__name__}: {error}); leave them "
+            "out one by one to find which"
+        ) from error
 
 
 def check_request_options(params: Any) -> None:
@@ -75,8 +94,9 @@ def wrap_process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_inputs(
         self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        check_request_options(params)
-        check_trace(params, self.vllm_config)
+        with refusing_what_fails():
+            check_request_options(params)
+            check_trace(params, self.vllm_config)
         return original(self, request_id, prompt, params, *args, **kwargs)
 
     return process_inputs

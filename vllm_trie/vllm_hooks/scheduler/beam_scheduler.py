@@ -53,11 +53,15 @@ class TrieBeamScheduler(Scheduler):
         self.beam_groups = BeamGroups(self, self.beam_rows, self.beam_counters)
 
     def add_request(self, request: Request) -> None:
-        if num_members(request.sampling_params) is None:
-            decoded_items.begin(request, self.beam_groups.catalogues)
-            super().add_request(request)
-        else:
+        if num_members(request.sampling_params) is not None:
             self.beam_groups.add(request, self.beam_off)
+            return
+        try:
+            decoded_items.begin(request, self.beam_groups.catalogues)
+        except Exception as error:
+            self.beam_groups.refuse(request, error)
+        else:
+            super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if not self.beam_groups.by_id:

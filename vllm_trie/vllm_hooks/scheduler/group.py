@@ -27,7 +27,7 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
 )
 from vllm_trie.vllm_hooks.ledger.extension_points import offered
 from vllm_trie.vllm_hooks.scheduler.group_rules import GroupRules
-from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogue, ItemStep
+from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues, ItemStep
 from vllm_trie.vllm_hooks.scheduler.items.item_rows import ItemRows
 from vllm_trie.vllm_hooks.scheduler.row_steps import RowOutput, SelectionStep, candidates_of
 
@@ -55,7 +55,7 @@ class BeamGroup:
         vocab_size: int,
         block_size: int,
         find_stop_string: StopStringFinder | None,
-        catalogue: Catalogue | None = None,
+        catalogues: Catalogues,
         worker_selects: bool = False,
         rules: GroupRules | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class BeamGroup:
         self.num_logprobs = params.logprobs
         self.num_candidates: int | None = None  # of each row; None: of all rows together
         self.rules = rules
-        if catalogue is None:
+        if spec.options.items is None:
             settings = search_settings(params, spec, max_new_tokens)
             self.items: ItemRows | None = None
             self.search = BeamSearch(settings, prompt, find_stop_string)
@@ -83,7 +83,7 @@ class BeamGroup:
                     min(params.logprobs or 0, vocab_size),
                 )
         else:
-            self.items = ItemRows(catalogue, spec, params, max_new_tokens)
+            self.items = ItemRows(catalogues, spec, params, max_new_tokens)
             self.search = self.items.search
             max_new_tokens = self.search.settings.max_new_tokens
         asked = self.num_candidates if rules is None else None  # of vLLM's sampler

@@ -8,6 +8,8 @@ groups, it is parked until they are done or there is room.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -87,9 +89,9 @@ class BeamGroups:
             request: The member.
             off: Why this engine has no native beam search, None if it has.
         """
-        self._scheduler.requests[request.request_id] = request
         if self._scheduler.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
+        self._scheduler.requests[request.request_id] = request
         try:
             if off is not None:
                 raise ValueError(f"native beam search is off: {off}")
@@ -100,11 +102,29 @@ class BeamGroups:
                 index = int(prefix)
             if group_id not in self.by_id:
                 self.by_id[group_id] = self._new_group(group_id, request)
-        except ValueError as error:
-            logger.error("Beam request %s refused: %s", request.request_id, error)
-            self._refused.append(request)
+        except Exception as error:
+            self.refuse(request, error)
         else:
             self.by_id[group_id].members[index] = request
+
+    def refuse(self, request: Request, error: Exception) -> None:
+        """Answer a request, or a member, with an error: what it carries cannot be served."""
+        is_foreseen = isinstance(error, ValueError)
+        logger.error("Request %s refused: %s", request.request_id, error, exc_info=not is_foreseen)
+        self._scheduler.requests[request.request_id] = request
+        self._refused.append(request)
+
+    @contextmanager
+    def _failing_alone(self, group: BeamGroup) -> Iterator[None]:
+        """Have an error fail this group alone, whose members get an error as their answer."""
+        try:
+            yield
+        except Exception:
+            logger.exception("Beam search failed for request %s", group.group_id)
+            self._counters.groups_failed += 1
+            self._refused += group.members.values()
+            self._rows.free_group(group)
+            del self.by_id[group.group_id]
 
     def _new_group(self, group_id: str, member: Request) -> BeamGroup:
         """Make a member's group.
@@ -123,7 +143,7 @@ class BeamGroups:
             self.vocab_size,
             scheduler.block_size,
             make_stop_string_finder(scheduler.vllm_config.model_config, member.sampling_params),
-            None if spec.options.items is None else self.catalogues.latest(spec.options.items),
+            self.catalogues,
             self._worker_selects,
             self._rules(member),
         )
@@ -156,19 +176,16 @@ class BeamGroups:
             self._break_stall()
         ready = [group for group in self._in_order() if group not in waiting]
         for group in self.admission.begin_step(ready):
-            self._start(group)
+            with self._failing_alone(group):
+                self._start(group)
 
     def _await_grammars(self) -> set[BeamGroup]:
         """Return the groups whose grammar still compiles; refuse those whose grammar does not."""
         waiting = set()
         for group in [group for group in self.by_id.values() if not group.started]:
-            try:
+            with self._failing_alone(group):
                 if group.rules is not None and not group.rules.prepare(group.beam_width):
                     waiting.add(group)
-            except Exception as error:
-                logger.error("Beam request %s: no grammar: %s", group.group_id, error)
-                self._refused += group.members.values()
-                del self.by_id[group.group_id]
         return waiting
 
     def after_schedule(self, output: SchedulerOutput) -> None:
@@ -186,10 +203,13 @@ class BeamGroups:
         With catalogues, the message also says that requests of the step may decode items.
         """
         scheduled = output.num_scheduled_tokens
-        steps = [group.worker_step(scheduled) for group in self.by_id.values()]
-        found = [step for step in steps if step is not None]
-        if found or self.catalogues:
-            setattr(output, ROW_STEPS, found)
+        steps = []
+        for group in [*self.by_id.values()]:
+            with self._failing_alone(group):
+                if (step := group.worker_step(scheduled)) is not None:
+                    steps.append(step)
+        if steps or self.catalogues:
+            setattr(output, ROW_STEPS, steps)
 
     def _in_order(self) -> list[BeamGroup]:
         return self.admission.in_order(self.by_id.values())
@@ -259,7 +279,7 @@ class BeamGroups:
 
     def step(self, group: BeamGroup, outputs: Outputs) -> None:
         """Take a step of a group's search; add the members' answers to `outputs` if it ends."""
-        try:
+        with self._failing_alone(group):
             children = group.advance()
             self._counters.steps += 1
             if not group.search.done:
@@ -270,21 +290,14 @@ class BeamGroups:
                 if not member.is_finished():
                     found = hypotheses[index] if index < len(hypotheses) else MISSING
                     self._answer(member, group.output(member, found), outputs)
-        except Exception:
-            # One request must never take the server down.
-            logger.exception("Beam search failed for request %s", group.group_id)
-            self._counters.groups_failed += 1
-            for member in group.members.values():
-                if not member.is_finished():
-                    self._answer(member, error_output(member), outputs)
-        self._remove(group)
+            self._remove(group)
 
     def answer_refused(self, outputs: Outputs) -> None:
         """Add the errors of refused members to `outputs`."""
         for member in self._refused:
             if not member.is_finished():
                 self._answer(member, error_output(member), outputs)
-                self._forget(member)
+            self._forget(member)
         self._refused = []
 
     def drop_finished(self) -> None:

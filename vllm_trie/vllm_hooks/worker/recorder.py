@@ -60,6 +60,7 @@ class TraceRecorder:
 
     def begin(self, requests: Iterable[NewRequestData]) -> None:
         """Follow those of the requests that are new and ask for a trace."""
+        num_files: int | None = None
         for request in requests:
             params = request.sampling_params
             if params is None or not (params.extra_args or {}).get(TRACE):
@@ -67,8 +68,11 @@ class TraceRecorder:
             if request.req_id in self._followed:  # preempted, and starting again
                 continue
             try:
-                self._followed[request.req_id] = self._follow(request, params)
-            except (OSError, ValueError) as error:
+                if num_files is None:  # once a step, however many samples a request has
+                    num_files = self._num_files()
+                self._followed[request.req_id] = self._follow(request, params, num_files)
+                num_files += 1
+            except Exception as error:
                 logger.warning("vllm-trie: no trace of request %s: %s", request.req_id, error)
 
     def record(
@@ -111,8 +115,12 @@ class TraceRecorder:
             self._give_up(request_id, error)
         self._followed.pop(request_id, None)
 
-    def _follow(self, request: NewRequestData, params: SamplingParams) -> _Followed:
-        if sum(entry.name.endswith(SUFFIX) for entry in os.scandir(self._folder)) >= MAX_FILES:
+    def _num_files(self) -> int:
+        with os.scandir(self._folder) as entries:
+            return sum(entry.name.endswith(SUFFIX) for entry in entries)
+
+    def _follow(self, request: NewRequestData, params: SamplingParams, num_files: int) -> _Followed:
+        if num_files >= MAX_FILES:
             raise OSError(f"trace_path={str(self._folder)!r} has {MAX_FILES} traces; remove some")
         header = Header.of(
             request.req_id,
@@ -123,13 +131,15 @@ class TraceRecorder:
         )
         name = re.sub(r"[^\w.-]", "_", request.req_id, flags=re.ASCII)[-120:]
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        descriptor = os.open(self._folder / f"{name}{SUFFIX}", flags, 0o600)
+        path = self._folder / f"{name}{SUFFIX}"
+        descriptor = os.open(path, flags, 0o600)
         # Unbuffered: the file of a process that is killed has each step up to its last.
         file = os.fdopen(descriptor, "wb", buffering=0)
         try:
             writer = TraceWriter(file, header)
-        except OSError:
+        except Exception:
             file.close()
+            path.unlink()
             raise
         return _Followed(file, writer, params, 0, time.perf_counter())
 

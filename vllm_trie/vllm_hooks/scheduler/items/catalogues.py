@@ -8,6 +8,7 @@ it only if its digest is the one that the scheduler has checked.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +17,10 @@ import numpy as np
 from vllm.logger import init_logger
 
 from vllm_trie.items import ItemTrie, file_stamp, open_items
-from vllm_trie.items.selection import Selection
+from vllm_trie.items.selection import Selection, select
 from vllm_trie.items.step import Normalize
+from vllm_trie.vllm_hooks.frontend.beam_options import unpacked
+from vllm_trie.vllm_hooks.frontend.item_requests import rules_of
 
 logger = init_logger(__name__)
 
@@ -60,6 +63,10 @@ class Catalogue(NamedTuple):
     stamp: tuple[int, ...]
 
 
+MAX_SELECTIONS = 64
+"""Selections that are kept for further members of their requests, and for equal requests."""
+
+
 class Catalogues:
     """Owner of the engine's catalogues; takes new versions up while it serves.
 
@@ -72,6 +79,7 @@ class Catalogues:
         self._current = {name: self._open(path) for name, path in paths.items()}
         self._opening: dict[str, threading.Thread] = {}
         self._refused: dict[str, tuple[int, ...]] = {}
+        self._selections: OrderedDict[tuple[str, str], Selection] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._current)
@@ -97,11 +105,27 @@ class Catalogues:
                 thread.start()
         return found
 
+    def select(self, catalogue: Catalogue, options: str) -> Selection | None:
+        """Return the part of a catalogue that a request with these packed options may generate.
+
+        None for all of it.
+        """
+        rules = rules_of(unpacked(options))
+        if not rules.restrict:
+            return None
+        key = catalogue.trie.version, options
+        selection = self._selections.get(key)
+        if selection is None:
+            selection = self._selections[key] = select(catalogue.trie, rules)
+            if len(self._selections) > MAX_SELECTIONS:
+                self._selections.popitem(last=False)
+        return selection
+
     def _renew(self, name: str, stamp: tuple[int, ...]) -> None:
         old = self._current[name]
         try:
             new = self._open(old.path)
-        except ValueError as error:
+        except Exception as error:  # whatever is wrong with it, the version before serves on
             self._refused[name] = stamp
             logger.error("The new version of catalogue %r is refused: %s", name, error)
             return

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from vllm.logger import init_logger
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.beam import BeamOptions
 from vllm_trie.items import ROOT
-from vllm_trie.items.selection import Selection, select, view
-from vllm_trie.vllm_hooks.frontend.beam_options import DECODING_KEY
-from vllm_trie.vllm_hooks.frontend.item_requests import rules_of
+from vllm_trie.items.selection import Selection, view
+from vllm_trie.vllm_hooks.frontend.beam_options import DECODING_KEY, unpacked
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
+
+logger = init_logger(__name__)
 
 _STATE = "_vllm_trie_decoded_item"
 """Attribute of a request with its :class:`_DecodedItem`."""
@@ -38,14 +39,14 @@ class Decoding(NamedTuple):
 class _DecodedItem:
     """The place of a request in its catalogue."""
 
-    def __init__(self, request: Request, options: BeamOptions, catalogues: Catalogues) -> None:
+    def __init__(self, request: Request, packed: str, catalogues: Catalogues) -> None:
+        options = unpacked(packed)
         params = request.sampling_params
         assert params is not None
         assert params.eos_token_id is not None
         assert options.items is not None
         catalogue = catalogues.latest(options.items)
-        rules = rules_of(options)
-        selection = select(catalogue.trie, rules) if rules.restrict else None
+        selection = catalogues.select(catalogue, packed)
         self._trie = view(catalogue.trie, selection)
         self._eos = params.eos_token_id
         self._wants_eos = options.items_end == "eos"
@@ -78,13 +79,22 @@ class _DecodedItem:
 def begin(request: Request, catalogues: Catalogues) -> None:
     """Find the catalogue of a request that decodes an item; do nothing for others."""
     params = request.sampling_params
-    options = (params.extra_args or {}).get(DECODING_KEY) if params is not None else None
-    if options is not None:
-        state = _DecodedItem(request, BeamOptions.model_validate(options), catalogues)
-        setattr(request, _STATE, state)
+    packed = (params.extra_args or {}).get(DECODING_KEY) if params is not None else None
+    if packed is not None:
+        setattr(request, _STATE, _DecodedItem(request, packed, catalogues))
 
 
 def take_tokens(request: Request, token_ids: Sequence[int]) -> bool:
-    """Take a request's new tokens; return whether its item ends it. Sets its status then."""
+    """Take a request's new tokens; return whether its item ends it. Sets its status then.
+
+    An error ends the request alone.
+    """
     state: _DecodedItem | None = getattr(request, _STATE, None)
-    return state is not None and state.take(request, token_ids)
+    if state is None:
+        return False
+    try:
+        return state.take(request, token_ids)
+    except Exception:
+        logger.exception("Request %s fails inside its catalogue", request.request_id)
+        request.status = RequestStatus.FINISHED_ERROR
+        return True

@@ -10,10 +10,9 @@ from vllm.sampling_params import SamplingParams
 from vllm_trie.beam import Child, Hypothesis
 from vllm_trie.items import ROOT, ItemId
 from vllm_trie.items.search import ItemSearch
-from vllm_trie.items.selection import select, view
-from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, search_settings
-from vllm_trie.vllm_hooks.frontend.item_requests import rules_of
-from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogue, ItemStep
+from vllm_trie.items.selection import view
+from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, packed_options, search_settings
+from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues, ItemStep
 from vllm_trie.vllm_hooks.scheduler.row_steps import RowOutput, candidates_of
 
 
@@ -27,14 +26,14 @@ class ItemRows:
     """
 
     def __init__(
-        self, catalogue: Catalogue, spec: BeamSpec, params: SamplingParams, max_new_tokens: int
+        self, catalogues: Catalogues, spec: BeamSpec, params: SamplingParams, max_new_tokens: int
     ) -> None:
-        self._catalogue = catalogue
+        assert spec.options.items is not None
+        self._catalogue = catalogue = catalogues.latest(spec.options.items)
         self._options = spec.options
         self._eos = params.eos_token_id if spec.options.items_end == "eos" else None
         options = spec.options
-        rules = rules_of(options)
-        self._selection = select(catalogue.trie, rules) if rules.restrict else None
+        self._selection = catalogues.select(catalogue, packed_options(params))
         trie = view(catalogue.trie, self._selection)
         needed = catalogue.trie.max_length + (spec.options.items_end == "eos")
         if max_new_tokens < needed:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_trie.items import ROOT, ItemsError, ItemTrie
+from vllm_trie.items import ROOT, ItemTrie
 from vllm_trie.items.selection import SelectedTrie, view
 from vllm_trie.vllm_hooks.frontend.beam_options import DECODING_KEY
 from vllm_trie.vllm_hooks.scheduler.items.decoded_items import Decoding
@@ -52,7 +52,7 @@ class DecodedItems:
     def _opened(self, decoding: Decoding) -> _Request:
         try:
             trie = view(self._open_trie(decoding.path, decoding.version), decoding.selection)
-        except ItemsError as error:
+        except Exception as error:  # the scheduler ends the request
             logger.error("A request finds no item: %s", error)
             return _Request(None, decoding.eos_token_id)
         return _Request(trie, decoding.eos_token_id)

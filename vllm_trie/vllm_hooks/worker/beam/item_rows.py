@@ -76,19 +76,25 @@ class _WorkerItems:
     def candidates(
         self, step: ItemStep | SelectionStep, place_of: dict[str, int], logits: torch.Tensor
     ) -> GroupCandidates | None:
-        """Return the candidates of one group; None if its catalogue cannot be mapped."""
-        places = [place_of[row_id] for row_id in step.row_ids]
-        if isinstance(step, SelectionStep):
-            return _selected(step, places, logits[places])
+        """Return the candidates of one group; None if it fails, which the scheduler sees."""
         try:
-            trie = view(self.trie(step.path, step.version), step.selection)
-        except ItemsError as error:
-            logger.error("A constrained search fails: %s", error)
+            places = [place_of[row_id] for row_id in step.row_ids]
+            if isinstance(step, SelectionStep):
+                return _selected(step, places, logits[places])
+            return self._constrained(step, places, logits[places])
+        except Exception as error:
+            is_foreseen = isinstance(error, ItemsError)
+            logger.error("A beam search fails: %s", error, exc_info=not is_foreseen)
             return None
+
+    def _constrained(
+        self, step: ItemStep, places: list[int], logits: torch.Tensor
+    ) -> GroupCandidates:
+        trie = view(self.trie(step.path, step.version), step.selection)
         eos = step.eos_token_id
         found = best_continuations(
             trie,
-            logits[places],
+            logits,
             step.nodes,
             step.totals,
             step.beam_width,
@@ -208,6 +214,7 @@ def with_candidates(output: SamplerOutput, groups: list[GroupCandidates]) -> Sam
         if group.tokens is not None:
             sampled[places, 0] = torch.from_numpy(group.tokens).to(sampled)
         logprobs[places] = -torch.inf
+        token_ids[places] = 0  # the scheduler looks at all columns, also those of other requests
         token_ids[places, 1 : 1 + targets.shape[1]] = targets.to(sampled.device)
         logprobs[places, 1 : 1 + targets.shape[1]] = values.to(sampled.device)
     output.logprobs_tensors = LogprobsTensors(token_ids, logprobs, ranks)
