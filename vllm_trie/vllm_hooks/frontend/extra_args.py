@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 MAX_SIZE = 262_144
 """Largest size of a key that nobody is known to read, characters and numbers."""
 
-_ALONE = OPTION_NAMES - ITEM_OPTIONS - {"beam_width"}
-"""Options that mean nothing without ``beam_width``."""
 _OWN = OPTION_NAMES | {SPECULATION, CACHE_SALT}
 _OF_VLLM = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """Keys that vLLM fills from fields of their own."""
@@ -65,9 +63,10 @@ def check_extra_args(vllm_config: VllmConfig, params: Any, processors: list[str]
 def _refuse_without_width(extra_args: Mapping[str, Any]) -> None:
     """Refuse what would be ignored: the request would be decoded without a beam search."""
     for name, value in extra_args.items():
-        if name in _ALONE:
+        if name in OPTION_NAMES:
+            needed = "items" if name in ITEM_OPTIONS else "beam_width"
             raise BeamRequestError(
-                f"beam search: {name}={value!r} needs 'beam_width'; add it, or leave {name} out"
+                f"beam search: {name}={value!r:.200} needs {needed!r}; add it, or leave {name} out"
             )
         if name in OTHER_NAMES:
             raise BeamRequestError(f"beam search: {name!r} is unknown; use {OTHER_NAMES[name]}")

@@ -1,0 +1,256 @@
+"""Hostile requests over HTTP: every option of the plugin, right, wrong and absurd.
+
+`python -m tests.engine.hostile --requests 5000 --seed 1` attacks longer than the suite does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.engine.serving import MODEL_NAME, Server, running
+from tests.unit.items.catalogues import random_items, write
+from vllm_trie.beam import OPTION_NAMES
+
+INTEGERS = random_items(1, 600, 0, (4, 4), branching=60)
+TEXTS = random_items(2, 300, 0, (1, 5), branching=40)
+"""Items of two catalogues; both have fewer nodes than the vocabulary has tokens."""
+
+LIMITS = (0, 1, -1, 3, 255, 4096, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**40)
+ABSURD: tuple[Any, ...] = (
+    *LIMITS,
+    *(0.5, -0.0, 1e308, 1e-320, "", "a", "\ud800", "\0", "true", "9" * 5000, "x" * 300_000),
+    *("[]", "[[", "[" * 50_000, "{}", "[1, 2]", "[[1, 2], [3]]", '["\\ud800"]', "[1e999]", "null"),
+    *([], [0], [1, 2, 3], ["a"], ["\ud800"], [*range(5000)], ["x" * 100_000], [2**63], [1.5]),
+    *([-(2**63) - 1], [1, "a"], [[1]], {"a": 1}, True, False, None),
+)
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "beam_width": (1, 2, 4, 8),
+    "length_penalty": (0.0, 1, -2.0, 5.0),
+    "early_stopping": (True, "never", "false", 0),
+    "do_sample": (True, 0, "true"),
+    "num_beam_groups": (1, 2),
+    "diversity_penalty": (0.0, 0.5),
+    "beam_trace": (1, True),
+    "detokenize": (0, 1, "false"),
+    "items": ("integers", "texts"),
+    "items_end": ("complete", "eos"),
+    "normalize": ("vocabulary", "valid"),
+    "weight_factor": (0.0, 1.5),
+    "allow_items": ([1001, 1002, 7], ["item 1001"], "[1003]", []),
+    "allow_prefixes": ("[[5], [9, 70]]", "[[1]]"),
+    "deny_items": ([1001], ["item 1000"], [*range(1000, 1500)]),
+    "deny_prefixes": ("[[2], [3]]",),
+    "speculation": (0, 1, "false"),
+    "speculation_trace": (1, 0),
+    "vllm_trie_cache_salt": ("tenant",),
+    "vllm_trie_beam": ({"n": 1},),
+    "vllm_trie_item": ("{}",),
+    "beam_widht": (4,),
+    "num_beams": (4,),
+    "someone_elses": ("option", 3),
+}
+"""Values of each option that are right, alone or together with others."""
+assert not OPTION_NAMES - OPTIONS.keys(), "an option that is not attacked"
+
+TOGETHER = (
+    ("beam_width", "length_penalty", "early_stopping", "detokenize", "beam_trace"),
+    ("beam_width", "num_beam_groups", "diversity_penalty", "do_sample"),
+    ("beam_width", "items", "items_end", "normalize", "weight_factor", "length_penalty"),
+    ("beam_width", "items", "allow_items", "allow_prefixes", "deny_items", "deny_prefixes"),
+    ("items", "items_end", "allow_items", "allow_prefixes", "deny_items", "deny_prefixes"),
+    ("speculation", "speculation_trace", "someone_elses"),
+)
+"""Options that go with one another; the first makes the others count."""
+
+FIELDS: dict[str, tuple[Any, ...]] = {
+    "max_tokens": (1, 5, 12, 0, -1, 10**9),
+    "n": (1, 2, 8, 40, 0, 10**9),
+    "temperature": (0.0, 0.7, 1.5, -1),
+    "top_k": (0, 1, 5),
+    "top_p": (0.5, 1.0),
+    "min_p": (0.1,),
+    "logprobs": (0, 1, 5, 20),
+    "stop": ("a", ["e", " "], [""]),
+    "min_tokens": (0, 3),
+    "ignore_eos": (True, False),
+    "allowed_token_ids": ([0], [5, 6, 7], [10**9], []),
+    "logit_bias": ({"5": 10.0}, {"5": -100}, {"-1": 1}),
+    "bad_words": (["a"], [""]),
+    "repetition_penalty": (1.2, 0.5),
+    "presence_penalty": (0.5,),
+    "structured_outputs": ({"json": {"type": "boolean"}}, {"choice": ["yes", "no"]}, {}),
+    "cache_salt": ("tenant", "sql\0", "", "\ud800"),
+    "use_beam_search": (True, False),
+    "echo": (True,),
+    "prompt_logprobs": (1,),
+}
+"""Fields of OpenAI's and vLLM's, which meet the options."""
+
+NEIGHBOUR = {"prompt": "def fibonacci(n):", "temperature": 0.0, "max_tokens": 24}
+SEARCH = {
+    **{"prompt": [1, 2, 3], "n": 4, "temperature": 0.0, "max_tokens": 4},
+    "vllm_xargs": {"beam_width": 4, "items": "integers"},
+}
+
+
+@dataclass
+class Figures:
+    """What came of an attack."""
+
+    requests: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    options: set[str] = field(default_factory=set)
+    wrong: list[str] = field(default_factory=list)
+    """Neighbours with other answers than alone."""
+    failed: list[str] = field(default_factory=list)
+    """Requests that were answered with a status of 500 or more."""
+    longest_s: float = 0.0
+    """Of a neighbour's request."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests} requests, {len(self.options)} options, answers by status "
+            f"{dict(sorted(self.statuses.items()))}, {len(self.wrong)} wrong answers, "
+            f"{len(self.failed)} of 500 or more, longest neighbour {self.longest_s:.2f} s"
+        )
+
+
+def hostile_request(rng: random.Random) -> dict[str, Any]:
+    """Return a request with some options, right ones more often than not."""
+    first, *others = rng.choice(TOGETHER)
+    names = [first, *rng.sample(others, rng.randint(0, len(others)))]
+    if "items" in others:
+        names.append("items")
+    if rng.random() < 0.15:
+        names.append(rng.choice([*OPTIONS]))
+    extra_args = {name: rng.choice(OPTIONS[name]) for name in names}
+    if rng.random() < 0.3:
+        name = rng.choice(sorted(OPTION_NAMES | {"speculation", "speculation_trace"}))
+        extra_args[name] = rng.choice(ABSURD)
+    request: dict[str, Any] = {
+        "prompt": [rng.randint(1, 2000) for _ in range(rng.choice([1, 9, 60]))],
+        "max_tokens": rng.choice([5, 12]),
+        "temperature": 0.7 if extra_args.get("do_sample") else 0.0,
+        "vllm_xargs": extra_args,
+    }
+    for name in rng.sample([*FIELDS], rng.choice([0, 0, 0, 1, 2])):
+        request[name] = rng.choice(FIELDS[name])
+    return request
+
+
+def attack(
+    server: Server, num_requests: int, seed: int, neighbours: list[Mapping[str, Any]]
+) -> Figures:
+    """Send hostile requests, eight at a time, and neighbours whose answers are known."""
+    rng = random.Random(seed)
+    figures = Figures()
+
+    def send(request: Mapping[str, Any]) -> httpx.Response:
+        body = json.dumps({"model": MODEL_NAME, **request})
+        headers = {"content-type": "application/json"}
+        return server.http.post("/v1/completions", content=body, headers=headers)
+
+    def answer_of(response: httpx.Response) -> list[str]:
+        assert response.status_code == 200, response.text
+        return [choice["text"] for choice in response.json()["choices"]]
+
+    expected = [answer_of(send(neighbour)) for neighbour in neighbours]
+
+    def run(number: int, request: dict[str, Any]) -> None:
+        if number % 4 == 0:
+            which = number // 4 % len(neighbours)
+            start = time.perf_counter()
+            answer = answer_of(send(neighbours[which]))
+            figures.longest_s = max(figures.longest_s, time.perf_counter() - start)
+            if answer != expected[which]:
+                figures.wrong.append(f"{answer} instead of {expected[which]}")
+            return
+        try:
+            # Some clients leave before the answer.
+            timeout = 0.02 if number % 9 == 0 else 120.0
+            response = server.http.post(
+                "/v1/completions",
+                content=json.dumps({"model": MODEL_NAME, **request}),
+                headers={"content-type": "application/json"},
+                timeout=timeout,
+            )
+        except httpx.ReadTimeout:
+            figures.statuses[0] += 1
+            return
+        figures.statuses[response.status_code] += 1
+        if response.status_code >= 500:
+            figures.failed.append(f"{json.dumps(request)[:600]} -> {response.text[:300]}")
+
+    requests = [hostile_request(rng) for _ in range(num_requests)]
+    for request in requests:
+        figures.options |= request["vllm_xargs"].keys() | request.keys() & FIELDS.keys()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, range(num_requests), requests))
+    figures.requests = num_requests
+    for neighbour, answer in zip(neighbours, expected, strict=True):
+        if answer_of(send(neighbour)) != answer:
+            figures.wrong.append("a neighbour after the attack")
+    return figures
+
+
+def server_options(folder: Path) -> dict[str, list[str]]:
+    """Return the options of the servers that are attacked, by name."""
+    catalogues = {
+        "integers": str(write(folder / "integers.trie", INTEGERS)),
+        "texts": str(write(folder / "texts.trie", TEXTS, text_ids=True, weights=True)),
+    }
+    (folder / "traces").mkdir()
+    (folder / "store").mkdir()
+    speculation = {
+        **{"num_speculative_tokens": 16, "trace_path": str(folder / "traces")},
+        **{"store_path": str(folder / "store"), "recycle": True},
+    }
+    return {
+        "items": ["--additional-config", json.dumps({"vllm_trie": {"items": catalogues}})],
+        "trees": [
+            *("--spec-method", "ngram_trie", "--speculative-config", json.dumps(speculation)),
+        ],
+    }
+
+
+def neighbours_of(name: str) -> list[Mapping[str, Any]]:
+    """Return requests for a server whose answers must not change."""
+    if name == "items":
+        return [NEIGHBOUR, SEARCH]
+    return [NEIGHBOUR, {**NEIGHBOUR, "n": 4, "vllm_xargs": {"beam_width": 4}}]
+
+
+def main() -> None:
+    """Attack both servers, and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=1000, help="for each server")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp())
+    for name, options in server_options(folder).items():
+        with running(folder / f"{name}.log", *options) as server:
+            figures = attack(server, arguments.requests, arguments.seed, neighbours_of(name))
+            print(f"{name}: {figures}; alive: {server.is_healthy()}")
+            for failed in Counter(text.split(" -> ")[1] for text in figures.failed).most_common():
+                print("  ", failed)
+            for text in [*figures.failed[:20], *figures.wrong[:5]]:
+                print("  ", text)
+            if not server.is_healthy():
+                print(server.log_text()[-6000:])
+    print(f"logs in {folder}")
+
+
+if __name__ == "__main__":
+    main()

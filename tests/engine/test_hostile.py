@@ -1,0 +1,24 @@
+"""No request ends a server or changes another's answer; `hostile.py` attacks for longer."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine import hostile
+from tests.engine.serving import running
+from vllm_trie.beam import OPTION_NAMES
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ["items", "trees"])
+def test_hostile_requests_fail_alone(name, tmp_path):
+    options = hostile.server_options(tmp_path)[name]
+    with running(tmp_path / "log", *options) as server:
+        figures = hostile.attack(server, 500, seed=1, neighbours=hostile.neighbours_of(name))
+        print(figures)
+        assert server.is_healthy(), server.log_text()[-5000:]
+    assert not figures.wrong, figures.wrong[:5]
+    assert not figures.failed, figures.failed[:5]
+    assert figures.options >= OPTION_NAMES
+    assert figures.statuses[200] > 50, "too few of the requests were right"
