@@ -24,8 +24,9 @@ processor time, which other work on the machine disturbs less. Nobody decodes te
     python benchmarks/beam.py --wide --eager --widths 400 --prompt-lens 200 --num-prompts 1
 
 `--parts` measures where a native search's processor time goes, with the loads of `--wide`, without
-catalogues. `products_ms` are the matrix products of the model and its logits. These, `attention_ms`
-and `kv_writes_ms` are parts of `forward_ms`, but for the logits.
+catalogues. `products_ms` are the matrix products of the model and its logits (`logits_ms`). These,
+`attention_ms` and `kv_writes_ms` are parts of `forward_ms`, but for the logits. `host_ms_per_step`
+is all that is neither forward pass, logits nor KV copies, over the new tokens.
 
     python benchmarks/beam.py --parts --eager --prompt-lens 200 --num-prompts 1
 
@@ -141,6 +142,10 @@ class Bench:
         self.kv_bytes = (
             2 * dtype.itemsize * config.num_hidden_layers * config.num_key_value_heads * head_size
         )
+
+    def model_class(self) -> type:
+        """Return the class of the engine's model."""
+        return type(local_engine.runner_of(self._llm).model)
 
     def prompts(self, load: Load) -> list[list[int]]:
         """Return different prompts of equal length, the same for every method."""

@@ -27,12 +27,20 @@ _FUNCTIONS = {
     "schedule_ms": f"{_SCHEDULER}.schedule",
     "update_ms": f"{_SCHEDULER}.update_from_output",
 }
-PARTS_COLUMNS = ("prompt_len", "beam_width", "max_tokens", "total_ms", *_FUNCTIONS)
+_MODEL_PARTS = ("forward_ms", "logits_ms", "copies_ms")
+PARTS_COLUMNS = (
+    "prompt_len", "beam_width", "max_tokens", "total_ms", "logits_ms", *_FUNCTIONS,
+    "host_ms_per_step",
+)  # fmt: skip
 
 
 @contextmanager
-def timed_functions() -> Iterator[Counter[str]]:
-    """Time the functions that the parts are named after; the counter has their seconds."""
+def timed_functions(model_class: type) -> Iterator[Counter[str]]:
+    """Time the functions that the parts are named after; the counter has their seconds.
+
+    Args:
+        model_class: Class of the model, whose ``compute_logits`` is ``logits_ms``.
+    """
     seconds: Counter[str] = Counter()
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,18 +59,23 @@ def timed_functions() -> Iterator[Counter[str]]:
             patched = patch(target)
             original, _ = patched.get_original()
             stack.enter_context(patch(target, timed(name, original)))
+        logits = timed("logits_ms", model_class.compute_logits)
+        stack.enter_context(patch.object(model_class, "compute_logits", logits))
         yield seconds
 
 
 def measure_parts(bench: Any, options: Namespace, load: Any) -> list[Row]:
     """Return the row of one load of `--parts`: medians of the repeats, in processor time."""
     bench.run("trie", load)  # warms up
+    model_class = bench.model_class()
     runs: list[Counter[str]] = []
     for _ in range(options.repeats):
-        with timed_functions() as seconds:
+        with timed_functions(model_class) as seconds:
             start = time.process_time()
             bench.run("trie", load)
             seconds["total_ms"] = time.process_time() - start
+        host = seconds["total_ms"] - sum(seconds[name] for name in _MODEL_PARTS)
+        seconds["host_ms_per_step"] = host / load.new_tokens
         runs.append(seconds)
     return [
         {
