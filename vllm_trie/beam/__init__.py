@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from vllm_trie.beam.candidates import Outcomes, num_raw_candidates
+from vllm_trie.beam.candidates import Candidates, Outcomes, num_raw_candidates
 from vllm_trie.beam.reference import reference_search
-from vllm_trie.beam.search import BeamSearch, Child, Hypothesis
+from vllm_trie.beam.search import BeamSearch, Children, Hypothesis
 from vllm_trie.beam.settings import (
     ITEM_OPTIONS,
     MAX_LENGTH_PENALTY,
@@ -25,7 +25,8 @@ __all__ = [
     "OPTION_NAMES",
     "BeamOptions",
     "BeamSearch",
-    "Child",
+    "Candidates",
+    "Children",
     "Hypothesis",
     "Outcomes",
     "SearchSettings",

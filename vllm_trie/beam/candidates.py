@@ -21,12 +21,33 @@ NEVER = np.float32(-np.inf)
 """Log-probability of a forbidden token."""
 
 
+class Candidates(NamedTuple):
+    """Continuations of the rows of a search, by row, best first within a row.
+
+    Attributes:
+        rows: int [c], ascending.
+        token_ids: int [c], distinct within a row.
+        logprobs: float32 [c], log-probabilities of the tokens, before rules; -inf for a token that
+            cannot follow.
+    """
+
+    rows: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+    @classmethod
+    def of_rows(cls, token_ids: np.ndarray, logprobs: np.ndarray) -> Candidates:
+        """Return the candidates of arrays [rows, k], each row's best first."""
+        rows = np.repeat(np.arange(len(token_ids)), token_ids.shape[1])
+        return cls(rows, token_ids.ravel(), logprobs.ravel())
+
+
 class Outcomes(NamedTuple):
     """What constrained candidates lead to.
 
     Attributes:
-        ends: bool[rows, k], whether the hypothesis is complete.
-        goes_on: bool[rows, k], whether it can be extended; a complete one may be, too.
+        ends: bool [c], whether the hypothesis is complete.
+        goes_on: bool [c], whether it can be extended; a complete one may be, too.
     """
 
     ends: np.ndarray
@@ -82,7 +103,7 @@ class CandidateRules:
         self._bias = np.array([bias for _, bias in biases], dtype=np.float32)
 
     def add_bias(self, token_ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Return float32[rows, k], log-probabilities of candidates with their bias."""
+        """Return float32 [...], log-probabilities of candidates with their bias."""
         if not self._biased.size:
             return logprobs
         place = np.minimum(np.searchsorted(self._biased, token_ids), self._biased.size - 1)

@@ -43,9 +43,15 @@ class FinishedSet:
         self._most_added = settings.most_added
         self.best: list[FinishedNode] = []
 
-    def score(self, sum_logprob: float, length: int) -> np.float32:
-        """Return the length-normalized score of a float32 sum over `length` tokens."""
-        return np.float32(sum_logprob) / np.float32(length**self._penalty)
+    def score(self, sums: np.ndarray, length: int) -> np.ndarray:
+        """Return float32 [...], the length-normalized scores of sums over `length` tokens.
+
+        Args:
+            sums: float32 [...], sums of log-probabilities.
+            length: Tokens of each of them.
+        """
+        scores: np.ndarray = sums / np.float32(length**self._penalty)
+        return scores
 
     def add(self, new: list[FinishedNode]) -> None:
         """Merge a step's finished hypotheses; a tie goes to the older one."""
@@ -63,5 +69,6 @@ class FinishedSet:
             return False
         if self._stops_when_full:
             return True
-        attainable = self.score(best_running + self._most_added, self._final_length or length)
+        best = np.asarray(best_running + self._most_added, dtype=np.float32)
+        attainable = self.score(best, self._final_length or length)
         return not attainable > self.best[-1].score

@@ -1,8 +1,9 @@
 """Beam search as a pure algorithm over (parent, token, log-probability).
 
 The search knows neither a model nor a cache. A step takes the best candidates of every row (running
-hypothesis) and returns the rows of the next step, each as a child of an old row. Hypotheses are
-paths in a trie of nodes; a row is a node that is still extended.
+hypothesis), or of all rows together, and returns the rows of the next step, each as a child of an
+old row. Hypotheses are paths in a trie of nodes; a row is a node that is still extended. All of
+them are arrays: a step has no loop over rows, unless the request has rules.
 
 The semantics are those of Hugging Face's ``generate(num_beams=b)``; tests compare the results for
 equality. :mod:`vllm_trie.beam.reference` is the same search, written to be read.
@@ -14,29 +15,38 @@ Beams and Where to Find Them", for the sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.beam.candidates import CandidateRules, Outcomes
+from vllm_trie.beam.candidates import CandidateRules, Candidates, Outcomes
 from vllm_trie.beam.finished import FinishedNode, FinishedSet
+from vllm_trie.beam.nodes import DROPPED, FATES, FINISHED, KEPT, NodeArrays, Nodes
 from vllm_trie.beam.settings import SearchSettings
-from vllm_trie.beam.trace import NodeFate, SearchTrace
+from vllm_trie.beam.trace import SearchTrace
 
 StopStringFinder = Callable[[list[int]], str | None]
 """Returns the stop string that the last of a hypothesis' generated tokens completes, if any."""
 
 
-class Child(NamedTuple):
-    """A row of the next step: row `parent` of this step, extended by `token_id`.
+@dataclass(frozen=True, slots=True)
+class Children:
+    """The rows of the next step, best first.
 
-    `position` is the token's place among the candidates of the parent.
+    Attributes:
+        parents: int64 [rows], the row of this step that each of them extends.
+        token_ids: int64 [rows], the token that it adds.
+        candidates: int64 [rows], its place among the candidates of the step.
     """
 
-    parent: int
-    token_id: int
-    position: int
+    parents: np.ndarray
+    token_ids: np.ndarray
+    candidates: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.parents)
 
 
 class Hypothesis(NamedTuple):
@@ -61,30 +71,18 @@ class Hypothesis(NamedTuple):
     places: list[tuple[int, int, int]]
 
 
-class _Node(NamedTuple):
-    parent: int
-    token_id: int
-    logprob: float
-    total: float
-    place: tuple[int, int, int]
-    fate: NodeFate
+class _Fates(NamedTuple):
+    """What becomes of a step's candidates, best first; one that is complete may also go on.
 
+    Attributes:
+        ends: bool [c].
+        goes_on: bool [c].
+        stops: Place among the candidates to the stop string that it completes.
+    """
 
-class _Candidate(NamedTuple):
-    total: float  # a float32 value
-    row: int
-    position: int
-    token_id: int
-    logprob: float
-
-
-class _Fate(NamedTuple):
-    """What becomes of a candidate; one that is complete may also go on."""
-
-    ends: bool
-    goes_on: bool
-    reason: str = ""
-    stop: int | str | None = None
+    ends: np.ndarray
+    goes_on: np.ndarray
+    stops: dict[int, str]
 
 
 class BeamSearch:
@@ -94,6 +92,7 @@ class BeamSearch:
         settings: The settings of the search.
         steps: Steps taken.
         done: Whether the search is over.
+        generated: int64 [rows, steps], the generated tokens of each row.
         trace: The whole trie, if the settings ask for it and :meth:`hypotheses` was called.
     """
 
@@ -106,15 +105,16 @@ class BeamSearch:
         self.settings = settings
         self.steps = 0
         self.done = False
+        self.generated = np.zeros((1, 0), dtype=np.int64)
         self.trace: SearchTrace | None = None
         self._rules = CandidateRules(settings, prompt_token_ids)
         self._find_stop_string = find_stop_string
         self._stop_token_ids = frozenset(settings.stop_token_ids)
         self._random = np.random.default_rng(settings.seed) if settings.do_sample else None
-        self._nodes: list[_Node] = []
+        self._nodes = Nodes()
         # Every diverse group starts at the one row of the prompt.
         self._groups = [_DiverseGroup(settings) for _ in range(settings.num_beam_groups)]
-        self._row_nodes: list[int] = [-1]
+        self._row_nodes = np.array([-1])
 
     @property
     def num_rows(self) -> int:
@@ -123,7 +123,7 @@ class BeamSearch:
 
     @property
     def totals(self) -> np.ndarray:
-        """Cumulative log-probabilities float32[num_rows] of a search without diverse groups."""
+        """Cumulative log-probabilities float32 [num_rows] of a search without diverse groups."""
         return self._groups[0].totals
 
     @property
@@ -134,86 +134,104 @@ class BeamSearch:
         """
         return not self._rules.active and len(self._groups) == 1
 
-    def generated(self, row: int) -> list[int]:
-        """Return the generated tokens of a row."""
-        return [node.token_id for node in self._path(self._row_nodes[row])]
-
-    def advance(
-        self, token_ids: np.ndarray, logprobs: np.ndarray, outcomes: Outcomes | None = None
-    ) -> list[Child]:
+    def advance(self, candidates: Candidates, outcomes: Outcomes | None = None) -> Children:
         """Take one step.
 
         Args:
-            token_ids: int[rows, k], candidates of each row, distinct within a row.
-            logprobs: float32[rows, k], their log-probabilities; with the bias, which is added
-                here, best first.
+            candidates: Of the rows; with the bias, which is added here, best first within a row.
             outcomes: What the candidates lead to; None if stop tokens and the length decide. A
                 hypothesis that is not complete at the greatest length is dropped.
 
         Returns:
-            The rows of the next step, empty when the search is done. Mutates the search.
+            The rows of the next step, none when the search is done. Mutates the search.
 
         Raises:
-            ValueError: The search is done, or the arrays are not of shape ``[num_rows, k]``.
+            ValueError: The search is done, or a candidate extends a row that does not exist.
         """
         if self.done:
             raise ValueError("the search is done; start a new one")
-        if token_ids.shape != logprobs.shape or token_ids.shape[0] != self.num_rows:
+        rows, token_ids, _ = candidates
+        if rows.size and not 0 <= rows[0] <= rows[-1] < self.num_rows:
             raise ValueError(
-                f"token_ids and logprobs must be of shape [{self.num_rows}, k], got "
-                f"{token_ids.shape} and {logprobs.shape}"
+                f"candidates must extend rows 0 to {self.num_rows - 1} in ascending order, got "
+                f"rows {rows[0]} to {rows[-1]}"
             )
-        adjusted = self._adjust(token_ids, logprobs)
-        children: list[Child] = []
-        nodes: list[int] = []
-        taken: list[int] = []
+        starts = np.searchsorted(rows, np.arange(self.num_rows + 1))
+        adjusted = self._adjust(candidates, starts)
+        children = [np.zeros(0, dtype=np.int64)]
+        nodes = [np.zeros(0, dtype=np.int64)]
+        num_children = 0
         for group in self._groups:
             if group.done:
                 continue
             values = adjusted
-            if taken and self.settings.diversity_penalty:
-                values = adjusted - self._diversity(token_ids, taken)
-            kept = self._advance_group(group, token_ids, values, logprobs, outcomes)
-            group.first_row = len(children)
-            group.num_rows = len(kept)
-            for candidate, node in kept:
-                children.append(Child(candidate.row, candidate.token_id, candidate.position))
-                nodes.append(node)
-                taken.append(candidate.token_id)
+            if num_children and self.settings.diversity_penalty:
+                values = adjusted - self._diversity(token_ids, token_ids[np.concatenate(children)])
+            kept, kept_nodes = self._advance_group(group, candidates, values, starts, outcomes)
+            group.first_row, group.num_rows = num_children, len(kept)
+            children.append(kept)
+            nodes.append(kept_nodes)
+            num_children += len(kept)
         self.steps += 1
-        self._row_nodes = nodes
-        self.done = not children
-        return children
+        self._row_nodes = np.concatenate(nodes)
+        self.done = not num_children
+        chosen = np.concatenate(children)
+        result = Children(rows[chosen], token_ids[chosen], chosen)
+        self.generated = np.concatenate(
+            [self.generated[result.parents], result.token_ids[:, None]], axis=1
+        )
+        return result
 
     def hypotheses(self) -> list[Hypothesis]:
         """Return the best ``beam_width`` hypotheses of a search that is done, best first."""
         finished = [hypothesis for group in self._groups for hypothesis in group.finished.best]
         finished.sort(key=lambda hypothesis: -hypothesis.score)
+        nodes = self._nodes.all()
         if self.settings.trace:
             self.trace = SearchTrace(
-                token_ids=[node.token_id for node in self._nodes],
-                parents=[node.parent for node in self._nodes],
-                sums=[node.total for node in self._nodes],
-                fates=[str(node.fate) for node in self._nodes],
+                token_ids=nodes.token_ids.tolist(),
+                parents=nodes.parents.tolist(),
+                sums=nodes.totals.tolist(),
+                fates=[str(FATES[fate]) for fate in nodes.fates],
                 returned=[each.node for each in finished],
                 scores=[float(each.score) for each in finished],
                 steps=self.steps,
                 beam_width=self.settings.beam_width,
             )
-        return [self._hypothesis(each) for each in finished]
+        ends = np.array([each.node for each in finished], dtype=np.int64)
+        paths = self._nodes.paths(ends)
+        places = np.stack([nodes.steps, nodes.rows, nodes.positions], axis=1)[paths].tolist()
+        lengths = (nodes.steps[ends] + 1).tolist()
+        token_ids, logprobs = nodes.token_ids[paths].tolist(), nodes.logprobs[paths].tolist()
+        return [
+            Hypothesis(
+                token_ids[i][:length],
+                logprobs[i][:length],
+                float(each.score),
+                total,
+                each.reason,
+                each.stop,
+                [(step, row, position) for step, row, position in places[i][:length]],
+            )
+            for i, (each, length, total) in enumerate(
+                zip(finished, lengths, nodes.totals[ends].tolist(), strict=True)
+            )
+        ]
 
-    def _adjust(self, token_ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        logprobs = self._rules.add_bias(token_ids, logprobs)
+    def _adjust(self, candidates: Candidates, starts: np.ndarray) -> np.ndarray:
+        token_ids = candidates.token_ids
+        logprobs = self._rules.add_bias(token_ids, candidates.logprobs)
         if not self._rules.active:
             return logprobs
-        return np.stack(
-            [
-                self._rules.apply(token_ids[row], logprobs[row], self.generated(row))
-                for row in range(self.num_rows)
-            ]
-        )
+        result = np.empty(len(logprobs), dtype=np.float32)
+        for row in np.flatnonzero(np.diff(starts)):
+            mine = slice(starts[row], starts[row + 1])
+            result[mine] = self._rules.apply(
+                token_ids[mine], logprobs[mine], self.generated[row].tolist()
+            )
+        return result
 
-    def _diversity(self, token_ids: np.ndarray, taken: list[int]) -> np.ndarray:
+    def _diversity(self, token_ids: np.ndarray, taken: np.ndarray) -> np.ndarray:
         tokens, counts = np.unique(taken, return_counts=True)
         place = np.minimum(np.searchsorted(tokens, token_ids), tokens.size - 1)
         occurrences = np.where(tokens[place] == token_ids, counts[place], 0)
@@ -222,58 +240,79 @@ class BeamSearch:
     def _advance_group(
         self,
         group: _DiverseGroup,
-        token_ids: np.ndarray,
+        candidates: Candidates,
         adjusted: np.ndarray,
-        raw: np.ndarray,
+        starts: np.ndarray,
         outcomes: Outcomes | None,
-    ) -> list[tuple[_Candidate, int]]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Take one step of a diverse group; return its running candidates and their nodes."""
-        settings = self.settings
+        settings, width = self.settings, self.settings.group_width
         length = self.steps + 1
-        candidates = self._best(group, token_ids, adjusted, raw, outcomes)
-        looks_at_all = settings.trace or self._random is not None
-        running: list[_Candidate] = []
-        finished: list[FinishedNode] = []
-        for rank, candidate in enumerate(candidates):
-            fate = self._fate(candidate, outcomes)
-            if fate.goes_on:
-                running.append(candidate)
-            if fate.ends and rank < settings.group_width:
-                score = group.finished.score(candidate.total, length)
-                node = self._add(candidate, NodeFate.FINISHED)
-                finished.append(FinishedNode(score, node, fate.reason, fate.stop))
-            elif settings.trace and not fate.goes_on:
-                self._add(candidate, NodeFate.DROPPED)
-            if len(running) == settings.group_width and not looks_at_all:
-                break
-        if finished:
-            group.finished.add(finished)
+        chosen, totals, outcomes = self._choose(group, candidates, adjusted, starts, outcomes)
+        rows, token_ids = candidates.rows[chosen], candidates.token_ids[chosen]
+        fates = self._fates(rows, token_ids, outcomes)
+        counts = fates.ends & (np.arange(len(chosen)) < width)
+        over = counts | ~fates.goes_on if settings.trace else counts
+        running = np.flatnonzero(fates.goes_on)
         if self._random is not None:
-            running.sort(key=lambda candidate: -candidate.total)
-        if settings.trace:
-            for candidate in running[settings.group_width :]:
-                self._add(candidate, NodeFate.DROPPED)
-        del running[settings.group_width :]
-        kept = [(candidate, self._add(candidate, NodeFate.KEPT)) for candidate in running]
-        group.totals = np.array([candidate.total for candidate in running], dtype=np.float32)
-        if not kept or group.finished.closed(running[0].total, length):
-            group.done = True
-            return []
-        return kept
+            running = running[np.argsort(-totals[running], kind="stable")]
+        kept, rest = running[:width], running[width:] if settings.trace else running[:0]
 
-    def _best(
+        # Nodes: those that are over, those that run and are not kept, and those that are kept.
+        ended = np.flatnonzero(over)
+        order = np.concatenate([ended, rest, kept])
+        fate = np.full(len(order), DROPPED, dtype=np.uint8)
+        fate[: len(ended)][counts[ended]] = FINISHED
+        fate[len(order) - len(kept) :] = KEPT
+        first = self._nodes.add(
+            NodeArrays(
+                self._row_nodes[rows[order]],
+                token_ids[order],
+                candidates.logprobs[chosen[order]],
+                totals[order],
+                np.full(len(order), self.steps),
+                rows[order],
+                chosen[order] - starts[rows[order]],
+                fate,
+            )
+        )
+        if counts.any():
+            finished = ended[counts[ended]]
+            scores = group.finished.score(totals[finished], length)
+            nodes = first + np.flatnonzero(counts[ended])
+            reasons = self._reasons(finished, token_ids, fates.stops, outcomes)
+            group.finished.add(
+                [
+                    FinishedNode(score, node, *reason)
+                    for score, node, reason in zip(scores, nodes.tolist(), reasons, strict=True)
+                ]
+            )
+        group.totals = totals[kept]
+        if not len(kept) or group.finished.closed(float(totals[kept[0]]), length):
+            group.done = True
+            kept = kept[:0]
+        return chosen[kept], np.arange(len(kept)) + first + len(order) - len(kept)
+
+    def _choose(
         self,
         group: _DiverseGroup,
-        token_ids: np.ndarray,
+        candidates: Candidates,
         adjusted: np.ndarray,
-        raw: np.ndarray,
+        starts: np.ndarray,
         outcomes: Outcomes | None,
-    ) -> Iterator[_Candidate]:
-        """Yield the step's candidates: the best, or draws without replacement in their order."""
-        first = group.first_row
-        totals: np.ndarray = (
-            adjusted[first : first + group.num_rows] + group.totals[:, None]
-        ).ravel()
+    ) -> tuple[np.ndarray, np.ndarray, Outcomes | None]:
+        """Return the candidates that a group looks at, best first, their totals and outcomes."""
+        mine = slice(starts[group.first_row], starts[group.first_row + group.num_rows])
+        totals = adjusted[mine] + group.totals[candidates.rows[mine] - group.first_row]
+        if outcomes is None:
+            best = self._best(totals, None)
+            return mine.start + best, totals[best], None
+        best = self._best(totals, Outcomes(outcomes.ends[mine], outcomes.goes_on[mine]))
+        chosen = mine.start + best
+        return chosen, totals[best], Outcomes(outcomes.ends[chosen], outcomes.goes_on[chosen])
+
+    def _best(self, totals: np.ndarray, outcomes: Outcomes | None) -> np.ndarray:
+        """Return the places of a group's candidates: the best, or draws without replacement."""
         if self._random is None:
             keys = -totals  # infinite if forbidden, NaN from a broken model
         else:
@@ -286,70 +325,43 @@ class BeamSearch:
             kinds = map(np.flatnonzero, outcomes)
             places = np.union1d(*(kind[_smallest(keys[kind], width)] for kind in kinds))
         # A tie goes to the earlier row, then to the better candidate.
-        places = places[np.argsort(keys[places], kind="stable")]
-        rows, positions = np.divmod(places, token_ids.shape[1])
-        rows += first
-        return map(
-            _Candidate,
-            totals[places].tolist(),
-            rows.tolist(),
-            positions.tolist(),
-            token_ids[rows, positions].tolist(),
-            raw[rows, positions].tolist(),
-        )
+        return places[np.argsort(keys[places], kind="stable")]
 
-    def _fate(self, candidate: _Candidate, outcomes: Outcomes | None) -> _Fate:
+    def _fates(self, rows: np.ndarray, token_ids: np.ndarray, outcomes: Outcomes | None) -> _Fates:
         last = self.steps + 1 == self.settings.max_new_tokens
         if outcomes is not None:
-            place = candidate.row, candidate.position
-            stop = candidate.token_id if candidate.token_id in self._stop_token_ids else None
-            return _Fate(
-                bool(outcomes.ends[place]), bool(outcomes.goes_on[place]) and not last, "stop", stop
-            )
-        found = self._stop_of(candidate)
-        if found is not None:
-            return _Fate(True, False, "stop", found)
-        return _Fate(last, not last, "length")
-
-    def _stop_of(self, candidate: _Candidate) -> int | str | None:
-        if candidate.token_id in self._stop_token_ids:
-            return candidate.token_id
+            return _Fates(outcomes.ends, outcomes.goes_on & (not last), {})
+        ends = np.isin(token_ids, self.settings.stop_token_ids)
+        stops: dict[int, str] = {}
         if self._find_stop_string is not None and self.steps >= self.settings.min_tokens:
-            return self._find_stop_string([*self.generated(candidate.row), candidate.token_id])
-        return None
+            looks_at_all = self.settings.trace or self._random is not None
+            num_running = 0
+            for place in np.flatnonzero(~ends):
+                if num_running == self.settings.group_width and not looks_at_all:
+                    break
+                token = int(token_ids[place])
+                stop = self._find_stop_string([*self.generated[rows[place]].tolist(), token])
+                if stop is None:
+                    num_running += 1
+                else:
+                    stops[int(place)] = stop
+            ends[list(stops)] = True
+        return _Fates(ends | last, ~ends & (not last), stops)
 
-    def _add(self, candidate: _Candidate, fate: NodeFate) -> int:
-        """Add a node to the trie and return its index."""
-        self._nodes.append(
-            _Node(
-                self._row_nodes[candidate.row],
-                candidate.token_id,
-                candidate.logprob,
-                candidate.total,
-                (self.steps, candidate.row, candidate.position),
-                fate,
-            )
-        )
-        return len(self._nodes) - 1
-
-    def _path(self, node: int) -> list[_Node]:
-        path = []
-        while node >= 0:
-            path.append(self._nodes[node])
-            node = path[-1].parent
-        return path[::-1]
-
-    def _hypothesis(self, finished: FinishedNode) -> Hypothesis:
-        path = self._path(finished.node)
-        return Hypothesis(
-            [each.token_id for each in path],
-            [each.logprob for each in path],
-            float(finished.score),
-            path[-1].total,
-            finished.reason,
-            finished.stop,
-            [each.place for each in path],
-        )
+    def _reasons(
+        self,
+        places: np.ndarray,
+        token_ids: np.ndarray,
+        stops: dict[int, str],
+        outcomes: Outcomes | None,
+    ) -> list[tuple[str, int | str | None]]:
+        """Return why the candidates at some places end: reason, and stop token or string."""
+        result: list[tuple[str, int | str | None]] = []
+        for place, token_id in zip(places.tolist(), token_ids[places].tolist(), strict=True):
+            stop = token_id if token_id in self._stop_token_ids else stops.get(place)
+            stopped = stop is not None or outcomes is not None
+            result.append(("stop" if stopped else "length", stop))
+        return result
 
 
 class _DiverseGroup:

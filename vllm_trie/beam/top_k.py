@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.beam.candidates import Candidates
+
 BLOCK = 64
 """Tokens of a block."""
 
@@ -52,44 +54,34 @@ class TokenRules(NamedTuple):
         return result
 
 
-class Selection(NamedTuple):
-    """Continuations of rows, by row, best first within a row.
-
-    Attributes:
-        rows: int64[c].
-        token_ids: int64[c].
-        logprobs: float32[c], log-probabilities of the tokens, before rules.
-    """
-
-    rows: np.ndarray
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-
-
-def best_of_rows(
-    logits: torch.Tensor, count: int, rules: TokenRules
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the `count` best tokens of every row, best first.
+def best_of_rows(logits: torch.Tensor, count: int, rules: TokenRules | None = None) -> Candidates:
+    """Return the `count` best tokens of every row.
 
     Args:
         logits: float[rows, vocabulary].
         count: At most the vocabulary.
-        rules: They decide what is best.
+        rules: They decide what is best; None if there are none.
 
     Returns:
-        int32[rows, count] and float32[rows, count], the tokens and their log-probabilities before
-        the bias; ``-inf`` for those that may not follow.
+        int32 tokens and their log-probabilities before the bias; ``-inf`` for those that may not
+        follow.
     """
     logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-    best = rules.apply(logprobs).topk(count, dim=-1)
-    values = logprobs.gather(1, best.indices)
-    values = values.masked_fill(best.values == -torch.inf, -torch.inf)
-    return best.indices.int().cpu().numpy(), values.cpu().numpy()
+    if rules is None:
+        values, token_ids = logprobs.topk(count, dim=-1)
+    else:
+        ruled, token_ids = rules.apply(logprobs).topk(count, dim=-1)
+        values = logprobs.gather(1, token_ids).masked_fill(ruled == -torch.inf, -torch.inf)
+    return Candidates.of_rows(token_ids.int().cpu().numpy(), values.cpu().numpy())
 
 
 def select_best(
-    logits: torch.Tensor, totals: np.ndarray, count: int, rules: TokenRules | None = None
-) -> Selection:
+    logits: torch.Tensor,
+    totals: np.ndarray,
+    count: int,
+    rules: TokenRules | None = None,
+    rows_of_logits: np.ndarray | None = None,
+) -> Candidates:
     """Return the `count` best continuations of all rows together.
 
     A tie goes to the earlier row, then to the better token, then to the smaller one. Rows with a
@@ -100,8 +92,13 @@ def select_best(
         totals: float32[rows], cumulative log-probabilities of the rows.
         count: Fewer are returned if there are not as many of a probability above 0.
         rules: They come before the choice; None if there are none.
+        rows_of_logits: int [rows], the row of the search that each row of logits belongs to, which
+            saves a copy of them in order; None if they are in order. Not with rules.
     """
     num_rows, vocab_size = logits.shape
+    if rows_of_logits is not None:
+        assert rules is None
+        totals = totals[rows_of_logits]
     logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
     ranked = logprobs if rules is None else rules.apply(logprobs)
     if padding := -vocab_size % BLOCK:
@@ -122,12 +119,14 @@ def select_best(
     flat = chosen[places // BLOCK] * BLOCK + places % BLOCK
     keys = blocks.view(-1)[flat].cpu().numpy()
     rows, token_ids = np.divmod(flat.cpu().numpy(), blocks_per_row * BLOCK)
+    if rows_of_logits is not None:
+        rows = rows_of_logits[rows]
     order = np.lexsort((token_ids, -keys, rows))
     if len(order) > count:  # ties at the bound
         best = np.argsort(-scores[places].cpu().numpy()[order], kind="stable")[:count]
         order = order[np.sort(best)]
     rows, token_ids = rows[order], token_ids[order]
     if rules is None:
-        return Selection(rows, token_ids, keys[order])
+        return Candidates(rows, token_ids, keys[order])
     places = torch.from_numpy(np.stack([rows, token_ids])).to(logprobs.device)
-    return Selection(rows, token_ids, logprobs[places[0], places[1]].cpu().numpy())
+    return Candidates(rows, token_ids, logprobs[places[0], places[1]].cpu().numpy())

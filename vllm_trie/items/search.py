@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllm_trie.beam import BeamSearch, Child, Hypothesis, Outcomes, SearchSettings
-from vllm_trie.items.step import Trie, nodes_of, tokens_of
+from vllm_trie.beam import BeamSearch, Candidates, Children, Hypothesis, Outcomes, SearchSettings
+from vllm_trie.items.step import Continuations, Trie, nodes_of, tokens_of
 from vllm_trie.items.trie import ROOT, ItemId
 
 
@@ -38,24 +38,21 @@ class ItemSearch:
         self.eos_token_id = eos_token_id
         self.nodes = np.array([ROOT], dtype=np.int32)
         self._weight_factor = weight_factor
-        self._targets: list[np.ndarray] = []  # of the candidates of each step
+        self._steps: list[Continuations] = []
 
-    def advance(self, targets: np.ndarray, logprobs: np.ndarray) -> list[Child]:
-        """Take one step.
-
-        Args:
-            targets: int32[rows, k], the nodes that each row's candidates lead to; ``~node`` for a
-                candidate that completes the item of the node.
-            logprobs: float32[rows, k], what each adds to the score, -inf for no candidate.
+    def advance(self, continuations: Continuations) -> Children:
+        """Take one step with the continuations of all rows.
 
         Returns:
-            The rows of the next step, empty when the search is done. Mutates the search.
+            The rows of the next step, none when the search is done. Mutates the search.
         """
+        rows, targets, logprobs = continuations
         tokens = tokens_of(self.trie, targets, self.eos_token_id)
-        children = self.search.advance(tokens, logprobs, Outcomes(targets < 0, targets >= 0))
-        self._targets.append(targets)
-        parents = [child.parent for child in children]
-        self.nodes = targets[parents, [child.position for child in children]]
+        children = self.search.advance(
+            Candidates(rows, tokens, logprobs), Outcomes(targets < 0, targets >= 0)
+        )
+        self._steps.append(continuations)
+        self.nodes = targets[children.candidates]
         return children
 
     def hypotheses(self) -> list[Hypothesis]:
@@ -77,6 +74,9 @@ class ItemSearch:
         return self.trie.item_ids(self._item_nodes(hypotheses))
 
     def _item_nodes(self, hypotheses: Sequence[Hypothesis]) -> np.ndarray:
-        last = [hypothesis.places[-1] for hypothesis in hypotheses]
-        targets = [self._targets[step][row, position] for step, row, position in last]
+        targets = []
+        for hypothesis in hypotheses:
+            step, row, position = hypothesis.places[-1]
+            first = np.searchsorted(self._steps[step].rows, row)
+            targets.append(self._steps[step].targets[first + position])
         return nodes_of(np.array(targets, dtype=np.int32))

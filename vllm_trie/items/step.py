@@ -35,18 +35,6 @@ class Continuations(NamedTuple):
     logprobs: np.ndarray
 
 
-class RowCandidates(NamedTuple):
-    """The same as arrays with a row for each row.
-
-    Attributes:
-        targets: int32[rows, k], 0 where a row has fewer than k candidates.
-        logprobs: float32[rows, k], -inf there.
-    """
-
-    targets: np.ndarray
-    logprobs: np.ndarray
-
-
 def nodes_of(targets: np.ndarray) -> np.ndarray:
     """Return the nodes that candidates lead to."""
     return np.where(targets < 0, ~targets, targets)
@@ -118,17 +106,6 @@ def best_continuations(
     order = np.lexsort((kept, -found, rows[kept]))
     kept = kept[order]
     return Continuations(rows[kept], targets[kept], found[order])
-
-
-def by_row(found: Continuations, num_rows: int) -> RowCandidates:
-    """Return candidates as arrays of `num_rows` rows, wide enough for all."""
-    counts = np.bincount(found.rows, minlength=num_rows)
-    columns = np.arange(len(found.rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    targets = np.zeros((num_rows, max(1, counts.max(initial=0))), dtype=np.int32)
-    logprobs = np.full(targets.shape, -np.inf, dtype=np.float32)
-    targets[found.rows, columns] = found.targets
-    logprobs[found.rows, columns] = found.logprobs
-    return RowCandidates(targets, logprobs)
 
 
 def _segment_logsumexp(

@@ -27,7 +27,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_trie.beam import BeamSearch
+from vllm_trie.beam import BeamSearch, Candidates
 from vllm_trie.vllm_hooks.frontend.beam_options import (
     SPEC_KEY,
     beam_spec,
@@ -36,7 +36,12 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
 )
 from vllm_trie.vllm_hooks.scheduler.beam_scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
 from vllm_trie.vllm_hooks.scheduler.group import RESULT_FIELD
-from vllm_trie.vllm_hooks.scheduler.row_steps import REUSED_ROWS, ROW_STEPS, SelectionStep
+from vllm_trie.vllm_hooks.scheduler.row_steps import (
+    CANDIDATES,
+    REUSED_ROWS,
+    ROW_STEPS,
+    SelectionStep,
+)
 
 VOCAB = 24
 EOS = 0
@@ -163,36 +168,47 @@ class Worker:
         if scheduled and self.asynchronous:
             pairs = zip(scheduled, sampled, strict=True)
             self.last_sampled = {name: tokens[0] for name, tokens in pairs if tokens}
-        return ModelRunnerOutput(
+        result = ModelRunnerOutput(
             req_ids=list(scheduled),
             req_id_to_index={request_id: i for i, request_id in enumerate(scheduled)},
             sampled_token_ids=sampled,
-            logprobs=self._logprobs(list(scheduled), sampled, rows, getattr(output, ROW_STEPS, [])),
+            logprobs=self._logprobs(list(scheduled), sampled, rows),
         )
+        places = {request_id: i for i, request_id in enumerate(scheduled)}
+        found = [
+            _selected(step, np.stack([rows[places[row_id]] for row_id in step.row_ids]))
+            for step in getattr(output, ROW_STEPS, [])
+        ]
+        setattr(result, CANDIDATES, found)
+        return result
 
     def _logprobs(
-        self,
-        request_ids: list[str],
-        sampled: list[list[int]],
-        rows: list[np.ndarray],
-        selections: list[SelectionStep],
+        self, request_ids: list[str], sampled: list[list[int]], rows: list[np.ndarray]
     ) -> LogprobsLists | None:
         counts = [self.requests[request_id].num_logprobs or 0 for request_id in request_ids]
-        if not any(counts) and not selections:
+        if not any(counts):
             return None
         values = np.stack(rows)
         first = np.array([tokens[0] if tokens else 0 for tokens in sampled])[:, None]
         order = np.argsort(-values, axis=1, kind="stable")
         token_ids = np.concatenate([first, order], axis=1)
         logprobs = np.take_along_axis(values, token_ids, axis=1)
-        for step in selections:  # nobody else's candidates, nor more than asked for
-            places = [request_ids.index(row_id) for row_id in step.row_ids]
-            scores = logprobs[places, 1:] + step.totals[:, None]
-            worst = np.sort(scores, axis=None)[-min(step.num_candidates, scores.size)]
-            logprobs[places, 1:] = np.where(scores < worst, -np.inf, logprobs[places, 1:])
         return LogprobsLists(
             token_ids.astype(np.int32), logprobs, np.zeros(len(request_ids), dtype=np.int64), None
         )
+
+
+def _selected(step: SelectionStep, logprobs: np.ndarray) -> Candidates:
+    """Return no more candidates than are asked for, by row, best first."""
+    token_ids = np.argsort(-logprobs, axis=1, kind="stable")
+    values = np.take_along_axis(logprobs, token_ids, axis=1)
+    if step.totals is None:
+        kept = slice(0, step.num_candidates)
+        return Candidates.of_rows(token_ids[:, kept], values[:, kept])
+    found = Candidates.of_rows(token_ids, values)
+    scores = values.ravel() + step.totals[found.rows]
+    best = np.sort(np.argsort(-scores, kind="stable")[: step.num_candidates])
+    return Candidates(*(each[best] for each in found))
 
 
 @dataclass
@@ -368,7 +384,7 @@ class Simulation:
         assert not scheduler.waiting
         assert scheduler.beam_groups.idle
         assert not scheduler.beam_rows.group_of
-        assert not scheduler.beam_rows._unsent
+        assert not scheduler.beam_rows.unsent.ids
         manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         assert not manager.req_to_blocks
         assert not manager.num_cached_block
@@ -389,8 +405,9 @@ def expected_beam(prompt: list[int], width: int, **options: Any) -> list[tuple[l
     while not search.done:
         logprobs = np.stack([next_logprobs(fingerprints([*prompt, *row])[-1]) for row in rows])
         token_ids = np.argsort(-logprobs, axis=1, kind="stable")
-        children = search.advance(token_ids, np.take_along_axis(logprobs, token_ids, axis=1))
-        rows = [[*rows[child.parent], child.token_id] for child in children]
+        logprobs = np.take_along_axis(logprobs, token_ids, axis=1)
+        search.advance(Candidates.of_rows(token_ids, logprobs))
+        rows = search.generated.tolist()
     return [(each.token_ids, each.score) for each in search.hypotheses()]
 
 

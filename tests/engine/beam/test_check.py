@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_trie.items.step import RowCandidates
+from vllm_trie.beam import Candidates
 from vllm_trie.validate.beams import BeamCheck, check
 from vllm_trie.vllm_hooks.scheduler import group
 
@@ -40,10 +40,11 @@ def test_forks_without_their_copies_are_found(llm, monkeypatch):
 
 
 def test_log_probabilities_of_another_row_are_found(llm, monkeypatch):
-    stock = group.candidates_of
+    stock = group.merged
 
-    def rolled(*arguments):
-        return RowCandidates(*(found[::-1] for found in stock(*arguments)))
+    def rolled(parts):
+        rows, *values = stock(parts)
+        return Candidates(rows, *(found[::-1] for found in values))
 
-    monkeypatch.setattr(group, "candidates_of", rolled)
+    monkeypatch.setattr(group, "merged", rolled)
     assert not small_check(llm).passed

@@ -288,7 +288,7 @@ def a_row(scheduler: Any) -> Any:
         pytest.param(lambda s: s.requests.pop(a_row(s).request_id), id="vLLM forgets a row"),
         pytest.param(lambda s: s.requests.pop("0_a"), id="vLLM forgets a member"),
         pytest.param(lambda s: s.beam_rows.group_of.popitem(), id="a row without a group"),
-        pytest.param(lambda s: s.beam_rows._unsent.add("a~0"), id="an unsent row is gone"),
+        pytest.param(lambda s: s.beam_rows.unsent.ids.add("a~0"), id="an unsent row is gone"),
         pytest.param(
             lambda s: s.kv_cache_manager.block_pool.touch(
                 s.kv_cache_manager.get_blocks("g").blocks[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_trie.beam import BeamSearch, num_raw_candidates
+from vllm_trie.beam import BeamSearch, Candidates, num_raw_candidates
 
 VOCAB = 12
 PROMPT = (1, 2, 2, 5)
@@ -33,7 +33,13 @@ def run_search(next_logprobs, wanted, prompt=PROMPT, find_stop_string=None, voca
         assert search.num_rows == len(rows)
         logprobs = np.stack([next_logprobs(row) for row in rows])
         token_ids = np.argsort(-(logprobs + bias), axis=1, kind="stable")[:, :count]
-        children = search.advance(token_ids, np.take_along_axis(logprobs, token_ids, 1))
-        rows = [[*rows[child.parent], child.token_id] for child in children]
-        assert rows == [search.generated(row) for row in range(len(rows))]
+        logprobs = np.take_along_axis(logprobs, token_ids, 1)
+        rows = extended(rows, search.advance(Candidates.of_rows(token_ids, logprobs)))
+        assert rows == search.generated.tolist()
     return search
+
+
+def extended(rows, children):
+    """The tokens of the rows of the next step."""
+    pairs = zip(children.parents.tolist(), children.token_ids.tolist(), strict=True)
+    return [[*rows[parent], token_id] for parent, token_id in pairs]

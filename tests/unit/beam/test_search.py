@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.beam.models import PROMPT, VOCAB, random_model, run_search
-from vllm_trie.beam import BeamSearch, SearchSettings, reference_search
+from vllm_trie.beam import (
+    BeamSearch,
+    Candidates,
+    SearchSettings,
+    num_raw_candidates,
+    reference_search,
+)
 from vllm_trie.beam import reference as reference_module
 
 search_settings = st.builds(
@@ -172,20 +178,24 @@ def test_sampling_is_reproducible_and_filtered():
             assert token in np.argsort(-model(each.token_ids[:length]))[:4]
 
 
+def candidates(token_ids, logprobs):
+    return Candidates.of_rows(np.array(token_ids), np.array(logprobs, dtype=np.float32))
+
+
 def test_nan_logprobs_end_the_search_without_an_error():
     search = BeamSearch(SearchSettings(2, 4))
-    assert search.advance(np.array([[1, 2, 3]]), np.full((1, 3), np.nan, np.float32)) == []
+    assert not len(search.advance(candidates([[1, 2, 3]], [[np.nan] * 3])))
     assert search.done
     assert search.hypotheses() == []
 
 
 def test_misuse_is_refused():
     search = BeamSearch(SearchSettings(2, 1))
-    with pytest.raises(ValueError, match=r"\[1, k\]"):
-        search.advance(np.zeros((2, 4), int), np.zeros((2, 4), np.float32))
-    search.advance(np.array([[0, 1]]), np.array([[-0.5, -1.0]], np.float32))
+    with pytest.raises(ValueError, match="rows 0 to 0 in ascending order, got rows 0 to 1"):
+        search.advance(candidates([[0, 1], [0, 1]], [[-0.5, -1.0], [-0.5, -1.0]]))
+    search.advance(candidates([[0, 1]], [[-0.5, -1.0]]))
     with pytest.raises(ValueError, match="done"):
-        search.advance(np.array([[0, 1]]), np.array([[-0.5, -1.0]], np.float32))
+        search.advance(candidates([[0, 1]], [[-0.5, -1.0]]))
 
 
 def test_docstring_example_of_the_reference():

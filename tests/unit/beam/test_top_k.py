@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.beam.models import PROMPT, random_model, run_search
+from tests.unit.beam.models import PROMPT, extended, random_model, run_search
 from vllm_trie.beam import BeamSearch, SearchSettings, reference_search
-from vllm_trie.beam.top_k import BLOCK, Selection, TokenRules, best_of_rows, select_best
+from vllm_trie.beam.top_k import BLOCK, TokenRules, best_of_rows, select_best
 
 STEP = 1 / 8
 """Of log-probabilities with ties; sums of them are exact."""
@@ -61,6 +61,9 @@ def test_equals_sorting_everything(rows, vocab, count, levels, forbidden, seed):
     pairs = list(zip(found.rows.tolist(), found.token_ids.tolist(), strict=True))
     assert sorted(pairs) == ranked(logprobs, totals, count)
     assert np.array_equal(found.logprobs, logprobs[found.rows, found.token_ids])
+    order = random.permutation(rows)
+    elsewhere = select_best(as_logits(logprobs[order]), totals, count, rows_of_logits=order)
+    assert all(map(np.array_equal, elsewhere, found))
     # By row, best first within a row; the smaller token of two equal ones.
     keys = [(row, -logprobs[row, token], token) for row, token in pairs]
     assert keys == sorted(keys)
@@ -100,7 +103,8 @@ def test_rules_come_before_the_choice(rows, vocab, count, masks, seed):
     keys = [(row, -ruled[row, token], token) for row, token in pairs]
     assert keys == sorted(keys)
 
-    token_ids, values = best_of_rows(as_logits(logprobs), min(count, vocab), rules)
+    _, token_ids, values = best_of_rows(as_logits(logprobs), min(count, vocab), rules)
+    token_ids, values = token_ids.reshape(rows, -1), values.reshape(rows, -1)
     best = -np.sort(-ruled, axis=1)[:, : min(count, vocab)]
     assert np.array_equal(np.take_along_axis(ruled, token_ids, 1), best)
     raw = np.take_along_axis(logprobs, token_ids, 1)
@@ -113,17 +117,6 @@ def test_rows_with_nan_have_no_continuations():
     found = select_best(logits, np.zeros(3, np.float32), 250)
     assert np.bincount(found.rows, minlength=3).tolist() == [100, 0, 100]
     assert len(select_best(logits[1:2], np.zeros(1, np.float32), 5).rows) == 0
-
-
-def advance(search: BeamSearch, found: Selection) -> list:
-    """Take a step with selected continuations, as arrays with a row for each row."""
-    token_ids = np.zeros((search.num_rows, len(found.rows) or 1), dtype=np.int64)
-    logprobs = np.full(token_ids.shape, -np.inf, dtype=np.float32)
-    for row in range(search.num_rows):
-        mine = np.flatnonzero(found.rows == row)
-        token_ids[row, : mine.size] = found.token_ids[mine]
-        logprobs[row, : mine.size] = found.logprobs[mine]
-    return search.advance(token_ids, logprobs)
 
 
 @given(
@@ -152,7 +145,7 @@ def test_search_equals_the_best_of_every_row_and_the_reference(wanted, seed, tie
     while not search.done:
         logits = as_logits(np.stack([next_logprobs(row) for row in rows]))
         found = select_best(logits, search.totals, wanted.num_candidates)
-        rows = [[*rows[child.parent], child.token_id] for child in advance(search, found)]
+        rows = extended(rows, search.advance(found))
     found = search.hypotheses()
     assert [(each.token_ids, each.places) for each in found] == [
         (each.token_ids, each.places) for each in run_search(next_logprobs, wanted).hypotheses()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_trie.beam import BeamSearch, SearchSettings
+from vllm_trie.beam import BeamSearch, Candidates, SearchSettings
 from vllm_trie.explore.page import Beams
 from vllm_trie.explore.trace import Header, Step, Trace
 from vllm_trie.tree import TokenTree, accept_greedy
@@ -60,7 +60,7 @@ def search(num_steps: int, beam_width: int = 4, num_prompt_tokens: int = 50) -> 
         token_ids = np.stack([chosen.choice(len(WORDS), width, replace=False) for _ in rows])
         shares = chosen.dirichlet(np.full(width, 0.5), made.num_rows) + 1e-6
         logprobs = -np.sort(-np.log(shares).astype(np.float32), axis=1)
-        made.advance(token_ids, logprobs)
+        made.advance(Candidates.of_rows(token_ids, logprobs))
     made.hypotheses()
     assert made.trace is not None
     return Beams(made.trace, num_prompt_tokens, 16)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.beam.oracle import constrained_search, load
-from tests.unit.beam.models import random_model
+from tests.unit.beam.models import extended, random_model
 from tests.unit.items.catalogues import (
     PlainTrie,
     random_items,
@@ -21,7 +21,7 @@ from vllm_trie.beam import SearchSettings, reference_search
 from vllm_trie.items import ItemTrie
 from vllm_trie.items.search import ItemSearch
 from vllm_trie.items.selection import Rules, SelectedTrie, select
-from vllm_trie.items.step import best_continuations, by_row
+from vllm_trie.items.step import best_continuations
 from vllm_trie.tiny_model import model_path
 
 EOS = 0
@@ -40,8 +40,7 @@ def run_items(
             trie, next_logits(rows), search.nodes, search.search.totals, wanted.beam_width,
             eos, normalize, weight_factor,
         )  # fmt: skip
-        children = search.advance(*by_row(found, len(rows)))
-        rows = [[*rows[child.parent], child.token_id] for child in children]
+        rows = extended(rows, search.advance(found))
         tree = getattr(trie, "trie", trie)
         assert [tree.find(np.array(row)) for row in rows] == search.nodes.tolist()
     return search

@@ -10,7 +10,7 @@ preempts and prefix-caches them. Next to vLLM's own state there are two objects:
 The classes below only pass vLLM's calls on to them::
 
     add_request          -> beam_groups.add
-    schedule             -> beam_groups.before_schedule, vLLM's own, beam_rows.send_changes
+    schedule             -> beam_groups.before_schedule, vLLM's own, beam_rows.unsent.send
     _handle_blocked_...  -> vLLM's own, beam_groups.admission.lets_start
     _update_request_...  -> vLLM's own, decoded_items.take_tokens
     update_from_output   -> beam_rows.take_outputs, beam_groups.step, vLLM's own
@@ -72,7 +72,7 @@ class TrieBeamScheduler(Scheduler):
         output = super().schedule(throttle_prefills)
         self.beam_groups.after_schedule(output)
         self.beam_groups.send_row_steps(output)
-        self.beam_rows.send_changes(output)
+        self.beam_rows.unsent.send(output, self, self.beam_rows.group_of)
         return output
 
     def update_from_output(

@@ -21,7 +21,7 @@ its blocks hold the prompt already, and only the generated slots of the tail are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -104,18 +104,28 @@ def fork_blocks(
     return True
 
 
-def copy_tail(
-    manager: KVCacheManager, parent_id: str, child_id: str, num_computed_tokens: int
-) -> Tail:
-    """Queue the copy of a row's tail block to that of another; return the target.
+def copy_tails(
+    manager: KVCacheManager, pairs: Sequence[tuple[str, str]], num_computed_tokens: int
+) -> tuple[list[KVCacheBlock], int]:
+    """Queue copies of rows' tail blocks to those of others.
 
-    Both rows have a tail, and the model one KV cache group.
+    All rows have a tail, and the model one KV cache group.
+
+    Args:
+        manager: vLLM's.
+        pairs: Ids of the row that is copied and of that which gets the copy.
+        num_computed_tokens: Of all of these rows.
+
+    Returns:
+        The targets, and how many of the slots of each are filled.
     """
     (part,) = _parts(manager)
     num_full, in_tail = divmod(num_computed_tokens, part.block_size)
-    target = part.req_to_blocks[child_id][num_full]
-    _queue_copy(manager, part, part.req_to_blocks[parent_id][num_full], target)
-    return Tail(target, in_tail)
+    tables = part.req_to_blocks
+    copies = [(tables[parent][num_full], tables[child][num_full]) for parent, child in pairs]
+    manager.block_pool.touch(list(chain.from_iterable(copies)))  # kept until the copies have run
+    part._pending_cow_copies += copies
+    return [target for _, target in copies], in_tail
 
 
 def _queue_copy(

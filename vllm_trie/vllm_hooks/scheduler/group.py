@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.beam import BeamSearch, Child, Hypothesis, num_raw_candidates
+from vllm_trie.beam import BeamSearch, Candidates, Children, Hypothesis, num_raw_candidates
 from vllm_trie.beam.search import StopStringFinder
 from vllm_trie.vllm_hooks.frontend.beam_metrics import REPORT
 from vllm_trie.vllm_hooks.frontend.beam_options import (
@@ -29,7 +29,13 @@ from vllm_trie.vllm_hooks.ledger.extension_points import offered
 from vllm_trie.vllm_hooks.scheduler.group_rules import GroupRules
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues, ItemStep
 from vllm_trie.vllm_hooks.scheduler.items.item_rows import ItemRows
-from vllm_trie.vllm_hooks.scheduler.row_steps import RowOutput, SelectionStep, candidates_of
+from vllm_trie.vllm_hooks.scheduler.row_steps import (
+    SelectionStep,
+    StepCandidates,
+    at_rows,
+    merged,
+    of_sampler,
+)
 
 RESULT_FIELD = "extension_result" if offered("extension_result") else "kv_transfer_params"
 """Field of an ``EngineCoreOutput`` in which a search's result travels to the front end."""
@@ -42,8 +48,8 @@ class BeamGroup:
     """State of one beam request.
 
     ``BeamGroups`` writes ``members``, ``parked`` and ``report``, ``Admission`` ``waited_steps``,
-    ``BeamRows`` ``rows``, ``outputs`` and ``prefill_stats``. ``rows[i]`` is row ``i`` of the
-    search.
+    ``BeamRows`` ``rows``, ``outputs``, ``candidates`` and ``prefill_stats``. ``rows[i]`` is row
+    ``i`` of the search.
     """
 
     def __init__(
@@ -86,7 +92,8 @@ class BeamGroup:
             self.items = ItemRows(catalogues, spec, params, max_new_tokens)
             self.search = self.items.search
             max_new_tokens = self.search.settings.max_new_tokens
-        asked = self.num_candidates if rules is None else None  # of vLLM's sampler
+        self.worker_selects = worker_selects
+        asked = None if worker_selects else self.num_candidates  # of vLLM's sampler
         self.row_params: SamplingParams = row_params(asked, max_new_tokens)
         self.min_blocks = min_blocks(len(prompt), self.beam_width, max_new_tokens, block_size)
         # The trie is little larger than its longest path: hypotheses meet a few tokens back.
@@ -97,7 +104,10 @@ class BeamGroup:
         self.waited_steps = 0
         self.parked = False
         self.rows: list[Request] = []
-        self.outputs: dict[str, RowOutput] = {}
+        self.outputs: dict[str, int] = {}
+        """Row id to the token that the worker has appended to the row, for rows at the barrier."""
+        self.candidates: list[StepCandidates] = []
+        """Those of the rows at the barrier, by step of the worker."""
         self.prefill_stats: PrefillStats | None = None
         self._num_rows_made = 0
         self._history: list[tuple[np.ndarray, np.ndarray]] = []
@@ -176,21 +186,63 @@ class BeamGroup:
         generated = row._all_token_ids[self.prompt.size :]
         return np.concatenate([self.prompt, np.asarray(generated, dtype=np.int32)])
 
-    def advance(self) -> list[Child]:
-        """Take a step of the search with the outputs of all rows; return its next rows.
+    def take_candidates(
+        self, arrived: Collection[str], row_ids: Sequence[str], found: StepCandidates | None
+    ) -> None:
+        """Take the candidates of the rows whose outputs have arrived.
+
+        Args:
+            arrived: Ids of these rows.
+            row_ids: Ids of the rows of the worker's step, some of which may be gone.
+            found: Candidates by row of the step; None if the worker had none.
+        """
+        if found is not None:
+            place_of = self._places(arrived)
+            places = np.array([place_of.get(row_id, -1) for row_id in row_ids])
+            self.candidates.append(at_rows(places, found))
+
+    def take_sampled(self, arrived: Collection[str], output: ModelRunnerOutput) -> None:
+        """Take the candidates of rows that vLLM's sampler has found.
+
+        Args:
+            arrived: Ids of the rows whose outputs have arrived.
+            output: That of the step.
+        """
+        assert output.logprobs is not None
+        assert self.num_candidates is not None
+        place_of = self._places(arrived)
+        indices = [output.req_id_to_index[row_id] for row_id in place_of]
+        if (starts := output.logprobs.cu_num_generated_tokens) is not None:
+            indices = [starts[index] for index in indices]
+        found = of_sampler(output.logprobs, indices, self.num_candidates)
+        self.candidates.append(at_rows(np.array([*place_of.values()]), found))
+
+    def _places(self, row_ids: Collection[str]) -> dict[str, int]:
+        """Return id to place of some of the rows, in order."""
+        chosen = set(row_ids)
+        return {row.request_id: i for i, row in enumerate(self.rows) if row.request_id in chosen}
+
+    def advance(self) -> Children:
+        """Take a step of the search with the candidates of all rows; return its next rows.
 
         Keeps the candidates that members want as log-probabilities.
         """
-        outputs = [self.outputs[row.request_id] for row in self.rows]
+        candidates = merged(self.candidates) if self.candidates else None
         if self.items is not None:
-            return self.items.advance(outputs)
-        token_ids, values = candidates_of(outputs, self.num_candidates)
-        if self.num_logprobs:
+            return self.items.advance(candidates)  # type: ignore[arg-type]
+        assert isinstance(candidates, Candidates)
+        if self.num_logprobs:  # of every row as many
+            shape = len(self.rows), -1
             kept = slice(0, self.num_logprobs)
-            self._history.append((token_ids[:, kept].copy(), values[:, kept].copy()))
-        children = self.search.advance(token_ids, values)
+            self._history.append(
+                (
+                    candidates.token_ids.reshape(shape)[:, kept].copy(),
+                    candidates.logprobs.reshape(shape)[:, kept].copy(),
+                )
+            )
+        children = self.search.advance(candidates)
         if self.rules is not None:
-            self.rules.advance([self.search.generated(row) for row in range(len(children))])
+            self.rules.advance(self.search.generated.tolist())
         return children
 
     def hypotheses(self) -> list[Hypothesis]:
@@ -203,7 +255,7 @@ class BeamGroup:
         Args:
             scheduled: Ids of the requests of the step.
         """
-        if self.num_candidates is not None and self.rules is None:
+        if not self.worker_selects:
             return None
         places = [i for i, row in enumerate(self.rows) if row.request_id in scheduled]
         row_ids = [self.rows[i].request_id for i in places]

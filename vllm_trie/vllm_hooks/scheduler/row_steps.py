@@ -1,9 +1,10 @@
 """What passes between the scheduler and the worker about the rows of groups.
 
-The worker's sampler knows the best tokens of each row. A search without rules of its own needs the
-best continuations of all rows together, which are hundreds of times fewer: its rows ask the sampler
-for nothing, and the worker selects them with the rows' cumulative log-probabilities. Nor does the
-sampler give log-probabilities after a bias or a mask: with those, the worker selects, too.
+A search without rules of its own needs the best continuations of all rows together, which are
+hundreds of times fewer than the best of each row. Rows therefore ask the sampler for nothing, which
+would give the same number of log-probabilities to all requests of the batch. The worker selects
+candidates next to the sampler, with the rows' cumulative log-probabilities or from a catalogue, and
+sends them with the step's output. Where it cannot, rows take the sampler's log-probabilities.
 """
 
 from __future__ import annotations
@@ -14,8 +15,16 @@ from typing import NamedTuple
 import numpy as np
 from vllm.v1.outputs import LogprobsLists
 
+from vllm_trie.beam import Candidates
 from vllm_trie.beam.top_k import TokenRules
-from vllm_trie.items.step import RowCandidates
+from vllm_trie.items.step import Continuations
+
+StepCandidates = Candidates | Continuations
+"""Candidates of a group: tokens, or nodes of its catalogue."""
+
+CANDIDATES = "vllm_trie_candidates"
+"""Attribute of a ``ModelRunnerOutput``: the :data:`StepCandidates` of each of :data:`ROW_STEPS`, by
+row of the step; None for a catalogue that the worker cannot map."""
 
 ROW_STEPS = "vllm_trie_rows"
 """Attribute of a ``SchedulerOutput``: a list of :class:`SelectionStep` and
@@ -60,40 +69,39 @@ class SelectionStep(NamedTuple):
     rules: TokenRules | None = None
 
 
-class RowOutput(NamedTuple):
-    """Output of a row, kept until all rows of its group have one.
-
-    Attributes:
-        token_id: Token that the worker sampled and appended to its copy of the row.
-        logprobs: Log-probabilities of the step's batch.
-        place: Index of the row in `logprobs`.
-    """
-
-    token_id: int
-    logprobs: LogprobsLists
-    place: int
-
-
-def candidates_of(outputs: Sequence[RowOutput], count: int | None = None) -> RowCandidates:
-    """Return the candidates of rows whose outputs may be of different steps, best first.
-
-    Their targets are tokens, in a catalogue those of :mod:`vllm_trie.items.step`.
+def at_rows(places: np.ndarray, found: StepCandidates) -> StepCandidates:
+    """Return candidates with their rows' places in the group.
 
     Args:
-        outputs: Of the rows.
-        count: Candidates of each row; as many as there are if None.
+        places: int [rows], ascending; -1 for a row whose candidates are left out.
+        found: By row of the step.
     """
-    by_step: dict[int, list[int]] = {}
-    for i, output in enumerate(outputs):
-        by_step.setdefault(id(output.logprobs), []).append(i)
-    width = count or max(output.logprobs.logprobs.shape[1] for output in outputs) - 1
-    token_ids = np.zeros((len(outputs), width), dtype=np.int32)
-    logprobs = np.full(token_ids.shape, -np.inf, dtype=np.float32)
-    for rows in by_step.values():
-        batch = outputs[rows[0]].logprobs
-        places = [outputs[i].place for i in rows]
-        # Column 0 is the sampled token; the candidates follow.
-        given = batch.logprobs[places, 1 : 1 + width]
-        logprobs[rows, : given.shape[1]] = given
-        token_ids[rows, : given.shape[1]] = batch.logprob_token_ids[places, 1 : 1 + width]
-    return RowCandidates(token_ids, logprobs)
+    rows = places[found.rows]
+    kept = rows >= 0
+    if kept.all():
+        return found._replace(rows=rows)
+    return type(found)(rows[kept], *(values[kept] for values in found[1:]))
+
+
+def merged(parts: Sequence[StepCandidates]) -> StepCandidates:
+    """Return the candidates of a group's rows whose outputs are of different steps, by row."""
+    if len(parts) == 1:
+        return parts[0]
+    rows, *values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    order = np.argsort(rows, kind="stable")
+    return type(parts[0])(rows[order], *(each[order] for each in values))
+
+
+def of_sampler(logprobs: LogprobsLists, places: list[int], count: int) -> Candidates:
+    """Return the best tokens of requests, as vLLM's sampler gives them.
+
+    Args:
+        logprobs: Of the step's batch.
+        places: Indices of the requests in it.
+        count: Tokens of each request.
+    """
+    # Column 0 is the sampled token; the candidates follow.
+    columns = slice(1, 1 + count)
+    return Candidates.of_rows(
+        logprobs.logprob_token_ids[places, columns], logprobs.logprobs[places, columns]
+    )

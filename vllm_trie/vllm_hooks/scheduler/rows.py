@@ -20,25 +20,27 @@ from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.beam import Child
+from vllm_trie.beam import Children
 from vllm_trie.vllm_hooks.ledger.extension_points import offered
 from vllm_trie.vllm_hooks.scheduler.blocks import (
-    RangedCopies,
     check_references,
-    copy_tail,
+    copy_tails,
     fork_blocks,
     move_blocks,
     tail_of,
 )
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
-from vllm_trie.vllm_hooks.scheduler.row_steps import REUSED_ROWS, ReusedRows, RowOutput
+from vllm_trie.vllm_hooks.scheduler.row_steps import (
+    CANDIDATES,
+    ROW_STEPS,
+)
+from vllm_trie.vllm_hooks.scheduler.unsent_rows import UnsentRows
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -62,7 +64,7 @@ class BeamCounters:
 
 
 class BeamRows:
-    """Owner of the rows: makes, forks, moves, preempts and frees them, and sends them anew.
+    """Owner of the rows: makes, forks, moves, preempts and frees them.
 
     It writes the ``rows_*`` counters, and changes rows in the scheduler's ``requests``, ``running``
     list, waiting queues, ``finished_req_ids`` and KV cache manager; no other request.
@@ -73,9 +75,7 @@ class BeamRows:
         self._counters = counters
         self.group_of: dict[str, BeamGroup] = {}
         """Row id to group. Only this class writes it."""
-        self._unsent: set[str] = set()  # rows that the worker does not know, or not any more
-        self._reused: dict[str, Request] = {}  # rows whose new tokens the worker does not know
-        self._ranges: dict[int, tuple[int, int]] = {}  # target of a queued copy -> slots
+        self.unsent = UnsentRows()
         # Model Runner V2 keeps tokens on the device, a drafter keeps the text of a request, and
         # under asynchronous scheduling a worker finds a row's last token by its id.
         self._may_reuse = not (
@@ -114,7 +114,8 @@ class BeamRows:
         scheduled = scheduler_output.num_scheduled_tokens
         rest = copy(scheduler_output)
         rest.num_scheduled_tokens = {i: n for i, n in scheduled.items() if i not in self.group_of}
-        touched: dict[str, BeamGroup] = {}
+        sampled = model_output.sampled_token_ids
+        arrived: dict[BeamGroup, list[str]] = {}
         for row_id, num_scheduled in scheduled.items():
             group = self.group_of.get(row_id)
             if group is None:
@@ -122,50 +123,84 @@ class BeamRows:
             row = self._scheduler.requests[row_id]
             row.num_in_flight_tokens -= num_scheduled
             index = model_output.req_id_to_index[row_id]
-            sampled, logprobs = model_output.sampled_token_ids, model_output.logprobs
             if not sampled or not len(sampled[index]):
                 continue  # a chunk of the prompt
-            # vLLM pads a resumed row with placeholder drafts, which are never accepted.
-            drafts = scheduler_output.scheduled_spec_decode_tokens.get(row_id, ())
-            row.num_computed_tokens -= len(drafts)
-            assert logprobs is not None
-            starts = logprobs.cu_num_generated_tokens
-            place = index if starts is None else starts[index]
-            group.outputs[row_id] = RowOutput(int(sampled[index][0]), logprobs, place)
-            touched[group.group_id] = group
+            if drafts := scheduler_output.scheduled_spec_decode_tokens.get(row_id):
+                # vLLM pads a resumed row with placeholder drafts, which are never accepted.
+                row.num_computed_tokens -= len(drafts)
+            group.outputs[row_id] = int(sampled[index][0])
+            arrived.setdefault(group, []).append(row_id)
             if group.prefill_stats is None and (stats := row.take_prefill_stats()) is not None:
                 stats.finalize(self._scheduler.kv_cache_manager.estimate_cached_tokens(row))
                 group.prefill_stats = stats
-        return rest, [g for g in touched.values() if len(g.outputs) == len(g.rows)]
+        steps = getattr(scheduler_output, ROW_STEPS, ())
+        for step, found in zip(steps, getattr(model_output, CANDIDATES, ()), strict=False):
+            groups = (self.group_of.get(row_id) for row_id in step.row_ids)
+            group = next((group for group in groups if group is not None), None)
+            if group in arrived:
+                group.take_candidates(arrived[group], step.row_ids, found)
+        for group, row_ids in arrived.items():
+            if not group.worker_selects:
+                group.take_sampled(row_ids, model_output)
+        return rest, [group for group in arrived if len(group.outputs) == len(group.rows)]
 
-    def replace(self, group: BeamGroup, children: Sequence[Child]) -> None:
-        """Put the rows of the children in the place of the group's rows, and empty its barrier."""
-        parents, outputs = group.rows, group.outputs
-        tokens_of: dict[int, dict[int, int]] = {}  # parent -> child's rank -> token
-        for rank, child in enumerate(children):
-            tokens_of.setdefault(child.parent, {})[rank] = child.token_id
+    def replace(self, group: BeamGroup, children: Children) -> None:
+        """Put the rows of the children in the place of the group's rows, and empty its barrier.
+
+        A row with children goes on as one of them, if possible as that of the token that the worker
+        has appended, which costs nothing. The others take dropped rows, or are forks.
+        """
+        places, tokens = children.parents.tolist(), children.token_ids.tolist()
+        parents, sampled = group.rows, [group.outputs[row.request_id] for row in group.rows]
+        heirs: dict[int, int] = {}  # place of a parent -> rank of the child that takes its row
+        for rank, place in enumerate(places):
+            if place not in heirs or tokens[rank] == sampled[place]:
+                heirs[place] = rank
         # Rows without children first: a fork may need their blocks.
-        dropped = [row for i, row in enumerate(parents) if i not in tokens_of]
+        dropped = [row for place, row in enumerate(parents) if place not in heirs]
         reusable = self._reusable(group, dropped)
         kept = set(reusable)
         self.free([row for row in dropped if row not in kept])
         rows: dict[int, Request] = {}
-        for i, tokens in tokens_of.items():
-            parent = parents[i]
-            if parent.status == RequestStatus.RUNNING:
-                sampled = outputs[parent.request_id].token_id
-                rows |= self._extend_running(group, parent, sampled, tokens, reusable)
-            else:  # suspended
-                rows |= {
-                    rank: self._new_row(group, parent, token) for rank, token in tokens.items()
-                }
-                self._counters.rows_recomputed += len(tokens)
-                self.free([parent])
-        self.free(reusable)
-        group.outputs = {}
+        for place in [i for i in heirs if parents[i].status != RequestStatus.RUNNING]:  # suspended
+            ranks = [rank for rank, parent in enumerate(places) if parent == place]
+            rows |= {rank: self._new_row(group, parents[place], tokens[rank]) for rank in ranks}
+            self._counters.rows_recomputed += len(ranks)
+            self.free([parents[place]])
+        branches = [
+            rank for rank, place in enumerate(places) if heirs[place] != rank and rank not in rows
+        ]
+        reused = branches[: len(reusable)]
+        rows |= zip(reused, reusable, strict=False)
+        self._reuse(
+            group, reusable, [parents[places[i]] for i in reused], [tokens[i] for i in reused]
+        )
+        self.free(reusable[len(reused) :])
+        for rank in branches[len(reused) :]:
+            rows[rank] = self._fork(group, parents[places[rank]], tokens[rank])
+        for place, rank in heirs.items():
+            if rank not in rows:
+                in_place = tokens[rank] == sampled[place]
+                rows[rank] = self._go_on(group, parents[place], tokens[rank], in_place)
+        group.outputs, group.candidates = {}, []
         group.rows = [rows[rank] for rank in range(len(children))]
         self._gather(group)
         self.requeue(group)
+
+    def _go_on(self, group: BeamGroup, row: Request, token_id: int, sampled: bool) -> Request:
+        """Return the child that takes a row's blocks.
+
+        Args:
+            group: The group.
+            row: The row.
+            token_id: The child's token.
+            sampled: Whether the worker has appended it to the row.
+        """
+        if not sampled or row.request_id in self.unsent.ids:
+            return self._move(group, row, token_id)
+        row.append_output_token_ids(token_id)
+        self._counters.rows_in_place += 1
+        return row
 
     def _reusable(self, group: BeamGroup, dropped: Sequence[Request]) -> list[Request]:
         """Return those of the dropped rows that may become children of other rows.
@@ -179,69 +214,44 @@ class BeamRows:
             row
             for row in dropped
             if row.status == RequestStatus.RUNNING
-            and row.request_id not in self._unsent
+            and row.request_id not in self.unsent.ids
             and (tail := tail_of(manager, row.request_id, row.num_computed_tokens)) is not None
             and row.num_computed_tokens - tail.num_filled < group.prompt.size
         ]
 
-    def _reuse(self, group: BeamGroup, row: Request, parent: Request, token_id: int) -> None:
-        """Make a dropped row a child of another one.
-
-        It keeps its id, its blocks and its place in the worker: only the generated tokens and their
-        KV differ.
-        """
-        num_computed = parent.num_computed_tokens
-        manager = self._scheduler.kv_cache_manager
-        tail = copy_tail(manager, parent.request_id, row.request_id, num_computed)
-        first = group.prompt.size - (num_computed - tail.num_filled)
-        self._ranges[tail.block.block_id] = (first, tail.num_filled)
-        group.give_tokens(row, parent, token_id)
-        self._reused[row.request_id] = row
-        self._counters.rows_reused += 1
-
-    def _extend_running(
+    def _reuse(
         self,
         group: BeamGroup,
-        parent: Request,
-        sampled: int,
-        tokens: dict[int, int],
-        reusable: list[Request],
-    ) -> dict[int, Request]:
-        """Return the children of a row that has KV: one takes its blocks, the others are forks.
+        rows: Sequence[Request],
+        parents: Sequence[Request],
+        token_ids: Sequence[int],
+    ) -> None:
+        """Make the first of `rows`, which were dropped, children of `parents`.
 
-        Args:
-            group: Group of the row.
-            parent: The row.
-            sampled: Token that the worker has appended to it.
-            tokens: Rank to token of the children. The result has the same keys.
-            reusable: Dropped rows; those that become children are taken out.
+        They keep their ids, their blocks and their places in the worker: only the generated tokens
+        and their KV differ.
         """
-        # The child with the worker's own token costs nothing.
-        free = [rank for rank, token_id in tokens.items() if token_id == sampled]
-        heir = free[0] if free else next(iter(tokens))
-        rows: dict[int, Request] = {}
-        for rank, token_id in tokens.items():
-            if rank == heir:
-                continue
-            if reusable:
-                rows[rank] = reusable.pop()
-                self._reuse(group, rows[rank], parent, token_id)
-            else:
-                rows[rank] = self._fork(group, parent, token_id)
-        if free and parent.request_id not in self._unsent:
-            parent.append_output_token_ids(sampled)
-            self._counters.rows_in_place += 1
-            rows[heir] = parent
-        else:
-            rows[heir] = self._move(group, parent, tokens[heir])
-        return rows
+        if not parents:
+            return
+        rows = rows[: len(parents)]
+        num_computed = parents[0].num_computed_tokens  # of all rows of the group
+        pairs = [
+            (parent.request_id, row.request_id) for parent, row in zip(parents, rows, strict=True)
+        ]
+        targets, num_filled = copy_tails(self._scheduler.kv_cache_manager, pairs, num_computed)
+        slots = (group.prompt.size - (num_computed - num_filled), num_filled)
+        self.unsent.slots.update((block.block_id, slots) for block in targets)
+        for row, parent, token_id in zip(rows, parents, token_ids, strict=True):
+            group.give_tokens(row, parent, token_id)
+            self.unsent.reused[row.request_id] = row
+        self._counters.rows_reused += len(rows)
 
     def _new_row(self, group: BeamGroup, parent: Request, token_id: int) -> Request:
         """Return a child without KV, which the worker does not know."""
         row = group.child_row(parent, token_id)
         self._scheduler.requests[row.request_id] = row
         self.group_of[row.request_id] = group
-        self._unsent.add(row.request_id)
+        self.unsent.ids.add(row.request_id)
         return row
 
     def _fork(self, group: BeamGroup, parent: Request, token_id: int) -> Request:
@@ -255,7 +265,7 @@ class BeamRows:
         ):
             tail = tail_of(manager, row.request_id, num_computed)
             if tail is not None:
-                self._ranges[tail.block.block_id] = (0, tail.num_filled)
+                self.unsent.slots[tail.block.block_id] = (0, tail.num_filled)
             row.num_computed_tokens = num_computed
             row.status = RequestStatus.RUNNING
             scheduler.running.append(row)
@@ -324,12 +334,10 @@ class BeamRows:
         del scheduler.requests[old], self.group_of[old]
         scheduler.requests[new] = row
         self.group_of[new] = group
-        self._reused.pop(old, None)
-        if old in self._unsent:
-            self._unsent.remove(old)
-        else:
+        if old not in self.unsent.ids:
             scheduler.finished_req_ids.add(old)
-        self._unsent.add(new)
+        self.unsent.forget(old)
+        self.unsent.ids.add(new)
         if old in group.outputs:
             group.outputs[new] = group.outputs.pop(old)  # only its children are computed again
         elif not group.parked:
@@ -342,8 +350,7 @@ class BeamRows:
             row.status = RequestStatus.FINISHED_ABORTED
             self._scheduler._free_request(row)
             del self.group_of[row.request_id]
-            self._unsent.discard(row.request_id)
-            self._reused.pop(row.request_id, None)
+            self.unsent.forget(row.request_id)
         self._counters.rows_dropped += len(rows)
 
     def free_group(self, group: BeamGroup) -> None:
@@ -356,7 +363,7 @@ class BeamRows:
 
         To be called when the rows are preempted or gone, so that nothing needs the copies.
         """
-        self._ranges = {}
+        self.unsent.slots = {}
         manager = self._scheduler.kv_cache_manager
         _, held = manager.take_kv_cache_block_copies()
         manager.block_pool.free_blocks(held)
@@ -373,63 +380,6 @@ class BeamRows:
             scheduler.kv_holding_waiting.remove_requests(waiting)
             scheduler.deferred_waiting.difference_update(waiting)
 
-    # -- the worker --------------------------------------------------------------------------------
-
-    def send_changes(self, output: SchedulerOutput) -> None:
-        """Move rows that the worker does not know from a step's cached to its new requests.
-
-        Tells the worker, too, the tokens of reused rows, and which slots the step's copies need.
-
-        A new request carries its tokens and its block table. All its tokens become its prompt; from
-        here on the scheduler counts its output tokens as the worker does.
-        """
-        if copies := output.kv_cache_block_copies:
-            ranges = [self._ranges.get(each.dst_block_id) for each in copies]
-            output.kv_cache_block_copies = RangedCopies(copies, ranges)
-            self._ranges = {}
-        if self._reused:
-            setattr(output, REUSED_ROWS, self._take_reused())
-        self._unsent.difference_update(new.req_id for new in output.scheduled_new_reqs)
-        cached = output.scheduled_cached_reqs
-        unknown = [i for i, row_id in enumerate(cached.req_ids) if row_id in self._unsent]
-        scheduler = self._scheduler
-        for i in unknown:
-            row_id = cached.req_ids[i]
-            row = scheduler.requests[row_id]
-            output.scheduled_new_reqs.append(
-                NewRequestData(
-                    req_id=row_id,
-                    # An array: workers copy it many times faster than a list.
-                    prompt_token_ids=self.group_of[row_id].all_tokens(row),  # type: ignore[arg-type]
-                    mm_features=[],
-                    sampling_params=row.sampling_params,
-                    pooling_params=None,
-                    block_ids=scheduler.kv_cache_manager.get_block_ids(row_id),
-                    num_computed_tokens=cached.num_computed_tokens[i],
-                    lora_request=row.lora_request,
-                    prefill_token_ids=row._all_token_ids if scheduler.use_v2_model_runner else None,
-                )
-            )
-            row.num_prompt_tokens = row.num_tokens
-            row._output_token_ids.clear()
-            self._unsent.discard(row_id)
-        if unknown:
-            _drop(cached, set(unknown))
-
-    def _take_reused(self) -> list[ReusedRows]:
-        rows_of: dict[BeamGroup, list[Request]] = {}
-        for row_id, row in self._reused.items():
-            rows_of.setdefault(self.group_of[row_id], []).append(row)
-        self._reused = {}
-        return [
-            ReusedRows(
-                [row.request_id for row in rows],
-                group.prompt.size,
-                np.array([row._all_token_ids[group.prompt.size :] for row in rows], dtype=np.int32),
-            )
-            for group, rows in rows_of.items()
-        ]
-
     def check_integrity(self, groups: Collection[BeamGroup]) -> None:
         """Assert what holds for the rows of all `groups` between two calls of the scheduler.
 
@@ -441,8 +391,10 @@ class BeamRows:
         """
         scheduler, manager = self._scheduler, self._scheduler.kv_cache_manager
         assert self.group_of == {row.request_id: group for group in groups for row in group.rows}
-        assert self._unsent <= self.group_of.keys(), "an unsent row does not exist"
-        assert self._reused.keys() <= self.group_of.keys() - self._unsent, "a reused row is unknown"
+        assert self.unsent.ids <= self.group_of.keys(), "an unsent row does not exist"
+        assert self.unsent.reused.keys() <= self.group_of.keys() - self.unsent.ids, (
+            "a reused row is unknown"
+        )
         running = Counter(row.request_id for row in scheduler.running)
         queued = Counter(r.request_id for r in (*scheduler.waiting, *scheduler.kv_holding_waiting))
         tables = [part.req_to_blocks for part in manager.coordinator.single_type_managers]
@@ -459,21 +411,3 @@ class BeamRows:
                 assert runs or not any(table.get(row_id) for table in tables), f"{row_id} has KV"
                 assert not at_barrier or not row.num_in_flight_tokens, f"{row_id} runs ahead"
         check_references(manager, chain.from_iterable(held for _, held in scheduler.deferred_frees))
-
-
-def _drop(cached: CachedRequestData, places: set[int]) -> None:
-    """Take the requests in these places out."""
-    for i in places:
-        cached.resumed_req_ids.discard(cached.req_ids[i])
-        cached.all_token_ids.pop(cached.req_ids[i], None)
-    lists: tuple[list[Any], ...] = (
-        cached.req_ids,
-        cached.new_token_ids,  # may be empty
-        cached.new_block_ids,
-        cached.num_computed_tokens,
-        cached.num_output_tokens,
-    )
-    for values in lists:
-        values[:] = [value for i, value in enumerate(values) if i not in places]
-    # A cached property of the old lists.
-    cached.__dict__.pop("_req_id_to_num_output_tokens", None)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.beam import Child, Hypothesis
+from vllm_trie.beam import Children, Hypothesis
 from vllm_trie.items import ROOT, ItemId
 from vllm_trie.items.search import ItemSearch
 from vllm_trie.items.selection import view
+from vllm_trie.items.step import Continuations
 from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, packed_options, search_settings
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues, ItemStep
-from vllm_trie.vllm_hooks.scheduler.row_steps import RowOutput, candidates_of
 
 
 class ItemRows:
@@ -64,20 +64,23 @@ class ItemRows:
             self.search.totals[rows],
         )
 
-    def advance(self, outputs: Sequence[RowOutput]) -> list[Child]:
-        """Take a step with the outputs of all rows, which may be of different steps.
+    def advance(self, continuations: Continuations | None) -> Children:
+        """Take a step with the continuations of all rows; None if the worker had none.
 
         Raises:
-            RuntimeError: The worker had no candidates: it could not map the catalogue.
+            RuntimeError: It had none, or all are impossible: it could not map the catalogue.
         """
-        targets, logprobs = candidates_of(outputs)
+        if continuations is None:
+            none = np.zeros(0, dtype=np.int32)
+            continuations = Continuations(none, none, none.astype(np.float32))
         start = np.array([ROOT])
-        if not (logprobs > -np.inf).any() and self._items.trie.has_children(start).all():
+        possible = (continuations.logprobs > -np.inf).any()
+        if not possible and self._items.trie.has_children(start).all():
             raise RuntimeError("no row has a candidate; the worker's log says why")
         children = self._items.trie.num_children(self._items.nodes)
         self.counts["valid_children"] += int(children.sum())
         self.counts["forced_tokens"] += int((children == 1).sum())
-        return self._items.advance(targets, logprobs)
+        return self._items.advance(continuations)
 
     def hypotheses(self) -> list[Hypothesis]:
         """Return the best hypotheses of a search that is done, best first."""

@@ -6,9 +6,9 @@ catalogue, none may be among them, and it cannot be told which tokens to choose 
 `allowed_token_ids` concerns sampling, not log-probabilities, and `logprob_token_ids` is a list of
 at most 128 tokens that is fixed when a request reaches the worker and changes what all other
 requests of the batch get. Rows therefore ask for no log-probabilities. Their candidates come from
-the logits before sampling, and afterwards take the rows' places in the sampler's output.
-Constrained rows have nodes of the trie where other requests have tokens, and the best valid token
-as the sample.
+the logits before sampling and travel in an attribute of their own, which no other request's output
+can change: tokens, or nodes of the trie for constrained rows. The sample of a row is its best
+candidate. A step of rows only needs no sampler.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
-from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.outputs import SamplerOutput
 
 from vllm_trie.beam.top_k import best_of_rows, select_best
 from vllm_trie.items import ItemsError, ItemTrie, open_items
 from vllm_trie.items.selection import view
-from vllm_trie.items.step import (
-    Continuations,
-    RowCandidates,
-    best_continuations,
-    by_row,
-    tokens_of,
-)
+from vllm_trie.items.step import Trie, best_continuations, tokens_of
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import ItemStep
-from vllm_trie.vllm_hooks.scheduler.row_steps import REUSED_ROWS, ROW_STEPS, SelectionStep
+from vllm_trie.vllm_hooks.scheduler.row_steps import (
+    CANDIDATES,
+    REUSED_ROWS,
+    ROW_STEPS,
+    SelectionStep,
+    StepCandidates,
+)
 from vllm_trie.vllm_hooks.worker.beam.decoded_items import DecodedItems
 from vllm_trie.vllm_hooks.worker.beam.reused_rows import change_rows
 from vllm_trie.vllm_hooks.worker.beam.shared_prompt import share_prompts
@@ -51,60 +51,72 @@ _MAX_VERSIONS = 4
 """Versions of a catalogue that stay mapped."""
 
 
-class GroupCandidates(NamedTuple):
-    """Candidates of a group's rows.
-
-    Attributes:
-        places: Places of the rows in the batch.
-        candidates: Their candidates.
-        tokens: int32[rows], the best valid token of each row; None: those that were sampled.
-    """
-
-    places: list[int]
-    candidates: RowCandidates
-    tokens: np.ndarray | None
-
-
 class _WorkerItems:
     """Mapped catalogues of a worker, and what it was told of the rows of its present step."""
 
     def __init__(self) -> None:
         self.steps: list[ItemStep | SelectionStep] = []
+        self.found: list[StepCandidates | None] = []  # of each of the steps
         self.decoded = DecodedItems(self.trie)
         self._tries: dict[tuple[str, str], ItemTrie] = {}
 
     def candidates(
-        self, step: ItemStep | SelectionStep, place_of: dict[str, int], logits: torch.Tensor
-    ) -> GroupCandidates | None:
-        """Return the candidates of one group; None if it fails, which the scheduler sees."""
+        self, step: ItemStep | SelectionStep, places: np.ndarray, logits: torch.Tensor
+    ) -> StepCandidates | None:
+        """Return the candidates of one group; None if it fails, which the scheduler sees.
+
+        Args:
+            step: The step of the group.
+            places: int64 [rows], places of its rows in the batch.
+            logits: float [requests of the batch, vocab].
+        """
         try:
-            places = [place_of[row_id] for row_id in step.row_ids]
-            if isinstance(step, SelectionStep):
-                return _selected(step, places, logits[places])
-            return self._constrained(step, places, logits[places])
+            return self._selected(step, places, logits)
         except Exception as error:
             is_foreseen = isinstance(error, ItemsError)
             logger.error("A beam search fails: %s", error, exc_info=not is_foreseen)
             return None
 
-    def _constrained(
-        self, step: ItemStep, places: list[int], logits: torch.Tensor
-    ) -> GroupCandidates:
-        trie = view(self.trie(step.path, step.version), step.selection)
-        eos = step.eos_token_id
-        found = best_continuations(
-            trie,
+    def _selected(
+        self, step: ItemStep | SelectionStep, places: np.ndarray, logits: torch.Tensor
+    ) -> StepCandidates:
+        first = int(places.min())
+        if (
+            isinstance(step, SelectionStep)
+            and step.totals is not None
+            and step.rules is None
+            and int(places.max()) - first + 1 == len(places)  # neighbours, in any order
+        ):
+            logits, order = logits[first : first + len(places)], np.argsort(places)
+            return select_best(logits, step.totals, step.num_candidates, rows_of_logits=order)
+        logits = logits[torch.from_numpy(places).to(logits.device)]
+        if isinstance(step, SelectionStep):
+            if step.totals is None:
+                return best_of_rows(logits, step.num_candidates, step.rules)
+            return select_best(logits, step.totals, step.num_candidates, step.rules)
+        return best_continuations(
+            self._trie_of(step),
             logits,
             step.nodes,
             step.totals,
             step.beam_width,
-            eos,
+            step.eos_token_id,
             step.normalize,
             step.weight_factor,
         )
-        rows = by_row(found, len(places))
-        tokens = tokens_of(trie, rows.targets[:, 0], eos)
-        return GroupCandidates(places, rows, np.maximum(tokens, 0))
+
+    def best_tokens(
+        self, step: ItemStep | SelectionStep, found: StepCandidates
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows that have candidates, and the best token of each."""
+        first = np.flatnonzero(np.diff(found.rows, prepend=-1))
+        best = found[1][first]
+        if isinstance(step, ItemStep):
+            best = tokens_of(self._trie_of(step), best, step.eos_token_id)
+        return found.rows[first], best
+
+    def _trie_of(self, step: ItemStep) -> Trie:
+        return view(self.trie(step.path, step.version), step.selection)
 
     def trie(self, path: str, version: str) -> ItemTrie:
         """Return a version of a catalogue.
@@ -119,18 +131,6 @@ class _WorkerItems:
             for old in versions[:-_MAX_VERSIONS]:
                 del self._tries[old]
         return self._tries[key]
-
-
-def _selected(step: SelectionStep, places: list[int], logits: torch.Tensor) -> GroupCandidates:
-    rules = step.rules
-    if step.totals is None:
-        assert rules is not None
-        rows = RowCandidates(*best_of_rows(logits, step.num_candidates, rules))
-    else:
-        found = select_best(logits, step.totals, step.num_candidates, rules)
-        rows = by_row(Continuations(*found), len(places))
-    # The sampler does not know the rules, and a row that has its best token already moves less.
-    return GroupCandidates(places, rows, None if rules is None else rows.targets[:, 0])
 
 
 def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,7 +167,7 @@ def wrap_build_attention_metadata(original: Callable[..., Any]) -> Callable[...,
 
 
 def wrap_sample(original: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
-    """Put the candidates of rows into the sampler's output."""
+    """Select the candidates of rows next to the sampler."""
 
     @functools.wraps(original)
     def _sample(
@@ -179,43 +179,42 @@ def wrap_sample(original: Callable[..., SamplerOutput]) -> Callable[..., Sampler
         state.decoded.mask(logits, self.input_batch)
         if not state.steps:
             return original(self, logits, spec_decode_metadata)
-        steps, state.steps = state.steps, []
         # Before the sampler, which may change logits in place.
         place_of = self.input_batch.req_id_to_index
-        every = [state.candidates(step, place_of, logits) for step in steps]
-        output = original(self, logits, spec_decode_metadata)
-        return with_candidates(output, [found for found in every if found is not None])
+        places = [np.array([place_of[row_id] for row_id in step.row_ids]) for step in state.steps]
+        state.found = [
+            state.candidates(step, rows, logits)
+            for step, rows in zip(state.steps, places, strict=True)
+        ]
+        if sum(map(len, places)) < len(logits):
+            output = original(self, logits, spec_decode_metadata)
+        else:  # nobody else's tokens to sample
+            tokens = torch.zeros((len(logits), 1), dtype=torch.int32, device=logits.device)
+            output = SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
+        # The best token of a row is the likeliest to be its child's, which then stays in its place.
+        sampled = output.sampled_token_ids
+        for step, rows, found in zip(state.steps, places, state.found, strict=True):
+            if found is not None:
+                having, best = state.best_tokens(step, found)
+                indices = torch.from_numpy(rows[having]).to(sampled.device)
+                sampled[indices, 0] = torch.from_numpy(best).to(sampled)
+        state.steps = []
+        return output
 
     return _sample
 
 
-def with_candidates(output: SamplerOutput, groups: list[GroupCandidates]) -> SamplerOutput:
-    """Return the sampler's output with the candidates of rows.
+def wrap_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Send the candidates of rows with the output of the step."""
 
-    Args:
-        output: Of the whole batch. Its sampled tokens are changed in place.
-        groups: Candidates of rows.
-    """
-    sampled = output.sampled_token_ids
-    given = output.logprobs_tensors
-    most = max((group.candidates.targets.shape[1] for group in groups), default=0)
-    own = 0 if given is None else given.logprobs.shape[1]
-    shape = (len(sampled), max(1 + most, own))
-    token_ids = torch.zeros(shape, dtype=torch.int32, device=sampled.device)
-    logprobs = torch.full(shape, -torch.inf, dtype=torch.float32, device=sampled.device)
-    ranks = torch.zeros(len(sampled), dtype=torch.int64, device=sampled.device)
-    if given is not None:
-        token_ids[:, :own] = given.logprob_token_ids
-        logprobs[:, :own] = given.logprobs
-        ranks = given.selected_token_ranks
-    for group in groups:
-        targets, values = map(torch.from_numpy, group.candidates)
-        places = torch.tensor(group.places, device=sampled.device)
-        if group.tokens is not None:
-            sampled[places, 0] = torch.from_numpy(group.tokens).to(sampled)
-        logprobs[places] = -torch.inf
-        token_ids[places] = 0  # the scheduler looks at all columns, also those of other requests
-        token_ids[places, 1 : 1 + targets.shape[1]] = targets.to(sampled.device)
-        logprobs[places, 1 : 1 + targets.shape[1]] = values.to(sampled.device)
-    output.logprobs_tensors = LogprobsTensors(token_ids, logprobs, ranks)
-    return output
+    @functools.wraps(original)
+    def sample_tokens(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        state: _WorkerItems | None = self.__dict__.get(_STATE)
+        if state is not None and state.found:
+            # Under asynchronous scheduling, inside the output that is still to be copied.
+            setattr(getattr(output, "_model_runner_output", output), CANDIDATES, state.found)
+            state.found = []
+        return output
+
+    return sample_tokens
