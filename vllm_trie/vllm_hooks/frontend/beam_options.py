@@ -11,7 +11,7 @@ import difflib
 import functools
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
@@ -138,6 +138,20 @@ def num_members(params: SamplingParams | None) -> int | None:
     """
     spec = (params.extra_args or {}).get(SPEC_KEY) if params is not None else None
     return None if spec is None else int(spec["n"])
+
+
+def wrap_from_engine_core_request(original: Callable[..., Request]) -> Callable[..., Request]:
+    """Do not hash the prompt of a member: its group hashes it once, for the row of the prompt."""
+
+    @functools.wraps(original)
+    def from_engine_core_request(request: EngineCoreRequest, block_hasher: Any) -> Request:
+        if num_members(request.sampling_params) is None:
+            return original(request, block_hasher)
+        member = original(request, None)
+        member._block_hasher = block_hasher
+        return member
+
+    return from_engine_core_request
 
 
 def beam_spec(params: SamplingParams) -> BeamSpec:

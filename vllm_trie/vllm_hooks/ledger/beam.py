@@ -120,6 +120,11 @@ BEAM_PATCHES: tuple[Patch, ...] = (
         "req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids num_computed_tokens "
         "num_output_tokens"),
     _any("v1.request:Request", "made", "rows", "request_id prompt_token_ids"),
+    _any("v1.request:Request.from_engine_core_request", "wrapped",
+        "hashes the prompt of a search once, not for each member", "request block_hasher",
+        wrapper="frontend.beam_options:wrap_from_engine_core_request", scope="native_search"),
+    _any("v1.request:Request.update_block_hashes", "relied on",
+        "hashes with _block_hasher, which members keep for the row of the prompt", ""),
     _any("v1.engine:EngineCoreOutput", "made", "a hypothesis is a member's whole output",
         "request_id new_token_ids new_logprobs"),
     *(

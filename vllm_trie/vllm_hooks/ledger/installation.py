@@ -98,7 +98,7 @@ class Installation:
         original = vars(owner).get(name, _ABSENT)
         subclass = patch.kind == "subclassed"
         replacement = wrapper if subclass else wrapper(getattr(owner, name))
-        if isinstance(original, staticmethod):
+        if isinstance(original, (staticmethod, classmethod)):  # a bound one was wrapped
             replacement = staticmethod(replacement)
         setattr(owner, name, replacement)
         self._replacements.append(_Replacement(patch, owner, name, original, replacement))
