@@ -68,6 +68,9 @@ def num_raw_candidates(
         count += len(set(prompt_token_ids))
     if settings.repetition_penalty != 1.0 or _penalizes_output(settings):
         count += settings.max_new_tokens
+    if settings.no_repeat_ngram_size:
+        followers = _followers(prompt_token_ids, settings.no_repeat_ngram_size)
+        count += max(map(len, followers.values()), default=0) + settings.max_new_tokens
     if settings.min_tokens:
         count += len(settings.stop_token_ids)
     if settings.num_beam_groups > 1 and settings.diversity_penalty:
@@ -77,6 +80,15 @@ def num_raw_candidates(
 
 def _penalizes_output(settings: SearchSettings) -> bool:
     return bool(settings.presence_penalty or settings.frequency_penalty)
+
+
+def _followers(token_ids: Sequence[int], size: int) -> dict[tuple[int, ...], set[int]]:
+    """Return the tokens that follow each sequence of ``size - 1`` tokens."""
+    followers: dict[tuple[int, ...], set[int]] = {}
+    for end in range(size - 1, len(token_ids)):
+        before = tuple(token_ids[end - size + 1 : end])
+        followers.setdefault(before, set()).add(token_ids[end])
+    return followers
 
 
 def _min_kept(settings: SearchSettings) -> int:
@@ -95,9 +107,15 @@ class CandidateRules:
             or _penalizes_output(settings)
             or settings.min_tokens
             or settings.bad_words
+            or settings.no_repeat_ngram_size
             or settings.do_sample
         )
         """False if :meth:`apply` would change nothing."""
+        self._followers: dict[tuple[int, ...], set[int]] = {}
+        self._prompt_end: list[int] = []  # with it, sequences begin in the prompt
+        if size := settings.no_repeat_ngram_size:
+            self._followers = _followers(prompt_token_ids, size)
+            self._prompt_end = list(prompt_token_ids[max(0, len(prompt_token_ids) - size + 1) :])
         biases = sorted(settings.logit_bias)
         self._biased = np.array([token for token, _ in biases], dtype=np.int64)
         self._bias = np.array([bias for _, bias in biases], dtype=np.float32)
@@ -140,6 +158,8 @@ class CandidateRules:
             result[np.isin(token_ids, settings.stop_token_ids)] = NEVER
         for banned in self._banned(generated):
             result[token_ids == banned] = NEVER
+        if repeating := self._repeating(generated):
+            result[np.isin(token_ids, list(repeating))] = NEVER
         if settings.do_sample:
             result = self._filter(result)
         return result
@@ -151,6 +171,19 @@ class CandidateRules:
             for word in self._settings.bad_words
             if last[max(0, len(last) - len(word) + 1) :] == word[:-1]
         ]
+
+    def _repeating(self, generated: Sequence[int]) -> set[int]:
+        """Return the tokens that would complete a sequence of prompt or hypothesis again.
+
+        As ``NoRepeatNGramLogitsProcessor`` of ``transformers``, which counts the prompt in.
+        """
+        size = self._settings.no_repeat_ngram_size
+        tokens = [*self._prompt_end, *generated]
+        if not size or len(tokens) < size - 1:
+            return set()
+        last = tuple(tokens[len(tokens) - size + 1 :])
+        tokens_after = _followers(tokens, size).get(last, set())
+        return tokens_after | self._followers.get(last, set())
 
     def _filter(self, logprobs: np.ndarray) -> np.ndarray:
         """Apply temperature, then top-k, then top-p, in Hugging Face's order."""

@@ -99,6 +99,13 @@ class BeamOptions(BaseModel):
         description="Subtracted from a token's log-probability for every earlier group's beam "
         "that takes the same token in the same step.",
     )
+    no_repeat_ngram_size: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="No sequence of this many tokens occurs twice in prompt and hypothesis; 0 for "
+        "no such rule.",
+    )
     beam_trace: _Flag = Field(
         default=False, description="Return the whole trie of the search, to draw it."
     )
@@ -162,8 +169,10 @@ class BeamOptions(BaseModel):
                         f"{name}={getattr(self, name)!r} needs items; name a catalogue of the "
                         f"engine, or leave {name} out"
                     )
-        elif self.do_sample or self.num_beam_groups > 1:
-            name = "do_sample" if self.do_sample else "num_beam_groups"
+        elif self.do_sample or self.num_beam_groups > 1 or self.no_repeat_ngram_size:
+            name = "no_repeat_ngram_size"
+            if not self.no_repeat_ngram_size:
+                name = "do_sample" if self.do_sample else "num_beam_groups"
             raise ValueError(f"items and {name} exclude each other; leave one of them out")
         num_rules = sum(len(getattr(self, name) or ()) for name in _RULES)
         if num_rules > MAX_RULES:
@@ -231,6 +240,8 @@ class SearchSettings:
         presence_penalty: At least 0; subtracted once for tokens of the hypothesis.
         frequency_penalty: At least 0; subtracted for each occurrence in the hypothesis.
         bad_words: Token sequences that must not be generated.
+        no_repeat_ngram_size: Tokens of a sequence that must not occur twice in prompt and
+            hypothesis; 0 for no such rule.
         logit_bias: Tokens, and what is added to their log-probabilities before penalties.
         trace: Keep every candidate that was looked at.
         most_added: Largest amount that the last token of a hypothesis adds to its score in
@@ -254,6 +265,7 @@ class SearchSettings:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    no_repeat_ngram_size: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     trace: bool = False
     most_added: float = 0.0

@@ -71,6 +71,7 @@ def request_of(case: Case, n: int | None = None) -> tuple[dict[str, Any], Any]:
             "beam_width": case.beam_width,
             "early_stopping": case.early_stopping,
             "length_penalty": case.length_penalty,
+            "no_repeat_ngram_size": case.no_repeat_ngram_size,
         },
     )
     return {"prompt_token_ids": list(case.prompt_token_ids)}, params

@@ -33,6 +33,7 @@ class Case(NamedTuple):
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    no_repeat_ngram_size: int = 0
 
 
 def make_eos_heavy_model(folder: Path, token_ids: list[int], margin: float = 1.5) -> Path:
@@ -77,6 +78,8 @@ def search(path: str, case: Case) -> list[Expected]:
         options["length_penalty"] = case.length_penalty
     if case.repetition_penalty != 1.0:
         options["repetition_penalty"] = case.repetition_penalty
+    if case.no_repeat_ngram_size:
+        options["no_repeat_ngram_size"] = case.no_repeat_ngram_size
     if case.min_tokens:
         options["min_new_tokens"] = case.min_tokens
     return _generate(

@@ -89,3 +89,17 @@ def test_repetition_penalty_and_min_tokens(engine, eos_heavy_model):
         Case(prompt(4, 45), 5, min_tokens=3, length_penalty=0.0),
     ]
     run_cases(engine(model=path, **SMALL_BLOCKS), path, cases)
+
+
+def test_no_sequence_repeats(engine):
+    """Code repeats itself: the rule changes all of these searches."""
+    cases = [
+        Case(prompt(1, 60), 4, no_repeat_ngram_size=1),
+        Case(prompt(2, 90), 9, no_repeat_ngram_size=2),
+        Case(prompt(3, 200), 5, "never", 2.0, no_repeat_ngram_size=3),
+        Case(prompt(4, 60), 4, no_repeat_ngram_size=2, repetition_penalty=1.2),
+        Case(prompt(5, 120), 1, max_tokens=40, no_repeat_ngram_size=3),
+    ]
+    for case in cases:
+        assert search(SHIPPED, case) != search(SHIPPED, case._replace(no_repeat_ngram_size=0))
+    run_cases(engine(**SMALL_BLOCKS), SHIPPED, cases)

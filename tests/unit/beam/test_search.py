@@ -19,6 +19,7 @@ from vllm_trie.beam import (
     reference_search,
 )
 from vllm_trie.beam import reference as reference_module
+from vllm_trie.beam.candidates import CandidateRules
 
 search_settings = st.builds(
     SearchSettings,
@@ -32,6 +33,7 @@ search_settings = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.5]),
     frequency_penalty=st.sampled_from([0.0, 0.3]),
     bad_words=st.sampled_from([(), ((4,), (5, 6))]),
+    no_repeat_ngram_size=st.sampled_from([0, 0, 1, 2, 3]),
     logit_bias=st.sampled_from([(), ((2, 6.0), (0, -3.0), (5, -100.0))]),
 )
 
@@ -67,6 +69,24 @@ def test_diverse_groups_equal_reference(groups, per_group, penalty, early_stoppi
     found = run_search(model, wanted).hypotheses()
     expected = reference_search(model, wanted, PROMPT)
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+
+
+@given(
+    prompt=st.lists(st.integers(0, 3), max_size=8),
+    generated=st.lists(st.integers(0, 3), max_size=6),
+    size=st.integers(1, 4),
+)
+def test_no_sequence_repeats(prompt, generated, size):
+    """Against every sequence of prompt and hypothesis, and within the candidates asked for."""
+    wanted = SearchSettings(2, 7, no_repeat_ngram_size=size)
+    logprobs = CandidateRules(wanted, prompt).apply(
+        np.arange(4), np.zeros(4, dtype=np.float32), generated
+    )
+    tokens = [*prompt, *generated]
+    sequences = [tokens[start : start + size] for start in range(len(tokens) - size + 1)]
+    repeating = [[*tokens, token][-size:] in sequences for token in range(4)]
+    assert np.isneginf(logprobs).tolist() == repeating
+    assert num_raw_candidates(wanted, prompt, 100) >= wanted.num_candidates + sum(repeating)
 
 
 def test_large_diversity_penalty_separates_first_tokens():

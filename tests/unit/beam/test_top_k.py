@@ -160,6 +160,7 @@ def test_search_equals_the_best_of_every_row_and_the_reference(wanted, seed, tie
         {"min_tokens": 2, "stop_token_ids": (0,)},
         {"repetition_penalty": 1.2},
         {"bad_words": ((3,),)},
+        {"no_repeat_ngram_size": 2},
         {"do_sample": True},
         {"num_beam_groups": 2},
     ],

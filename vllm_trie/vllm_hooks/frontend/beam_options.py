@@ -38,8 +38,20 @@ OTHER_NAMES = {
     "beam_size": "'beam_width'",
     "diversity_rate": "'num_beam_groups' and 'diversity_penalty'",
     "num_return_sequences": "SamplingParams.n",
+    "max_new_tokens": "SamplingParams.max_tokens",
+    "min_new_tokens": "SamplingParams.min_tokens",
+    "bad_words_ids": "SamplingParams.bad_words",
 }
 """Names of options elsewhere, and what they are here."""
+
+NOT_SERVED = frozenset({
+    "begin_suppress_tokens", "constraints", "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
+    "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id",
+    "forced_eos_token_id", "guidance_scale", "prefix_allowed_tokens_fn", "renormalize_logits",
+    "sequence_bias", "suppress_tokens", "top_h", "typical_p",
+})  # fmt: skip
+"""Options of Hugging Face's ``generate`` that change a search and have no counterpart here."""
 
 _LEAST = {
     "repetition_penalty": 1.0,
@@ -307,6 +319,11 @@ def refuse_misspelled(names: Iterable[str]) -> None:
         if name in OTHER_NAMES:
             raise BeamRequestError(
                 f"beam search: {name!r} is unknown with 'beam_width'; use {OTHER_NAMES[name]}"
+            )
+        if name in NOT_SERVED:
+            raise BeamRequestError(
+                f"beam search: {name!r} of Hugging Face's generate is not supported with "
+                "'beam_width'; leave it out"
             )
         for meant in difflib.get_close_matches(name, OPTION_NAMES, n=1, cutoff=SIMILAR):
             raise BeamRequestError(f"beam search: {name!r} is unknown; did you mean {meant!r}?")
