@@ -66,6 +66,9 @@ def test_attention_and_verification_are_vllms(engine, expected, monkeypatch):
     )
     assert differences(expected[:4], generate(llm, prompts(4), GREEDY)) == []
     assert len(verified) > 10
+    for left_out in ({"min_p": 0.1}, {"logit_bias": {3: 1.0}}):  # by vLLM's rejection sampler
+        with pytest.raises(ValueError, match="min_p and logit_bias"):
+            generate(llm, prompts(1), SamplingParams(**left_out))
 
 
 def test_little_room(engine, expected):

@@ -50,6 +50,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 80}
         {"bad_words": ["def", "self.", "return", "for i in"], "ignore_eos": True},
         {"allowed_token_ids": list(range(200, 900)), "ignore_eos": True},
         {"prompt_logprobs": 2, "ignore_eos": True},
+        {"logit_bias": {210: 4.0, 260: -100.0, 13: 2.5}, "min_p": 0.2, "ignore_eos": True},
         {"skip_special_tokens": False, "min_tokens": 30},
     ],
     ids=lambda p: "-".join(p),
@@ -77,8 +78,10 @@ def test_requests_of_every_kind_in_one_batch(engine):
         SamplingParams(**GREEDY, logprobs=2, ignore_eos=True),
         SamplingParams(temperature=0.7, top_k=40, top_p=0.9, seed=5, max_tokens=60),
         SamplingParams(**GREEDY, min_tokens=20, bad_words=["return"]),
+        SamplingParams(temperature=1.0, min_p=0.1, seed=7, max_tokens=50, ignore_eos=True),
+        SamplingParams(**GREEDY, logit_bias={210: 5.0}, ignore_eos=True),
     ]
-    _compare(engine, [kinds[i % len(kinds)] for i in range(12)])
+    _compare(engine, [kinds[i % len(kinds)] for i in range(16)], count=16)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,7 @@ def test_requests_of_every_kind_in_one_batch(engine):
         {"temperature": 0.8, "top_k": 20},
         {"temperature": 1.1, "top_p": 0.8},
         {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1},
+        {"temperature": 1.0, "min_p": 0.05, "logit_bias": {210: 3.0, 13: -2.0}},
     ],
     ids=lambda p: "-".join(p),
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
 
+from vllm_trie.vllm_hooks.ledger import offered
 from vllm_trie.vllm_hooks.setup import config
 
 if TYPE_CHECKING:
@@ -20,6 +22,10 @@ SPECULATION = "speculation"
 """Key of ``SamplingParams.extra_args`` that switches a request's drafts off."""
 TRACE = "speculation_trace"
 """Key of ``SamplingParams.extra_args`` that asks for a file with the request's trees."""
+
+
+_samples_as_plain: ContextVar[bool] = ContextVar("samples_as_plain", default=False)
+"""Whether the engine of the request that is being checked samples as without speculation."""
 
 
 class SpeculationRequestError(VLLMValidationError, ValueError):
@@ -97,6 +103,35 @@ def wrap_process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         with refusing_what_fails():
             check_request_options(params)
             check_trace(params, self.vllm_config)
-        return original(self, request_id, prompt, params, *args, **kwargs)
+            walks_trees = _walks_trees(self.vllm_config)
+        token = _samples_as_plain.set(walks_trees)
+        try:
+            return original(self, request_id, prompt, params, *args, **kwargs)
+        finally:
+            _samples_as_plain.reset(token)
 
     return process_inputs
+
+
+def wrap_validate_spec_decode(original: Callable[..., None]) -> Callable[..., None]:
+    """Allow ``min_p`` and ``logit_bias`` where trees verify drafts.
+
+    vLLM's rejection sampler does not apply them. A walk down a tree calls vLLM's own sampler with
+    the whole batch, as without speculation.
+    """
+
+    @functools.wraps(original)
+    def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
+        if not _samples_as_plain.get():
+            original(self, speculative_config)
+
+    return _validate_spec_decode
+
+
+def _walks_trees(vllm_config: VllmConfig) -> bool:
+    return (
+        config.read(vllm_config) is not None
+        and not vllm_config.use_v2_model_runner
+        and not offered("draft_verifier")  # a patched runner has vLLM's list of processors
+        and config.verification(vllm_config) == "tree"
+    )

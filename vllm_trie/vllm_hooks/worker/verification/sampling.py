@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
     MinTokensLogitsProcessor,
@@ -223,6 +223,30 @@ def _is_idle(processor: Any) -> bool:
 def _tracks_thinking(metadata: SamplingMetadata) -> bool:
     holder = metadata.thinking_budget_state_holder
     return holder is not None and holder.has_tracked_requests()
+
+
+def wrap_build_logitsprocs(
+    original: Callable[..., LogitsProcessors],
+) -> Callable[..., LogitsProcessors]:
+    """Give an engine whose trees the sampler walks all of vLLM's own logits processors."""
+
+    @functools.wraps(original)
+    def build_logitsprocs(
+        vllm_config: Any,
+        device: torch.device,
+        is_pin_memory: bool,
+        is_pooling_model: bool,
+        custom_logitsprocs: Sequence[Any] = (),
+    ) -> LogitsProcessors:
+        if is_pooling_model or custom_logitsprocs:  # vLLM refuses the latter
+            return original(
+                vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs
+            )
+        return LogitsProcessors(
+            make(vllm_config, device, is_pin_memory) for make in BUILTIN_LOGITS_PROCESSORS
+        )
+
+    return build_logitsprocs
 
 
 def wrap_expand_batch_to_tokens(original: Callable[..., torch.Tensor]) -> Callable[..., Any]:
