@@ -104,7 +104,7 @@ def test_equals_hugging_face_in_a_batch(items_engine, options):
 
     llm = items_engine(**options)
     ordinary = [{"prompt_token_ids": list(prompt(50 + i, 25 + i))} for i in range(6)]
-    greedy = [SamplingParams(temperature=0.0, max_tokens=20, logprobs=i % 4) for i in range(6)]
+    greedy = [SamplingParams(temperature=0.0, max_tokens=20, logprobs=4 * i) for i in range(6)]
     beams = SamplingParams(n=3, temperature=0.0, max_tokens=8, extra_args={"beam_width": 3})
     alone = llm.generate(ordinary, greedy[:-1] + [beams], use_tqdm=False)
     searched = [{"prompt_token_ids": list(case[0])} for case in CASES]
