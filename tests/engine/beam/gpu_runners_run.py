@@ -16,9 +16,14 @@ is the CPU's. Prints one JSON object.
 from __future__ import annotations
 
 import argparse
+import atexit
+import functools
 import json
 import os
 import random
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 parser = argparse.ArgumentParser()
@@ -28,6 +33,7 @@ parser.add_argument("--num-blocks", type=int)
 parser.add_argument("--no-prefix-caching", action="store_true")
 parser.add_argument("--overcommit", action="store_true")
 parser.add_argument("--searches", type=int, default=8)
+parser.add_argument("--constrained", action="store_true", help="rules and a catalogue, instead")
 arguments = parser.parse_args()
 
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(arguments.runner == "v2"))
@@ -38,15 +44,18 @@ from tests.engine.beam.async_on_cpu import force_async_scheduling
 if arguments.asynchronous:
     force_async_scheduling()
 
-from vllm import LLM
+import pytest
+from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu import model_runner as gpu_model_runner_v2
 
+from tests.engine.beam import test_token_rules as token_rules
 from tests.engine.beam.cases import check_case, greedy_requests, prompt, request_of
-from tests.engine.beam.oracle import Case
+from tests.engine.beam.oracle import Case, constrained_search
 from tests.engine.conftest import free_blocks, scheduler_of
+from tests.unit.items.catalogues import PlainTrie, random_items, write
 from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
 
@@ -94,6 +103,44 @@ def run(llm: LLM, rng: random.Random) -> dict[str, Any]:
     return {"compared": sum(check_case(path, cases[name], finished[name]) for name in cases)}
 
 
+ITEMS = random_items(3, 300, 0, (2, 5), branching=40)
+
+
+def run_constrained(llm: LLM) -> dict[str, Any]:
+    """Biases, masks, grammars and a catalogue next to ordinary requests."""
+    wanted = dict(list(enumerate(token_rules.WANTED))[::2])
+    requests = [token_rules.request_of(number, each) for number, each in wanted.items()]
+    expected = [token_rules.expected(number) for number in wanted]
+    items = PlainTrie(ITEMS)
+    for width, end in ((7, "complete"), (5, "eos")):
+        eos = 0 if end == "eos" else None
+        token_ids = prompt(width, 30)
+        options = {"beam_width": width, "items": "shop", "items_end": end}
+        params = SamplingParams(n=width, temperature=0.0, max_tokens=6, extra_args=options)
+        requests.append(({"prompt_token_ids": list(token_ids)}, params))
+        longest = 5 + (eos is not None)
+        allowed = functools.partial(items.allowed, eos=eos)
+        expected.append(constrained_search(
+            str(model_path()), token_ids, width, longest, lambda path, a=allowed: a(path), eos
+        ))  # fmt: skip
+    greedy = greedy_requests(3, max_tokens=12)
+    alone = [llm.generate([text], params, use_tqdm=False)[0] for text, params in greedy]
+    requests += greedy
+    results = llm.generate(
+        [text for text, _ in requests], [params for _, params in requests], use_tqdm=False
+    )
+    for result, before in zip(results[len(expected) :], alone, strict=True):
+        assert result.outputs[0].token_ids == before.outputs[0].token_ids
+    for result, hypotheses in zip(results, expected, strict=False):
+        outputs = result.outputs[: len(hypotheses)]
+        assert [list(each.token_ids) for each in outputs] == [each.token_ids for each in hypotheses]
+        for output, hypothesis in zip(outputs, hypotheses, strict=True):
+            assert abs(output.score - hypothesis.score) < 1e-4
+    with pytest.raises(ValueError, match="'beam_width' is not supported with Model Runner V2"):
+        llm.generate([requests[0][0]], SamplingParams(extra_args={"items": "shop"}), use_tqdm=False)
+    return {"compared": sum(map(len, expected))}
+
+
 def main() -> None:
     if arguments.runner == "v1":
         # The CPU's runner makes one buffer of each pair; on a GPU they stay two.
@@ -102,8 +149,12 @@ def main() -> None:
         # Groups are admitted whatever runs, and fight for blocks.
         for name in ("expected_blocks", "min_blocks"):
             setattr(BeamGroup, name, property(lambda self: 0, lambda self, value: None))
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    catalogues = {"shop": str(write(folder / "items", ITEMS))} if arguments.constrained else {}
     llm = LLM(
         model=str(model_path()),
+        additional_config={"vllm_trie": {"items": catalogues}},
         dtype="float32",
         enforce_eager=True,
         kv_cache_memory_bytes=64 << 20,
@@ -122,7 +173,8 @@ def main() -> None:
     assert isinstance(runner, expected.GPUModelRunner)
     assert type(scheduler).__name__.startswith("Async") == arguments.asynchronous
     before = free_blocks(llm)
-    result = run(llm, random.Random(arguments.searches))
+    rng = random.Random(arguments.searches)
+    result = run_constrained(llm) if arguments.constrained else run(llm, rng)
     for _ in range(3):  # let the worker hear of the last ones
         if scheduler.has_requests():
             llm.llm_engine.step()

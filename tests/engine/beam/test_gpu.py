@@ -89,6 +89,7 @@ def test_a_cache_that_cannot_be_shared_is_an_error_not_a_wrong_result(engine, mo
             ["v2", "--asynchronous", "--num-blocks", "9", "--overcommit", "--searches", "14"],
             id="default",
         ),
+        pytest.param(["v2", "--asynchronous", "--constrained"], id="rules and catalogues"),
         pytest.param(["v2", "--no-prefix-caching"], id="no prefix caching, synchronous"),
         pytest.param(
             ["v1", "--asynchronous", "--num-blocks", "9", "--overcommit", "--searches", "14"],

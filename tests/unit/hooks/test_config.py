@@ -327,11 +327,14 @@ def test_catalogues_are_paths_by_name(speculative: dict | None, items: Any) -> N
     assert f"additional_config['vllm_trie']['items']={items!r}" in str(caught.value)
 
 
+PARALLEL = SimpleNamespace(enable_batch_sharded_sampling=None)
+
+
 def serving(path: object, **values: Any) -> SimpleNamespace:
     return SimpleNamespace(
         additional_config={CONFIG_KEY: {"items": {"shop": str(path)}}},
         model_config=SimpleNamespace(get_vocab_size=lambda: 10),
-        **{"speculative_config": None, "use_v2_model_runner": False, **values},
+        **{"speculative_config": None, "parallel_config": PARALLEL, **values},
     )
 
 
@@ -343,8 +346,7 @@ def test_catalogues_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.Mo
     for wrong, message in (
         (serving(tmp_path / "none"), "none: No such file"),
         (serving(larger), "it has token 10, the model's vocabulary has 10 tokens"),
-        (serving(path, speculative_config=object()), "speculative decoding verifies tokens"),
-        (serving(path, use_v2_model_runner=True), "set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (serving(path, speculative_config=object()), "speculative decoding samples without"),
     ):
         with pytest.raises(ValueError, match=message):
             items_setup.check_catalogues(wrong)  # type: ignore[arg-type]
@@ -359,8 +361,9 @@ def test_rules_that_rows_cannot_have() -> None:
 
     from vllm_trie.vllm_hooks.setup.support import unsupported_rule
 
-    def config(speculative: object = None, v2: bool = False) -> Any:
-        return SimpleNamespace(speculative_config=speculative, use_v2_model_runner=v2)
+    def config(speculative: object = None, sharded: bool = False) -> Any:
+        parallel = SimpleNamespace(enable_batch_sharded_sampling=sharded)
+        return SimpleNamespace(speculative_config=speculative, parallel_config=parallel)
 
     for name, value in (("logit_bias", {3: 1.0}), ("allowed_token_ids", [3])):
         params = SamplingParams(**{name: value})
@@ -368,7 +371,7 @@ def test_rules_that_rows_cannot_have() -> None:
         assert unsupported_rule(config(object()), params) == (
             f"{name} is not supported with speculative decoding"
         )
-        assert unsupported_rule(config(v2=True), params) == (
-            f"{name} is not supported with Model Runner V2"
+        assert unsupported_rule(config(sharded=True), params) == (
+            f"{name} is not supported with enable_batch_sharded_sampling"
         )
     assert unsupported_rule(config(object(), True), SamplingParams()) is None

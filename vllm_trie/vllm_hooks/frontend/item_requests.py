@@ -79,6 +79,11 @@ def prepare_decoding(vllm_config: VllmConfig, params: SamplingParams) -> Samplin
         raise BeamRequestError(str(error)) from None
     if options.items is None:
         raise BeamRequestError("items=None names no catalogue; name one, or leave it out")
+    if vllm_config.use_v2_model_runner:
+        raise BeamRequestError(
+            "items without 'beam_width' is not supported with Model Runner V2; add beam_width=1, "
+            "which decodes greedily"
+        )
     _check_catalogue(vllm_config, options.items)
     _check_unset(params, _UNSET_DECODING)
     prepared = params.clone()

@@ -19,6 +19,11 @@ _runner = _group(
     scope="native_search",
     retire_when="the sampler returns the best of a list of tokens for each request",
 )
+_v2 = _group(
+    "vllm.v1.worker.gpu.",
+    scope="native_search",
+    retire_when="the sampler returns the best of a list of tokens for each request",
+)
 _fork = _group("vllm.v1.core.", extension_point="fork_request")
 _result = _group(
     "vllm.v1.engine.output_processor:RequestState.",
@@ -150,6 +155,17 @@ BEAM_PATCHES: tuple[Patch, ...] = (
         "grammar_output", wrapper="worker.beam.item_rows:wrap_sample_tokens"),
     _any("v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput", "relied on",
         "its _model_runner_output carries the candidates under asynchronous scheduling",
+        "model_runner_output"),
+    _v2("model_runner:GPUModelRunner.execute_model", "wrapped",
+        "takes what the scheduler says of rows", "scheduler_output",
+        wrapper="worker.beam.rows_v2:wrap_execute_model"),
+    _v2("sample.sampler:Sampler.__call__", "wrapped",
+        "candidates of rows with a bias, a mask, a grammar or a catalogue", "logits input_batch",
+        wrapper="worker.beam.rows_v2:wrap_sampler"),
+    _v2("model_runner:GPUModelRunner.sample_tokens", "wrapped",
+        "sends the candidates of rows to the scheduler", "grammar_output",
+        wrapper="worker.beam.rows_v2:wrap_sample_tokens"),
+    _v2("async_utils:AsyncOutput", "relied on", "its model_runner_output carries the candidates",
         "model_runner_output"),
     _any("v1.worker.gpu_input_batch:InputBatch.update_async_output_token_ids", "called",
         "the tokens of requests that decode an item, under asynchronous scheduling", ""),

@@ -67,7 +67,7 @@ class BeamGroups:
         self.by_id: dict[str, BeamGroup] = {}
         """Group id to group, in order of arrival. Only this class writes it."""
         self.vocab_size = scheduler.vllm_config.model_config.get_vocab_size()
-        self._worker_selects = reason_sampler_selects(scheduler.vllm_config) is None
+        self._worker_can_select = reason_sampler_selects(scheduler.vllm_config) is None
         self.catalogues = Catalogues(catalogue_paths(scheduler.vllm_config), self.vocab_size)
 
     @property
@@ -135,6 +135,9 @@ class BeamGroups:
         scheduler = self._scheduler
         assert member.sampling_params is not None
         spec = beam_spec(member.sampling_params)
+        rules = self._rules(member)
+        # On Model Runner V2 the sampler's candidates reach the host without a wait.
+        samples = scheduler.use_v2_model_runner and rules is None and spec.options.items is None
         group = BeamGroup(
             group_id,
             spec,
@@ -144,8 +147,8 @@ class BeamGroups:
             scheduler.block_size,
             make_stop_string_finder(scheduler.vllm_config.model_config, member.sampling_params),
             self.catalogues,
-            self._worker_selects,
-            self._rules(member),
+            self._worker_can_select and not samples,
+            rules,
         )
         check_slots(group.beam_width, min(scheduler.max_num_running_reqs, self.admission.slots))
         check_blocks(

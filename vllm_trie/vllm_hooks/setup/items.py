@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_trie.items.trie_file import check_vocabulary, read_header
 from vllm_trie.vllm_hooks.setup.config_keys import ITEMS, own_part, spelled
-from vllm_trie.vllm_hooks.setup.support import reason_off
+from vllm_trie.vllm_hooks.setup.support import reason_off, reason_sampler_selects
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,12 +30,8 @@ def check_catalogues(vllm_config: VllmConfig) -> None:
     if not paths:
         return
     reason = reason_off(vllm_config)
-    if reason is None and vllm_config.speculative_config is not None:
-        reason = (
-            "speculative decoding verifies tokens without the constraint; leave one of them out"
-        )
-    if reason is None and vllm_config.use_v2_model_runner:
-        reason = "Model Runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0"
+    if reason is None and (setting := reason_sampler_selects(vllm_config)):
+        reason = f"{setting} samples without the constraint; leave one of them out"
     if reason is not None:
         raise ValueError(f"{spelled(ITEMS)} cannot be served: {reason}")
     for path in paths.values():

@@ -150,13 +150,15 @@ def reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -
 
 
 def reason_sampler_selects(vllm_config: VllmConfig) -> str | None:
-    """Return why rows get their candidates from vLLM's sampler; None if the worker selects them.
+    """Return why rows need vLLM's sampler for candidates; None if the worker can select them.
 
     The hook in the worker must see one row of logits for each request, in the batch's order.
     """
-    if vllm_config.use_v2_model_runner:
-        return "Model Runner V2"
-    return "speculative decoding" if vllm_config.speculative_config is not None else None
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding"
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
+        return "enable_batch_sharded_sampling"
+    return None
 
 
 def unsupported_rule(

@@ -14,7 +14,7 @@ candidate. A step of rows only needs no sampler.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,22 +45,63 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_STATE = "_vllm_trie_items"
-"""Attribute of a model runner with its :class:`_WorkerItems`."""
+STATE = "_vllm_trie_items"
+"""Attribute of a model runner with its :class:`WorkerRows`."""
 _MAX_VERSIONS = 4
 """Versions of a catalogue that stay mapped."""
 
 
-class _WorkerItems:
-    """Mapped catalogues of a worker, and what it was told of the rows of its present step."""
+class WorkerRows:
+    """Mapped catalogues of a worker, and the rows of its present step.
+
+    Attributes:
+        steps: What the scheduler says of them; empty once they are selected.
+        decoded: Requests that decode an item.
+    """
 
     def __init__(self) -> None:
         self.steps: list[ItemStep | SelectionStep] = []
-        self.found: list[StepCandidates | None] = []  # of each of the steps
+        self._found: list[StepCandidates | None] = []  # of each of the steps
+        self._best: list[tuple[np.ndarray, np.ndarray]] = []
         self.decoded = DecodedItems(self.trie)
         self._tries: dict[tuple[str, str], ItemTrie] = {}
 
-    def candidates(
+    def select(self, place_of: Mapping[str, int], logits: torch.Tensor) -> int:
+        """Select the candidates of the step's rows; return the number of rows.
+
+        Args:
+            place_of: Id to place of the requests of the batch.
+            logits: float [requests of the batch, vocab], before sampling.
+        """
+        steps, self.steps, self._found, self._best = self.steps, [], [], []
+        for step in steps:
+            places = np.array([place_of[row_id] for row_id in step.row_ids])
+            found = self._candidates(step, places, logits)
+            self._found.append(found)
+            if found is not None:
+                rows, tokens = self._best_tokens(step, found)
+                self._best.append((places[rows], tokens))
+        return sum(len(step.row_ids) for step in steps)
+
+    def put_best_tokens(self, sampled: torch.Tensor) -> None:
+        """Make the best candidate of each row its sample, in place.
+
+        It is the likeliest to be the token of its child, which then stays in its place.
+
+        Args:
+            sampled: int [requests of the batch, 1].
+        """
+        for places, tokens in self._best:
+            indices = torch.from_numpy(places).to(sampled.device)
+            sampled[indices, 0] = torch.from_numpy(tokens).to(sampled)
+
+    def send(self, output: Any) -> None:
+        """Attach the candidates to the output of the step."""
+        if self._found:
+            setattr(output, CANDIDATES, self._found)
+            self._found = []
+
+    def _candidates(
         self, step: ItemStep | SelectionStep, places: np.ndarray, logits: torch.Tensor
     ) -> StepCandidates | None:
         """Return the candidates of one group; None if it fails, which the scheduler sees.
@@ -105,7 +146,7 @@ class _WorkerItems:
             step.weight_factor,
         )
 
-    def best_tokens(
+    def _best_tokens(
         self, step: ItemStep | SelectionStep, found: StepCandidates
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that have candidates, and the best token of each."""
@@ -143,8 +184,8 @@ def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
         for reused in getattr(scheduler_output, REUSED_ROWS, ()):
             change_rows(self.requests, self.input_batch, reused)
         steps = getattr(scheduler_output, ROW_STEPS, None)
-        if steps is not None or _STATE in self.__dict__:
-            state = self.__dict__.setdefault(_STATE, _WorkerItems())
+        if steps is not None or STATE in self.__dict__:
+            state = self.__dict__.setdefault(STATE, WorkerRows())
             state.steps = steps or []
             state.decoded.update(scheduler_output, self.input_batch)
         return original(self, scheduler_output, *args, **kwargs)
@@ -158,7 +199,7 @@ def wrap_build_attention_metadata(original: Callable[..., Any]) -> Callable[...,
     @functools.wraps(original)
     def _build_attention_metadata(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
         built = original(self, *args, **kwargs)
-        state: _WorkerItems | None = self.__dict__.get(_STATE)
+        state: WorkerRows | None = self.__dict__.get(STATE)
         if state is not None and kwargs.get("num_scheduled_tokens"):  # no dummy run
             share_prompts(built, state.steps, self.input_batch, kwargs["max_query_len"])
         return built
@@ -173,32 +214,19 @@ def wrap_sample(original: Callable[..., SamplerOutput]) -> Callable[..., Sampler
     def _sample(
         self: GPUModelRunner, logits: torch.Tensor, spec_decode_metadata: Any
     ) -> SamplerOutput:
-        state: _WorkerItems | None = self.__dict__.get(_STATE)
+        state: WorkerRows | None = self.__dict__.get(STATE)
         if state is None:
             return original(self, logits, spec_decode_metadata)
         state.decoded.mask(logits, self.input_batch)
         if not state.steps:
             return original(self, logits, spec_decode_metadata)
         # Before the sampler, which may change logits in place.
-        place_of = self.input_batch.req_id_to_index
-        places = [np.array([place_of[row_id] for row_id in step.row_ids]) for step in state.steps]
-        state.found = [
-            state.candidates(step, rows, logits)
-            for step, rows in zip(state.steps, places, strict=True)
-        ]
-        if sum(map(len, places)) < len(logits):
+        if state.select(self.input_batch.req_id_to_index, logits) < len(logits):
             output = original(self, logits, spec_decode_metadata)
         else:  # nobody else's tokens to sample
             tokens = torch.zeros((len(logits), 1), dtype=torch.int32, device=logits.device)
             output = SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
-        # The best token of a row is the likeliest to be its child's, which then stays in its place.
-        sampled = output.sampled_token_ids
-        for step, rows, found in zip(state.steps, places, state.found, strict=True):
-            if found is not None:
-                having, best = state.best_tokens(step, found)
-                indices = torch.from_numpy(rows[having]).to(sampled.device)
-                sampled[indices, 0] = torch.from_numpy(best).to(sampled)
-        state.steps = []
+        state.put_best_tokens(output.sampled_token_ids)
         return output
 
     return _sample
@@ -210,11 +238,10 @@ def wrap_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def sample_tokens(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
-        state: _WorkerItems | None = self.__dict__.get(_STATE)
-        if state is not None and state.found:
+        state: WorkerRows | None = self.__dict__.get(STATE)
+        if state is not None:
             # Under asynchronous scheduling, inside the output that is still to be copied.
-            setattr(getattr(output, "_model_runner_output", output), CANDIDATES, state.found)
-            state.found = []
+            state.send(getattr(output, "_model_runner_output", output))
         return output
 
     return sample_tokens
