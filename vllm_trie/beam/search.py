@@ -59,7 +59,7 @@ class Hypothesis(NamedTuple):
         sum_logprob: That sum.
         reason: ``"stop"`` or ``"length"``.
         stop: Stop token id or stop string that ended it, None if something else did.
-        places: For each token (step, row, position among the row's candidates).
+        places: int64 [tokens, 3], step, row and position among the row's candidates.
     """
 
     token_ids: list[int]
@@ -68,7 +68,7 @@ class Hypothesis(NamedTuple):
     sum_logprob: float
     reason: str
     stop: int | str | None
-    places: list[tuple[int, int, int]]
+    places: np.ndarray
 
 
 class _Fates(NamedTuple):
@@ -200,7 +200,7 @@ class BeamSearch:
             )
         ends = np.array([each.node for each in finished], dtype=np.int64)
         paths = self._nodes.paths(ends)
-        places = np.stack([nodes.steps, nodes.rows, nodes.positions], axis=1)[paths].tolist()
+        places = np.stack([nodes.steps, nodes.rows, nodes.positions], axis=1)[paths]
         lengths = (nodes.steps[ends] + 1).tolist()
         token_ids, logprobs = nodes.token_ids[paths].tolist(), nodes.logprobs[paths].tolist()
         return [
@@ -211,7 +211,7 @@ class BeamSearch:
                 total,
                 each.reason,
                 each.stop,
-                [(step, row, position) for step, row, position in places[i][:length]],
+                places[i][:length],
             )
             for i, (each, length, total) in enumerate(
                 zip(finished, lengths, nodes.totals[ends].tolist(), strict=True)
@@ -331,7 +331,9 @@ class BeamSearch:
         last = self.steps + 1 == self.settings.max_new_tokens
         if outcomes is not None:
             return _Fates(outcomes.ends, outcomes.goes_on & (not last), {})
-        ends = np.isin(token_ids, self.settings.stop_token_ids)
+        ends = np.zeros(len(token_ids), dtype=bool)
+        for stop_token_id in self.settings.stop_token_ids:
+            ends |= token_ids == stop_token_id
         stops: dict[int, str] = {}
         if self._find_stop_string is not None and self.steps >= self.settings.min_tokens:
             looks_at_all = self.settings.trace or self._random is not None

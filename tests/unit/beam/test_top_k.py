@@ -147,8 +147,9 @@ def test_search_equals_the_best_of_every_row_and_the_reference(wanted, seed, tie
         found = select_best(logits, search.totals, wanted.num_candidates)
         rows = extended(rows, search.advance(found))
     found = search.hypotheses()
-    assert [(each.token_ids, each.places) for each in found] == [
-        (each.token_ids, each.places) for each in run_search(next_logprobs, wanted).hypotheses()
+    assert [(each.token_ids, each.places.tolist()) for each in found] == [
+        (each.token_ids, each.places.tolist())
+        for each in run_search(next_logprobs, wanted).hypotheses()
     ]
     expected = reference_search(next_logprobs, wanted, PROMPT)
     assert [(each.token_ids, each.score) for each in found] == [tuple(each) for each in expected]

@@ -14,8 +14,9 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.beam import BeamSearch, Candidates, Children, Hypothesis, num_raw_candidates
+from vllm_trie.beam import BeamSearch, Children, Hypothesis, num_raw_candidates
 from vllm_trie.beam.search import StopStringFinder
+from vllm_trie.items.step import Continuations
 from vllm_trie.vllm_hooks.frontend.beam_metrics import REPORT
 from vllm_trie.vllm_hooks.frontend.beam_options import (
     SPEC_KEY,
@@ -40,7 +41,7 @@ from vllm_trie.vllm_hooks.scheduler.row_steps import (
 RESULT_FIELD = "extension_result" if offered("extension_result") else "kv_transfer_params"
 """Field of an ``EngineCoreOutput`` in which a search's result travels to the front end."""
 
-MISSING = Hypothesis([], [], float("-inf"), 0.0, "length", None, [])
+MISSING = Hypothesis([], [], float("-inf"), 0.0, "length", None, np.zeros((0, 3), dtype=np.int64))
 """Answer to a member for which the search found no hypothesis."""
 
 
@@ -106,8 +107,8 @@ class BeamGroup:
         self.rows: list[Request] = []
         self.outputs: dict[str, int] = {}
         """Row id to the token that the worker has appended to the row, for rows at the barrier."""
-        self.candidates: list[StepCandidates] = []
-        """Those of the rows at the barrier, by step of the worker."""
+        self.candidates: list[StepCandidates | None] = []
+        """Those of the rows at the barrier, by step of the worker; None if it failed."""
         self.prefill_stats: PrefillStats | None = None
         self._num_rows_made = 0
         self._history: list[tuple[np.ndarray, np.ndarray]] = []
@@ -194,12 +195,13 @@ class BeamGroup:
         Args:
             arrived: Ids of these rows.
             row_ids: Ids of the rows of the worker's step, some of which may be gone.
-            found: Candidates by row of the step; None if the worker had none.
+            found: Candidates by row of the step; None if the worker failed.
         """
         if found is not None:
             place_of = self._places(arrived)
             places = np.array([place_of.get(row_id, -1) for row_id in row_ids])
-            self.candidates.append(at_rows(places, found))
+            found = at_rows(places, found)
+        self.candidates.append(found)
 
     def take_sampled(self, arrived: Collection[str], output: ModelRunnerOutput) -> None:
         """Take the candidates of rows that vLLM's sampler has found.
@@ -226,11 +228,17 @@ class BeamGroup:
         """Take a step of the search with the candidates of all rows; return its next rows.
 
         Keeps the candidates that members want as log-probabilities.
+
+        Raises:
+            RuntimeError: The worker had no candidates, as it could not map the catalogue.
         """
-        candidates = merged(self.candidates) if self.candidates else None
-        if self.items is not None:
-            return self.items.advance(candidates)  # type: ignore[arg-type]
-        assert isinstance(candidates, Candidates)
+        parts = [part for part in self.candidates if part is not None]
+        if not parts or len(parts) < len(self.candidates):
+            raise RuntimeError("no row has a candidate; the worker's log says why")
+        candidates = merged(parts)
+        if isinstance(candidates, Continuations):
+            assert self.items is not None
+            return self.items.advance(candidates)
         if self.num_logprobs:  # of every row as many
             shape = len(self.rows), -1
             kept = slice(0, self.num_logprobs)
@@ -280,7 +288,7 @@ class BeamGroup:
             "steps": self.search.steps,
         }
         stop = hypothesis.stop if by_token and hypothesis.stop != params.eos_token_id else None
-        if self.items is not None and hypothesis.places:
+        if self.items is not None and len(hypothesis.places):
             (stop,) = self.items.item_ids([hypothesis])
             result["item"] = stop
         if self.report is not None:  # with one of the results
@@ -317,7 +325,7 @@ class BeamGroup:
         values = np.empty((count, 1 + self.num_logprobs), dtype=np.float32)
         token_ids[:, 0] = hypothesis.token_ids
         values[:, 0] = hypothesis.logprobs
-        ranks = np.array([place + 1 for _, _, place in hypothesis.places], dtype=np.int64)
+        ranks = hypothesis.places[:, 2] + 1
         if self.num_logprobs:
             for index, (step, row, _) in enumerate(hypothesis.places):
                 step_token_ids, step_values = self._history[step]

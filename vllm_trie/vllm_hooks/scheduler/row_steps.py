@@ -24,7 +24,7 @@ StepCandidates = Candidates | Continuations
 
 CANDIDATES = "vllm_trie_candidates"
 """Attribute of a ``ModelRunnerOutput``: the :data:`StepCandidates` of each of :data:`ROW_STEPS`, by
-row of the step; None for a catalogue that the worker cannot map."""
+row of the step; None for a group whose candidates failed."""
 
 ROW_STEPS = "vllm_trie_rows"
 """Attribute of a ``SchedulerOutput``: a list of :class:`SelectionStep` and

@@ -64,19 +64,16 @@ class ItemRows:
             self.search.totals[rows],
         )
 
-    def advance(self, continuations: Continuations | None) -> Children:
-        """Take a step with the continuations of all rows; None if the worker had none.
+    def advance(self, continuations: Continuations) -> Children:
+        """Take a step with the continuations of all rows.
 
         Raises:
-            RuntimeError: It had none, or all are impossible: it could not map the catalogue.
+            RuntimeError: None of them is possible: the model's logits are no numbers.
         """
-        if continuations is None:
-            none = np.zeros(0, dtype=np.int32)
-            continuations = Continuations(none, none, none.astype(np.float32))
         start = np.array([ROOT])
         possible = (continuations.logprobs > -np.inf).any()
         if not possible and self._items.trie.has_children(start).all():
-            raise RuntimeError("no row has a candidate; the worker's log says why")
+            raise RuntimeError("no row has a possible candidate")
         children = self._items.trie.num_children(self._items.nodes)
         self.counts["valid_children"] += int(children.sum())
         self.counts["forced_tokens"] += int((children == 1).sum())

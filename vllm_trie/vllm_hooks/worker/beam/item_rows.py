@@ -75,12 +75,16 @@ class WorkerRows:
         """
         steps, self.steps, self._found, self._best = self.steps, [], [], []
         for step in steps:
-            places = np.array([place_of[row_id] for row_id in step.row_ids])
-            found = self._candidates(step, places, logits)
-            self._found.append(found)
-            if found is not None:
+            found = None
+            try:
+                places = np.array([place_of[row_id] for row_id in step.row_ids])
+                found = self._candidates(step, places, logits)
                 rows, tokens = self._best_tokens(step, found)
                 self._best.append((places[rows], tokens))
+            except Exception as error:  # the search fails, and the scheduler sees it
+                is_foreseen = isinstance(error, ItemsError)
+                logger.error("A beam search fails: %s", error, exc_info=not is_foreseen)
+            self._found.append(found)
         return sum(len(step.row_ids) for step in steps)
 
     def put_best_tokens(self, sampled: torch.Tensor) -> None:
@@ -103,24 +107,14 @@ class WorkerRows:
 
     def _candidates(
         self, step: ItemStep | SelectionStep, places: np.ndarray, logits: torch.Tensor
-    ) -> StepCandidates | None:
-        """Return the candidates of one group; None if it fails, which the scheduler sees.
+    ) -> StepCandidates:
+        """Return the candidates of one group.
 
         Args:
             step: The step of the group.
             places: int64 [rows], places of its rows in the batch.
             logits: float [requests of the batch, vocab].
         """
-        try:
-            return self._selected(step, places, logits)
-        except Exception as error:
-            is_foreseen = isinstance(error, ItemsError)
-            logger.error("A beam search fails: %s", error, exc_info=not is_foreseen)
-            return None
-
-    def _selected(
-        self, step: ItemStep | SelectionStep, places: np.ndarray, logits: torch.Tensor
-    ) -> StepCandidates:
         first = int(places.min())
         if (
             isinstance(step, SelectionStep)
