@@ -48,7 +48,15 @@ from typing import Any, NamedTuple
 from support.beam_parts import PARTS_COLUMNS, measure_parts
 from support.device import CUDA_OPTIONS, add_device_options, check_device
 from support.engines import each_schedule, scheduler_of
-from support.harness import Row, finish, interleave, median_seconds, option_parser, write_json
+from support.harness import (
+    Row,
+    add_model_option,
+    finish,
+    interleave,
+    median_seconds,
+    option_parser,
+    write_json,
+)
 from support.wide_beams import (
     SELECTION_COLUMNS,
     WIDE_COLUMNS,
@@ -290,7 +298,7 @@ def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
 
 def _options() -> argparse.Namespace:
     parser = option_parser(__doc__)
-    parser.add_argument("--model", help="model folder; the shipped one if left out")
+    add_model_option(parser, "model folder; the shipped one if left out")
     parser.add_argument("--wide", action="store_true", help="short, wide searches; see above")
     parser.add_argument("--parts", action="store_true", help="parts of a search; see above")
     parser.add_argument("--selection", action="store_true", help="see above; with --widths")

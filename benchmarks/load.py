@@ -33,6 +33,7 @@ from support.engines import Prompts, count_steps, keep_kernel_overrides
 from support.harness import (
     Progress,
     Row,
+    add_model_option,
     finish,
     median_ratio,
     median_seconds,
@@ -95,7 +96,7 @@ def speculative_configs(
 def main() -> None:
     """Measure and print."""
     parser = option_parser(__doc__)
-    parser.add_argument("--model", help="a chat model; the shipped one if left out")
+    add_model_option(parser, "a chat model; the shipped one if left out")
     parser.add_argument(
         "--nodes", nargs="*", type=int, default=[8, 32], help="fixed budgets to compare"
     )

@@ -42,6 +42,7 @@ from support.engines import decode
 from support.harness import (
     Row,
     Timed,
+    add_model_option,
     finish,
     interleave,
     median_seconds,
@@ -369,7 +370,7 @@ def heads_alone(options: Any) -> list[Row]:
 def main() -> None:
     """Measure and print."""
     parser = option_parser(__doc__)
-    parser.add_argument("--model", help="folder of a model; the shipped one if left out")
+    add_model_option(parser, "folder of a model; the shipped one if left out")
     parser.add_argument("--heads", help="its Medusa heads; the shipped ones if left out")
     parser.add_argument("--nodes", nargs="+", type=int, default=[16, 32, 64])
     parser.add_argument("--batch-size", type=int, default=1)

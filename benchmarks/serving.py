@@ -31,7 +31,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from support.harness import Row, finish, option_parser, run_quietly
+from support.harness import (
+    Row,
+    add_model_option,
+    finish,
+    option_parser,
+    run_quietly,
+)
 from support.replay_data import QUESTIONS_VARIABLE
 
 from vllm_trie import local_engine
@@ -73,7 +79,7 @@ def speculative_configs(nodes: int, keeps_store: bool) -> dict[str, dict[str, An
 def main() -> None:
     """Measure and print."""
     parser = option_parser(__doc__)
-    parser.add_argument("--model", help="a chat model; the shipped one if left out")
+    add_model_option(parser, "a chat model; the shipped one if left out")
     parser.add_argument("--nodes", type=int, default=32, help="node limit of ngram_trie")
     parser.add_argument("--concurrency", nargs="*", type=int, default=[1, 8, 32])
     parser.add_argument("--rates", nargs="*", type=float, default=[2.0, 8.0], help="requests/s")

@@ -21,6 +21,7 @@ from support.engines import Prompts, after_each_step, count_steps, decode, keep_
 from support.harness import (
     Row,
     Timed,
+    add_model_option,
     finish,
     interleave,
     median_seconds,
@@ -190,7 +191,7 @@ def full_tree_rows(
 def main() -> None:
     """Measure and print."""
     parser = option_parser(__doc__)
-    parser.add_argument("--model", help="a chat model; the shipped one if left out")
+    add_model_option(parser, "a chat model; the shipped one if left out")
     parser.add_argument("--methods", nargs="*", default=["ngram_trie"], help="the plugin's methods")
     parser.add_argument("--nodes", nargs="+", type=int, default=[8, 32, 64])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])

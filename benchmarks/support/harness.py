@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from vllm_trie import local_engine
+from vllm_trie import local_engine, smollm2
 
 Row = dict[str, Any]
 Timed = Sequence[tuple[float, Any]]
@@ -52,6 +52,22 @@ def option_parser(description: str | None, repeats: int = 3) -> argparse.Argumen
     )
     parser.add_argument("--verbose", action="store_true", help="show vLLM's own messages")
     return parser
+
+
+def add_model_option(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add `--model`: a folder, a name on the hub, or the word `smollm2`."""
+    parser.add_argument(
+        "--model",
+        type=_model_folder,
+        help=f"{what}; '{smollm2.NAME}' is SmolLM2-135M-Instruct, fetched on first use",
+    )
+
+
+def _model_folder(model: str) -> str:
+    try:
+        return smollm2.model_folder(model)
+    except smollm2.FetchError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def take_turns(loads: Sequence[Generator[Progress, None, _Result]]) -> list[_Result]:
