@@ -2,6 +2,10 @@
 
 Workloads:
 
+    chat     a real model's own answers: first turns of Spec-Bench's questions as chats of
+             SmolLM2-135M-Instruct, which is fetched on first use, or of `--model`, without
+             a prefix cache. Without `--questions` or SPEC_BENCH_QUESTIONS, the demo's prompts take
+             their place
     shipped  the demo's prompts on the model that ships with the project, or on `--model`
     replay   recorded answers of Spec-Bench on a replay model, which has the compute of a real shape
              with dummy weights and whose greedy output is the recorded answer: a real model's text
@@ -17,8 +21,11 @@ it by turns of a second, because slow spells of a shared machine last longer tha
 Drafters that learn from finished requests begin each repeat and each load empty. Engines are
 compiled, vLLM's default. `tokens_per_s` is output over the whole time of the requests, prefill
 included. `ms_per_output_token` and `decode_ratio_to_plain` count the time after the first token
-only. `tokens_per_step` is tokens after the first one over their steps.
+only. `tokens_per_step` is tokens after the first one over their steps. In bfloat16 near-ties make
+free answers differ: `identical_share` is the share of answers that do not, and ratios to plain are
+of times per token.
 
+    python benchmarks/peers.py --workload chat --questions question.jsonl
     python benchmarks/peers.py --questions question.jsonl --answers vicuna-7b.jsonl \
         --json peers.json --plot docs/img
 """
@@ -39,7 +46,7 @@ from typing import Any
 
 from rich.progress import Progress
 from support.device import add_device_options, check_device, engine_options
-from support.harness import Row, finish, machine, option_parser
+from support.harness import Row, add_model_option, finish, machine, option_parser
 from support.peers_engines import (
     DEFAULT_METHODS,
     METHODS,
@@ -60,20 +67,19 @@ from support.peers_rows import MEAN, print_breakdown, summarize, with_means
 from support.replay_data import (
     ANSWERS_VARIABLE,
     DEFAULT_TOKENIZER,
-    MULTI_TURN,
     QUESTIONS_VARIABLE,
     Recording,
     load_tokenizer,
     read_recordings,
 )
 
-from vllm_trie import local_engine
+from vllm_trie import local_engine, smollm2
 
-WORKLOADS = ("shipped", "replay", "beam")
+WORKLOADS = ("chat", "shipped", "replay", "beam")
 SHAPES = ("tiny", "0.4b", "1b")
 COLUMNS = (
     "method", "workload", "category", "tokens_per_s", "ratio_to_plain", "decode_ratio_to_plain",
-    "ms_per_output_token", "tokens_per_step", "identical",
+    "ms_per_output_token", "tokens_per_step", "identical", "identical_share",
 )  # fmt: skip
 CURVE = (1, 3, 5, 9, 13, 17, 25, 33, 49, 65)
 
@@ -82,7 +88,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or `arguments`."""
     parser = option_parser(__doc__, repeats=1)
     add_device_options(parser)
-    parser.add_argument("--model", help="of the workload shipped, in place of the shipped one")
+    add_model_option(parser, "of the workloads chat and shipped, in place of theirs")
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT_METHODS))
     for flag, variable in (("--questions", QUESTIONS_VARIABLE), ("--answers", ANSWERS_VARIABLE)):
@@ -103,7 +109,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--at-once", nargs="+", type=int, default=[1], help="requests that run at a time"
     )
     parser.add_argument("--shape", choices=SHAPES, default="0.4b", help="of the replay model")
-    parser.add_argument("--dtype", default="bfloat16", help="of the replay model")
+    parser.add_argument("--dtype", default="bfloat16", help="of the workloads chat and replay")
     parser.add_argument("--eager", action="store_true", help="run the model without compilation")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the ratios, as PNG and SVG")
     parser.add_argument(
@@ -170,24 +176,18 @@ def run(options: argparse.Namespace) -> list[Row]:
                 f"environment variables {QUESTIONS_VARIABLE} and {ANSWERS_VARIABLE}"
             )
             return []
-        use_all_cores(options)
+        local_engine.set_environment(options.verbose, local_engine.with_all_cores())
         return run_replay(options)
+    if workload == "chat":
+        local_engine.set_environment(options.verbose, local_engine.with_all_cores())
+        return run_chat(options)
     local_engine.set_environment(options.verbose)
     return run_shipped(options)
 
 
-def use_all_cores(options: argparse.Namespace) -> None:
-    """Set the environment for a model of real size; call it before importing torch."""
-    threads = str(os.cpu_count() or 1)
-    # numba, which vLLM's ngram method uses, sets OpenMP's number of threads for all engines.
-    own = {"OMP_NUM_THREADS": threads}
-    own["NUMBA_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads)
-    local_engine.set_environment(options.verbose, local_engine.ENVIRONMENT | own)
-
-
 def print_curve(options: argparse.Namespace) -> None:
     """Print the cost of the replay model's steps, by number of tokens."""
-    use_all_cores(options)
+    local_engine.set_environment(options.verbose, local_engine.with_all_cores())
     settings = dict(replay_settings(options.dtype), enforce_eager=options.eager)
     with (
         local_engine.silence(not options.verbose),
@@ -198,6 +198,25 @@ def print_curve(options: argparse.Namespace) -> None:
     print(machine())
     for size, milliseconds in found.items():
         print(f"{size:3} tokens {milliseconds:7.1f} ms")
+
+
+def run_chat(options: argparse.Namespace) -> list[Row]:
+    """Measure chats on a real model, whose answers are free."""
+    from support.prompts import demo_chats, spec_bench_chats
+
+    check_device(options.device)
+    model = options.model or smollm2.model_folder(smollm2.NAME)
+    if options.questions is None:
+        prompts = list(demo_chats(model).items())
+    else:
+        chats = spec_bench_chats(model, options.questions)
+        chosen = choose(chats, options.questions_per_category, options.categories)
+        prompts = [(chat.category, chat.prompt) for chat in chosen]
+    questions = [
+        Question(category, prompt, None, options.max_tokens) for category, prompt in prompts
+    ]
+    settings = {"dtype": options.dtype, "enable_prefix_caching": False}
+    return measure(options, "chat", model, questions, settings | engine_options(options))
 
 
 def run_shipped(options: argparse.Namespace) -> list[Row]:
@@ -256,7 +275,7 @@ def choose(
         if categories and category not in categories:
             continue
         turns = list(by_question.values())
-        number = min(len(turns), max(1, per_category // (2 if category == MULTI_TURN else 1)))
+        number = min(len(turns), max(1, per_category // len(turns[0])))
         for i in range(number):
             chosen += turns[i * len(turns) // number]
     return chosen

@@ -10,6 +10,7 @@ from support.harness import Row, machine
 from support.peers_engines import PLAIN
 
 TITLES = {
+    "chat": "chats on SmolLM2-135M-Instruct, or another model; the model's own answers",
     "shipped": "the model that ships with the project (3.5 M parameters, float32)",
     "replay": "replay model: recorded answers of Spec-Bench, dummy weights of a {shape} shape; "
     "real engine",

@@ -38,6 +38,12 @@ def summarize(
         for method, total in totals.items():
             tokens, steps = total["tokens"], max(total["steps"], 1)
             decoded = max(tokens - total["requests"], 1)
+            same = [
+                measured.output == (expected[i] or [])[: len(measured.output)]
+                for i in indices
+                for measured in found[i, method]
+            ]
+            known = all(answer is not None for answer in expected.values())
             rows.append(
                 {
                     "method": method,
@@ -46,8 +52,8 @@ def summarize(
                     "at_once": getattr(questions[indices[0]], "at_once", 1),
                     "tokens_per_s": tokens / total["seconds"],
                     "tokens_per_step": decoded / steps,
-                    "ratio_to_plain": plain["seconds"] / total["seconds"] if plain else None,
-                    "decode_ratio_to_plain": plain["decode"] / total["decode"] if plain else None,
+                    "ratio_to_plain": _ratio(plain, total, "seconds", 0),
+                    "decode_ratio_to_plain": _ratio(plain, total, "decode", 1),
                     "ms_per_output_token": 1e3 * total["decode"] / decoded,
                     "first_token_ms": 1e3
                     * (total["seconds"] - total["decode"])
@@ -57,16 +63,21 @@ def summarize(
                     **{f"{part}_ms_per_step": 1e3 * total[part] / steps for part in PARTS},
                     "questions": int(total["requests"]),
                     "tokens": tokens,
-                    "identical": all(
-                        measured.output == (expected[i] or [])[: len(measured.output)]
-                        for i in indices
-                        for measured in found[i, method]
-                    )
-                    if all(answer is not None for answer in expected.values())
-                    else None,
+                    "identical": all(same) if known else None,
+                    "identical_share": sum(same) / len(same) if known else None,
                 }
             )
     return rows
+
+
+def _ratio(
+    plain: dict[str, float] | None, total: dict[str, float], seconds: str, first: int
+) -> float | None:
+    """Return plain's time per token over a method's, without the `first` tokens of each request."""
+    if plain is None:
+        return None
+    tokens = [max(each["tokens"] - first * each["requests"], 1) for each in (plain, total)]
+    return plain[seconds] / tokens[0] / (total[seconds] / tokens[1])
 
 
 def _total(

@@ -1,8 +1,11 @@
-"""Prompts of the benchmarks that run the shipped model, as token ids."""
+"""Prompts of the benchmarks that run a model with text of its own, as token ids."""
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+
+from support.replay_data import Recording, category_of, read_lines
 
 MIXED_ROUNDS = 14
 
@@ -11,10 +14,34 @@ def demo_chats(model: str) -> dict[str, list[int]]:
     """Return the demo's prompts by name, as chats of `model`."""
     from transformers import AutoTokenizer
 
-    from vllm_trie.tiny_model.chat_prompts import chat_prompts, chat_tokens
+    from vllm_trie.demo import chat_prompts
+    from vllm_trie.tiny_model import chat_prompts as prompts_about_code
+    from vllm_trie.tiny_model import model_path
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    return {prompt.name: chat_tokens(tokenizer, prompt.message) for prompt in chat_prompts()}
+    source = prompts_about_code if Path(model) == model_path() else chat_prompts
+    return {
+        prompt.name: prompts_about_code.chat_tokens(tokenizer, prompt.message)
+        for prompt in source.chat_prompts()
+    }
+
+
+def spec_bench_chats(model: str, questions: Path) -> list[Recording]:
+    """Return the first turns of Spec-Bench's questions as chats of `model`, without answers."""
+    from transformers import AutoTokenizer
+
+    from vllm_trie.tiny_model.chat_prompts import chat_tokens
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [
+        Recording(
+            question["question_id"],
+            category_of(question),
+            chat_tokens(tokenizer, question["turns"][0]),
+            [],
+        )
+        for question in read_lines(questions)
+    ]
 
 
 def held_out_tasks(model: str, per_kind: int) -> list[list[int]]:

@@ -51,7 +51,7 @@ class Recording(NamedTuple):
     category: str
     prompt: list[int]
     output: list[int]
-    """The answer's tokens and EOS."""
+    """The answer's tokens and EOS; empty where a model answers freely."""
 
 
 class Tokenizer(NamedTuple):
@@ -99,11 +99,9 @@ def read_recordings(questions: Path, answers: Path, tokenizer: Tokenizer) -> Ite
     The prompt of a turn is Vicuna's template with the earlier turns and their recorded answers.
     Prompt and answer are encoded separately.
     """
-    recorded = {row["question_id"]: row["choices"][0]["turns"] for row in _read_lines(answers)}
-    for question in _read_lines(questions):
-        category = question["category"]
-        if category in MT_BENCH_CATEGORIES:
-            category = MULTI_TURN
+    recorded = {row["question_id"]: row["choices"][0]["turns"] for row in read_lines(answers)}
+    for question in read_lines(questions):
+        category = category_of(question)
         if question["question_id"] not in recorded:
             raise SystemExit(f"--answers: no answer to question {question['question_id']}")
         text = SYSTEM_PROMPT
@@ -119,7 +117,14 @@ def read_recordings(questions: Path, answers: Path, tokenizer: Tokenizer) -> Ite
             text += f"{answer}</s>"
 
 
-def _read_lines(path: Path) -> Iterator[dict]:
+def category_of(question: dict) -> str:
+    """Return a question's category among Spec-Bench's six; the file splits one of them up."""
+    category: str = question["category"]
+    return MULTI_TURN if category in MT_BENCH_CATEGORIES else category
+
+
+def read_lines(path: Path) -> Iterator[dict]:
+    """Yield the objects of a JSONL file."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             if line.strip():

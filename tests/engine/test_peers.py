@@ -12,6 +12,8 @@ import peers
 import pytest
 from support import peers_engines
 
+from vllm_trie.tiny_model import model_path
+
 PINNED = {
     "method",
     "workload",
@@ -75,6 +77,19 @@ def test_rows_have_the_pinned_keys_and_plausible_values(rows: list[dict[str, Any
     assert by_method[FIXED]["tokens_per_step"] > 1.5
     assert by_method[FIXED]["nodes_per_step"] > 1
     assert by_method["ngram_trie"]["tokens_per_step"] >= 1
+
+
+def test_chats_have_free_answers(tmp_path: Path) -> None:
+    options = ["--workload", "chat", "--model", str(model_path()), "--dtype", "float32", "--eager"]
+    options += ["--max-tokens", "24", "--methods", "plain", FIXED]
+    rows = peers.run(peers.parse([*options, *write_recordings(tmp_path)]))
+    assert {row["category"] for row in rows} == {"multi-turn", "qa", "rag", "mean"}
+    for row in rows:
+        assert set(row) >= PINNED | {"decode_ratio_to_plain"}
+        assert row["workload"] == "chat"
+        assert (row["identical"], row["identical_share"]) == (True, 1.0)
+    drafting = [row for row in rows if row["method"] == FIXED and row["category"] == "mean"]
+    assert drafting[0]["nodes_per_step"] > 1
 
 
 @pytest.fixture

@@ -114,6 +114,20 @@ def test_ratios_count_the_prefill_and_steps_do_not() -> None:
     assert rows["rag", "ngram_trie"]["identical"] is False
 
 
+def test_free_answers_of_other_lengths_are_compared_by_time_per_token() -> None:
+    questions = [peers_engines.Question("qa", [1], None, 5)] * 2
+    found = {
+        (0, "plain"): [measured([5, 6, 7, 8, 9], 5.0, 1.0, 4)],
+        (1, "plain"): [measured([5, 6, 7, 8, 9], 5.0, 1.0, 4)],
+        (0, "ngram"): [measured([5, 6, 7, 8, 9], 3.0, 1.0, 2)],
+        (1, "ngram"): [measured([5, 6, 2], 2.0, 1.0, 1)],
+    }
+    rows = peers.summarize("chat", ["plain", "ngram"], questions, found)
+    assert rows[1]["ratio_to_plain"] == pytest.approx((10 / 10) / (5 / 8))
+    assert rows[1]["decode_ratio_to_plain"] == pytest.approx((8 / 8) / (3 / 6))
+    assert (rows[1]["identical"], rows[1]["identical_share"]) == (False, 0.5)
+
+
 def test_means_are_over_categories_and_the_best_peer_is_the_one_with_the_best_mean() -> None:
     rows = {(row["category"], row["method"]): row for row in example_rows()}
     assert rows["mean", "ngram_trie"]["ratio_to_plain"] == pytest.approx((2.0 + 1.5) / 2)
