@@ -15,6 +15,7 @@ import pytest
 # Engines run in this process: tests look inside, and a start takes a second or two.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
+from vllm_trie import smollm2
 from vllm_trie.tiny_model import model_path
 
 needs_triton = pytest.mark.skipif(
@@ -103,6 +104,15 @@ def engine(_engines: Engines) -> Iterator[Callable[..., Any]]:
     """Start or share an engine; after the test, check that no engine lost a block."""
     yield _engines
     _engines.check_blocks()
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> str:
+    """The real model, made on first use; tests that need it are skipped where it cannot be had."""
+    try:
+        return str(smollm2.fetch())
+    except smollm2.FetchError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
