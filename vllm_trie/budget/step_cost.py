@@ -101,21 +101,36 @@ class StepCost:
             self._covariance = keep * self._covariance + excess * (seconds - expected)
             self._variance = keep * self._variance + excess * excess
         error = (seconds - expected) / (share * share + (1.0 - share) * (1.0 - share))
-        self._move(left, share, num_rows, error)
+        moved = share * self._move(left, share, num_rows, error)
         if left != right:
-            self._move(right, 1.0 - share, num_rows, error)
+            moved += (1.0 - share) * self._move(right, 1.0 - share, num_rows, error)
+        if num_rows:
+            self._move_expected(moved)
         self._num_seen += 1
         self._unseen += 1
 
-    def _move(self, knot: int, weight: float, num_rows: int, error: float) -> None:
+    def _move_expected(self, seconds: float) -> None:
+        """Let what is only expected follow the measurements.
+
+        A forward pass at start-up lacks the engine's own work and attention, which steps of all
+        sizes have. Without this, the sizes measured first would look dearer than the others.
+        """
+        for knot, weight in enumerate(self._weights):
+            if weight and not self._rows[knot]:
+                self._seconds[knot] = max(self._seconds[knot] + seconds, _MIN_SECONDS)
+
+    def _move(self, knot: int, weight: float, num_rows: int, error: float) -> float:
+        """Move a knot; return by how many seconds."""
         self._num_known += self._weights[knot] == 0.0
         self._weights[knot] = min(self._weights[knot] + weight, self._memory)
-        moved = self._seconds[knot] + weight / max(self._weights[knot], 1.0) * error
+        before = self._seconds[knot]
+        moved = before + weight / max(self._weights[knot], 1.0) * error
         self._seconds[knot] = max(moved, _MIN_SECONDS)
         if num_rows:
             self._visited[knot] = True
             step = weight / self._weights[knot] if self._rows[knot] else 1.0
             self._rows[knot] += step * (num_rows - self._rows[knot])
+        return self._seconds[knot] - before
 
     def fade(self, keep: float) -> None:
         """Make sizes cheaper that were not measured since the last call.
