@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
 
+_INFINITY = 0x7F80  # the bits of bfloat16's; minus infinity becomes the negative number below
 _ARGMAX_ROWS = 512
 """Logits rows that are widened to float32 at a time on a GPU."""
 
@@ -101,14 +102,33 @@ def argmax_of_logits(sampler: Sampler, logits: torch.Tensor) -> np.ndarray:
     (the first), infinities and NaN.
     """
     if logits.device.type == "cpu":
-        tokens: np.ndarray = logits.to(torch.float32).numpy().argmax(axis=-1)
-        return tokens
+        tokens: np.ndarray | None = None
+        if logits.dtype == torch.bfloat16:
+            tokens = _argmax_of_bfloat16(logits.view(torch.int16).numpy())
+        return logits.float().numpy().argmax(axis=-1) if tokens is None else tokens
     # A step with many trees has thousands of rows; a float32 copy of all would take gigabytes.
     parts = [
         sampler.greedy_sample(part.to(torch.float32)) for part in torch.split(logits, _ARGMAX_ROWS)
     ]
     found: np.ndarray = torch.cat(parts).cpu().numpy().astype(np.int64)
     return found
+
+
+def _argmax_of_bfloat16(bits: np.ndarray) -> np.ndarray | None:
+    """Return the argmax of each row of bfloat16 values without widening them.
+
+    Args:
+        bits: int16 [rows, vocab], the values as they lie in memory. As integers they have the
+            values' order once all bits but the sign of the negative ones are flipped.
+
+    Returns:
+        int64 [rows]; None with a NaN, or where the maximum is 0, which has two forms.
+    """
+    ordered = bits ^ ((bits >> 15) & 0x7FFF)
+    tokens: np.ndarray = ordered.argmax(axis=-1)
+    best = np.take_along_axis(ordered, tokens[:, None], axis=-1)
+    has_nan = best.max(initial=0) > _INFINITY or ordered.min(initial=0) < -_INFINITY - 1
+    return None if has_nan or not best.all() else tokens
 
 
 def sample_greedy(argmax: np.ndarray, trees: Sequence[TokenTree]) -> TreeSample:
