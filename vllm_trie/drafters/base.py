@@ -171,6 +171,12 @@ class Drafter(ABC):
         `store_reload_minutes` also between two steps, with those that engines saved meanwhile.
         """
 
+    def set_prompt_key(self, key: bytes) -> None:  # noqa: B027 - optional
+        """Take the key of the fingerprints in texts of other engines, before any request or text.
+
+        Engines without files draw one of their own.
+        """
+
     def successors(self) -> Sequence[StoredText]:
         """Return what the model named after nodes of earlier trees, for a file; oldest first.
 

@@ -8,9 +8,10 @@ from typing import Protocol
 
 from vllm_trie.ngrams import native
 from vllm_trie.ngrams.best_first import BestFirstTree
-from vllm_trie.ngrams.blend import Blend, grow
+from vllm_trie.ngrams.blend import Blend, Kind
 from vllm_trie.ngrams.index import NgramIndex
 from vllm_trie.ngrams.job import Candidates, Draft, Index, Job
+from vllm_trie.ngrams.mixture import Answer, Mixture, grow
 from vllm_trie.ngrams.recycled import Recycled, RecycledTable
 
 
@@ -62,12 +63,20 @@ class PythonBackend:
         ]
 
     def _draft(self, job: Job, heads: Sequence[Sequence[tuple[int, float]]]) -> Draft:
-        if job.own is not None and job.num_indexed > 0:
-            job.own.synchronize(job.text, job.first, job.tokens[: job.num_indexed].tolist())
-        tree = BestFirstTree(job.max_nodes, job.max_depth, job.chain_only, job.min_probability)
-        indexes = [index for index in (job.own, job.store, job.corpus) if index is not None]
         table = None if job.recycled is None else partial(job.recycled.contexts, job.scope)
-        contexts = grow(tree, indexes, job.tokens.tolist(), self._blend, heads, table)
+        sources = ((Kind.OWN, job.own), (Kind.STORE, job.store), (Kind.CORPUS, job.corpus))
+        kinds = [kind for kind, index in sources if index is not None]
+        indexes = [index for _, index in sources if index is not None]
+        odds = None if job.odds is None else job.odds.values
+        mixture = Mixture(indexes, kinds, self._blend, table, odds)
+        tokens = job.tokens.tolist()
+        if odds is not None:
+            mixture.learn(tokens, job.num_learned)
+        if job.own is not None and job.num_indexed > 0:
+            job.own.synchronize(job.text, job.first, tokens[: job.num_indexed])
+        tree = BestFirstTree(job.max_nodes, job.max_depth, job.chain_only, job.min_probability)
+        answer = None if job.store is None else Answer(job.answer, job.output_begin)
+        contexts = grow(tree, mixture, tokens, heads, answer)
         used_text = -1
         if job.store is not None and len(contexts[1]) > self._blend.use_length:
             used_text = contexts[1][-1].text

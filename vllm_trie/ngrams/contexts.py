@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from vllm_trie.ngrams.index import NgramIndex, Node, Place
@@ -11,14 +11,26 @@ Match = Node | Place
 """A context that occurred: its node, or, past the end of the nodes, its last token's place."""
 
 
+Counts = list[tuple[int, int]]
+"""(token, times that it was counted), most often first."""
+
+
 class Counted(NamedTuple):
     """The successors of a context."""
 
-    likeliest: list[tuple[int, int]]
+    likeliest: Counts
     """(successor, its types) of the likeliest."""
     num_types: int
     """Sum over all successors."""
     num_successors: int
+    count: Callable[[int], int]
+    """Returns the types of any token, 0 if it is no successor."""
+
+
+def count_listed(counts: Counts) -> Counted:
+    """Return successors that are all listed, the most frequent first."""
+    total = sum(count for _, count in counts)
+    return Counted(counts, total, len(counts), lambda token: dict(counts).get(token, 0))
 
 
 def match_suffix(index: NgramIndex, token_ids: Sequence[int]) -> list[Match]:
@@ -45,10 +57,16 @@ def count_successors(index: NgramIndex, match: Match) -> Counted:
     place = _once(match)
     if place is not None:
         token = index.token_at(Place(place.text, place.position + 1))
-        return Counted([(token, 1)], 1, 1) if token >= 0 else Counted([], 0, 0)
+        return count_listed([(token, 1)] if token >= 0 else [])
     assert isinstance(match, Node)
     successors = [(child.token, child.types) for child in match.hot]
-    return Counted(successors, match.child_types, len(match.children))
+    children = match.children
+    return Counted(
+        successors,
+        match.child_types,
+        len(children),
+        lambda token: children[token].types if token in children else 0,
+    )
 
 
 def _follow(index: NgramIndex, match: Match, token: int) -> Match | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vllm_trie.native import NativeLibrary
-from vllm_trie.ngrams.blend import Blend
+from vllm_trie.ngrams.blend import Blend, Source
 from vllm_trie.ngrams.job import Candidates, Draft, Job
 from vllm_trie.tree import TokenTree
 
@@ -177,13 +178,14 @@ class DraftBatch:
         stride = 0
         for job in jobs:
             own, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
-            recycled, scope, first, text = job[9:]
+            recycled, scope, first, text, answer, output_begin, num_learned, odds = job[9:]
             packed = _PACK_JOB(
                 0 if own is None else own.handle,
                 0 if store is None else store.handle,
                 0 if corpus is None else corpus.handle,
                 *(least, max_nodes, max_depth, chain, len(tokens), num_indexed, first),
-                *(0 if recycled is None else recycled.handle, scope, text),
+                *(0 if recycled is None else recycled.handle, scope, text, answer),
+                *(output_begin, num_learned, 0 if odds is None else odds.address),
             )
             parts += (packed, tokens)
             if max_nodes > stride:
@@ -245,5 +247,5 @@ def draft_batch(
 
 def pack_blend(blend: Blend) -> bytes:
     """Return the parameters as compiled code reads them."""
-    own, shared, shared_long, recycled, *others = blend
-    return _PACK_BLEND(*own, *shared, *shared_long, *recycled, *others)
+    fields = (field if isinstance(field, Source) else (field,) for field in blend)
+    return _PACK_BLEND(*itertools.chain(*fields))

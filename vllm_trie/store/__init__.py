@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from vllm_trie.store.folder import (
+    KEY_BYTES,
     Identity,
     SharedFolder,
     Slot,
     merge_texts,
+    prompt_key,
 )
 from vllm_trie.store.store_file import (
     MAX_TOKENS,
+    PROMPT_BYTES,
     Store,
     StoredText,
     StoreError,
@@ -22,7 +25,9 @@ from vllm_trie.store.store_file import (
 )
 
 __all__ = [
+    "KEY_BYTES",
     "MAX_TOKENS",
+    "PROMPT_BYTES",
     "Identity",
     "SharedFolder",
     "Slot",
@@ -32,6 +37,7 @@ __all__ = [
     "StoredText",
     "merge_texts",
     "newest",
+    "prompt_key",
     "read_header",
     "read_store",
     "salt_digest",

@@ -6,6 +6,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ SUFFIX = ".store"
 MAX_FILES = 64
 """Files that are read at a time, and engines of one model that write to one folder."""
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+KEY_BYTES = 32
+_KEY_FILE = "prompts.key"
 _RECENT_TEXTS = 16_384
 """Texts of a file, those used last, among which a later reading looks for new ones."""
 
@@ -149,6 +152,29 @@ def merge_texts(stores: Sequence[Sequence[StoredText]], max_tokens: int) -> list
                 count[key] += 1
                 merged.setdefault((*key, count[key]), text)
     return list(newest(list(merged.values())[::-1], max_tokens))
+
+
+def prompt_key(folder: Path) -> bytes:
+    """Return the key of the fingerprints of prompts in a folder's files; make it if there is none.
+
+    Engines that share the folder share it, and so do those after a restart.
+
+    Raises:
+        OSError: The file cannot be read or written.
+    """
+    path = folder / _KEY_FILE
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not path.exists():
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{_KEY_FILE}-")  # mode 0600
+        with os.fdopen(handle, "wb") as file:
+            file.write(os.urandom(KEY_BYTES))
+        with suppress(FileExistsError):  # another engine was faster
+            os.link(temporary, path)
+        os.unlink(temporary)
+    key = path.read_bytes()
+    if len(key) != KEY_BYTES:
+        raise OSError(f"{path} has {len(key)} bytes instead of {KEY_BYTES}; delete it")
+    return key
 
 
 class Slot:

@@ -6,6 +6,7 @@ The body of the file (see :mod:`vllm_trie.checked_file`), all integers little-en
     salts       int32[texts]        number of the salt's digest, -1 for texts without a salt
     tokens      int32[tokens]       of all texts and successors
     digests     uint8[salts, 32]
+    prompts     uint8[prompts, 8]   of each text; or none
 
 The digest shows damage. The content is checked in addition, so that a file made to deceive costs
 drafts at most. It holds text of users, readable by whoever may read the file.
@@ -27,6 +28,9 @@ from vllm_trie.checked_file import CheckedFormat, SizedHeader
 MAX_TOKENS = 1 << 22
 """Most tokens of a file, 16 MiB; of a larger store, those used last are kept."""
 _SALT_BYTES = hashlib.sha256().digest_size
+PROMPT_BYTES = 8
+"""Of the fingerprint of a prompt's end."""
+_NO_PROMPT = bytes(PROMPT_BYTES)
 _TEXTS_AT_ONCE = 256
 _NO_SALT = b""
 
@@ -42,6 +46,8 @@ class StoredText(NamedTuple):
     """Digest of its cache salt, empty without one; see :func:`salt_digest`."""
     token_ids: np.ndarray
     """int32 [num_tokens], at least one."""
+    prompt: bytes = b""
+    """Fingerprint of the end of the prompt that it answered, empty if it is not known."""
 
 
 class StoreHeader(SizedHeader):
@@ -56,6 +62,7 @@ class StoreHeader(SizedHeader):
     num_texts: int = Field(default=0, ge=0, le=MAX_TOKENS)
     num_successors: int = Field(default=0, ge=0, le=MAX_TOKENS)
     num_salts: int = Field(default=0, ge=0, le=MAX_TOKENS)
+    num_prompts: int = Field(default=0, ge=0, le=MAX_TOKENS, description="None, or num_texts.")
     num_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
     drafter: str = Field(default="", description="The method and its options.")
     learned: dict[str, list[float]] = Field(default={}, description="Numbers of the drafter.")
@@ -66,7 +73,8 @@ class StoreHeader(SizedHeader):
     @property
     def body_size(self) -> int:
         num_lengths = self.num_texts + self.num_successors
-        return 4 * (2 * num_lengths + self.num_tokens) + _SALT_BYTES * self.num_salts
+        integers = 4 * (2 * num_lengths + self.num_tokens)
+        return integers + _SALT_BYTES * self.num_salts + PROMPT_BYTES * self.num_prompts
 
 
 FORMAT = CheckedFormat(
@@ -122,6 +130,9 @@ def write_store(
     successors = newest(successors, MAX_TOKENS // 4)
     room = MAX_TOKENS - sum(len(observed.token_ids) for observed in successors)
     num_successors, num_texts = len(successors), len(texts := newest(texts, room))
+    prompts = [text.prompt or _NO_PROMPT for text in texts]
+    if all(prompt == _NO_PROMPT for prompt in prompts):
+        prompts = []
     texts = [*texts, *successors]
     salts = {salt: i for i, salt in enumerate(dict.fromkeys(t.salt for t in texts if t.salt))}
     lengths = np.array([len(text.token_ids) for text in texts], dtype="<i4")
@@ -130,6 +141,7 @@ def write_store(
         "num_texts": num_texts,
         "num_successors": num_successors,
         "num_salts": len(salts),
+        "num_prompts": len(prompts),
         "num_tokens": int(lengths.sum()),
     }
     header = header.model_copy(update=counts)
@@ -142,6 +154,7 @@ def write_store(
             some = [text.token_ids for text in texts[start : start + _TEXTS_AT_ONCE]]
             yield np.concatenate(some).astype("<i4").tobytes()
         yield b"".join(salts)
+        yield b"".join(prompts)
 
     FORMAT.write(path, header, body())
     return header
@@ -175,8 +188,9 @@ def read_store(path: Path) -> Store:
     """
     header, _, body = FORMAT.read(path)
     num_lengths = header.num_texts + header.num_successors
-    sizes = [4 * num_lengths, 4 * num_lengths, 4 * header.num_tokens]
-    *parts, digests = np.split(body, np.cumsum(sizes))
+    salt_bytes = _SALT_BYTES * header.num_salts
+    sizes = [4 * num_lengths, 4 * num_lengths, 4 * header.num_tokens, salt_bytes]
+    *parts, digests, prompts = np.split(body, np.cumsum(sizes))
     lengths, numbers, tokens = (part.view("<i4") for part in parts)
     if (lengths < 1).any() or lengths.sum(dtype=np.int64) != header.num_tokens:
         raise FORMAT.problem(path, "the lengths of its texts are not those of its tokens")
@@ -186,6 +200,8 @@ def read_store(path: Path) -> Store:
         raise FORMAT.problem(path, "it names salts that it does not have")
     if ((tokens < 0) | (tokens >= header.vocab_size)).any():
         raise FORMAT.problem(path, "it has tokens outside its vocabulary")
+    if header.num_prompts not in (0, header.num_texts):
+        raise FORMAT.problem(path, "it does not have one prompt a text")
     table = [bytes(digest) for digest in digests.reshape(-1, _SALT_BYTES)]
     ends = np.cumsum(lengths, dtype=np.int64)
     texts = [
@@ -197,4 +213,11 @@ def read_store(path: Path) -> Store:
             numbers.tolist(), lengths.tolist(), ends.tolist(), strict=True
         )
     ]
-    return Store(header, texts[: header.num_texts], texts[header.num_texts :])
+    texts, successors = texts[: header.num_texts], texts[header.num_texts :]
+    if header.num_prompts:
+        marks = map(bytes, prompts.reshape(-1, PROMPT_BYTES))
+        texts = [
+            text._replace(prompt=mark if mark != _NO_PROMPT else b"")
+            for text, mark in zip(texts, marks, strict=True)
+        ]
+    return Store(header, texts, successors)

@@ -16,6 +16,7 @@ from vllm_trie.ngrams import (
     Candidates,
     Job,
     NativeBackend,
+    Odds,
     PythonBackend,
     Source,
     native,
@@ -174,6 +175,7 @@ def head_candidates(draw: st.DrawFn) -> Candidates:
     ),
     st.one_of(st.none(), head_candidates()),
     st.sampled_from([BLEND, HEADS_BLEND]),
+    st.integers(0, 4),
 )
 def test_compiled_core_equals_its_twin(
     edits: list[list[int] | int],
@@ -183,6 +185,7 @@ def test_compiled_core_equals_its_twin(
     limits: tuple[int, int, bool, float],
     candidates: Candidates | None,
     blend: Blend,
+    answer: int,
 ) -> None:
     backends = (NativeBackend(blend), PythonBackend(blend))
     drafts = []
@@ -195,11 +198,20 @@ def test_compiled_core_equals_its_twin(
         shorter = Job(own, store, None, tokens[: len(text) // 2], 0, *limits)
         job = Job(own, store, None, tokens, num_indexed, *limits)
         half = shorter._replace(num_indexed=min(num_indexed, len(text) // 2))
+        odds = Odds()
+        learning = job._replace(
+            odds=odds,
+            num_learned=len(text) // 2,
+            answer=answer,
+            output_begin=max(0, len(text) - 1 - answer),
+        )
         heads_alone = Job(None, None, None, tokens, 0, *limits)
         drafts.append([*backend.draft_batch([half])])
         drafts[-1] += backend.draft_batch([job, shorter], candidates)
         drafts[-1] += backend.draft_batch([heads_alone, job], candidates)
-        drafts[-1].append((store.num_tokens, store.num_nodes, own.num_nodes))
+        drafts[-1] += backend.draft_batch([half._replace(odds=odds), learning, learning])
+        state = store.num_tokens, store.num_nodes, own.num_nodes, odds.values.tolist()
+        drafts[-1].append(state)
     assert drafts[0].pop() == drafts[1].pop()
     for compiled, readable in zip(*drafts, strict=True):
         assert compiled.used_text == readable.used_text

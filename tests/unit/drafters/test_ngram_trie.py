@@ -8,11 +8,13 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.unit.drafters.support import VOCAB, by_path, make_drafter, make_request
 from vllm_trie.drafters.ngram_trie import NgramTrieOptions
+from vllm_trie.drafters.ngram_trie import drafter as drafter_module
+from vllm_trie.ngrams import MAX_ORDER
 from vllm_trie.tree import TokenTree, depth_first_layout
 
 SCORINGS = NgramTrieOptions.model_fields["scoring"].annotation.__args__  # type: ignore[union-attr]
@@ -53,14 +55,39 @@ def test_growing_step_by_step_equals_starting_fresh(
     scoring: str, text: list[int], steps: list[int], prompt: int
 ) -> None:
     prompt = min(prompt, len(text))
-    drafter = make_drafter(scoring=scoring)
-    length = max(prompt, 1)
-    for step in [*steps, len(text)]:
-        request = make_request(text[:length], num_prompt_tokens=prompt)
-        [grown] = drafter.propose([request])
-        [fresh] = make_drafter(scoring=scoring).propose([request])
-        assert same(grown, fresh)
-        length = min(length + step, len(text))
+    with pytest.MonkeyPatch.context() as patch:
+        # What a request learned of its sources is the one thing that a fresh drafter lacks.
+        patch.setattr(drafter_module, "BLEND", drafter_module.BLEND._replace(learning_rate=0.0))
+        drafter = make_drafter(scoring=scoring)
+        length = max(prompt, 1)
+        for step in [*steps, len(text)]:
+            request = make_request(text[:length], num_prompt_tokens=prompt)
+            [grown] = drafter.propose([request])
+            [fresh] = make_drafter(scoring=scoring).propose([request])
+            assert same(grown, fresh)
+            length = min(length + step, len(text))
+
+
+def test_a_source_that_errs_is_believed_less() -> None:
+    """Every stored answer says 20 after 7, 8, 9; this request says another token each time."""
+
+    def probability(learning_rate: float) -> float:
+        with pytest.MonkeyPatch.context() as patch:
+            blend = drafter_module.BLEND._replace(learning_rate=learning_rate)
+            patch.setattr(drafter_module, "BLEND", blend)
+            drafter = make_drafter(store_tokens=1000)
+        for i in range(4):
+            request = make_request([1, 40 + i, 7, 8, 9, 20], str(i), num_prompt_tokens=1)
+            drafter.propose([request])
+            drafter.release(str(i))
+        text = [2]
+        for i in range(12):
+            text += [60 + i, 7, 8, 9]
+            [tree] = drafter.propose([make_request(text, "now", num_prompt_tokens=1)])
+            text.append(30 + i)
+        return by_path(tree)[(20,)]
+
+    assert probability(0.2) < 0.8 * probability(0.0)
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
@@ -77,6 +104,8 @@ def test_batch_equals_requests_one_by_one(scoring: str, batch: list[list[int]]) 
 def test_a_request_that_comes_back_changed_is_indexed_anew(
     scoring: str, before: list[int], after: list[int], released: bool
 ) -> None:
+    # A text is known by its last tokens.
+    assume(released or before[-MAX_ORDER:] != after[max(0, len(before) - MAX_ORDER) : len(before)])
     drafter = make_drafter(scoring=scoring)
     drafter.propose([make_request(before)])
     if released:

@@ -65,6 +65,64 @@ def test_requests_with_another_salt_learn_nothing(first: str | None, second: str
     assert drafted(drafter, salt=first)[:3] == [12, 13, 14]
 
 
+PROMPT, REPLY = list(range(100, 140)), [10, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+
+
+def first_draft(drafter: object, prompt: list[int], salt: str | None) -> list[int]:
+    """The chain after the first token of an answer that begins as REPLY does."""
+    text = [*prompt, REPLY[0]]
+    request = make_request(text, "later", num_prompt_tokens=len(prompt), cache_salt=salt)
+    [tree] = drafter.propose([request])  # type: ignore[attr-defined]
+    drafter.release("later")  # type: ignore[attr-defined]
+    return tree.chain().token_ids.tolist()
+
+
+def answered_before(prompt: list[int], salt: str | None) -> object:
+    """A drafter after one request that said REPLY, and others that began like it."""
+    drafter = make_drafter(store_tokens=1000)
+    texts = [(prompt, REPLY), *([([9], [REPLY[0], 50, 51 + i]) for i in range(4)])]
+    for i, (before, output) in enumerate(texts):
+        request = make_request([*before, *output], str(i), len(before), cache_salt=salt)
+        drafter.propose([request])
+        drafter.release(str(i))
+    return drafter
+
+
+@pytest.mark.parametrize("salt", [None, "a"])
+def test_a_repeated_prompt_finds_its_answer_from_the_first_token_on(salt: str | None) -> None:
+    assert first_draft(answered_before(PROMPT, salt), PROMPT, salt)[:10] == REPLY[1:]
+    # The end of the prompt decides; another prompt finds what most answers say.
+    assert first_draft(answered_before(PROMPT, salt), [3, *PROMPT], salt)[:10] == REPLY[1:]
+    assert first_draft(answered_before(PROMPT, salt), [*PROMPT, 3], salt)[0] == 50
+
+
+@pytest.mark.parametrize(("first", "second"), [(None, "b"), ("a", None), ("a", "b")])
+def test_prompts_of_another_salt_are_not_recognized(first: str | None, second: str | None) -> None:
+    """Neither drafts nor fingerprints show who guesses a prompt that it was asked before."""
+    drafter = answered_before(PROMPT, first)
+    store = drafter._store  # type: ignore[attr-defined]
+    prompt = np.array(PROMPT, dtype=np.int32)
+    prints = {text.prompt for text in store.texts()}
+    assert store.prompt_print(first, prompt) in prints
+    assert store.prompt_print(second, prompt) not in prints
+    # Even who knows the fingerprint gets no answer under another salt.
+    assert store.answer(first, store.prompt_print(first, prompt)) >= 0
+    assert store.answer(second, store.prompt_print(first, prompt)) == -1
+    assert 10 not in first_draft(drafter, PROMPT, second)[1:]
+    # Another process has another key: its fingerprints say nothing here.
+    assert RequestStore(PythonBackend(BLEND), 8, 100).prompt_print(first, prompt) not in prints
+
+
+def test_a_text_that_was_evicted_is_no_answer() -> None:
+    store = RequestStore(PythonBackend(BLEND), max_order=8, max_tokens=30)
+    tokens = np.arange(20, dtype=np.int32)
+    store.add(None, tokens, b"question")
+    number = store.answer(None, b"question")
+    store.add(None, tokens + 40, b"another")
+    assert store.answer(None, b"question") == -1
+    assert store.answer(None, b"another") == number, "the number is used again"
+
+
 def test_prompts_are_not_stored() -> None:
     drafter = answered()
     [tree] = drafter.propose([make_request([5, 1, 2], "third", num_prompt_tokens=1)])  # type: ignore[attr-defined]

@@ -91,6 +91,36 @@ def test_a_restart_drafts_and_budgets_as_before(tmp_path: Path) -> None:
     np.testing.assert_allclose(budget.cost.table(1, 40), expected.cost.table(1, 40))
 
 
+def test_a_restart_knows_the_answer_to_a_prompt_from_its_first_token_on(tmp_path: Path) -> None:
+    prompt, outputs = (
+        list(range(100, 140)),
+        [[10, *range(20, 40)], *([10, 50, i] for i in range(5))],
+    )
+    saving, drafter, _ = start(tmp_path)
+    for i, output in enumerate(outputs):
+        before = prompt if i == 0 else [i]
+        request = make_request([*before, *output], str(i), num_prompt_tokens=len(before))
+        drafter.propose([request])
+        drafter.release(str(i))
+    saving.tick()
+    saving.close()
+
+    def first_draft(drafter: Drafter) -> list[int]:
+        request = make_request([*prompt, 10], "again", num_prompt_tokens=len(prompt))
+        return drafter.propose([request])[0].chain().token_ids[:9].tolist()
+
+    expected = list(range(20, 29))
+    _, restarted, _ = start(tmp_path)
+    assert first_draft(restarted) == expected
+    # Another key makes the fingerprints worthless, and nothing else.
+    (tmp_path / "prompts.key").unlink()
+    _, restarted, _ = start(tmp_path)
+    assert first_draft(restarted)[0] == 50
+    for path in tmp_path.iterdir():
+        content = path.read_bytes()
+        assert not any(np.array(prompt[i : i + 2], "<i4").tobytes() in content for i in range(39))
+
+
 def test_nothing_is_taken_up_from_another_model_drafter_or_machine(tmp_path: Path) -> None:
     run_once(tmp_path)
     other_model = ORIGIN._replace(identity=Identity("model", "other tokenizer", VOCAB))

@@ -24,6 +24,7 @@ from vllm_trie.store import (
     StoreError,
     StoreHeader,
     merge_texts,
+    prompt_key,
     read_header,
     read_store,
     salt_digest,
@@ -76,6 +77,25 @@ def test_what_is_read_is_what_was_written(file: Path) -> None:
     assert read_store(file).texts == []
 
 
+def test_prompts_are_kept_with_their_answers(file: Path) -> None:
+    texts = [TEXTS[0]._replace(prompt=b"12345678"), TEXTS[1]]
+    header = write_store(file, make_header(), texts, [make_text(4, 5, 6)])
+    assert header.num_prompts == 2
+    assert [text.prompt for text in read_store(file).texts] == [b"12345678", b""]
+    assert write_store(file, make_header(), TEXTS).num_prompts == 0
+
+
+def test_the_key_of_prompts_is_made_once_and_is_private(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    key = prompt_key(folder)
+    assert len(set(key)) > 8
+    assert prompt_key(folder) == key
+    assert [oct(path.stat().st_mode & 0o777) for path in folder.iterdir()] == ["0o600"]
+    (folder / "prompts.key").write_bytes(key[:5])
+    with pytest.raises(OSError, match="5 bytes instead of 32; delete it"):
+        prompt_key(folder)
+
+
 def test_a_file_is_bounded(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_trie.store.store_file.MAX_TOKENS", 5)
     write_store(file, make_header(), TEXTS)
@@ -104,6 +124,10 @@ def ints(*values: int) -> bytes:
 
 
 FORGED: dict[str, tuple[dict[str, Any], bytes]] = {
+    "prompts for some texts": (
+        {"num_texts": 2, "num_tokens": 2, "num_prompts": 1},
+        ints(1, 1, -1, -1, 5, 5) + bytes(8),
+    ),
     "lengths beyond the tokens": ({"num_texts": 1, "num_tokens": 1}, ints(9, -1, 5)),
     "negative length": ({"num_texts": 2, "num_tokens": 1}, ints(-1, 2, -1, -1, 5)),
     "overflowing lengths": ({"num_texts": 2, "num_tokens": 0}, ints(2**31 - 1, 2**31 - 1, -1, -1)),

@@ -32,7 +32,8 @@ BLEND = Blend(
     own=Source(concentration=0.5, discount=0.7),
     shared=Source(concentration=4.0, discount=0.8),
     shared_long=Source(concentration=0.05, discount=0.05),
-    path_trust=0.4,
+    path_trust=0.3,
+    learning_rate=0.3,
     min_left=1e-4,
     cut_left=0.5,
     cut_share=0.25,
@@ -89,6 +90,10 @@ class NgramTrieDrafter(Drafter):
         if self._store is not None:
             self._store.restore(texts)
 
+    def set_prompt_key(self, key: bytes) -> None:
+        if self._store is not None:
+            self._store.key = key
+
     def successors(self) -> Sequence[StoredText]:
         return () if self._recycling is None else self._recycling.successors()
 
@@ -123,6 +128,8 @@ class _BlendedState:
     """int32, a copy."""
     num_tokens: int = 0
     """Of the text that the last draft continues."""
+    prompt: bytes = b""
+    """Its fingerprint, with a store."""
 
 
 class BlendedScoring:
@@ -176,12 +183,15 @@ class BlendedScoring:
         self._texts.release(request_id)
         state = self._states.pop(request_id, None)
         if state is not None and self.store is not None:
-            self.store.add(state.cache_salt, state.output)
+            self.store.add(state.cache_salt, state.output, state.prompt)
 
     def _update_state(self, request: DraftRequest) -> None:
         state = self._states.get(request.request_id)
         if state is None:
             state = self._states[request.request_id] = _BlendedState(request.cache_salt)
+            if self.store is not None:
+                prompt = request.token_ids[: request.num_prompt_tokens]
+                state.prompt = self.store.prompt_print(request.cache_salt, prompt)
         state.num_tokens = len(request.token_ids)
         if self.store is not None:
             num_prompt_tokens = min(request.num_prompt_tokens, state.num_tokens)
@@ -189,6 +199,7 @@ class BlendedScoring:
 
     def _job(self, request: DraftRequest, text: IndexedText, num_added: int) -> Job:
         """Return the job that drafts after a request's text, or after it and added tokens."""
+        prompt = self._states[request.request_id].prompt
         return Job(
             own=text.own,
             store=None if self.store is None else self.store.index(request.cache_salt),
@@ -203,6 +214,10 @@ class BlendedScoring:
             scope=0 if self.recycling is None else self.recycling.scope(request.cache_salt),
             first=text.first,
             text=text.text,
+            answer=-1 if self.store is None else self.store.answer(request.cache_salt, prompt),
+            output_begin=request.num_prompt_tokens - text.first,
+            num_learned=text.num_learned,
+            odds=text.odds,
         )
 
 

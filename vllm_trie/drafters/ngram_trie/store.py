@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import numpy as np
 
 from vllm_trie.ngrams import Backend, Index
-from vllm_trie.store import StoredText, newest, salt_digest
+from vllm_trie.store import KEY_BYTES, PROMPT_BYTES, StoredText, newest, salt_digest
+
+PROMPT_TOKENS = 32
+"""Of a prompt's end that its fingerprint covers: a chat template's tail, and more."""
 
 
 class RequestStore:
@@ -18,7 +23,11 @@ class RequestStore:
     (requests without a salt share one). The bound is over all salts together; the text that was
     added or matched longest ago goes first.
 
-    Salts are kept as digests, as in the file of a warm start.
+    Salts are kept as digests, as in the file of a warm start. Of a prompt, a keyed hash of its end
+    and its salt is kept, so that a request that repeats it finds the answer from the first token.
+
+    Attributes:
+        key: Of these hashes. Texts that were added under another are found by their tokens alone.
 
     Memory: about 200 bytes a token (an n-gram node takes 52 bytes and 8 to 16 of hash table, and
     text has 2 to 3 of them a token).
@@ -31,6 +40,8 @@ class RequestStore:
         self._indexes: dict[bytes, Index] = {}
         # (digest of the salt, number in its index) -> text, least recently used first.
         self._texts: OrderedDict[tuple[bytes, int], StoredText] = OrderedDict()
+        self._answers: dict[bytes, tuple[bytes, int]] = {}  # prompt -> key of its latest answer
+        self.key = os.urandom(KEY_BYTES)
         self.num_tokens = 0
 
     @property
@@ -45,10 +56,27 @@ class RequestStore:
         """Return the index that requests with this salt draft from, None if it is empty."""
         return self._indexes.get(salt_digest(cache_salt))
 
-    def add(self, cache_salt: str | None, token_ids: np.ndarray) -> None:
+    def add(self, cache_salt: str | None, token_ids: np.ndarray, prompt: bytes = b"") -> None:
         """Add an output, and remove the oldest that no longer fit; of a text longer than the whole
-        store, keep the end."""
-        self._add(StoredText(salt_digest(cache_salt), token_ids[-self._max_tokens :]))
+        store, keep the end.
+
+        Args:
+            cache_salt: Of the request.
+            token_ids: int32, the output.
+            prompt: Fingerprint of the prompt, empty if it is not to be found by it.
+        """
+        self._add(StoredText(salt_digest(cache_salt), token_ids[-self._max_tokens :], prompt))
+
+    def prompt_print(self, cache_salt: str | None, prompt: np.ndarray) -> bytes:
+        """Return the fingerprint of a prompt's last tokens, different for each salt."""
+        end = np.ascontiguousarray(prompt[-PROMPT_TOKENS:], dtype="<i4")
+        text = salt_digest(cache_salt) + end.tobytes()
+        return blake2b(text, digest_size=PROMPT_BYTES, key=self.key).digest()
+
+    def answer(self, cache_salt: str | None, prompt: bytes) -> int:
+        """Return the number of the latest answer to a prompt in the salt's index, -1 if none."""
+        salt, number = self._answers.get(prompt, (b"", -1))
+        return number if salt == salt_digest(cache_salt) else -1
 
     def mark_used(self, cache_salt: str | None, text: int) -> None:
         """Make this text the most recently used; texts that are gone are ignored."""
@@ -66,7 +94,7 @@ class RequestStore:
             self._add(text)
 
     def _add(self, text: StoredText) -> None:
-        salt, token_ids = text
+        salt, token_ids, prompt = text
         if len(token_ids) == 0:
             return
         while self.num_tokens + len(token_ids) > self._max_tokens:
@@ -74,12 +102,17 @@ class RequestStore:
         index = self._indexes.get(salt)
         if index is None:
             index = self._indexes[salt] = self._backend.new_index(self._max_order)
-        self._texts[salt, index.add_text(token_ids)] = text
+        key = salt, index.add_text(token_ids)
+        self._texts[key] = text
+        if prompt:
+            self._answers[prompt] = key
         self.num_tokens += len(token_ids)
 
     def _remove_oldest(self) -> None:
         (salt, number), text = self._texts.popitem(last=False)
         self.num_tokens -= len(text.token_ids)
+        if self._answers.get(text.prompt) == (salt, number):
+            del self._answers[text.prompt]
         index = self._indexes[salt]
         index.remove_text(number)
         if index.num_tokens == 0:

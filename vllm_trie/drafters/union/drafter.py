@@ -137,6 +137,10 @@ class TrieUnionDrafter(Drafter):
     def finished_texts(self) -> Sequence[StoredText]:
         return [text for part in self.parts for text in part.finished_texts()]
 
+    def set_prompt_key(self, key: bytes) -> None:
+        for part in self.parts:
+            part.set_prompt_key(key)
+
     def restore_texts(self, texts: Sequence[StoredText]) -> None:
         for part in self.parts:
             part.restore_texts(texts)

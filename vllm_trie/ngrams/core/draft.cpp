@@ -5,6 +5,9 @@
 namespace ngram {
 namespace {
 
+constexpr double kUnseen = 1e-5;  // of a token that no context has seen
+constexpr double kMostOdds = 32.0;
+
 template <typename T>
 T take(const char*& bytes) {
     T value;
@@ -43,16 +46,19 @@ BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
                               const Candidates& candidates, const Blend& blend) {
     tree_.begin(job.limits);
     num_sources_ = 0;
+    if (job.own != nullptr) add_source(kOwn, job.own->view());
+    if (job.store != nullptr) add_source(kStore, job.store->view());
+    if (job.corpus != nullptr) add_source(kCorpus, job.corpus->view);
     if (job.own != nullptr) {
+        if (job.odds != nullptr) learn(job, tokens, blend);
         if (job.num_indexed > 0)
             job.own->synchronize(job.text, job.first, tokens, job.num_indexed);
-        sources_[num_sources_++] = job.own->view();
+        sources_[0] = job.own->view();
     }
-    if (job.store != nullptr) sources_[num_sources_++] = job.store->view();
-    if (job.corpus != nullptr) sources_[num_sources_++] = job.corpus->view;
     if (contexts_.size() < kMaxSources) contexts_.resize(kMaxSources);
     for (int32_t s = 0; s < num_sources_; ++s)
         match_suffix(sources_[s], tokens, job.num_tokens, contexts_[s]);
+    match_answer(job, tokens);
     last_[0] = job.num_tokens > 1 ? tokens[job.num_tokens - 2] : kAnyToken;
     last_[1] = job.num_tokens > 0 ? tokens[job.num_tokens - 1] : kAnyToken;
     expand(job, candidates, blend, 1.0, kNone, 1);
@@ -76,6 +82,20 @@ int32_t Drafter::used_text(const DraftJob& job, int32_t min_length) const {
     return match.pos != kNone ? match.doc : job.store->last_text(match.node);
 }
 
+// The stored answer to such a prompt is a context while the output repeats it from its beginning: the
+// longest one, as if it began in the prompt. Behind `max_order` tokens the others are as good.
+void Drafter::match_answer(const DraftJob& job, const int32_t* tokens) {
+    answer_order_ = kNone;
+    if (job.store == nullptr || job.output_begin < 0 || !job.store->has_text(job.answer)) return;
+    const int64_t length = job.num_tokens - job.output_begin;
+    const Text& text = sources_[1].texts[job.answer];
+    if (length < 1 || length >= sources_[1].max_order || length >= text.size) return;
+    if (!std::equal(text.tokens, text.tokens + length, tokens + job.output_begin)) return;
+    answer_order_ = static_cast<int32_t>(length) + 1;
+    contexts_[1].matches[answer_order_] = {kNone, job.answer, static_cast<int32_t>(length) - 1};
+    contexts_[1].size = answer_order_ + 1;
+}
+
 // The children of a node become known: the contexts' successors, then the head's candidates.
 void Drafter::expand(const DraftJob& job, const Candidates& candidates, const Blend& blend,
                      double above, int32_t parent, int32_t depth) {
@@ -91,8 +111,20 @@ void Drafter::expand(const DraftJob& job, const Candidates& candidates, const Bl
         recycled[0] = job.recycled->find(job.scope, before, last);
         recycled[1] = job.recycled->find(job.scope, kAnyToken, last);
     }
-    const double left =
-        ask_contexts(blend, contexts_after(parent), recycled, tree_.bound() / above);
+    // A successor that is less likely cannot be chosen any more.
+    const double cut = tree_.bound() / above, smallest = blend.cut_share * cut;
+    const int32_t answer_order = answer_order_ == kNone ? kNone : answer_order_ + depth - 1;
+    const double left = ask_contexts(
+        job, blend, contexts_after(parent), recycled, answer_order,
+        std::max(blend.min_left, blend.cut_left * cut), [&](const Asked& asked) {
+            const double unit = asked.unit();
+            asked.counted.likeliest([&](int32_t token, int32_t count) {
+                const double share = unit * (count - asked.discount);
+                if (share < smallest) return false;
+                successors_.add(token, share);
+                return true;
+            });
+        });
     if (depth <= candidates.num_heads && left >= blend.min_left_for_heads)
         ask_head(candidates, depth - 1, left, above * (1.0 + blend.path_trust));
     for (const Successor& successor : successors_) {
@@ -106,29 +138,70 @@ void Drafter::expand(const DraftJob& job, const Candidates& candidates, const Bl
 }
 
 // Every context length of every source has its say, the longest first, and passes on what it is not
-// sure of; recycled contexts come before the empty one. A successor with a probability below `cut`
-// cannot be chosen any more. Returns the probability that is left.
-double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts,
-                             const RecycledContext* const (&recycled)[2], double cut) {
+// sure of; recycled contexts come before the empty one. Calls take(asked) for each; returns what is
+// left in the end.
+template <typename Take>
+double Drafter::ask_contexts(const DraftJob& job, const Blend& blend, const Contexts* contexts,
+                             const RecycledContext* const (&recycled)[2], int32_t answer_order,
+                             double min_left, Take take) {
     int32_t longest = recycled[0] == nullptr && recycled[1] == nullptr ? -1 : 0;
     for (int32_t s = 0; s < num_sources_; ++s) longest = std::max(longest, contexts[s].size - 1);
     double left = 1.0;
-    const double min_left = std::max(blend.min_left, blend.cut_left * cut);
+    const auto ask = [&](const Counted& counted, const Source& source, double* odds) {
+        if (counted.size() == 0) return;
+        const double claimed = counted.total() - source.discount * counted.size();
+        double share = claimed / (counted.total() + source.concentration);
+        if (odds != nullptr) share = share * *odds / (1.0 - share + share * *odds);
+        take(Asked{counted, source.discount, left, share, odds});
+        left *= 1.0 - share;
+    };
     for (int32_t order = longest; order >= blend.min_order && left >= min_left; --order) {
-        if (order == 0) {
+        if (order == 0)
             for (const RecycledContext* context : recycled)
-                left = successors_.blend(context, blend.recycled.concentration,
-                                         blend.recycled.discount, left, blend.cut_share * cut);
-        }
+                ask(Counted(context), blend.recycled, nullptr);
         for (int32_t s = 0; s < num_sources_; ++s) {
             if (order >= contexts[s].size) continue;
-            const Source& shared = order < blend.long_order ? blend.shared : blend.shared_long;
-            const Source& source = s == 0 ? blend.own : shared;
-            left = successors_.blend(sources_[s], contexts[s].matches[order], source.concentration,
-                                     source.discount, left, blend.cut_share * cut);
+            const Counted counted(sources_[s], contexts[s].matches[order]);
+            ask(counted, source_of(blend, kinds_[s], order, order == answer_order),
+                job.odds == nullptr ? nullptr : odds_of(job.odds, kinds_[s], order, counted));
         }
     }
     return left;
+}
+
+// Adapt the odds to the tokens that came since the last draft. The table of recycled successors has
+// counted these tokens already and would be believed for it.
+void Drafter::learn(const DraftJob& job, const int32_t* tokens, const Blend& blend) {
+    for (int64_t end = std::max<int64_t>(job.num_learned, 1); end < job.num_tokens; ++end)
+        learn_from(job, tokens, end, blend);
+}
+
+// One step of gradient ascent on the logarithm of the probability of tokens[end], by the logits of
+// the shares: the gradient is the part r of that probability that is the context's own, times
+// (1 - share), less the part of the contexts behind it times share.
+void Drafter::learn_from(const DraftJob& job, const int32_t* tokens, int64_t end,
+                         const Blend& blend) {
+    const int32_t next = tokens[end];
+    for (int32_t s = 0; s < num_sources_; ++s)
+        match_suffix(sources_[s], tokens, end, earlier_[s]);
+    lessons_.clear();
+    double probability = 0.0;
+    const double left = ask_contexts(
+        job, blend, earlier_, {nullptr, nullptr}, kNone, blend.min_left, [&](const Asked& asked) {
+            const int32_t count = asked.counted.count(next);
+            const double part = count == 0 ? 0.0 : asked.unit() * (count - asked.discount);
+            probability += part;
+            lessons_.push_back({part, asked.share, asked.odds});
+        });
+    probability += kUnseen * left;
+    double behind = 1.0;
+    for (const Lesson& lesson : lessons_) {
+        const double part = lesson.part / probability;
+        behind -= part;
+        const double gradient = part * (1.0 - lesson.share) - behind * lesson.share;
+        *lesson.odds = std::clamp(*lesson.odds * (1.0 + blend.learning_rate * gradient),
+                                  1.0 / kMostOdds, kMostOdds);
+    }
 }
 
 // A head gets the probability that the contexts have left. The path of a child of probability p has

@@ -9,6 +9,19 @@
 
 namespace ngram {
 
+// Where contexts come from; rows of a job's odds.
+enum Kind { kOwn, kStore, kCorpus, kKinds };
+
+// Of a context's counts: one occurrence, one successor each time, several. Columns of the odds.
+enum Evidence { kOnce, kOne, kSeveral, kEvidences };
+constexpr int kNumOdds = kKinds * (kMaxOrder + 1) * kEvidences;
+
+inline double* odds_of(double* odds, Kind kind, int32_t order, const Counted& counted) {
+    const Evidence evidence =
+        counted.total() == 1 ? kOnce : counted.size() == 1 ? kOne : kSeveral;
+    return odds + (kind * (kMaxOrder + 1) + order) * kEvidences + evidence;
+}
+
 // Trust in the counts of a source: the parameters of a Pitman-Yor process.
 struct Source {
     double concentration;
@@ -20,8 +33,11 @@ struct Blend {
     Source own;
     Source shared;
     Source shared_long;
+    Source corpus;
+    Source corpus_long;
     Source recycled;
     double path_trust;
+    double learning_rate;
     double min_left;
     double cut_left;
     double cut_share;
@@ -30,6 +46,14 @@ struct Blend {
     int32_t min_order;
     int32_t use_length;
 };
+
+inline Source source_of(const Blend& blend, Kind kind, int32_t order, bool is_answer) {
+    if (kind == kOwn) return blend.own;
+    const bool is_long = order >= blend.long_order;
+    if (kind == kStore) return is_long || is_answer ? blend.shared_long : blend.shared;
+    if (is_long) return blend.corpus_long;
+    return {blend.corpus.concentration * std::max(order, 1), blend.corpus.discount};
+}
 
 // An index in a mapped file. The arrays belong to the caller.
 struct Corpus {
@@ -49,6 +73,10 @@ struct DraftJob {
     const RecycledTable* recycled;  // may be null
     int32_t scope;                  // of `recycled`
     int32_t text;                   // of `own`, which holds the request's text
+    int32_t answer;        // text of `store` that answered such a prompt, kNone if there is none
+    int64_t output_begin;  // where the output begins, negative: before the tokens that follow
+    int64_t num_learned;   // the first of them, which `odds` have been learned from
+    double* odds;          // [kNumOdds], see Drafter::learn; null: all are 1
 };
 
 // Predictions of heads, [num_heads, num_candidates] for each job: head i predicts the token at
@@ -88,21 +116,54 @@ class Drafter {
     int32_t used_text(const DraftJob& job, int32_t min_length) const;
 
    private:
+    // A context that is asked, and the part of the probability that its successors get.
+    struct Asked {
+        Counted counted;
+        double discount;
+        double left;   // the probability that longer contexts left
+        double share;  // the part of it that the successors get
+        double* odds;
+
+        // Of a successor's count, in the probability.
+        double unit() const {
+            return left * share / (counted.total() - discount * counted.size());
+        }
+    };
+
     // One for each source.
     const Contexts* contexts_after(int32_t guess) const {
         return contexts_.data() + static_cast<size_t>(guess + 1) * num_sources_;
     }
+    void add_source(Kind kind, const View& view) {
+        kinds_[num_sources_] = kind;
+        sources_[num_sources_++] = view;
+    }
+    void learn(const DraftJob& job, const int32_t* tokens, const Blend& blend);
+    void learn_from(const DraftJob& job, const int32_t* tokens, int64_t end, const Blend& blend);
+    void match_answer(const DraftJob& job, const int32_t* tokens);
     void expand(const DraftJob& job, const Candidates& candidates, const Blend& blend,
                 double above, int32_t parent, int32_t depth);
-    double ask_contexts(const Blend& blend, const Contexts* contexts,
-                        const RecycledContext* const (&recycled)[2], double cut);
+    template <typename Take>
+    double ask_contexts(const DraftJob& job, const Blend& blend, const Contexts* contexts,
+                        const RecycledContext* const (&recycled)[2], int32_t answer_order,
+                        double min_left, Take take);
     void ask_head(const Candidates& candidates, int64_t head, double left, double most);
 
     BestFirstTree tree_;
     View sources_[kMaxSources];  // in the order in which they are believed
+    Kind kinds_[kMaxSources];
+    int32_t answer_order_ = kNone;  // length of the context that is the job's answer so far
     int32_t num_sources_ = 0;
     int32_t last_[2] = {};  // the last tokens of the text, kAnyToken before its first
     std::vector<Contexts> contexts_;  // root's, then one row a node; num_sources_ a row
+    // A context that said something about a token, for learning.
+    struct Lesson {
+        double part;  // of the token's probability
+        double share;
+        double* odds;
+    };
+    Contexts earlier_[kMaxSources];
+    std::vector<Lesson> lessons_;
     Successors successors_;
 };
 

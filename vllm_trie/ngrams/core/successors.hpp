@@ -10,6 +10,69 @@ namespace ngram {
 
 constexpr int kMaxSources = 3;  // the request's own text, the store, the corpus
 
+// The successors of a context: counted in a source, or named by the model.
+class Counted {
+   public:
+    // Of no context.
+    Counted() = default;
+    Counted(const View& source, const Match& match) : source_(&source) {
+        if (match.pos != kNone) {
+            only_ = source.token_after(match.doc, match.pos);
+            total_ = num_successors_ = only_ >= 0 ? 1 : 0;
+        } else {
+            node_ = match.node;
+            total_ = source.nodes[node_].num_children == 0 ? 0 : source.nodes[node_].child_types;
+            num_successors_ = source.nodes[node_].num_children;
+        }
+    }
+    explicit Counted(const RecycledContext* context) : recycled_(context) {
+        if (context == nullptr) return;
+        while (num_successors_ < kRecycledSuccessors && context->counts[num_successors_] != 0)
+            total_ += context->counts[num_successors_++];
+    }
+
+    // Sum of the counts.
+    int32_t total() const { return total_; }
+    int32_t size() const { return num_successors_; }
+
+    // Calls visit(token, count) for the likeliest, in order, until it returns false.
+    template <typename Visit>
+    void likeliest(Visit visit) const {
+        if (recycled_ != nullptr) {
+            for (int i = 0; i < num_successors_; ++i)
+                if (!visit(recycled_->successors[i], int32_t{recycled_->counts[i]})) return;
+        } else if (node_ == kNone) {
+            if (num_successors_ > 0) visit(only_, 1);
+        } else {
+            int32_t child = source_->nodes[node_].first_child;
+            for (int i = 0; i < kMaxHot && child != kNone; ++i) {
+                const Node& successor = source_->nodes[child];
+                if (!visit(successor.token, successor.types)) return;
+                child = successor.next;
+            }
+        }
+    }
+
+    // Of any token, 0 if it is none of the successors.
+    int32_t count(int32_t token) const {
+        if (recycled_ != nullptr) {
+            for (int i = 0; i < num_successors_; ++i)
+                if (recycled_->successors[i] == token) return recycled_->counts[i];
+            return 0;
+        }
+        if (node_ == kNone) return num_successors_ > 0 && only_ == token ? 1 : 0;
+        const int32_t child = source_->find(node_, token);
+        return child == kNone ? 0 : source_->nodes[child].types;
+    }
+
+   private:
+    const View* source_ = nullptr;
+    const RecycledContext* recycled_ = nullptr;
+    int32_t node_ = kNone;  // kNone: it occurred once
+    int32_t only_ = kNone;
+    int32_t total_ = 0, num_successors_ = 0;
+};
+
 struct Successor {
     int32_t token;
     double probability;
@@ -48,51 +111,6 @@ class Successors {
             known->probability += probability;
         else
             append(token, probability);
-    }
-
-    // One context's share of the probability mass `left`, by the predictive rule of a Pitman-Yor
-    // process; returns what remains for the others. A share that is smaller than `smallest` is left
-    // out.
-    double blend(const View& source, const Match& match, double concentration, double discount,
-                 double left, double smallest) {
-        if (match.pos != kNone) {
-            const int32_t token = source.token_after(match.doc, match.pos);
-            if (token < 0) return left;
-            const double total = 1.0 + concentration;
-            const double share = left * (1.0 - discount) / total;
-            if (share >= smallest) add(token, share);
-            return left * (concentration + discount) / total;
-        }
-        const Node& node = source.nodes[match.node];
-        if (node.num_children == 0) return left;
-        const double total = node.child_types + concentration;
-        int32_t child = node.first_child;
-        for (int32_t i = 0; i < kMaxHot && child != kNone; ++i) {
-            const Node& successor = source.nodes[child];
-            const double share = left * (successor.types - discount) / total;
-            if (share < smallest) break;
-            add(successor.token, share);
-            child = successor.next;
-        }
-        return left * (concentration + discount * node.num_children) / total;
-    }
-
-    // The same for what the model named after a context; null if it never was asked there.
-    double blend(const RecycledContext* context, double concentration, double discount,
-                 double left, double smallest) {
-        if (context == nullptr) return left;
-        int num_counted = 0, num_successors = 0;
-        for (; num_successors < kRecycledSuccessors; ++num_successors) {
-            if (context->counts[num_successors] == 0) break;
-            num_counted += context->counts[num_successors];
-        }
-        const double total = num_counted + concentration;
-        for (int i = 0; i < num_successors; ++i) {
-            const double share = left * (context->counts[i] - discount) / total;
-            if (share < smallest) break;
-            add(context->successors[i], share);
-        }
-        return left * (concentration + discount * num_successors) / total;
     }
 
    private:

@@ -27,6 +27,7 @@ from vllm_trie.store import (
     StoredText,
     StoreHeader,
     merge_texts,
+    prompt_key,
     write_store,
 )
 
@@ -104,6 +105,10 @@ class WarmStart:
         self._slot: Slot | None = None
         self._folder = folder
         self._shared = SharedFolder(folder, origin.identity, logger.warning)
+        try:
+            drafter.set_prompt_key(prompt_key(folder))
+        except OSError as error:
+            logger.warning("store_path=%r: %s; answers are not found by prompt", str(folder), error)
         try:
             self._restore(self._shared.read())
         except Exception:
