@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -31,8 +32,9 @@ from support.replay_data import (
     check_methods,
     load_tokenizer,
     read_recordings,
+    tokenizer_path,
 )
-from support.replay_methods import METHODS, Method
+from support.replay_methods import METHODS, Method, Setting
 
 from vllm_trie.local_engine import accepted_nodes
 from vllm_trie.tree import TokenTree
@@ -127,6 +129,10 @@ def main(
     times: Annotated[
         int, typer.Option(min=1, help="Ask all questions this many times; the last one counts.")
     ] = 1,
+    corpus: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="A corpus file for the own methods."),
+    ] = None,
     json_out: RowsFile = None,
 ) -> None:
     """Replay recorded answers."""
@@ -136,7 +142,14 @@ def main(
     rows: list[Row] = []
     for num_nodes in nodes or [32]:
         for name in method or METHODS:
-            drafter = METHODS[name](num_nodes, encoder.vocab_size)
+            drafter = METHODS[name](
+                Setting(
+                    num_nodes,
+                    encoder.vocab_size,
+                    tokenizer_path(tokenizer),
+                    None if corpus is None else str(corpus),
+                )
+            )
             label = f"{name}, {num_nodes} nodes"
             for turn in range(times):
                 steps: defaultdict[str, list[Step]] = defaultdict(list)

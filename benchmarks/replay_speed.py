@@ -39,7 +39,7 @@ from support.replay_data import (
     read_recordings,
 )
 from support.replay_methods import Method as SingleMethod
-from support.replay_methods import OwnDrafter, PromptLookup, SuffixDecoding
+from support.replay_methods import OwnDrafter, PromptLookup, Setting, SuffixDecoding
 
 from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import DraftRequest
@@ -133,7 +133,7 @@ class Budgeted(Method):
     drafts = True
 
     def __init__(self, num_nodes: int, vocab_size: int, chain_only: bool, costs: Costs) -> None:
-        self._drafter = OwnDrafter("ngram_trie", num_nodes, vocab_size, chain_only).drafter
+        self._drafter = OwnDrafter("ngram_trie", Setting(num_nodes, vocab_size), chain_only).drafter
         self._num_nodes = num_nodes
         self._chain_only = chain_only
         self._budget = NodeBudget()

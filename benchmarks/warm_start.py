@@ -33,7 +33,7 @@ from support.replay_data import (
     load_tokenizer,
     read_recordings,
 )
-from support.replay_methods import OwnDrafter
+from support.replay_methods import OwnDrafter, Setting
 
 from vllm_trie.store import StoreHeader, read_store, write_store
 
@@ -109,7 +109,7 @@ def main(
     )
 
     def new_drafter() -> OwnDrafter:
-        return OwnDrafter("ngram_trie", NODES, encoder.vocab_size)
+        return OwnDrafter("ngram_trie", Setting(NODES, encoder.vocab_size))
 
     found: dict[tuple[float, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 GROUPS = {
     "beam": "vllm_trie.beam.cli",
-    "corpus": "vllm_trie.ngrams.corpus_cli",
+    "corpus": "vllm_trie.corpus.cli",
     "explore": "vllm_trie.explore.cli",
     "items": "vllm_trie.items.cli",
     "medusa": "vllm_trie.drafters.medusa.cli",

@@ -66,14 +66,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     The default is a file in the installed package mistral_common.
     """
+    name = tokenizer_path(name)
     path = Path(name)
-    if name == DEFAULT_TOKENIZER:
-        package = find_spec("mistral_common")
-        if package is None or package.origin is None:
-            raise SystemExit(
-                f"--tokenizer {name}: mistral_common is not installed; name another tokenizer"
-            )
-        path = Path(package.origin).parent / "data" / "tokenizer.model.v1"
     if ".model" in path.name and path.is_file():
         from sentencepiece import SentencePieceProcessor
 
@@ -91,6 +85,18 @@ def load_tokenizer(name: str) -> Tokenizer:
         tokenizer.eos_token_id,
         len(tokenizer),
     )
+
+
+def tokenizer_path(name: str) -> str:
+    """Return where a tokenizer is: the default's file in its package, any other name as it is."""
+    if name != DEFAULT_TOKENIZER:
+        return name
+    package = find_spec("mistral_common")
+    if package is None or package.origin is None:
+        raise SystemExit(
+            f"--tokenizer {name}: mistral_common is not installed; name another tokenizer"
+        )
+    return str(Path(package.origin).parent / "data" / "tokenizer.model.v1")
 
 
 def read_recordings(questions: Path, answers: Path, tokenizer: Tokenizer) -> Iterator[Recording]:

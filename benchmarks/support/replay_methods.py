@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,22 +23,33 @@ class Method(Protocol):
         ...
 
 
+class Setting(NamedTuple):
+    """Settings of a replay."""
+
+    num_nodes: int
+    vocab_size: int
+    tokenizer: str = ""
+    """File, folder or name of the recorded model's tokenizer, to which a corpus is bound."""
+    corpus: str | None = None
+
+
 class OwnDrafter:
     """A drafter of this package, called as the engine calls it."""
 
     def __init__(
-        self,
-        name: str,
-        num_nodes: int,
-        vocab_size: int,
-        chain_only: bool = False,
-        **options: Any,
+        self, name: str, setting: Setting, chain_only: bool = False, **options: Any
     ) -> None:
         context = DrafterContext(
-            vocab_size, max_model_len=1 << 20, max_num_seqs=1, num_nodes=num_nodes
+            setting.vocab_size,
+            max_model_len=1 << 20,
+            max_num_seqs=1,
+            num_nodes=setting.num_nodes,
+            tokenizer=setting.tokenizer,
         )
+        if setting.corpus is not None:
+            options["corpus"] = setting.corpus
         self.drafter = get_drafter_class(name)(parse_options(name, options), context)
-        self._num_nodes = num_nodes
+        self._num_nodes = setting.num_nodes
         self._chain_only = chain_only
 
     def draft(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> TokenTree:
@@ -127,22 +138,18 @@ class SuffixDecoding:
         self._known[request_id] = len(tokens)
 
 
-METHODS: dict[str, Callable[[int, int], Method]] = {
-    "ngram_trie": lambda n, v: OwnDrafter("ngram_trie", n, v, store_tokens=0),
-    "ngram_trie_store": lambda n, v: OwnDrafter("ngram_trie", n, v),
-    "ngram_trie_chain": lambda n, v: OwnDrafter(
-        "ngram_trie", n, v, chain_only=True, store_tokens=0
-    ),
-    "ngram_trie_store_chain": lambda n, v: OwnDrafter("ngram_trie", n, v, chain_only=True),
-    "paper": lambda n, v: OwnDrafter("ngram_trie", n, v, scoring="frequency"),
-    "paper_static": lambda n, v: OwnDrafter(
-        "ngram_trie", n, v, scoring="frequency", index_output=False
-    ),
-    "vllm_ngram": lambda n, v: PromptLookup(n, min_length=1),
-    "vllm_ngram_5_tokens": lambda n, v: PromptLookup(min(n, 5), min_length=1),
-    "vllm_ngram_default": lambda n, v: PromptLookup(n),
-    "suffix": lambda n, v: SuffixDecoding(n),
-    "suffix_tree": lambda n, v: SuffixDecoding(n, tree=True),
-    "suffix_tree_own_text": lambda n, v: SuffixDecoding(n, tree=True, remember=False),
+METHODS: dict[str, Callable[[Setting], Method]] = {
+    "ngram_trie": lambda s: OwnDrafter("ngram_trie", s, store_tokens=0),
+    "ngram_trie_store": lambda s: OwnDrafter("ngram_trie", s),
+    "ngram_trie_chain": lambda s: OwnDrafter("ngram_trie", s, chain_only=True, store_tokens=0),
+    "ngram_trie_store_chain": lambda s: OwnDrafter("ngram_trie", s, chain_only=True),
+    "paper": lambda s: OwnDrafter("ngram_trie", s, scoring="frequency"),
+    "paper_static": lambda s: OwnDrafter("ngram_trie", s, scoring="frequency", index_output=False),
+    "vllm_ngram": lambda s: PromptLookup(s.num_nodes, min_length=1),
+    "vllm_ngram_5_tokens": lambda s: PromptLookup(min(s.num_nodes, 5), min_length=1),
+    "vllm_ngram_default": lambda s: PromptLookup(s.num_nodes),
+    "suffix": lambda s: SuffixDecoding(s.num_nodes),
+    "suffix_tree": lambda s: SuffixDecoding(s.num_nodes, tree=True),
+    "suffix_tree_own_text": lambda s: SuffixDecoding(s.num_nodes, tree=True, remember=False),
 }
-"""Name -> constructor, from the number of nodes and the size of the vocabulary."""
+"""Name -> constructor. Peers draft without a corpus."""

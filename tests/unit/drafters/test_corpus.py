@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 
 from tests.unit.drafters.support import make_context, make_request
 from vllm_trie.checked_file import PREFIX
+from vllm_trie.corpus import cli as corpus_cli
 from vllm_trie.drafters import parse_options
 from vllm_trie.drafters.ngram_trie import NgramTrieDrafter
 from vllm_trie.drafters.ngram_trie import drafter as drafter_module
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
-from vllm_trie.ngrams import Job, NativeBackend, corpus_cli, native
+from vllm_trie.ngrams import Job, NativeBackend, NgramIndex, Odds, PythonBackend, native
+from vllm_trie.ngrams.blend import Kind
 from vllm_trie.ngrams.corpus_file import (
     FORMAT,
     CorpusError,
@@ -59,28 +61,29 @@ def letters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_cli, "load_corpus_tokenizer", load)
 
 
-def test_drafts_as_from_the_same_texts_in_memory(path: Path) -> None:
-    backend = NativeBackend(BLEND)
-    corpus = open_corpus(path, len(VOCABULARY), fingerprint(VOCABULARY))
-    store = backend.new_index(8)
-    for document in DOCUMENTS:
-        store.add_text(document)
-    tokens = np.array([7, 3, 4], dtype=np.int32)
-    trees = []
-    for sources in ({"corpus": corpus, "store": None}, {"corpus": None, "store": store}):
-        job = Job(
-            own=backend.new_index(8),
-            tokens=tokens,
-            num_indexed=3,
-            max_nodes=16,
-            max_depth=9,
-            chain_only=False,
-            **sources,
-        )
-        trees.append(backend.draft_batch([job])[0].tree)
-    assert trees[0].token_ids.tolist()[:1] == [5]
-    for name in ("token_ids", "parents", "probabilities"):
-        np.testing.assert_array_equal(getattr(trees[0], name), getattr(trees[1], name))
+def test_drafts_as_the_readable_twin_from_the_same_texts(path: Path) -> None:
+    """With tokens that the request learns from, and contexts of all lengths."""
+    in_memory = NgramIndex(8)
+    in_memory.add_text(np.concatenate([[*document, -1] for document in DOCUMENTS]))
+    text = np.array([7, 3, 4, 9, *range(12), 3, 4, 5], dtype=np.int32)
+    drafts = []
+    for backend, corpus in (
+        (NativeBackend(BLEND), open_corpus(path, len(VOCABULARY), fingerprint(VOCABULARY))),
+        (PythonBackend(BLEND), in_memory),
+    ):
+        own, odds = backend.new_index(8), Odds()
+        for length, num_learned in ((3, 3), (6, 3), (16, 6), (19, 16)):
+            tokens = text[:length].copy()
+            job = Job(own, None, corpus, tokens, length, 16, 9, False)
+            job = job._replace(odds=odds, num_learned=num_learned)
+            drafts.append((backend.draft_batch([job])[0].tree, odds.values.copy()))
+    assert drafts[0][0].token_ids.tolist()[:1] == [5]
+    assert drafts[2][0].token_ids.tolist()[:7] == [12, 13, 14, 15, 16, 17, 18]
+    assert (drafts[3][1][Kind.CORPUS] > 1.0).any()
+    for (compiled, odds), (readable, its_odds) in zip(drafts[:4], drafts[4:], strict=True):
+        np.testing.assert_array_equal(odds, its_odds)
+        for name in ("token_ids", "parents", "probabilities"):
+            np.testing.assert_array_equal(getattr(compiled, name), getattr(readable, name))
 
 
 def test_header_says_what_is_inside(path: Path) -> None:

@@ -81,6 +81,56 @@ def info(
     _describe(corpus, header)
 
 
+@app.command()
+def synthesize(
+    model: Annotated[str, typer.Argument(help="The target model: a folder or a name.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The corpus file to write.")],
+    tokens: Annotated[int, typer.Option(min=1000, help="Tokens of answers to make.")] = 300_000,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Your own questions, one a line, or *.jsonl with a field 'prompt', 'question', "
+            "'text' or 'turns'. Left out, the model writes them.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Of the answers: the one that will be served.")
+    ] = 0.0,
+    question_tokens: Annotated[
+        int, typer.Option(min=8, help="Longest question that the model writes.")
+    ] = 160,
+    answer_tokens: Annotated[int, typer.Option(min=8, help="Longest answer.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Of questions and sampled answers.")] = 0,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="Further options of vllm.LLM as JSON, as '{\"tensor_parallel_size\": 2}'."
+        ),
+    ] = "{}",
+) -> None:
+    """Let the model ask itself questions and answer them; write the answers as a corpus.
+
+    They are also in OUTPUT.answers.jsonl: a run that was interrupted, or that is to make more
+    tokens, goes on from there.
+    """
+    from vllm_trie.corpus.synthesis import Plan
+    from vllm_trie.corpus.synthesize import run
+
+    plan = Plan(tokens, temperature, question_tokens, answer_tokens, seed, 2 * batch)
+    try:
+        engine_args = json.loads(engine)
+        if not isinstance(engine_args, dict):
+            raise ValueError(f"--engine {engine}: a JSON object of vllm.LLM's options is needed")
+        header = run(model, output, plan, prompts, batch, engine_args)
+    except (ValueError, OSError, RuntimeError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    _describe(output, header)
+
+
 def _describe(path: Path, header: CorpusHeader) -> None:
     typer.echo(
         f"{path}: {header.num_documents} documents, {header.num_tokens} tokens, "

@@ -1,0 +1,1 @@
+"""The commands `vllm-trie corpus`: corpora out of texts, and out of the model itself."""
