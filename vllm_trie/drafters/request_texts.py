@@ -40,8 +40,8 @@ class IndexedText(NamedTuple):
     first: int
     tokens: np.ndarray
     num_indexed: int
-    odds: Odds
-    num_learned: int
+    odds: Odds | None = None
+    num_learned: int = 0
 
 
 @dataclass(slots=True)
