@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -59,6 +59,8 @@ class Tokenizer(NamedTuple):
     """Returns the token ids of a text, after BOS if the flag is set."""
     eos_token_id: int
     vocab_size: int
+    chat: Callable[[list[dict[str, str]]], list[int]] | None = None
+    """Returns the token ids of a conversation by the model's template; None without one."""
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -84,7 +86,13 @@ def load_tokenizer(name: str) -> Tokenizer:
         lambda text, with_bos: tokenizer(text, add_special_tokens=with_bos)["input_ids"],
         tokenizer.eos_token_id,
         len(tokenizer),
+        (lambda messages: _render(tokenizer, messages)) if tokenizer.chat_template else None,
     )
+
+
+def _render(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def tokenizer_path(name: str) -> str:
@@ -102,8 +110,8 @@ def tokenizer_path(name: str) -> str:
 def read_recordings(questions: Path, answers: Path, tokenizer: Tokenizer) -> Iterator[Recording]:
     """Yield every turn of every question, in the order of the file.
 
-    The prompt of a turn is Vicuna's template with the earlier turns and their recorded answers.
-    Prompt and answer are encoded separately.
+    The prompt of a turn has the earlier turns and their recorded answers, by the tokenizer's chat
+    template or, without one, by Vicuna's. Prompt and answer are encoded separately.
     """
     recorded = {row["question_id"]: row["choices"][0]["turns"] for row in read_lines(answers)}
     for question in read_lines(questions):
@@ -111,16 +119,21 @@ def read_recordings(questions: Path, answers: Path, tokenizer: Tokenizer) -> Ite
         if question["question_id"] not in recorded:
             raise SystemExit(f"--answers: no answer to question {question['question_id']}")
         text = SYSTEM_PROMPT
+        messages: list[dict[str, str]] = []
         turns = zip(question["turns"], recorded[question["question_id"]], strict=True)
         for turn, answer in turns:
             text += f"USER: {turn} ASSISTANT: "
+            messages.append({"role": "user", "content": turn})
             yield Recording(
                 question["question_id"],
                 category,
-                tokenizer.encode(text, True),
+                tokenizer.encode(text, True)
+                if tokenizer.chat is None
+                else tokenizer.chat(messages),
                 [*tokenizer.encode(answer, False), tokenizer.eos_token_id],
             )
             text += f"{answer}</s>"
+            messages.append({"role": "assistant", "content": answer})
 
 
 def category_of(question: dict) -> str:

@@ -56,8 +56,9 @@ class NgramTrieOptions(DrafterOptions):
     )
     corpus: str | None = Field(
         default=None,
-        description="With scoring 'blended': a file made by `vllm-trie corpus build` with the "
-        "model's tokenizer, to draft from in addition to the requests' own text.",
+        description="With scoring 'blended': a file made by `vllm-trie corpus synthesize` or "
+        "`corpus build` with the model's tokenizer, to draft from in addition to the requests' "
+        "own text.",
     )
     ngram_size: int = Field(
         default=13,

@@ -1,0 +1,50 @@
+"""`vllm-trie corpus synthesize` with the shipped model, whose corpus an engine then drafts from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from vllm import SamplingParams
+
+from tests.engine.compare import speculation
+from tests.engine.conftest import Engines, trees_of
+from tests.engine.prompts import prompts
+from tests.processes import run_python
+from vllm_trie.ngrams.corpus_file import read_header
+from vllm_trie.tiny_model import model_path
+
+
+def test_a_corpus_of_the_models_own_answers(tmp_path: Path) -> None:
+    corpus, model = tmp_path / "own.corpus", str(model_path())
+    questions = tmp_path / "questions.txt"
+    questions.write_text("What is a trie?\nWhat is a cache?\n")
+    command = ["-m", "vllm_trie.cli", "corpus", "synthesize", model, "--batch", "16", "-o"]
+    done = run_python(*command, str(corpus), "--tokens", "1200")
+    assert "held-out answers, 32 nodes" in done.stdout
+    header = read_header(corpus)
+    assert header.num_tokens >= 1200
+    _, *lines = Path(f"{corpus}.answers.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert sum(len(answer["token_ids"]) for answer in answers) == header.num_tokens
+    assert len({answer["question"] for answer in answers}) == len(answers)
+    # Enough tokens are there: nothing is asked again.
+    again = run_python(*command, str(corpus), "--tokens", "1000")
+    assert "tokens/s" not in again.stderr
+    other = tmp_path / "asked.corpus"
+    asked = run_python(*command, str(other), "--tokens", "9000", "--prompts", str(questions))
+    assert "name more of them" in asked.stderr
+    assert read_header(other).num_documents == 2
+
+    engines = Engines()
+    llm = engines(**speculation("ngram_trie", 16, store_tokens=0, corpus=str(corpus)))
+    plain = engines()
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    outputs = [
+        [each.outputs[0].token_ids for each in engine.generate(prompts(4), params, use_tqdm=False)]
+        for engine in (llm, plain)
+    ]
+    totals = trees_of(llm).totals
+    engines.close()
+    assert outputs[0] == outputs[1]
+    assert totals.tokens > totals.steps
