@@ -27,7 +27,7 @@ from tools.tiny_model.model import (
     load_model,
     save_model,
 )
-from vllm_trie.drafters.medusa.training import TokenRows, read_tokens
+from vllm_trie.drafters.medusa.training import Encoder, TokenRows, read_tokens
 from vllm_trie.tiny_model import model_path
 
 _ROW = 512
@@ -168,7 +168,7 @@ def main(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Train both drafters and write their checkpoints."""
-    tokens = read_tokens([data], lambda text: [], 0)
+    tokens = read_tokens([data], Encoder(lambda text: [], lambda question: [], 0))
     held, tokens = tokens[: _HELD_ROWS * _ROW], tokens[_HELD_ROWS * _ROW :]
     rows = TokenRows(tokens, _ROW, seed)
     training = Training(lr, seed)

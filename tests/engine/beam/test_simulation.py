@@ -53,16 +53,43 @@ def test_groups_share_batches_with_greedy_requests(vllm_config, asynchronous):
     simulation.check_clean()
 
 
-def test_blocks_are_those_of_the_trie(vllm_config):
-    """Forks share the prompt: 8 hypotheses over 40 blocks of prompt take little more than one."""
+def blocks_of_trie(requests, block_size):
+    """Count the blocks of a trie of token sequences: one for each distinct prefix that fills a
+    block, and one for each sequence that goes on behind its last full block."""
+    sequences = [tuple(request.all_token_ids)[: request.num_computed_tokens] for request in requests]
+    full_blocks = {
+        sequence[:end]
+        for sequence in sequences
+        for end in range(block_size, len(sequence) + 1, block_size)
+    }
+    return len(full_blocks) + sum(len(sequence) % block_size > 0 for sequence in sequences)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("width", [3, 9])
+def test_blocks_are_those_of_the_trie(vllm_config, width, block_size):
+    """In every step, so at the peak too; and hypotheses cost far less than sequences."""
     prompt = [i % 20 + 1 for i in range(162)]
-    simulation = Simulation(vllm_config, num_blocks=400, block_size=4)
-    simulation.add_beam("b", prompt, 8, 8, max_tokens=8)
+    simulation = Simulation(vllm_config, num_blocks=800, block_size=block_size)
+    simulation.add_beam("b", prompt, width, width, max_tokens=24)
+    scheduler, peak = simulation.scheduler, 0
+    execute = simulation.worker.execute
+
+    def count(output):
+        nonlocal peak
+        used = simulation.pool.num_gpu_blocks - 1 - simulation.pool.get_num_free_blocks()
+        if output.total_num_scheduled_tokens:
+            peak = max(peak, blocks_of_trie(scheduler.running, block_size))
+            assert used == blocks_of_trie(scheduler.running, block_size)
+        return execute(output)
+
+    simulation.worker.execute = count
     simulation.run()
-    blocks_of_one_request = -(-(162 + 8) // 4)
-    assert simulation.peak_blocks <= blocks_of_one_request + 2 * 8
+    assert simulation.peak_blocks == peak
+    blocks_of_one_request = -(-(162 + 24) // block_size)
+    assert blocks_of_one_request < peak < blocks_of_one_request + 3 * width
     # and the prompt is computed once, every later token once per row
-    assert simulation.worker.computed_tokens <= len(prompt) + 8 * 7
+    assert simulation.worker.computed_tokens <= len(prompt) + width * 23
 
 
 def test_copies_leave_out_the_prompt_after_the_first_fork(vllm_config):

@@ -47,6 +47,10 @@ def train(
     share_output: Annotated[
         bool, typer.Option(help="Use the model's own output layer and train the blocks alone.")
     ] = False,
+    outputs: Annotated[
+        int,
+        typer.Option(min=0, help="Guess only this many tokens, the data's most frequent; 0: all."),
+    ] = 0,
     targets: Annotated[
         Targets, typer.Option(help="Learn what the model would say, or what the text says.")
     ] = Targets.model,
@@ -61,8 +65,8 @@ def train(
     seed: Annotated[int, typer.Option(help="Order of the rows.")] = 0,
     resume: Annotated[bool, typer.Option(help="Go on with an interrupted run in OUT.")] = True,
 ) -> None:
-    """Train heads on a frozen model from text files; saves both vLLM's and FasterDecoding's
-    layout."""
+    """Train heads on a frozen model from text files; saves vLLM's layout, and FasterDecoding's for
+    heads with output layers of their own for all tokens."""
     import torch
 
     if threads:
@@ -84,6 +88,7 @@ def _train(
     layers: int,
     init: Path | None,
     share_output: bool,
+    outputs: int,
     targets: Targets,
     steps: int,
     batch: int,
@@ -100,12 +105,13 @@ def _train(
     from vllm_trie.drafters.medusa.checkpoint import load_checkpoint
     from vllm_trie.drafters.medusa.heads import HeadsShape
     from vllm_trie.drafters.medusa.training import TokenRows, Trainer, TrainingPlan
+    from vllm_trie.drafters.medusa.training.states import StateCache
     from vllm_trie.drafters.medusa.training.text import find_files, read_tokens, split_rows
 
     backbone = _load_backbone(model, device, dtype, context)
-    tokens = read_tokens(find_files(data), backbone.encode, backbone.eos_token_id)
+    tokens = read_tokens(find_files(data), backbone.encoder)
     if validation:
-        held = read_tokens(find_files(validation), backbone.encode, backbone.eos_token_id)
+        held = read_tokens(find_files(validation), backbone.encoder)
     else:
         tokens, held = split_rows(tokens, context, 0.02)
     held_rows = TokenRows(held, context).batch(0, min(64, max(1, len(held) // context)))
@@ -115,13 +121,18 @@ def _train(
         num_layers=layers,
         hidden_size=backbone.hidden_size,
         vocab_size=backbone.vocab_size,
-        num_outputs=backbone.vocab_size,
+        num_outputs=min(outputs or backbone.vocab_size, backbone.vocab_size),
         shares_output=share_output,
     )
-    trainer = Trainer(backbone, TokenRows(tokens, context, seed), plan, shape)
-    if init is not None:
-        trainer.start_from(load_checkpoint(init, shape.hidden_size, shape.vocab_size).heads)
     out.mkdir(parents=True, exist_ok=True)
+    rows = TokenRows(tokens, context, seed)
+    cache = StateCache(out, backbone, rows.rows) if steps * batch > rows.num_rows else None
+    trainer = Trainer(backbone, rows, plan, shape, cache)
+    if init is not None:
+        loaded = load_checkpoint(
+            init, shape.hidden_size, shape.vocab_size, lambda: backbone.output_weight
+        )
+        trainer.start_from(loaded.heads)
     state_path = out / STATE_FILE
     if resume and state_path.exists():
         trainer.resume(torch.load(state_path, map_location="cpu", weights_only=True))
@@ -130,8 +141,10 @@ def _train(
     scores = trainer.evaluate(held_rows)
     temperatures = trainer.fit_temperatures(held_rows[:_CALIBRATION_ROWS])
     _save(trainer, out, temperatures, scores, len(tokens))
+    if cache is not None:
+        cache.delete()
     _print_scores(scores, temperatures, f"{held_rows.size} held-out tokens")
-    typer.echo(f"saved to {out} (vLLM's layout) and {out / 'fasterdecoding'}")
+    typer.echo(f"saved to {out}")
 
 
 def _load_backbone(model: str, device: str, dtype: str, context: int) -> Backbone:
@@ -186,8 +199,11 @@ def _save(
     from vllm_trie.drafters.medusa.checkpoint import save_fasterdecoding, save_vllm
 
     save_vllm(trainer.heads, out, temperatures)
-    base_model = Path(trainer.backbone.path).name
-    save_fasterdecoding(trainer.heads, out / "fasterdecoding", temperatures, base_model=base_model)
+    shape = trainer.heads.shape
+    if not shape.shares_output and trainer.heads.token_map is None:
+        base_model = Path(trainer.backbone.path).name
+        folder = out / "fasterdecoding"
+        save_fasterdecoding(trainer.heads, folder, temperatures, base_model=base_model)
     report = {
         "plan": asdict(trainer.plan),
         "heads": asdict(trainer.heads.shape),

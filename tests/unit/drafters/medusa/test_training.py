@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from vllm_trie.drafters.medusa.heads import HeadsShape
-from vllm_trie.drafters.medusa.training import TokenRows, Trainer, TrainingPlan, read_tokens
+from vllm_trie.drafters.medusa.training import (
+    Encoder,
+    TokenRows,
+    Trainer,
+    TrainingPlan,
+    read_tokens,
+)
+from vllm_trie.drafters.medusa.training.states import StateCache
 from vllm_trie.drafters.medusa.training.text import find_files, split_rows
 from vllm_trie.drafters.medusa.training.trainer import _shifted
 
@@ -21,13 +28,16 @@ class CountingModel:
     """Its hidden state is the token's embedding; it counts upwards in steps of one."""
 
     device = torch.device("cpu")
+    path = "counting"
 
     def __init__(self) -> None:
+        self.passes = 0
         generator = torch.Generator().manual_seed(0)
         self._embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
         self.output_weight = self._embedding.roll(1, 0)
 
     def hidden_states(self, token_ids):
+        self.passes += 1
         return self._embedding[token_ids]
 
     def predictions(self, hidden):
@@ -109,6 +119,60 @@ def test_a_shared_output_layer_stays_the_models():
     assert trainer.heads.block_weight.abs().sum() > 0
 
 
+def test_heads_for_the_most_frequent_tokens():
+    plan = TrainingPlan(steps=60, batch_rows=4, learning_rate=2e-2, warmup_steps=5)
+    shape = HeadsShape(2, 1, HIDDEN, VOCAB, 6, shares_output=True)
+    rows = counting_rows()
+    rows[:48] %= 6
+    trainer = Trainer(CountingModel(), TokenRows(rows.ravel(), LENGTH), plan, shape)
+    assert trainer.heads.token_map.tolist() == list(range(6))
+    run(trainer, 60)
+    states = trainer.backbone.hidden_states(torch.tensor([0, 3]))
+    outputs = trainer.heads(states).argmax(-1)
+    assert outputs[0].tolist() == [2, 5]
+    assert outputs[1, 0] == 3  # 6 has no output
+    # A token that the map lacks counts as wrong.
+    unlisted = np.arange(8, 16, dtype=np.int32)[None]
+    assert all(score.top5 == 0 for score in trainer.evaluate(unlisted))
+
+
+def test_questions_are_read_but_not_learned():
+    trainer = make_trainer()
+    rows = counting_rows(2)
+    _, targets = trainer._inputs(rows)
+    asked = rows.copy()
+    asked[0, 3:7] = ~asked[0, 3:7]
+    hidden, kept = trainer._inputs(asked)
+    torch.testing.assert_close(
+        hidden[:LENGTH], trainer.backbone.hidden_states(torch.tensor(rows[0]))
+    )
+    assert (kept[0] == -100).nonzero().flatten().tolist() == [2, 3, 4, 5]
+    kept[0, 2:6] = targets[0, 2:6]
+    torch.testing.assert_close(kept, targets)
+
+
+def test_later_epochs_read_hidden_states_from_disk(tmp_path):
+    rows = TokenRows(counting_rows(8).ravel(), LENGTH)
+    plan = TrainingPlan(steps=12, batch_rows=4, learning_rate=2e-2, warmup_steps=5)
+    trainers = []
+    for folder in (None, tmp_path, tmp_path):
+        torch.manual_seed(0)
+        model = CountingModel()
+        model._embedding = model._embedding.bfloat16().float()  # as the cache keeps them
+        cache = folder and StateCache(folder, model, rows.rows)
+        trainers.append(Trainer(model, rows, plan, SHAPE, cache))
+    plain, first, later = trainers
+    for trainer in trainers:
+        run(trainer, 12)
+    assert [trainer.backbone.passes for trainer in trainers] == [12, 2, 0]
+    for trainer in (first, later):
+        for mine, theirs in zip(plain.heads.parameters(), trainer.heads.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+    assert len(list(tmp_path.iterdir())) == 2
+    later._cache.delete()
+    assert not list(tmp_path.iterdir())
+
+
 def test_temperatures_lower_the_loss():
     trainer = make_trainer()
     run(trainer, 25)
@@ -129,14 +193,16 @@ def test_text_files_and_token_files(tmp_path):
     lines = [{"text": "c"}, {"token_ids": [7, 8]}]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
 
-    def encode(text):
-        return [ord(c) for c in text]
-
-    tokens = read_tokens(find_files([tmp_path]), encode, 0)
+    encoder = Encoder(lambda text: list(map(ord, text)), lambda question: [1, len(question)], 0)
+    tokens = read_tokens(find_files([tmp_path]), encoder)
     assert tokens.tolist() == [97, 98, 0, 99, 0, 7, 8, 0]
+    answers = [{"question": "abc", "token_ids": [7, 0]}, {"question": "", "text": "c"}]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    tokens = read_tokens([tmp_path / "b.jsonl"], encoder)
+    assert tokens.tolist() == [~1, ~3, 7, 0, ~1, ~0, 99, 0]
     (tmp_path / "b.jsonl").write_text("[]\n")
     with pytest.raises(ValueError, match=r"line 1: expected"):
-        read_tokens(find_files([tmp_path]), encode, 0)
+        read_tokens(find_files([tmp_path]), encoder)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         find_files([tmp_path / "absent"])
 

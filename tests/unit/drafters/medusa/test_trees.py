@@ -7,6 +7,7 @@ import pytest
 from support.fitted_trees import fit_paths
 
 from vllm_trie.drafters.medusa.trees import PUBLISHED, check_paths, template
+from vllm_trie.tree import TokenTree
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -41,6 +42,37 @@ def test_filled_tree_holds_the_named_candidates(num_nodes, max_depth):
         for path in [p for p in paths if len(p) <= max_depth][:num_nodes]
     }
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def random_paths(seed: int) -> tuple[tuple[int, ...], ...]:
+    """Return paths that are a tree of 1 to 120 nodes with up to eight children."""
+    rng = np.random.default_rng(seed)
+    parents: list[tuple[int, ...]] = [()]
+    num_children: dict[tuple[int, ...], int] = {}
+    for _ in range(rng.integers(1, 121)):
+        parent = parents[rng.integers(len(parents))]
+        if len(parent) < 9 and num_children.get(parent, 0) < 8:
+            num_children[parent] = num_children.get(parent, 0) + 1
+            parents.append((*parent, num_children[parent] - 1))
+    return tuple(parents[1:])
+
+
+def test_xformers_derives_the_same_mask_depths_and_parents():
+    """An independent reading of lists of paths (`pip install xformers==0.0.35 --no-deps`)."""
+    tree_attention = pytest.importorskip("xformers.ops.tree_attention")
+    for paths in [*PUBLISHED.values(), *map(random_paths, range(20))]:
+        theirs = tree_attention.TreeAttnMetadata.from_tree_choices(list(paths))
+        parents = template(paths, len(paths), 9, False).parents
+        ours = TokenTree(np.zeros(len(paths), np.int32), parents)
+        # They order nodes by depth, after a root of their own; here they are depth-first.
+        order = [sorted(paths).index(path) for path in theirs.tree_choices]
+        mask = theirs.attention_bias.numpy() == 0
+        assert mask[:, 0].all()
+        np.testing.assert_array_equal(ours.ancestor_mask()[np.ix_(order, order)], mask[1:, 1:])
+        depths = theirs.tree_seq_position_ids[1:].numpy()
+        np.testing.assert_array_equal(ours.depths()[order], depths)
+        nodes = np.array([-1, *order])  # of their nodes, the root first
+        np.testing.assert_array_equal(parents[order], nodes[theirs.parent_node_indices.numpy()])
 
 
 def test_chain_only_takes_the_best_candidates_alone():

@@ -43,6 +43,8 @@ def save_vllm(
 ) -> None:
     """Write `model.safetensors`, in bfloat16, and `config.json`.
 
+    An output layer that the heads share is the target's own, and left out.
+
     Args:
         folder: made if it is missing.
         temperatures: one a head; left out of the configuration if None.
@@ -53,9 +55,9 @@ def save_vllm(
         tensors[f"blocks.{head}.layers.{layer}.weight"] = weight
         if bias is not None:
             tensors[f"blocks.{head}.layers.{layer}.bias"] = bias
-    for head, output in enumerate(heads.output_weight):
-        name = "lm_head" if shape.shares_output else f"lm_heads.{head}"
-        tensors[f"{name}.weight"] = output
+    if not shape.shares_output:
+        for head, output in enumerate(heads.output_weight):
+            tensors[f"lm_heads.{head}.weight"] = output
     config: dict[str, Any] = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_trie.drafters.medusa.training.backbone import Backbone
-from vllm_trie.drafters.medusa.training.text import TokenRows, read_tokens
+from vllm_trie.drafters.medusa.training.text import Encoder, TokenRows, read_tokens
 from vllm_trie.drafters.medusa.training.trainer import Trainer, TrainingPlan
 
-__all__ = ["Backbone", "TokenRows", "Trainer", "TrainingPlan", "read_tokens"]
+__all__ = ["Backbone", "Encoder", "TokenRows", "Trainer", "TrainingPlan", "read_tokens"]

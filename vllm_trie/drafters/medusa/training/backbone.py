@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_trie.drafters.medusa.training.text import Encoder
+
 
 class Backbone:
     """A Hugging Face causal language model, used for its last hidden states alone.
@@ -32,10 +34,25 @@ class Backbone:
             self.eos_token_id = self.eos_token_id[0]
         self.max_length: int | None = getattr(model.config, "max_position_embeddings", None)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, which may be longer than the model's context."""
+    @property
+    def encoder(self) -> Encoder:
+        """Return the tokenizer's, for texts that may be longer than the model's context."""
+        return Encoder(self._encode, self._encode_question, self.eos_token_id)
+
+    def _encode(self, text: str) -> list[int]:
         encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
         return list(encoded.input_ids)
+
+    def _encode_question(self, question: str) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"the data has a 'question', but the model {self.path!r} has no chat template; "
+                "give lines with 'text' or 'token_ids' alone"
+            )
+        token_ids: list[int] = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        return token_ids
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: Tensor) -> Tensor:

@@ -1,15 +1,29 @@
-"""Training text as rows of tokens."""
+"""Training text as rows of tokens.
+
+A token that heads only read, because the model did not write it, is stored as its complement,
+~token: the user's turns of a chat.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 Encode = Callable[[str], Sequence[int]]
+
+
+class Encoder(NamedTuple):
+    """Turns the texts of a file into tokens."""
+
+    text: Encode
+    chat: Encode
+    """Returns a chat of one user's turn, up to where the answer begins."""
+    eos_token_id: int | None
 
 
 def find_files(paths: Iterable[Path]) -> list[Path]:
@@ -31,26 +45,31 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
     return files
 
 
-def read_tokens(files: Sequence[Path], encode: Encode, eos_token_id: int | None) -> np.ndarray:
+def read_tokens(files: Sequence[Path], encoder: Encoder) -> np.ndarray:
     """Return all texts end to end, int32, each closed by EOS.
 
     A file is one text. In a `.jsonl` file each line is one: an object with `text`, or with
-    `token_ids` for text that is tokenized already.
+    `token_ids` for text that is tokenized already. With a `question` next to them they are the
+    model's answer to it; the question's tokens are stored as their complements.
 
     Raises:
-        ValueError: a line of a `.jsonl` file is something else.
+        ValueError: a line of a `.jsonl` file is something else, or the model has no chat template.
     """
-    end = [] if eos_token_id is None else [eos_token_id]
+    end = [] if encoder.eos_token_id is None else [encoder.eos_token_id]
     parts = []
     for file in tqdm(files, desc="reading text", unit="file", leave=False, disable=None):
-        for tokens in _texts(file, encode):
-            parts.append(np.array([*tokens, *end], dtype=np.int32))
+        for question, tokens in _texts(file, encoder):
+            if list(tokens[-1:]) != end:  # an answer's last token may be EOS already
+                tokens = [*tokens, *end]
+            parts += [~np.array(question, dtype=np.int32), np.array(tokens, dtype=np.int32)]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
 
-def _texts(file: Path, encode: Encode) -> Iterator[Sequence[int]]:
+def _texts(file: Path, encoder: Encoder) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Yield the question's tokens, mostly none, and those of the text."""
+    encode = encoder.text
     if file.suffix != ".jsonl":
-        yield encode(file.read_text(encoding="utf-8", errors="replace"))
+        yield (), encode(file.read_text(encoding="utf-8", errors="replace"))
         return
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -58,17 +77,21 @@ def _texts(file: Path, encode: Encode) -> Iterator[Sequence[int]]:
         try:
             item = json.loads(line)
             tokens = item["token_ids"] if "token_ids" in item else encode(item["text"])
+            question = item.get("question")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{file}, line {number}: expected an object with 'text' or 'token_ids'"
             ) from error
-        yield tokens
+        yield () if question is None else encoder.chat(question), tokens
 
 
 class TokenRows:
     """Rows of equal length, cut from one stream and visited in a new order each epoch.
 
     The order depends on the seed alone, so that a run can be resumed at any row.
+
+    Attributes:
+        rows: int32 [num_rows, length], in the order of the text.
     """
 
     def __init__(self, tokens: np.ndarray, length: int, seed: int = 0) -> None:
@@ -81,16 +104,20 @@ class TokenRows:
                 f"the text has {len(tokens)} tokens, a row takes {length}; give more text or a "
                 "smaller --context"
             )
-        self._rows = tokens[: self.num_rows * length].reshape(self.num_rows, length)
+        self.rows = tokens[: self.num_rows * length].reshape(self.num_rows, length)
 
     def batch(self, first: int, count: int) -> np.ndarray:
         """Return rows number `first` to `first + count` of the endless sequence, int64
         [count, length]."""
+        return self.rows[self.numbers(first, count)].astype(np.int64)
+
+    def numbers(self, first: int, count: int) -> np.ndarray:
+        """Return which rows of the text these are, int64 [count]."""
         chosen = []
         for number in range(first, first + count):
             epoch, place = divmod(number, self.num_rows)
-            chosen.append(self._rows[self._order(epoch)[place]])
-        return np.stack(chosen).astype(np.int64)
+            chosen.append(self._order(epoch)[place])
+        return np.array(chosen, dtype=np.int64)
 
     def _order(self, epoch: int) -> np.ndarray:
         if getattr(self, "_known_epoch", None) != epoch:

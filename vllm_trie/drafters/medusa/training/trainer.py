@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
-from vllm_trie.drafters.medusa.training.backbone import Backbone
+from vllm_trie.drafters.medusa.training.states import FrozenModel, StateCache
 from vllm_trie.drafters.medusa.training.text import TokenRows
 
 _IGNORED = -100
+_UNLISTED = -1
+"""A target that the token map lacks: heads cannot guess it, which counts as wrong."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,29 @@ class Trainer:
     """Trains heads in place; :meth:`state` and :meth:`resume` carry it over an interruption."""
 
     def __init__(
-        self, backbone: Backbone, rows: TokenRows, plan: TrainingPlan, shape: HeadsShape
+        self,
+        backbone: FrozenModel,
+        rows: TokenRows,
+        plan: TrainingPlan,
+        shape: HeadsShape,
+        cache: StateCache | None = None,
     ) -> None:
+        """Make heads of `shape`, for the most frequent tokens of `rows` if it has fewer outputs
+        than tokens; `cache` keeps the hidden states of `rows`."""
         self.backbone, self.plan = backbone, plan
-        self._rows = rows
+        self._rows, self._cache = rows, cache
         self.heads = MedusaHeads(shape).to(backbone.device)
+        self._outputs = torch.arange(shape.vocab_size, device=backbone.device)
+        output = backbone.output_weight
+        if shape.num_outputs < shape.vocab_size:
+            token_map = frequent_tokens(rows.rows, shape.vocab_size, shape.num_outputs)
+            self.heads.token_map = torch.from_numpy(token_map).to(backbone.device)
+            self._outputs.fill_(_UNLISTED)
+            self._outputs[self.heads.token_map] = torch.arange(len(token_map)).to(backbone.device)
+            output = output[self.heads.token_map]
         with torch.no_grad():
             # Heads start as copies of the model's own output layer, as in the paper.
-            self.heads.output_weight.copy_(
-                backbone.output_weight.expand_as(self.heads.output_weight)
-            )
+            self.heads.output_weight.copy_(output.expand_as(self.heads.output_weight))
         if shape.shares_output:
             self.heads.output_weight.requires_grad_(False)
         self._optimizer = torch.optim.AdamW(
@@ -90,13 +105,15 @@ class Trainer:
     def run_step(self) -> list[float]:
         """Train on one batch; return the loss of each head, nats."""
         plan = self.plan
-        batch = self._rows.batch(self.step * plan.batch_rows, plan.batch_rows)
-        hidden, targets = self._inputs(torch.from_numpy(batch))
+        numbers = self._rows.numbers(self.step * plan.batch_rows, plan.batch_rows)
+        hidden, targets = self._inputs(self._rows.rows[numbers], numbers)
         losses = []
         # One head at a time: the logits of all would take K times the memory.
         for index in range(self.heads.shape.num_heads):
             logits = self.heads.head(index, hidden).float()
-            loss = F.cross_entropy(logits, _shifted(targets, index), ignore_index=_IGNORED)
+            target = _shifted(targets, index)
+            target = target.masked_fill(target == _UNLISTED, _IGNORED)
+            loss = F.cross_entropy(logits, target, ignore_index=_IGNORED)
             torch.autograd.backward(loss)
             losses.append(loss.item())
         for group in self._optimizer.param_groups:
@@ -111,33 +128,50 @@ class Trainer:
         warm = min(1.0, (self.step + 1) / max(1, self.plan.warmup_steps))
         return warm * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
 
-    def _inputs(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Return hidden states [places, hidden_size], and for each place [rows, tokens] the token
-        that follows it."""
-        hidden = self.backbone.hidden_states(batch)
-        if self.plan.targets == "model":
-            targets = self.backbone.predictions(hidden)
+    def _inputs(self, rows: np.ndarray, numbers: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """Return hidden states [places, hidden_size], and for each place [rows, tokens] the output
+        of the token that follows it.
+
+        `rows` is as in `TokenRows`; `numbers` are those of rows of the training text.
+        """
+        batch = torch.from_numpy(rows.astype(np.int64))
+        only_read = (batch < 0).to(self.backbone.device)
+        batch = torch.where(batch < 0, ~batch, batch)
+        if self._cache is not None and numbers is not None:
+            hidden, predictions = self._cache.rows(numbers, batch)
         else:
-            targets = F.pad(batch[:, 1:].to(self.backbone.device), (0, 1), value=_IGNORED)
+            hidden = self.backbone.hidden_states(batch)
+            predictions = self.backbone.predictions(hidden)
+        if self.plan.targets == "model":
+            targets = self._outputs[predictions]
+        else:
+            following = self._outputs[batch[:, 1:].to(self.backbone.device)]
+            targets = F.pad(following, (0, 1), value=_IGNORED)
+        # A question is not drafted for.
+        targets = targets.masked_fill(F.pad(only_read[:, 1:], (0, 1)), _IGNORED)
         # Autograd refuses tensors that inference mode made.
         return hidden.flatten(0, 1).clone(), targets.clone()
 
     @torch.no_grad()
     def evaluate(self, tokens: np.ndarray, batch_rows: int = 8) -> list[HeadScore]:
         """Score every head on rows of held-out text, int [rows, length], against the same kind of
-        targets that it is trained on."""
+        targets that it is trained on; `nll` leaves out what the token map lacks."""
         count = self.heads.shape.num_heads
-        totals = torch.zeros(count, 4, dtype=torch.float64)
+        totals = torch.zeros(count, 5, dtype=torch.float64)
         for first in range(0, len(tokens), batch_rows):
-            part = torch.from_numpy(tokens[first : first + batch_rows].astype(np.int64))
-            hidden, targets = self._inputs(part)
+            hidden, targets = self._inputs(tokens[first : first + batch_rows])
             for index in range(count):
                 logits, target = _valid(self.heads.head(index, hidden), _shifted(targets, index))
                 top = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == target[:, None]
-                nll = F.cross_entropy(logits, target, reduction="sum")
-                row = [top[:, 0].sum().item(), top.sum().item(), nll.item(), len(target)]
+                nll = F.cross_entropy(logits, target, reduction="sum", ignore_index=_UNLISTED)
+                listed = (target != _UNLISTED).sum().item()
+                row = [top[:, 0].sum().item(), top.sum().item(), len(target), nll.item(), listed]
                 totals[index] += torch.tensor(row, dtype=torch.float64)
-        return [HeadScore(*(row[:3] / row[3].clamp(min=1)).tolist()) for row in totals]
+        totals[:, [2, 4]] = totals[:, [2, 4]].clamp(min=1)
+        return [
+            HeadScore(first / places, five / places, nll / listed)
+            for first, five, places, nll, listed in totals.tolist()
+        ]
 
     @torch.no_grad()
     def fit_temperatures(self, tokens: np.ndarray, batch_rows: int = 8) -> tuple[float, ...]:
@@ -149,13 +183,12 @@ class Trainer:
         count = self.heads.shape.num_heads
         nll = torch.zeros(count, len(grid), dtype=torch.float64)
         for first in range(0, len(tokens), batch_rows):
-            part = torch.from_numpy(tokens[first : first + batch_rows].astype(np.int64))
-            hidden, targets = self._inputs(part)
+            hidden, targets = self._inputs(tokens[first : first + batch_rows])
             for index in range(count):
                 logits, target = _valid(self.heads.head(index, hidden), _shifted(targets, index))
                 for place, temperature in enumerate(grid):
                     nll[index, place] += F.cross_entropy(
-                        logits / temperature, target, reduction="sum"
+                        logits / temperature, target, reduction="sum", ignore_index=_UNLISTED
                     ).item()
         return tuple(grid[place] for place in nll.argmin(dim=1).tolist())
 
@@ -192,6 +225,16 @@ class Trainer:
             ) from error
         self._optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
+
+
+def frequent_tokens(tokens: np.ndarray, vocab_size: int, count: int) -> np.ndarray:
+    """Return the `count` most frequent tokens of a text, int64 in ascending order.
+
+    `tokens` is as in `TokenRows`; what heads only read is not counted.
+    """
+    counts = np.bincount(tokens[tokens >= 0], minlength=vocab_size)
+    frequent: np.ndarray = np.argsort(-counts, kind="stable")[:count]
+    return np.sort(frequent)
 
 
 def _shifted(targets: Tensor, head: int) -> Tensor:

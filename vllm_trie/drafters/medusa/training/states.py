@@ -1,0 +1,74 @@
+"""Hidden states of the training rows on disk, so that later epochs need not compute them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class FrozenModel(Protocol):
+    """What training needs of a model; `Backbone` has it."""
+
+    path: str
+    device: torch.device
+    output_weight: Tensor
+
+    def hidden_states(self, token_ids: Tensor) -> Tensor: ...
+
+    def predictions(self, hidden: Tensor) -> Tensor: ...
+
+
+class StateCache:
+    """Hidden states and the model's predictions for each row of a text.
+
+    They are computed at a row's first visit and kept in two files that outlive an interrupted run:
+    bfloat16 states, and predictions plus 1, so that 0 says that a row was not computed yet.
+    """
+
+    def __init__(self, folder: Path, model: FrozenModel, rows: np.ndarray) -> None:
+        """Open or make the files.
+
+        Args:
+            folder: theirs; must exist.
+            model: stays as it is.
+            rows: int32 [rows, length], as in `TokenRows`.
+        """
+        self._model = model
+        digest = hashlib.sha256(rows.tobytes() + model.path.encode()).hexdigest()[:16]
+        hidden_size = model.output_weight.shape[1]
+        self._files = [folder / f"{name}-{digest}.cache" for name in ("states", "predictions")]
+        self._states = _open(self._files[0], np.dtype(np.int16), (*rows.shape, hidden_size))
+        self._predictions = _open(self._files[1], np.dtype(np.int32), rows.shape)
+
+    def rows(self, numbers: np.ndarray, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return states [rows, length, hidden_size] and predictions int64 [rows, length].
+
+        Args:
+            numbers: int [rows], which rows of the text these are.
+            token_ids: int64 [rows, length], their tokens.
+        """
+        absent = np.flatnonzero(self._predictions[numbers, 0] == 0)
+        if len(absent):
+            hidden = self._model.hidden_states(token_ids[absent])
+            states = hidden.to(torch.bfloat16).cpu().view(torch.int16).numpy()
+            self._states[numbers[absent]] = states
+            self._predictions[numbers[absent]] = self._model.predictions(hidden).cpu().numpy() + 1
+        states = torch.from_numpy(self._states[numbers]).view(torch.bfloat16)
+        predictions = torch.from_numpy(self._predictions[numbers].astype(np.int64) - 1)
+        device = self._model.device
+        return states.to(device), predictions.to(device)
+
+    def delete(self) -> None:
+        """Delete the files."""
+        for file in self._files:
+            file.unlink(missing_ok=True)
+
+
+def _open(file: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    mode = "r+" if file.exists() else "w+"
+    return np.memmap(file, dtype, mode, shape=shape)  # a new file is sparse, and reads as zeros
