@@ -40,6 +40,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "length_penalty": (0.0, 1, -2.0, 5.0),
     "early_stopping": (True, "never", "false", 0),
     "do_sample": (True, 0, "true"),
+    "no_repeat_ngram_size": (0, 1, 3),
     "num_beam_groups": (1, 2),
     "diversity_penalty": (0.0, 0.5),
     "beam_trace": (1, True),
@@ -65,7 +66,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 assert not OPTION_NAMES - OPTIONS.keys(), "an option that is not attacked"
 
 TOGETHER = (
-    ("beam_width", "length_penalty", "early_stopping", "detokenize", "beam_trace"),
+    ("beam_width", "length_penalty", "early_stopping", "no_repeat_ngram_size", "beam_trace"),
     ("beam_width", "num_beam_groups", "diversity_penalty", "do_sample"),
     ("beam_width", "items", "items_end", "normalize", "weight_factor", "length_penalty"),
     ("beam_width", "items", "allow_items", "allow_prefixes", "deny_items", "deny_prefixes"),
