@@ -101,7 +101,12 @@ class CandidateRules:
 
     def __init__(self, settings: SearchSettings, prompt_token_ids: Sequence[int]) -> None:
         self._settings = settings
-        self._prompt_tokens = set(prompt_token_ids) if settings.repetition_penalty != 1.0 else set()
+        penalized = prompt_token_ids if settings.repetition_penalty != 1.0 else ()
+        self._prompt_tokens = np.unique(np.asarray(penalized, dtype=np.int64))
+        self._bad_words: dict[tuple[int, ...], list[int]] = {}  # last tokens by those before them
+        for word in settings.bad_words:
+            self._bad_words.setdefault(word[:-1], []).append(word[-1])
+        self._bad_lengths = sorted({len(beginning) for beginning in self._bad_words})
         self.active = bool(
             settings.repetition_penalty != 1.0
             or _penalizes_output(settings)
@@ -145,7 +150,11 @@ class CandidateRules:
         settings = self._settings
         result = logprobs.astype(np.float32, copy=True)
         if settings.repetition_penalty != 1.0:
-            seen = np.isin(token_ids, list(self._prompt_tokens.union(generated)))
+            seen = np.isin(token_ids, generated)
+            if self._prompt_tokens.size:
+                places = np.searchsorted(self._prompt_tokens, token_ids)
+                places = np.minimum(places, self._prompt_tokens.size - 1)
+                seen |= self._prompt_tokens[places] == token_ids
             penalty = np.float32(settings.repetition_penalty)
             # Only a bias makes a log-probability positive.
             result[seen] *= np.where(result[seen] > 0, 1 / penalty, penalty)
@@ -156,8 +165,8 @@ class CandidateRules:
             result -= np.float32(settings.presence_penalty) * (occurrences > 0)
         if len(generated) < settings.min_tokens:
             result[np.isin(token_ids, settings.stop_token_ids)] = NEVER
-        for banned in self._banned(generated):
-            result[token_ids == banned] = NEVER
+        if banned := self._banned(generated):
+            result[np.isin(token_ids, banned)] = NEVER
         if repeating := self._repeating(generated):
             result[np.isin(token_ids, list(repeating))] = NEVER
         if settings.do_sample:
@@ -165,12 +174,8 @@ class CandidateRules:
         return result
 
     def _banned(self, generated: Sequence[int]) -> list[int]:
-        last = tuple(generated)
-        return [
-            word[-1]
-            for word in self._settings.bad_words
-            if last[max(0, len(last) - len(word) + 1) :] == word[:-1]
-        ]
+        ends = (tuple(generated[max(0, len(generated) - n) :]) for n in self._bad_lengths)
+        return [token for end in ends for token in self._bad_words.get(end, ())]
 
     def _repeating(self, generated: Sequence[int]) -> set[int]:
         """Return the tokens that would complete a sequence of prompt or hypothesis again.

@@ -18,6 +18,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_trie.beam import ITEM_OPTIONS, OPTION_NAMES, BeamOptions, SearchSettings, parse_options
+from vllm_trie.beam.settings import MAX_RULES
 from vllm_trie.vllm_hooks.frontend.request_options import CACHE_SALT, SPECULATION, TRACE
 
 if TYPE_CHECKING:
@@ -338,6 +339,9 @@ def _refuse_unsupported(params: SamplingParams, options: BeamOptions) -> None:
     for name, unset in _LEAVE_OUT.items():
         if getattr(params, name) not in (None, unset):
             advice[name] = "leave it out"
+    for name in ("bad_words", "stop", "stop_token_ids", "logit_bias"):
+        if len(getattr(params, name) or ()) > MAX_RULES:
+            advice[name] = f"use at most {MAX_RULES} entries"
     if not all(math.isfinite(bias) for bias in (params.logit_bias or {}).values()):
         advice["logit_bias"] = "use finite numbers; allowed_token_ids forbids tokens"
     if params.stop and not options.detokenize:
@@ -346,6 +350,6 @@ def _refuse_unsupported(params: SamplingParams, options: BeamOptions) -> None:
         advice["temperature"] = "use a temperature above 0, or leave do_sample out"
     for name, what in advice.items():
         raise BeamRequestError(
-            f"beam search: {name}={getattr(params, name)!r} is not supported with beam_width; "
-            f"{what}"
+            f"beam search: {name}={getattr(params, name)!r:.200} is not supported with beam_width"
+            f"; {what}"
         )
