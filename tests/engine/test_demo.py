@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import run_python
+from vllm_trie.tiny_model import model_path
 
 # Processes of their own: they set up their surroundings before vLLM is imported, and engines that
 # end inside this process would take the process groups of the shared ones with them.
@@ -19,10 +20,12 @@ from tests.processes import run_python
 def test_demo(tmp_path: Path) -> None:
     svg, rows, html = (tmp_path / name for name in ("tree.svg", "rows.json", "page.html"))
     done = run_python(
-        "-m", "vllm_trie.cli", "demo", "--max-tokens", "40", "--repeats", "1", "--batch-size", "4",
+        "-m", "vllm_trie.cli", "demo", "--model", str(model_path()), "--max-tokens", "40",
+        "--repeats", "1", "--batch-size", "4",
         "--svg", str(svg), "--json", str(rows), "--html", str(html),
     )  # fmt: skip
-    assert "outputs identical: yes" in done.stdout
+    assert "outputs identical: yes\nngram_trie: " in done.stdout
+    assert "the one that ships with the project" in done.stdout
     assert done.stderr == ""
     assert re.search(r"^\W*[└├]─ .* ✓$", done.stdout, re.MULTILINE)
     assert len(ET.parse(svg).getroot().findall(".//{*}rect")) > 3
@@ -32,10 +35,13 @@ def test_demo(tmp_path: Path) -> None:
     assert "".join(s["text"] for s in plain["steps"]) == "".join(s["text"] for s in trees["steps"])
     assert len(trees["steps"]) < len(plain["steps"])
     found = json.loads(rows.read_text())
-    assert [row["method"] for row in found] == ["plain", "ngram_trie"] * 3
+    methods = [row["method"] for row in found]
+    assert methods[:2] == ["plain", "ngram"]
+    assert methods == methods[: len(methods) // 3] * 3
     total = found[-1]
     assert total["identical"] is True
-    assert total["tokens"] == sum(row["tokens"] for row in found[1:-1:2])
+    trees = [row for row in found if row["method"] == "ngram_trie"]
+    assert total["tokens"] == sum(row["tokens"] for row in trees[:-1])
     assert 1.1 < total["tokens_per_step"] < 33
     assert 0 < total["nodes_per_step"] <= 32
 

@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from vllm_trie import demo, local_engine
-from vllm_trie.demo import command, measure, report
+from vllm_trie import demo, local_engine, smollm2
+from vllm_trie.demo import chat_prompts, command, measure, report
 from vllm_trie.demo.measure import ObservedStep, Row
 from vllm_trie.local_engine import RequestStep
-from vllm_trie.tiny_model.chat_prompts import chat_prompts
+from vllm_trie.tiny_model import chat_prompts as prompts_about_code
 from vllm_trie.tree import TokenTree
 
-GOOD = Row("first", 100, 2.0, 1.0, 25, 750, True)
-BAD = Row("second", 100, 2.0, 1.0, 25, 750, False)
+SECONDS = {"plain": 2.0, "ngram": 1.25, "suffix": 1.6, "ngram_trie": 1.0}
+GOOD = Row("first", 100, SECONDS, 25, 750, True)
+BAD = Row("second", 100, SECONDS, 25, 750, False)
 
 
 def rendered(*shown: Any) -> str:
@@ -51,8 +52,9 @@ def test_importing_the_demo_imports_no_engine() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_prompts_are_distinct() -> None:
-    prompts = chat_prompts()
+@pytest.mark.parametrize("source", [chat_prompts, prompts_about_code])
+def test_prompts_are_distinct(source: Any) -> None:
+    prompts = source.chat_prompts()
     assert 6 <= len(prompts) <= 8
     assert len({prompt.name for prompt in prompts}) == len(prompts)
     assert len({prompt.message for prompt in prompts}) == len(prompts)
@@ -99,31 +101,39 @@ def test_comparison_takes_turns_and_medians(monkeypatch: pytest.MonkeyPatch) -> 
     engines = FakeEngines(
         monkeypatch,
         {
-            "plain": [(same, 50.0), (same, 3.0), (same, 1.0), (same, 2.0)],
-            "trees": [(same, 1.0), (same, 9.0), (same, 0.5)],
+            "p": [(same, 3.0), (same, 1.0), (same, 2.0)],
+            "n": [(other, 2.0), (same, 5.0), (same, 1.5)],
+            "t": [(same, 1.0), (same, 9.0), (same, 0.5)],
         },
     )
     drafted = a_step([-1, 0], (0,))
-    monkeypatch.setattr(measure, "observe", lambda *args: (10, [drafted] * 75))
-    advanced: list[int] = []
-    row, observed = measure.compare(
-        "plain", "trees", ["a", "b"], [[1], [2]], None, 3, lambda: advanced.append(1)
+    monkeypatch.setattr(
+        measure, "observe", lambda llm, names, *rest: (engines.generate(llm, *rest), 10, [drafted])
     )
-    assert "".join(name[0] for name in engines.runs) == "p" + "pt" + "tp" + "pt"
-    assert len(advanced) == 2 + 2 * 3
-    assert len(observed) == 75
-    assert (row.name, row.plain_seconds, row.tree_seconds) == ("a, b", 2.0, 1.0)
-    assert (row.tokens_per_step, row.nodes_per_step) == (3.0, 15.0)
-    assert (row.speed_up, row.plain_tokens_per_s, row.tree_tokens_per_s) == (2.0, 15.0, 30.0)
-    assert row.identical is True
-    engines.outputs = {"plain": [(same, 1.0)] * 2, "trees": [(other, 1.0)]}
-    assert measure.compare("plain", "trees", ["a"], [[1]], None, 1)[0].identical is False
+    advanced: list[int] = []
+    names = {"plain": "p", "ngram": "n", "trees": "t"}
+    row, answers, observed = measure.compare(
+        names, ["a", "b"], [[1], [2]], None, 3, lambda: advanced.append(1)
+    )
+    assert "".join(engines.runs) == "pnt" + "tnp" + "pnt"
+    assert len(advanced) == 9
+    assert (answers, observed) == (same, [drafted])
+    assert (row.name, row.seconds) == ("a, b", {"plain": 2.0, "ngram": 2.0, "trees": 1.0})
+    assert (row.tokens_per_step, row.nodes_per_step) == (3.0, 0.2)
+    assert (row.speed_up(), row.tokens_per_s("plain"), row.tokens_per_s("trees")) == (2, 15, 30)
+    assert (row.method, row.best_peer) == ("trees", "ngram")
+    assert row.identical is True, "vLLM's own methods are not judged"
+    engines.outputs = {"p": [(same, 1.0)], "t": [(other, 1.0)]}
+    pair = {"plain": "p", "trees": "t"}
+    row = measure.compare(pair, ["a"], [[1]], None, 1)[0]
+    assert (row.identical, row.best_peer) == (False, None)
 
 
 def test_the_last_row_adds_up() -> None:
-    first = Row("a, b", 30, 2.0, 1.0, 10, 150, True)
-    row = measure.total([first, Row("c", 10, 4.0, 2.0, 10, 0, False)])
-    assert (row.tokens, row.plain_seconds, row.tree_seconds) == (40, 6.0, 3.0)
+    first = Row("a, b", 30, {"plain": 2.0, "trees": 1.0}, 10, 150, True)
+    second = Row("c", 10, {"plain": 4.0, "trees": 2.0}, 10, 0, False)
+    row = measure.total([first, second])
+    assert (row.tokens, row.seconds) == (40, {"plain": 6.0, "trees": 3.0})
     assert (row.tokens_per_step, row.nodes_per_step) == (2.0, 7.5)
     assert row.identical is False
 
@@ -141,14 +151,12 @@ def test_drawn_step_is_one_that_needed_the_tree() -> None:
 
 
 def test_table_and_verdict_say_whether_outputs_are_identical() -> None:
-    text = rendered(report.comparison_table([GOOD, GOOD], "ngram_trie"), report.verdict([GOOD]))
-    assert "ngram_trie" in text
+    text = rendered(report.comparison_table([GOOD, GOOD]), report.verdict([GOOD]))
     assert "2.00×" in text
     assert "outputs identical: yes" in text
+    assert "ngram_trie: 2.00 × plain vLLM, 1.25 × vLLM's ngram (the better" in text
     assert "NO" not in text
-    text = rendered(
-        report.comparison_table([GOOD, BAD, BAD], "x"), report.verdict([GOOD, BAD, BAD])
-    )
+    text = rendered(report.comparison_table([GOOD, BAD, BAD]), report.verdict([GOOD, BAD, BAD]))
     assert "outputs identical: NO" in text
     assert "second" in text.partition("outputs identical: NO")[2]
 
@@ -164,10 +172,17 @@ def test_drawn_step_shows_the_tree_and_where_it_belongs() -> None:
     assert [line.split()[-2] for line in accepted] == ["<12>", "<13>", "<14>"]
 
 
-def test_notes_say_how_small_the_model_is() -> None:
-    assert "3.4 M parameters" in report.notes(3_400_000, True, "m")
-    assert "7.0 B parameters" in report.notes(7_000_000_000, False, "m")
-    assert "parameters" not in report.notes(None, False, "m")
+def test_the_model_is_described(tmp_path: Path) -> None:
+    assert report.describe(str(tmp_path), False) == tmp_path.name
+    save_file({"a": np.zeros((3, 500_000), np.int8)}, tmp_path / "model.safetensors")
+    assert report.describe(str(tmp_path), False) == f"{tmp_path.name}, 1.5 M parameters"
+    assert "ships with the project" in report.describe(str(tmp_path), True)
+
+
+def test_answers_are_shown_from_their_beginning() -> None:
+    text = rendered(report.beginnings({"a [name]": "Dear\nMs. Keller, " + "x" * 200}))
+    assert text.startswith("a [name]  Dear Ms. Keller, xxx")
+    assert len(text.splitlines()) == 1
 
 
 @pytest.fixture
@@ -175,9 +190,10 @@ def pretended_run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let the command run without engines and return the rows it is given."""
 
     def pretend(rows: list[Row]) -> None:
-        result = rows, a_step([-1, 0, 1], (0, 1)), lambda tokens: str(list(tokens))
+        step = a_step([-1, 0, 1], (0, 1))
+        result = rows, {"first": "An answer."}, step, lambda tokens: str(list(tokens))
         monkeypatch.setattr(command, "_measure", lambda *args: result)
-        monkeypatch.setattr(local_engine, "set_environment", lambda verbose: None)
+        monkeypatch.setattr(local_engine, "set_environment", lambda *args: None)
 
     return pretend
 
@@ -190,7 +206,8 @@ def test_identical_outputs_succeed_and_files_are_written(
     assert demo.main(["--model", "any", "--svg", str(svg), "--json", str(rows)]) == 0
     assert "outputs identical: yes" in capfd.readouterr().out
     assert svg.read_text(encoding="utf-8").startswith("<svg")
-    plain, trees = json.loads(rows.read_text())[:2]
+    plain, ngram, _, trees = json.loads(rows.read_text())[:4]
+    assert (ngram["method"], ngram["tokens_per_s"], ngram["tokens_per_step"]) == ("ngram", 80, None)
     assert (plain["method"], plain["tokens_per_s"], plain["tokens_per_step"]) == ("plain", 50, 1)
     assert (trees["method"], trees["tokens_per_s"], trees["speed_up"]) == ("ngram_trie", 100, 2)
 
@@ -199,6 +216,22 @@ def test_a_difference_fails(pretended_run: Any, capfd: pytest.CaptureFixture[str
     pretended_run([BAD, BAD])
     assert demo.main(["--model", "any"]) == 1
     assert "outputs identical: NO" in capfd.readouterr().out
+
+
+def test_the_shipped_model_takes_the_place_of_one_that_cannot_be_fetched(
+    pretended_run: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> Path:
+        raise smollm2.FetchError("no network")
+
+    pretended_run([GOOD, GOOD])
+    monkeypatch.setattr(command.smollm2, "fetch", fail)
+    assert demo.main([]) == 0
+    assert "the one that ships with the project, 3.5 M parameters; no network" in (
+        capfd.readouterr().out
+    )
+    assert demo.main(["--model", "smollm2"]) == 2
+    assert "no network" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

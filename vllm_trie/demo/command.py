@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -14,7 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from vllm_trie import local_engine
+from vllm_trie import local_engine, smollm2
+from vllm_trie.tiny_model import model_path
 
 if TYPE_CHECKING:
     from vllm_trie.demo.measure import ObservedStep, Row
@@ -22,17 +24,26 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+_PEERS: dict[str, dict[str, Any]] = {
+    "ngram": {"num_speculative_tokens": 8, "prompt_lookup_min": 1, "prompt_lookup_max": 5},
+    "suffix": {},
+}
+"""vLLM's own methods that need no second model, and their options: those of benchmarks/peers.py."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The options that decide what is measured."""
 
     model: str
+    is_shipped: bool
     method: str
     nodes: int
     batch_size: int
     max_tokens: int
     repeats: int
     verbose: bool
+    svg: Path | None = None
     html: Path | None = None
 
 
@@ -40,13 +51,16 @@ class Settings:
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(help="Folder or name of a chat model; the shipped one if left out."),
+        typer.Option(
+            help="Folder or name of a chat model; if left out, SmolLM2-135M-Instruct "
+            "(`smollm2`), or the shipped one where that cannot be fetched."
+        ),
     ] = None,
     method: Annotated[str, typer.Option(help="Speculative method.")] = "ngram_trie",
     nodes: Annotated[int, typer.Option(min=1, max=256, help="Nodes of a draft tree.")] = 32,
     batch_size: Annotated[int, typer.Option(min=1, max=64, help="Prompts that run together.")] = 1,
-    max_tokens: Annotated[int, typer.Option(min=8, help="Longest answer.")] = 128,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Longest answer.")] = 96,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt.")] = 2,
     svg: Annotated[Path | None, typer.Option(help="Also draw the tree into this SVG file.")] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write the results to this file.")
@@ -56,61 +70,96 @@ def demo(
     ] = None,
     verbose: Annotated[bool, typer.Option(help="Show vLLM's own messages.")] = False,
 ) -> None:
-    """Decode real prompts with plain vLLM and with draft trees, side by side.
+    """Decode chats with plain vLLM, with its own drafters and with draft trees, in turns.
 
     Exit status 1 if any output differs.
     """
     from vllm_trie.demo import report
     from vllm_trie.drafters import available_methods
-    from vllm_trie.tiny_model import model_path
 
     if method not in available_methods():
         raise typer.BadParameter(
             f"{method!r} is not a method; allowed: {', '.join(available_methods())}",
             param_hint="--method",
         )
-    local_engine.set_environment(verbose)
-    if model is None:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    path = _or_exit(model_path) if model is None else model
-    settings = Settings(path, method, nodes, batch_size, max_tokens, repeats, verbose, html)
-    # Engines start with the terminal's streams redirected, so the console keeps its own.
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as terminal:
-        console = Console(file=terminal, highlight=False)
-        console.print(
-            f"[bold]vllm-trie demo[/]: plain vLLM and [bold]{method}[/] with {nodes} nodes, "
-            f"batch size {batch_size}\n"
-        )
-        rows, drawn, decode = _measure(console, settings)
-        console.print(report.comparison_table(rows, method))
-        console.print(report.verdict(rows))
-        note = report.notes(report.num_parameters(path), model is None, method)
-        console.print(f"\n[dim]{note}[/]\n")
-        report.show_step(console, drawn, decode, svg)
-        if html is not None:
-            console.print(f"\nThe same answer step by step: {html}")
+    path, reason = _found(model)
+    settings = Settings(
+        *(path, Path(path) == model_path(), method, nodes, batch_size, max_tokens, repeats),
+        *(verbose, svg, html),
+    )
+    rows = _run(settings, reason)
     if json_path is not None:
-        flat = report.json_rows(rows, method, nodes, batch_size)
+        flat = report.json_rows(rows, nodes, batch_size)
         json_path.write_text(json.dumps(flat, indent=1) + "\n", encoding="utf-8")
     if not rows[-1].identical:
         raise typer.Exit(1)
 
 
-def _measure(console: Console, settings: Settings) -> tuple[list[Row], ObservedStep | None, Any]:
+def _run(settings: Settings, reason: str) -> list[Row]:
+    """Measure, print and draw; return the rows of the table.
+
+    Args:
+        settings: what is measured.
+        reason: why the model is not the one that was meant.
+    """
+    from vllm_trie.demo import report
+
+    is_shipped = settings.is_shipped
+    threads = local_engine.ENVIRONMENT if is_shipped else local_engine.with_all_cores()
+    local_engine.set_environment(settings.verbose, threads)
+    # Engines start with the terminal's streams redirected, so the console keeps its own.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as terminal:
+        console = Console(file=terminal, highlight=False)
+        console.print(
+            f"[bold]vllm-trie demo[/]: plain vLLM and [bold]{settings.method}[/] with "
+            f"{settings.nodes} nodes, batch size {settings.batch_size}"
+        )
+        model = report.describe(settings.model, is_shipped)
+        console.print(f"model: {model}{reason}\n", soft_wrap=True)
+        rows, answers, drawn, decode = _measure(console, settings)
+        console.print(report.comparison_table(rows))
+        console.print(report.verdict(rows))
+        console.print()
+        console.print(report.beginnings(answers))
+        console.print(f"\n[dim]{report.notes(is_shipped, settings.method)}[/]\n")
+        report.show_step(console, drawn, decode, settings.svg)
+        if settings.html is not None:
+            console.print(f"\nThe same answer step by step: {settings.html}")
+    return rows
+
+
+def _found(model: str | None) -> tuple[str, str]:
+    """Return the model's folder or name, and why it is not the one that was meant."""
+    if model is not None and model != smollm2.NAME:
+        return model, ""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        return str(smollm2.fetch()), ""
+    except smollm2.FetchError as error:
+        if model is not None:
+            raise typer.BadParameter(str(error), param_hint="--model") from None
+        return _or_exit(model_path), f"; {error}"
+
+
+def _measure(
+    console: Console, settings: Settings
+) -> tuple[list[Row], dict[str, str], ObservedStep | None, Any]:
     """Start the engines, which live until the process ends, and measure.
 
     Returns:
-        A row for each batch and one for all, the step to draw, and the tokenizer's `decode`.
+        A row for each batch and one for all, the answers by prompt, the step to draw, and the
+        tokenizer's `decode`.
     """
-    from vllm_trie.demo import measure
-    from vllm_trie.tiny_model.chat_prompts import chat_prompts
+    from vllm_trie.demo import chat_prompts, measure
+    from vllm_trie.tiny_model import chat_prompts as prompts_about_code
 
-    prompts = chat_prompts()
+    prompts = (prompts_about_code if settings.is_shipped else chat_prompts).chat_prompts()
     groups = local_engine.batches(range(len(prompts)), settings.batch_size)
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        num_runs = len(groups) * (2 + 2 * settings.repeats)
-        task = progress.add_task("loading vLLM", total=3 + num_runs)
+        configs = _speculative_configs(settings)
+        num_runs = len(groups) * len(configs) * settings.repeats
+        task = progress.add_task("loading vLLM", total=2 * len(configs) + num_runs)
 
         def advance(what: str | None = None) -> None:
             progress.update(task, advance=1, description=what)
@@ -120,32 +169,53 @@ def _measure(console: Console, settings: Settings) -> tuple[list[Row], ObservedS
         decode, token_ids = _tokenized(settings.model, [prompt.message for prompt in prompts])
         length = _checked_length(settings, max(map(len, token_ids)))
         params = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
-        rows, observed = [], []
+        rows, answers = [], dict[str, str]()
+        observed: list[ObservedStep] = []
         with local_engine.silence(not settings.verbose):
-            limits: dict[str, Any] = {"max_model_len": length, "max_num_seqs": settings.batch_size}
-            advance("starting plain vLLM")
-            plain = local_engine.start_engine(settings.model, **limits)
-            advance(f"starting vLLM with {settings.method}")
-            trees = local_engine.start_engine(
-                settings.model, **limits, speculative_config=_speculative_config(settings)
-            )
+            engines = _start_engines(settings, configs, length, advance)
+            short = SamplingParams(temperature=0.0, max_tokens=8)
+            for name, llm in engines.items():
+                advance(f"warming up, {name}")
+                local_engine.generate(llm, token_ids[: settings.batch_size], short)
             advance("measuring, in turns")
             for group in groups:
                 names = [prompts[index].name for index in group]
                 some = [token_ids[index] for index in group]
-                row, steps = measure.compare(
-                    plain, trees, names, some, params, settings.repeats, advance
+                row, outputs, steps = measure.compare(
+                    engines, names, some, params, settings.repeats, advance
                 )
                 rows.append(row)
+                texts = [decode(output, skip_special_tokens=True) for output in outputs]
+                answers |= dict(zip(names, texts, strict=True))
                 observed += steps
             drawn = measure.most_telling(observed)
             if settings.html is not None:
                 names = [prompt.name for prompt in prompts]
                 shown = names.index(drawn.prompt) if drawn is not None else 0
-                engines = {"plain": plain, settings.method: trees}
-                content = _page(engines, token_ids[shown], params, decode)
+                pair = {name: engines[name] for name in (measure.PLAIN, settings.method)}
+                content = _page(pair, token_ids[shown], params, decode)
                 settings.html.write_text(content, encoding="utf-8")
-    return [*rows, measure.total(rows)], drawn, decode
+    return [*rows, measure.total(rows)], answers, drawn, decode
+
+
+def _start_engines(
+    settings: Settings,
+    configs: dict[str, dict[str, Any] | None],
+    length: int,
+    advance: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return the engines by name, in the order of `configs`."""
+    engines: dict[str, Any] = dict.fromkeys(configs)
+    # `ngram` imports numba, beside whose modules vLLM 0.32 starts no further engine.
+    for name in sorted(configs, key="ngram".__eq__):
+        advance(f"starting vLLM, {name}")
+        engines[name] = local_engine.start_engine(
+            settings.model,
+            max_model_len=length,
+            max_num_seqs=settings.batch_size,
+            speculative_config=configs[name],
+        )
+    return engines
 
 
 def _page(engines: dict[str, Any], prompt: Sequence[int], params: Any, decode: Any) -> str:
@@ -194,17 +264,23 @@ def _checked_length(settings: Settings, longest: int) -> int:
     return length
 
 
-def _speculative_config(settings: Settings) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "method": settings.method,
-        "num_speculative_tokens": settings.nodes,
-        **local_engine.without_memory(settings.method),
-    }
+def _speculative_configs(settings: Settings) -> dict[str, dict[str, Any] | None]:
+    """Return vLLM's `speculative_config` by engine: plain vLLM, its own methods, the method."""
+    own: dict[str, Any] = {"num_speculative_tokens": settings.nodes}
     if settings.method.startswith("medusa"):
         from vllm_trie.tiny_model import medusa_path
 
-        config["model"] = _or_exit(medusa_path)
-    return config
+        own["model"] = _or_exit(medusa_path)
+    peers = dict(_PEERS)
+    if importlib.util.find_spec("arctic_inference") is None:
+        del peers["suffix"]
+    return {
+        "plain": None,
+        **{
+            method: {"method": method, **options, **local_engine.without_memory(method)}
+            for method, options in [*peers.items(), (settings.method, own)]
+        },
+    }
 
 
 def _or_exit(find: Callable[[], Path]) -> str:

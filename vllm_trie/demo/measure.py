@@ -1,16 +1,18 @@
-"""Two engines on the same prompts: speed, equality of the output, the trees of each step."""
+"""Engines on the same prompts: speed, equality of the output, the trees of each step."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
 from vllm_trie.local_engine import RequestStep, decode_steps, generate
 
+PLAIN = "plain"
+"""The engine without speculation, the baseline."""
 MIN_ACCEPTED = 3
 """Accepted nodes of a step that is worth drawing."""
 
@@ -29,31 +31,39 @@ class ObservedStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Results of one batch of prompts, or of all."""
+    """Results of one batch of prompts, or of all.
+
+    Attributes:
+        name: of the prompts.
+        tokens: output tokens.
+        seconds: by engine: plain vLLM first, the method with trees last.
+        steps: of the method, those that gave tokens, summed over the requests; the prefill's count.
+        nodes: draft tokens of the method that were verified.
+        identical: whether the method's output was plain vLLM's in every repeat.
+    """
 
     name: str
     tokens: int
-    """Output tokens."""
-    plain_seconds: float
-    tree_seconds: float
+    seconds: Mapping[str, float]
     steps: int
-    """Steps that gave tokens, summed over the requests; the prefill's count."""
     nodes: int
-    """Draft tokens that were verified."""
     identical: bool
-    """Whether both engines gave the same output in every repeat."""
 
     @property
-    def plain_tokens_per_s(self) -> float:
-        return self.tokens / self.plain_seconds
+    def method(self) -> str:
+        return list(self.seconds)[-1]
 
     @property
-    def tree_tokens_per_s(self) -> float:
-        return self.tokens / self.tree_seconds
+    def best_peer(self) -> str | None:
+        """The fastest of vLLM's own methods; None without any."""
+        return min(list(self.seconds)[1:-1], key=self.seconds.__getitem__, default=None)
 
-    @property
-    def speed_up(self) -> float:
-        return self.plain_seconds / self.tree_seconds
+    def tokens_per_s(self, engine: str) -> float:
+        return self.tokens / self.seconds[engine]
+
+    def speed_up(self, over: str = PLAIN) -> float:
+        """Return the method's speed relative to another engine."""
+        return self.seconds[over] / self.seconds[self.method]
 
     @property
     def tokens_per_step(self) -> float:
@@ -69,8 +79,7 @@ def total(rows: Sequence[Row]) -> Row:
     return Row(
         "all",
         sum(row.tokens for row in rows),
-        sum(row.plain_seconds for row in rows),
-        sum(row.tree_seconds for row in rows),
+        {name: sum(row.seconds[name] for row in rows) for name in rows[0].seconds},
         sum(row.steps for row in rows),
         sum(row.nodes for row in rows),
         all(row.identical for row in rows),
@@ -79,8 +88,8 @@ def total(rows: Sequence[Row]) -> Row:
 
 def observe(
     llm: Any, names: Sequence[str], prompts: Sequence[Sequence[int]], params: Any
-) -> tuple[int, list[ObservedStep]]:
-    """Decode one batch; return the number of steps and those that verified a tree."""
+) -> tuple[list[list[int]], int, list[ObservedStep]]:
+    """Decode one batch; return the outputs, the number of steps and those that verified a tree."""
     outputs: list[tuple[int, ...]] = [()] * len(prompts)
     counts = [0] * len(prompts)
     observed = []
@@ -91,51 +100,54 @@ def observe(
                 observed.append(ObservedStep(names[index], counts[index], outputs[index], step))
             outputs[index] += step.tokens
             counts[index] += 1
-    return sum(counts), observed
+    return list(map(list, outputs)), sum(counts), observed
 
 
 def compare(
-    plain: Any,
-    trees: Any,
+    engines: Mapping[str, Any],
     names: Sequence[str],
     prompts: Sequence[Sequence[int]],
     params: Any,
     repeats: int,
     advance: Callable[[], None] = lambda: None,
-) -> tuple[Row, list[ObservedStep]]:
-    """Run one batch on both engines in turns, after one run of each to warm up.
+) -> tuple[Row, list[list[int]], list[ObservedStep]]:
+    """Run one batch on all engines in turns.
 
     Args:
-        plain, trees: the engines.
+        engines: by name, warm; plain vLLM first, the method with trees last.
         names: of the prompts.
         prompts: token ids.
         params: vLLM's sampling parameters.
         repeats: timed runs of each engine; the row has their medians.
-        advance: called after each of the 2 + 2 * repeats runs.
+        advance: called after each run.
+
+    Returns:
+        The row, plain vLLM's outputs, and the method's steps with trees.
     """
-    expected = generate(plain, prompts, params)
-    advance()
-    num_steps, observed = observe(trees, names, prompts, params)
-    advance()
-    seconds: tuple[list[float], list[float]] = ([], [])
-    identical = True
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    outputs: dict[str, list[list[list[int]]]] = {name: [] for name in engines}
+    method = list(engines)[-1]
+    num_steps, observed = 0, list[ObservedStep]()
     for repeat in range(repeats):
-        for which in (0, 1) if repeat % 2 == 0 else (1, 0):
+        for name in list(engines) if repeat % 2 == 0 else reversed(list(engines)):
             start = time.perf_counter()
-            outputs = generate((plain, trees)[which], prompts, params)
-            seconds[which].append(time.perf_counter() - start)
-            identical &= outputs == expected
+            if name == method:
+                found, num_steps, observed = observe(engines[name], names, prompts, params)
+            else:
+                found = generate(engines[name], prompts, params)
+            seconds[name].append(time.perf_counter() - start)
+            outputs[name].append(found)
             advance()
+    expected = outputs[PLAIN][0]
     row = Row(
         ", ".join(names),
         sum(map(len, expected)),
-        median(seconds[0]),
-        median(seconds[1]),
+        {name: median(times) for name, times in seconds.items()},
         num_steps,
         sum(each.step.tree.num_nodes for each in observed),
-        identical,
+        all(found == expected for found in [*outputs[PLAIN], *outputs[method]]),
     )
-    return row, observed
+    return row, expected, observed
 
 
 def most_telling(observed: Sequence[ObservedStep]) -> ObservedStep | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,34 +14,25 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from vllm_trie.demo.measure import ObservedStep, Row
+from vllm_trie.demo.measure import PLAIN, ObservedStep, Row
 from vllm_trie.tree import draw_svg, draw_text
 
-_SHOWN_BEFORE = 160  # characters of output shown before the drawn step
-_JSON_KEYS = (
-    "method",
-    "nodes",
-    "tokens_per_s",
-    "tokens_per_step",
-    "nodes_per_step",
-    "speed_up",
-    "identical",
-)
+_SHOWN_BEFORE = 240  # characters of output shown before the drawn step
+_JSON_KEYS = ("nodes", "tokens_per_step", "nodes_per_step", "identical")
 
 
-def comparison_table(rows: Sequence[Row], method: str) -> Table:
-    """Return the table of plain vLLM next to the method; the last row is the sum of the others."""
+def comparison_table(rows: Sequence[Row]) -> Table:
+    """Return the table of the engines next to each other; the last row is the sum of the others."""
+    engines = list(rows[0].seconds)
     table = Table(
         box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold"
     )
     table.add_column("prompt", overflow="fold")
     for name in (
         "\ntokens",
-        "plain\ntok/s",
-        f"{method}\ntok/s",
+        *(f"{engine}\ntok/s" for engine in engines),
         "speed-\nup",
         "tokens\n/step",
-        "nodes\n/step",
     ):
         table.add_column(name, justify="right")
     table.add_column("same\noutput")
@@ -49,14 +40,13 @@ def comparison_table(rows: Sequence[Row], method: str) -> Table:
         last = row is rows[-1]
         if last:
             table.add_section()
+        speed_up = row.speed_up()
         table.add_row(
             escape(row.name),
             str(row.tokens),
-            f"{row.plain_tokens_per_s:.0f}",
-            f"{row.tree_tokens_per_s:.0f}",
-            f"[{'green' if row.speed_up >= 1 else 'yellow'}]{row.speed_up:.2f}×[/]",
+            *(f"{row.tokens_per_s(engine):.0f}" for engine in engines),
+            f"[{'green' if speed_up >= 1 else 'yellow'}]{speed_up:.2f}×[/]",
             f"{row.tokens_per_step:.2f}",
-            f"{row.nodes_per_step:.1f}",
             "[green]yes[/]" if row.identical else "[bold red]NO[/]",
             style="bold" if last else None,
         )
@@ -64,15 +54,31 @@ def comparison_table(rows: Sequence[Row], method: str) -> Table:
 
 
 def verdict(rows: Sequence[Row]) -> Text | Panel:
-    """Return one line if all outputs are the same, a red box if not."""
-    if rows[-1].identical:
-        return Text("outputs identical: yes", style="bold green")
+    """Return the speed-up if all outputs are the same, a red box if not."""
+    total = rows[-1]
+    if total.identical:
+        text = f"outputs identical: yes\n{total.method}: {total.speed_up():.2f} × plain vLLM"
+        if (peer := total.best_peer) is not None:
+            of = " (the better of its own methods)" if len(total.seconds) > 3 else ""
+            text += f", {total.speed_up(peer):.2f} × vLLM's {peer}{of}"
+        return Text(text, style="bold green")
     wrong = "; ".join(row.name for row in rows[:-1] if not row.identical)
     return Panel(
         f"outputs identical: NO\n{escape(wrong)}\nSpeculation changed greedy output. This is a "
         "bug; please report it with the output of `vllm-trie doctor`.",
         style="bold red",
     )
+
+
+def beginnings(answers: Mapping[str, str]) -> Table:
+    """Return the beginning of each answer next to the name of its prompt."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    width = max(map(len, answers), default=None)
+    table.add_column(style="bold", no_wrap=True, min_width=width)
+    table.add_column(overflow="ellipsis", no_wrap=True)
+    for name, answer in answers.items():
+        table.add_row(escape(name), escape(" ".join(answer.split())))
+    return table
 
 
 def show_step(
@@ -108,24 +114,29 @@ def show_step(
         console.print(f"\nThe same tree as a picture: {svg}")
 
 
-def notes(num_parameters: int | None, shipped: bool, method: str) -> str:
+def describe(model: str, is_shipped: bool) -> str:
+    """Return the model's name and size."""
+    size = num_parameters(model)
+    parameters = "" if size is None else f", {_magnitude(size)} parameters"
+    name = "the one that ships with the project" if is_shipped else escape(Path(model).name)
+    return f"{name}{parameters}"
+
+
+def notes(is_shipped: bool, method: str) -> str:
     """Return the explanation under the table."""
-    lines = [
+    text = (
         f"Greedy decoding in float32; times are medians of runs in turns. With {escape(method)} "
-        "the model itself checks every drafted token: the speed can change, the text cannot."
-    ]
-    size = "" if num_parameters is None else _magnitude(num_parameters)
-    if shipped:
-        lines.append(
-            f"The model has only {size} parameters and was trained on the source code of Python's "
-            "standard library. It writes plausible code, not good code, and its answers are often "
-            "wrong. Most of a step's time is vLLM's own work in Python. Tokens per step depend on "
-            "how much of its context an answer reuses; the speed-up also depends on the cost of a "
-            "step. Try your own model on your own machine: `vllm-trie demo --model PATH`."
+        "the model itself checks every drafted token: the speed can change, the text cannot. "
+        "Tokens per step depend on how much of its context an answer reuses. Try your own model on "
+        "your own machine: `vllm-trie demo --model PATH`."
+    )
+    if is_shipped:
+        text += (
+            "\nThe model was trained on the source code of Python's standard library. It writes "
+            "plausible code, not good code, and its answers are often wrong. Most of a step's time "
+            "is vLLM's own work in Python."
         )
-    elif size:
-        lines.append(f"The model has {size} parameters.")
-    return "\n".join(lines)
+    return text
 
 
 def _magnitude(number: int) -> str:
@@ -147,22 +158,28 @@ def num_parameters(model: str) -> int | None:
     return total or None
 
 
-def json_rows(
-    rows: Sequence[Row], method: str, nodes: int, batch_size: int
-) -> list[dict[str, Any]]:
-    """Return flat rows, two for each row of the table: plain and the method."""
+def json_rows(rows: Sequence[Row], nodes: int, batch_size: int) -> list[dict[str, Any]]:
+    """Return flat rows, one of each engine for each row of the table.
+
+    Tokens and nodes of a step are known of plain vLLM and the method.
+    """
     flat = []
     for row in rows:
-        shared = {"prompt": row.name, "batch_size": batch_size, "tokens": row.tokens}
-        plain = ("plain", 0, row.plain_tokens_per_s, 1.0, 0.0, 1.0, True)
-        trees = (
-            method,
-            nodes,
-            row.tree_tokens_per_s,
-            row.tokens_per_step,
-            row.nodes_per_step,
-            row.speed_up,
-            row.identical,
-        )
-        flat += [shared | dict(zip(_JSON_KEYS, values, strict=True)) for values in (plain, trees)]
+        for engine, seconds in row.seconds.items():
+            values: tuple[Any, ...] = (None, None, None, None)
+            if engine == PLAIN:
+                values = (0, 1.0, 0.0, True)
+            elif engine == row.method:
+                values = (nodes, row.tokens_per_step, row.nodes_per_step, row.identical)
+            flat.append(
+                {
+                    "prompt": row.name,
+                    "batch_size": batch_size,
+                    "tokens": row.tokens,
+                    "method": engine,
+                    "tokens_per_s": row.tokens_per_s(engine),
+                    "speed_up": row.seconds[PLAIN] / seconds,
+                }
+                | dict(zip(_JSON_KEYS, values, strict=True))
+            )
     return flat

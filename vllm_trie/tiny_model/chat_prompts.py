@@ -22,7 +22,7 @@ class ChatPrompt(NamedTuple):
     message: str
 
 
-_INVENTORY = """\
+INVENTORY = """\
 class Inventory:
     def __init__(self, name):
         self.name = name
@@ -68,7 +68,7 @@ def chat_prompts() -> list[ChatPrompt]:
     return [
         ChatPrompt(
             "rename attribute",
-            f"Here is my class:\n\n{_INVENTORY}\nRename `items` to `stock`.",
+            f"Here is my class:\n\n{INVENTORY}\nRename `items` to `stock`.",
         ),
         ChatPrompt(
             "add log calls",
@@ -81,7 +81,7 @@ def chat_prompts() -> list[ChatPrompt]:
             "Show me `rgb_to_hsv`.",
         ),
         ChatPrompt("fix a bug", f"{_INVOICE}\nThis does not work, fix it."),
-        ChatPrompt("add docstrings", f"{_INVENTORY}\nAdd docstrings."),
+        ChatPrompt("add docstrings", f"{INVENTORY}\nAdd docstrings."),
         ChatPrompt("summarize code", f"{_source(fnmatch.filter)}\nSummarize the code."),
         ChatPrompt(
             "answer from a text",
