@@ -47,6 +47,7 @@ from typing import Any
 from rich.progress import Progress
 from support.device import add_device_options, check_device, engine_options
 from support.harness import Row, add_model_option, finish, machine, option_parser
+from support.llama_cpp import LLAMA_CPP, LlamaCpp
 from support.peers_engines import (
     DEFAULT_METHODS,
     METHODS,
@@ -68,7 +69,7 @@ from support.replay_data import (
     ANSWERS_VARIABLE,
     DEFAULT_TOKENIZER,
     QUESTIONS_VARIABLE,
-    Recording,
+    choose,
     load_tokenizer,
     read_recordings,
 )
@@ -91,6 +92,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_model_option(parser, "of the workloads chat and shipped, in place of theirs")
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT_METHODS))
+    parser.add_argument(
+        "--llama-cpp",
+        nargs=2,
+        type=Path,
+        metavar=("MODULES", "GGUF"),
+        help="adds llama.cpp to the workload chat, see support/llama_cpp.py: npm's folder and a "
+        "model",
+    )
     for flag, variable in (("--questions", QUESTIONS_VARIABLE), ("--answers", ANSWERS_VARIABLE)):
         default = os.environ.get(variable)
         parser.add_argument(
@@ -110,6 +119,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=SHAPES, default="0.4b", help="of the replay model")
     parser.add_argument("--dtype", default="bfloat16", help="of the workloads chat and replay")
+    parser.add_argument(
+        "--quantize",
+        choices=("gptq", "awq", "int8"),
+        help="of the workload chat: round the model's weights to 4 or 8 bits",
+    )
     parser.add_argument("--eager", action="store_true", help="run the model without compilation")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the ratios, as PNG and SVG")
     parser.add_argument(
@@ -215,8 +229,13 @@ def run_chat(options: argparse.Namespace) -> list[Row]:
     questions = [
         Question(category, prompt, None, options.max_tokens) for category, prompt in prompts
     ]
-    settings = {"dtype": options.dtype, "enable_prefix_caching": False}
-    return measure(options, "chat", model, questions, settings | engine_options(options))
+    settings = {"dtype": options.dtype, "enable_prefix_caching": False, **engine_options(options)}
+    with tempfile.TemporaryDirectory() as folder:
+        if options.quantize:
+            from tests.engine.quantized import write_quantized
+
+            model = write_quantized(Path(folder), options.quantize, model)
+        return measure(options, "chat", model, questions, settings)
 
 
 def run_shipped(options: argparse.Namespace) -> list[Row]:
@@ -252,35 +271,6 @@ def run_replay(options: argparse.Namespace) -> list[Row]:
         return measure(options, "replay", model, questions, dict(replay_settings(options.dtype)))
 
 
-def choose(
-    recordings: Sequence[Recording], per_category: int, categories: Sequence[str] | None
-) -> list[Recording]:
-    """Choose questions spread evenly over each category, category by category.
-
-    All turns of a question stay together; questions with two turns count twice.
-
-    Args:
-        recordings: all turns, in the order of the file.
-        per_category: about how many recordings of each category.
-        categories: those wanted; None for all.
-    """
-    found: dict[str, dict[int, list[Recording]]] = defaultdict(dict)
-    for recording in recordings:
-        found[recording.category].setdefault(recording.question_id, []).append(recording)
-    unknown = set(categories or ()) - set(found)
-    if unknown:
-        raise SystemExit(f"--categories {', '.join(sorted(unknown))}: there are {', '.join(found)}")
-    chosen: list[Recording] = []
-    for category, by_question in found.items():
-        if categories and category not in categories:
-            continue
-        turns = list(by_question.values())
-        number = min(len(turns), max(1, per_category // len(turns[0])))
-        for i in range(number):
-            chosen += turns[i * len(turns) // number]
-    return chosen
-
-
 def measure(
     options: argparse.Namespace,
     workload: str,
@@ -289,7 +279,7 @@ def measure(
     settings: dict[str, Any],
 ) -> list[Row]:
     """Start all engines, ask them all questions, and return the rows."""
-    methods, missing = available(options.methods)
+    methods, missing = available([*options.methods, *(LLAMA_CPP if options.llama_cpp else ())])
     print(*missing, sep="\n", end="\n" if missing else "", flush=True)
     longest = max(len(each.prompt) + each.max_tokens for each in questions)
     settings |= {
@@ -302,10 +292,15 @@ def measure(
     prepare = play_answers if workload == "replay" else lambda work: None
     with Progress(transient=True) as progress:
         starting = progress.add_task("engines", total=len(methods))
-        contestants = []
+        contestants: list[Contestant | LlamaCpp] = []
         for method in methods:
-            with local_engine.silence(not options.verbose):
-                contestants.append(Contestant(method, model, max(options.at_once), **settings))
+            at_once = max(options.at_once)
+            if method in LLAMA_CPP:
+                length = settings["max_model_len"] * at_once
+                contestants.append(LlamaCpp(method, *options.llama_cpp, at_once, length))
+            else:
+                with local_engine.silence(not options.verbose):
+                    contestants.append(Contestant(method, model, at_once, **settings))
             progress.advance(starting)
         warm_up(contestants, works[-1], prepare)
         asking = progress.add_task(workload, total=options.repeats * len(works))
@@ -331,7 +326,7 @@ def play_answers(work: Question | Load) -> None:
     Recorded.play([[*each.prompt, *(each.answer or ())] for each in questions])
 
 
-def warm_up(contestants: Sequence[Contestant], work: Question | Load, prepare: Any) -> None:
+def warm_up(contestants: Sequence[Any], work: Question | Load, prepare: Any) -> None:
     """Run a part of a question or load on every engine, which forgets it before it is measured."""
 
     def short(question: Question) -> Question:

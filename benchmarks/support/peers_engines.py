@@ -308,7 +308,7 @@ def available(methods: Sequence[str]) -> tuple[list[str], list[str]]:
     return kept, missing
 
 
-def answer(contestants: Sequence[Contestant], work: Question | Load) -> Iterator[Measured]:
+def answer(contestants: Sequence[Any], work: Question | Load) -> Iterator[Measured]:
     """Let every engine answer a question after the one before, or all of them a load in turns.
 
     Yields:
@@ -321,7 +321,7 @@ def answer(contestants: Sequence[Contestant], work: Question | Load) -> Iterator
 
 
 def run_in_turns(
-    contestants: Sequence[Contestant],
+    contestants: Sequence[Any],
     questions: Sequence[Question | Load],
     repeats: int,
     prepare: Callable[[Question | Load], None],
@@ -330,7 +330,7 @@ def run_in_turns(
     """Ask every engine each question in turn; the order rotates with each question.
 
     Args:
-        contestants: warm engines.
+        contestants: warm :class:`Contestant`, or others with its methods.
         questions: asked in this order; a load takes the place of a question.
         repeats: passes over all questions; the engines forget in between, and before each load.
         prepare: called before each question.

@@ -51,7 +51,7 @@ def summarize(
                     "category": category,
                     "at_once": getattr(questions[indices[0]], "at_once", 1),
                     "tokens_per_s": tokens / total["seconds"],
-                    "tokens_per_step": decoded / steps,
+                    "tokens_per_step": decoded / steps if total["steps"] else None,
                     "ratio_to_plain": _ratio(plain, total, "seconds", 0),
                     "decode_ratio_to_plain": _ratio(plain, total, "decode", 1),
                     "ms_per_output_token": 1e3 * total["decode"] / decoded,

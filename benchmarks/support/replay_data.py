@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -148,3 +149,32 @@ def read_lines(path: Path) -> Iterator[dict]:
         for line in file:
             if line.strip():
                 yield json.loads(line)
+
+
+def choose(
+    recordings: Sequence[Recording], per_category: int, categories: Sequence[str] | None
+) -> list[Recording]:
+    """Choose questions spread evenly over each category, category by category.
+
+    All turns of a question stay together; questions with two turns count twice.
+
+    Args:
+        recordings: all turns, in the order of the file.
+        per_category: about how many recordings of each category.
+        categories: those wanted; None for all.
+    """
+    found: dict[str, dict[int, list[Recording]]] = defaultdict(dict)
+    for recording in recordings:
+        found[recording.category].setdefault(recording.question_id, []).append(recording)
+    unknown = set(categories or ()) - set(found)
+    if unknown:
+        raise SystemExit(f"--categories {', '.join(sorted(unknown))}: there are {', '.join(found)}")
+    chosen: list[Recording] = []
+    for category, by_question in found.items():
+        if categories and category not in categories:
+            continue
+        turns = list(by_question.values())
+        number = min(len(turns), max(1, per_category // len(turns[0])))
+        for i in range(number):
+            chosen += turns[i * len(turns) // number]
+    return chosen

@@ -1,4 +1,4 @@
-"""The shipped model with quantized weights, in the formats of checkpoints that vLLM reads."""
+"""A Llama model with quantized weights, in the formats of checkpoints that vLLM reads."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_quantized(folder: Path, kind: str) -> str:
+def write_quantized(folder: Path, kind: str, model: str | None = None) -> str:
     """Write the model with all weights of its linear layers quantized; returns the folder's path.
 
     Args:
         folder: an empty folder.
         kind: "int8" (weights per channel, activations per token), "gptq" or "awq" (4 bits).
+        model: the model's folder; the shipped one if left out.
     """
-    source = Path(model_path())
+    source = Path(model or model_path())
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(source / "model.safetensors").items():
         if name.endswith("proj.weight"):
@@ -63,7 +64,7 @@ def write_quantized(folder: Path, kind: str) -> str:
             tensors |= {stem + part: tensor.contiguous() for part, tensor in parts.items()}
         else:
             tensors[name] = weight
-    for file in source.glob("*.json"):
+    for file in (*source.glob("*.json"), *source.glob("*.jinja")):
         shutil.copy(file, folder)
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = _CONFIGS[kind]
