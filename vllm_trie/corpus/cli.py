@@ -50,7 +50,7 @@ def build(
         ),
     ],
 ) -> None:
-    """Index texts and write them as one corpus file, about 80 to 150 bytes a token."""
+    """Index texts and write them as one corpus file, about 60 to 150 bytes a token."""
     try:
         loaded = load_corpus_tokenizer(tokenizer)
         documents = (

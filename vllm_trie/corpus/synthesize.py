@@ -131,8 +131,11 @@ def _engine_settings(
             f"the longest question and its answer take {length} tokens, the model's limit is "
             f"{limit}; shorten the questions, or lower --answer-tokens or --question-tokens"
         )
+    import torch
+
     return {
         "dtype": "auto",
+        "enforce_eager": not torch.cuda.is_available(),
         "max_model_len": length,
         "max_num_seqs": batch_size,
         # vLLM 0.32 on CPUs ends with an error where a seeded request's prompt is computed in parts.
