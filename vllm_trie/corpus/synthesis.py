@@ -69,6 +69,9 @@ def synthesize(
         questions: The user's; None to let the model write them. If they run out, the file ends up
             with fewer tokens.
         report: Called after each answer.
+
+    Raises:
+        ValueError: The model writes no question, or none that is new.
     """
     asked = {answer.question for answer in answers.answers}
     if questions is None:
@@ -78,6 +81,11 @@ def synthesize(
         batches = iter(local_engine.batches(left, plan.questions_at_once))
     while answers.num_tokens < plan.num_tokens and (batch := next(batches, None)):
         fresh = {text: index for index, text in batch if text not in asked}
+        if not fresh:
+            raise ValueError(
+                f"the model writes no new questions after {answers.num_tokens} tokens of answers; "
+                "name your own with --prompts"
+            )
         asked.update(fresh)
         for answer in _answer(engine, prompts, plan, [(i, text) for text, i in fresh.items()]):
             answers.add(answer)

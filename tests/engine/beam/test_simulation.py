@@ -56,7 +56,9 @@ def test_groups_share_batches_with_greedy_requests(vllm_config, asynchronous):
 def blocks_of_trie(requests, block_size):
     """Count the blocks of a trie of token sequences: one for each distinct prefix that fills a
     block, and one for each sequence that goes on behind its last full block."""
-    sequences = [tuple(request.all_token_ids)[: request.num_computed_tokens] for request in requests]
+    sequences = [
+        tuple(request.all_token_ids)[: request.num_computed_tokens] for request in requests
+    ]
     full_blocks = {
         sequence[:end]
         for sequence in sequences

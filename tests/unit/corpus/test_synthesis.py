@@ -115,6 +115,18 @@ def test_a_model_that_ends_no_question_is_an_error(tmp_path: Path) -> None:
         synthesize(Echo(unended=range(8)), prompt_format(Letters()), plan(10), answers)
 
 
+def test_a_model_that_repeats_its_questions_is_an_error(tmp_path: Path) -> None:
+    class Stuck(Echo):
+        def complete(
+            self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]]
+        ) -> Iterator[Completion]:
+            return super().complete(prompts, [{**options, "seed": 0} for options in params])
+
+    answers = AnswersFile(tmp_path / "a", SETTINGS)
+    with pytest.raises(ValueError, match="no new questions after 9 tokens"):
+        synthesize(Stuck(), prompt_format(Letters()), plan(1000), answers)
+
+
 def test_answers_of_other_settings_are_refused(tmp_path: Path) -> None:
     AnswersFile(tmp_path / "a", SETTINGS)
     with pytest.raises(ValueError, match=r"other settings \(seed 1, now 2\)"):
