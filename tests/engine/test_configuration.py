@@ -33,8 +33,8 @@ from vllm_trie.ngrams.corpus_file import write_corpus
 from vllm_trie.tiny_model import medusa_path, model_path
 from vllm_trie.vllm_hooks import ledger, plugin
 from vllm_trie.vllm_hooks.ledger import Patch, table
+from vllm_trie.vllm_hooks.setup import arguments as misspelled
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.setup import method_names as misspelled
 from vllm_trie.vllm_hooks.setup.support import reason_off
 
 TREES = {"method": "ngram_trie", "num_speculative_tokens": 8}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from vllm_trie.drafters import available_methods
-from vllm_trie.vllm_hooks.setup import method_names as misspelled
-from vllm_trie.vllm_hooks.setup.method_names import meant, refuse
+from vllm_trie.vllm_hooks.setup import arguments as misspelled
+from vllm_trie.vllm_hooks.setup.arguments import meant, refuse_misspelled_method
 
 THEIRS = ("ngram", "medusa", "suffix", "eagle", "eagle3", "draft_model", "custom_class")
 
@@ -60,7 +60,7 @@ def arguments(speculative: Any = None, **flags: Any) -> SimpleNamespace:
 )
 def test_refusals(engine_args: SimpleNamespace) -> None:
     with pytest.raises(ValueError, match="'ngram_tri' is unknown; did you mean") as caught:
-        refuse(engine_args)
+        refuse_misspelled_method(engine_args)
     for method in available_methods():
         assert method in str(caught.value)
 
@@ -79,10 +79,10 @@ def test_refusals(engine_args: SimpleNamespace) -> None:
     ],
 )
 def test_what_is_left_to_vllm(engine_args: SimpleNamespace) -> None:
-    refuse(engine_args)
+    refuse_misspelled_method(engine_args)
 
 
 def test_a_folder_of_that_name_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ngram_tri").mkdir()
     monkeypatch.chdir(tmp_path)
-    refuse(arguments({"model": "ngram_tri"}))
+    refuse_misspelled_method(arguments({"model": "ngram_tri"}))

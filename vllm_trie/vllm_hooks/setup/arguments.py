@@ -1,16 +1,24 @@
-"""Command line: the methods as choices of ``--spec-method``, and ``--speculative-model``."""
+"""Command line: the methods as choices of ``--spec-method``, and ``--speculative-model``.
+
+Misspelled names that look more like one of vLLM's methods, or like none, are left to vLLM's own
+message.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
 
 from vllm_trie.drafters import available_methods
-from vllm_trie.vllm_hooks.setup import method_names
 
 ALIAS = "--speculative-model"
+_SIMILAR = 0.6
+_SIMILAR_MODEL = 0.85
+"""A draft model's name may resemble a method's without being meant for it."""
 
 
 def wrap_add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,8 +59,64 @@ def _checked(convert: Callable[[str], Any], known: Sequence[Any]) -> Callable[[s
 
     def checked(text: str) -> Any:
         value = convert(text)
-        if method := method_names.meant(value, known):
-            raise argparse.ArgumentTypeError(method_names.question(value, method))
+        if method := meant(value, known):
+            raise argparse.ArgumentTypeError(_question(value, method))
         return value
 
     return checked
+
+
+def meant(name: Any, known: Iterable[Any] = (), similarity: float = _SIMILAR) -> str:
+    """Return the method of vllm-trie that an unknown name probably stands for.
+
+    Args:
+        name: what was asked for.
+        known: what vLLM knows.
+        similarity: smallest ratio of :class:`difflib.SequenceMatcher`.
+
+    Returns:
+        The method; empty for names that are known, or nearest to another or to none.
+    """
+    ours = available_methods()
+    theirs = [one for one in known if isinstance(one, str) and one not in ours]
+    if not isinstance(name, str) or name in ours or name in theirs:
+        return ""
+    plain = name.lower().replace("-", "_")
+    nearest = difflib.get_close_matches(plain, [*ours, *theirs], n=1, cutoff=similarity)
+    return nearest[0] if nearest and nearest[0] in ours else ""
+
+
+def _question(name: str, method: str) -> str:
+    """Return the message for the user."""
+    return (
+        f"{name!r} is unknown; did you mean {method!r}? The methods of vllm-trie are "
+        f"{', '.join(available_methods())}"
+    )
+
+
+def refuse_misspelled_method(engine_args: Any) -> None:
+    """Refuse engine arguments that misspell a method of vllm-trie.
+
+    Raises:
+        ValueError: naming the method that was probably meant, and all others.
+    """
+    speculative = engine_args.speculative_config or {}
+    if not isinstance(speculative, Mapping):
+        speculative = {}  # vLLM has its own message for it
+    methods = list(filter(None, (engine_args.spec_method, speculative.get("method"))))
+    for name in methods:
+        if method := meant(name, vllm_methods()):
+            raise ValueError(f"speculative method {_question(name, method)}")
+    if methods:
+        return
+    for name in filter(None, (engine_args.spec_model, speculative.get("model"))):
+        method = meant(name, similarity=_SIMILAR_MODEL)
+        if method and not Path(name).exists():
+            raise ValueError(f"speculative model {_question(name, method)}")
+
+
+def vllm_methods() -> tuple[Any, ...]:
+    """Return the installed vLLM's own methods; empty if it keeps them elsewhere."""
+    from vllm.config import speculative
+
+    return get_args(getattr(speculative, "SpeculativeMethod", None))

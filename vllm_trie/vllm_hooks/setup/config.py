@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm_trie.drafters import available_methods, parse_options
 from vllm_trie.drafters.neural import NEURAL_METHODS, NeuralOptions
 from vllm_trie.vllm_hooks.ledger import offered
-from vllm_trie.vllm_hooks.setup import method_names, runner_choice
+from vllm_trie.vllm_hooks.setup import arguments, runner_choice
 from vllm_trie.vllm_hooks.setup.config_keys import (
     ALLOW_GPU,
     BEAM_KEYS,
@@ -152,7 +152,7 @@ def translate(engine_args: EngineArgs) -> None:
     """
     method = requested_method(engine_args)
     if method is None:
-        method_names.refuse(engine_args)
+        arguments.refuse_misspelled_method(engine_args)
         _refuse_options_without_method(engine_args)
         return
     asked, given = _asked_for(engine_args), _own_options(engine_args, method)

@@ -14,7 +14,14 @@ from vllm.logger import init_logger
 
 from vllm_trie.drafters import get_drafter_class
 from vllm_trie.vllm_hooks.ledger import offered
-from vllm_trie.vllm_hooks.setup import config, items, neural, runner_choice, support
+from vllm_trie.vllm_hooks.setup import (
+    config,
+    cpu_memory,
+    items,
+    neural,
+    runner_choice,
+    support,
+)
 from vllm_trie.vllm_hooks.setup.limits import ENV_SWITCH
 
 if TYPE_CHECKING:
@@ -195,6 +202,7 @@ def wrap_create_engine_config(original: Callable[..., VllmConfig]) -> Callable[.
             with runner_choice.on_v2():
                 vllm_config = original(self, *args, **kwargs)
             verify(vllm_config)
+        cpu_memory.reserve_what_is_free(vllm_config, self.gpu_memory_utilization)
         return vllm_config
 
     return create_engine_config

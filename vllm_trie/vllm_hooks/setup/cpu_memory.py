@@ -1,0 +1,54 @@
+"""Memory of CPU engines: vLLM would reserve 92 % of it, and does not start where less is free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+_SHARE_OF_FREE = 0.5
+"""Of the free memory, for the weights and the KV cache, which takes what is left."""
+
+
+def reserve_what_is_free(vllm_config: VllmConfig, asked: float) -> None:
+    """Lower the share of memory that an engine reserves to what is free, and say so.
+
+    Leaves alone what the user has set.
+
+    Args:
+        vllm_config: Complete; its share is changed in place.
+        asked: The engine arguments' ``gpu_memory_utilization``, which on a CPU is the share of
+            its memory.
+    """
+    from vllm.config import CacheConfig
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    if (
+        not current_platform.is_cpu()
+        or cache.kv_cache_memory_bytes is not None
+        or asked != CacheConfig.gpu_memory_utilization
+    ):
+        return
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
+
+    memory = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+    if memory.available_memory >= memory.total_memory * asked:
+        return
+    share = _SHARE_OF_FREE * memory.available_memory / memory.total_memory
+    cache.gpu_memory_utilization = round(share, 2)
+    logger.warning(
+        "%.1f of %.1f GiB of memory are free, less than the %.0f %% that vLLM would reserve; the "
+        "engine reserves %.0f %% (--gpu-memory-utilization %.2f). --kv-cache-memory-bytes sets the "
+        "size of the KV cache alone.",
+        memory.available_memory / 2**30,
+        memory.total_memory / 2**30,
+        100 * asked,
+        100 * share,
+        share,
+    )
