@@ -103,7 +103,7 @@ def run(llm: LLM, rng: random.Random) -> dict[str, Any]:
     return {"compared": sum(check_case(path, cases[name], finished[name]) for name in cases)}
 
 
-ITEMS = random_items(3, 300, 0, (2, 5), branching=40)
+ITEMS = random_items(3, 300, 0, (4, 4), branching=40)
 
 
 def run_constrained(llm: LLM) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def run_constrained(llm: LLM) -> dict[str, Any]:
         options = {"beam_width": width, "items": "shop", "items_end": end}
         params = SamplingParams(n=width, temperature=0.0, max_tokens=6, extra_args=options)
         requests.append(({"prompt_token_ids": list(token_ids)}, params))
-        longest = 5 + (eos is not None)
+        longest = 4 + (eos is not None)
         allowed = functools.partial(items.allowed, eos=eos)
         expected.append(constrained_search(
             str(model_path()), token_ids, width, longest, lambda path, a=allowed: a(path), eos
@@ -131,9 +131,10 @@ def run_constrained(llm: LLM) -> dict[str, Any]:
     )
     for result, before in zip(results[len(expected) :], alone, strict=True):
         assert result.outputs[0].token_ids == before.outputs[0].token_ids
-    for result, hypotheses in zip(results, expected, strict=False):
+    for number, (result, hypotheses) in enumerate(zip(results, expected, strict=False)):
         outputs = result.outputs[: len(hypotheses)]
-        assert [list(each.token_ids) for each in outputs] == [each.token_ids for each in hypotheses]
+        found = [list(each.token_ids) for each in outputs]
+        assert found == [each.token_ids for each in hypotheses], (number, found, hypotheses)
         for output, hypothesis in zip(outputs, hypotheses, strict=True):
             assert abs(output.score - hypothesis.score) < 1e-4
     with pytest.raises(ValueError, match="'beam_width' is not supported with Model Runner V2"):
