@@ -46,8 +46,8 @@ for await (const line of createInterface({input: process.stdin})) {
     const results = await Promise.all(
         prompts.map((prompt) => decode(prompt, max_tokens, start)));
     console.log(JSON.stringify({
-        outputs: results.map((each) => each.output),
-        first: results.map((each) => each.first),
-        last: results.map((each) => each.last),
+        outputs: results.map((result) => result.output),
+        first: results.map((result) => result.first),
+        last: results.map((result) => result.last),
     }));
 }

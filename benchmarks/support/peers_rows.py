@@ -43,7 +43,7 @@ def summarize(
                 for i in indices
                 for measured in found[i, method]
             ]
-            known = all(answer is not None for answer in expected.values())
+            has_answers = all(answer is not None for answer in expected.values())
             rows.append(
                 {
                     "method": method,
@@ -63,8 +63,8 @@ def summarize(
                     **{f"{part}_ms_per_step": 1e3 * total[part] / steps for part in PARTS},
                     "questions": int(total["requests"]),
                     "tokens": tokens,
-                    "identical": all(same) if known else None,
-                    "identical_share": sum(same) / len(same) if known else None,
+                    "identical": all(same) if has_answers else None,
+                    "identical_share": sum(same) / len(same) if has_answers else None,
                 }
             )
     return rows
@@ -76,7 +76,7 @@ def _ratio(
     """Return plain's time per token over a method's, without the `first` tokens of each request."""
     if plain is None:
         return None
-    tokens = [max(each["tokens"] - first * each["requests"], 1) for each in (plain, total)]
+    tokens = [max(sums["tokens"] - first * sums["requests"], 1) for sums in (plain, total)]
     return plain[seconds] / tokens[0] / (total[seconds] / tokens[1])
 
 

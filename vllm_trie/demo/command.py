@@ -266,19 +266,19 @@ def _checked_length(settings: Settings, longest: int) -> int:
 
 def _speculative_configs(settings: Settings) -> dict[str, dict[str, Any] | None]:
     """Return vLLM's `speculative_config` by engine: plain vLLM, its own methods, the method."""
-    own: dict[str, Any] = {"num_speculative_tokens": settings.nodes}
+    options: dict[str, Any] = {"num_speculative_tokens": settings.nodes}
     if settings.method.startswith("medusa"):
         from vllm_trie.tiny_model import medusa_path
 
-        own["model"] = _or_exit(medusa_path)
+        options["model"] = _or_exit(medusa_path)
     peers = dict(_PEERS)
     if importlib.util.find_spec("arctic_inference") is None:
         del peers["suffix"]
     return {
         "plain": None,
         **{
-            method: {"method": method, **options, **local_engine.without_memory(method)}
-            for method, options in [*peers.items(), (settings.method, own)]
+            method: {"method": method, **chosen, **local_engine.without_memory(method)}
+            for method, chosen in [*peers.items(), (settings.method, options)]
         },
     }
 

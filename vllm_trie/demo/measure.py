@@ -132,11 +132,11 @@ def compare(
         for name in list(engines) if repeat % 2 == 0 else reversed(list(engines)):
             start = time.perf_counter()
             if name == method:
-                found, num_steps, observed = observe(engines[name], names, prompts, params)
+                decoded, num_steps, observed = observe(engines[name], names, prompts, params)
             else:
-                found = generate(engines[name], prompts, params)
+                decoded = generate(engines[name], prompts, params)
             seconds[name].append(time.perf_counter() - start)
-            outputs[name].append(found)
+            outputs[name].append(decoded)
             advance()
     expected = outputs[PLAIN][0]
     row = Row(
@@ -145,7 +145,7 @@ def compare(
         {name: median(times) for name, times in seconds.items()},
         num_steps,
         sum(each.step.tree.num_nodes for each in observed),
-        all(found == expected for found in [*outputs[PLAIN], *outputs[method]]),
+        all(decoded == expected for decoded in [*outputs[PLAIN], *outputs[method]]),
     )
     return row, expected, observed
 
