@@ -18,6 +18,7 @@ from vllm_trie.demo.measure import PLAIN, ObservedStep, Row
 from vllm_trie.tree import draw_svg, draw_text
 
 _SHOWN_BEFORE = 240  # characters of output shown before the drawn step
+_SHOWN_OF_ANSWER = 160  # characters
 _JSON_KEYS = ("nodes", "tokens_per_step", "nodes_per_step", "identical")
 
 
@@ -75,9 +76,10 @@ def beginnings(answers: Mapping[str, str]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     width = max(map(len, answers), default=None)
     table.add_column(style="bold", no_wrap=True, min_width=width)
-    table.add_column(overflow="ellipsis", no_wrap=True)
     for name, answer in answers.items():
-        table.add_row(escape(name), escape(" ".join(answer.split())))
+        words = " ".join(answer.split())
+        shown = words if len(words) <= _SHOWN_OF_ANSWER else words[:_SHOWN_OF_ANSWER] + " …"
+        table.add_row(escape(name), escape(shown))
     return table
 
 
