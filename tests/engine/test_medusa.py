@@ -189,3 +189,30 @@ def test_training_command(tmp_path):
     ]
     for mine, theirs in zip(both[0].block_weight, both[1].block_weight, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_training_on_the_models_answers(tmp_path):
+    """Heads on the model's own output layer, over several epochs, that an engine can load."""
+    from safetensors import safe_open
+
+    from vllm_trie.cli import app
+
+    lines = [
+        {"question": f"Write {n} lines.", "token_ids": list(range(20 + n, 60 + n))}
+        for n in range(8)
+    ]
+    data, out = tmp_path / "answers.jsonl", tmp_path / "heads"
+    data.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["medusa", "train", "--model", str(model_path()), "--data", str(data)]
+    arguments += ["--out", str(out), "--share-output", "--outputs", "40", "--dtype", "bfloat16"]
+    arguments += ["--steps", "12", "--batch", "2", "--context", "64"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert not list(out.glob("*.cache"))
+    assert not (out / "fasterdecoding").exists()
+    config = json.loads((model_path() / "config.json").read_text())
+    with safe_open(str(model_path() / "model.safetensors"), "pt") as tensors:
+        output = tensors.get_tensor("model.embed_tokens.weight")
+    heads = load_checkpoint(out, config["hidden_size"], config["vocab_size"], lambda: output).heads
+    assert set(heads.token_map.tolist()) <= set(range(20, 68)) | {0}
+    torch.testing.assert_close(heads.output_weight[0], output[heads.token_map])

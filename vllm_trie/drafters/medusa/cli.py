@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from vllm_trie.drafters.medusa.training import Backbone, Trainer
 
 app = typer.Typer(no_args_is_help=True, help="Train Medusa heads for a model.")
@@ -100,20 +102,13 @@ def _train(
     seed: int,
     resume: bool,
 ) -> None:
-    import torch
-
     from vllm_trie.drafters.medusa.checkpoint import load_checkpoint
     from vllm_trie.drafters.medusa.heads import HeadsShape
     from vllm_trie.drafters.medusa.training import TokenRows, Trainer, TrainingPlan
     from vllm_trie.drafters.medusa.training.states import StateCache
-    from vllm_trie.drafters.medusa.training.text import find_files, read_tokens, split_rows
 
     backbone = _load_backbone(model, device, dtype, context)
-    tokens = read_tokens(find_files(data), backbone.encoder)
-    if validation:
-        held = read_tokens(find_files(validation), backbone.encoder)
-    else:
-        tokens, held = split_rows(tokens, context, 0.02)
+    tokens, held = _read_text(backbone, data, validation, context)
     held_rows = TokenRows(held, context).batch(0, min(64, max(1, len(held) // context)))
     plan = TrainingPlan(steps, batch, lr, min(40, steps), 0.01, targets.value, seed)
     shape = HeadsShape(
@@ -133,11 +128,7 @@ def _train(
             init, shape.hidden_size, shape.vocab_size, lambda: backbone.output_weight
         )
         trainer.start_from(loaded.heads)
-    state_path = out / STATE_FILE
-    if resume and state_path.exists():
-        trainer.resume(torch.load(state_path, map_location="cpu", weights_only=True))
-        typer.echo(f"resumed at step {trainer.step} of {steps}")
-    _run(trainer, state_path, save_every, batch * context)
+    _run(trainer, out / STATE_FILE, resume, save_every, batch * context)
     scores = trainer.evaluate(held_rows)
     temperatures = trainer.fit_temperatures(held_rows[:_CALIBRATION_ROWS])
     _save(trainer, out, temperatures, scores, len(tokens))
@@ -145,6 +136,18 @@ def _train(
         cache.delete()
     _print_scores(scores, temperatures, f"{held_rows.size} held-out tokens")
     typer.echo(f"saved to {out}")
+
+
+def _read_text(
+    backbone: Backbone, data: list[Path], validation: list[Path] | None, context: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens to train on and those to validate on."""
+    from vllm_trie.drafters.medusa.training.text import find_files, read_tokens, split_rows
+
+    tokens = read_tokens(find_files(data), backbone.encoder)
+    if not validation:
+        return split_rows(tokens, context, 0.02)
+    return tokens, read_tokens(find_files(validation), backbone.encoder)
 
 
 def _load_backbone(model: str, device: str, dtype: str, context: int) -> Backbone:
@@ -162,11 +165,16 @@ def _load_backbone(model: str, device: str, dtype: str, context: int) -> Backbon
     return backbone
 
 
-def _run(trainer: Trainer, state_path: Path, save_every: int, step_tokens: int) -> None:
+def _run(
+    trainer: Trainer, state_path: Path, resume: bool, save_every: int, step_tokens: int
+) -> None:
     import torch
     from tqdm import tqdm
 
     steps = trainer.plan.steps
+    if resume and state_path.exists():
+        trainer.resume(torch.load(state_path, map_location="cpu", weights_only=True))
+        typer.echo(f"resumed at step {trainer.step} of {steps}")
     average: list[float] = []
     with tqdm(
         total=steps * step_tokens,

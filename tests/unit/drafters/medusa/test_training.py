@@ -196,7 +196,8 @@ def test_text_files_and_token_files(tmp_path):
     encoder = Encoder(lambda text: list(map(ord, text)), lambda question: [1, len(question)], 0)
     tokens = read_tokens(find_files([tmp_path]), encoder)
     assert tokens.tolist() == [97, 98, 0, 99, 0, 7, 8, 0]
-    answers = [{"question": "abc", "token_ids": [7, 0]}, {"question": "", "text": "c"}]
+    answers = [{"settings": {}}, {"question": "abc", "token_ids": [7, 0]}]
+    answers.append({"question": "", "text": "c"})
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, answers)))
     tokens = read_tokens([tmp_path / "b.jsonl"], encoder)
     assert tokens.tolist() == [~1, ~3, 7, 0, ~1, ~0, 99, 0]

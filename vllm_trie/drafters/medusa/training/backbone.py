@@ -49,10 +49,10 @@ class Backbone:
                 f"the data has a 'question', but the model {self.path!r} has no chat template; "
                 "give lines with 'text' or 'token_ids' alone"
             )
-        token_ids: list[int] = self.tokenizer.apply_chat_template(
+        chat: Any = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
         )
-        return token_ids
+        return list(chat)
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: Tensor) -> Tensor:

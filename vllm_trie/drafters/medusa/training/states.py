@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -55,8 +55,8 @@ class StateCache:
         absent = np.flatnonzero(self._predictions[numbers, 0] == 0)
         if len(absent):
             hidden = self._model.hidden_states(token_ids[absent])
-            states = hidden.to(torch.bfloat16).cpu().view(torch.int16).numpy()
-            self._states[numbers[absent]] = states
+            stored = hidden.to(torch.bfloat16).cpu().view(torch.int16)
+            self._states[numbers[absent]] = stored.numpy()
             self._predictions[numbers[absent]] = self._model.predictions(hidden).cpu().numpy() + 1
         states = torch.from_numpy(self._states[numbers]).view(torch.bfloat16)
         predictions = torch.from_numpy(self._predictions[numbers].astype(np.int64) - 1)
@@ -70,5 +70,6 @@ class StateCache:
 
 
 def _open(file: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    mode = "r+" if file.exists() else "w+"
-    return np.memmap(file, dtype, mode, shape=shape)  # a new file is sparse, and reads as zeros
+    mode: Literal["r+", "w+"] = "r+" if file.exists() else "w+"
+    mapped: np.ndarray = np.memmap(str(file), dtype=dtype, mode=mode, shape=shape)
+    return mapped  # a new file is sparse, and reads as zeros

@@ -50,7 +50,8 @@ def read_tokens(files: Sequence[Path], encoder: Encoder) -> np.ndarray:
 
     A file is one text. In a `.jsonl` file each line is one: an object with `text`, or with
     `token_ids` for text that is tokenized already. With a `question` next to them they are the
-    model's answer to it; the question's tokens are stored as their complements.
+    model's answer to it, as `vllm-trie corpus synthesize` writes them; the question's tokens are
+    stored as their complements.
 
     Raises:
         ValueError: a line of a `.jsonl` file is something else, or the model has no chat template.
@@ -76,6 +77,8 @@ def _texts(file: Path, encoder: Encoder) -> Iterator[tuple[Sequence[int], Sequen
             continue
         try:
             item = json.loads(line)
+            if "settings" in item:  # of `vllm-trie corpus synthesize`
+                continue
             tokens = item["token_ids"] if "token_ids" in item else encode(item["text"])
             question = item.get("question")
         except (ValueError, KeyError, TypeError) as error:
@@ -109,7 +112,8 @@ class TokenRows:
     def batch(self, first: int, count: int) -> np.ndarray:
         """Return rows number `first` to `first + count` of the endless sequence, int64
         [count, length]."""
-        return self.rows[self.numbers(first, count)].astype(np.int64)
+        chosen: np.ndarray = self.rows[self.numbers(first, count)].astype(np.int64)
+        return chosen
 
     def numbers(self, first: int, count: int) -> np.ndarray:
         """Return which rows of the text these are, int64 [count]."""
