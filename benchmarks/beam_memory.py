@@ -12,7 +12,7 @@ same length.
 `best_score` is the length-normalized score of the best hypothesis. `blocks` in the rows of `trie`
 are the blocks in use at each step, which `--plot DIR` draws for the longest prompt.
 
-    python benchmarks/beam_memory.py --model MODEL --dtype bfloat16 --json memory.json --plot docs/img
+    python benchmarks/beam_memory.py --model MODEL --dtype bfloat16 --json OUT --plot docs/img
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def plot(rows: list[Row], folder: Path) -> Path:
         axis.set_title(f"blocks of {size} tokens")
         axis.set_xlabel("generated tokens")
         axis.set_ylim(bottom=0)
-        axis.legend()
+        axis.legend(loc="lower right")
     axes[0][0].set_ylabel(f"KV blocks in use, prompt of {longest}")
     figure.tight_layout()
     file = folder / "beam-memory.png"

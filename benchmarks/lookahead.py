@@ -8,6 +8,8 @@ or `--sets`) are means over prompts that generate exactly `--max-tokens` tokens 
     lookahead_trie_all       the same candidates as a trie, all of them
     lookahead_trie           the trie without its unlikely nodes, the method's default;
                              `--min-probability` sets another threshold
+    max_candidate_depth_D    the trie of all candidates down to depth D, for each value given
+    max_candidate_nodes_B    its B likeliest nodes
 
 `verification_tokens` are nodes that verify candidates, `window_tokens` nodes of the lookahead
 window, and `computed_tokens` are both and the last token of every step. `saved` compares with
@@ -21,12 +23,15 @@ ngram_trie and lookahead.
 
     python benchmarks/lookahead.py --json lookahead.json
     python benchmarks/lookahead.py --only union
+
+With `--model` the demo's prompts run on another model, for rows of the first kind.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from support.engines import Prompts, decode
@@ -80,9 +85,9 @@ def new_drafter(
 
     context = dataclasses.replace(stage.own.context, num_nodes=nodes)
     drafter = (cls or get_drafter_class(method))(parse_options(method, options), context)
-    medusa = stage.own.parts[PARTS.index("medusa_dynamic")]
     for part in getattr(drafter, "parts", [drafter]):
         if part.name == "medusa_dynamic":
+            medusa = stage.own.parts[PARTS.index("medusa_dynamic")]
             part.set_heads(medusa.heads, medusa.temperatures)
     return drafter
 
@@ -135,6 +140,10 @@ def lookahead_rows(plain: Any, stage: Stage, prompts: Prompts, options: Any) -> 
         "lookahead_trie_all": lambda: run(CountedLookahead, every),
         "lookahead_trie": lambda: run(CountedLookahead, likely),
     }
+    for key in ("max_candidate_depth", "max_candidate_nodes"):
+        for limit in getattr(options, key):
+            settings = {**every, key: limit}
+            runs[f"{key}_{limit}"] = partial(run, CountedLookahead, settings)
     timed = interleave(runs, options.repeats)
     expected = timed["plain"][0][1][0]
     rows = {method: row_of(method, each, expected) for method, each in timed.items()}
@@ -193,6 +202,10 @@ def main() -> None:
     parser.add_argument(
         "--min-probability", type=float, help="of lookahead_trie; its default if left out"
     )
+    for name, letter in (("--max-candidate-depth", "D"), ("--max-candidate-nodes", "B")):
+        parser.add_argument(name, nargs="+", type=int, default=[], metavar=letter, help="see above")
+    parser.add_argument("--model", help="see above; the shipped one if left out")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--batch-size", type=int, default=1, help="of the first kind of rows")
     parser.add_argument("--nodes", type=int, default=32, help="node budget of the union's rows")
     parser.add_argument("--union-batch-size", type=int, default=8)
@@ -209,23 +222,29 @@ def main() -> None:
 
 def run(options: Any) -> list[Row]:
     """Start both engines, then measure."""
-    from support.prompts import prompt_sets
+    from support.prompts import demo_chats, prompt_sets
 
     from vllm_trie.tiny_model import medusa_path, model_path
 
-    model = str(model_path())
-    sets = {name: prompts[: options.prompts] for name, prompts in prompt_sets(model).items()}
+    model = options.model or str(model_path())
+    if options.model is None:
+        sets, parts = prompt_sets(model), PARTS
+    else:  # the shipped heads and most prompt sets belong to the shipped model
+        sets, parts = {"demo": list(demo_chats(model).values())}, PARTS[:2]
+        options.only, options.sets = "lookahead", ["demo"]
+    sets = {name: prompts[: options.prompts] for name, prompts in sets.items()}
     budget = max(lookahead_budget(options), options.nodes)
     longest = max(len(prompt) for prompts in sets.values() for prompt in prompts)
     limits = {
         "max_model_len": local_engine.room_for(longest, options.max_tokens, budget),
         "max_num_seqs": max(options.batch_size, options.union_batch_size),
+        "dtype": options.dtype,
     }
     plain = local_engine.start_engine(model, **limits)
     config = {
         "method": "trie_union",
-        "drafters": PARTS,
-        "model": str(medusa_path()),
+        "drafters": parts,
+        **({"model": str(medusa_path())} if parts == PARTS else {}),
         "num_speculative_tokens": budget,
         "node_budget": "fixed",
     }

@@ -11,6 +11,15 @@ prompts written by hand. `tokens_per_step` counts tokens for each verification o
     dynamic      the best paths by the product of the heads' probabilities
     context      the same depth, with probabilities corrected by the request's own text
     context_deep the default of `medusa_dynamic`: as deep as the text supports
+    ngram_trie   the request's text alone
+    union        `trie_union` of the two: ngram_trie and the default of `medusa_dynamic`
+
+With `--questions`, first turns of Spec-Bench's questions as chats of `--model` take the prompts'
+place. In bfloat16 near-ties make answers differ; `ratio_to_plain` compares tokens per second.
+
+    python benchmarks/medusa.py --model MODEL --heads HEADS --dtype bfloat16 --questions Q.jsonl
+
+`--draw N` draws the published and the dynamic tree of N nodes of one step next to each other.
 
 `--cost` compares drafting with the steps of a model of 0.4 B parameters with random weights (hidden
 size 1024, 24 layers, 32,000 tokens). `draft_ms` is all of it. `choose_us` is the time between the
@@ -28,11 +37,8 @@ each head's candidates are known, for several numbers of requests.
 
 from __future__ import annotations
 
-import json
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,11 +51,12 @@ from support.harness import (
     add_model_option,
     finish,
     interleave,
-    median_seconds,
     option_parser,
     run_quietly,
 )
-from support.stage import Stage, Turns
+from support.medusa_cost import TimedTurns, cost, heads_alone, time_model
+from support.stage import Stage
+from support.tree_pairs import PairedDrafters, draw_widest_gap
 
 from vllm_trie import local_engine
 
@@ -65,70 +72,27 @@ METHODS: dict[str, dict[str, Any]] = {
     "dynamic": {"joint": "product"},
     "context": {"joint": "context", "max_depth": 4},
     "context_deep": {"joint": "context"},
+    "ngram_trie": {"store_tokens": 0},
+    "union": {
+        "drafters": ["ngram_trie", "medusa_dynamic"],
+        "options": {"ngram_trie": {"store_tokens": 0}},
+    },
 }
+_DRAFTERS = {"ngram_trie": "ngram_trie", "union": "trie_union"}
+"""Those of the methods that are not `medusa_dynamic`."""
+_DRAWN = ("fixed", "dynamic")
 
 
-class TimedTurns(Turns):
-    """Turns that also time what a drafter does apart from the products of its heads.
+def new_drafter(first: Any, name: str, options: dict[str, Any]) -> Any:
+    """Make another drafter, with the heads of the engine's own."""
+    from vllm_trie.drafters import get_drafter_class, parse_options
+    from vllm_trie.drafters.medusa import HeadTiming
 
-    Attributes:
-        select: seconds for one request of all but the products, for each call.
-        choose: the part of them after the heads were asked.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.select: list[float] = []
-        self.choose: list[float] = []
-
-    def propose(self, requests: Sequence[Any]) -> Any:
-        start = time.perf_counter()
-        trees = super().propose(requests)
-        if self.drafter is not None:
-            timing, end = self.drafter.timing, time.perf_counter() - self.drafter.timing.products
-            self.select.append((end - start) / len(requests))
-            self.choose.append((end - timing.asked) / len(requests))
-        return trees
-
-    def take(self, skip: int = 0) -> Row:
-        """Return medians over the calls since the last one, without the first `skip`; ms and us."""
-        row = {
-            "draft_ms": 1e3 * _median(self.seconds[skip:]),
-            "select_us": 1e6 * _median(self.select[skip:]),
-            "choose_us": 1e6 * _median(self.choose[skip:]),
-        }
-        for values in (self.seconds, self.select, self.choose):
-            values.clear()
-        return row
-
-
-def _median(values: Sequence[float]) -> float:
-    return median(values) if values else 0.0
-
-
-def time_model(runner: Any) -> list[float]:
-    """Return a list that grows by the seconds of each forward pass of the model."""
-    seen: list[float] = []
-    stock = runner.execute_model
-
-    def execute_model(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        output = stock(*args, **kwargs)
-        seen.append(time.perf_counter() - start)
-        return output
-
-    runner.execute_model = execute_model
-    return seen
-
-
-def new_drafter(first: Any, options: dict[str, Any]) -> Any:
-    """Make another drafter on the heads of the engine's own."""
-    from vllm_trie.drafters import parse_options
-    from vllm_trie.drafters.medusa import HeadTiming, MedusaDrafter
-
-    drafter = MedusaDrafter(parse_options("medusa_dynamic", options), first.context)
-    drafter.set_heads(first.heads, first.temperatures)
-    drafter.timing = HeadTiming()
+    drafter = get_drafter_class(name)(parse_options(name, options), first.context)
+    for part in getattr(drafter, "parts", [drafter]):
+        if part.name == "medusa_dynamic":
+            part.set_heads(first.heads, first.temperatures)
+            part.timing = HeadTiming()
     return drafter
 
 
@@ -164,22 +128,21 @@ def rank_accuracies(first: Any, prompts: list[list[int]], outputs: list[list[int
 
 
 def compare(options: Any) -> list[Row]:
-    """Measure all methods at all node counts on the shipped model."""
+    """Measure all methods at all node counts on one model."""
     from support.fitted_trees import fit_paths
-    from support.prompts import held_out_tasks, written_by_hand
     from vllm import SamplingParams
 
     from vllm_trie.tiny_model import medusa_path, model_path
 
     model = options.model or str(model_path())
-    prompts = held_out_tasks(model, options.per_kind)
-    prompts += [prompt for prompts in written_by_hand(model).values() for prompt in prompts]
-    prompts = prompts[: options.prompts]
+    prompts = choose_prompts(model, options)
     budget, size = max(options.nodes), options.batch_size
     llm = local_engine.start_engine(
         model,
         max_model_len=local_engine.room_for(max(map(len, prompts)), options.max_tokens, budget),
         max_num_seqs=max(8, size),
+        dtype=options.dtype,
+        enforce_eager=not options.compiled,
         speculative_config={
             "method": "medusa_dynamic",
             "model": options.heads or str(medusa_path()),
@@ -191,8 +154,14 @@ def compare(options: Any) -> list[Row]:
     stage = Stage(llm, turns)
     model_seconds = time_model(local_engine.runner_of(llm))
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, detokenize=False)
+    if options.draw:
+        sides = [new_drafter(stage.own, "medusa_dynamic", METHODS[name]) for name in _DRAWN]
+        drawing = draw_widest_gap(stage, PairedDrafters(*sides), options.draw, prompts, params)
+        return [{"drawing": drawing}]
     plain = decode(llm, prompts, params, size)
-    accuracies = rank_accuracies(stage.own, prompts, plain)
+    accuracies = None
+    if "fitted" in options.methods:
+        accuracies = rank_accuracies(stage.own, prompts, plain)
 
     def measured(drafter: Any, nodes: int) -> tuple[list[list[int]], Row]:
         turns.predicted = 0.0
@@ -208,14 +177,32 @@ def compare(options: Any) -> list[Row]:
 
     runs: dict[tuple[str, int], Callable[[], Any]] = {("plain", 0): lambda: measured(None, 0)}
     for nodes in options.nodes:
-        for method, settings in METHODS.items():
-            if method == "fitted":
+        for method in options.methods:
+            settings = METHODS[method]
+            if accuracies is not None and method == "fitted":
                 settings = {"tree": [list(path) for path in fit_paths(accuracies, nodes)]}
-            drafter = new_drafter(stage.own, settings)
+            drafter = new_drafter(stage.own, _DRAFTERS.get(method, "medusa_dynamic"), settings)
             runs[method, nodes] = lambda drafter=drafter, nodes=nodes: measured(drafter, nodes)
     timed = interleave(runs, options.repeats)
 
     return method_rows(timed, plain, size)
+
+
+def choose_prompts(model: str, options: Any) -> list[list[int]]:
+    """Return the prompts that all methods answer."""
+    from support.prompts import held_out_tasks, spec_bench_chats, written_by_hand
+
+    if options.questions is None:
+        prompts = held_out_tasks(model, options.per_kind)
+        prompts += [prompt for prompts in written_by_hand(model).values() for prompt in prompts]
+        return prompts[: options.prompts]
+    by_category: defaultdict[str, list[list[int]]] = defaultdict(list)
+    for chat in spec_bench_chats(model, options.questions):
+        by_category[chat.category].append(chat.prompt)
+    number = options.questions_per_category
+    return [
+        chats[i * len(chats) // number] for chats in by_category.values() for i in range(number)
+    ]
 
 
 def method_rows(
@@ -228,18 +215,18 @@ def method_rows(
         plain: outputs of plain decoding.
         batch_size: requests at a time.
     """
-    plain_seconds = median_seconds(timed["plain", 0])
+    plain_speed = _tokens_per_s(timed["plain", 0])
     rows = {}
     for (method, nodes), repeats in timed.items():
-        seconds = median_seconds(repeats)
+        speed = _tokens_per_s(repeats)
         times = [row for _, (_, row) in repeats]
         row = rows[method, nodes] = {
             "method": method,
             "nodes": nodes,
             "batch_size": batch_size,
             "tokens_per_step": times[0]["tokens_per_step"],
-            "tokens_per_s": sum(map(len, plain)) / seconds,
-            "ratio_to_plain": plain_seconds / seconds,
+            "tokens_per_s": speed,
+            "ratio_to_plain": speed / plain_speed,
             "model_ms": median(each["model_ms"] for each in times),
             "draft_ms": median(each["draft_ms"] for each in times),
             "identical": all(outputs == plain for _, (outputs, _) in repeats),
@@ -256,115 +243,8 @@ def method_rows(
     return list(rows.values())
 
 
-def write_cost_model(folder: Path) -> tuple[str, str]:
-    """Write the configuration of a model of 0.4 B parameters and random Medusa heads for it.
-
-    Returns:
-        The folders of the model and of the heads.
-    """
-    import torch
-
-    from vllm_trie.drafters.medusa.checkpoint import save_vllm
-    from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
-
-    shape = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096}
-    shape |= {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32_000}
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape}
-    config |= {"tie_word_embeddings": True, "max_position_embeddings": 2048}
-    model, heads_folder = folder / "model", folder / "heads"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(config))
-    heads = MedusaHeads(HeadsShape(4, 1, 1024, 32_000, 32_000))
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.normal_(std=0.05)
-    save_vllm(heads, heads_folder)
-    return str(model), str(heads_folder)
-
-
-def cost(options: Any) -> list[Row]:
-    """Compare drafting with a step of a model of 0.4 B parameters, in bfloat16."""
-    from vllm import SamplingParams
-
-    from vllm_trie.drafters.medusa import HeadTiming
-
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        model, heads = write_cost_model(Path(folder))
-        for nodes in options.nodes:
-            llm = local_engine.start_engine(
-                model,
-                max_model_len=1024,
-                max_num_seqs=options.batch_size,
-                dtype="bfloat16",
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                speculative_config={
-                    "method": "medusa_dynamic",
-                    "model": heads,
-                    "num_speculative_tokens": nodes,
-                    "node_budget": "fixed",
-                },
-            )
-            turns = TimedTurns()
-            stage = Stage(llm, turns)
-            stage.own.timing = HeadTiming()
-            model_seconds = time_model(local_engine.runner_of(llm))
-            rng = np.random.default_rng(0)
-            prompts = [rng.integers(0, 32_000, 512).tolist() for _ in range(options.batch_size)]
-            # Sampled: greedy output of random weights loops, and accepted drafts would end the run
-            # after a few steps.
-            params = SamplingParams(
-                temperature=1.0, max_tokens=4 + 10 * options.repeats, detokenize=False
-            )
-            stage.run(stage.own, nodes, prompts, params, options.batch_size)
-            row = {
-                "method": "cost_0.4b",
-                "nodes": nodes,
-                "batch_size": options.batch_size,
-                # The first steps are the prefill and warm-up.
-                "model_ms": 1e3 * median(model_seconds[2:]),
-                **turns.take(skip=2),
-            }
-            row["draft_over_model"] = row["draft_ms"] / row["model_ms"]
-            row["select_over_model"] = 1e-3 * row["select_us"] * options.batch_size
-            row["select_over_model"] /= row["model_ms"]
-            rows.append(row)
-            del llm, stage, turns
-    return rows
-
-
-def heads_alone(options: Any) -> list[Row]:
-    """Compare torch's heads with the compiled ones, from hidden states to candidates."""
-    import torch
-
-    from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
-    from vllm_trie.drafters.medusa.compiled_heads import MAX_ROWS, CompiledHeads, in_huge_pages
-    from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
-
-    heads = MedusaHeads(HeadsShape(4, 1, 1024, 32_000, 32_000), torch.bfloat16)
-    for parameter in heads.requires_grad_(False).parameters():
-        parameter.normal_(std=0.05)
-        parameter.data = in_huge_pages(parameter.data)
-    temperatures = torch.ones(4)
-    compiled = CompiledHeads(heads, temperatures, 32)
-    rows: list[Row] = []
-    for number in (1, 2, 4, 8, 16, MAX_ROWS):
-        states = torch.randn(number, 1024).bfloat16()
-        addresses = compiled.rows(states)
-
-        def with_torch(states: Any = states) -> Any:
-            return top_candidates(HeadLogits(heads(states), temperatures, None, 32))
-
-        runs: dict[str, Callable[[], Any]] = {
-            "torch": with_torch,
-            "compiled": partial(compiled.top_candidates, addresses),
-        }
-        timed = interleave(runs, options.repeats + 1)
-        for method, repeats in timed.items():
-            milliseconds = 1e3 * median_seconds(repeats[1:])
-            rows.append({"method": method, "batch_size": number, "heads_ms": milliseconds})
-    return rows
+def _tokens_per_s(repeats: Timed) -> float:
+    return median(sum(map(len, outputs)) / seconds for seconds, (outputs, _) in repeats)
 
 
 def main() -> None:
@@ -372,16 +252,26 @@ def main() -> None:
     parser = option_parser(__doc__)
     add_model_option(parser, "folder of a model; the shipped one if left out")
     parser.add_argument("--heads", help="its Medusa heads; the shipped ones if left out")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--compiled", action="store_true", help="let vLLM compile the model")
+    parser.add_argument("--questions", type=Path, help="Spec-Bench's questions; see above")
+    parser.add_argument("--questions-per-category", type=int, default=4)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--nodes", nargs="+", type=int, default=[16, 32, 64])
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--per-kind", type=int, default=2, help="held-out documents of a kind")
     parser.add_argument("--prompts", type=int, default=None, help="use only the first prompts")
+    parser.add_argument("--draw", type=int, metavar="N", help="see above; nothing is measured")
     parser.add_argument("--cost", action="store_true", help="cost for a 0.4 B model instead")
     parser.add_argument("--heads-alone", action="store_true", help="the heads without a model")
     options = parser.parse_args()
     measure = heads_alone if options.heads_alone else cost if options.cost else compare
-    finish(run_quietly(measure, options), options.json, COLUMNS)
+    rows = run_quietly(measure, options)
+    if options.draw:
+        print(rows[0]["drawing"])
+    else:
+        finish(rows, options.json, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,13 @@ METHODS: dict[str, dict[str, Any] | None] = {
         "num_speculative_tokens": 32,
         "store_tokens": 0,
     },
+    # The n-gram-trie paper's method: every one of 32 drafts is verified.
+    "paper": {
+        "method": "ngram_trie",
+        "num_speculative_tokens": 32,
+        "scoring": "frequency",
+        "node_budget": "fixed",
+    },
     "ngram_trie_fixed_8": {
         "method": "ngram_trie",
         "num_speculative_tokens": 8,
