@@ -172,8 +172,8 @@ def runner_of(llm: Any) -> Any:
 def trees_of(llm: Any) -> Any | None:
     """Return the `TreeVerifier` of an engine in this process; None without draft trees."""
     runner = runner_of(llm)
-    # A patched vLLM keeps it in the drafter.
-    holders: tuple[Any, ...] = (runner, getattr(runner, "drafter", None))
+    # A patched vLLM keeps it in the drafter, Model Runner V2 in its adapter.
+    holders = (runner, *(getattr(runner, name, None) for name in ("drafter", "adapter")))
     return next((each.trees for each in holders if hasattr(each, "trees")), None)
 
 

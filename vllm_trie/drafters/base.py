@@ -133,6 +133,12 @@ class Drafter(ABC):
     def load_model(self, target_model: Any) -> None:  # noqa: B027 - optional, not abstract
         """Load the drafter's own weights, if it has any, once `target_model` is loaded."""
 
+    def read_prompts(self, requests: Sequence[DraftRequest]) -> None:  # noqa: B027 - optional
+        """Take in the prompts of new requests, while the device computes their first tokens.
+
+        Saves time of the first call of `propose` with them.
+        """
+
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         """Draft a tree for each request, in the same order; `TokenTree.empty()` for no guess.

@@ -181,3 +181,14 @@ def test_every_process_drafts_the_same_trees() -> None:
         printed.add(result.stdout)
     assert len(printed) == 1
     assert len(printed.pop().splitlines()) == 12
+
+
+@given(texts, texts)
+def test_a_prompt_that_is_read_ahead_is_indexed_as_by_a_draft(
+    prompt: list[int], output: list[int]
+) -> None:
+    ahead, usual = make_drafter(scoring="blended"), make_drafter(scoring="blended")
+    ahead.read_prompts([make_request(prompt)])
+    usual.propose([make_request(prompt)])
+    request = make_request([*prompt, *output])
+    assert same(ahead.propose([request])[0], usual.propose([request])[0])

@@ -83,7 +83,7 @@ def test_a_request_that_fails_is_given_up_and_the_others_are_not() -> None:
     drafter = ScriptedDrafter({"b": fail})
     guarded = guard(drafter)
     assert sizes(guarded.propose(requests("abc"))) == [3, 0, 3]
-    assert guarded.failures == {"error": 1, "malformed": 0, "timeout": 0}
+    assert guarded.failures == {"error": 1, "malformed": 0, "timeout": 0, "start_check": 0}
     assert "b" in drafter.released
     drafter.asked.clear()
     assert sizes(guarded.propose(requests("cba"))) == [3, 0, 3]
@@ -144,7 +144,7 @@ def test_malformed_trees_are_found(kind: str) -> None:
     drafter = ScriptedDrafter({"b": lambda _: MALFORMED[kind]()})
     guarded = guard(drafter)
     assert sizes(guarded.propose(requests("abc"))) == [3, 0, 3]
-    assert guarded.failures == {"error": 0, "malformed": 1, "timeout": 0}
+    assert guarded.failures == {"error": 0, "malformed": 1, "timeout": 0, "start_check": 0}
     drafter.asked.clear()
     guarded.propose(requests("abc"))
     assert drafter.asked == [["a", "c"]]
@@ -188,7 +188,7 @@ def test_a_drafter_that_takes_too_long_rests_and_is_tried_again(
     drafter = ScriptedDrafter({"b": behaviour})
     guarded = guard(drafter, time_limit_s=0.05)
     assert sizes(guarded.propose(requests("abc"))) == [0, 0, 0]
-    assert guarded.failures == {"error": 0, "malformed": 0, "timeout": 1}
+    assert guarded.failures == {"error": 0, "malformed": 0, "timeout": 1, "start_check": 0}
     drafter.asked.clear()
     drafter.behaviours.clear()
     guarded.release("b")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from tests.unit.drafters.support import VOCAB, make_context
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
@@ -21,8 +22,9 @@ from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
 from vllm_trie.vllm_hooks.worker.runners.runner_v2 import RunnerV2Mixin
-from vllm_trie.vllm_hooks.worker.runners.v2_adapter import DraftedOnly, V2Adapter
+from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
+from vllm_trie.vllm_hooks.worker.verification.drafted_only import DraftedOnly
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 WIDTH = 4
@@ -62,10 +64,21 @@ class Steps:
         self.drafter = NextNumbers()
         guard = GuardedDrafter(self.drafter, VOCAB, 30.0, logging.getLogger("tests.v2"))
         states: Any = SimpleNamespace(
-            max_num_reqs=8, max_model_len=MAX_MODEL_LEN, num_speculative_steps=WIDTH
+            max_num_reqs=8,
+            max_model_len=MAX_MODEL_LEN,
+            num_speculative_steps=WIDTH,
+            draft_tokens=torch.zeros(8, WIDTH, dtype=torch.int64),
         )
+        self.states = states
         self.adapter = V2Adapter(TreeVerifier(guard), states, torch.device("cpu"))
-        self.adapter.calibrate()
+        runner: Any = SimpleNamespace(
+            use_pp=False,
+            adaptive_verification=None,
+            cudagraph_manager=None,
+            draft_tokens_handler=SimpleNamespace(set_draft_tokens=lambda batch, drafts: None),
+        )
+        self.adapter.runner = runner
+        self.adapter.begin()
         self.indices: dict[str, int] = {}
 
     def add(self, request_id: str, prompt: list[int], num_output: int = 0, **params: Any) -> None:
@@ -91,26 +104,40 @@ class Steps:
         ids = [*sampled]
         places = {i: [-1] * scheduled for i in ids} if scheduled else {}
         output: Any = SimpleNamespace(
+            scheduled_new_reqs=[],
+            num_scheduled_tokens=dict.fromkeys(ids, scheduled + 1),
             scheduled_spec_decode_tokens=places,
             total_num_scheduled_tokens=len(ids) * (scheduled + 1),
         )
+        output = self.adapter.fit(output)
+        num_rows = [1 + len(output.scheduled_spec_decode_tokens.get(i, ())) for i in ids]
         tokens = np.full((len(ids), WIDTH + 1), -7)
         for row, some in zip(tokens, sampled.values(), strict=True):
             row[: len(some)] = some
-        num_rows = len(ids) * (scheduled + 1)
         batch: Any = SimpleNamespace(
             req_ids=ids,
+            num_reqs=len(ids),
             idx_mapping=torch.tensor([self.indices[i] for i in ids]),
-            cu_num_logits_np=np.arange(len(ids) + 1) * (scheduled + 1),
-            logits_indices=torch.arange(num_rows) + 1,
+            cu_num_logits_np=np.cumsum([0, *num_rows]),
+            logits_indices=torch.arange(sum(num_rows)) + 1,
         )
         # Row r of the logits has hidden state [r].
-        hidden_states = torch.arange(-1.0, num_rows).unsqueeze(1)
+        hidden_states = torch.arange(-1.0, sum(num_rows)).unsqueeze(1)
         self.adapter.trees.start_step(len(ids))
         self.adapter.begin_step(output, ids)
         counts = torch.tensor([len(some) for some in sampled.values()])
         self.adapter.keep_sampled(torch.from_numpy(tokens), counts)
-        return self.adapter.propose(batch, hidden_states, WIDTH).tolist()
+        placeholders = self.adapter.propose(batch, hidden_states, WIDTH)
+        self.states.draft_tokens[batch.idx_mapping] = placeholders
+        self.adapter.draft()
+        rows: list[list[int]] = self.states.draft_tokens[batch.idx_mapping].tolist()
+        return rows
+
+    def statistics(self) -> Any:
+        """What is sent with the next output; None if there is nothing."""
+        output = SimpleNamespace(model_runner_output=SimpleNamespace())
+        self.adapter.finish(output)
+        return getattr(output.model_runner_output, STATS_ATTRIBUTE, None)
 
     def drafted(self, request_id: str) -> int:
         return int(self.adapter.num_drafted[self.indices[request_id]])
@@ -159,15 +186,15 @@ def test_hidden_states_are_those_of_the_last_accepted_token(steps: Steps) -> Non
         steps.add(name, [7, 8])
     steps.step({"a": [13], "b": [11]})
     steps.step({"a": [14, 3], "b": [12, 13, 14, 6]}, scheduled=WIDTH)
-    # Rows 0 to 4 are those of the first request, fillers included.
-    assert [r.hidden_state.tolist() for r in steps.drafter.requests] == [[1.0], [5.0 + 3]]
+    # Rows 0 to 2 are those of the first request, which had two tokens drafted.
+    assert [r.hidden_state.tolist() for r in steps.drafter.requests] == [[1.0], [3.0 + 3]]
 
 
 def test_prefills_in_chunks_get_no_draft(steps: Steps) -> None:
     steps.add("a", [7, 8])
     assert steps.step({"a": []}) == [[0] * WIDTH]
     assert steps.drafted("a") == 0
-    assert steps.adapter.trees.take_stats() is None
+    assert steps.statistics() is None
 
 
 @pytest.mark.parametrize(
@@ -194,7 +221,7 @@ def test_a_text_ends_where_the_scheduler_ends_it(
     if not goes_on:
         assert steps.step({"a": [16]}) == [[0] * WIDTH]
         assert not steps.drafter.requests
-    stats = steps.adapter.trees.take_stats()
+    stats = steps.statistics()
     assert stats is not None
     assert stats.tokens == 1 + counted
 
@@ -237,25 +264,52 @@ def test_ended_requests_are_forgotten_and_statistics_attached(steps: Steps) -> N
     steps.adapter.release(["a", "unknown"])
     assert steps.drafter.released == ["a", "unknown"]
     assert not steps.adapter._requests
-    output = SimpleNamespace(model_runner_output=SimpleNamespace())
-    steps.adapter.finish(output)
-    assert getattr(output.model_runner_output, STATS_ATTRIBUTE).tokens == 1
+    assert steps.statistics().tokens == 1
+    assert steps.statistics() is None
 
 
 def test_requests_of_the_warm_up_are_not_drafted_for(steps: Steps) -> None:
-    steps.adapter._is_drafting = False
+    steps.adapter._state = "warm-up"
     steps.add("_warmup_0_", [7, 8])
     assert steps.step({"_warmup_0_": [11]}) == [[0] * WIDTH]
     assert not steps.drafter.requests
 
 
+def test_an_engine_that_is_switched_off_neither_waits_nor_drafts(steps: Steps) -> None:
+    steps.add("a", [7, 8])
+    steps.step({"a": [11]})
+    steps.adapter.switch_off("it was slow")
+    steps.add("b", [7, 8])
+    steps.drafter.requests = []
+    assert steps.step({"a": [12], "b": [11]}, scheduled=WIDTH) == [[0] * WIDTH] * 2
+    assert not steps.drafter.requests
+    assert steps.statistics().draft_failures == {"start_check": 1}
+    assert steps.statistics() is None
+
+
+def test_prompts_are_read_once_while_the_device_computes_them(steps: Steps) -> None:
+    read: list[list[int]] = []
+    steps.drafter.read_prompts = lambda requests: read.extend(
+        request.token_ids.tolist() for request in requests
+    )
+    steps.add("a", [7, 8])
+    steps.add("b", [9], extra_args={"speculation": False})
+    for _ in range(2):
+        steps.step({"a": [11], "b": [3]})
+    assert read == [[7, 8]]
+
+
 @pytest.mark.parametrize("invalid", [None, [False, False, True, False, False, False]])
-def test_only_drafted_tokens_are_valid(invalid: list[bool] | None) -> None:
+def test_only_drafted_tokens_are_valid(
+    invalid: list[bool] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passed = {}
 
-    def rejection_sampler(logits: Any, batch: Any, draft_logits: Any, invalid_drafts: Any) -> str:
+    def verify(self: Any, logits: Any, batch: Any, draft_logits: Any, invalid_drafts: Any) -> str:
         passed["invalid"] = invalid_drafts.tolist()
         return "output"
+
+    monkeypatch.setattr(RejectionSampler, "__call__", verify)
 
     num_drafted = torch.tensor([9, 2, 0])
     batch: Any = SimpleNamespace(
@@ -264,13 +318,24 @@ def test_only_drafted_tokens_are_valid(invalid: list[bool] | None) -> None:
         expanded_local_pos=torch.tensor([0, 1, 2, 0, 1, 2]),
     )
     given = None if invalid is None else torch.tensor(invalid)
-    sampler: Any = rejection_sampler
-    output = DraftedOnly(sampler, num_drafted)(torch.empty(6, 4), batch, None, given)
+    stock: Any = SimpleNamespace(sampler=None, watermark_key=None)
+    config: Any = SimpleNamespace(
+        num_speculative_tokens=WIDTH,
+        enable_adaptive_verification=False,
+        rejection_sample_method="standard",
+    )
+    adapter: Any = SimpleNamespace(num_drafted=num_drafted, is_drafting=True)
+    sampler = DraftedOnly(stock, config, adapter)
+    output = sampler(torch.empty(6, 4), batch, None, given)
     assert output == "output"
     expected = [False, False, False, False, True, True]
     if invalid is not None:
         expected = [a or b for a, b in zip(expected, invalid, strict=True)]
     assert passed["invalid"] == expected
+    adapter.is_drafting = False  # vLLM's warm-up, which nothing of the plugin may stop
+    if given is not None:
+        sampler(torch.empty(6, 4), batch, None, given)
+        assert passed["invalid"] == invalid
 
 
 def test_traces_follow_the_requests(steps: Steps, tmp_path: Path) -> None:
@@ -300,9 +365,12 @@ def test_each_row_of_logits_has_its_requests_adapter() -> None:
             seen.append(prompts)
 
     class Runner(RunnerV2Mixin, Stock):  # type: ignore[misc]
-        speculator: Any = SimpleNamespace(adapter=SimpleNamespace(begin_step=lambda *_: None))
+        speculator: Any = SimpleNamespace(
+            adapter=SimpleNamespace(begin_step=lambda *_: None, is_drafting=True)
+        )
 
     runner: Any = Runner()
+    runner.cudagraph_manager = None
     runner.prepare_inputs(None)
     for _ in range(2):  # the second one is a warm-up's, which no inputs were prepared for
         runner._set_active_loras((7, 5), (), set())

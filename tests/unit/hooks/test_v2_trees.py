@@ -19,6 +19,7 @@ from tests.unit.tree.strategies import token_trees
 from vllm_trie.drafters import Drafter, DrafterOptions
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
+from vllm_trie.vllm_hooks.worker.runners import v2_adapter, v2_trees
 from vllm_trie.vllm_hooks.worker.runners.v2_trees import V2TreeAdapter
 from vllm_trie.vllm_hooks.worker.verification.compaction import (
     CacheGroup,
@@ -45,7 +46,7 @@ class Idle(Drafter):
 def adapter(monkeypatch: pytest.MonkeyPatch) -> V2TreeAdapter:
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: None)
     guard = GuardedDrafter(Idle(), VOCAB, 30.0, logging.getLogger("tests.v2"))
-    states: Any = SimpleNamespace(max_num_reqs=8)
+    states: Any = SimpleNamespace(max_num_reqs=8, num_speculative_steps=NUM_NODES)
     return V2TreeAdapter(TreeVerifier(guard), states, torch.device("cpu"))
 
 
@@ -92,6 +93,45 @@ def test_nodes_get_the_positions_of_their_depth_and_fillers_are_never_accepted(a
     tokens, parents = (rows.tolist() for rows in adapter.draft_rows)
     assert tokens == [0, 11, 12, 13, 0, *[0] * 6, 0, 21, 22, 0, 0]
     assert parents == [-1, 0, 0, 1, -1, *[-1] * 6, -1, 0, 1, -1, -1]
+
+
+def test_rows_of_any_number_are_aligned(adapter) -> None:
+    """Triton compiles a kernel anew for a pointer that is no multiple of 16 bytes."""
+    adapter.trees.step_trees = [TokenTree.from_lists([11, 12], [-1, -1])]
+    adapter._requests = {"a": SimpleNamespace(num_tokens=30)}
+    batch: Any = SimpleNamespace(
+        num_reqs=1,
+        req_ids=["a"],
+        num_draft_tokens=2,
+        num_draft_tokens_per_req=np.array([2]),
+        num_scheduled_tokens=np.array([3]),
+        cu_num_logits_np=np.array([0, 3], dtype=np.int32),
+        query_start_loc_np=np.array([0, 3], dtype=np.int32),
+        positions=torch.arange(3) + 29,
+        input_ids=torch.zeros(3, dtype=torch.int32),
+    )
+    adapter.place(batch, torch.zeros(1, 3))
+    assert [len(rows) for rows in adapter.draft_rows] == [3, 3]
+    offsets = {rows.storage_offset() * rows.element_size() % 16 for rows in adapter.draft_rows}
+    assert offsets == {0}
+
+
+def test_the_output_is_copied_before_kv_moves(adapter, monkeypatch) -> None:
+    done: list[str] = []
+    for name in ("async_copy_to_np", "compact_on_device"):
+        for module in (v2_adapter, v2_trees):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda *arguments, name=name: done.append(name))
+    adapter._copied = SimpleNamespace(record=lambda: None)
+    adapter.runner = SimpleNamespace(use_pp=False)
+    adapter.trees.tree_batch = object()
+    adapter.keep_path(torch.zeros(1), torch.zeros(1))
+    adapter._slot_mappings = torch.zeros(1, 1)
+    adapter.keep_sampled(torch.zeros(1, 2), torch.zeros(1))
+    assert "compact_on_device" not in done  # vLLM starts its copy of the output now
+    batch: Any = SimpleNamespace(num_reqs=1, req_ids=["a"], idx_mapping=torch.zeros(1))
+    adapter.propose(batch, torch.zeros(1, 2), NUM_NODES)
+    assert done[-1] == "compact_on_device"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -69,6 +69,10 @@ class NgramTrieDrafter(Drafter):
     ) -> None:
         if options.corpus is not None and options.scoring == "blended":
             check_vocabulary(Path(options.corpus), read_header(Path(options.corpus)), vocab_size)
+
+    def read_prompts(self, requests: Sequence[DraftRequest]) -> None:
+        if isinstance(self._scoring, BlendedScoring):
+            self._scoring.read_prompts(requests)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         return self._scoring.propose(requests)
@@ -150,6 +154,16 @@ class BlendedScoring:
             else None
         )
         self.recycling = Recycling(backend) if options.recycle else None
+
+    def read_prompts(self, requests: Sequence[DraftRequest]) -> None:
+        """Index prompts, which the backend does where it drafts: for one node, which is dropped."""
+        for request in requests:
+            self._update_state(request)
+            self._states[request.request_id].num_tokens = 0  # no draft continues it yet
+        jobs = []
+        for request, text in zip(requests, self._texts.update(requests), strict=True):
+            jobs.append(self._job(replace(request, max_nodes=1, max_depth=1), text, 0))
+        self._backend.draft_batch(jobs)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         """Draft a tree for each request, in one call of the backend."""

@@ -134,6 +134,10 @@ class TrieUnionDrafter(Drafter):
         for part in self.parts:
             part.release(request_id)
 
+    def read_prompts(self, requests: Sequence[DraftRequest]) -> None:
+        for part in self.parts:
+            part.read_prompts(requests)
+
     def finished_texts(self) -> Sequence[StoredText]:
         return [text for part in self.parts for text in part.finished_texts()]
 

@@ -78,7 +78,8 @@ def switched_off() -> str | None:
     return None
 
 
-def _is_cuda() -> bool:
+def is_cuda() -> bool:
+    """Return whether vLLM's platform is an NVIDIA GPU."""
     from vllm.platforms import current_platform as platform
 
     return not platform.is_cpu() and platform.is_cuda()
@@ -115,8 +116,13 @@ def _other_backend(config: VllmConfig) -> str | None:
 
 def _other_cache_dtype(config: VllmConfig) -> str | None:
     dtype = config.cache_config.cache_dtype
-    allowed = ("auto", *_DTYPES, *(_FLOAT8_CACHES if _is_cuda() else ()))
+    allowed = ("auto", *_DTYPES, *(_FLOAT8_CACHES if is_cuda() else ()))
     return None if dtype in allowed else dtype
+
+
+def _has_state(config: VllmConfig) -> bool:
+    model = config.model_config
+    return bool(model.is_hybrid or model.is_attention_free or model.has_inner_state)
 
 
 def _windows_in_layers(config: VllmConfig) -> bool:
@@ -161,23 +167,20 @@ PLATFORM_LIMITS: tuple[Limit, ...] = (
         "CPU architecture {found} is not supported: tree attention reads the cache layouts "
         f"{' and '.join(SUPPORTED_ISAS)} of x86 CPUs"),
     Limit(DRAFTS, "NVIDIA GPUs with a [patched](../patches/README.md) vLLM",
-        lambda c: _is_cuda() and offered("draft_verifier"),
+        lambda c: is_cuda() and offered("draft_verifier"),
         "a patched vLLM verifies trees on CPUs only; on a GPU, run stock vLLM"),
 )
 """Rows that no setting changes; their `find` does not look at the configuration."""
 
 UNTESTED_LIMITS = (
-    Limit(DRAFTS, "NVIDIA GPUs without `allow_untested_gpu`",
-        lambda c: _is_cuda() and not offered("draft_verifier") and not switch(c, ALLOW_GPU),
-        "allow_untested_gpu=False: tree speculation has never run on a GPU. What is known: its "
-        "Triton kernel gives exact results and a whole engine the right tokens in Triton's "
-        "interpreter on a CPU, and it compiles for compute capabilities 7.5 to 12.0. Set "
-        "allow_untested_gpu=True with the method to try it: the engine then compares tree "
-        "attention with exact results on your device at start-up, and does not start if they "
-        "differ. `vllm-trie validate --model MODEL` tries everything before you serve. Else run "
-        "on an x86 CPU, or without vllm-trie's speculative methods"),
+    Limit(TREES, "NVIDIA GPUs without `allow_untested_gpu`",
+        lambda c: is_cuda() and not offered("draft_verifier") and not switch(c, ALLOW_GPU),
+        "allow_untested_gpu=False: draft trees have never run on a GPU. allow_untested_gpu=True "
+        "with verification='tree' tries them: the engine then compares tree attention with exact "
+        "results on your device at start-up, and does not start if they differ. `vllm-trie "
+        "validate --model MODEL` tries everything before you serve"),
     Limit(BEAMS, "NVIDIA GPUs without `allow_untested_gpu`",
-        lambda c: _is_cuda() and not switch(c, ALLOW_GPU) and _ALLOWED,
+        lambda c: is_cuda() and not switch(c, ALLOW_GPU) and _ALLOWED,
         "it has never run on a GPU; to try it, set {found}"),
 )
 
@@ -206,10 +209,16 @@ LIMITS: tuple[Limit, ...] = (
     Limit(BEAMS, "diffusion models",
         lambda c: getattr(c.model_config, "is_diffusion", False),
         "{model}: diffusion models are not supported"),
-    Limit(ALL, "state-space, recurrent and hybrid models",
-        lambda c: c.model_config.is_hybrid or c.model_config.is_attention_free
-        or c.model_config.has_inner_state,
+    Limit(TREES + BEAMS, "state-space, recurrent and hybrid models",
+        lambda c: _has_state(c),
         "{model}: models with state-space or recurrent layers are not supported"),
+    Limit(CHAINS,
+        "state-space, recurrent and hybrid models, but on NVIDIA GPUs with Model Runner V2",
+        lambda c: _has_state(c) and not (is_cuda() and (c.use_v2_model_runner or belongs_on_v2(c))),
+        "{model}: models with state-space or recurrent layers need Model Runner V2 on an NVIDIA "
+        "GPU. On V1 a step without drafts after one with accepted ones reads an old state "
+        "(vllm-project/vllm#39273), and vLLM's kernels for CPUs keep no state for each draft "
+        "token; run without vllm-trie's speculative methods"),
     Limit(TREES, "multi-head latent attention (MLA)",
         lambda c: c.model_config.use_mla,
         "{model}: multi-head latent attention (MLA) is not supported"),
@@ -273,14 +282,14 @@ LIMITS: tuple[Limit, ...] = (
         "{found} is not supported with trees on Model Runner V2; leave it out"),
     # GPU settings
     Limit(TREES, "on a GPU: an `attention_backend` other than `TRITON_ATTN`",
-        lambda c: _is_cuda() and _other_backend(c),
+        lambda c: is_cuda() and _other_backend(c),
         "attention_backend={found!r} knows nothing of draft trees; leave it out or set it to "
         "'TRITON_ATTN'"),
     Limit(TREES, "on a GPU: `backend_per_kind`",
-        lambda c: _is_cuda() and c.attention_config.backend_per_kind,
+        lambda c: is_cuda() and c.attention_config.backend_per_kind,
         "backend_per_kind={found!r} is not supported; leave it out"),
     Limit(TREES, "on a GPU: a KV cache of another dtype than the model's",
-        lambda c: _is_cuda() and c.cache_config.cache_dtype in set(_DTYPES) - {_dtype(c)}
+        lambda c: is_cuda() and c.cache_config.cache_dtype in set(_DTYPES) - {_dtype(c)}
         and c.cache_config.cache_dtype,
         "kv_cache_dtype={found!r} is not the model's dtype; use 'auto'"),
 )

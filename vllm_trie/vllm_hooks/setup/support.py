@@ -6,12 +6,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from vllm_trie.vllm_hooks.setup.config_keys import ALLOW_GPU, Verification
 from vllm_trie.vllm_hooks.setup.limits import (
     PLATFORM_LIMITS,
     UNTESTED_LIMITS,
+    is_cuda,
     problems,
     switched_off,
 )
@@ -25,6 +31,7 @@ __all__ = [
     "beam_slots",
     "cache_reason",
     "check_layers",
+    "check_states",
     "choose_verification",
     "reason_for_stock_search",
     "reason_off",
@@ -36,8 +43,9 @@ __all__ = [
 
 logger = init_logger(__name__)
 
+_STATES_OF_DRAFTS = ("GDN_ATTN", "MAMBA2", "SHORT_CONV")
 _TREES_ON_V2 = (
-    "on Model Runner V2, trees have not run on a GPU yet; verification='tree' switches them on"
+    "on a GPU and on Model Runner V2 they are untested; verification='tree' switches them on"
 )
 
 
@@ -60,8 +68,8 @@ def choose_verification(
     """
     against_trees = list(problems("trees", vllm_config))
     against_chains = list(problems("chains", vllm_config))
-    if asked == "auto" and vllm_config.use_v2_model_runner:
-        against_trees.append(_TREES_ON_V2)
+    if asked == "auto" and (vllm_config.use_v2_model_runner or is_cuda()):
+        against_trees = [_TREES_ON_V2]
     chosen = asked if asked != "auto" else "chain" if against_trees else "tree"
     if found := against_trees if chosen == "tree" else against_chains:
         if chosen == "tree" and not against_chains:
@@ -83,6 +91,12 @@ def choose_verification(
         "off" if reason_off(vllm_config) else "on",
         reasons if asked == "auto" else "",
     )
+    if is_cuda():
+        logger.warning_once(
+            "vllm-trie has not run on any GPU yet. At its start this engine decodes a few prompts "
+            "with and without drafts, and serves without drafts if they fail, change the output or "
+            "are slower. Please report how it went, with what `vllm-trie doctor` prints."
+        )
     return chosen
 
 
@@ -120,6 +134,25 @@ def check_layers(vllm_config: VllmConfig, layers: Mapping[str, Any]) -> None:
             "tree attention needs full causal attention, and these layers have another kind: "
             f"{', '.join(partial)}; set verification='chain' for this model"
         )
+
+
+def check_states(kv_cache_config: KVCacheConfig) -> None:
+    """Refuse a model with recurrent state that vLLM does not take back after rejected drafts.
+
+    Model Runner V2 tells the numbers of accepted tokens to the layers of these kinds alone.
+
+    Raises:
+        ValueError: naming the layers and the kind of their state.
+    """
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if isinstance(spec, MambaSpec) and spec.mamba_type.name not in _STATES_OF_DRAFTS:
+            raise ValueError(
+                f"the recurrent layers {', '.join(group.layer_names)} are of kind "
+                f"{spec.mamba_type.name}, whose state vLLM's Model Runner V2 does not take back "
+                f"after rejected drafts (it does for {', '.join(_STATES_OF_DRAFTS)}); run this "
+                "model without vllm-trie's speculative methods"
+            )
 
 
 def _is_partial(spec: KVCacheSpec | None) -> bool:

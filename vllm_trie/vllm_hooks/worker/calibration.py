@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from vllm_trie.budget import NodeBudget
@@ -57,3 +58,17 @@ def calibrate_step_cost(
             break
     for num_tokens, took in shortest.items():
         budget.expect_step(num_tokens, took)
+
+
+def expect_measured(budget: NodeBudget | None, seconds: np.ndarray) -> None:
+    """Let the budget expect durations that vLLM has measured; do nothing without a budget.
+
+    Args:
+        budget: changed.
+        seconds: float64, by number of tokens.
+    """
+    num_tokens = 1
+    while budget is not None and num_tokens + 1 < len(seconds):
+        for size in (num_tokens, num_tokens + 1):  # a CUDA graph's size, and one beyond
+            budget.expect_step(size, float(seconds[size]))
+        num_tokens *= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
@@ -10,8 +11,8 @@ from typing import Literal, TypeVar
 from vllm_trie.drafters import Drafter, DraftRequest
 from vllm_trie.tree import MalformedTreeError, TokenTree, check_all
 
-FailureReason = Literal["error", "malformed", "timeout"]
-FAILURE_REASONS: tuple[FailureReason, ...] = ("error", "malformed", "timeout")
+FailureReason = Literal["error", "malformed", "timeout", "start_check"]
+FAILURE_REASONS: tuple[FailureReason, ...] = ("error", "malformed", "timeout", "start_check")
 
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
@@ -78,6 +79,17 @@ class GuardedDrafter:
         by_id = {r.request_id: tree for r, tree in zip(active, proposed, strict=True)}
         return [by_id.get(r.request_id, _EMPTY) for r in requests]
 
+    def read_prompts(self, requests: Sequence[DraftRequest]) -> None:
+        """Let the drafter take in new requests' prompts; what fails here fails again in a draft."""
+        if self._is_resting or not requests:
+            return
+        try:
+            self._call(self.drafter.read_prompts, requests)
+        except _TooLate as error:
+            self._rest(error)
+        except Exception:
+            self._logger.debug("reading prompts ahead of their drafts failed", exc_info=True)
+
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._failed_requests.discard(request_id)
@@ -90,6 +102,17 @@ class GuardedDrafter:
             self._rest(error)
         except Exception:
             self._report("error", f"forgetting request {request_id}")
+
+    def refuse(self, why: str) -> None:
+        """Draft for nobody: the check at start-up found a fault."""
+        self._rests_until = math.inf
+        self.failures["start_check"] += 1
+        self._new_failures["start_check"] = 1
+        self._logger.error(
+            "vllm-trie: this engine serves without drafts, as its check at start-up failed: %s. "
+            "Please report this line with what `vllm-trie doctor` prints.",
+            why,
+        )
 
     def take_new_failures(self) -> dict[str, int]:
         """Return the number of failures since the last call, by reasons that had any."""

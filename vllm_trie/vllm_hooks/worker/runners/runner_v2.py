@@ -12,20 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.setup.support import check_states
 from vllm_trie.vllm_hooks.worker.drafting.proposer import TreeProposer
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Runner
     from vllm.v1.worker.gpu.states import RequestState
 else:
     _Runner = object
+
+
+logger = init_logger(__name__)
 
 
 class HostSpeculator(BaseSpeculator):
@@ -39,12 +46,24 @@ class HostSpeculator(BaseSpeculator):
     ) -> None:
         self.adapter = _make_adapter(vllm_config, device, req_states)
         self._num_tokens = req_states.num_speculative_steps
+        # vLLM's name for CUDA graphs of drafts of any length, and for step costs from these graphs.
+        # It reads the confidences in steps of its warm-up, and trims nothing.
+        self.enable_adaptive_verification = (
+            vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+            and vllm_config.parallel_config.pipeline_parallel_size == 1
+        )
+        self.draft_token_confidence_probs = torch.ones(
+            req_states.max_num_reqs, self._num_tokens, device=device
+        )
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Do nothing: drafters run on the host."""
 
     def capture(self) -> None:
         """Do nothing: drafters run on the host."""
+
+    def prepare_watermarking(self, *unused: Any) -> None:
+        """Do nothing: drafts carry no watermark, the target's tokens do."""
 
     def propose(
         self,
@@ -68,7 +87,6 @@ def _make_adapter(
     vllm_config: VllmConfig, device: torch.device, req_states: RequestState
 ) -> V2Adapter:
     trees = TreeProposer(vllm_config).trees
-    trees.budget = None
     adapter = V2Adapter
     if config.verification(vllm_config) == "tree":
         # Imports much of Model Runner V2, and every worker imports this module.
@@ -98,9 +116,37 @@ class RunnerV2Mixin(_Runner):
         self.adapter.trees.guard.drafter.load_model(self.model)
         self.adapter.attach(self)
 
-    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_kv_cache(*args, **kwargs)
-        self.adapter.attach_cache(self)
+    def initialize_kv_cache(
+        self,
+        kv_cache_config: KVCacheConfig,
+        is_profiling: bool = False,
+        kv_cache_allocation_context: Any = None,
+    ) -> None:
+        arguments = kv_cache_config, is_profiling, kv_cache_allocation_context
+        check_states(kv_cache_config)
+        try:
+            super().initialize_kv_cache(*arguments)
+        except ValueError as error:
+            if not getattr(self.speculator, "enable_adaptive_verification", False):
+                raise
+            logger.info("vllm-trie: CUDA graphs take drafts of one length only: %s", error)
+            self.speculator.enable_adaptive_verification = False
+            super().initialize_kv_cache(*arguments)
+        if not is_profiling:  # that cache is released again
+            self.adapter.attach_cache()
+
+    @torch.inference_mode()
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        """Let vLLM's memory profiling see the logits of a step with full drafts.
+
+        vLLM gives the KV cache all memory that profiling left, and profiles one row of logits for
+        each request. Verification copies them in float32, a part of bounded size at a time.
+        """
+        super()._dummy_sampler_run(hidden_states)
+        rows = min(self.max_num_tokens, self.max_num_reqs * self.decode_query_len)
+        model: Any = self.model
+        logits = model.compute_logits(hidden_states.new_zeros(rows, hidden_states.shape[1]))
+        logits[: get_max_chunk_logits(logits.shape[1])].to(torch.float32, copy=True)
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().finish_requests(scheduler_output)
@@ -111,18 +157,31 @@ class RunnerV2Mixin(_Runner):
         self.adapter.add_requests(scheduler_output.scheduled_new_reqs)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        self.adapter.trees.start_step(len(scheduler_output.num_scheduled_tokens))
+        self.adapter.draft()
+        scheduler_output = self.adapter.fit(scheduler_output)
+        if self.adapter.is_drafting and scheduler_output.num_scheduled_tokens:
+            self.adapter.trees.start_step(len(scheduler_output.num_scheduled_tokens))
         return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def take_draft_token_ids(self) -> Any:
+        self.adapter.draft()
+        return super().take_draft_token_ids()
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
+        manager = self.cudagraph_manager
+        if manager is not None and manager.varlen_decode and not batch.has_prefill:
+            # A graph of drafts of any length was captured for this one; kernels may plan by it.
+            batch.max_query_len = self.decode_query_len
         self._rows_of_requests = np.diff(batch.cu_num_logits_np)
-        self.adapter.begin_step(scheduler_output, batch.req_ids)
+        if self.adapter.is_drafting:
+            self.adapter.begin_step(scheduler_output, batch.req_ids)
         return batch
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         prepared = super().prepare_attn(input_batch)
-        self.adapter.place(input_batch, prepared[1])
+        if self.adapter.is_drafting:
+            self.adapter.place(input_batch, prepared[1])
         return prepared
 
     def _set_active_loras(
@@ -140,7 +199,7 @@ class RunnerV2Mixin(_Runner):
         return sampled
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        output = super().sample_tokens(grammar_output)
+        output = super().sample_tokens(self.adapter.fit_masks(grammar_output))
         if output is not None:
             self.adapter.finish(output)
         return output

@@ -1,8 +1,15 @@
 """Model Runner V2's steps in the terms of :class:`TreeVerifier`: chains, which vLLM verifies.
 
 :mod:`.v2_trees` adds trees. vLLM schedules the same number N of draft tokens for every request, as
-placeholders, before it knows them; this keeps asynchronous scheduling and full CUDA graphs. A
-shorter draft is filled up with tokens that verification rejects unseen::
+placeholders, before it knows them; this keeps asynchronous scheduling. The worker drafts where it
+launches the next step, so that a step's output leaves before anything waits for it::
+
+    device   [ step k ]                    [ step k + 1 ]
+    worker   launches k     waits, drafts, launches k + 1
+    engine                                               output of k, schedules k + 2
+
+A step then verifies what was drafted (:mod:`.v2_lengths`). Where it must verify more, a draft is
+filled up with tokens that verification rejects unseen::
 
     row of a request   [ drafted tokens ][ 0 ... 0 ]     N tokens
     num_drafted          number of the former
@@ -11,9 +18,8 @@ shorter draft is filled up with tokens that verification rejects unseen::
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,17 +27,19 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
 from vllm_trie.drafters import DraftRequest
+from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost, expect_measured
 from vllm_trie.vllm_hooks.worker.drafting.neural_v2 import V2Chains
-from vllm_trie.vllm_hooks.worker.drafting.requests import draft_request, ends_with
-from vllm_trie.vllm_hooks.worker.stats import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE
+from vllm_trie.vllm_hooks.worker.runners import v2_lengths
+from vllm_trie.vllm_hooks.worker.runners.v2_requests import RequestText
+from vllm_trie.vllm_hooks.worker.stats import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats
+from vllm_trie.vllm_hooks.worker.verification.drafted_only import DraftedOnly
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
     from vllm.v1.worker.gpu.states import RequestState
 
     from vllm_trie.drafters.union import TrieUnionDrafter
@@ -40,57 +48,21 @@ _FILLER = 0
 """Any token of the vocabulary: the model computes it, verification never accepts it."""
 
 
-@dataclass(slots=True)
-class _Request:
-    """A request's text on the host, where drafters read it; the runner's own is on the device.
+class _Launched(NamedTuple):
+    """A step on the device, after which there is to draft."""
 
-    Attributes:
-        data: as the scheduler sent it.
-        token_ids: int32 [capacity], the text so far and room for the rest of it.
-        num_tokens: length of the text.
-        has_ended: whether the text ends here. Scheduled ahead, the request may run once more.
-        drafted: the draft tokens of the next step.
-    """
-
-    data: NewRequestData
-    token_ids: np.ndarray
-    num_tokens: int
-    has_ended: bool = False
-    drafted: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, data: NewRequestData, max_model_len: int) -> _Request:
-        text = data.prefill_token_ids or []
-        token_ids = np.empty(max(max_model_len, len(text)), dtype=np.int32)
-        token_ids[: len(text)] = text
-        return cls(data, token_ids, len(text))
-
-    @property
-    def num_output_tokens(self) -> int:
-        return self.num_tokens - self.data.prompt_len
-
-    def extend(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Add sampled tokens to the text; return those before its end."""
-        params = self.data.sampling_params
-        assert params is not None
-        taken = 0
-        while taken < len(tokens) and not self.has_ended and self.num_tokens < len(self.token_ids):
-            token = tokens[taken]
-            self.token_ids[self.num_tokens] = token
-            self.num_tokens += 1
-            taken += 1
-            num_output = self.num_output_tokens
-            is_last = num_output == params.max_tokens
-            self.has_ended = is_last or ends_with(params, token, num_output)
-        return tokens[:taken]
+    batch: InputBatch
+    hidden_states: torch.Tensor
+    """[tokens of the step, hidden_size]"""
+    max_nodes: int
+    """The scheduler's limit on a draft."""
 
 
 class V2Adapter:
     """Follows a model runner for its verifier and turns drafts into rows of draft tokens.
 
     Args:
-        trees: the verifier; without a node budget, as vLLM verifies N tokens for each request
-            whatever was drafted.
+        trees: the verifier.
         req_states: the runner's.
         device: of the model.
 
@@ -99,18 +71,29 @@ class V2Adapter:
             runner's request index.
     """
 
+    runner: GPUModelRunner
+
     def __init__(self, trees: TreeVerifier, req_states: RequestState, device: torch.device) -> None:
         self.trees = trees
         self.num_drafted = torch.zeros(req_states.max_num_reqs, dtype=torch.int64, device=device)
         self._req_states = req_states
         self._device = device
-        self._requests: dict[str, _Request] = {}
-        self._fillers: dict[str, int] = {}  # of the step that runs, by request id
-        self._is_drafting = False
+        self._requests: dict[str, RequestText] = {}
+        self._unread: set[str] = set()  # requests whose prompt the drafter has not seen
+        self._graph_lengths: Collection[int] = ()
+        # Of the step that runs, by request id: scheduled, verified and filled-up draft tokens.
+        self._places: Mapping[str, int] = {}
+        self._lengths: Mapping[str, int] = {}
+        self._fillers: dict[str, int] = {}
+        self._state: Literal["warm-up", "drafting", "off"] = "warm-up"
+        self._launched: _Launched | None = None
         # On their way to the host: the sampled tokens, their numbers, and the event to wait for.
         self._sampled: tuple[np.ndarray, np.ndarray] | None = None
         self._copied = torch.cuda.Event(blocking=True)
+        self._stats: TreeStats | None = None  # not sent yet
         self._chains: V2Chains | None = None
+
+    # -- start-up ----------------------------------------------------------------------------------
 
     def take_neural_drafter(self, speculator: Any) -> None:
         """Hand vLLM's speculator to the union that it is a part of."""
@@ -122,40 +105,132 @@ class V2Adapter:
 
     def attach(self, runner: GPUModelRunner) -> None:
         """Take part in a runner's verification, once its model is loaded."""
+        self.runner = runner
         assert runner.rejection_sampler is not None
-        verifier: Any = DraftedOnly(runner.rejection_sampler, self.num_drafted)
-        runner.rejection_sampler = verifier
+        assert runner.speculative_config is not None
+        runner.rejection_sampler = DraftedOnly(
+            runner.rejection_sampler, runner.speculative_config, self
+        )
 
-    def attach_cache(self, runner: GPUModelRunner) -> None:
-        """Learn of the runner's KV cache, each time that it is made."""
+    def attach_cache(self) -> None:
+        """Learn of the runner's KV cache."""
         if self._chains is not None:
             self._chains.shorten()
 
+    @property
+    def num_places(self) -> int:
+        """N, draft tokens that vLLM schedules for each request."""
+        return self._req_states.num_speculative_steps
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether the plugin takes part in steps: not in vLLM's warm-up, nor switched off."""
+        return self._state == "drafting"
+
     def calibrate(self) -> None:
-        """Begin to draft: requests before this call are the warm-up's, not worth learning from."""
-        self._is_drafting = True
+        """Let the node budget expect the duration of steps, which the warm-up has compiled."""
+        runner = self.runner
+        manager = runner.adaptive_verification
+        # vLLM would trim drafts by what it knew two steps ago.
+        runner.adaptive_verification = None
+        tables = None if manager is None else manager.cost_tables
+        if manager is None:
+            self._graph_lengths = v2_lengths.captured_lengths(runner.cudagraph_manager)
+        if tables is not None:
+            expect_measured(self.trees.budget, tables[1] / 1000)
+            return
+
+        def run_step(num_tokens: int) -> None:
+            runner._dummy_run(num_tokens)
+            torch.accelerator.synchronize()
+
+        num_ranks = runner.parallel_config.world_size_across_dp
+        calibrate_step_cost(self.trees.budget, run_step, runner.max_num_tokens, num_ranks)
+
+    def begin(self) -> None:
+        """Draft from now on: requests before this call are not worth learning from."""
+        self._state = "drafting"
+
+    def switch_off(self, why: str) -> None:
+        """Serve without drafts, without waits, and as soon as an output leaves, with a count."""
+        self._state = "off"
+        self._graph_lengths = ()
+        self._launched = None
+        self._requests.clear()
+        self.trees.guard.refuse(why)
+        self._stats = TreeStats(draft_failures=self.trees.guard.take_new_failures())
+
+    def _expect_costs(self, tables: tuple[np.ndarray, np.ndarray] | None) -> None:
+        """Let the node budget know the durations of steps, vLLM's if it has measured them."""
+        runner, budget = self.runner, self.trees.budget
+        assert budget is not None
+        if tables is not None:
+            milliseconds = tables[1]
+            num_tokens = 1
+            while num_tokens + 1 < len(milliseconds):
+                for size in (num_tokens, num_tokens + 1):  # on both sides of a graph's size
+                    budget.expect_step(size, milliseconds[size] / 1000)
+                num_tokens *= 2
+            return
+
+        def run_step(num_tokens: int) -> None:
+            runner._dummy_run(num_tokens)
+            torch.accelerator.synchronize()
+
+        num_ranks = runner.parallel_config.world_size_across_dp
+        calibrate_step_cost(budget, run_step, runner.max_num_tokens, num_ranks)
+
+    # -- requests ----------------------------------------------------------------------------------
 
     def add_requests(self, new_requests: Sequence[NewRequestData]) -> None:
         """Take in requests that start, or start again after a preemption."""
+        if not self.is_drafting:
+            return
         for data in new_requests:
-            self._requests[data.req_id] = _Request.of(data, self._req_states.max_model_len)
+            self._requests[data.req_id] = RequestText.of(data, self._req_states.max_model_len)
+            self._unread.add(data.req_id)
         if self.trees.recorder is not None:
             self.trees.recorder.begin(new_requests)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Forget requests that have ended."""
+        if not self.is_drafting:
+            return
         for request_id in request_ids:
             self._requests.pop(request_id, None)
+            self._unread.discard(request_id)
             self.trees.release(request_id)
+
+    # -- the launch of a step ----------------------------------------------------------------------
+
+    def fit(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Return the step with as many places for each draft as it verifies."""
+        places = output.scheduled_spec_decode_tokens
+        self._places = {name: len(tokens) for name, tokens in places.items()}
+        known = self._requests.keys() - {request.req_id for request in output.scheduled_new_reqs}
+        drafted = {
+            name: len(self._requests[name].drafted) if name in known else 0 for name in places
+        }
+        self._fillers = {name: max(n - drafted[name], 0) for name, n in self._places.items()}
+        self._lengths = self._places
+        # Earlier pipeline stages know no lengths, and the warm-up compiles for full drafts.
+        if not places or self.runner.use_pp or self._state == "warm-up":
+            return output
+        self._lengths = v2_lengths.draft_lengths(output, drafted, self._graph_lengths)
+        return v2_lengths.shortened(output, self._lengths)
+
+    def fit_masks(self, grammar: GrammarOutput | None) -> GrammarOutput | None:
+        """Return a grammar's masks of the places that :meth:`fit` left."""
+        if grammar is None or self._lengths is self._places:
+            return grammar
+        return v2_lengths.shortened_masks(grammar, self._places, self._lengths)
 
     def begin_step(self, scheduler_output: SchedulerOutput, request_ids: Sequence[str]) -> None:
         """Tell the verifier what is scheduled of each request's draft."""
         drafts: dict[str, list[int]] = {}
-        self._fillers = {}
         for request_id, places in scheduler_output.scheduled_spec_decode_tokens.items():
-            drafted = self._requests[request_id].drafted[: len(places)]
-            self._fillers[request_id] = len(places) - len(drafted)
-            if drafted:
+            request = self._requests.get(request_id)
+            if request is not None and (drafted := request.drafted[: len(places)]):
                 drafts[request_id] = drafted
         self.trees.begin_step(request_ids, drafts, scheduler_output.total_num_scheduled_tokens)
 
@@ -167,29 +242,65 @@ class V2Adapter:
             slot_mappings: int64 [cache groups, tokens of the step].
         """
 
+    # -- drafts ------------------------------------------------------------------------------------
+
     def keep_sampled(self, tokens: torch.Tensor, num_sampled: torch.Tensor) -> None:
-        """Start the copy of the step's tokens to the host; :meth:`propose` waits for it.
+        """Start the copy of the step's tokens to the host; :meth:`draft` waits for it.
 
         Args:
             tokens: int64 [requests, up to N + 1].
             num_sampled: int32 [requests].
         """
-        self._sampled = async_copy_to_np(tokens), async_copy_to_np(num_sampled)
-        self._copied.record()
+        if self.is_drafting:
+            self._sampled = async_copy_to_np(tokens), async_copy_to_np(num_sampled)
+            self._copied.record()
 
     def propose(
         self, batch: InputBatch, hidden_states: torch.Tensor, max_nodes: int
     ) -> torch.Tensor:
-        """Draft for the next step; the one place of a step that waits for the device.
+        """Return the draft tokens of each request, int64 [requests, N]: placeholders, most often.
+
+        :meth:`draft` replaces them before the next launch. With pipeline stages they are drafts.
 
         Args:
             batch: of the step.
             hidden_states: [tokens of the step, hidden_size].
             max_nodes: the scheduler's limit on a draft.
-
-        Returns:
-            int64 [requests, N] on the device.
         """
+        if self.is_drafting:
+            self._launched = _Launched(batch, hidden_states, max_nodes)
+            self._read_prompts(batch.req_ids, max_nodes)
+            if self.runner.use_pp:
+                return self._draft_after(self._take_launched())
+        return batch.idx_mapping.new_zeros((batch.num_reqs, self._req_states.num_speculative_steps))
+
+    def _read_prompts(self, request_ids: Sequence[str], max_nodes: int) -> None:
+        """Let the drafter read the prompts that the device is computing."""
+        if self._unread.isdisjoint(request_ids):
+            return
+        unread = [name for name in request_ids if name in self._unread]
+        self._unread.difference_update(unread)
+        requests = [self._draft_request(self._requests[name], max_nodes) for name in unread]
+        self.trees.guard.read_prompts([each for each in requests if each is not None])
+
+    def draft(self) -> None:
+        """Draft after the step that was launched last; the one wait of a step for the device."""
+        if self._launched is None:
+            return
+        launched = self._take_launched()
+        batch = launched.batch
+        drafts = self._draft_after(launched)
+        self._req_states.draft_tokens[batch.idx_mapping] = drafts
+        # With structured outputs the scheduler reads them, before their step samples.
+        self.runner.draft_tokens_handler.set_draft_tokens(batch, drafts[:, : launched.max_nodes])
+
+    def _take_launched(self) -> _Launched:
+        launched, self._launched = self._launched, None
+        assert launched is not None
+        return launched
+
+    def _draft_after(self, launched: _Launched) -> torch.Tensor:
+        batch = launched.batch
         self._copied.synchronize()
         assert self._sampled is not None
         tokens, counts = self._sampled
@@ -202,13 +313,20 @@ class V2Adapter:
         self.trees.end_step(new_tokens)
         start = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in requests]
-        if self._is_drafting:
-            wanted = self._draft_requests(batch.req_ids, new_tokens, max_nodes)
-            rows = self._verified_rows(batch, hidden_states)
+        if not self.trees.is_pausing:
+            wanted = self._draft_requests(batch.req_ids, new_tokens, launched.max_nodes)
+            rows = self._verified_rows(batch, launched.hidden_states)
             drafts = self.trees.draft(wanted, len(requests), rows, start)
         for request, draft in zip(requests, drafts, strict=True):
             request.drafted = draft
+        self._keep_stats()
         return self._on_device(batch, drafts)
+
+    def _keep_stats(self) -> None:
+        stats = self.trees.take_stats()
+        if stats is not None and self._stats is not None:
+            stats.add(self._stats)
+        self._stats = stats or self._stats
 
     def _draft_requests(
         self, request_ids: Sequence[str], new_tokens: Sequence[Sequence[int]], max_nodes: int
@@ -217,24 +335,16 @@ class V2Adapter:
         wanted = {}
         for index, request_id in enumerate(request_ids):
             request = self._requests[request_id]
-            params = request.data.sampling_params
-            if not new_tokens[index] or request.has_ended or params is None:
+            if not new_tokens[index] or request.has_ended:
                 continue
-            text = request.token_ids[: request.num_tokens]
-            text.flags.writeable = False
-            drafted = draft_request(
-                request_id,
-                request.data,
-                text,
-                request.data.prompt_len,
-                request.num_output_tokens,
-                self._req_states.max_model_len,
-                max_nodes,
-                chain_only=self._needs_chain(params),
-            )
+            drafted = self._draft_request(request, max_nodes)
             if drafted is not None:
                 wanted[index] = drafted
         return wanted
+
+    def _draft_request(self, request: RequestText, max_nodes: int) -> DraftRequest | None:
+        max_model_len = self._req_states.max_model_len
+        return request.draft_request(max_model_len, max_nodes, self._needs_chain)
 
     def _needs_chain(self, params: SamplingParams) -> bool:
         """Whether a request's draft must be a chain; those of structured outputs always are."""
@@ -269,35 +379,17 @@ class V2Adapter:
         self.num_drafted[batch.idx_mapping] = on_device[:, width]
         return on_device[:, :width]
 
+    def forget_stats(self) -> None:
+        """Forget the statistics of requests that no user sent."""
+        self._stats = None
+        self.trees.totals = TreeStats()
+
     def finish(self, output: Any) -> None:
-        """Attach the step's statistics to the output that vLLM sends to the scheduler."""
+        """Attach statistics to the output that vLLM sends to the scheduler.
+
+        The fillers are those of the output's step, the others of the steps before.
+        """
         setattr(output.model_runner_output, FILLERS_ATTRIBUTE, self._fillers)
-        stats = self.trees.take_stats()
+        stats, self._stats = self._stats, None
         if stats is not None:
             setattr(output.model_runner_output, STATS_ATTRIBUTE, stats)
-
-
-class DraftedOnly:
-    """vLLM's rejection sampler, which may accept the tokens that were drafted and no fillers.
-
-    A rejected filler leaves the target's distribution as it is, so that a request without a draft
-    gets the token that it would get without speculation, sampled ones with a seed included.
-    """
-
-    def __init__(self, rejection_sampler: RejectionSampler, num_drafted: torch.Tensor) -> None:
-        self._rejection_sampler = rejection_sampler
-        self._num_drafted = num_drafted
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        input_batch: InputBatch,
-        draft_logits: torch.Tensor | None = None,
-        invalid_drafts: torch.Tensor | None = None,
-    ) -> Any:
-        # Row i of a request verifies its draft token i - 1; row 0 belongs to its last token.
-        num_drafted = self._num_drafted[input_batch.expanded_idx_mapping]
-        fillers = input_batch.expanded_local_pos > num_drafted
-        if invalid_drafts is not None:
-            fillers |= invalid_drafts
-        return self._rejection_sampler(logits, input_batch, draft_logits, fillers)

@@ -7,10 +7,13 @@ it has drafted from it, so that it places the trees; verification and compaction
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 
     from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
+_ALIGNED = 4
+"""int32 in 16 bytes."""
 _PROCESSORS = (LogitBiasState, PenaltiesState, BadWordsState)
 """vLLM's logits processors. The first one reads positions only, the others also drafts."""
 
@@ -62,22 +67,39 @@ class V2TreeAdapter(V2Adapter):
         self._moves: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def attach(self, runner: GPUModelRunner) -> None:
+        self.runner = runner
         config: Any = runner.compilation_config
         check_layers(runner.vllm_config, config.static_forward_context)
         assert runner.sampler is not None
+        assert runner.rejection_sampler is not None
+        assert runner.speculative_config is not None
         processors = runner.sampler.logits_processors
         self._processors_read_chains = not all(isinstance(p, _PROCESSORS) for p in processors)
         dtypes: tuple[Any, Any] = (runner.dtype, runner.kv_cache_dtype)
         self._takes_chains = prefers_chains(self._device, *dtypes)
-        num_nodes = runner.num_speculative_steps
-        verifier: Any = TreeSampler(runner.sampler, self, num_nodes)
-        runner.rejection_sampler = verifier
-        state: Any = _StateWithTrees(runner.model_state, self)
-        runner.model_state = state
+        runner.rejection_sampler = TreeSampler(
+            runner.rejection_sampler, runner.speculative_config, self
+        )
+        state: Any = runner.model_state
+        state.prepare_attn = self._hands_trees_on(state.prepare_attn)
 
-    def attach_cache(self, runner: GPUModelRunner) -> None:
-        layers = runner.compilation_config.static_forward_context
-        self._cache_groups = cache_groups(runner.kv_cache_config, layers)
+    def _hands_trees_on(self, prepare_attn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a model state's method whose metadata carries the step's trees."""
+
+        @functools.wraps(prepare_attn)
+        def with_trees(*args: Any, **kwargs: Any) -> Any:
+            by_layer = prepare_attn(*args, **kwargs)
+            tree_batch = self.trees.tree_batch
+            if tree_batch is not None:
+                for metadata in {id(m): m for m in by_layer.values()}.values():
+                    setattr(metadata, TREE_ATTRIBUTE, tree_batch)
+            return by_layer
+
+        return with_trees
+
+    def attach_cache(self) -> None:
+        layers = self.runner.compilation_config.static_forward_context
+        self._cache_groups = cache_groups(self.runner.kv_cache_config, layers)
 
     def place(self, batch: InputBatch, slot_mappings: torch.Tensor) -> None:
         self._slot_mappings, self._argmax, self._moves = slot_mappings, None, None
@@ -86,7 +108,9 @@ class V2TreeAdapter(V2Adapter):
         num_places = batch.num_draft_tokens_per_req
         assert num_places is not None
         num_computed = np.zeros(batch.num_reqs, dtype=np.int64)
-        rows = np.zeros((2, batch.cu_num_logits_np[-1]), dtype=np.int32)
+        num_rows = int(batch.cu_num_logits_np[-1])
+        # Triton compiles a kernel anew for pointers that are not aligned.
+        rows = np.zeros((2, round_up(num_rows, _ALIGNED)), dtype=np.int32)
         draft_tokens, parents = rows
         parents.fill(NO_PARENT)
         trees = list(self.trees.step_trees)
@@ -104,7 +128,7 @@ class V2TreeAdapter(V2Adapter):
                 parents[nodes][tree.never_accept] = NO_PARENT
             trees[index] = tree.filled_up(num_places[index])
         on_device = async_tensor_h2d(rows, device=self._device)
-        self.draft_rows = on_device[0], on_device[1]
+        self.draft_rows = on_device[0, :num_rows], on_device[1, :num_rows]
         starts = batch.query_start_loc_np[: batch.num_reqs + 1]
         tokens = QueryTokens(starts, num_computed, batch.positions, batch.input_ids)
         self.trees.place(tokens, self._takes_chains, trees)
@@ -119,10 +143,12 @@ class V2TreeAdapter(V2Adapter):
         if self.trees.tree_batch is not None:
             self._moves = tokens, rows
 
-    def keep_sampled(self, tokens: torch.Tensor, num_sampled: torch.Tensor) -> None:
-        super().keep_sampled(tokens, num_sampled)
-        if self._moves is not None:  # while the host drafts
+    def propose(
+        self, batch: InputBatch, hidden_states: torch.Tensor, max_nodes: int
+    ) -> torch.Tensor:
+        if self._moves is not None:  # behind the copy of the step's output
             compact_on_device(self._cache_groups, list(self._slot_mappings), *self._moves)
+        return super().propose(batch, hidden_states, max_nodes)
 
     def _needs_chain(self, params: SamplingParams) -> bool:
         return (
@@ -138,22 +164,3 @@ class V2TreeAdapter(V2Adapter):
             return None
         argmax: list[int] = self._argmax[self._drafted_rows(batch)].tolist()
         return argmax
-
-
-class _StateWithTrees:
-    """The runner's model state, which hands the step's trees to the attention backend."""
-
-    def __init__(self, model_state: Any, adapter: V2TreeAdapter) -> None:
-        self._model_state = model_state
-        self._adapter = adapter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model_state, name)
-
-    def prepare_attn(self, *args: Any, **kwargs: Any) -> Any:
-        by_layer = self._model_state.prepare_attn(*args, **kwargs)
-        tree_batch = self._adapter.trees.tree_batch
-        if tree_batch is not None:
-            for metadata in {id(m): m for m in by_layer.values()}.values():
-                setattr(metadata, TREE_ATTRIBUTE, tree_batch)
-        return by_layer

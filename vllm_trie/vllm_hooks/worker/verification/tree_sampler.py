@@ -18,31 +18,36 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    get_max_chunk_logits,
+)
 
 from vllm_trie.vllm_hooks.worker.verification.tree_walk import NO_PARENT, walk_trees
 
 if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     from vllm_trie.vllm_hooks.worker.runners.v2_trees import V2TreeAdapter
 
 
-class TreeSampler:
+class TreeSampler(RejectionSampler):
     """Verifies a step's trees in place of vLLM's rejection sampler.
 
     Args:
-        sampler: vLLM's.
+        stock: in whose place this goes.
+        spec_config: of the engine.
         adapter: knows the step's trees, and moves the accepted nodes' KV afterwards.
-        num_nodes: N, scheduled draft tokens of a request.
     """
 
-    def __init__(self, sampler: Sampler, adapter: V2TreeAdapter, num_nodes: int) -> None:
-        self.sampler = sampler
+    def __init__(
+        self, stock: RejectionSampler, spec_config: SpeculativeConfig, adapter: V2TreeAdapter
+    ) -> None:
+        super().__init__(stock.sampler, spec_config, adapter.num_drafted.device)
         self._adapter = adapter
-        self._width = num_nodes + 1
+        self._width = self.num_speculative_steps + 1
 
     def __call__(
         self,
@@ -51,6 +56,8 @@ class TreeSampler:
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
+        if not self._adapter.is_drafting:  # vLLM's warm-up
+            return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         draft_tokens, parents = self._adapter.draft_rows
         self._adapter.keep_argmax(logits)

@@ -1,0 +1,62 @@
+"""Steps of Model Runner V2 cut to what was drafted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+from vllm_trie.vllm_hooks.worker.runners import v2_lengths
+
+
+def step(**num_tokens: int) -> SchedulerOutput:
+    """A step with places for four draft tokens in requests with five tokens."""
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = num_tokens
+    output.total_num_scheduled_tokens = sum(num_tokens.values())
+    output.scheduled_spec_decode_tokens = {
+        name: [-1] * 4 for name, number in num_tokens.items() if number == 5
+    }
+    return output
+
+
+def test_a_request_without_a_draft_costs_one_token() -> None:
+    scheduled = step(a=5, b=5, prefill=20)
+    lengths = v2_lengths.draft_lengths(scheduled, {"a": 3, "b": 0}, ())
+    cut = v2_lengths.shortened(scheduled, lengths)
+    assert cut.num_scheduled_tokens == {"a": 4, "b": 1, "prefill": 20}
+    assert cut.total_num_scheduled_tokens == 25
+    assert cut.scheduled_spec_decode_tokens == {"a": [-1, -1, -1]}
+    # The scheduler's own object counts from what it scheduled.
+    assert scheduled.num_scheduled_tokens == {"a": 5, "b": 5, "prefill": 20}
+    assert scheduled.scheduled_spec_decode_tokens.keys() == {"a", "b"}
+
+
+def test_a_draft_longer_than_its_places_is_cut() -> None:
+    assert v2_lengths.draft_lengths(step(a=5), {"a": 9}, ()) == {"a": 4}
+
+
+@pytest.mark.parametrize(
+    ("graphs", "drafted", "lengths"),
+    [
+        ({4}, {"a": 3, "b": 0}, {"a": 4, "b": 4}),
+        ({0, 2, 4}, {"a": 1, "b": 2}, {"a": 2, "b": 2}),
+        ({0, 2, 4}, {"a": 0, "b": 0}, {"a": 0, "b": 0}),
+        ({2}, {"a": 3, "b": 0}, {"a": 3, "b": 0}),  # no graph is long enough
+        ({8}, {"a": 3, "b": 0}, {"a": 3, "b": 0}),  # the scheduler left less room
+    ],
+)
+def test_decodes_are_filled_up_to_a_captured_length(graphs, drafted, lengths) -> None:
+    assert v2_lengths.draft_lengths(step(a=5, b=5), drafted, graphs) == lengths
+    # No graph of one length serves a step with a prefill, or with a request without places.
+    for other in (20, 1):
+        assert v2_lengths.draft_lengths(step(a=5, b=5, c=other), drafted, graphs) == drafted
+
+
+def test_masks_follow_their_places() -> None:
+    rows = np.arange(8)[:, None]
+    grammar = GrammarOutput(["b", "prefill", "a"], rows, [2, 0, 4])
+    cut = v2_lengths.shortened_masks(grammar, {"a": 3, "b": 2, "c": 3}, {"a": 1, "b": 0, "c": 3})
+    # Rows 0 to 2 are those of b, row 3 that of the prefill, 4 to 7 those of a.
+    assert cut.grammar_bitmask[:, 0].tolist() == [0, 3, 4, 5]
+    assert cut.structured_output_request_ids == grammar.structured_output_request_ids

@@ -1,0 +1,95 @@
+"""Overrides of Model Runner V2 at the start of an engine, with a stand-in for the runner."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from vllm_trie.vllm_hooks.worker.runners.runner_v2 import RunnerV2Mixin
+
+
+class Stock:
+    """The runner's part."""
+
+    max_num_reqs, decode_query_len, max_num_tokens = 8, 9, 50
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.caches: list[bool] = []
+        self.model = SimpleNamespace(compute_logits=self.compute_logits)
+
+    def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
+        self.rows.append(len(states))
+        return states.new_zeros(len(states), 7)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        self.compute_logits(hidden_states)
+
+    def initialize_kv_cache(self, config: Any, is_profiling: bool, context: Any) -> None:
+        if self.speculator.enable_adaptive_verification:
+            raise ValueError("this backend takes one length only")
+        self.caches.append(is_profiling)
+
+
+class Runner(RunnerV2Mixin, Stock):  # type: ignore[misc]
+    """As the workers make it."""
+
+
+def make_runner(any_length: bool = False) -> tuple[Any, list[str]]:
+    attached: list[str] = []
+    runner: Any = Runner()
+    runner.speculator = SimpleNamespace(
+        enable_adaptive_verification=any_length,
+        adapter=SimpleNamespace(attach_cache=lambda: attached.append("cache")),
+    )
+    return runner, attached
+
+
+def test_memory_profiling_sees_the_logits_of_full_drafts() -> None:
+    runner, _ = make_runner()
+    runner._dummy_sampler_run(torch.zeros(8, 4))
+    assert runner.rows == [8, 50]
+    runner.max_num_tokens = 8192
+    runner._dummy_sampler_run(torch.zeros(8, 4))
+    assert runner.rows[-1] == 8 * 9
+
+
+def test_the_cache_of_the_profiling_is_not_kept() -> None:
+    runner, attached = make_runner()
+    config = SimpleNamespace(kv_cache_groups=[])
+    runner.initialize_kv_cache(config, is_profiling=True)
+    assert attached == []
+    runner.initialize_kv_cache(config)
+    assert attached == ["cache"]
+    assert runner.caches == [True, False]
+
+
+def test_graphs_of_one_length_where_a_backend_takes_no_others() -> None:
+    runner, attached = make_runner(any_length=True)
+    runner.initialize_kv_cache(SimpleNamespace(kv_cache_groups=[]))
+    assert not runner.speculator.enable_adaptive_verification
+    assert attached == ["cache"]
+
+
+@pytest.mark.parametrize(("kind", "allowed"), [("MAMBA2", True), ("MAMBA1", False)])
+def test_states_that_vllm_does_not_take_back_are_refused(kind: str, allowed: bool) -> None:
+    runner, attached = make_runner()
+    spec = MambaSpec(
+        block_size=16,
+        shapes=((2, 2),),
+        dtypes=(torch.float32,),
+        mamba_type=MambaAttentionBackendEnum[kind],
+    )
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layers.0.mixer"])
+    config = SimpleNamespace(kv_cache_groups=[group])
+    if allowed:
+        runner.initialize_kv_cache(config)
+        assert attached == ["cache"]
+    else:
+        with pytest.raises(ValueError, match=r"layers.0.mixer are of kind MAMBA1, whose state"):
+            runner.initialize_kv_cache(config)
