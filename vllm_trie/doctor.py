@@ -297,13 +297,12 @@ def check_gpu(
     """
     problems = [
         _warning(
-            "tree speculation has never run on a GPU where it was written; it starts only with "
-            "allow_untested_gpu=True with the method, and checks itself before it serves. "
-            "`vllm-trie validate --model MODEL` tries all of it on this device; please report what "
-            "it prints"
+            "speculation has never run on a GPU where it was written: chains check themselves at "
+            "start-up, trees start only with allow_untested_gpu=True. `vllm-trie validate "
+            "--model MODEL` tries all of it on this device; please report what it prints"
         )
     ]
-    failed = "tree attention does not work on this GPU, so speculation will not start: "
+    failed = "tree attention does not work on this GPU, so trees will not start: "
     try:
         from vllm_trie.attention.kernel_check import TYPICAL_LAYERS, check_kernel
 

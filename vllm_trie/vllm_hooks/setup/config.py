@@ -40,7 +40,13 @@ CPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cpu_worker.TreeCPUWorker"
 GPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cuda_worker.TreeGPUWorker"
 DEFAULT_NODES = 32
 DEFAULT_CHAIN = 8
-"""The default on Model Runner V2, which verifies as many tokens for every request."""
+"""The default on Model Runner V2, whose scheduler makes room for as many in every request."""
+DEFAULT_GPU_NODES = 31
+"""The default of trees on Model Runner V2: with the committed token and 4 query heads for a KV head
+they fill 128 rows, the most that the kernel multiplies with keys and values it has read once."""
+_TIERS = (16, 64)
+"""Largest batches with full and with half of the draft tokens, where CUDA graphs take one length
+for all requests. By estimate: an 8B model verifies 8 for each of 64 in the time of 2 steps."""
 MAX_NODES = 256
 """Largest node budget: beyond it a tree costs more than it gains on any known hardware."""
 
@@ -85,10 +91,11 @@ class EngineOptions(BaseModel):
     )
     allow_untested_gpu: bool = Field(
         default=False,
-        description="Start on an NVIDIA GPU, where this has never run. The engine compares tree "
-        "attention with exact results on your device at start-up and does not start if they "
-        "differ. Switches native beam search on there too, for which it may stand in "
-        "additional_config without a method. Does nothing on a CPU.",
+        description="Allow trees on an NVIDIA GPU, where they have never run. With "
+        "verification='tree' the engine compares tree attention with exact results on your device "
+        "at start-up and does not start if they differ. Switches native beam search on there too, "
+        "for which it may stand in additional_config without a method. Chains need no permission. "
+        "Does nothing on a CPU.",
     )
     trace_path: str | None = Field(
         default=None,
@@ -164,8 +171,7 @@ def translate(engine_args: EngineArgs) -> None:
     if (draft_model := _draft_model(method, asked.pop("model", None))) is None:
         draft_model = carried_model
     stands_for = runner_choice.stands_for()
-    default_nodes = DEFAULT_NODES if stands_for == runner_choice.V1_METHOD else DEFAULT_CHAIN
-    num_nodes = _check_num_nodes(asked.pop("num_speculative_tokens", None), default_nodes)
+    asked_nodes = asked.pop("num_speculative_tokens", None)
 
     known = _speculative_config_fields()
     passed_on = {key: asked.pop(key) for key in list(asked) if key in known}
@@ -175,6 +181,11 @@ def translate(engine_args: EngineArgs) -> None:
     if draft_model is not None:
         carried["draft_model"] = draft_model
     parsed = _parse(carried)  # the errors should reach the user now, not in a worker
+    is_v2 = stands_for == runner_choice.V2_METHOD
+    on_v2 = DEFAULT_GPU_NODES if parsed.engine_options.verification == "tree" else DEFAULT_CHAIN
+    num_nodes = _check_num_nodes(asked_nodes, on_v2 if is_v2 else DEFAULT_NODES)
+    if is_v2 and parsed.neural is None and not runner_choice.takes_any_length(engine_args):
+        passed_on.setdefault("num_speculative_tokens_per_batch_size", _tiers(num_nodes))
 
     model: str | None = VERIFIER_CLASS if offered("draft_verifier") else PROPOSER_CLASS
     if parsed.neural is not None:
@@ -304,6 +315,12 @@ def _check_num_nodes(value: Any, default: int) -> int:
             f"must be a whole number from 1 to {MAX_NODES}; leave it out for {default}"
         )
     return value
+
+
+def _tiers(num_nodes: int) -> list[tuple[int, int, int]]:
+    """Return vLLM's schedule: first and last batch size, and draft tokens of each request."""
+    full, half = _TIERS
+    return [(1, full, num_nodes), (full + 1, half, num_nodes // 2), (half + 1, 1 << 20, 0)]
 
 
 def _speculative_config_fields() -> frozenset[str]:

@@ -142,8 +142,8 @@ def _check_trace_path(trace_path: str | None) -> None:
 def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
     """Keep vLLM from padding a request with one token left to compute to the size of a full draft.
 
-    The padding keeps CUDA graphs whole. Trees have none to keep, and pay for the rows. Worse, a
-    padded request that does not fit a step's tokens waits for ever, and one that is longer than
+    The padding keeps CUDA graphs whole that take one length only. It costs rows. Worse, a padded
+    request that does not fit a step's tokens waits for ever, and one that is longer than
     ``long_prefill_token_threshold`` ends the engine with an assertion. vLLM does not pad where the
     length of drafts depends on the batch size; here it is the same for every size.
     """
@@ -157,11 +157,7 @@ def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
 
 
 def _belongs_on_v2(vllm_config: VllmConfig) -> bool:
-    return (
-        config.read(vllm_config) is not None
-        and config.verification(vllm_config) == "chain"
-        and runner_choice.belongs_on_v2(vllm_config)
-    )
+    return config.read(vllm_config) is not None and runner_choice.belongs_on_v2(vllm_config)
 
 
 # -- patches ---------------------------------------------------------------------------------------

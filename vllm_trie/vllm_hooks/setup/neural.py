@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_trie.vllm_hooks.ledger import offered
 from vllm_trie.vllm_hooks.setup import config, runner_choice
 from vllm_trie.vllm_hooks.setup.config_keys import Verification
+from vllm_trie.vllm_hooks.setup.limits import is_cuda
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -94,14 +95,16 @@ def _problems(vllm_config: VllmConfig, neural: NeuralOptions) -> Iterator[str]:
 
 
 def wrap_unsupported_features(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """Let vLLM choose Model Runner V1, which verifies trees, unless the user asks for V2."""
+    """Let vLLM choose Model Runner V1, which verifies trees, where these run by default."""
 
     @functools.wraps(original)
     def unsupported_features(self: VllmConfig) -> list[str]:
         found = original(self)
         tree_config = config.read(self)
-        asks_for_v2 = runner_choice.stands_for() == runner_choice.V2_METHOD
-        if not asks_for_v2 and tree_config is not None and tree_config.neural is not None:
+        if tree_config is None or tree_config.neural is None:
+            return found
+        takes_chains = is_cuda() and tree_config.engine_options.verification != "tree"
+        if not takes_chains and runner_choice.stands_for() == runner_choice.V1_METHOD:
             found.append("trie_union with a trained drafter")
         return found
 

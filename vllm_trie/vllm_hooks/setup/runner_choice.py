@@ -1,8 +1,8 @@
 """Which of vLLM's two model runners serves an engine with a method of vllm-trie.
 
 vLLM chooses Model Runner V1 for ``custom_class``, the method that the plugin's are rewritten to,
-and V2 for ``ngram_gpu``. Trees run on V1 unless the user asks for V2. Chains run where vLLM runs an
-engine without speculation: on V2 on GPUs, and elsewhere where the user asks for V2.
+and V2 for ``ngram_gpu``. Drafts run where vLLM runs an engine without speculation: on V2 on GPUs,
+and elsewhere where the user asks for V2.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from vllm_trie.vllm_hooks.ledger.patch import Scope
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 V1_METHOD = "custom_class"
 V2_METHOD = "ngram_gpu"
@@ -45,7 +46,7 @@ def stands_for() -> str:
 
 
 def belongs_on_v2(vllm_config: VllmConfig) -> bool:
-    """Return whether V2 would serve chains, in a complete configuration that V1 serves so far."""
+    """Return whether V2 would serve drafts, in a complete configuration that V1 serves so far."""
     import vllm.envs as envs
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
@@ -59,6 +60,21 @@ def belongs_on_v2(vllm_config: VllmConfig) -> bool:
         return False
     reasons = vllm_config._get_v2_model_runner_unsupported_features()
     return not vllm_config.use_v2_model_runner and len(reasons) == 1  # the method alone
+
+
+def takes_any_length(engine_args: EngineArgs) -> bool:
+    """Return whether CUDA graphs are expected to take drafts of any length in one batch.
+
+    Those of FlashAttention 3 and of vLLM's Triton attention do. Workers find out for certain; this
+    only decides how many drafts the scheduler makes room for.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() or not current_platform.is_cuda():
+        return True  # without CUDA graphs
+    capability = current_platform.get_device_capability()
+    backend = str(engine_args.attention_backend or "").rpartition(".")[2]
+    return backend == "TRITON_ATTN" or (capability is not None and capability.major == 9)
 
 
 def runner_scopes(

@@ -44,6 +44,8 @@ class DraftingCPUModelRunnerV2(RunnerV2Mixin, cpu_model_runner_v2.CPUModelRunner
 class TreeCPUWorker(DraftingWorkerMixin, cpu_worker.CPUWorker):
     """The CPU worker for the plugin's methods."""
 
+    checks_start = False
+
     model_runner: ChainCPUModelRunner
 
     def init_device(self) -> None:

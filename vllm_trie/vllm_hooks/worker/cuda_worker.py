@@ -56,6 +56,8 @@ class DraftingGPUModelRunnerV2(RunnerV2Mixin, gpu_model_runner_v2.GPUModelRunner
 class TreeGPUWorker(DraftingWorkerMixin, Worker):
     """The GPU worker for the plugin's methods."""
 
+    checks_start = True
+
     model_runner: (  # type: ignore[assignment]
         ChainGPUModelRunner | TreeGPUModelRunner | DraftingGPUModelRunnerV2
     )

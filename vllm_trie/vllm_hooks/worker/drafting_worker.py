@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_trie.vllm_hooks.worker import start_check
 from vllm_trie.vllm_hooks.worker.runners.v1_adapter import V1Adapter
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 
@@ -23,11 +27,32 @@ class DraftingWorkerMixin(_Worker):
         found = getattr(getattr(self, "model_runner", None), "adapter", None)
         return found
 
+    checks_start: ClassVar[bool]
+    """Whether drafts must prove themselves before the engine serves with them."""
+
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         if self.adapter is not None:
             self.adapter.calibrate()
+        if isinstance(self.adapter, V2Adapter):
+            self._begin_drafting(self.adapter)
         return times
+
+    def _begin_drafting(self, adapter: V2Adapter) -> None:
+        parallel = self.parallel_config
+        # Pipeline stages and data-parallel ranks would have to take part in the steps of the check.
+        checks = (
+            self.checks_start and parallel.world_size_across_dp == parallel.tensor_parallel_size
+        )
+        why = start_check.reason_against_drafts(self, adapter) if checks else None
+        if checks and parallel.tensor_parallel_size > 1:
+            reasons: list[str | None] = [None] * parallel.tensor_parallel_size
+            torch.distributed.all_gather_object(reasons, why, group=get_tp_group().cpu_group)
+            why = next(filter(None, reasons), None)
+        if why is None:
+            adapter.begin()
+        else:
+            adapter.switch_off(why)
 
     def shutdown(self) -> None:
         if self.adapter is not None:

@@ -1,0 +1,74 @@
+"""The judgement of the check at start-up; an engine runs it in `tests.engine.gpu_startup`."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.drafters.support import VOCAB, make_context
+from tests.unit.hooks.test_v2_adapter import NextNumbers
+from vllm_trie.drafters import DraftRequest
+from vllm_trie.vllm_hooks.worker import drafting_worker, start_check
+from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
+
+MARGINS = [[{7: 0.0, 9: 0.1}, {8: 0.0, 3: 2.0}]]
+
+
+def decoded(tokens: list[int], seconds: float = 1.0, per_step: float = 1.0) -> Any:
+    return start_check._Decoded([tokens], MARGINS, seconds, per_step)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "per_step", "said"),
+    [
+        ([7, 8], 1.5, 2.0, None),
+        ([9, 1], 1.5, 2.0, None),  # a near-tie, and another text behind it
+        ([7, 3], 1.5, 2.0, "greedy token 1 of a test prompt is 3, without drafts 8"),
+        ([7, 4], 1.5, 2.0, "greedy token 1 of a test prompt is 4"),
+        ([7, 8], 2.1, 2.0, "a token takes 1.05e+03 ms with drafts that are nearly always right"),
+    ],
+)
+def test_what_forbids_drafts(tokens, seconds, per_step, said) -> None:
+    reason = start_check._judge(decoded([7, 8]), decoded(tokens, seconds, per_step))
+    assert reason is None if said is None else said in reason
+
+
+def test_drafts_of_the_check_are_right_but_for_some() -> None:
+    drafter = start_check._KnownAnswers(make_context(), {(1, 2): [3, 4, 5, 6]})
+
+    def draft(output: list[int]) -> list[int]:
+        text = np.array([1, 2, *output], dtype=np.int32)
+        (tree,) = drafter.propose([DraftRequest("a", text, 2, 2, 2)])
+        return tree.token_list
+
+    assert draft([3]) == [4, 5]
+    assert draft([3, 4, 5]) == [6]
+    assert draft([3, 4, 5, 6]) == []
+    assert draft([]) == [3, 5]
+
+
+@pytest.mark.parametrize(("why", "state"), [(None, "begun"), ("it raised", "it raised")])
+def test_an_engine_begins_to_draft_or_serves_without(monkeypatch, why, state) -> None:
+    done: list[str] = []
+    adapter: Any = SimpleNamespace(begin=lambda: done.append("begun"), switch_off=done.append)
+    worker: Any = object.__new__(drafting_worker.DraftingWorkerMixin)
+    worker.checks_start = True
+    worker.parallel_config = SimpleNamespace(world_size_across_dp=1, tensor_parallel_size=1)
+    monkeypatch.setattr(start_check, "reason_against_drafts", lambda *arguments: why)
+    worker._begin_drafting(adapter)
+    assert done == [state]
+
+
+def test_a_refused_drafter_is_counted_and_said_once(caplog) -> None:
+    guard = GuardedDrafter(NextNumbers(), VOCAB, 30.0, logging.getLogger("tests.check"))
+    guard.refuse("it raised")
+    assert guard.take_new_failures() == {"start_check": 1}
+    assert len(caplog.records) == 1
+    assert "serves without drafts, as its check at start-up failed: it raised" in caplog.text
+    text = np.array([1, 2], dtype=np.int32)
+    (tree,) = guard.propose([DraftRequest("a", text, 2, 2, 2)])
+    assert tree.num_nodes == 0
