@@ -103,7 +103,8 @@ class TreeBuffers:
         num_processors: int,
         device: torch.device,
     ) -> None:
-        num_rows = num_processors * _MAX_ROWS
+        # Twice what runs at once: a step has at most twice as many blocks of queries as it needs.
+        num_rows = 2 * num_processors * _MAX_ROWS
         self.trees = torch.zeros(2 * max_requests + max_words, dtype=torch.int64, device=device)
         self.partial = torch.empty(
             num_rows, padded_head(head_size), dtype=torch.float32, device=device
@@ -139,7 +140,15 @@ class TreeBuffers:
         self.trees[:size].copy_(to_device(packed, self.trees.device), non_blocking=True)
         self._has_trees = True
 
-    def num_splits(self, num_programs: int, rows: int) -> int:
-        """Return how many programs may share a request's slots to fill the device."""
-        most = self.num_processors * programs_at_once(rows)
-        return max(1, min(_MAX_SPLITS, most // num_programs))
+    def num_splits(self, needed: int, rows: int, launched: int | None = None) -> int:
+        """Return how many programs may share a request's slots to fill the device.
+
+        Args:
+            needed: programs that have work, without sharing.
+            rows: of a program.
+            launched: programs, with those that end at once, as all have their place in memory; as
+                many as have work by default.
+        """
+        most = self.num_processors * programs_at_once(rows) // needed
+        room = len(self.partial) // ((launched or needed) * rows)
+        return max(1, min(_MAX_SPLITS, most, room))

@@ -80,8 +80,12 @@ def tree_attention_triton(
     heads_padded = padded_group(num_heads, num_kv_heads)
     launch = choose_launch(max_queries, heads_padded, head_size, query.dtype)
     num_requests = len(seq_lens)
-    num_blocks = num_tokens // (launch.rows // heads_padded) + num_requests
-    num_splits = num_splits or buffers.num_splits(num_blocks * num_kv_heads, launch.rows)
+    queries = launch.rows // heads_padded  # of a block
+    num_blocks = num_tokens // queries + num_requests
+    needed = min(num_blocks, num_requests * -(-max_queries // queries))
+    num_splits = num_splits or buffers.num_splits(
+        needed * num_kv_heads, launch.rows, num_blocks * num_kv_heads
+    )
     k_scale, v_scale = kv_scales or (None, None)
     requests = (query_starts, seq_lens, buffers.trees)
     results = (output, buffers.partial, buffers.state)
