@@ -232,6 +232,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "architectures": ["Lfm2ForCausalLM"],
         "model_type": "lfm2",
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "conv_dim": 128,
+        "conv_dim_out": 128,
         **_FOUR_LAYERS,
     },
     "Mamba 2": {

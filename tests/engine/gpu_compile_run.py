@@ -7,6 +7,8 @@ programs as the kernel's buffers are made for.
     python -m tests.engine.gpu_compile_run --all
 """
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import argparse
@@ -20,10 +22,16 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language
+import vllm.triton_utils
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+# vLLM has placeholders for Triton on a CPU.
+vllm.triton_utils.triton, vllm.triton_utils.tl = triton, triton.language
+
 from vllm_trie.attention import gpu_launch, triton_kernel
+from vllm_trie.vllm_hooks.worker.verification import tree_walk
 
 SHARED_MEMORY_KIB = {75: (64, 64), 80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228)}
 SHARED_MEMORY_KIB |= {100: (227, 228), 120: (99, 100)}
@@ -47,6 +55,9 @@ class Case(NamedTuple):
     head_size: int
     rows: int
     cache_dtype: torch.dtype | None = None
+    group: int = 4
+    """Query heads of a KV head."""
+    block_size: int = 16
 
 
 CASES = (
@@ -54,8 +65,8 @@ CASES = (
     Case(90, torch.bfloat16, 128, 64),
     Case(90, torch.bfloat16, 128, 128, torch.float8_e4m3fn),
     Case(100, torch.bfloat16, 256, 32),
+    Case(90, torch.bfloat16, 80, 64, group=7, block_size=128),
 )
-GROUP = 4
 
 
 class Used(NamedTuple):
@@ -80,6 +91,14 @@ def all_cases() -> Iterator[Case]:
                 for launch in gpu_launch.launches(size, dtype):
                     if dtype != torch.float16 or launch.rows >= 64:
                         yield Case(capability, dtype, size, launch.rows)
+    for capability in DATA_CENTRE:
+        for size in (80, 96, 192):
+            for launch in gpu_launch.launches(size, torch.bfloat16):
+                yield Case(capability, torch.bfloat16, size, launch.rows)
+        for group in (1, 2, 7, 8, 16):
+            yield Case(capability, torch.bfloat16, 128, 128, group=group)
+        for block_size in (32, 64, 128):
+            yield Case(capability, torch.bfloat16, 128, 128, block_size=block_size)
     for capability in (90, 100):
         yield Case(capability, torch.bfloat16, 128, 64, torch.float8_e4m3fn)
         yield Case(capability, torch.bfloat16, 128, 64, torch.float8_e5m2)
@@ -135,9 +154,10 @@ def compile_case(case: Case) -> tuple[gpu_launch.Launch, Used, Used]:
     launch = next(
         one for one in gpu_launch.launches(case.head_size, case.dtype) if one.rows == case.rows
     )
-    constants = triton_kernel.constants_of(launch, GROUP, GROUP, case.head_size)
+    padded = gpu_launch.padded_group(case.group, 1)
+    constants = triton_kernel.constants_of(launch, case.group, padded, case.head_size)
     constants |= {
-        "BLOCK_SIZE": 16,
+        "BLOCK_SIZE": case.block_size,
         "PRECISION": "tf32x3" if case.capability >= 80 else "ieee",
         "WIDEN": False,
     }
@@ -147,6 +167,14 @@ def compile_case(case: Case) -> tuple[gpu_launch.Launch, Used, Used]:
     attend = compile_kernel(triton_kernel._attend, constants, types, case.capability, **options)
     join = compile_kernel(triton_kernel._join, constants, types, case.capability)
     return launch, attend, join
+
+
+def compile_walk(capability: int) -> Used:
+    """Return what the walk down trees of 31 nodes needs."""
+    types = dict.fromkeys(("sampled_ptr", "rows_ptr", "tokens_ptr"), "*i64")
+    integers = ("draft_tokens_ptr", "parents_ptr", "first_rows_ptr", "num_tokens_ptr")
+    types |= dict.fromkeys(integers, "*i32")
+    return compile_kernel(tree_walk._walk, {"BLOCK": 32}, types, capability, num_warps=1)
 
 
 def is_bad(case: Case, launch: gpu_launch.Launch, attend: Used, join: Used) -> bool:
@@ -166,18 +194,24 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every launch, for three devices")
     bad = 0
     print(
-        "| device | dtype | cache | head size | rows | tile | warps | registers | spilled bytes |"
+        "| device | dtype | cache | head size | group | block | rows | tile | warps | registers "
+        "| spilled bytes |"
     )
-    print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |", flush=True)
+    print("| --- | --- | --- " + 8 * "| ---: " + "|", flush=True)
     for case in all_cases() if parser.parse_args().all else CASES:
         launch, attend, join = compile_case(case)
         is_wrong = is_bad(case, launch, attend, join)
         bad += is_wrong
         names = (TYPES[case.dtype], TYPES[case.cache_dtype or case.dtype])
-        cells = (f"sm_{case.capability}", *names, case.head_size, launch.rows, launch.tile)
+        sizes = (case.head_size, case.group, case.block_size)
+        cells = (f"sm_{case.capability}", *names, *sizes, launch.rows, launch.tile)
         cells = (*cells, launch.num_warps, attend.registers, attend.stack)
         print("|", " | ".join(map(str, cells)), "|", "TOO MUCH" if is_wrong else "", attend, join)
         sys.stdout.flush()
+    for capability in DATA_CENTRE:
+        walk = compile_walk(capability)
+        bad += walk.stack > 0
+        print(f"The walk on sm_{capability}: {walk}", flush=True)
     return min(bad, 1)
 
 

@@ -35,9 +35,11 @@ from vllm.platforms.interface import DeviceCapability
 class PretendedCuda(CudaPlatformBase):
     """vLLM's CUDA platform, with the driver's answers made up."""
 
+    capability = DeviceCapability(9, 0)
+
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-        return DeviceCapability(9, 0)
+        return cls.capability
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -102,14 +104,20 @@ TREES, CHAINS = {"verification": "tree"}, {"verification": "chain"}
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
-    "TRITON_ATTN": {"attention_backend": "TRITON_ATTN"},
+    "one length": {"capability": DeviceCapability(8, 0), "max_num_seqs": 100},
+    "any length by Triton": {
+        "capability": DeviceCapability(8, 0),
+        "attention_backend": "TRITON_ATTN",
+    },
+    "trees": {"speculation": TREES},
+    "trees on V1": {"speculation": TREES, "runner_v2": False},
+    "TRITON_ATTN": {"attention_backend": "TRITON_ATTN", "speculation": TREES},
     "FLASH_ATTN": {"attention_backend": "FLASH_ATTN", "speculation": TREES},
     "FULL": {"compilation_config": {"cudagraph_mode": "FULL"}, "speculation": TREES},
     "fp8": {"kv_cache_dtype": "fp8", "speculation": TREES},
     "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2", "speculation": TREES},
     "chains": {"speculation": CHAINS},
     "chains, synchronous": {"speculation": CHAINS, "async_scheduling": False},
-    "chains instead of trees": {"kv_cache_dtype": "fp8_e5m2"},
     "chains on V1": {"speculation": CHAINS, "runner_v2": False},
     "pipeline stages": STAGES,
     "pipeline stages on V1": {**STAGES, "runner_v2": False},
@@ -122,8 +130,10 @@ def configure(
     allow: bool,
     speculation: dict[str, Any] | None = None,
     runner_v2: bool | None = None,
+    capability: DeviceCapability = PretendedCuda.capability,
     **settings: Any,
 ) -> Any:
+    PretendedCuda.capability = capability
     vars(envs)["VLLM_USE_V2_MODEL_RUNNER"] = runner_v2
     speculation = {"method": "ngram_trie", "allow_untested_gpu": allow, **(speculation or {})}
     return EngineArgs(
@@ -140,6 +150,7 @@ def described(allow: bool, **settings: Any) -> dict[str, Any]:
         "worker": config.parallel_config.worker_cls,
         "verification": verification(config),
         "tokens": config.speculative_config.num_speculative_tokens,
+        "tiers": config.speculative_config.num_speculative_tokens_per_batch_size,
         "v2": bool(config.use_v2_model_runner),
         "async": bool(config.scheduler_config.async_scheduling),
         "graphs": config.compilation_config.cudagraph_mode.name,
@@ -148,7 +159,7 @@ def described(allow: bool, **settings: Any) -> dict[str, Any]:
 
 def chosen_backend() -> dict[str, Any]:
     """What vLLM makes of the backend in the worker."""
-    config = configure(True)
+    config = configure(True, TREES)
     register_backend(AttentionBackendEnum.CUSTOM, GPU_BACKEND_CLASS)
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     with set_current_vllm_config(config):
@@ -196,7 +207,8 @@ def speculation() -> dict[str, Any]:
     """What the plugin does to the configurations of engines with draft trees."""
     return {
         "status": plugin.status(),
-        "not_allowed": described(False),
+        "not_allowed": described(False, speculation=TREES),
+        "without a flag": described(False),
         "allowed": {name: described(True, **values) for name, values in SETTINGS.items()},
         "chosen": chosen_backend(),
     }

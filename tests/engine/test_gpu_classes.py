@@ -18,38 +18,31 @@ from vllm_trie.vllm_hooks.worker import cuda_worker
 
 
 @pytest.fixture(scope="module")
-def result() -> dict[str, Any]:
-    """What the program in Triton's interpreter found; it takes half a minute."""
-    return run_program("tests.engine.gpu_classes_run", TRITON_INTERPRET="1")
+def started() -> dict[str, Any]:
+    """Engines that start as on a GPU, in Triton's interpreter; the program compares their tokens
+    with plain vLLM's itself."""
+    return run_program("tests.engine.gpu_startup")
 
 
 @needs_triton
-def test_tokens_are_those_of_plain_decoding(result) -> None:
-    assert result["with_trees"] == result["plain"]
-    assert result["tokens_per_step"] > 1.5
+def test_the_start_of_a_gpus_engine_and_requests_after_it(started) -> None:
+    """Memory profiling, warm-up, graphs, the checks."""
+    assert set(started) == {"chains", "trees", "union", "broken chains", "beams"}
 
 
 @needs_triton
-def test_every_part_had_work(result) -> None:
-    counts = result["counts"]  # of all layers
-    assert counts["trees"] > 5
-    assert counts["chunks"] > 1
-    assert counts["plain"] > 1
-    assert counts["moved"] > 5
+def test_the_check_passes_what_works(started) -> None:
+    trees = started["trees"]
+    assert trees["checked_steps"] == 2 * 2 * 2 + 2  # steps, launches, splits; through layers
+    assert trees["largest_error"] < 1e-6
 
 
 @needs_triton
-def test_the_check_passes_what_works(result) -> None:
-    assert result["checked_steps"] == 2 * 2 * 2 + 2  # steps, launches, splits; through layers
-    assert result["check"] < 1e-6
-
-
-@needs_triton
-def test_the_check_refuses_what_is_broken(result) -> None:
+def test_the_check_refuses_what_is_broken(started) -> None:
     said = dict(
         zip(
             ("kernel", "layers", "chunks", "moves", "layout", "fault"),
-            result["refusals"].values(),
+            started["trees"]["refusals"].values(),
             strict=True,
         )
     )
@@ -70,7 +63,8 @@ def test_the_check_refuses_what_is_broken(result) -> None:
 def test_kernels_compile_for_the_devices_that_vllm_takes(tmp_path) -> None:
     # Fails if a kernel spills registers, or more of them are assumed to fit than a device has.
     done = run_python("-m", "tests.engine.gpu_compile_run", TRITON_CACHE_DIR=str(tmp_path))
-    assert done.stdout.count("| sm_") == 4
+    assert done.stdout.count("| sm_") == 5
+    assert done.stdout.count("The walk on sm_") == 3
 
 
 # -- a platform that says it is a GPU --------------------------------------------------------------
@@ -82,14 +76,16 @@ def gpu_config(allow_untested_gpu: bool = True) -> Any:
     return engine_config(speculative_config={**TREES, "allow_untested_gpu": allow_untested_gpu})
 
 
-def test_a_gpu_is_refused_unless_the_user_allows_it(monkeypatch) -> None:
+def test_trees_are_refused_on_a_gpu_unless_the_user_allows_them(monkeypatch) -> None:
     found, allowed = gpu_config(allow_untested_gpu=False), gpu_config()
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     with pytest.raises(ValueError, match="allow_untested_gpu=True") as caught:
         support.choose_verification(found, "ngram_trie", "tree")
     assert "never run on a GPU" in str(caught.value)
-    assert support.choose_verification(allowed, "ngram_trie", "auto") == "tree"
+    assert support.choose_verification(allowed, "ngram_trie", "tree") == "tree"
+    for config in (found, allowed):
+        assert support.choose_verification(config, "ngram_trie", "auto") == "chain"
 
 
 @pytest.mark.parametrize(
@@ -157,12 +153,14 @@ def test_the_plugin_leaves_the_cpus_worker_alone_on_a_gpu(pretended) -> None:
 def test_configurations_on_a_gpu(pretended) -> None:
     assert "allow_untested_gpu=True" in pretended["not_allowed"]["refused"]
     allowed = pretended["allowed"]
-    for name in ("default", "TRITON_ATTN", "FULL", "fp8"):
+    for name in ("trees", "TRITON_ATTN", "FULL", "fp8"):
         module, _, worker = allowed[name]["worker"].rpartition(".")
         assert getattr(sys.modules[module], worker) is cuda_worker.TreeGPUWorker
-        assert not allowed[name]["v2"]
-        assert not allowed[name]["async"]
-        assert allowed[name]["verification"] == "tree"
+        assert allowed[name]["v2"]
+        assert allowed[name]["async"]
+        assert (allowed[name]["verification"], allowed[name]["tokens"]) == ("tree", 31)
+    on_v1 = allowed["trees on V1"]
+    assert (on_v1["v2"], on_v1["verification"], on_v1["tokens"]) == (False, "tree", 32)
     assert "attention_backend='FLASH_ATTN'" in allowed["FLASH_ATTN"]["refused"]
     assert "kv_cache_dtype='fp8_e5m2'" in allowed["fp8_e5m2"]["refused"]
     assert "on Model Runner V1" in allowed["pipeline stages on V1"]["refused"]
@@ -176,7 +174,7 @@ def test_configurations_on_a_gpu(pretended) -> None:
     [
         ("chains", True, True, 8),
         ("chains, synchronous", True, False, 8),
-        ("chains instead of trees", True, True, 8),
+        ("default", True, True, 8),
         ("chains on V1", False, False, 32),
         ("pipeline stages", True, True, 8),
     ],
@@ -191,8 +189,24 @@ def test_chains_run_on_the_runner_that_vllm_prefers(
 
 
 @needs_triton
+def test_chains_are_the_default_without_a_flag(pretended) -> None:
+    found = pretended["without a flag"]
+    assert found == pretended["allowed"]["default"]
+    # One draft length for all batch sizes, which keeps requests unpadded.
+    assert [tokens for _, _, tokens in found["tiers"]] == [8]
+
+
+@needs_triton
+def test_large_batches_draft_less_where_graphs_take_one_length(pretended) -> None:
+    allowed = pretended["allowed"]
+    assert [tokens for _, _, tokens in allowed["one length"]["tiers"]] == [8, 4, 0]
+    assert len(allowed["any length by Triton"]["tiers"]) == 1
+
+
+@needs_triton
 def test_vllm_takes_the_backend_and_captures_attention_in_graphs(pretended) -> None:
-    assert pretended["allowed"]["default"]["graphs"] == "FULL_AND_PIECEWISE"
+    for name in ("default", "trees"):
+        assert pretended["allowed"][name]["graphs"] == "FULL_AND_PIECEWISE"
     chosen = pretended["chosen"]
     assert chosen["backend"] == "TreeTritonAttentionBackend"
     # The mode, and the graphs of a step of full drafts and of one with other lengths.
@@ -203,6 +217,7 @@ def test_vllm_takes_the_backend_and_captures_attention_in_graphs(pretended) -> N
 
 
 def test_nothing_serves_before_the_check(monkeypatch) -> None:
+    """The classes of Model Runner V1; for V2 see `gpu_startup`."""
     done = []
     worker = object.__new__(cuda_worker.TreeGPUWorker)
     adapter = SimpleNamespace(calibrate=lambda: done.append("costs"))
@@ -276,7 +291,7 @@ def test_the_option_for_beam_search_beside_others(beams) -> None:
     assert "'yes' must be True or False" in beams["yes"]["refused"]
     with_trees = beams["with_trees"]
     assert with_trees["reason"] is None
-    assert not with_trees["v2"]
+    assert with_trees["v2"]
     assert "neither a CPU nor an NVIDIA GPU" in beams["other"]
 
 

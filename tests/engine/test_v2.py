@@ -132,13 +132,21 @@ def test_waits_for_the_device(results) -> None:
     assert {name: waits["step"][:2] for name, waits in found.items()} == {
         "plain": [0, 3],  # with LoRA, where the adapters of a batch change
         "ngram": [0, 0],
-        "chains": [1, 1],
-        "trees": [1, 1],
+        "chains": [0, 1],  # the first step has none before it
+        "trees": [0, 1],
     }
     # Those of the random requests with log-probabilities, which only `trees` has, wait for more.
     assert all(waits["output"][0] == 1 for waits in found.values())
     assert all(found[name]["output"][1] == 1 for name in ("plain", "ngram", "chains"))
     assert all(waits["step"][2] > 10 for waits in found.values())
+
+
+def test_a_step_verifies_what_was_drafted(result) -> None:
+    """vLLM schedules as many tokens for every request; without a draft it verifies one."""
+    lengths = result["lengths"]
+    assert lengths["filled"] == 0
+    assert lengths["undrafted"] > 3
+    assert lengths["verified"] < lengths["scheduled"] - 1
 
 
 def test_families_that_trees_cannot_serve(results) -> None:
@@ -168,13 +176,28 @@ def test_adapters_cache_salts_and_the_prefix_cache(results, name) -> None:
 def test_statistics(result) -> None:
     assert result["stats"]["tokens"] == result["tokens"]
     assert result["counted_tokens"] == result["all_tokens"]
-    # Without fillers; vLLM does not count what aborted requests had in flight.
+    # Without places that had no draft; vLLM does not count what aborted requests had in flight.
     assert 0.9 * result["all_drafts"] < result["counted_drafts"] <= result["all_drafts"]
 
 
 def test_nothing_is_left_and_the_text_stays_off_the_device(result) -> None:
     assert result["requests_left"] == result["blocks_lost"] == 0
     assert not result["dense_text"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["uni", "mp"])
+def test_a_steps_output_leaves_before_the_next_wait(executor) -> None:
+    name = f"chains, {executor}"
+    found = run_program("tests.engine.v2_ranks", name)[name]
+    assert found["differences"] == []
+    order = found["order"]
+    steps = order["steps"]
+    assert steps > 20
+    assert order["launched before sent"] == order["sent before waited for"] == steps
+    assert order["waited for before the next launch"] == steps - 1
+    if executor == "uni":  # one thread: the order is certain
+        assert order["output before the next wait"] == steps - 1
 
 
 @pytest.mark.slow

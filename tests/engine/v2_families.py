@@ -9,11 +9,13 @@ without names this one compares all families:
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.engine import v2_on_cpu  # first: it prepares for vLLM
@@ -23,19 +25,28 @@ from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 import numpy as np
 import pytest
 from vllm import LLM, SamplingParams
+from vllm.config.mamba import MambaBackendEnum
 from vllm.model_executor.models import registry
+from vllm.platforms.cpu import CpuPlatform
 
 from tests.engine.chain_families import (
     CYCLE,
     FAMILIES,
+    RECURRENT,
     VOCABULARY,
+    Family,
     take_text_for_images,
     write_model,
 )
 from tests.engine.compare import differences, generate
 from tests.engine.conftest import add_experts_group
+from vllm_trie.vllm_hooks.setup import limits
 
 CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4}
+ALL = FAMILIES | {
+    name: Family({key: value for key, value in config.items() if key != "architectures"})
+    for name, config in RECURRENT.items()
+}
 TESTED = ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL")
 """Windows and soft caps, sinks, attention in chunks, and positions of images."""
 
@@ -52,7 +63,7 @@ def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
     greedy = SamplingParams(
         temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
     )
-    family = FAMILIES[name]
+    family = ALL[name]
     model = write_model(folder / name.replace(" ", "-"), family)
 
     def engine(**options: Any) -> LLM:
@@ -87,6 +98,24 @@ def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
     }
 
 
+def take_the_devices_recurrent_kernels() -> None:
+    """Let recurrent layers run a GPU's Triton kernels; those for CPUs keep no state for drafts.
+
+    Before the models' modules are imported.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "is_cpu", lambda self: False)
+        for name in ("causal_conv1d", "mamba_ssm", "ssd_combined"):
+            importlib.import_module(f"vllm.model_executor.layers.mamba.ops.{name}")
+    from vllm.model_executor.layers.mamba import short_conv
+    from vllm.model_executor.layers.mamba.ops import ssu_dispatch
+
+    registry_of_backends = ssu_dispatch._BACKEND_REGISTRY
+    registry_of_backends[MambaBackendEnum.CPU] = registry_of_backends[MambaBackendEnum.TRITON]
+    limits._has_state = lambda config: False  # as if this were a GPU
+    short_conv.current_platform = SimpleNamespace(is_cpu=lambda: False)
+
+
 _kept: list[LLM] = []
 """An engine that is freed ends the process groups of the others."""
 
@@ -98,6 +127,7 @@ def compare_families(names: Iterable[str], num_tokens: int) -> dict[str, Any]:
         # vLLM looks at each model class in a fresh interpreter, which takes longer than the rest.
         patch.setattr(registry, "_run_in_subprocess", lambda function: function())
         take_text_for_images(patch)
+        take_the_devices_recurrent_kernels()
         for name in names:
             add_experts_group(patch)
             results[name] = compare(name, Path(folder), num_tokens)

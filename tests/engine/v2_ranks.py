@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from tests.engine import v2_on_cpu  # first: it prepares for vLLM
@@ -21,6 +24,7 @@ from vllm import LLM
 
 from tests.engine.compare import differences, generate, preemptions
 from tests.engine.sleeping_ranks import let_ranks_sleep
+from tests.engine.v2_order import FILE, note_order, orders
 from tests.engine.v2_run import AS_CHAINS, CHAINS, MIXED, TEXTS, TREES, UNION, engine
 
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -28,8 +32,12 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # a rank has no NUMA node of
 v2_on_cpu.schedule_as_on_a_gpu()
 let_ranks_sleep()
 
+note_order()
+
 TENSORS, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {
+    "chains, uni": {"speculative_config": CHAINS, "distributed_executor_backend": "uni"},
+    "chains, mp": {"speculative_config": CHAINS, "distributed_executor_backend": "mp"},
     "trees, tensors": {"speculative_config": TREES, **TENSORS},
     "chains, stages": {"speculative_config": CHAINS, **STAGES},
     "union, stages": {"speculative_config": {**UNION, **AS_CHAINS}, **STAGES},
@@ -54,9 +62,13 @@ def main() -> None:
     # Plain V2 comes last: ranks cannot be forked from a process that is one itself. All engines
     # live to the end: one that is freed ends the process groups of the others.
     engines, results = [], {}
-    for name in sys.argv[1:] or ENGINES:
+    folder = Path(tempfile.mkdtemp())
+    for number, name in enumerate(sys.argv[1:] or ENGINES):
+        os.environ[FILE] = str(folder / str(number))
         engines.append(engine(**ENGINES[name]))
         results[name] = run(engines[-1])
+        results[name]["order"] = orders(Path(os.environ.pop(FILE)))
+    shutil.rmtree(folder)
     plain = engine()
     expected = generate(plain, TEXTS, MIXED)
     for result in results.values():

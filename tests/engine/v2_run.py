@@ -45,7 +45,7 @@ from tests.engine.v2_waits import Waits
 from vllm_trie.drafters import DraftRequest
 from vllm_trie.tiny_model import medusa_path, model_path
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE, TreeStats
+from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
 
 TOKENS = 4
 NODES = 6
@@ -80,11 +80,17 @@ UNION = {
 }
 LOOKAHEAD = {"method": "lookahead_trie", "ngram_size": 3}
 HEADS = {"method": "medusa_dynamic", "model": str(medusa_path())}
-AS_CHAINS = {"num_speculative_tokens": TOKENS}
-AS_TREES = {"num_speculative_tokens": NODES, "verification": "tree"}
+# The interpreter's times say nothing of what a node is worth.
+AS_CHAINS = {"num_speculative_tokens": TOKENS, "node_budget": "fixed"}
+AS_TREES = {"num_speculative_tokens": NODES, "node_budget": "fixed", "verification": "tree"}
 CHAINS = {"method": "ngram_trie", **AS_CHAINS}
 TREES = {"method": "ngram_trie", **AS_TREES}
-NGRAM = {"method": "ngram_gpu", **AS_CHAINS, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+NGRAM = {
+    "method": "ngram_gpu",
+    "num_speculative_tokens": TOKENS,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
 """vLLM's own, which drafts on the device."""
 METHODS = {
     "oracle": TREES,
@@ -149,8 +155,50 @@ def count_drafts(llm: LLM, drafts: list[int]) -> None:
 
 
 def put_in(llm: LLM, drafter: type) -> None:
+    runner_of(llm).adapter.draft()  # after the step before, by the drafter of that step
     guard = trees_of(llm).guard
     guard.drafter = drafter(NoOptions(), guard.drafter.context)
+
+
+class Lengths:
+    """Tokens of steps as scheduled and as verified, and of each draft.
+
+    Attributes:
+        scheduled, verified: tokens of each step with places for drafts.
+        filled: draft tokens verified in excess of those drafted.
+        undrafted: steps that verify drafts beside requests that have places and no draft.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.scheduled: list[int] = []
+        self.verified: list[int] = []
+        self.filled = self.undrafted = 0
+        adapter = runner_of(llm).adapter
+        stock = adapter.fit
+
+        def fit(output: Any) -> Any:
+            step = stock(output)
+            places = output.scheduled_spec_decode_tokens
+            if places:
+                self.scheduled.append(output.total_num_scheduled_tokens)
+                self.verified.append(step.total_num_scheduled_tokens)
+                drafted = {name: len(adapter._requests[name].drafted) for name in places}
+                kept = {n: len(t) for n, t in step.scheduled_spec_decode_tokens.items()}
+                self.filled += sum(kept.get(name, 0) - drafted[name] for name in places)
+                alone = [n for n in places if not kept.get(n) and step.num_scheduled_tokens[n] == 1]
+                self.undrafted += bool(alone) and bool(kept)
+            return step
+
+        adapter.fit = fit
+
+    def summary(self) -> dict[str, float]:
+        steps = len(self.scheduled)
+        return {
+            "scheduled": sum(self.scheduled) / steps,
+            "verified": sum(self.verified) / steps,
+            "filled": self.filled,
+            "undrafted": self.undrafted,
+        }
 
 
 def hidden_states(llm: LLM, answers: dict[Any, Any]) -> dict[Any, Any]:
@@ -167,7 +215,7 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     """One engine's share: what differs from plain outputs, and what was done."""
     before = free_blocks(llm)
     drafts: list[int] = []
-    waits = Waits(llm)
+    waits, lengths = Waits(llm), Lengths(llm)
     count_drafts(llm, drafts)
     runner, totals = runner_of(llm), trees_of(llm).totals
     assert isinstance(runner, GPUModelRunner)
@@ -179,6 +227,7 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
         outputs = generate(llm, TEXTS, MIXED)
     result["greedy"] = differences(plain["greedy"], outputs)
     result["preempted"] = len(preempted)
+    result["lengths"] = lengths.summary()
     result["tokens"] = sum(len(each.outputs[0].token_ids) for each in outputs)
     result["stats"] = dataclasses.asdict(totals)
     seeded = generate(llm, TEXTS[:4], SEEDS_WITHOUT_DRAFTS)
@@ -198,8 +247,11 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     counters = {metric.name: metric for metric in llm.get_metrics()}
     result["counted_drafts"] = counters["vllm:spec_decode_num_draft_tokens"].value
     result["all_drafts"] = sum(drafts)
-    pending = getattr(scheduler_of(llm), STATS_ATTRIBUTE, None) or TreeStats()
-    result["counted_tokens"] = counters["vllm:trie_tokens"].value + pending.tokens
+    # The last step's statistics wait for another step's output, or in the scheduler.
+    waiting = (getattr(scheduler_of(llm), STATS_ATTRIBUTE, None), runner.adapter._stats)
+    result["counted_tokens"] = counters["vllm:trie_tokens"].value + sum(
+        stats.tokens for stats in waiting if stats is not None
+    )
     result["all_tokens"] = totals.tokens
     return result
 
