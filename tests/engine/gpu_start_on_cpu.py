@@ -27,7 +27,7 @@ from vllm.v1.worker.workspace import init_workspace_manager
 from tests.engine.gpu_device_check import CHECKED
 from vllm_trie.attention import gpu_launch
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.worker import cpu_worker
+from vllm_trie.vllm_hooks.worker import cpu_worker, start_check
 from vllm_trie.vllm_hooks.worker.cuda_worker import GPU_BACKEND_CLASS
 from vllm_trie.vllm_hooks.worker.gpu_check import DeviceCheck, check_device
 from vllm_trie.vllm_hooks.worker.runners import v2_trees
@@ -94,6 +94,7 @@ def start_as_on_a_gpu() -> None:
     CpuPlatform.get_global_graph_pool = classmethod(lambda cls: object())
     gpu_worker.kernel_warmup = lambda worker: None  # kernels of devices and models
     adaptive_verification._PROFILE_REPLAYS = 1
+    start_check._slowdown = lambda *runs: None  # the interpreter's times say nothing
     _follow_captures()
     _keep_scratch()
     config.CPU_WORKER_CLASS = f"{__name__}.DraftingStart"

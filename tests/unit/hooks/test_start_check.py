@@ -33,7 +33,8 @@ def decoded(tokens: list[int], seconds: float = 1.0, per_step: float = 1.0) -> A
     ],
 )
 def test_what_forbids_drafts(tokens, seconds, per_step, said) -> None:
-    reason = start_check._judge(decoded([7, 8]), decoded(tokens, seconds, per_step))
+    runs = decoded([7, 8]), decoded(tokens, seconds, per_step)
+    reason = start_check._wrong_token(*runs) or start_check._slowdown(*runs)
     assert reason is None if said is None else said in reason
 
 
