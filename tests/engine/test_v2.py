@@ -167,7 +167,7 @@ def test_adapters_cache_salts_and_the_prefix_cache(results, name) -> None:
     """LoRA adapters in one batch; a request's draft may come from its adapter's and salt's text."""
     found = results[name]
     assert found["adapters"] == []
-    assert found["salts"] == ["mine", "one\0", "two\0", "two\0mine"]
+    assert found["salts"] == ["\x003:one", "\x003:two", "\x003:twomine", "mine"]
     plain, drafting = found["cached"]
     assert plain > 0
     assert drafting > 0
