@@ -74,6 +74,7 @@ def synthesize(
         ValueError: The model writes no question, or none that is new.
     """
     asked = {answer.question for answer in answers.answers}
+    batches: Iterator[Sequence[tuple[int, str]]]
     if questions is None:
         batches = _own_questions(engine, prompts, plan, answers.next_index)
     else:

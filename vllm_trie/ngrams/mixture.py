@@ -118,7 +118,7 @@ class Mixture:
         Returns:
             What was asked, and the probability that is left.
         """
-        named = []
+        named: list[Counts] = []
         if self.recycled is not None and last_two is not None:
             named = self.recycled(*last_two)
         longest = max((len(known) - 1 for known in contexts), default=-1)
