@@ -17,7 +17,7 @@ import numpy as np
 class Answer(NamedTuple):
     """A question and the model's answer."""
 
-    index: int
+    number: int
     """Of the question, in the order of their seeds or of the user's file."""
     question: str
     token_ids: list[int]
@@ -34,7 +34,7 @@ class AnswersFile:
     Attributes:
         answers: All of them.
         num_tokens: In all answers.
-        next_index: Of the first question that was not asked yet.
+        next_number: Of the first question that was not asked yet.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ class AnswersFile:
         else:
             path.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
         self.num_tokens = sum(len(answer.token_ids) for answer in self.answers)
-        self.next_index = 1 + max((answer.index for answer in self.answers), default=-1)
+        self.next_number = 1 + max((answer.number for answer in self.answers), default=-1)
 
     def add(self, answer: Answer) -> None:
         """Append an answer; it is in the file when this returns."""
@@ -58,7 +58,7 @@ class AnswersFile:
             file.write(json.dumps(answer._asdict()) + "\n")
         self.answers.append(answer)
         self.num_tokens += len(answer.token_ids)
-        self.next_index = max(self.next_index, answer.index + 1)
+        self.next_number = max(self.next_number, answer.number + 1)
 
     def _read(self, settings: dict[str, Any]) -> Iterator[Answer]:
         content = self.path.read_bytes()

@@ -38,9 +38,10 @@ class PromptFormat(NamedTuple):
     @property
     def question_ends(self) -> dict[str, Any]:
         """Return what ends a question, as sampling parameters; an EOS token always does."""
-        first, *_ = self._encode(self.tail.lstrip()) or [None]
-        if first is None:
+        tail = self._encode(self.tail.lstrip())
+        if not tail:
             return {}
+        first = tail[0]
         if first in self.tokenizer.all_special_ids:
             return {"stop_token_ids": [first]}
         return {"stop": [self.tail.split()[0]]}

@@ -76,7 +76,7 @@ def synthesize(
     asked = {answer.question for answer in answers.answers}
     batches: Iterator[Sequence[tuple[int, str]]]
     if questions is None:
-        batches = _own_questions(engine, prompts, plan, answers.next_index)
+        batches = _own_questions(engine, prompts, plan, answers.next_number)
     else:
         left = [(i, text) for i, text in enumerate(questions) if text not in asked]
         batches = iter(local_engine.batches(left, plan.questions_at_once))

@@ -106,7 +106,7 @@ def test_the_users_questions_are_asked_in_order_and_once(tmp_path: Path) -> None
     answers = AnswersFile(path, SETTINGS)
     synthesize(again, chat, plan(1000, 2), answers, questions)
     assert engine.answered + again.answered == questions
-    assert [answer.index for answer in answers.answers] == [0, 1, 2, 3, 4]
+    assert [answer.number for answer in answers.answers] == [0, 1, 2, 3, 4]
 
 
 def test_a_model_that_ends_no_question_is_an_error(tmp_path: Path) -> None:
@@ -216,4 +216,4 @@ def test_every_answer_is_in_the_file_at_once(tmp_path: Path) -> None:
     answers.add(Answer(3, "why?", [1, 2]))
     lines = path.read_text().splitlines()
     assert json.loads(lines[1]) == {"index": 3, "question": "why?", "token_ids": [1, 2]}
-    assert answers.next_index == 4
+    assert answers.next_number == 4
