@@ -215,5 +215,5 @@ def test_every_answer_is_in_the_file_at_once(tmp_path: Path) -> None:
     answers = AnswersFile(path, SETTINGS)
     answers.add(Answer(3, "why?", [1, 2]))
     lines = path.read_text().splitlines()
-    assert json.loads(lines[1]) == {"index": 3, "question": "why?", "token_ids": [1, 2]}
+    assert json.loads(lines[1]) == {"number": 3, "question": "why?", "token_ids": [1, 2]}
     assert answers.next_number == 4
