@@ -35,11 +35,16 @@ from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from tests.unit.attention.shuffled_programs import shuffle_programs
+
 # A third of the interpreter's time: it checks each sum for overflow, and looks for the functions
 # that it replaces at each launch.
 interpreter.interpreter_builder.options = dataclasses.replace(
     interpreter.interpreter_builder.options, sanitize_overflow=False
 )
+
+
+shuffle_programs()
 
 
 @functools.cache

@@ -146,16 +146,16 @@ class NgramIndex:
         if not self._texts:
             self._begin_text(_Text(first, [], [self.root]))
         begin = self._texts[text].first
-        known = self._texts[text].token_ids[max(first - begin, 0) :]
+        indexed = self._texts[text].token_ids[max(first - begin, 0) :]
         end = begin + len(self._texts[text].token_ids)
-        if not begin <= first <= end or known != token_ids[: len(known)]:
+        if not begin <= first <= end or indexed != token_ids[: len(indexed)]:
             if text == 0:
                 self.__init__(self.max_order)  # type: ignore[misc]
             else:
                 self.remove_text(text)
             self._begin_text(_Text(first, [], [self.root]))
-            known = []
-        self._append_all(text, token_ids[len(known) :])
+            indexed = []
+        self._append_all(text, token_ids[len(indexed) :])
 
     def begin_branch(self, context: np.ndarray) -> int:
         """Begin a text that continues text 0, which ends with `context`.

@@ -65,8 +65,8 @@ class Asked(NamedTuple):
     def part(self, count: int) -> float:
         """Return the part of the probability that a successor of this count gets."""
         num_types, num_successors = self.counted.num_types, self.counted.num_successors
-        each = self.left * self.share / (num_types - self.discount * num_successors)
-        return each * (count - self.discount)
+        per_count = self.left * self.share / (num_types - self.discount * num_successors)
+        return per_count * (count - self.discount)
 
 
 Recycled = Callable[[int, int], list[Counts]]

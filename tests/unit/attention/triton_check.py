@@ -14,6 +14,7 @@ import torch
 from support import gpu_attention
 
 from tests.unit.attention.paged_cases import PagedCase, RequestShape, paged_case
+from tests.unit.attention.shuffled_programs import shuffle_programs
 from vllm_trie.attention import kernel_check, split_cache
 from vllm_trie.attention.gpu_launch import TreeBuffers
 from vllm_trie.attention.kernel_check import LayerShape
@@ -139,6 +140,7 @@ def benchmarked() -> Iterator[tuple[str, float]]:
 
 
 def main() -> int:
+    shuffle_programs()
     bad = 0
     for seed, (requests, dtype, *shape, processors, head_first) in enumerate(CASES):
         case = paged_case(requests, dtype, *shape, seed=seed)

@@ -188,20 +188,20 @@ class BeamGroup:
         return np.concatenate([self.prompt, np.asarray(generated, dtype=np.int32)])
 
     def take_candidates(
-        self, arrived: Collection[str], row_ids: Sequence[str], found: StepCandidates | None
+        self, arrived: Collection[str], row_ids: Sequence[str], candidates: StepCandidates | None
     ) -> None:
         """Take the candidates of the rows whose outputs have arrived.
 
         Args:
             arrived: Ids of these rows.
             row_ids: Ids of the rows of the worker's step, some of which may be gone.
-            found: Candidates by row of the step; None if the worker failed.
+            candidates: By row of the step; None if the worker failed.
         """
-        if found is not None:
+        if candidates is not None:
             place_of = self._places(arrived)
             places = np.array([place_of.get(row_id, -1) for row_id in row_ids])
-            found = at_rows(places, found)
-        self.candidates.append(found)
+            candidates = at_rows(places, candidates)
+        self.candidates.append(candidates)
 
     def take_sampled(self, arrived: Collection[str], output: ModelRunnerOutput) -> None:
         """Take the candidates of rows that vLLM's sampler has found.
@@ -216,8 +216,8 @@ class BeamGroup:
         indices = [output.req_id_to_index[row_id] for row_id in place_of]
         if (starts := output.logprobs.cu_num_generated_tokens) is not None:
             indices = [starts[index] for index in indices]
-        found = of_sampler(output.logprobs, indices, self.num_candidates)
-        self.candidates.append(at_rows(np.array([*place_of.values()]), found))
+        candidates = of_sampler(output.logprobs, indices, self.num_candidates)
+        self.candidates.append(at_rows(np.array([*place_of.values()]), candidates))
 
     def _places(self, row_ids: Collection[str]) -> dict[str, int]:
         """Return id to place of some of the rows, in order."""

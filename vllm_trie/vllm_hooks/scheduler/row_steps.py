@@ -69,18 +69,18 @@ class SelectionStep(NamedTuple):
     rules: TokenRules | None = None
 
 
-def at_rows(places: np.ndarray, found: StepCandidates) -> StepCandidates:
+def at_rows(places: np.ndarray, candidates: StepCandidates) -> StepCandidates:
     """Return candidates with their rows' places in the group.
 
     Args:
         places: int [rows], ascending; -1 for a row whose candidates are left out.
-        found: By row of the step.
+        candidates: By row of the step.
     """
-    rows = places[found.rows]
+    rows = places[candidates.rows]
     kept = rows >= 0
     if kept.all():
-        return found._replace(rows=rows)
-    return type(found)(rows[kept], *(values[kept] for values in found[1:]))
+        return candidates._replace(rows=rows)
+    return type(candidates)(rows[kept], *(values[kept] for values in candidates[1:]))
 
 
 def merged(parts: Sequence[StepCandidates]) -> StepCandidates:

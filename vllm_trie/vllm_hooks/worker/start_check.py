@@ -155,12 +155,12 @@ class _Decoder:
         blocks: list[tuple[list[int], ...]] = []
         length = len(self.prompts[0]) + _NUM_TOKENS + self._runner.decode_query_len
         for _ in names:
-            own = []
+            block_ids = []
             for spec in self._specs:
                 count = self._count_blocks(length, spec)
-                own.append([*range(next_block, next_block + count)])
+                block_ids.append([*range(next_block, next_block + count)])
                 next_block += count
-            blocks.append(tuple(own))
+            blocks.append(tuple(block_ids))
         tokens: list[list[int]] = [[] for _ in names]
         margins: list[list[dict[int, float]]] = [[] for _ in names]
         seconds, counts = [], []

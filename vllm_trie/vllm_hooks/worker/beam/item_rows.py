@@ -75,16 +75,16 @@ class WorkerRows:
         """
         steps, self.steps, self._found, self._best = self.steps, [], [], []
         for step in steps:
-            found = None
+            candidates = None
             try:
                 places = np.array([place_of[row_id] for row_id in step.row_ids])
-                found = self._candidates(step, places, logits)
-                rows, tokens = self._best_tokens(step, found)
+                candidates = self._candidates(step, places, logits)
+                rows, tokens = self._best_tokens(step, candidates)
                 self._best.append((places[rows], tokens))
             except Exception as error:  # the search fails, and the scheduler sees it
                 is_foreseen = isinstance(error, ItemsError)
                 logger.error("A beam search fails: %s", error, exc_info=not is_foreseen)
-            self._found.append(found)
+            self._found.append(candidates)
         return sum(len(step.row_ids) for step in steps)
 
     def put_best_tokens(self, sampled: torch.Tensor) -> None:
@@ -141,14 +141,14 @@ class WorkerRows:
         )
 
     def _best_tokens(
-        self, step: ItemStep | SelectionStep, found: StepCandidates
+        self, step: ItemStep | SelectionStep, candidates: StepCandidates
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that have candidates, and the best token of each."""
-        first = np.flatnonzero(np.diff(found.rows, prepend=-1))
-        best = found[1][first]
+        first = np.flatnonzero(np.diff(candidates.rows, prepend=-1))
+        best = candidates[1][first]
         if isinstance(step, ItemStep):
             best = tokens_of(self._trie_of(step), best, step.eos_token_id)
-        return found.rows[first], best
+        return candidates.rows[first], best
 
     def _trie_of(self, step: ItemStep) -> Trie:
         return view(self.trie(step.path, step.version), step.selection)

@@ -207,9 +207,9 @@ class V2Adapter:
         """Return the step with as many places for each draft as it verifies."""
         places = output.scheduled_spec_decode_tokens
         self._places = {name: len(tokens) for name, tokens in places.items()}
-        known = self._requests.keys() - {request.req_id for request in output.scheduled_new_reqs}
+        running = self._requests.keys() - {request.req_id for request in output.scheduled_new_reqs}
         drafted = {
-            name: len(self._requests[name].drafted) if name in known else 0 for name in places
+            name: len(self._requests[name].drafted) if name in running else 0 for name in places
         }
         self._fillers = {name: max(n - drafted[name], 0) for name, n in self._places.items()}
         self._lengths = self._places
@@ -314,9 +314,9 @@ class V2Adapter:
         start = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in requests]
         if not self.trees.is_pausing:
-            wanted = self._draft_requests(batch.req_ids, new_tokens, launched.max_nodes)
+            draft_requests = self._draft_requests(batch.req_ids, new_tokens, launched.max_nodes)
             rows = self._verified_rows(batch, launched.hidden_states)
-            drafts = self.trees.draft(wanted, len(requests), rows, start)
+            drafts = self.trees.draft(draft_requests, len(requests), rows, start)
         for request, draft in zip(requests, drafts, strict=True):
             request.drafted = draft
         self._keep_stats()
@@ -332,15 +332,15 @@ class V2Adapter:
         self, request_ids: Sequence[str], new_tokens: Sequence[Sequence[int]], max_nodes: int
     ) -> dict[int, DraftRequest]:
         """Return the requests that get a draft, by batch index."""
-        wanted = {}
+        draft_requests = {}
         for index, request_id in enumerate(request_ids):
             request = self._requests[request_id]
             if not new_tokens[index] or request.has_ended:
                 continue
             drafted = self._draft_request(request, max_nodes)
             if drafted is not None:
-                wanted[index] = drafted
-        return wanted
+                draft_requests[index] = drafted
+        return draft_requests
 
     def _draft_request(self, request: RequestText, max_nodes: int) -> DraftRequest | None:
         max_model_len = self._req_states.max_model_len
