@@ -20,6 +20,7 @@ from tests.engine.prompts import prompts
 from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks.frontend.stat_logger import TreeStatLogger
 from vllm_trie.vllm_hooks.scheduler.speculation import TreeSpecDecodingStats
+from vllm_trie.vllm_hooks.worker.drafting.guard import FAILURE_REASONS
 from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE, TreeStats
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, detokenize=False)
@@ -111,7 +112,7 @@ def test_no_failures_without_failures(traffic):
         for metric in llm.get_metrics()
         if metric.name == "vllm:trie_draft_failures"
     }
-    assert reasons == {"error": 0, "malformed": 0, "timeout": 0}
+    assert reasons == dict.fromkeys(FAILURE_REASONS, 0)
 
 
 def test_labels(traffic):
