@@ -84,7 +84,7 @@ def run_drafts(name: str, plain: list[Any]) -> dict[str, Any]:
 
 
 def run_broken(plain: list[Any]) -> dict[str, Any]:
-    """Start an engine whose verification raises: it must serve all the same, without drafts."""
+    """Start an engine whose verification raises: it must serve, without drafts."""
 
     stock = DraftedOnly.__call__
 

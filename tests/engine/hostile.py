@@ -158,10 +158,10 @@ def attack(
     rng = random.Random(seed)
     figures = Figures()
 
-    def send(request: Mapping[str, Any]) -> httpx.Response:
-        body = json.dumps({"model": MODEL_NAME, **request})
+    def send(request: Mapping[str, Any], timeout_s: float = 120.0) -> httpx.Response:
+        body = json.dumps({"model": MODEL_NAME, **request})  # httpx encodes no half surrogates
         headers = {"content-type": "application/json"}
-        return server.http.post("/v1/completions", content=body, headers=headers)
+        return server.http.post("/v1/completions", content=body, headers=headers, timeout=timeout_s)
 
     def answer_of(response: httpx.Response) -> list[str]:
         assert response.status_code == 200, response.text
@@ -180,13 +180,7 @@ def attack(
             return
         try:
             # Some clients leave before the answer.
-            timeout = 0.02 if number % 9 == 0 else 120.0
-            response = server.http.post(
-                "/v1/completions",
-                content=json.dumps({"model": MODEL_NAME, **request}),
-                headers={"content-type": "application/json"},
-                timeout=timeout,
-            )
+            response = send(request, 0.02) if number % 9 == 0 else send(request)
         except httpx.ReadTimeout:
             figures.statuses[0] += 1
             return
