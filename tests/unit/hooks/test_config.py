@@ -26,6 +26,7 @@ from vllm_trie.vllm_hooks.setup.config import (
 def _fields(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some fields of vLLM's class; importing it takes longer than all these tests."""
     fields = {"method", "model", "num_speculative_tokens", "quantization", "draft_sample_method"}
+    fields |= {"prompt_lookup_max", "suffix_decoding_max_tree_depth"}
     monkeypatch.setattr(config, "_speculative_config_fields", lambda: frozenset(fields))
 
 
@@ -239,10 +240,23 @@ def test_wrong_options(place: str, option: str, value: Any, said: list[str]) -> 
         (arguments("ngram_trie"), ["'ngram_trie'", "dictionary", "{'method': 'ngram_trie'}"]),
         (arguments("x", spec_method="ngram_trie"), ["'x'", "dictionary"]),
         (arguments({"method": "ngram_trie", "model": 5}), ["5", "path or a name"]),
+        (arguments({"method": "ngram_trie", "prompt_lookup_max": 5}), ["prompt_lookup_max"]),
+        (
+            arguments({"method": "trie_union", "suffix_decoding_max_tree_depth": 5}),
+            ["suffix_decoding_max_tree_depth", "'trie_union'"],
+        ),
+        (
+            arguments({"method": "ngram_trie"}, {"vllm-trie": {"recycle": True}}),
+            ["additional_config['vllm-trie']", "write 'vllm_trie'"],
+        ),
+        (
+            arguments({"method": "ngram_trie"}, {"beam_search": False}),
+            ["additional_config['beam_search']", "additional_config['vllm_trie']['beam_search']"],
+        ),
     ],
 )
 def test_contradictions(engine_args: SimpleNamespace, said: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"must be|differ|leave") as caught:
+    with pytest.raises(ValueError, match=r"must be|differ|leave|write") as caught:
         translate(engine_args)
     for words in said:
         assert words in str(caught.value)

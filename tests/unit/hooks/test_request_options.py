@@ -56,11 +56,15 @@ def check(extra_args: dict[str, Any] | None, *processors: str, connector: Any = 
         ({"num_beam_groups": 2}, r"num_beam_groups=2 needs 'beam_width'; add it, or leave"),
         ({"length_penalty": 1e9}, "length_penalty=1000000000.0 needs 'beam_width'"),
         ({"beam_trace": True, "speculation": False}, "beam_trace=True needs"),
-        ({"beam_widht": 4}, "'beam_widht' is unknown; did you mean 'beam_width'"),
+        ({"beam_widht": 4}, "'beam_widht'] is unknown; did you mean 'beam_width'"),
         ({"num_beams": 4}, "'num_beams' is unknown; use 'beam_width'"),
+        ({"speculaton": False}, "'speculaton'] is unknown; did you mean 'speculation'"),
+        ({"speculation_trase": True}, "did you mean 'speculation_trace'"),
     ],
 )
-def test_beam_options_without_a_width_are_refused(extra_args: dict[str, Any], message: str) -> None:
+def test_options_that_would_be_ignored_are_refused(
+    extra_args: dict[str, Any], message: str
+) -> None:
     with pytest.raises(VLLMClientError, match=message):
         check(extra_args)
     check(extra_args, "package:Processor")  # it may read the key

@@ -16,7 +16,7 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
     BeamRequestError,
     asks_for_beam,
 )
-from vllm_trie.vllm_hooks.frontend.request_options import CACHE_SALT, SPECULATION
+from vllm_trie.vllm_hooks.frontend.request_options import CACHE_SALT, SPECULATION, TRACE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 MAX_SIZE = 262_144
 """Largest size of a key that nobody is known to read, characters and numbers."""
 
-_OWN = OPTION_NAMES | {SPECULATION, CACHE_SALT}
+_OWN = OPTION_NAMES | {SPECULATION, TRACE, CACHE_SALT}
+_MISSPELLED = ("beam_width", "items", SPECULATION, TRACE)
+"""Keys that work alone: misspelled, they would be ignored."""
 _OF_VLLM = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """Keys that vLLM fills from fields of their own."""
 
@@ -70,8 +72,10 @@ def _refuse_without_width(extra_args: Mapping[str, Any]) -> None:
             )
         if name in OTHER_NAMES:
             raise BeamRequestError(f"beam search: {name!r} is unknown; use {OTHER_NAMES[name]}")
-        if difflib.get_close_matches(name[:40], ["beam_width"], cutoff=SIMILAR):
-            raise BeamRequestError(f"beam search: {name!r} is unknown; did you mean 'beam_width'?")
+        if name in _OWN:
+            continue
+        for meant in difflib.get_close_matches(name[:40], _MISSPELLED, n=1, cutoff=SIMILAR):
+            raise BeamRequestError(f"extra_args[{name!r}] is unknown; did you mean {meant!r}?")
 
 
 def _size(value: Any) -> int:

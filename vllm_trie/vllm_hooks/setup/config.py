@@ -175,6 +175,7 @@ def translate(engine_args: EngineArgs) -> None:
 
     known = _speculative_config_fields()
     passed_on = {key: asked.pop(key) for key in list(asked) if key in known}
+    _refuse_other_methods_options(method, passed_on)
     for key, value in given.items():
         _add(asked, key, value, spelled(key))
     carried = {"method": method, **asked}
@@ -243,6 +244,16 @@ def _refuse_options_without_method(engine_args: EngineArgs) -> None:
             f"additional_config[{CONFIG_KEY!r}] sets {', '.join(sorted(idle))}, but no speculative "
             "method of vllm-trie is asked for; name one with --spec-method or "
             f"speculative_config={{'method': NAME}}: {', '.join(available_methods())}"
+        )
+
+
+def _refuse_other_methods_options(method: str, passed_on: Mapping[str, Any]) -> None:
+    """Refuse fields of vLLM's that only its own `ngram` and `suffix` read."""
+    foreign = [key for key in passed_on if key.startswith(("prompt_lookup_", "suffix_decoding_"))]
+    if foreign:
+        raise ValueError(
+            f"speculative_config sets {', '.join(foreign)}, which method {method!r} does not read: "
+            "it finds the lengths of its contexts and drafts by itself; leave them out"
         )
 
 

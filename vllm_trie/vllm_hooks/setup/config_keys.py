@@ -19,6 +19,7 @@ BEAM_KEYS = frozenset({BEAM_SEARCH, ITEMS})
 """Keys that are not options of a speculative method."""
 ALLOW_GPU = "allow_untested_gpu"
 """True switches tree speculation and native beam search on where they have never run."""
+SWITCHES = (BEAM_SEARCH, ALLOW_GPU)
 
 VERIFICATION = "verification"
 """How drafts are verified; start-up replaces "auto" by what it chose."""
@@ -34,16 +35,22 @@ def own_part(additional_config: Any) -> Mapping[str, Any]:
     """Return the plugin's part, empty if there is none.
 
     Raises:
-        ValueError: it is no mapping, a switch in it is neither True nor False, or catalogues are
-            not paths by name.
+        ValueError: it is no mapping, its key is misspelled, a switch in it is neither True nor
+            False or stands outside of it, or catalogues are not paths by name.
     """
-    given = additional_config.get(CONFIG_KEY, {}) if isinstance(additional_config, Mapping) else {}
+    everything = additional_config if isinstance(additional_config, Mapping) else {}
+    given = everything.get(CONFIG_KEY, {})
+    for key in everything:
+        if key != CONFIG_KEY and str(key).lower().replace("-", "_") == CONFIG_KEY:
+            raise ValueError(f"additional_config[{key!r}] is read by nobody; write {CONFIG_KEY!r}")
+        if key in SWITCHES:
+            raise ValueError(f"additional_config[{key!r}] is read by nobody; write {spelled(key)}")
     if not isinstance(given, Mapping):
         raise ValueError(
             f"additional_config[{CONFIG_KEY!r}]={given!r} must be a mapping of option names to "
             "values"
         )
-    for key in (BEAM_SEARCH, ALLOW_GPU):
+    for key in SWITCHES:
         if not isinstance(given.get(key, False), bool):
             raise ValueError(f"{spelled(key)}={given[key]!r} must be True or False")
     items = given.get(ITEMS, {})
