@@ -93,6 +93,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT_METHODS))
     parser.add_argument(
+        "--variant",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "JSON"),
+        help="adds ngram_trie with other options as a method, such as "
+        """corpus '{"corpus": "FILE"}'""",
+    )
+    parser.add_argument(
         "--llama-cpp",
         nargs=2,
         type=Path,
@@ -139,7 +148,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="measure nothing and join the rows of earlier runs, of different categories or "
         "workloads",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name, changes in options.variant:
+        METHODS[name] = {**METHODS["ngram_trie"], **json.loads(changes)}
+        options.methods.append(name)
+    return options
 
 
 def main() -> None:

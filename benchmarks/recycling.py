@@ -1,31 +1,47 @@
 """Tokens per step with and without recycled successors, by kind of prompt.
 
-Each row decodes one set of prompts with `ngram_trie` and a fixed number of nodes; sets follow one
-another in one engine, so later ones find what earlier ones left in the store and in the table of
-recycled successors. Tokens per step are exact: they do not depend on the machine or its load.
+Each row decodes one set of prompts with `ngram_trie` and a fixed number of nodes. One engine serves
+all rows: its drafter is made anew for each column of settings, and sets follow one another, so that
+later ones find what earlier ones left in the store and in the table of recycled successors. Tokens
+per step are exact: they do not depend on the machine or its load.
 
     python benchmarks/recycling.py --json recycling.json
+    python benchmarks/recycling.py --model smollm2 --questions question.jsonl --per-category 5
+
+With `--questions` the sets are Spec-Bench's categories, as chats of `--model`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from pathlib import Path
 from typing import Any
 
-from support.engines import count_steps
-from support.harness import Row, finish, option_parser, run_quietly
+from support.harness import Row, add_model_option, finish, option_parser, run_quietly
+from support.stage import Stage
 
 from vllm_trie import local_engine
 
-COLUMNS = ("set", "nodes", "store", "recycle", "temperature", "tokens_per_step", "ratio")
+COLUMNS = (
+    "set", "nodes", "chain", "store", "corpus", "recycle", "temperature", "tokens_per_step",
+    "ratio",
+)  # fmt: skip
 BATCH_SIZE = 4
 
 
 def main() -> None:
     """Measure and print."""
     parser = option_parser(__doc__)
+    add_model_option(parser, "in place of the shipped one")
+    parser.add_argument("--questions", type=Path, help="Spec-Bench's file")
+    parser.add_argument("--per-category", type=int, default=5, help="of Spec-Bench's questions")
     parser.add_argument("--nodes", nargs="+", type=int, default=[8, 16, 32, 64])
+    parser.add_argument("--chains", action="store_true", help="draft chains instead of trees")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0])
+    parser.add_argument("--corpus", type=Path, help="adds rows with this corpus")
     parser.add_argument("--max-tokens", type=int, default=192)
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument(
         "--half", type=int, choices=(0, 1), default=1,
         help="every other prompt of each set; the parameters were chosen on half 0",
@@ -34,68 +50,85 @@ def main() -> None:
     finish(run_quietly(run, options), options.json, COLUMNS)
 
 
-def run(options: Any) -> list[Row]:
-    """Return a row for each set, number of nodes, temperature, and switch of the two sources."""
-    from support.prompts import prompt_sets
+def prompts_by_set(model: str, options: Any) -> dict[str, list[list[int]]]:
+    """Return the prompts that are decoded."""
+    from support.prompts import prompt_sets, spec_bench_chats
+    from support.replay_data import choose
 
+    if options.questions is None:
+        sets = {name: chosen[options.half :: 2] for name, chosen in prompt_sets(model).items()}
+        del sets["mixed"]
+        return sets
+    chats = choose(spec_bench_chats(model, options.questions), options.per_category, None)
+    return {
+        category: [chat.prompt for chat in group]
+        for category, group in itertools.groupby(chats, lambda chat: chat.category)
+    }
+
+
+def run(options: Any) -> list[Row]:
+    """Return a row for each set, number of nodes, temperature, and switch of the sources."""
+    from vllm import SamplingParams
+
+    from vllm_trie.drafters import get_drafter_class, parse_options
     from vllm_trie.tiny_model import model_path
 
-    model = str(model_path())
-    sets = {name: found[options.half :: 2] for name, found in prompt_sets(model).items()}
-    del sets["mixed"]
+    model = options.model or str(model_path())
+    sets = prompts_by_set(model, options)
+    longest = max(len(prompt) for prompts in sets.values() for prompt in prompts)
+    most = max(options.nodes)
+    llm = local_engine.start_engine(
+        model,
+        max_model_len=local_engine.room_for(longest, options.max_tokens, most),
+        max_num_seqs=BATCH_SIZE,
+        dtype=options.dtype,
+        speculative_config={
+            "method": "ngram_trie",
+            "num_speculative_tokens": most,
+            "node_budget": "fixed",
+            "verification": "chain" if options.chains else "tree",
+        },
+    )
+    stage = Stage(llm)
+    corpora = [None] if options.corpus is None else [None, str(options.corpus)]
     rows = []
-    for nodes in options.nodes:
-        for temperature in options.temperatures:
-            for store in (True, False):
-                off, on = (
-                    measure(model, sets, nodes, store, recycle, temperature, options.max_tokens)
-                    for recycle in (False, True)
+    for nodes, temperature, store, corpus in itertools.product(
+        options.nodes, options.temperatures, (True, False), corpora
+    ):
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=options.max_tokens,
+            seed=0 if temperature else None,
+        )
+        without: list[float] = []
+        for recycle in (False, True):
+            settings: dict[str, Any] = {"recycle": recycle, "corpus": corpus}
+            if not store:
+                settings["store_tokens"] = 0
+            context = dataclasses.replace(stage.own.context, num_nodes=nodes)
+            drafter = get_drafter_class("ngram_trie")(
+                parse_options("ngram_trie", settings), context
+            )
+            rates = []
+            for prompts in sets.values():
+                _, counts = stage.run(drafter, nodes, prompts, params, BATCH_SIZE)
+                rates.append(counts.tokens / counts.steps)
+            without = without or rates
+            rows += [
+                {
+                    "set": name, "nodes": nodes, "chain": options.chains, "store": store,
+                    "corpus": corpus is not None, "recycle": recycle, "temperature": temperature,
+                    "tokens_per_step": rate, "ratio": rate / before,
+                }
+                for name, rate, before in zip(
+                    [*sets, "mean"], [*rates, _mean(rates)], [*without, _mean(without)], strict=True
                 )
-                rows += [{**row, "ratio": 1.0} for row in off]
-                rows += [
-                    {**row, "ratio": row["tokens_per_step"] / other["tokens_per_step"]}
-                    for row, other in zip(on, off, strict=True)
-                ]
+            ]  # fmt: skip
     return rows
 
 
-def measure(
-    model: str,
-    sets: dict[str, list[list[int]]],
-    nodes: int,
-    store: bool,
-    recycle: bool,
-    temperature: float,
-    max_tokens: int,
-) -> list[Row]:
-    """Return the rows of one engine."""
-    from vllm import SamplingParams
-
-    longest = max(len(prompt) for prompts in sets.values() for prompt in prompts)
-    config = {
-        "method": "ngram_trie",
-        "num_speculative_tokens": nodes,
-        "node_budget": "fixed",
-        "recycle": recycle,
-        **({} if store else {"store_tokens": 0}),
-    }
-    llm = local_engine.start_engine(
-        model,
-        max_model_len=local_engine.room_for(longest, max_tokens, nodes),
-        max_num_seqs=BATCH_SIZE,
-        speculative_config=config,
-    )
-    seed = 0 if temperature else None
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-    same = {"nodes": nodes, "store": store, "recycle": recycle, "temperature": temperature}
-    return [
-        {
-            "set": name,
-            **same,
-            "tokens_per_step": count_steps(llm, prompts, params, BATCH_SIZE)["tokens_per_step"],
-        }
-        for name, prompts in sets.items()
-    ]
+def _mean(rates: list[float]) -> float:
+    return sum(rates) / len(rates)
 
 
 if __name__ == "__main__":

@@ -241,7 +241,8 @@ def save_model(model: TinyLlama, folder: Path, eos_token_id: int = 0) -> None:
 
 
 def load_model(folder: Path) -> TinyLlama:
-    """Read a folder that :func:`save_model` wrote; weights become float32."""
+    """Read a Llama with tied embeddings, such as :func:`save_model` writes; weights become
+    float32."""
     read = json.loads((folder / "config.json").read_text())
     config = ModelConfig(
         vocab_size=read["vocab_size"],
@@ -251,7 +252,7 @@ def load_model(folder: Path) -> TinyLlama:
         num_kv_heads=read["num_key_value_heads"],
         head_size=read["head_dim"],
         intermediate_size=read["intermediate_size"],
-        rope_theta=read["rope_theta"],
+        rope_theta=read["rope_parameters"]["rope_theta"],
         max_position=read["max_position_embeddings"],
         norm_eps=read["rms_norm_eps"],
     )

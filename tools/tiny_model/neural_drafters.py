@@ -1,6 +1,9 @@
 """Train an EAGLE head and a one-layer draft model for the shipped model.
 
 `python -m tools.tiny_model.neural_drafters --data own.jsonl --out FOLDER`
+
+With `--model` an EAGLE head alone, for another Llama with tied embeddings, from its answers as
+`vllm-trie corpus synthesize --answers` keeps them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from tools.tiny_model.model import (
     load_model,
     save_model,
 )
-from vllm_trie.drafters.medusa.training import Encoder, TokenRows, read_tokens
+from vllm_trie.drafters.medusa.training import Backbone, Encoder, TokenRows, read_tokens
 from vllm_trie.tiny_model import model_path
 
 _ROW = 512
@@ -56,21 +59,34 @@ class EagleHead(nn.Module):
 
 
 class Training:
-    """Both drafters on the same batches; the shipped model stays frozen."""
+    """Both drafters on the same batches; their model stays frozen.
 
-    def __init__(self, lr: float, seed: int) -> None:
+    Args:
+        model: its folder.
+        lr: peak learning rate.
+        seed: of the first weights, and of the places where the head is scored.
+        with_draft: train the draft model too.
+        scored: share of the places at which the head's loss is taken. Their logits are most of
+            the work where the vocabulary is large.
+    """
+
+    def __init__(
+        self, model: Path, lr: float, seed: int, with_draft: bool = True, scored: float = 1.0
+    ) -> None:
         torch.manual_seed(seed)
-        self.target = load_model(model_path()).requires_grad_(False)
+        self.target = load_model(model).requires_grad_(False)
         config = self.target.config
         self.head = EagleHead(config)
-        self.draft = TinyLlama(replace(config, num_layers=1))
-        state = self.target.state_dict()
-        own = {name: state[name] for name in self.draft.state_dict()}
-        self.draft.load_state_dict(own)
+        self.draft: TinyLlama | None = None
+        if with_draft:
+            self.draft = TinyLlama(replace(config, num_layers=1))
+            state = self.target.state_dict()
+            self.draft.load_state_dict({name: state[name] for name in self.draft.state_dict()})
         self.cos, self.sin = self.target.rotary(_ROW)
-        self.lr = lr
+        self.lr, self.scored = lr, scored
+        self.modules = [module for module in (self.head, self.draft) if module is not None]
         self.optimizer = torch.optim.AdamW(
-            [*self.head.parameters(), *self.draft.parameters()],
+            [weight for module in self.modules for weight in module.parameters()],
             lr=lr,
             betas=(0.9, 0.98),
             weight_decay=0.01,
@@ -88,20 +104,23 @@ class Training:
         rate = warm * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * rate
-        for module in (self.head, self.draft):
+        for module in self.modules:
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(head_loss), float(draft_loss)
 
     def losses(self, ids: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return the head's loss at each unrolled pass, and the draft model's."""
+        """Return the head's loss at each unrolled pass, and the draft model's (0 without one)."""
         dtype = torch.bfloat16
         with torch.no_grad():
             truth = self.target.hidden(ids, self.cos, self.sin, dtype)
-            wanted = self.target.logits(truth).softmax(-1)
-        own = self.draft.logits(self.draft.hidden(ids, self.cos, self.sin, dtype))
-        draft_loss = _cross_entropy(own, wanted)
+            places = torch.rand(_ROW - 1).argsort()[: round(self.scored * (_ROW - 1))]
+            expected = self._distribution(truth[:, 1 + places])
+        draft_loss = torch.zeros(())
+        if self.draft is not None:
+            guesses = self.draft.logits(self.draft.hidden(ids, self.cos, self.sin, dtype))
+            draft_loss = _cross_entropy(guesses, self._distribution(truth))
         # Row p of the head reads the token at p + 1 and the hidden state at p.
         embedded = F.embedding(ids[:, 1:], self.target.embed_tokens).to(dtype)
         hidden = truth[:, :-1]
@@ -110,35 +129,46 @@ class Training:
         for unrolled in range(_UNROLLED):
             guessed = self.head(embedded, hidden, cos, sin)
             # The first rows of a later pass have no guess to read.
-            scored = guessed[:, unrolled:]
-            loss = _cross_entropy(self.target.logits(scored), wanted[:, 1 + unrolled :])
-            near = F.smooth_l1_loss(scored.float(), truth[:, 1 + unrolled :].float())
+            read = places >= unrolled
+            logits = self.target.logits(guessed[:, places[read]])
+            loss = _cross_entropy(logits, expected[:, read])
+            near = F.smooth_l1_loss(guessed[:, unrolled:].float(), truth[:, 1 + unrolled :].float())
             losses.append(loss + _HIDDEN_WEIGHT * near)
             hidden = torch.cat((truth[:, :1], guessed[:, :-1]), 1)
         return losses, draft_loss
+
+    def _distribution(self, hidden: Tensor) -> Tensor:
+        return self.target.logits(hidden).softmax(-1)
 
     @torch.no_grad()
     def agreement(self, ids: Tensor) -> dict[str, list[float]]:
         """Return how often each drafter's likeliest token is the model's, by depth for the head."""
         truth = self.target.hidden(ids, self.cos, self.sin)
-        wanted = self.target.logits(truth).argmax(-1)
-        own = self.draft.logits(self.draft.hidden(ids, self.cos, self.sin)).argmax(-1)
+        answers = self.target.logits(truth).argmax(-1)
         embedded = F.embedding(ids[:, 1:], self.target.embed_tokens)
         hidden, rates = truth[:, :-1], []
         cos, sin = self.cos[: _ROW - 1], self.sin[: _ROW - 1]
         for unrolled in range(_UNROLLED):
             guessed = self.head(embedded, hidden, cos, sin)
             right = self.target.logits(guessed[:, unrolled:]).argmax(-1)
-            rates.append((right == wanted[:, 1 + unrolled :]).float().mean().item())
+            rates.append((right == answers[:, 1 + unrolled :]).float().mean().item())
             hidden = torch.cat((truth[:, :1], guessed[:, :-1]), 1)
-        return {"eagle": rates, "draft_model": [(own == wanted).float().mean().item()]}
+        agreement = {"eagle": rates}
+        if self.draft is not None:
+            right = self.draft.logits(self.draft.hidden(ids, self.cos, self.sin)).argmax(-1)
+            agreement["draft_model"] = [(right == answers).float().mean().item()]
+        return agreement
 
     def save(self, folder: Path) -> None:
-        """Write both checkpoints, in bfloat16."""
-        save_model(self.draft, folder / "weights-draft")
-        (folder / "weights-draft" / "generation_config.json").unlink()
-        eagle = folder / "weights-eagle"
-        eagle.mkdir(parents=True, exist_ok=True)
+        """Write the checkpoints in bfloat16; a head alone goes into `folder` itself."""
+        eagle = folder
+        if self.draft is not None:
+            save_model(self.draft, folder / "weights-draft")
+            (folder / "weights-draft" / "generation_config.json").unlink()
+            eagle = folder / "weights-eagle"
+        one_layer = TinyLlama(replace(self.target.config, num_layers=1))
+        save_model(one_layer, eagle)  # for its config.json
+        (eagle / "generation_config.json").unlink()
         tensors = {"fc.weight": self.head.fc.weight}
         for name, value in self.head.layer.state_dict().items():
             tensors[f"layers.0.{name}"] = value
@@ -150,28 +180,32 @@ class Training:
             str(eagle / "model.safetensors"),
             metadata={"format": "pt"},
         )
-        (eagle / "model.safetensors").chmod(0o644)
-        (eagle / "config.json").write_bytes((folder / "weights-draft" / "config.json").read_bytes())
 
 
-def _cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
-    return -(wanted * logits.log_softmax(-1)).sum(-1).mean()
+def _cross_entropy(logits: Tensor, expected: Tensor) -> Tensor:
+    return -(expected * logits.log_softmax(-1)).sum(-1).mean()
 
 
 def main(
-    data: Annotated[Path, typer.Option(help=".jsonl file of tools.tiny_model.medusa_text")],
-    out: Annotated[Path, typer.Option(help="folder for both checkpoints")],
+    data: Annotated[Path, typer.Option(help=".jsonl file of the model's own texts")],
+    out: Annotated[Path, typer.Option(help="folder for the checkpoints")],
+    model: Annotated[Path | None, typer.Option(help="in place of the shipped model")] = None,
     steps: Annotated[int, typer.Option()] = 600,
     batch: Annotated[int, typer.Option(help="rows of 512 tokens")] = 4,
     lr: Annotated[float, typer.Option()] = 2e-3,
+    scored: Annotated[float, typer.Option(help="share of the places that are scored")] = 1.0,
     minutes: Annotated[float, typer.Option(help="end after so long")] = 14.0,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
-    """Train both drafters and write their checkpoints."""
-    tokens = read_tokens([data], Encoder(lambda text: [], lambda question: [], 0))
+    """Train the drafters and write their checkpoints."""
+    encoder = Encoder(lambda text: [], lambda question: [], 0)
+    if model is not None:
+        encoder = Backbone(str(model)).encoder
+    tokens = read_tokens([data], encoder)
+    tokens = np.where(tokens < 0, ~tokens, tokens)  # questions count like answers
     held, tokens = tokens[: _HELD_ROWS * _ROW], tokens[_HELD_ROWS * _ROW :]
     rows = TokenRows(tokens, _ROW, seed)
-    training = Training(lr, seed)
+    training = Training(model or model_path(), lr, seed, model is None, scored)
     start = time.monotonic()
     for number in range(steps):
         ids = torch.from_numpy(rows.batch(number * batch, batch).astype(np.int64))
@@ -183,8 +217,12 @@ def main(
         if progress >= 1.0:
             print(f"stopped at step {number}")
             break
-    held_ids = torch.from_numpy(held.astype(np.int64).reshape(-1, _ROW))
-    print(json.dumps(training.agreement(held_ids)))
+    agreements = [
+        training.agreement(torch.from_numpy(row[None].astype(np.int64)))
+        for row in held.reshape(-1, _ROW)
+    ]
+    means = {name: np.mean([a[name] for a in agreements], axis=0) for name in agreements[0]}
+    print(json.dumps({name: rates.round(3).tolist() for name, rates in means.items()}))
     training.save(out)
 
 
