@@ -14,7 +14,6 @@ from vllm_trie.items.trie import ROOT, Children, ItemId, ItemTrie
 from vllm_trie.items.trie_file import (
     ItemsError,
     ItemsHeader,
-    file_stamp,
     open_items,
     read_header,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "ItemsHeader",
     "Rules",
     "build_items",
-    "file_stamp",
     "open_items",
     "read_header",
     "read_items",

@@ -143,16 +143,6 @@ def open_items(path: Path, vocab_size: int | None = None, version: str | None = 
     return trie
 
 
-def file_stamp(path: Path) -> tuple[int, ...]:
-    """Return what changes when another file takes the place of a file.
-
-    Raises:
-        OSError: There is none.
-    """
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def check_vocabulary(path: Path, header: ItemsHeader, vocab_size: int) -> None:
     """Refuse a trie with tokens that a model does not have.
 

@@ -86,6 +86,31 @@ def test_drafts_as_the_readable_twin_from_the_same_texts(path: Path) -> None:
             np.testing.assert_array_equal(getattr(compiled, name), getattr(readable, name))
 
 
+@pytest.mark.usefixtures("letters")
+def test_a_corpus_is_replaced_while_it_is_used(path: Path, tmp_path: Path) -> None:
+    context = make_context(tokenizer="letters")
+    drafter = NgramTrieDrafter(parse_options("ngram_trie", {"corpus": str(path)}), context)  # type: ignore[arg-type]
+
+    def draft() -> list[int]:
+        for _ in range(2):
+            [tree] = drafter.propose([make_request([30, 3, 4])])
+            drafter.release("a")
+            file = drafter._scoring._newest_corpus.__self__  # type: ignore[union-attr, attr-defined]
+            if file._thread is not None:
+                file._thread.join()
+        return tree.token_ids[:1].tolist()
+
+    assert draft() == [5]
+    write_corpus(tmp_path / "new", [np.array([3, 4, 9, 3, 4, 9])], 26, fingerprint(VOCABULARY))
+    (tmp_path / "new").replace(path)
+    assert draft() == [9]
+    (tmp_path / "new").write_bytes(b"no corpus")
+    (tmp_path / "new").replace(path)
+    assert draft() == [9]
+    path.unlink()
+    assert draft() == [9]
+
+
 def test_header_says_what_is_inside(path: Path) -> None:
     header = read_header(path)
     assert (header.num_documents, header.num_tokens) == (2, 28)

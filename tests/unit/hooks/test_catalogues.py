@@ -28,7 +28,7 @@ def test_a_version_that_cannot_be_opened_is_tried_once(
     os.utime(path, ns=(1, 1))
     for _ in range(5):
         assert catalogues.latest("a") is first
-        catalogues._opening["a"].join()
+        catalogues._files["a"]._thread.join()
     assert len(calls) == 1
 
 

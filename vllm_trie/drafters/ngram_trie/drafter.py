@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +27,7 @@ from vllm_trie.ngrams.native import NativeCorpus
 from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
 from vllm_trie.store import StoredText
 from vllm_trie.tree import TokenTree
+from vllm_trie.watched_file import WatchedFile
 
 BLEND = Blend(
     own=Source(concentration=0.5, discount=0.7),
@@ -59,8 +60,9 @@ class NgramTrieDrafter(Drafter):
         if options.scoring == "frequency":
             self._scoring = FrequencyScoring(options)
         else:
-            corpus = None if options.corpus is None else load_corpus(options.corpus, context)
-            self._scoring = BlendedScoring(options, choose_backend(BLEND), corpus)
+            self._scoring = BlendedScoring(
+                options, choose_backend(BLEND), watch_corpus(options.corpus, context)
+            )
             self.needs_node_argmax = options.recycle  # type: ignore[misc]
 
     @classmethod
@@ -114,15 +116,28 @@ class NgramTrieDrafter(Drafter):
         return self._scoring.store if isinstance(self._scoring, BlendedScoring) else None
 
 
-def load_corpus(path: str, context: DrafterContext) -> NativeCorpus:
-    """Open the corpus of the option `corpus`.
+def watch_corpus(path: str | None, context: DrafterContext) -> Callable[[], NativeCorpus | None]:
+    """Open the corpus of the option `corpus`; return a function that gives its newest version.
+
+    Tensor-parallel ranks must draft alike and would see a new file at different steps, so they keep
+    the first one.
 
     Raises:
         ValueError: the file cannot be used, or was not built with the model's tokenizer.
         RuntimeError: the compiled core, which alone reads corpora, is not available.
     """
+    if path is None:
+        return lambda: None
     tokenizer = load_corpus_tokenizer(context.tokenizer or context.model)
-    return open_corpus(Path(path), context.vocab_size, fingerprint(tokenizer.vocabulary))
+    tokenizer_print = fingerprint(tokenizer.vocabulary)
+
+    def open_file(path: Path) -> NativeCorpus:
+        return open_corpus(path, context.vocab_size, tokenizer_print)
+
+    if context.tensor_parallel_size > 1:
+        corpus = open_file(Path(path))
+        return lambda: corpus
+    return WatchedFile(Path(path), open_file, "the corpus").latest
 
 
 @dataclass(slots=True)
@@ -140,10 +155,14 @@ class BlendedScoring:
     """Contexts of every length vote, in the request's own text and in finished requests."""
 
     def __init__(
-        self, options: NgramTrieOptions, backend: Backend, corpus: NativeCorpus | None = None
+        self,
+        options: NgramTrieOptions,
+        backend: Backend,
+        newest_corpus: Callable[[], NativeCorpus | None] = lambda: None,
     ) -> None:
         self._backend = backend
-        self._corpus = corpus
+        self._newest_corpus = newest_corpus
+        self._corpus = newest_corpus()
         self._states: dict[str, _BlendedState] = {}
         self._texts = RequestTexts(
             backend, options.max_context_len, options.index_tokens, options.index_output
@@ -167,6 +186,7 @@ class BlendedScoring:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         """Draft a tree for each request, in one call of the backend."""
+        self._corpus = self._newest_corpus()
         if self.recycling is not None:
             known = [self._states.get(request.request_id) for request in requests]
             lengths = [0 if state is None else state.num_tokens for state in known]

@@ -58,7 +58,7 @@ class NgramTrieOptions(DrafterOptions):
         default=None,
         description="With scoring 'blended': a file made by `vllm-trie corpus synthesize` or "
         "`corpus build` with the model's tokenizer, to draft from in addition to the requests' "
-        "own text.",
+        "own text. Another file moved to its place is taken up while the engine serves.",
     )
     ngram_size: int = Field(
         default=13,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.beam import ITEM_OPTIONS, OPTION_NAMES, BeamOptions, parse_options
-from vllm_trie.items import ItemsError, ItemsHeader, Rules, file_stamp, read_header
+from vllm_trie.items import ItemsError, ItemsHeader, Rules, read_header
 from vllm_trie.vllm_hooks.frontend.beam_options import (
     DECODING_KEY,
     BeamRequestError,
@@ -18,6 +18,7 @@ from vllm_trie.vllm_hooks.frontend.beam_options import (
 )
 from vllm_trie.vllm_hooks.setup.config_keys import ITEMS, spelled
 from vllm_trie.vllm_hooks.setup.items import catalogue_paths
+from vllm_trie.watched_file import file_stamp
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,0 +1,65 @@
+"""A file that may be replaced while an engine reads from it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+_Content = TypeVar("_Content")
+
+logger = logging.getLogger(__name__)
+
+
+def file_stamp(path: Path) -> tuple[int, ...]:
+    """Return what changes when another file takes the place of a file.
+
+    Raises:
+        OSError: There is none.
+    """
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class WatchedFile(Generic[_Content]):
+    """The newest version of a file that could be opened.
+
+    A file that was replaced is opened in a thread. Until then, and where the new version cannot be
+    used or the file is gone, the version before serves on.
+
+    Args:
+        path: of the file.
+        open_file: opens and checks it; raises what it likes.
+        name: of the file in messages.
+    """
+
+    def __init__(self, path: Path, open_file: Callable[[Path], _Content], name: str) -> None:
+        self._path, self._open, self._name = path, open_file, name
+        self._stamp: tuple[int, ...] = ()
+        self._thread: threading.Thread | None = None
+        if path.exists():
+            self._stamp = file_stamp(path)
+        self._content = open_file(path)
+
+    def latest(self) -> _Content:
+        """Return the newest version; looks for another one."""
+        if self._thread is None or not self._thread.is_alive():
+            try:
+                stamp = file_stamp(self._path)
+            except OSError:
+                return self._content
+            if stamp != self._stamp:
+                self._stamp = stamp  # not opened twice, even if it is refused
+                self._thread = threading.Thread(target=self._renew, daemon=True)
+                self._thread.start()
+        return self._content
+
+    def _renew(self) -> None:
+        try:
+            self._content = self._open(self._path)
+        except Exception as error:
+            logger.error("The new version of %s is refused: %s", self._name, error)
+        else:
+            logger.info("%s was replaced: %s serves from now on", self._name, self._path)
