@@ -1,4 +1,7 @@
-"""Memory of CPU engines: vLLM would reserve 92 % of it, and does not start where less is free."""
+"""Memory of CPU engines: vLLM would reserve 92 % of it, and does not start where less is free.
+
+The worker checks that after the processes have started, so what is free here is not a promise.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _SHARE_OF_FREE = 0.5
 
 
 def reserve_what_is_free(vllm_config: VllmConfig, asked: float) -> None:
-    """Lower the share of memory that an engine reserves to what is free, and say so.
+    """Lower the share of memory that an engine reserves to half of what is free, and say so.
 
     Leaves alone what the user has set.
 
@@ -38,17 +41,14 @@ def reserve_what_is_free(vllm_config: VllmConfig, asked: float) -> None:
     from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 
     memory = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
-    if memory.available_memory >= memory.total_memory * asked:
-        return
     share = _SHARE_OF_FREE * memory.available_memory / memory.total_memory
     cache.gpu_memory_utilization = round(share, 2)
-    logger.warning(
-        "%.1f of %.1f GiB of memory are free, less than the %.0f %% that vLLM would reserve; the "
-        "engine reserves %.0f %% (--gpu-memory-utilization %.2f). --kv-cache-memory-bytes sets the "
-        "size of the KV cache alone.",
+    logger.info(
+        "%.1f of %.1f GiB of memory are free; the engine reserves half of that "
+        "(--gpu-memory-utilization %.2f) where vLLM would reserve %.0f %% of all. "
+        "--kv-cache-memory-bytes sets the size of the KV cache alone.",
         memory.available_memory / 2**30,
         memory.total_memory / 2**30,
-        100 * asked,
-        100 * share,
         share,
+        100 * asked,
     )
