@@ -20,7 +20,7 @@ _OUTSIDE = re.compile("(?<!!)" + _WORDS + r"\((?:\.\./)+([^)#\s]*)(#[^)\s]*)?\)"
 _ANY = re.compile("(!?)" + _WORDS + r"\(([^)\s]+)\)")
 
 
-METHODS = "Methods and measurements"
+METHODS = "Methods"
 """Section of the navigation that takes in the pages that mkdocs.yml does not name."""
 
 

@@ -38,16 +38,18 @@ def generate(name: str) -> str:
 
 
 def patches() -> str:
-    """A Markdown table of the ledger: symbol, feature, what takes its place in a patched vLLM."""
+    """Return two Markdown tables of the ledger: what the series replaces, and what stays."""
     from vllm_trie.vllm_hooks.ledger import EXTENSION_POINTS, PATCHES
 
-    lines = ["| symbol of vLLM | feature | what takes its place |", "| --- | --- | --- |"]
+    lines = ["| patch | symbol of vLLM | what takes its place |", "| --- | --- | --- |"]
+    replaced = [patch for patch in PATCHES if patch.extension_point]
+    for patch in sorted(replaced, key=lambda one: EXTENSION_POINTS[one.extension_point or ""]):
+        number = EXTENSION_POINTS[patch.extension_point or ""][0]
+        lines.append(f"| {number} | `{patch.target}` | {patch.successor} |")
+    lines += ["", "| stays a patch | why |", "| --- | --- |"]
     for patch in PATCHES:
-        state = "no patch" if patch.wrapper is None else "stays a patch"
-        place = f"{state}: {patch.kind}; {patch.why}"
-        if patch.extension_point:
-            place = f"{EXTENSION_POINTS[patch.extension_point][0]}: {patch.successor}"
-        lines.append(f"| `{patch.target}` | {patch.feature} | {place} |")
+        if patch.wrapper is not None and not patch.extension_point:
+            lines.append(f"| `{patch.target}` | {patch.why} |")
     return "\n".join(lines) + "\n"
 
 
@@ -143,48 +145,47 @@ def _kinds(annotation: Any) -> Iterator[str]:
 
 
 def commands() -> str:
-    """Every command of `vllm-trie` with its arguments and options."""
+    """Return a Markdown table of every command of `vllm-trie`: usage, summary, options."""
     import typer
 
     from vllm_trie.cli import GROUPS, app
     from vllm_trie.demo.command import app as demo
 
     root: Any = typer.main.get_command(app)
-    parts = []
+    rows = []
     for name, command in sorted(root.commands.items()):
         shown = typer.main.get_command(demo) if name == "demo" else command
-        parts.append(_command_text(f"vllm-trie {name}", shown))
+        rows.append(_command_row(f"vllm-trie {name}", shown))
     for group, module in sorted(GROUPS.items()):
         below: Any = typer.main.get_command(importlib.import_module(module).app)
         if not hasattr(below, "commands"):
-            parts.append(_command_text(f"vllm-trie {group}", below))
+            rows.append(_command_row(f"vllm-trie {group}", below))
             continue
         for name, command in below.commands.items():
-            parts.append(_command_text(f"vllm-trie {group} {name}", command))
-    return "\n".join(parts)
+            rows.append(_command_row(f"vllm-trie {group} {name}", command))
+    header = ["| command | purpose | options and defaults |", "| --- | --- | --- |"]
+    return "\n".join([*header, *rows]) + "\n"
 
 
-def _command_text(name: str, command: Any) -> str:
+def _command_row(name: str, command: Any) -> str:
     summary = " ".join((command.help or "").split("\n\n")[0].split())
-    lines = [f"### {name}", "", summary, ""]
-    given = [p for p in command.params if p.name != "help"]
-    if given:
-        lines += ["| argument or option | default | meaning |", "| --- | --- | --- |"]
-    for parameter in given:
-        names = [*parameter.opts, *parameter.secondary_opts]
-        shown = ", ".join(f"`{one}`" for one in names)
+    usage, options = [name], []
+    for parameter in command.params:
         if parameter.param_type_name == "argument":
-            shown = f"`{parameter.metavar or parameter.name.upper()}`"
-        default = parameter.default
-        if callable(default) or default in ("", None, ()) or _is_unset(default):
-            default_shown = "required" if parameter.required else "none"
-        else:
-            default_shown = f"`{getattr(default, 'value', default)}`"
-            if isinstance(default, bool):
-                default_shown = "on" if default else "off"
-        meaning = " ".join((getattr(parameter, "help", None) or "").split())
-        lines.append(f"| {shown} | {default_shown} | {meaning} |".replace("||", "| |"))
-    return "\n".join(lines) + "\n"
+            usage.append(parameter.metavar or parameter.name.upper())
+        elif parameter.name != "help":
+            spelled = " / ".join([*parameter.opts, *parameter.secondary_opts])
+            options.append(f"`{spelled}`{_command_default(parameter)}")
+    return f"| `{' '.join(usage)}` | {summary} | {', '.join(options)} |"
+
+
+def _command_default(parameter: Any) -> str:
+    default = parameter.default
+    if callable(default) or default in ("", None, ()) or _is_unset(default):
+        return " (required)" if parameter.required else ""
+    if isinstance(default, bool):
+        return " on" if default else ""
+    return f" {getattr(default, 'value', default)}"
 
 
 def _is_unset(value: Any) -> bool:

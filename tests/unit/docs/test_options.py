@@ -15,11 +15,14 @@ from tests.unit.docs.pages import ROOT, Page, Table, all_pages, page
 from vllm_trie.drafters import registry
 
 OPTIONS_PAGE = page("docs/options.md")
+REQUESTS_PAGE = page("docs/http_api.md")
 
 
 def table_of(name: str) -> Table:
     """The table behind a `<!-- generated: NAME -->` mark."""
-    text = OPTIONS_PAGE.text.partition(f"<!-- generated: {name} -->")[2].partition("<!-- end")[0]
+    mark = f"<!-- generated: {name} -->"
+    (text,) = [found.text for found in (OPTIONS_PAGE, REQUESTS_PAGE) if mark in found.text]
+    text = text.partition(mark)[2].partition("<!-- end")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     rows = [re.split(r"(?<!\\)\|", line.strip("|")) for line in lines]
     return Table(rows[0], [[cell.strip() for cell in row] for row in rows[2:]])
@@ -88,9 +91,10 @@ def test_request_and_engine_keys() -> None:
     from vllm_trie.vllm_hooks.frontend import request_options as eligibility
     from vllm_trie.vllm_hooks.setup import config_keys as plugin_keys
 
-    keys = (plugin_keys.CONFIG_KEY, plugin_keys.BEAM_SEARCH, plugin_keys.ALLOW_GPU)
-    for key in (eligibility.SPECULATION, eligibility.TRACE, *keys):
+    for key in (plugin_keys.CONFIG_KEY, plugin_keys.BEAM_SEARCH, plugin_keys.ALLOW_GPU):
         assert f"`{key}`" in OPTIONS_PAGE.text or f'["{key}"]' in OPTIONS_PAGE.text
+    for key in (eligibility.SPECULATION, eligibility.TRACE):
+        assert f"`{key}`" in REQUESTS_PAGE.text
 
 
 def test_environment_variables() -> None:
@@ -107,17 +111,6 @@ def test_environment_variables() -> None:
         assert named <= in_code, found.name
 
 
-METHOD_PAGES = {
-    "README.md": ("EngineOptions", "NgramTrieOptions"),
-    "docs/ngram_trie.md": ("NgramTrieOptions",),
-    "docs/medusa.md": ("MedusaOptions",),
-    "docs/lookahead.md": ("LookaheadOptions",),
-    "docs/union.md": ("TrieUnionOptions", "NeuralOptions"),
-    "docs/beam_search.md": ("BeamOptions",),
-}
-"""Pages whose own tables of options are checked too."""
-
-
 def stated_defaults(found: Page) -> list[tuple[str, str]]:
     """Options and defaults of the tables with such columns; a row may hold several of both."""
     stated = []
@@ -132,19 +125,18 @@ def stated_defaults(found: Page) -> list[tuple[str, str]]:
     return stated
 
 
-@pytest.mark.parametrize("name", [name for name in METHOD_PAGES if (ROOT / name).exists()])
-def test_tables_of_the_methods_pages(name: str) -> None:
+def test_table_of_the_readme() -> None:
     fields = {
         option: field
-        for options in METHOD_PAGES[name]
+        for options in ("EngineOptions", "NgramTrieOptions")
         for option, field in option_class(options).model_fields.items()
     }
-    for option, shown in stated_defaults(page(name)):
-        assert option in fields, f"{name} documents {option}, which does not exist"
+    for option, shown in stated_defaults(page("README.md")):
+        assert option in fields, f"{option} does not exist"
         field, value = fields[option], None  # words, such as "none", "all" or "required"
         plain = shown.strip("`").replace("False", "false").replace("True", "true")
         for text in (plain.replace(",", ""), plain):
             with contextlib.suppress(ValueError):
                 value = json.loads(text)
         expected = None if field.is_required() else field.default
-        assert value == expected, f"{name}: {option} defaults to {field.default!r}, not {shown}"
+        assert value == expected, f"{option} defaults to {field.default!r}, not {shown}"
