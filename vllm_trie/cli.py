@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import json
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +18,8 @@ from typer.core import TyperGroup
 from vllm_trie._version import __version__
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from vllm_trie.doctor import Report
 
 GROUPS = {
@@ -153,21 +154,23 @@ def doctor(
         bool,
         typer.Option("--quick", help="Leave out the device and the hooks, which need imports."),
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print the whole report, each hook included.")
+    ] = False,
 ) -> None:
     """Report versions, platform and hooks; exit 1 if something makes the plugin step aside."""
     from dataclasses import asdict
 
+    from rich.console import Console
+
     from vllm_trie.doctor import collect
 
-    start = time.perf_counter()
-    report = collect(quick, say=lambda text: typer.echo(f"{text} ...", err=True))
+    with Console(stderr=True).status("looking at this environment") as status:
+        report = collect(quick, say=status.update)
     if as_json:
         typer.echo(json.dumps(asdict(report) | {"healthy": report.healthy}, indent=2))
     else:
-        _print_report(report)
-        seconds = time.perf_counter() - start
-        imported = "nothing" if quick else "torch and vLLM"
-        typer.echo(f"took {seconds:.1f} s, with {imported} imported", err=True)
+        _print_report(report, verbose)
     raise typer.Exit(0 if report.healthy else 1)
 
 
@@ -208,37 +211,50 @@ def validate(
         raise typer.Exit(1)
 
 
-def _print_report(report: Report) -> None:
+def _print_report(report: Report, verbose: bool) -> None:
+    """Print three lines and what is wrong; `verbose` adds the whole report before them."""
     from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False, soft_wrap=True)
+    if verbose:
+        _print_details(console, report)
+    versions, machine = report.versions, report.platform
+    named = ("vllm-trie", "vllm", "torch", "python")
+    console.print(", ".join(f"{name} {versions.get(name) or 'missing'}" for name in named))
+    device = machine.get("gpu", machine["device"])
+    isa = ", ".join(machine["isa"]) or "no vector instructions"
+    cores, kernels = machine["cores"], machine["kernels"]
+    console.print(escape(f"{cores} cores ({isa}), device {device}, kernels {kernels}"))
+    for problem in report.problems:
+        color = "red" if problem.level == "error" else "yellow"
+        console.print(f"[{color}]{problem.level}:[/] {escape(problem.text)}")
+    if not report.healthy:
+        console.print("[red]the plugin steps aside[/]")
+    elif report.hooks:
+        fitting = sum(hook.fits for hook in report.hooks)
+        console.print(
+            f"[green]healthy[/]: {fitting} of {len(report.hooks)} hooks fit; see --verbose, and "
+            "`vllm-trie validate` for a full test"
+        )
+    else:
+        console.print("no error found; the hooks are not checked")
+
+
+def _print_details(console: Console, report: Report) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
-
-    def show(title: str, rows: dict[str, Any]) -> None:
+    for title in ("versions", "platform", "supported"):
         table = Table(title=title, title_justify="left", show_header=False, box=None)
-        for name, value in rows.items():
+        for name, value in getattr(report, title).items():
             text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             table.add_row(escape(name), escape("-" if value is None else text))
         console.print(table)
-
-    show("versions", report.versions)
-    show("platform", report.platform)
-    show("supported", report.supported)
-    fits = sum(hook.status == "ok" for hook in report.hooks)
-    replaced = sum(hook.status == "replaced" for hook in report.hooks)
-    note = f", {replaced} replaced by extension points of a patched vLLM" if replaced else ""
-    if report.hooks:
-        console.print(f"hooks: {fits} of {len(report.hooks)} fit{note}")
+    marks = {"ok": "[green]✓[/]", "replaced": "[dim]–[/]"}
     for hook in report.hooks:
-        mark = {"ok": "[green]✓[/]", "replaced": "[dim]–[/]"}.get(hook.status, "[red]✗[/]")
-        console.print(f"  {mark} {escape(hook.target)}", soft_wrap=True)
-    for problem in report.problems:
-        color = "red" if problem.level == "error" else "yellow"
-        console.print(f"[{color}]{problem.level}:[/] {escape(problem.text)}", soft_wrap=True)
-    healthy = "[green]healthy[/]" if report.hooks else "no error found; the hooks are not checked"
-    console.print(healthy if report.healthy else "[red]the plugin steps aside[/]")
-    console.print("`vllm-trie validate` tries everything on this device", soft_wrap=True)
+        note = " (an extension point replaces it)" if hook.status == "replaced" else ""
+        console.print(f"  {marks.get(hook.status, '[red]✗[/]')} {escape(hook.target)}{note}")
 
 
 def main() -> None:

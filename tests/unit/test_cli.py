@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 import vllm_trie
 from tests.processes import run_python
 from vllm_trie import cli, doctor, tiny_model
+from vllm_trie.demo.command import app as demo_app
 from vllm_trie.vllm_hooks.ledger import Finding
 from vllm_trie.vllm_hooks.setup import limits
 from vllm_trie.vllm_hooks.setup.limits import BEAMS, TREES, Limit
@@ -26,7 +28,7 @@ def make_report(**changes: Any) -> doctor.Report:
     parts: dict[str, Any] = {
         "versions": {"python": "3.11.7", "xformers": None},
         "vllm_distributions": {"vllm": "0.32.0+cpu"},
-        "platform": {"device": "cpu", "isa": ["avx2"]},
+        "platform": {"cores": 2, "isa": ["avx2"], "kernels": "avx2", "device": "cpu"},
         "hooks": (),
         "supported": {"vllm": ["0.32"], "methods": ["ngram_trie"]},
         "problems": (),
@@ -70,6 +72,22 @@ def test_what_answers_at_once_imports_nothing_large(arguments: list[str]) -> Non
     result = run_python("-c", code, *arguments, timeout=120)
     assert result.stderr.splitlines()[-1].split() == []
     assert "Files of a warm start" in result.stdout or arguments == ["doctor", "--quick"]
+
+
+def test_no_help_text_is_eaten_by_markup() -> None:
+    """Rich takes `[word]` for a style and drops it."""
+    from rich.markup import render
+
+    def check(command: Any, name: str) -> None:
+        for text in (command.help, *(getattr(param, "help", None) for param in command.params)):
+            assert render(text or "").plain == (text or ""), name
+        if isinstance(command, typer.core.TyperGroup):
+            context = click.Context(command)
+            for below in command.list_commands(context):
+                check(command.get_command(context, below), f"{name} {below}")
+
+    check(typer.main.get_command(cli.app), "vllm-trie")
+    check(typer.main.get_command(demo_app), "vllm-trie demo")
 
 
 def test_help_of_groups_is_theirs() -> None:
@@ -183,18 +201,24 @@ def test_doctor_tells_of_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> 
         ((doctor.Problem("error", "vllm.x:Y.z is missing"),), 1),
     ],
 )
+@pytest.mark.parametrize("verbose", [False, True])
 def test_doctor_exit_code_and_text(
-    monkeypatch: pytest.MonkeyPatch, problems: tuple[doctor.Problem, ...], exit_code: int
+    monkeypatch: pytest.MonkeyPatch,
+    problems: tuple[doctor.Problem, ...],
+    exit_code: int,
+    verbose: bool,
 ) -> None:
-    hooks = (make_hook("ok"), make_hook("replaced"), make_hook("missing"))
+    hooks = (make_hook("ok", target="vllm.fits:Y.z"), make_hook("ok"))
     report = make_report(problems=problems, hooks=hooks)
     monkeypatch.setattr(doctor, "collect", lambda *_, **__: report)
-    result = runner.invoke(cli.app, ["doctor"])
+    result = runner.invoke(cli.app, ["doctor", *["--verbose"][:verbose]])
     assert result.exit_code == exit_code
-    assert "hooks: 1 of 3 fit" in result.stdout
-    assert ("healthy" in result.stdout) == (exit_code == 0)
     for problem in problems:
         assert f"{problem.level}: {problem.text}" in result.stdout
+    assert ("healthy: 2 of 2 hooks fit" in result.stdout) == (exit_code == 0)
+    assert ("✓ vllm.fits:Y.z" in result.stdout) == verbose
+    if not verbose:
+        assert len(result.stdout.splitlines()) == 3 + len(problems)
 
 
 def test_doctor_tells_of_damaged_compiled_code(
