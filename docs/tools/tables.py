@@ -38,18 +38,16 @@ def generate(name: str) -> str:
 
 
 def patches() -> str:
-    """Return two Markdown tables of the ledger: what the series replaces, and what stays."""
+    """Return a Markdown table of the ledger's entries that the patch series replaces."""
     from vllm_trie.vllm_hooks.ledger import EXTENSION_POINTS, PATCHES
 
     lines = ["| patch | symbol of vLLM | what takes its place |", "| --- | --- | --- |"]
-    replaced = [patch for patch in PATCHES if patch.extension_point]
-    for patch in sorted(replaced, key=lambda one: EXTENSION_POINTS[one.extension_point or ""]):
-        number = EXTENSION_POINTS[patch.extension_point or ""][0]
-        lines.append(f"| {number} | `{patch.target}` | {patch.successor} |")
-    lines += ["", "| stays a patch | why |", "| --- | --- |"]
-    for patch in PATCHES:
-        if patch.wrapper is not None and not patch.extension_point:
-            lines.append(f"| `{patch.target}` | {patch.why} |")
+    rows = [
+        f"| {EXTENSION_POINTS[patch.extension_point][0]} | `{patch.target}` | {patch.successor} |"
+        for patch in PATCHES
+        if patch.extension_point
+    ]
+    lines += sorted(rows, key=lambda row: row[:7])
     return "\n".join(lines) + "\n"
 
 
