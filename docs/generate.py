@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from docs.tools import dashboard, engine_drawings, tables, tree_drawings
+from docs.tools import charts, dashboard, engine_drawings, tables, tree_drawings
 
 DOCS = Path(__file__).resolve().parent
 PATCHES_PAGE = DOCS.parent / "patches" / "README.md"
@@ -20,6 +20,8 @@ DRAWINGS = {
     "mask": tree_drawings.mask,
     "blocks": engine_drawings.blocks,
     "path": engine_drawings.path,
+    "load": charts.load,
+    "nodes": charts.nodes,
 }
 
 

@@ -29,6 +29,7 @@ text { font: 13px ui-sans-serif, system-ui, "Segoe UI", Roboto, sans-serif; fill
 .edge { fill: none; stroke: var(--line); stroke-width: 1.5; }
 .edge-green { fill: none; stroke: var(--green-line); stroke-width: 2.5; }
 .edge-amber { fill: none; stroke: var(--amber-line); stroke-width: 2; }
+.grid { fill: none; stroke: var(--line); stroke-width: 0.5; }
 .dashed { stroke-dasharray: 4 3; }
 .soft { fill: var(--soft); stroke: var(--line); }
 .blue { fill: var(--blue); stroke: var(--blue-line); }
@@ -109,6 +110,11 @@ class Canvas:
             f'<path class="{style}" d="M{start.x:g} {start.y:g} C{middle:g} {start.y:g} '
             f'{middle:g} {end.y:g} {end.x:g} {end.y:g}"/>'
         )
+
+    def line(self, points: Sequence[Point], style: str = "edge") -> None:
+        """Straight lines from point to point."""
+        path = " L".join(f"{point.x:.1f} {point.y:.1f}" for point in points)
+        self._parts.append(f'<path class="{style}" d="M{path}"/>')
 
     def arrow(self, start: Point, end: Point, style: str = "edge") -> None:
         """A straight arrow."""

@@ -1,0 +1,99 @@
+"""Line charts of tables in the lab notes, so that a chart and its table cannot differ."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from docs.tools.svg import Canvas, Point
+
+DOCS = Path(__file__).resolve().parents[1]
+_STYLES = (("edge-green", "green"), ("edge-amber", "amber"), ("edge dashed", "dim"))
+"""Of the lines and of their names, in the order of the series."""
+
+_WIDTH, _HEIGHT = 340, 180
+_LEFT, _TOP = 50, 62
+
+
+def load() -> str:
+    """Return the chart of speed over the number of requests."""
+    rows = {"`ngram_trie`, trees": "ngram_trie", "vLLM's `suffix`": "suffix"}
+    ngram = {"vLLM's `ngram`, 8 tokens, n-grams of 1 to 5": "ngram"}
+    canvas = Canvas(860, 290, "Speed over plain vLLM by the number of concurrent requests")
+    panels = ("text that reuses its context", "text without repetition")
+    for number, panel in enumerate(panels):
+        header, values = _table("lab_engine.md", f"{panel}, concurrent requests")
+        series = {name: values[row] for row, name in (rows | ngram).items()}
+        title = f"Speed over plain vLLM: {panel}"
+        _draw(canvas, 425 * number, title, header, series, 0.0, 5.0 if number == 0 else 1.25)
+    canvas.text(430, 278, "concurrent requests", "small dim", "middle")
+    return canvas.render()
+
+
+def nodes() -> str:
+    """Return the chart of tokens per step over the node budget."""
+    rows = {
+        "`ngram_trie_store`": "ngram_trie with store",
+        "`ngram_trie`": "ngram_trie",
+        "`vllm_ngram`": "vLLM's ngram",
+    }
+    header, values = _table("lab_drafters.md", "mean, by nodes")
+    canvas = Canvas(500, 290, "Tokens per step by the node budget")
+    series = {name: values[row] for row, name in rows.items()}
+    _draw(canvas, 0, "Tokens per step on recorded answers", header, series, 1.0, 3.0)
+    canvas.text(_LEFT + _WIDTH / 2, 278, "nodes", "small dim", "middle")
+    return canvas.render()
+
+
+def _table(page: str, title: str) -> tuple[list[str], dict[str, list[float]]]:
+    """Return the column heads of a table, found by its first one, and its rows by their first cell.
+
+    Raises:
+        LookupError: The page has no such table.
+    """
+    lines = iter((DOCS / page).read_text(encoding="utf-8").splitlines())
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] == title:
+            next(lines)
+            break
+    else:
+        raise LookupError(f"{page} has no table whose first column is {title!r}")
+    rows: dict[str, list[float]] = {}
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        name, *values = (cell.strip(" *") for cell in line.strip("|").split("|"))
+        rows[name] = [float(value) for value in values if re.fullmatch(r"[\d.]+", value)]
+    return cells[1:], rows
+
+
+def _draw(
+    canvas: Canvas,
+    left: float,
+    title: str,
+    labels: list[str],
+    series: dict[str, list[float]],
+    low: float,
+    high: float,
+) -> None:
+    """Draw one panel: `labels` of the x axis, evenly spaced; values from `low` to `high`."""
+    x = [left + _LEFT + _WIDTH * i / (len(labels) - 1) for i in range(len(labels))]
+
+    def height(value: float) -> float:
+        return _TOP + _HEIGHT * (high - value) / (high - low)
+
+    canvas.text(left + 16, 24, title, "title")
+    for i in range(6):
+        value = low + (high - low) * i / 5
+        y = height(value)
+        canvas.line([Point(x[0], y), Point(x[-1], y)], "grid")
+        canvas.text(x[0] - 8, y + 4, f"{value:g}", "small dim", "end")
+    for place, label in zip(x, labels, strict=True):
+        canvas.text(place, _TOP + _HEIGHT + 18, label, "small", "middle")
+    start = left + 16
+    for (style, text), (name, values) in zip(_STYLES, series.items(), strict=True):
+        canvas.line([Point(place, height(v)) for place, v in zip(x, values, strict=True)], style)
+        canvas.line([Point(start, 40), Point(start + 18, 40)], style)
+        canvas.text(start + 24, 44, name, f"small {text}")
+        start += 38 + 6.2 * len(name)
