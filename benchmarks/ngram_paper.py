@@ -22,6 +22,7 @@ import typer
 from replay import replay
 from rich.progress import track
 from support.harness import Row, print_table, write_json
+from support.paper_trie import PaperDrafter
 from support.replay_data import (
     DEFAULT_TOKENIZER,
     AnswersFile,
@@ -52,9 +53,8 @@ def accept_lengths(
 ) -> tuple[Counter[int], float]:
     """Return how many steps yielded how many tokens, and a draft's median duration in us."""
     method = OwnDrafter(
-        "ngram_trie",
+        PaperDrafter.name,
         Setting(settings.nodes, vocab_size),
-        scoring="frequency",
         ngram_size=settings.ngram_size,
         max_prefix_len=settings.max_prefix_len,
         index_output=settings.index_output,

@@ -158,7 +158,7 @@ class Budgeted(Method):
         if step.num_nodes:
             request_ids = [text.request_id for text in step.batch]
             self._budget.observe_verified(request_ids, step.trees, step.accepted)
-        self._budget.observe_step(num_rows, num_rows + step.num_nodes, step.seconds)
+        self._budget.observe_step(num_rows + step.num_nodes, step.seconds)
         self._budget.observe_drafting(step.drafting_seconds)
 
     def finish(self, text: Text) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from support.device import start_engine
 from support.engines import each_schedule, keep_kernel_overrides
 from support.harness import Progress, take_turns
+from support.paper_trie import PaperDrafter
 from vllm_trie.local_engine import decode_steps, runner_of, trees_of
 
 if TYPE_CHECKING:
@@ -50,9 +51,8 @@ METHODS: dict[str, dict[str, Any] | None] = {
     },
     # The n-gram-trie paper's method: every one of 32 drafts is verified.
     "paper": {
-        "method": "ngram_trie",
+        "method": PaperDrafter.name,
         "num_speculative_tokens": 32,
-        "scoring": "frequency",
         "node_budget": "fixed",
     },
     "ngram_trie_fixed_8": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,6 @@ import numpy as np
 
 from docs.tools.svg import Canvas, Point
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
-from vllm_trie.drafters.ngram_trie.frequency import FrequencyTrie, TrieNode
 from vllm_trie.ngrams import Job, PythonBackend
 from vllm_trie.tree import ROOT, TokenTree, accept_greedy
 
@@ -85,18 +85,19 @@ def trie(scheme: str = "auto") -> str:
         canvas.token(20 + 65 * number, 42, word, style, 60)
 
     canvas.text(20, 102, "Its trie of 3-grams, with how often each occurred", "title")
-    counted = FrequencyTrie(ngram_size=3)
-    counted.append([_VOCABULARY.index(word) for word in TEXT])
+    tokens = [_VOCABULARY.index(word) for word in TEXT]
+    counts = Counter(
+        tuple(tokens[i : i + n]) for n in (1, 2, 3) for i in range(len(tokens) - n + 1)
+    )
     nodes: list[tuple[int, int, int, int]] = []  # token, parent, count, depth
 
-    def collect(node: TrieNode, parent: int, depth: int) -> None:
-        for token, child in node.children.items():
-            nodes.append((token, parent, child.frequency, depth))
-            collect(child, len(nodes) - 1, depth + 1)
+    def collect(path: tuple[int, ...], parent: int) -> None:
+        for longer, count in counts.items():
+            if longer[:-1] == path:
+                nodes.append((longer[-1], parent, count, len(path)))
+                collect(longer, len(nodes) - 1)
 
-    root = counted.find(())
-    assert root is not None
-    collect(root, ROOT, 0)
+    collect((), ROOT)
     children = _children([parent for _, parent, _, _ in nodes])
     rows = _rows(children, children[ROOT])
     suffix: set[int] = set()

@@ -95,10 +95,10 @@ def test_all_ways_lead_to_the_same_configuration():
 @pytest.mark.parametrize(
     "options",
     [
-        {"speculative_config": {**TREES, "ngram_size": 9, "index_output": False}},
-        {"additional_config": {"vllm_trie": {"ngram_size": 9, "index_output": False}}},
+        {"speculative_config": {**TREES, "max_context_len": 9, "index_output": False}},
+        {"additional_config": {"vllm_trie": {"max_context_len": 9, "index_output": False}}},
         {
-            "speculative_config": {**TREES, "ngram_size": 9},
+            "speculative_config": {**TREES, "max_context_len": 9},
             "additional_config": {"vllm_trie": {"index_output": False}, "theirs": 1},
         },
     ],
@@ -106,9 +106,9 @@ def test_all_ways_lead_to_the_same_configuration():
 def test_options_reach_the_drafter(engine, options):
     llm = engine(**{**speculation("ngram_trie", 8), **options})
     drafter = trees_of(llm).guard.drafter
-    assert drafter.options.ngram_size == 9
+    assert drafter.options.max_context_len == 9
     assert drafter.options.index_output is False
-    assert drafter.options.max_prefix_len == drafter.Options().max_prefix_len
+    assert drafter.options.store_tokens == drafter.Options().store_tokens
     assert drafter.context.num_nodes == 8
     assert drafter.context.max_model_len == 1024
     assert drafter.context.eos_token_ids == (0,)
@@ -140,13 +140,13 @@ def test_command_line(words, arguments):
 
 
 def test_options_on_the_command_line():
-    as_json = json.dumps({**TREES, "ngram_size": 9})
-    assert options_of(from_command_line("--speculative-config", as_json)).ngram_size == 9
+    as_json = json.dumps({**TREES, "max_context_len": 9})
+    assert options_of(from_command_line("--speculative-config", as_json)).max_context_len == 9
     found = from_command_line(
         *("--spec-method", "ngram_trie"),
-        *("--additional-config", '{"vllm_trie": {"max_prefix_len": 2}}'),
+        *("--additional-config", '{"vllm_trie": {"store_tokens": 2}}'),
     )
-    assert options_of(found).max_prefix_len == 2
+    assert options_of(found).store_tokens == 2
 
 
 def test_unknown_method_on_the_command_line(capsys):
@@ -178,8 +178,8 @@ def test_help_of_the_server():
         ({"num_speculative_tokens": 257}, ["num_speculative_tokens=257", "from 1 to 256"]),
         ({"num_speculative_tokens": True}, ["num_speculative_tokens=True", "whole number"]),
         ({"num_speculative_tokens": "8"}, ["num_speculative_tokens='8'", "whole number"]),
-        ({"no_such_option": 1}, ["no_such_option", "ngram_size", "draft_timeout_s"]),
-        ({"ngram_size": "9"}, ["ngram_size='9'", "integer"]),
+        ({"no_such_option": 1}, ["no_such_option", "max_context_len", "draft_timeout_s"]),
+        ({"max_context_len": "9"}, ["max_context_len='9'", "integer"]),
         ({"draft_timeout_s": -1.0}, ["draft_timeout_s=-1.0", "greater than 0"]),
     ],
 )
@@ -191,10 +191,10 @@ def test_wrong_options(changes, said):
 
 def test_one_option_in_two_places():
     message = refusal(
-        speculative_config={**TREES, "ngram_size": 9},
-        additional_config={"vllm_trie": {"ngram_size": 8}},
+        speculative_config={**TREES, "max_context_len": 9},
+        additional_config={"vllm_trie": {"max_context_len": 8}},
     )
-    for words in ("ngram_size", "9", "8", "give one of them"):
+    for words in ("max_context_len", "9", "8", "give one of them"):
         assert words in message
 
 

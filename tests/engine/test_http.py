@@ -32,7 +32,7 @@ COMMANDS = {
     PLAIN: server_off.OPTIONS,
     TRACED: [
         *("--speculative-model", "ngram_trie"),
-        *("--speculative-config", '{"num_speculative_tokens": 16, "ngram_size": 10}'),
+        *("--speculative-config", '{"num_speculative_tokens": 16, "max_context_len": 10}'),
     ],
     "medusa_dynamic": [
         *("--spec-method", "medusa_dynamic", "--spec-model", str(medusa_path())),

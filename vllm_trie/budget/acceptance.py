@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 
 from vllm_trie.budget.monotone import non_decreasing
-from vllm_trie.checked_numbers import checked
 
 _EDGES = np.array(
     [0.003, 0.006, 0.012, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96]
@@ -60,22 +57,6 @@ class AcceptanceCalibration:
         self._verified *= factor
         self._accepted *= factor
         self._expected = None
-
-    def state(self) -> dict[str, list[float]]:
-        """Return what was learned, for :meth:`restore`."""
-        return {"verified": self._verified.tolist(), "accepted": self._accepted.tolist()}
-
-    def restore(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from the state of another object.
-
-        Raises:
-            ValueError: it is not such a state; nothing is changed then.
-        """
-        verified = checked(state, "verified", len(_CENTRES), 0.0, self._memory)
-        accepted = checked(state, "accepted", len(_CENTRES), 0.0, self._memory)
-        if (accepted > verified).any():
-            raise ValueError("more accepted than verified nodes")
-        self._verified, self._accepted, self._expected = verified, accepted, None
 
     def __call__(self, predicted: np.ndarray) -> np.ndarray:
         """Return float64 [n], the expected acceptance rates, non-decreasing in `predicted`."""

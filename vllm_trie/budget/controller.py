@@ -55,7 +55,7 @@ class _RequestStatistics:
 class NodeBudget:
     """Cuts the trees of a step to the nodes whose verification is worth its time.
 
-    Learns while the engine runs: the duration of a step by its requests and tokens; the acceptance
+    Learns while the engine runs: the duration of a step by its tokens; the acceptance
     rate of nodes by predicted probability, over all requests and for each of them; the duration of
     drafting. Drafting pauses when speculation as a whole is not worth its time. Each pause is twice
     as long as the one before.
@@ -105,7 +105,7 @@ class NodeBudget:
         if not self.cost.known:
             return [0.0] * len(request_ids)
         nodes = max(_USUAL_NODES * num_rows, _FEW_NODES)
-        seconds = self.cost.table(num_rows, num_rows + nodes + 1)
+        seconds = self.cost.table(num_rows + nodes + 1)
         plain = seconds[num_rows]
         slope = (seconds[num_rows + nodes] - plain) / nodes
         price = _MARGIN * num_rows / plain * slope
@@ -135,7 +135,7 @@ class NodeBudget:
             self._requests.setdefault(request_ids[i], _RequestStatistics()) for i in open_to_cuts
         ]
         size = num_rows + whole + sum(sizes) + 1
-        seconds = self.cost.table(num_rows, size)[whole:]
+        seconds = self.cost.table(size)[whole:]
         factors = [request.factor for request in requests]
         choice = choose_nodes(predicted, factors, self.acceptance.points(), num_rows, seconds)
         plain = seconds[num_rows]
@@ -166,9 +166,9 @@ class NodeBudget:
         """Set a first estimate of the duration of a step with `num_tokens` tokens."""
         self.cost.expect(num_tokens, seconds)
 
-    def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Take in the measured duration of one decoding step without drafting."""
-        self.cost.observe(num_rows, num_tokens, seconds)
+        self.cost.observe(num_tokens, seconds)
 
     def observe_drafting(self, seconds: float) -> None:
         """Take in the duration of drafting for one step, including all overhead."""

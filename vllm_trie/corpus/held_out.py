@@ -13,7 +13,7 @@ from vllm_trie.corpus.answers_file import Answer
 from vllm_trie.corpus.prompt_format import PromptFormat
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
 from vllm_trie.local_engine import accepted_nodes
-from vllm_trie.ngrams import Job, NativeBackend, Odds
+from vllm_trie.ngrams import Job, NativeBackend
 from vllm_trie.ngrams.corpus_file import open_corpus, write_corpus
 from vllm_trie.ngrams.index import MAX_ORDER
 from vllm_trie.ngrams.native import NativeCorpus
@@ -61,15 +61,13 @@ def tokens_per_step(
     backend = NativeBackend(BLEND)
     num_tokens = num_steps = 0
     for prompt, answer in texts:
-        own, odds = backend.new_index(MAX_ORDER), Odds()
+        own = backend.new_index(MAX_ORDER)
         text = np.concatenate((prompt, answer))
-        position = learned = len(prompt) + 1
+        position = len(prompt) + 1
         num_tokens += len(answer) - 1
         while position < len(text):
             job = Job(own, None, corpus, text[:position], position, NODES, NODES, False)
-            job = job._replace(odds=odds, num_learned=learned)
             [draft] = backend.draft_batch([job])
-            learned = position
             position += 1 + len(accepted_nodes(draft.tree, text[position:].tolist()))
             num_steps += 1
     return num_tokens / max(1, num_steps)

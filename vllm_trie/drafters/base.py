@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from vllm_trie.store import StoredText
+from vllm_trie.store import Saved
 from vllm_trie.tree import TokenTree
 
 
@@ -163,45 +163,22 @@ class Drafter(ABC):
     def release(self, request_id: str) -> None:  # noqa: B027 - optional, not abstract
         """Forget a request that has ended; ignore unknown ids."""
 
-    def finished_texts(self) -> Sequence[StoredText]:
-        """Return the texts of finished requests that later ones are drafted from, for a file.
+    def save(self) -> Saved:
+        """Return what is worth keeping for other engines; called between two steps.
 
-        Least recently used first. Called between two steps; the arrays must not change afterwards.
+        The arrays must not change afterwards.
         """
-        return ()
+        return Saved()
 
-    def restore_texts(self, texts: Sequence[StoredText]) -> None:  # noqa: B027 - optional
-        """Take up texts of other engines, least recently used first.
+    def restore(self, saved: Saved) -> None:  # noqa: B027 - optional, not abstract
+        """Take up what other engines saved; a drafter ignores what it does not draft from.
 
-        Called before the first call of `propose` with those of earlier engines, and with
-        `store_reload_minutes` also between two steps, with those that engines saved meanwhile.
+        Called before the first call of `propose` with what earlier engines saved, and with
+        `store_reload_minutes` also between two steps, with the texts that engines saved meanwhile.
         """
 
     def set_prompt_key(self, key: bytes) -> None:  # noqa: B027 - optional
         """Take the key of the fingerprints in texts of other engines, before any request or text.
 
         Engines without files draw one of their own.
-        """
-
-    def successors(self) -> Sequence[StoredText]:
-        """Return what the model named after nodes of earlier trees, for a file; oldest first.
-
-        Each is a sequence of threes: two tokens and the one that the model named after them.
-        """
-        return ()
-
-    def restore_successors(  # noqa: B027 - optional
-        self, successors: Sequence[StoredText]
-    ) -> None:
-        """Take up what `successors` of an earlier engine returned, before any request."""
-
-    def learned(self) -> dict[str, list[float]]:
-        """Return numbers that were learned over all requests, for a file; called between steps."""
-        return {}
-
-    def restore_learned(self, state: Mapping[str, Sequence[float]]) -> None:  # noqa: B027 - optional
-        """Go on from the numbers that a drafter with the same options saved, before any request.
-
-        Raises:
-            ValueError: they are not sound.
         """

@@ -8,13 +8,13 @@ tokens: long prompts take several steps, and nobody waits for them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from vllm_trie.drafters.base import DraftRequest
-from vllm_trie.ngrams import Backend, Index, Odds
+from vllm_trie.ngrams import Backend, Index
 
 STEP_TOKENS = 8_192
 """Tokens that a call indexes: about 10 ms."""
@@ -31,8 +31,6 @@ class IndexedText(NamedTuple):
         first: Place of `tokens[0]` in the text.
         tokens: int32, contiguous: the end of the text.
         num_indexed: Leading tokens of `tokens` that the index is given.
-        odds: What the text taught about the sources of drafts.
-        num_learned: Leading tokens of `tokens` that it has taught already.
     """
 
     own: Index | None
@@ -40,8 +38,6 @@ class IndexedText(NamedTuple):
     first: int
     tokens: np.ndarray
     num_indexed: int
-    odds: Odds | None = None
-    num_learned: int = 0
 
 
 @dataclass(slots=True)
@@ -64,8 +60,6 @@ class _Text:
         text: Its number in the index; that of the prompt until all of that is indexed.
         num_indexed: Tokens of the text that are indexed, the prompt's included.
         end: The last of them, as bytes, by which a changed text is known.
-        odds: What the text taught about the sources of drafts.
-        length: Its tokens at the last update, 0 before the first.
     """
 
     index: Index
@@ -73,8 +67,6 @@ class _Text:
     text: int = 0
     num_indexed: int = 0
     end: bytes = b""
-    odds: Odds = field(default_factory=Odds)
-    length: int = 0
 
 
 class RequestTexts:
@@ -121,7 +113,7 @@ class RequestTexts:
         end = request.token_ids[-self._max_order :]
         tokens = np.concatenate((end, np.asarray(added, dtype=np.int32)), dtype=np.int32)
         first = len(request.token_ids) - len(end)
-        return IndexedText(text.index, text.text, first, tokens, 0, text.odds, len(tokens))
+        return IndexedText(text.index, text.text, first, tokens, 0)
 
     def release(self, request_id: str) -> None:
         """Forget a request."""
@@ -195,11 +187,8 @@ class RequestTexts:
         first = before - self._max_order if is_new else length - max(self._max_order, 2)
         first = max(first, 0)
         tokens = np.ascontiguousarray(request.token_ids[first:], dtype=np.int32)
-        # The first draft follows the prompt, which is no prediction's result.
-        learned = (text.length or length) - first if is_new else length - first
-        text.length = length
         num_indexed = end - first if is_new else 0
-        return IndexedText(text.index, text.text, first, tokens, num_indexed, text.odds, learned)
+        return IndexedText(text.index, text.text, first, tokens, num_indexed)
 
     def _extend_prompt(self, text: _Text, prompt: _Prompt, room: int) -> int:
         """Index the prompt of a sample, and begin its branch; return the tokens that this took."""

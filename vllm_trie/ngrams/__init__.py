@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm_trie.ngrams.backend import Backend, NativeBackend, PythonBackend, choose_backend
 from vllm_trie.ngrams.blend import Blend, Source
 from vllm_trie.ngrams.index import MAX_ORDER, NgramIndex
-from vllm_trie.ngrams.job import Candidates, Draft, Index, Job, Odds
+from vllm_trie.ngrams.job import Candidates, Draft, Index, Job
 
 __all__ = [
     "MAX_ORDER",
@@ -17,7 +17,6 @@ __all__ = [
     "Job",
     "NativeBackend",
     "NgramIndex",
-    "Odds",
     "PythonBackend",
     "Source",
     "choose_backend",

@@ -67,11 +67,8 @@ class PythonBackend:
         sources = ((Kind.OWN, job.own), (Kind.STORE, job.store), (Kind.CORPUS, job.corpus))
         kinds = [kind for kind, index in sources if index is not None]
         indexes = [index for _, index in sources if index is not None]
-        odds = None if job.odds is None else job.odds.values
-        mixture = Mixture(indexes, kinds, self._blend, table, odds)
+        mixture = Mixture(indexes, kinds, self._blend, table)
         tokens = job.tokens.tolist()
-        if odds is not None:
-            mixture.learn(tokens, job.num_learned)
         if job.own is not None and job.num_indexed > 0:
             job.own.synchronize(job.text, job.first, tokens[: job.num_indexed])
         tree = BestFirstTree(job.max_nodes, job.max_depth, job.chain_only, job.min_probability)

@@ -7,26 +7,11 @@ from typing import NamedTuple
 
 
 class Kind(IntEnum):
-    """Where contexts come from: the rows of a request's odds."""
+    """Where contexts come from."""
 
     OWN = 0
     STORE = 1
     CORPUS = 2
-
-
-class Evidence(IntEnum):
-    """A context's counts: the columns of a request's odds."""
-
-    ONCE = 0
-    ONE = 1
-    """The same successor each time."""
-    SEVERAL = 2
-
-    @classmethod
-    def of(cls, num_types: int, num_successors: int) -> Evidence:
-        if num_types == 1:
-            return cls.ONCE
-        return cls.ONE if num_successors == 1 else cls.SEVERAL
 
 
 class Source(NamedTuple):
@@ -57,8 +42,6 @@ class Blend(NamedTuple):
     path_trust: float = 0.0
     """Added certainty, once a parent was accepted, that the text repeats itself. Odds of small
     probabilities grow by this part."""
-    learning_rate: float = 0.0
-    """Step of the odds of each source, length and evidence, see `Mixture.learn`."""
     min_left: float = 0.0
     """Shorter contexts are asked while at least this much probability is left."""
     cut_left: float = 0.0

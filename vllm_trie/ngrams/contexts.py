@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_trie.ngrams.index import NgramIndex, Node, Place
@@ -23,14 +23,11 @@ class Counted(NamedTuple):
     num_types: int
     """Sum over all successors."""
     num_successors: int
-    count: Callable[[int], int]
-    """Returns the types of any token, 0 if it is no successor."""
 
 
 def count_listed(counts: Counts) -> Counted:
     """Return successors that are all listed, the most frequent first."""
-    total = sum(count for _, count in counts)
-    return Counted(counts, total, len(counts), lambda token: dict(counts).get(token, 0))
+    return Counted(counts, sum(count for _, count in counts), len(counts))
 
 
 def match_suffix(index: NgramIndex, token_ids: Sequence[int]) -> list[Match]:
@@ -60,13 +57,7 @@ def count_successors(index: NgramIndex, match: Match) -> Counted:
         return count_listed([(token, 1)] if token >= 0 else [])
     assert isinstance(match, Node)
     successors = [(child.token, child.types) for child in match.hot]
-    children = match.children
-    return Counted(
-        successors,
-        match.child_types,
-        len(children),
-        lambda token: children[token].types if token in children else 0,
-    )
+    return Counted(successors, match.child_types, len(match.children))
 
 
 def _follow(index: NgramIndex, match: Match, token: int) -> Match | None:

@@ -6,11 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from vllm_trie.ngrams.blend import Evidence, Kind
 from vllm_trie.tree import TokenTree
-
-MAX_CONTEXT_LEN = 15
-"""Longest context of any index, kMaxOrder in core/index.hpp."""
 
 
 class Index(Protocol):
@@ -24,21 +20,6 @@ class Index(Protocol):
     def remove_text(self, text: int) -> None: ...
     def synchronize_prompt(self, token_ids: np.ndarray) -> None: ...
     def begin_branch(self, context: np.ndarray) -> int: ...
-
-
-class Odds:
-    """The odds by which contexts are believed more than their counts say.
-
-    Attributes:
-        values: float64 [kinds of sources, lengths, kinds of evidence].
-        address: Of the values, for compiled code.
-    """
-
-    __slots__ = ("address", "values")
-
-    def __init__(self) -> None:
-        self.values = np.ones((len(Kind), MAX_CONTEXT_LEN + 1, len(Evidence)))
-        self.address = self.values.ctypes.data
 
 
 class Job(NamedTuple):
@@ -71,10 +52,6 @@ class Job(NamedTuple):
     """Text of the store that answered such a prompt, -1 for none."""
     output_begin: int = 0
     """Place in `tokens` where the output begins, negative if it is before them."""
-    num_learned: int = 0
-    """Leading ones of `tokens` that `odds` have been learned from already."""
-    odds: Odds | None = None
-    """What the request taught about its sources, updated by the draft; None: nothing."""
 
 
 class Candidates(NamedTuple):

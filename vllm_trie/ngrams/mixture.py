@@ -7,10 +7,6 @@ to the next shorter context. This is the predictive rule of the hierarchical Pit
 one table a type, that is, interpolated Kneser-Ney smoothing. A model's heads, if there are any, are
 its base distribution: they get what no context has claimed.
 
-The odds of what a context gets are also multiplied by what the request has taught so far about
-contexts of that length and evidence in that source (:meth:`Mixture.learn`): mixing in the logistic
-domain.
-
 Source: Teh, "A hierarchical Bayesian language model based on Pitman-Yor processes" (2006), eq. 4.
 """
 
@@ -19,10 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from vllm_trie.ngrams.best_first import BestFirstTree
-from vllm_trie.ngrams.blend import Blend, Evidence, Kind, Source
+from vllm_trie.ngrams.blend import Blend, Kind, Source
 from vllm_trie.ngrams.contexts import (
     Counted,
     Counts,
@@ -35,10 +29,6 @@ from vllm_trie.ngrams.contexts import (
 from vllm_trie.ngrams.index import NgramIndex, Place
 from vllm_trie.ngrams.recycled import ANY_TOKEN
 from vllm_trie.tree import ROOT
-
-UNSEEN = 1e-5
-"""Probability of a token that no context has seen, of what is left."""
-MOST_ODDS = 32.0
 
 
 class Answer(NamedTuple):
@@ -59,8 +49,6 @@ class Asked(NamedTuple):
     """The part of the probability left by longer contexts that its successors get."""
     left: float
     """That probability."""
-    place: tuple[int, int, int] | None
-    """Of its odds; a recycled context has none."""
 
     def part(self, count: int) -> float:
         """Return the part of the probability that a successor of this count gets."""
@@ -82,8 +70,6 @@ class Mixture:
         kinds: Of each of them.
         blend: Parameters.
         recycled: None without recycled successors.
-        odds: float64 [kinds, lengths, evidence], by which the odds of the shares are multiplied;
-            None: all 1.
     """
 
     def __init__(
@@ -92,13 +78,11 @@ class Mixture:
         kinds: Sequence[Kind],
         blend: Blend,
         recycled: Recycled | None = None,
-        odds: np.ndarray | None = None,
     ) -> None:
         self.indexes = indexes
         self.kinds = kinds
         self.blend = blend
         self.recycled = recycled
-        self.odds = odds
 
     def ask(
         self,
@@ -129,58 +113,22 @@ class Mixture:
         for order in range(longest, self.blend.min_order - 1, -1):
             if left < min_left:
                 break
-            counted: list[tuple[Counted, Source, Kind | None]] = []
+            counted: list[tuple[Counted, Source]] = []
             if order == 0:
-                counted += [(count_listed(counts), self.blend.recycled, None) for counts in named]
+                counted += [(count_listed(counts), self.blend.recycled) for counts in named]
             for index, kind, known in zip(self.indexes, self.kinds, contexts, strict=True):
                 if order < len(known):
                     trust = self.blend.source(kind, order, order == answer_order)
-                    counted.append((count_successors(index, known[order]), trust, kind))
-            for successors, trust, asked_kind in counted:
-                _, num_types, num_successors, _ = successors
+                    counted.append((count_successors(index, known[order]), trust))
+            for successors, trust in counted:
+                _, num_types, num_successors = successors
                 if num_successors == 0:
                     continue
                 claimed = num_types - trust.discount * num_successors
                 share = claimed / (num_types + trust.concentration)
-                place = None
-                if self.odds is not None and asked_kind is not None:
-                    place = asked_kind, order, Evidence.of(num_types, num_successors)
-                    odds = float(self.odds[place])
-                    share = share * odds / (1.0 - share + share * odds)
-                asked.append(Asked(successors, trust.discount, share, left, place))
+                asked.append(Asked(successors, trust.discount, share, left))
                 left *= 1.0 - share
         return asked, left
-
-    def learn(self, token_ids: Sequence[int], num_learned: int) -> None:
-        """Adapt the odds to the tokens behind the first `num_learned` of `token_ids`.
-
-        Each token is one step of gradient ascent on the logarithm of its probability, by the logits
-        of the shares. The gradient is the part of that probability that is the context's own, times
-        (1 - share), less the part of the contexts asked after it times share.
-        """
-        assert self.odds is not None
-        for end in range(max(num_learned, 1), len(token_ids)):
-            text, token = token_ids[:end], token_ids[end]
-            contexts = [match_suffix(index, text) for index in self.indexes]
-            # The recycled table has counted the token already, and would be believed for it.
-            asked, left = self.ask(contexts, None, self.blend.min_left)
-            counts = [each.counted.count(token) for each in asked]
-            parts = [
-                each.part(count) if count else 0.0
-                for each, count in zip(asked, counts, strict=True)
-            ]
-            probability = 0.0
-            for part in parts:
-                probability += part
-            probability += UNSEEN * left
-            behind = 1.0
-            for each, part in zip(asked, parts, strict=True):
-                ratio = part / probability
-                behind -= ratio
-                gradient = ratio * (1.0 - each.share) - behind * each.share
-                odds = float(self.odds[each.place])
-                odds *= 1.0 + self.blend.learning_rate * gradient
-                self.odds[each.place] = min(max(odds, 1.0 / MOST_ODDS), MOST_ODDS)
 
 
 def grow(

@@ -178,14 +178,13 @@ class DraftBatch:
         stride = 0
         for job in jobs:
             own, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
-            recycled, scope, first, text, answer, output_begin, num_learned, odds = job[9:]
+            recycled, scope, first, text, answer, output_begin = job[9:]
             packed = _PACK_JOB(
                 0 if own is None else own.handle,
                 0 if store is None else store.handle,
                 0 if corpus is None else corpus.handle,
                 *(least, max_nodes, max_depth, chain, len(tokens), num_indexed, first),
-                *(0 if recycled is None else recycled.handle, scope, text, answer),
-                *(output_begin, num_learned, 0 if odds is None else odds.address),
+                *(0 if recycled is None else recycled.handle, scope, text, answer, output_begin),
             )
             parts += (packed, tokens)
             if max_nodes > stride:

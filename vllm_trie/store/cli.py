@@ -46,8 +46,6 @@ def info(files: _Files) -> None:
         typer.echo(f"  {salted} texts of {header.num_salts} cache salts or adapters")
         num_successors = sum(len(observed.token_ids) for observed in successors) // 3
         typer.echo(f"  {num_successors} successors after nodes of trees (recycle)")
-        typer.echo(f"  acceptance rates: {header.drafter if header.acceptance else 'none'}")
-        typer.echo(f"  step costs: {header.machine if header.step_cost else 'none'}")
     raise typer.Exit(int(failed))
 
 
@@ -61,7 +59,7 @@ def merge(
         int, typer.Option(min=1, max=MAX_TOKENS, help="Tokens to keep, those used last.")
     ] = MAX_TOKENS,
 ) -> None:
-    """Merge store files of one model; what was learned comes from the newest of them."""
+    """Merge store files of one model; successors come from the newest of them."""
     with _errors():
         stores = sorted(map(read_store, files), key=lambda store: -store.header.saved_at)
         _check_same_model(stores)

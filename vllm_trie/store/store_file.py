@@ -1,4 +1,4 @@
-"""The file of a warm start: texts of finished requests, and what drafter and node budget learned.
+"""The file of a warm start: texts of finished requests.
 
 The body of the file (see :mod:`vllm_trie.checked_file`), all integers little-endian:
 
@@ -50,10 +50,20 @@ class StoredText(NamedTuple):
     """Fingerprint of the end of the prompt that it answered, empty if it is not known."""
 
 
-class StoreHeader(SizedHeader):
-    """Contents of a store file. Numbers that were learned are checked where they are taken up."""
+class Saved(NamedTuple):
+    """What a drafter leaves to other engines."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    texts: Sequence[StoredText] = ()
+    """Outputs of finished requests, least recently used first."""
+    successors: Sequence[StoredText] = ()
+    """What the model named after nodes of earlier trees, oldest first: sequences of threes, two
+    tokens and the one that the model named after them."""
+
+
+class StoreHeader(SizedHeader):
+    """Contents of a store file. Fields of other versions of this package are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     model: str = Field(description="Name or path of the model whose outputs these are.")
     tokenizer: str = Field(description="Fingerprint of its tokenizer, empty if there is none.")
@@ -64,11 +74,6 @@ class StoreHeader(SizedHeader):
     num_salts: int = Field(default=0, ge=0, le=MAX_TOKENS)
     num_prompts: int = Field(default=0, ge=0, le=MAX_TOKENS, description="None, or num_texts.")
     num_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
-    drafter: str = Field(default="", description="The method and its options.")
-    learned: dict[str, list[float]] = Field(default={}, description="Numbers of the drafter.")
-    acceptance: dict[str, list[float]] = Field(default={})
-    machine: str = Field(default="", description="What the step costs were measured on.")
-    step_cost: dict[str, list[float]] = Field(default={})
 
     @property
     def body_size(self) -> int:
@@ -89,13 +94,11 @@ FORMAT = CheckedFormat(
 
 
 class Store(NamedTuple):
-    """Content of a file."""
+    """Content of a file; its texts and successors are those of :class:`Saved`."""
 
     header: StoreHeader
     texts: list[StoredText]
-    """Least recently used first."""
     successors: list[StoredText]
-    """What the model named after nodes of trees, in threes (see :class:`Drafter`), oldest first."""
 
 
 @functools.lru_cache(maxsize=4096)

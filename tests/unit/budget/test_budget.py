@@ -91,8 +91,8 @@ def test_the_compiled_choice_is_the_readable_one(forest, rows_without, data):
 def test_step_cost_never_falls(measured):
     cost = StepCost()
     for num_tokens, seconds in measured:
-        cost.observe(1, num_tokens, seconds)
-    table = cost.table(3, 400)
+        cost.observe(num_tokens, seconds)
+    table = cost.table(400)
     assert (np.diff(table) >= -1e-12).all()
     assert (table > 0).all()
 
@@ -104,13 +104,13 @@ def test_step_cost_learns_a_curve_and_follows_a_change():
     def measure(factor):
         for num_tokens in rng.integers(1, 130, size=900).tolist():
             noise = 1 + 0.1 * rng.standard_normal()
-            cost.observe(1, num_tokens, factor * noise * (0.020 + 0.0005 * num_tokens))
+            cost.observe(num_tokens, factor * noise * (0.020 + 0.0005 * num_tokens))
 
     measure(1.0)
     for num_tokens in (1, 20, 65, 128):
-        assert cost(1, num_tokens) == pytest.approx(0.020 + 0.0005 * num_tokens, rel=0.08)
+        assert cost(num_tokens) == pytest.approx(0.020 + 0.0005 * num_tokens, rel=0.08)
     measure(2.0)
-    assert cost(1, 64) == pytest.approx(2 * (0.020 + 0.0005 * 64), rel=0.1)
+    assert cost(64) == pytest.approx(2 * (0.020 + 0.0005 * 64), rel=0.1)
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
@@ -119,37 +119,17 @@ def test_steps_that_fill_their_blocks_are_cheap(block):
     cost = StepCost()
     for _ in range(30):
         for num_tokens in (1, block // 2, block, block + 1, 2 * block):
-            cost.observe(1, num_tokens, 0.010 if num_tokens <= block else 0.015)
-    assert cost(1, block) == pytest.approx(0.010, rel=0.01)
-    assert cost(1, block + 1) == pytest.approx(0.015, rel=0.01)
-
-
-def test_step_cost_tells_requests_from_nodes():
-    """A step's time is 5 ms, 0.06 ms for each request and 0.1 ms for each token."""
-    cost = StepCost()
-    rng = np.random.default_rng(0)
-
-    def seconds(num_rows, num_tokens):
-        return 0.005 + 0.00006 * num_rows + 0.0001 * num_tokens
-
-    for num_rows, nodes in zip(
-        rng.integers(1, 33, size=3000).tolist(), rng.integers(0, 5, size=3000).tolist(), strict=True
-    ):
-        num_tokens = num_rows * (1 + nodes)
-        noise = 1 + 0.05 * rng.standard_normal()
-        cost.observe(num_rows, num_tokens, noise * seconds(num_rows, num_tokens))
-    assert cost.seconds_per_row == pytest.approx(0.00006, rel=0.3)
-    for num_rows, num_tokens in [(32, 32), (32, 128), (8, 8), (8, 40), (2, 40), (20, 120)]:
-        expected = seconds(num_rows, num_tokens)
-        assert cost(num_rows, num_tokens) == pytest.approx(expected, rel=0.05)
+            cost.observe(num_tokens, 0.010 if num_tokens <= block else 0.015)
+    assert cost(block) == pytest.approx(0.010, rel=0.01)
+    assert cost(block + 1) == pytest.approx(0.015, rel=0.01)
 
 
 def test_neighbours_that_differ_by_noise_do_not_forbid_larger_steps():
     cost = StepCost()
     for num_tokens, seconds in ((1, 4.0), (8, 6.0), (32, 10.0), (48, 16.0), (64, 21.0)):
         for _ in range(20):
-            cost.observe(1, num_tokens, seconds)
-    assert cost(1, 128) == pytest.approx(21.0 + 64 * (21.0 - 10.0) / 32)
+            cost.observe(num_tokens, seconds)
+    assert cost(128) == pytest.approx(21.0 + 64 * (21.0 - 10.0) / 32)
 
 
 def test_measurements_replace_what_was_expected():
@@ -157,9 +137,8 @@ def test_measurements_replace_what_was_expected():
     for num_tokens in (1, 8, 64):
         cost.expect(num_tokens, 0.001 * num_tokens)
     for _ in range(100):
-        cost.observe(8, 8, 0.02)
-    assert cost(8, 8) == pytest.approx(0.02, rel=0.1)
-    assert cost.seconds_per_row == 0.0  # nothing else was measured
+        cost.observe(8, 0.02)
+    assert cost(8) == pytest.approx(0.02, rel=0.1)
 
 
 def test_sizes_that_are_only_expected_follow_the_measured_ones():
@@ -168,18 +147,18 @@ def test_sizes_that_are_only_expected_follow_the_measured_ones():
     for num_tokens in (1, 8, 16, 32):
         cost.expect(num_tokens, 0.020 + 0.0004 * num_tokens)
     for _ in range(30):
-        cost.observe(1, 12, 0.024 + 0.0004 * 12)
+        cost.observe(12, 0.024 + 0.0004 * 12)
     for num_tokens in (1, 12, 32):
-        assert cost(1, num_tokens) == pytest.approx(0.024 + 0.0004 * num_tokens, rel=0.01)
+        assert cost(num_tokens) == pytest.approx(0.024 + 0.0004 * num_tokens, rel=0.01)
 
 
 def test_one_interrupted_step_does_not_steer():
     cost = StepCost()
     for _ in range(50):
-        cost.observe(1, 1, 0.02)
-        cost.observe(1, 33, 0.03)
-    cost.observe(1, 33, 60.0)
-    assert cost(1, 33) < 0.04
+        cost.observe(1, 0.02)
+        cost.observe(33, 0.03)
+    cost.observe(33, 60.0)
+    assert cost(33) < 0.04
 
 
 def test_acceptance_corrects_an_overconfident_drafter():
@@ -230,7 +209,7 @@ def test_nodes_are_spent_while_they_are_cheap_and_saved_when_dear():
     for slope in (0.0, 0.01, 0.1, 2.0):
         budget = NodeBudget()
         for num_tokens in (1, 2, 4, 8, 16):
-            budget.observe_step(1, num_tokens, 1.0 + slope * (num_tokens - 1))
+            budget.observe_step(num_tokens, 1.0 + slope * (num_tokens - 1))
         sizes.append(budget.cut(["a"], [tree], 1)[0].num_nodes)
     assert sizes[0] == 5
     assert sizes[-1] == 0
@@ -246,7 +225,7 @@ def test_what_need_not_be_drafted_would_have_been_cut(slope, num_rows, edges):
     """Where a node costs the same at every size, nothing is lost by the least probability."""
     budget = NodeBudget()
     for num_tokens in (1, 16, 64, 256, 1024):
-        budget.observe_step(1, num_tokens, 1.0 + slope * num_tokens)
+        budget.observe_step(num_tokens, 1.0 + slope * num_tokens)
     trees = [_chain(np.cumprod(tree).tolist()) for tree in edges]
     ids = [str(i) for i in range(len(trees))]
     num_rows = max(num_rows, len(trees))
@@ -261,7 +240,7 @@ def test_a_large_batch_asks_for_likelier_nodes_and_so_does_a_request_that_fails(
     budget = NodeBudget()
     assert budget.least_probabilities(["a"], 1) == [0.0]  # no costs are known
     for num_tokens in (1, 16, 64, 256):
-        budget.observe_step(1, num_tokens, 1.0 + 0.02 * num_tokens)
+        budget.observe_step(num_tokens, 1.0 + 0.02 * num_tokens)
     least = [budget.least_probabilities(["a"], num_rows)[0] for num_rows in (1, 4, 16, 32)]
     assert least == sorted(least)
     assert least[0] < least[-1] / 4
@@ -277,7 +256,7 @@ def test_cut_trees_are_the_likeliest_subtrees():
     tree = TokenTree.from_lists([1, 2, 3, 4], [-1, 0, -1, 2], [0.5, 0.02, 0.4, 0.3])
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8):
-        budget.observe_step(1, num_tokens, 1.0 + 0.1 * (num_tokens - 1))
+        budget.observe_step(num_tokens, 1.0 + 0.1 * (num_tokens - 1))
     (cut,) = budget.cut(["a"], [tree], 1)
     assert cut.token_ids.tolist() == [1, 3, 4]
     assert cut.parents.tolist() == [-1, -1, 1]
@@ -288,7 +267,7 @@ def test_trees_without_probabilities_stay_whole():
     plain = TokenTree.from_lists([1, 2], [-1, 0])
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8):
-        budget.observe_step(1, num_tokens, float(num_tokens))
+        budget.observe_step(num_tokens, float(num_tokens))
     kept = budget.cut(["a", "b"], [plain, _chain([0.1])], 2)
     assert [tree.num_nodes for tree in kept] == [2, 0]
 
@@ -296,7 +275,7 @@ def test_trees_without_probabilities_stay_whole():
 def _costly_engine(drafting_seconds: float) -> NodeBudget:
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8):
-        budget.observe_step(1, num_tokens, float(num_tokens))
+        budget.observe_step(num_tokens, float(num_tokens))
     for _ in range(200):
         budget.observe_drafting(drafting_seconds)
     return budget
@@ -311,8 +290,8 @@ def test_drafting_pauses_longer_and_longer_and_wakes_up():
             budget.cut(["a"], [_chain([0.05])], 1)
     assert 5 < calls < 20
     for _ in range(60):
-        budget.observe_step(1, 2, 1.0)
-        budget.observe_step(1, 4, 1.0)
+        budget.observe_step(2, 1.0)
+        budget.observe_step(4, 1.0)
     while not budget.should_draft(1):
         pass
     budget.cut(["a"], [_chain([0.99, 0.99])], 1)
@@ -344,7 +323,7 @@ def test_a_gain_smaller_than_the_cost_of_drafting_is_none():
     for drafting_seconds in (0.01, 0.5):
         budget = NodeBudget()
         for num_tokens in (1, 2, 4):
-            budget.observe_step(1, num_tokens, 1.0 + 0.02 * num_tokens)
+            budget.observe_step(num_tokens, 1.0 + 0.02 * num_tokens)
         for _ in range(200):
             budget.observe_drafting(drafting_seconds)
         kept.append(budget.cut(["a"], [tree], 1)[0].num_nodes)
@@ -354,7 +333,7 @@ def test_a_gain_smaller_than_the_cost_of_drafting_is_none():
 def test_a_request_whose_drafts_fail_gets_fewer_nodes_than_one_whose_do_not():
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8, 16):
-        budget.observe_step(1, num_tokens, 1.0 + 0.25 * (num_tokens - 1))
+        budget.observe_step(num_tokens, 1.0 + 0.25 * (num_tokens - 1))
     tree = _chain([0.8, 0.6, 0.5, 0.4])
     for _ in range(15):
         good, bad = budget.cut(["good", "bad"], [tree, tree], 2)
@@ -399,7 +378,7 @@ class _Machine:
             accepted = [range(min(n, tree.num_nodes)) for n, tree in zip(right, kept, strict=True)]
             budget.observe_verified(ids, kept, accepted)
             num_tokens = num_rows + sum(tree.num_nodes for tree in kept)
-            budget.observe_step(num_rows, num_tokens, self.seconds(num_tokens))
+            budget.observe_step(num_tokens, self.seconds(num_tokens))
             total += num_tokens - num_rows
         return total / num_steps / num_rows
 

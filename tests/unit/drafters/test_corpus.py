@@ -19,8 +19,7 @@ from vllm_trie.drafters import parse_options
 from vllm_trie.drafters.ngram_trie import NgramTrieDrafter
 from vllm_trie.drafters.ngram_trie import drafter as drafter_module
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
-from vllm_trie.ngrams import Job, NativeBackend, NgramIndex, Odds, PythonBackend, native
-from vllm_trie.ngrams.blend import Kind
+from vllm_trie.ngrams import Job, NativeBackend, NgramIndex, PythonBackend, native
 from vllm_trie.ngrams.corpus_file import (
     FORMAT,
     CorpusError,
@@ -62,7 +61,7 @@ def letters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drafts_as_the_readable_twin_from_the_same_texts(path: Path) -> None:
-    """With tokens that the request learns from, and contexts of all lengths."""
+    """Of contexts of all lengths."""
     in_memory = NgramIndex(8)
     in_memory.add_text(np.concatenate([[*document, -1] for document in DOCUMENTS]))
     text = np.array([7, 3, 4, 9, *range(12), 3, 4, 5], dtype=np.int32)
@@ -71,17 +70,14 @@ def test_drafts_as_the_readable_twin_from_the_same_texts(path: Path) -> None:
         (NativeBackend(BLEND), open_corpus(path, len(VOCABULARY), fingerprint(VOCABULARY))),
         (PythonBackend(BLEND), in_memory),
     ):
-        own, odds = backend.new_index(8), Odds()
-        for length, num_learned in ((3, 3), (6, 3), (16, 6), (19, 16)):
+        own = backend.new_index(8)
+        for length in (3, 6, 16, 19):
             tokens = text[:length].copy()
             job = Job(own, None, corpus, tokens, length, 16, 9, False)
-            job = job._replace(odds=odds, num_learned=num_learned)
-            drafts.append((backend.draft_batch([job])[0].tree, odds.values.copy()))
-    assert drafts[0][0].token_ids.tolist()[:1] == [5]
-    assert drafts[2][0].token_ids.tolist()[:7] == [12, 13, 14, 15, 16, 17, 18]
-    assert (drafts[3][1][Kind.CORPUS] > 1.0).any()
-    for (compiled, odds), (readable, its_odds) in zip(drafts[:4], drafts[4:], strict=True):
-        np.testing.assert_array_equal(odds, its_odds)
+            drafts.append(backend.draft_batch([job])[0].tree)
+    assert drafts[0].token_ids.tolist()[:1] == [5]
+    assert drafts[2].token_ids.tolist()[:7] == [12, 13, 14, 15, 16, 17, 18]
+    for compiled, readable in zip(drafts[:4], drafts[4:], strict=True):
         for name in ("token_ids", "parents", "probabilities"):
             np.testing.assert_array_equal(getattr(compiled, name), getattr(readable, name))
 
@@ -95,7 +91,7 @@ def test_a_corpus_is_replaced_while_it_is_used(path: Path, tmp_path: Path) -> No
         for _ in range(2):
             [tree] = drafter.propose([make_request([30, 3, 4])])
             drafter.release("a")
-            file = drafter._scoring._newest_corpus.__self__  # type: ignore[union-attr, attr-defined]
+            file = drafter._newest_corpus.__self__  # type: ignore[union-attr, attr-defined]
             if file._thread is not None:
                 file._thread.join()
         return tree.token_ids[:1].tolist()

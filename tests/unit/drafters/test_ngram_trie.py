@@ -1,4 +1,4 @@
-"""What holds for `ngram_trie` with every scoring: limits, state, determinism."""
+"""What holds for every tree of `ngram_trie`: limits, state, determinism."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.unit.drafters.support import VOCAB, by_path, make_drafter, make_request
-from vllm_trie.drafters.ngram_trie import NgramTrieOptions
-from vllm_trie.drafters.ngram_trie import drafter as drafter_module
 from vllm_trie.ngrams import MAX_ORDER
 from vllm_trie.tree import TokenTree, depth_first_layout
 
-SCORINGS = NgramTrieOptions.model_fields["scoring"].annotation.__args__  # type: ignore[union-attr]
 texts = st.lists(st.integers(0, 4), min_size=1, max_size=60)
 
 
@@ -28,10 +25,9 @@ def same(a: TokenTree, b: TokenTree) -> bool:
     )
 
 
-@pytest.mark.parametrize("scoring", SCORINGS)
 @given(texts, st.integers(1, 40), st.integers(1, 10), st.booleans(), st.integers(0, 60))
 def test_trees_obey_the_limits(
-    scoring: str, text: list[int], max_nodes: int, max_depth: int, chain_only: bool, prompt: int
+    text: list[int], max_nodes: int, max_depth: int, chain_only: bool, prompt: int
 ) -> None:
     request = make_request(
         text,
@@ -40,7 +36,7 @@ def test_trees_obey_the_limits(
         max_depth=max_depth,
         chain_only=chain_only,
     )
-    [tree] = make_drafter(scoring=scoring).propose([request])
+    [tree] = make_drafter().propose([request])
     tree.validate(VOCAB, max_nodes)
     assert tree.num_nodes == 0 or tree.probabilities is not None
     assert tree.depths().max(initial=0) <= max_depth
@@ -49,71 +45,43 @@ def test_trees_obey_the_limits(
         assert tree.is_chain
 
 
-@pytest.mark.parametrize("scoring", SCORINGS)
 @given(texts, st.lists(st.integers(1, 6), max_size=6), st.integers(0, 10))
 def test_growing_step_by_step_equals_starting_fresh(
-    scoring: str, text: list[int], steps: list[int], prompt: int
+    text: list[int], steps: list[int], prompt: int
 ) -> None:
     prompt = min(prompt, len(text))
-    with pytest.MonkeyPatch.context() as patch:
-        # What a request learned of its sources is the one thing that a fresh drafter lacks.
-        patch.setattr(drafter_module, "BLEND", drafter_module.BLEND._replace(learning_rate=0.0))
-        drafter = make_drafter(scoring=scoring)
-        length = max(prompt, 1)
-        for step in [*steps, len(text)]:
-            request = make_request(text[:length], num_prompt_tokens=prompt)
-            [grown] = drafter.propose([request])
-            [fresh] = make_drafter(scoring=scoring).propose([request])
-            assert same(grown, fresh)
-            length = min(length + step, len(text))
+    drafter = make_drafter()
+    length = max(prompt, 1)
+    for step in [*steps, len(text)]:
+        request = make_request(text[:length], num_prompt_tokens=prompt)
+        [grown] = drafter.propose([request])
+        [fresh] = make_drafter().propose([request])
+        assert same(grown, fresh)
+        length = min(length + step, len(text))
 
 
-def test_a_source_that_errs_is_believed_less() -> None:
-    """Every stored answer says 20 after 7, 8, 9; this request says another token each time."""
-
-    def probability(learning_rate: float) -> float:
-        with pytest.MonkeyPatch.context() as patch:
-            blend = drafter_module.BLEND._replace(learning_rate=learning_rate)
-            patch.setattr(drafter_module, "BLEND", blend)
-            drafter = make_drafter(store_tokens=1000)
-        for i in range(4):
-            request = make_request([1, 40 + i, 7, 8, 9, 20], str(i), num_prompt_tokens=1)
-            drafter.propose([request])
-            drafter.release(str(i))
-        text = [2]
-        for i in range(12):
-            text += [60 + i, 7, 8, 9]
-            [tree] = drafter.propose([make_request(text, "now", num_prompt_tokens=1)])
-            text.append(30 + i)
-        return by_path(tree)[(20,)]
-
-    assert probability(0.2) < 0.8 * probability(0.0)
-
-
-@pytest.mark.parametrize("scoring", SCORINGS)
 @given(st.lists(texts, min_size=1, max_size=4))
-def test_batch_equals_requests_one_by_one(scoring: str, batch: list[list[int]]) -> None:
+def test_batch_equals_requests_one_by_one(batch: list[list[int]]) -> None:
     requests = [make_request(text, request_id=str(i)) for i, text in enumerate(batch)]
-    together = make_drafter(scoring=scoring).propose(requests)
+    together = make_drafter().propose(requests)
     for request, tree in zip(requests, together, strict=True):
-        assert same(make_drafter(scoring=scoring).propose([request])[0], tree)
+        assert same(make_drafter().propose([request])[0], tree)
 
 
-@pytest.mark.parametrize("scoring", SCORINGS)
 @given(texts, texts, st.booleans())
 def test_a_request_that_comes_back_changed_is_indexed_anew(
-    scoring: str, before: list[int], after: list[int], released: bool
+    before: list[int], after: list[int], released: bool
 ) -> None:
     # A text is known by its last tokens.
     assume(released or before[-MAX_ORDER:] != after[max(0, len(before) - MAX_ORDER) : len(before)])
-    drafter = make_drafter(scoring=scoring)
+    drafter = make_drafter()
     drafter.propose([make_request(before)])
     if released:
         drafter.release("a")
         drafter.release("a")
     request = make_request(after)
     [tree] = drafter.propose([request])
-    [fresh] = make_drafter(scoring=scoring).propose([request])
+    [fresh] = make_drafter().propose([request])
     assert same(tree, fresh)
 
 
@@ -139,11 +107,10 @@ def test_no_requests_no_trees() -> None:
     assert make_drafter().propose([]) == []
 
 
-@pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("text", [[], [VOCAB - 1], [VOCAB - 1] * 50, list(range(VOCAB))])
 @pytest.mark.parametrize("num_prompt_tokens", [0, 1])
-def test_odd_texts(scoring: str, text: list[int], num_prompt_tokens: int) -> None:
-    drafter = make_drafter(scoring=scoring)
+def test_odd_texts(text: list[int], num_prompt_tokens: int) -> None:
+    drafter = make_drafter()
     request = make_request(text, num_prompt_tokens=min(num_prompt_tokens, len(text)))
     for _ in range(2):
         [tree] = drafter.propose([request])
@@ -187,7 +154,7 @@ def test_every_process_drafts_the_same_trees() -> None:
 def test_a_prompt_that_is_read_ahead_is_indexed_as_by_a_draft(
     prompt: list[int], output: list[int]
 ) -> None:
-    ahead, usual = make_drafter(scoring="blended"), make_drafter(scoring="blended")
+    ahead, usual = make_drafter(), make_drafter()
     ahead.read_prompts([make_request(prompt)])
     usual.propose([make_request(prompt)])
     request = make_request([*prompt, *output])

@@ -32,13 +32,11 @@ def test_unknown_method_names_what_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ngram_sise": 4}, "ngram_sise is not an option; allowed: .*ngram_size"),
-        ({"ngram_size": "13"}, "ngram_size='13'.*integer"),
-        ({"ngram_size": 1}, "ngram_size=1.*greater than or equal to 2"),
+        ({"max_contextlen": 4}, "max_contextlen is not an option; allowed: .*max_context_len"),
+        ({"max_context_len": "8"}, "max_context_len='8'.*integer"),
+        ({"max_context_len": 0}, "max_context_len=0.*greater than or equal to 1"),
         ({"index_output": 1}, "index_output=1.*boolean"),
-        ({"scoring": "best"}, "scoring='best'.*'frequency'"),
-        ({"ngram_size": 3}, "max_prefix_len=3 must be smaller than ngram_size=3"),
-        ({"ngram_size": 0, "max_prefix_len": 99}, "ngram_size=0.*max_prefix_len=99"),
+        ({"max_context_len": 0, "store_tokens": -1}, "max_context_len=0.*store_tokens=-1"),
     ],
 )
 def test_wrong_options_are_named_with_their_value(options: dict[str, object], message: str) -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.drafters.support import make_context
 from vllm_trie.drafters import DraftRequest, request_texts
-from vllm_trie.drafters.ngram_trie.drafter import BLEND, BlendedScoring
+from vllm_trie.drafters.ngram_trie.drafter import BLEND, NgramTrieDrafter
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafters.request_texts import RequestTexts
 from vllm_trie.ngrams import NativeBackend, PythonBackend, native
@@ -48,32 +49,35 @@ def test_twins_agree_on_samples_that_come_and_go(
 ) -> None:
     """Each event gives one of five requests a token, or ends it where the token is 4."""
     options = NgramTrieOptions(max_context_len=max_order, store_tokens=0)
-    scorings = [BlendedScoring(options, b(BLEND)) for b in (NativeBackend, PythonBackend)]
+    drafters = [
+        NgramTrieDrafter(options, make_context(), backend(BLEND))
+        for backend in (NativeBackend, PythonBackend)
+    ]
     outputs: dict[int, list[int]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_texts, "STEP_TOKENS", step_tokens)
         for number, token in events:
             if token == 4 and number in outputs:
                 del outputs[number]
-                for scoring in scorings:
-                    scoring.release(f"{number}")
+                for drafter in drafters:
+                    drafter.release(f"{number}")
                 continue
             outputs.setdefault(number, []).append(token)
             requests = [
                 make_request(f"{n}", prompt, output, "parent" if is_sample else None)
                 for n, output in outputs.items()
             ]
-            compiled, readable = (scoring.propose(requests) for scoring in scorings)
+            compiled, readable = (drafter.propose(requests) for drafter in drafters)
             assert list(map(shape, compiled)) == list(map(shape, readable))
-            for scoring in scorings:
+            for drafter in drafters:
                 longest = sum(len(output) for output in outputs.values())
                 count = 1 if is_sample else len(outputs)
-                assert scoring._texts.num_tokens <= count * len(prompt) + longest
-    for scoring in scorings:
+                assert drafter._texts.num_tokens <= count * len(prompt) + longest
+    for drafter in drafters:
         for number in outputs:
-            scoring.release(f"{number}")
-        assert scoring._texts.num_tokens == 0
-        assert not scoring._texts._prompts
+            drafter.release(f"{number}")
+        assert drafter._texts.num_tokens == 0
+        assert not drafter._texts._prompts
 
 
 def test_samples_share_a_prompt() -> None:

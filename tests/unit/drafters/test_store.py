@@ -100,7 +100,7 @@ def test_a_repeated_prompt_finds_its_answer_from_the_first_token_on(salt: str | 
 def test_prompts_of_another_salt_are_not_recognized(first: str | None, second: str | None) -> None:
     """Neither drafts nor fingerprints show who guesses a prompt that it was asked before."""
     drafter = answered_before(PROMPT, first)
-    store = drafter._store  # type: ignore[attr-defined]
+    store = drafter.store  # type: ignore[attr-defined]
     prompt = np.array(PROMPT, dtype=np.int32)
     prints = {text.prompt for text in store.texts()}
     assert store.prompt_print(first, prompt) in prints

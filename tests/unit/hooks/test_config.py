@@ -79,8 +79,8 @@ def test_all_ways_to_name_a_method(way: str) -> None:
 
 def test_translating_twice_changes_nothing() -> None:
     engine_args = translated(
-        {"method": "ngram_trie", "ngram_size": 9, "num_speculative_tokens": 7},
-        {"theirs": 1, CONFIG_KEY: {"max_prefix_len": 2}},
+        {"method": "ngram_trie", "max_context_len": 9, "num_speculative_tokens": 7},
+        {"theirs": 1, CONFIG_KEY: {"store_tokens": 2}},
     )
     before = dict(vars(engine_args))
     translate(engine_args)
@@ -108,29 +108,31 @@ def test_what_is_not_ours_is_left_alone(engine_args: SimpleNamespace) -> None:
 
 
 def test_the_users_dictionaries_are_not_changed() -> None:
-    speculative = {"method": "ngram_trie", "ngram_size": 9}
-    additional = {CONFIG_KEY: {"max_prefix_len": 2}}
+    speculative = {"method": "ngram_trie", "max_context_len": 9}
+    additional = {CONFIG_KEY: {"store_tokens": 2}}
     translated(speculative, additional)
-    assert speculative == {"method": "ngram_trie", "ngram_size": 9}
-    assert additional == {CONFIG_KEY: {"max_prefix_len": 2}}
+    assert speculative == {"method": "ngram_trie", "max_context_len": 9}
+    assert additional == {CONFIG_KEY: {"store_tokens": 2}}
 
 
 @pytest.mark.parametrize(
     "engine_args",
     [
-        arguments({"method": "ngram_trie", "ngram_size": 9, "draft_timeout_s": 2.0}),
+        arguments({"method": "ngram_trie", "max_context_len": 9, "draft_timeout_s": 2.0}),
         arguments(
-            {"method": "ngram-trie".replace("-", "_"), "ngram-size": 9, "draft-timeout-s": 2.0}
+            {"method": "ngram-trie".replace("-", "_"), "max-context-len": 9, "draft-timeout-s": 2.0}
         ),
         arguments(
-            {"method": "ngram_trie"}, {CONFIG_KEY: {"ngram_size": 9, "draft_timeout_s": 2.0}}
+            {"method": "ngram_trie"}, {CONFIG_KEY: {"max_context_len": 9, "draft_timeout_s": 2.0}}
         ),
         arguments(
-            None, {CONFIG_KEY: {"ngram_size": 9, "draft_timeout_s": 2.0}}, spec_method="ngram_trie"
+            None,
+            {CONFIG_KEY: {"max_context_len": 9, "draft_timeout_s": 2.0}},
+            spec_method="ngram_trie",
         ),
         arguments(
-            {"method": "ngram_trie", "ngram_size": 9},
-            {CONFIG_KEY: {"ngram_size": 9, "draft_timeout_s": 2.0, "method": "ngram_trie"}},
+            {"method": "ngram_trie", "max_context_len": 9},
+            {CONFIG_KEY: {"max_context_len": 9, "draft_timeout_s": 2.0, "method": "ngram_trie"}},
         ),
     ],
 )
@@ -138,16 +140,18 @@ def test_options_arrive(engine_args: SimpleNamespace) -> None:
     translate(engine_args)
     found = read(as_worker_sees(engine_args))
     assert found is not None
-    assert found.drafter_options.ngram_size == 9
+    assert found.drafter_options.max_context_len == 9
     defaults = type(found.drafter_options)()
-    assert found.drafter_options.max_prefix_len == defaults.max_prefix_len
+    assert found.drafter_options.store_tokens == defaults.store_tokens
     assert found.engine_options.draft_timeout_s == 2.0
 
 
 def test_vllms_own_settings_stay_with_vllm() -> None:
-    engine_args = translated({"method": "ngram_trie", "quantization": "x", "ngram_size": 9})
+    engine_args = translated({"method": "ngram_trie", "quantization": "x", "max_context_len": 9})
     assert engine_args.speculative_config["quantization"] == "x"
-    assert engine_args.additional_config == {CONFIG_KEY: {"method": "ngram_trie", "ngram_size": 9}}
+    assert engine_args.additional_config == {
+        CONFIG_KEY: {"method": "ngram_trie", "max_context_len": 9}
+    }
 
 
 def test_settings_of_beam_search_live_beside_ours() -> None:
@@ -179,15 +183,18 @@ def test_wrong_node_budgets(value: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("no_such_option", 1, ["no_such_option", "not an option", "ngram_size", "draft_timeout_s"]),
-        ("ngram_size", "9", ["ngram_size='9'", "integer"]),
-        ("ngram_size", True, ["ngram_size=True", "integer"]),
-        ("ngram_size", 9.5, ["ngram_size=9.5", "integer"]),
-        ("ngram_size", 1, ["ngram_size=1", "2"]),
-        ("ngram_size", 65, ["ngram_size=65", "64"]),
+        (
+            "no_such_option",
+            1,
+            ["no_such_option", "not an option", "max_context_len", "draft_timeout_s"],
+        ),
+        ("max_context_len", "9", ["max_context_len='9'", "integer"]),
+        ("max_context_len", True, ["max_context_len=True", "integer"]),
+        ("max_context_len", 9.5, ["max_context_len=9.5", "integer"]),
+        ("max_context_len", 0, ["max_context_len=0", "1"]),
+        ("max_context_len", 16, ["max_context_len=16", "15"]),
         ("index_output", "yes", ["index_output='yes'", "boolean"]),
-        ("scoring", "magic", ["scoring='magic'", "frequency"]),
-        ("max_prefix_len", 0, ["max_prefix_len=0", "1"]),
+        ("store_tokens", -1, ["store_tokens=-1", "0"]),
         ("draft_timeout_s", 0.0, ["draft_timeout_s=0.0", "greater than 0"]),
         ("draft_timeout_s", "fast", ["draft_timeout_s='fast'", "number"]),
     ],
@@ -208,8 +215,10 @@ def test_wrong_options(place: str, option: str, value: Any, said: list[str]) -> 
     ("engine_args", "said"),
     [
         (
-            arguments({"method": "ngram_trie", "ngram_size": 9}, {CONFIG_KEY: {"ngram_size": 8}}),
-            ["ngram_size", "9", "8", "differ", "give one"],
+            arguments(
+                {"method": "ngram_trie", "max_context_len": 9}, {CONFIG_KEY: {"max_context_len": 8}}
+            ),
+            ["max_context_len", "9", "8", "differ", "give one"],
         ),
         (
             arguments({"method": "ngram_trie", "num_speculative_tokens": 8}, spec_tokens=16),

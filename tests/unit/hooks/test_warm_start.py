@@ -13,28 +13,25 @@ import pytest
 
 from tests.unit.drafters.support import VOCAB, make_drafter, make_request
 from tests.unit.drafters.test_recycling import verified
-from vllm_trie.budget import AcceptanceCalibration, NodeBudget, StepCost
 from vllm_trie.drafters import Drafter
-from vllm_trie.store import Identity, StoredText, StoreHeader, read_store, write_store
+from vllm_trie.store import Identity, Saved, StoredText, StoreHeader, read_store, write_store
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker import warm_start as module
-from vllm_trie.vllm_hooks.worker.warm_start import Origin, WarmStart
+from vllm_trie.vllm_hooks.worker.warm_start import WarmStart
 
-ORIGIN = Origin(Identity("model", "fingerprint", VOCAB), "ngram_trie", "machine")
+IDENTITY = Identity("model", "fingerprint", VOCAB)
 QUESTION, ANSWER = [1, 2, 3], [10, 11, 12, 13, 14]
 SECRET = [500, 501, 502, 503, 504, 505, 506, 507]
-NUM_KNOTS = len(StepCost().state()["seconds"])
 
 
 def start(
     folder: Path,
     drafter: Drafter | None = None,
-    origin: Origin = ORIGIN,
+    identity: Identity = IDENTITY,
     reload_interval: float | None = None,
-) -> tuple[WarmStart, Drafter, NodeBudget]:
-    drafter, budget = drafter or make_drafter(), NodeBudget()
-    saving = WarmStart(folder, origin, drafter, budget, reload_interval=reload_interval)
-    return saving, drafter, budget
+) -> tuple[WarmStart, Drafter]:
+    drafter = drafter or make_drafter()
+    return WarmStart(folder, identity, drafter, reload_interval=reload_interval), drafter
 
 
 def finish_job(saving: WarmStart) -> None:
@@ -63,32 +60,18 @@ def drafted(drafter: Drafter, tokens: Sequence[int], salt: str | None = None) ->
     return draft(drafter, tokens, salt).chain().token_ids.tolist()
 
 
-def learn(budget: NodeBudget) -> None:
-    for tokens in (1, 2, 9, 33):
-        for _ in range(30):
-            budget.observe_step(1, tokens, 0.01 + 0.001 * tokens)
-    predicted = np.linspace(0.1, 0.9, 300)
-    budget.acceptance.observe(predicted, np.arange(0, 300, 2))
-
-
 def run_once(folder: Path) -> None:
-    """An engine that answers, learns and ends."""
-    saving, drafter, budget = start(folder)
+    """An engine that answers and ends."""
+    saving, drafter = start(folder)
     answer(drafter, ANSWER)
-    learn(budget)
     saving.tick()
     saving.close()
 
 
-def test_a_restart_drafts_and_budgets_as_before(tmp_path: Path) -> None:
+def test_a_restart_drafts_as_before(tmp_path: Path) -> None:
     run_once(tmp_path)
-    _, drafter, budget = start(tmp_path)
+    _, drafter = start(tmp_path)
     assert drafted(drafter, [5, 10, 11])[:3] == [12, 13, 14]
-    expected = NodeBudget()
-    learn(expected)
-    predicted = np.array([0.2, 0.5, 0.8])
-    np.testing.assert_allclose(budget.acceptance(predicted), expected.acceptance(predicted))
-    np.testing.assert_allclose(budget.cost.table(1, 40), expected.cost.table(1, 40))
 
 
 def test_a_restart_knows_the_answer_to_a_prompt_from_its_first_token_on(tmp_path: Path) -> None:
@@ -96,7 +79,7 @@ def test_a_restart_knows_the_answer_to_a_prompt_from_its_first_token_on(tmp_path
         list(range(100, 140)),
         [[10, *range(20, 40)], *([10, 50, i] for i in range(5))],
     )
-    saving, drafter, _ = start(tmp_path)
+    saving, drafter = start(tmp_path)
     for i, output in enumerate(outputs):
         before = prompt if i == 0 else [i]
         request = make_request([*before, *output], str(i), num_prompt_tokens=len(before))
@@ -110,35 +93,26 @@ def test_a_restart_knows_the_answer_to_a_prompt_from_its_first_token_on(tmp_path
         return drafter.propose([request])[0].chain().token_ids[:9].tolist()
 
     expected = list(range(20, 29))
-    _, restarted, _ = start(tmp_path)
+    _, restarted = start(tmp_path)
     assert first_draft(restarted) == expected
     # Another key makes the fingerprints worthless, and nothing else.
     (tmp_path / "prompts.key").unlink()
-    _, restarted, _ = start(tmp_path)
+    _, restarted = start(tmp_path)
     assert first_draft(restarted)[0] == 50
     for path in tmp_path.iterdir():
         content = path.read_bytes()
         assert not any(np.array(prompt[i : i + 2], "<i4").tobytes() in content for i in range(39))
 
 
-def test_nothing_is_taken_up_from_another_model_drafter_or_machine(tmp_path: Path) -> None:
+def test_nothing_is_taken_up_from_another_model(tmp_path: Path) -> None:
     run_once(tmp_path)
-    other_model = ORIGIN._replace(identity=Identity("model", "other tokenizer", VOCAB))
-    _, drafter, budget = start(tmp_path, origin=other_model)
+    _, drafter = start(tmp_path, identity=Identity("model", "other tokenizer", VOCAB))
     assert 12 not in draft(drafter, [5, 10, 11]).token_ids
-    assert not budget.cost.known
-    _, drafter, budget = start(tmp_path, origin=ORIGIN._replace(machine="other"))
-    assert drafted(drafter, [5, 10, 11])[:3] == [12, 13, 14]
-    assert not budget.cost.known
-    assert budget.acceptance.state() != NodeBudget().acceptance.state()
-    _, _, budget = start(tmp_path, origin=ORIGIN._replace(drafter="other"))
-    assert budget.cost.known
-    assert budget.acceptance.state() == NodeBudget().acceptance.state()
 
 
 def test_a_tenants_text_is_drafted_for_nobody_else(tmp_path: Path) -> None:
     """By attack: other salts, none, the digest, a salt like an adapter's, all prefixes of it."""
-    saving, drafter, _ = start(tmp_path)
+    saving, drafter = start(tmp_path)
     answer(drafter, SECRET, salt="tenant")
     saving.tick()
     saving.close()
@@ -156,7 +130,7 @@ def test_a_tenants_text_is_drafted_for_nobody_else(tmp_path: Path) -> None:
         "adapter\0tenant",
     ]
     guesses += [stored.hex(), stored.decode("latin-1"), "vllm-trie cache salt\0tenant"]
-    _, drafter, _ = start(tmp_path)
+    _, drafter = start(tmp_path)
     for guess in guesses:
         for length in range(1, len(SECRET)):
             found = draft(drafter, [5, *SECRET[:length]], guess).token_ids.tolist()
@@ -175,7 +149,7 @@ def test_saves_at_intervals_in_a_thread_and_at_the_end(
         return write(*content)
 
     monkeypatch.setattr(module, "write_store", recorded)
-    saving, drafter, _ = start(tmp_path)
+    saving, drafter = start(tmp_path)
     saving.tick()
     assert threads == []  # not before the interval has passed
     monkeypatch.setattr(saving, "_next_save", 0.0)
@@ -189,7 +163,7 @@ def test_saves_at_intervals_in_a_thread_and_at_the_end(
     saving.close()
     saving.close()
     assert len(threads) == 2
-    idle, _, _ = start(tmp_path)
+    idle, _ = start(tmp_path)
     idle.close()
     assert len(threads) == 2
 
@@ -199,7 +173,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(
 ) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
-    saving, _, _ = start(blocked / "below")
+    saving, _ = start(blocked / "below")
     saving.tick()
     saving.close()
     assert "this engine saves nothing there" in caplog.text
@@ -208,51 +182,13 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(module, "write_store", full)
-    saving, _, _ = start(tmp_path)
+    saving, _ = start(tmp_path)
     caplog.clear()
     for _ in range(2):
         saving.tick()
         saving.close()
     assert caplog.text.count("No space left on device") >= 1
     assert "the engine goes on" in caplog.text
-
-
-def test_what_is_no_number_is_not_taken_up() -> None:
-    """A header may say NaN and Infinity."""
-    for wrong in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="outside of"):
-            AcceptanceCalibration().restore({"verified": [wrong] * 17, "accepted": [0.0] * 17})
-        with pytest.raises(ValueError, match="outside of"):
-            StepCost().restore({**StepCost().state(), "seconds": [wrong] * NUM_KNOTS})
-
-
-def test_forged_numbers_are_not_taken_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_once(tmp_path)
-    [path] = tmp_path.glob("*.store")
-    header, texts, _ = read_store(path)
-    wrong: list[dict[str, list[float]]] = [
-        {"verified": []},
-        {"verified": [1.0] * 17},
-        {"verified": [-1.0] * 17, "accepted": [0.0] * 17},
-        {"verified": [1.0] * 17, "accepted": [2.0] * 17},
-    ]
-    cost = header.step_cost
-    for name, value in (("seconds", 1e300), ("rows", -1.0), ("weights", 1e9)):
-        wrong.append({**cost, name: [value] * NUM_KNOTS})
-    wrong.append({**cost, "row_slope": [0.0, -1.0]})
-    wrong.append({**cost, "seconds": [0.0] * NUM_KNOTS})
-    for state in wrong:
-        field = "acceptance" if "verified" in state else "step_cost"
-        write_store(path, header.model_copy(update={field: state}), texts)
-        caplog.clear()
-        _, drafter, budget = start(tmp_path)
-        assert "are not taken up" in caplog.text, state
-        fresh = NodeBudget()
-        learner = budget.acceptance if field == "acceptance" else budget.cost
-        assert (
-            learner.state() == (fresh.acceptance if field == "acceptance" else fresh.cost).state()
-        )
-        assert drafted(drafter, [5, 10, 11])[:3] == [12, 13, 14]
 
 
 def test_no_damage_stops_a_start(tmp_path: Path) -> None:
@@ -264,7 +200,7 @@ def test_no_damage_stops_a_start(tmp_path: Path) -> None:
         for _ in range(rng.randrange(1, 5)):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         path.write_bytes(damaged[: rng.randrange(len(damaged) + 1)])
-        saving, drafter, _ = start(tmp_path)
+        saving, drafter = start(tmp_path)
         drafted(drafter, [5, 10, 11])
         saving.close()
 
@@ -278,17 +214,17 @@ class _Broken(Drafter):
     def propose(self, requests: Any) -> Any:
         raise NotImplementedError
 
-    def finished_texts(self) -> Any:
+    def save(self) -> Saved:
         raise RuntimeError("no texts")
 
-    def restore_texts(self, texts: Any) -> None:
+    def restore(self, saved: Saved) -> None:
         raise RuntimeError("no memory")
 
 
 def test_a_broken_drafter_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_once(tmp_path)
     whole = make_drafter()
-    saving, _, _ = start(tmp_path, _Broken(whole.options, whole.context))
+    saving, _ = start(tmp_path, _Broken(whole.options, whole.context))
     saving.tick()
     saving.close()
     assert "the start is cold" in caplog.text
@@ -302,7 +238,7 @@ def test_the_texts_of_a_union_are_those_of_its_parts(tmp_path: Path) -> None:
     union = make_drafter("trie_union", drafters=["ngram_trie"])
     start(tmp_path, union)
     assert drafted(union, [5, 10, 11])[:3] == [12, 13, 14]
-    assert len(union.finished_texts()) == 2
+    assert len(union.save().texts) == 2
 
 
 # -- reading again ---------------------------------------------------------------------------------
@@ -322,8 +258,8 @@ def reload(saving: WarmStart) -> None:
 
 
 def test_engines_learn_from_one_another_while_they_run(tmp_path: Path) -> None:
-    first, drafter, _ = start(tmp_path)
-    second, other_drafter, _ = start(tmp_path, reload_interval=60.0)
+    first, drafter = start(tmp_path)
+    second, other_drafter = start(tmp_path, reload_interval=60.0)
     answer(drafter, ANSWER)
     answer(drafter, SECRET, salt="tenant")
     save(first)
@@ -340,11 +276,11 @@ def test_engines_learn_from_one_another_while_they_run(tmp_path: Path) -> None:
         save(first)
         reload(second)
         second.tick()
-    both = [each.finished_texts() for each in (drafter, other_drafter)]
+    both = [each.save().texts for each in (drafter, other_drafter)]
     texts, copies = (sorted(text.token_ids.tolist() for text in each) for each in both)
     assert copies == texts
     assert len(texts) == 6
-    without, other_drafter, _ = start(tmp_path)
+    without, other_drafter = start(tmp_path)
     without.tick()
     assert without._job is None
 
@@ -352,11 +288,11 @@ def test_engines_learn_from_one_another_while_they_run(tmp_path: Path) -> None:
 def test_a_reload_is_taken_up_in_small_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saving, drafter, _ = start(tmp_path, reload_interval=60.0)
+    saving, drafter = start(tmp_path, reload_interval=60.0)
     for number in range(8):
         tokens = np.arange(number, number + 100, dtype=np.int32)
         text = StoredText(b"", tokens)
-        header = StoreHeader(**ORIGIN.identity._asdict(), saved_at=float(number))
+        header = StoreHeader(**IDENTITY._asdict(), saved_at=float(number))
         write_store(tmp_path / f"{number}.store", header, [text])
     monkeypatch.setattr(module, "MAX_RELOAD_TOKENS", 700)
     monkeypatch.setattr(module, "_TOKENS_PER_STEP", 250)
@@ -364,7 +300,7 @@ def test_a_reload_is_taken_up_in_small_parts(
     sizes = []
     for _ in range(4):
         saving.tick()
-        sizes.append(len(drafter.finished_texts()))
+        sizes.append(len(drafter.save().texts))
     assert sizes == [3, 6, 7, 7]
 
 
@@ -372,7 +308,7 @@ def test_a_reload_that_fails_costs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = make_drafter()
-    saving, _, _ = start(tmp_path, _Broken(whole.options, whole.context), reload_interval=60.0)
+    saving, _ = start(tmp_path, _Broken(whole.options, whole.context), reload_interval=60.0)
     run_once(tmp_path / "other")
     [path] = (tmp_path / "other").glob("*.store")
     path.rename(tmp_path / "other.store")
@@ -384,68 +320,20 @@ def test_a_reload_that_fails_costs_a_warning(
     assert "could not be read again" in caplog.text
 
 
-# -- numbers of drafters ---------------------------------------------------------------------------
-
-
 def test_what_the_model_named_outlives_a_restart(tmp_path: Path) -> None:
     step = verified([1, 2, 10], [], [10, 11, 50, 60, 70], request_id="0", cache_salt="tenant")
-    saving, drafter, _ = start(tmp_path, make_drafter(recycle=True))
+    saving, drafter = start(tmp_path, make_drafter(recycle=True))
     drafter.propose([make_request([1, 2], "0", cache_salt="tenant")])
     drafter.propose([step])
     saving.tick()
     saving.close()
-    _, again, _ = start(tmp_path, make_drafter(recycle=True))
+    _, again = start(tmp_path, make_drafter(recycle=True))
     assert 70 in draft(again, [5, 20, 21], "tenant").token_ids
     for salt in (None, "other"):
         assert not set(draft(again, [5, 20, 21], salt).token_ids) & {10, 11, 50, 60, 70}
-    _, without, _ = start(tmp_path, make_drafter())
+    _, without = start(tmp_path, make_drafter())
     assert 70 not in draft(without, [5, 20, 21], "tenant").token_ids
     options = {"drafters": ["ngram_trie"], "options": {"ngram_trie": {"recycle": True}}}
-    _, union, _ = start(tmp_path, make_drafter("trie_union", **options))
+    _, union = start(tmp_path, make_drafter("trie_union", **options))
     assert 70 in draft(union, [5, 20, 21], "tenant").token_ids
-    assert len(union.successors()) == 1
-
-
-def taught(name: str, **options: Any) -> Drafter:
-    """A drafter that has decoded a repetitive text."""
-    drafter = make_drafter(name, **options)
-    text = [*QUESTION, *ANSWER] * 12
-    for length in range(4, len(text)):
-        drafter.propose([make_request(text[:length], "0", num_prompt_tokens=3)])
-    return drafter
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("lookahead_trie", {}),
-        ("trie_union", {"drafters": ["ngram_trie", "lookahead_trie"]}),
-    ],
-)
-def test_what_a_drafter_learned_outlives_a_restart(
-    name: str, options: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    learned = taught(name, **options).learned()
-    assert learned != make_drafter(name, **options).learned()
-    saving, _, _ = start(tmp_path, taught(name, **options))
-    saving.tick()
-    saving.close()
-    _, again, _ = start(tmp_path, make_drafter(name, **options))
-    assert again.learned() == learned
-    _, other, _ = start(tmp_path, make_drafter(name, **options), ORIGIN._replace(drafter="other"))
-    assert other.learned() != learned
-    # Forged, one number or name at a time.
-    [path] = tmp_path.glob("*.store")
-    header, texts, _ = read_store(path)
-    for key, numbers in learned.items():
-        for wrong in (
-            {key: numbers[:-1]},
-            {key: [-1e9, *numbers[1:]]},
-            {key: [*numbers[:-1], 1e300]},
-            {f"{key}9": numbers},
-        ):
-            changed = {k: v for k, v in learned.items() if k != key} | wrong
-            write_store(path, header.model_copy(update={"learned": changed}), texts)
-            caplog.clear()
-            start(tmp_path, make_drafter(name, **options))
-            assert "are not taken up" in caplog.text, (key, wrong)
+    assert len(union.save().successors) == 1

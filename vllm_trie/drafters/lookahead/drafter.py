@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -98,12 +98,6 @@ class LookaheadDrafter(Drafter):
 
     def release(self, request_id: str) -> None:
         self._states.pop(request_id, None)
-
-    def learned(self) -> dict[str, list[float]]:
-        return self.rates.state()
-
-    def restore_learned(self, state: Mapping[str, Sequence[float]]) -> None:
-        self.rates.restore(state)
 
     def _propose_one(self, request: DraftRequest) -> TokenTree:
         state = self._updated_state(request)

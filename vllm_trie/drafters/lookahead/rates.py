@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
-from vllm_trie.checked_numbers import checked
 from vllm_trie.drafters.lookahead.pool import CONTEXT_LEN, Candidate
 
 # Initial rates, fitted on the shipped model with the hand-written prompts (docs/lookahead.md).
@@ -85,15 +84,6 @@ class Rate:
             self._seen_in[sub] + _PRIOR_WEIGHT
         )
 
-    def counts(self) -> tuple[list[float], list[float]]:
-        """Return the tokens seen and those right, of the class and then of each subclass."""
-        return [self._seen, *self._seen_in], [self._right, *self._right_in]
-
-    def set_counts(self, seen: Sequence[float], right: Sequence[float]) -> None:
-        """Go on from what :meth:`counts` returned."""
-        self._seen, *self._seen_in = seen
-        self._right, *self._right_in = right
-
     def count(self, sub: int, was_right: bool) -> None:
         """Count a token whose predecessors were right."""
         self._seen += 1.0
@@ -127,34 +117,6 @@ class Rates:
             [[Rate(_expected_next(rank, own, right)) for rank in ranks] for own in lengths]
             for right in range(1, _MAX_RIGHT + 1)
         ]
-
-    def state(self) -> dict[str, list[float]]:
-        """Return what was counted, for :meth:`restore`."""
-        counts = [rate.counts() for rate in self._all()]
-        return {
-            "seen": [number for seen, _ in counts for number in seen],
-            "right": [number for _, right in counts for number in right],
-        }
-
-    def restore(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from the state of another object.
-
-        Raises:
-            ValueError: it is not such a state; nothing is changed then.
-        """
-        rates = list(self._all())
-        size = len(rates) * (1 + NUM_SUBCLASSES)
-        seen = checked(state, "seen", size, 0.0, _MEMORY).reshape(len(rates), -1)
-        right = checked(state, "right", size, 0.0, _MEMORY).reshape(len(rates), -1)
-        if (right > seen).any():
-            raise ValueError("more right tokens than tokens seen")
-        for rate, *counts in zip(rates, seen.tolist(), right.tolist(), strict=True):
-            rate.set_counts(*counts)
-
-    def _all(self) -> Iterator[Rate]:
-        for group in (*self._first, *self._next):
-            for rates in group:
-                yield from rates
 
     def of_first_token(self, rank: int, num_matched: int, best_matched: int) -> Rate:
         """Return the rate of a candidate's first token.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from vllm_trie.checked_numbers import checked
-
 _LEARNING_RATE = 0.05
 _LIMIT = 6.0
 """Log-odds are clipped here: 0.25 % and 99.75 %."""
@@ -19,8 +17,6 @@ _SHARED = 1.1
 """Sum of the weights of parts that agree."""
 _AGREEMENT = 0.6
 """Log-odds that each further part adds by agreeing."""
-_MAX_WEIGHT = 100.0  # of a weight that a file may hold; learned ones are far below
-_MAX_SQUARES = 1e12
 
 
 class Calibrator:
@@ -50,29 +46,6 @@ class Calibrator:
         model = self._model(edges, num_drafting)
         model.learn([_log_odds(p) for p in edges.values()], float(was_accepted))
 
-    def state(self) -> dict[str, list[float]]:
-        """Return what was learned, for :meth:`restore`."""
-        return {
-            f"{','.join(map(str, parts))}/{num_drafting}": model.numbers()
-            for (parts, num_drafting), model in self._models.items()
-        }
-
-    def restore(self, state: Mapping[str, Sequence[float]], num_parts: int) -> None:
-        """Go on from the state of another calibrator of `num_parts` parts.
-
-        Raises:
-            ValueError: it is not such a state; nothing is changed then.
-        """
-        models: dict[tuple[tuple[int, ...], int], _Model] = {}
-        for name in state:
-            parts, num_drafting = _parsed(name)
-            is_choice = set(parts) <= set(range(num_parts)) and len(set(parts)) == len(parts)
-            if not is_choice or not len(parts) <= num_drafting <= num_parts:
-                raise ValueError(f"{name!r} is no choice of {num_parts} parts")
-            model = models[parts, num_drafting] = _Model(len(parts), num_drafting)
-            model.restore(state, name)
-        self._models = models
-
     def _model(self, edges: Mapping[int, float], num_drafting: int) -> _Model:
         key = tuple(edges), num_drafting
         model = self._models.get(key)
@@ -90,17 +63,6 @@ class _Model:
         self._weights = [weight] * num_proposing + [bias]
         self._squares = [1.0] * (num_proposing + 1)
 
-    def numbers(self) -> list[float]:
-        return [*self._weights, *self._squares]
-
-    def restore(self, state: Mapping[str, Sequence[float]], name: str) -> None:
-        size = len(self._weights)
-        numbers = checked(state, name, 2 * size, -_MAX_WEIGHT, _MAX_SQUARES).tolist()
-        weights, squares = numbers[:size], numbers[size:]
-        if max(weights) > _MAX_WEIGHT or min(squares) < 1.0:
-            raise ValueError(f"{name} has numbers out of bounds")
-        self._weights, self._squares = weights, squares
-
     def log_odds(self, features: Sequence[float]) -> float:
         total = self._weights[-1]
         for weight, feature in zip(self._weights, features, strict=False):
@@ -113,12 +75,6 @@ class _Model:
             gradient = error * feature
             self._squares[i] += gradient * gradient
             self._weights[i] -= _LEARNING_RATE * gradient / math.sqrt(self._squares[i])
-
-
-def _parsed(name: str) -> tuple[tuple[int, ...], int]:
-    """Return the parts that propose and the number of those that drafted."""
-    parts, _, num_drafting = name.partition("/")
-    return tuple(int(part) for part in parts.split(",")), int(num_drafting)
 
 
 def _log_odds(probability: float) -> float:

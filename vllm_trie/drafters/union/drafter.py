@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -36,13 +36,12 @@ from vllm_trie.drafters.union.merge import (
 from vllm_trie.drafters.union.options import METHOD, TrieUnionOptions
 from vllm_trie.drafters.union.selection import PartSelection
 from vllm_trie.drafters.union.statistics import SharedStatistics
-from vllm_trie.store import StoredText
+from vllm_trie.store import Saved
 from vllm_trie.tree import ROOT, TokenTree
 
 WINDOW_COST = 1.0
 """Prior cost of a part with a window, tokens per step."""
 _TAIL = 8
-_OWN = "calibration."
 
 
 class _State:
@@ -138,36 +137,20 @@ class TrieUnionDrafter(Drafter):
         for part in self.parts:
             part.read_prompts(requests)
 
-    def finished_texts(self) -> Sequence[StoredText]:
-        return [text for part in self.parts for text in part.finished_texts()]
-
     def set_prompt_key(self, key: bytes) -> None:
         for part in self.parts:
             part.set_prompt_key(key)
 
-    def restore_texts(self, texts: Sequence[StoredText]) -> None:
-        for part in self.parts:
-            part.restore_texts(texts)
+    def save(self) -> Saved:
+        saved = [part.save() for part in self.parts]
+        return Saved(
+            [text for of_part in saved for text in of_part.texts],
+            [observed for of_part in saved for observed in of_part.successors],
+        )
 
-    def successors(self) -> Sequence[StoredText]:
-        return [observed for part in self.parts for observed in part.successors()]
-
-    def restore_successors(self, successors: Sequence[StoredText]) -> None:
+    def restore(self, saved: Saved) -> None:
         for part in self.parts:
-            part.restore_successors(successors)
-
-    def learned(self) -> dict[str, list[float]]:
-        found = {f"{_OWN}{name}": numbers for name, numbers in self.calibrator.state().items()}
-        for part in self.parts:
-            for name, numbers in part.learned().items():
-                found[f"{part.name}.{name}"] = numbers
-        return found
-
-    def restore_learned(self, state: Mapping[str, Sequence[float]]) -> None:
-        for part in self.parts:
-            if of_part := _starting_with(f"{part.name}.", state):
-                part.restore_learned(of_part)
-        self.calibrator.restore(_starting_with(_OWN, state), len(self.parts))
+            part.restore(saved)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         num_tokens = sum(self._num_new_tokens(request) for request in requests)
@@ -301,11 +284,6 @@ class TrieUnionDrafter(Drafter):
         state.drafts.append(draft)
         state.union = build_tree(draft, trees, request.chain_only)
         return state.union.tree
-
-
-def _starting_with(prefix: str, state: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
-    """Return the numbers whose names begin like this, without the beginning."""
-    return {n.removeprefix(prefix): each for n, each in state.items() if n.startswith(prefix)}
 
 
 def _make_part(

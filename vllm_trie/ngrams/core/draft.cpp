@@ -5,9 +5,6 @@
 namespace ngram {
 namespace {
 
-constexpr double kUnseen = 1e-5;  // of a token that no context has seen
-constexpr double kMostOdds = 32.0;
-
 template <typename T>
 T take(const char*& bytes) {
     T value;
@@ -50,7 +47,6 @@ BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
     if (job.store != nullptr) add_source(kStore, job.store->view());
     if (job.corpus != nullptr) add_source(kCorpus, job.corpus->view);
     if (job.own != nullptr) {
-        if (job.odds != nullptr) learn(job, tokens, blend);
         if (job.num_indexed > 0)
             job.own->synchronize(job.text, job.first, tokens, job.num_indexed);
         sources_[0] = job.own->view();
@@ -115,7 +111,7 @@ void Drafter::expand(const DraftJob& job, const Candidates& candidates, const Bl
     const double cut = tree_.bound() / above, smallest = blend.cut_share * cut;
     const int32_t answer_order = answer_order_ == kNone ? kNone : answer_order_ + depth - 1;
     const double left = ask_contexts(
-        job, blend, contexts_after(parent), recycled, answer_order,
+        blend, contexts_after(parent), recycled, answer_order,
         std::max(blend.min_left, blend.cut_left * cut), [&](const Asked& asked) {
             const double unit = asked.unit();
             asked.counted.likeliest([&](int32_t token, int32_t count) {
@@ -141,67 +137,29 @@ void Drafter::expand(const DraftJob& job, const Candidates& candidates, const Bl
 // sure of; recycled contexts come before the empty one. Calls take(asked) for each; returns what is
 // left in the end.
 template <typename Take>
-double Drafter::ask_contexts(const DraftJob& job, const Blend& blend, const Contexts* contexts,
+double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts,
                              const RecycledContext* const (&recycled)[2], int32_t answer_order,
                              double min_left, Take take) {
     int32_t longest = recycled[0] == nullptr && recycled[1] == nullptr ? -1 : 0;
     for (int32_t s = 0; s < num_sources_; ++s) longest = std::max(longest, contexts[s].size - 1);
     double left = 1.0;
-    const auto ask = [&](const Counted& counted, const Source& source, double* odds) {
+    const auto ask = [&](const Counted& counted, const Source& source) {
         if (counted.size() == 0) return;
         const double claimed = counted.total() - source.discount * counted.size();
-        double share = claimed / (counted.total() + source.concentration);
-        if (odds != nullptr) share = share * *odds / (1.0 - share + share * *odds);
-        take(Asked{counted, source.discount, left, share, odds});
+        const double share = claimed / (counted.total() + source.concentration);
+        take(Asked{counted, source.discount, left, share});
         left *= 1.0 - share;
     };
     for (int32_t order = longest; order >= blend.min_order && left >= min_left; --order) {
         if (order == 0)
-            for (const RecycledContext* context : recycled)
-                ask(Counted(context), blend.recycled, nullptr);
+            for (const RecycledContext* context : recycled) ask(Counted(context), blend.recycled);
         for (int32_t s = 0; s < num_sources_; ++s) {
             if (order >= contexts[s].size) continue;
-            const Counted counted(sources_[s], contexts[s].matches[order]);
-            ask(counted, source_of(blend, kinds_[s], order, order == answer_order),
-                job.odds == nullptr ? nullptr : odds_of(job.odds, kinds_[s], order, counted));
+            ask(Counted(sources_[s], contexts[s].matches[order]),
+                source_of(blend, kinds_[s], order, order == answer_order));
         }
     }
     return left;
-}
-
-// Adapt the odds to the tokens that came since the last draft. The table of recycled successors has
-// counted these tokens already and would be believed for it.
-void Drafter::learn(const DraftJob& job, const int32_t* tokens, const Blend& blend) {
-    for (int64_t end = std::max<int64_t>(job.num_learned, 1); end < job.num_tokens; ++end)
-        learn_from(job, tokens, end, blend);
-}
-
-// One step of gradient ascent on the logarithm of the probability of tokens[end], by the logits of
-// the shares: the gradient is the part r of that probability that is the context's own, times
-// (1 - share), less the part of the contexts behind it times share.
-void Drafter::learn_from(const DraftJob& job, const int32_t* tokens, int64_t end,
-                         const Blend& blend) {
-    const int32_t next = tokens[end];
-    for (int32_t s = 0; s < num_sources_; ++s)
-        match_suffix(sources_[s], tokens, end, earlier_[s]);
-    lessons_.clear();
-    double probability = 0.0;
-    const double left = ask_contexts(
-        job, blend, earlier_, {nullptr, nullptr}, kNone, blend.min_left, [&](const Asked& asked) {
-            const int32_t count = asked.counted.count(next);
-            const double part = count == 0 ? 0.0 : asked.unit() * (count - asked.discount);
-            probability += part;
-            lessons_.push_back({part, asked.share, asked.odds});
-        });
-    probability += kUnseen * left;
-    double behind = 1.0;
-    for (const Lesson& lesson : lessons_) {
-        const double part = lesson.part / probability;
-        behind -= part;
-        const double gradient = part * (1.0 - lesson.share) - behind * lesson.share;
-        *lesson.odds = std::clamp(*lesson.odds * (1.0 + blend.learning_rate * gradient),
-                                  1.0 / kMostOdds, kMostOdds);
-    }
 }
 
 // A head gets the probability that the contexts have left. The path of a child of probability p has

@@ -9,18 +9,8 @@
 
 namespace ngram {
 
-// Where contexts come from; rows of a job's odds.
-enum Kind { kOwn, kStore, kCorpus, kKinds };
-
-// Of a context's counts: one occurrence, one successor each time, several. Columns of the odds.
-enum Evidence { kOnce, kOne, kSeveral, kEvidences };
-constexpr int kNumOdds = kKinds * (kMaxOrder + 1) * kEvidences;
-
-inline double* odds_of(double* odds, Kind kind, int32_t order, const Counted& counted) {
-    const Evidence evidence =
-        counted.total() == 1 ? kOnce : counted.size() == 1 ? kOne : kSeveral;
-    return odds + (kind * (kMaxOrder + 1) + order) * kEvidences + evidence;
-}
+// Where contexts come from.
+enum Kind { kOwn, kStore, kCorpus };
 
 // Trust in the counts of a source: the parameters of a Pitman-Yor process.
 struct Source {
@@ -37,7 +27,6 @@ struct Blend {
     Source corpus_long;
     Source recycled;
     double path_trust;
-    double learning_rate;
     double min_left;
     double cut_left;
     double cut_share;
@@ -75,8 +64,6 @@ struct DraftJob {
     int32_t text;                   // of `own`, which holds the request's text
     int32_t answer;        // text of `store` that answered such a prompt, kNone if there is none
     int64_t output_begin;  // where the output begins, negative: before the tokens that follow
-    int64_t num_learned;   // the first of them, which `odds` have been learned from
-    double* odds;          // [kNumOdds], see Drafter::learn; null: all are 1
 };
 
 // Predictions of heads, [num_heads, num_candidates] for each job: head i predicts the token at
@@ -122,7 +109,6 @@ class Drafter {
         double discount;
         double left;   // the probability that longer contexts left
         double share;  // the part of it that the successors get
-        double* odds;
 
         // Of a successor's count, in the probability.
         double unit() const {
@@ -138,13 +124,11 @@ class Drafter {
         kinds_[num_sources_] = kind;
         sources_[num_sources_++] = view;
     }
-    void learn(const DraftJob& job, const int32_t* tokens, const Blend& blend);
-    void learn_from(const DraftJob& job, const int32_t* tokens, int64_t end, const Blend& blend);
     void match_answer(const DraftJob& job, const int32_t* tokens);
     void expand(const DraftJob& job, const Candidates& candidates, const Blend& blend,
                 double above, int32_t parent, int32_t depth);
     template <typename Take>
-    double ask_contexts(const DraftJob& job, const Blend& blend, const Contexts* contexts,
+    double ask_contexts(const Blend& blend, const Contexts* contexts,
                         const RecycledContext* const (&recycled)[2], int32_t answer_order,
                         double min_left, Take take);
     void ask_head(const Candidates& candidates, int64_t head, double left, double most);
@@ -156,14 +140,6 @@ class Drafter {
     int32_t num_sources_ = 0;
     int32_t last_[2] = {};  // the last tokens of the text, kAnyToken before its first
     std::vector<Contexts> contexts_;  // root's, then one row a node; num_sources_ a row
-    // A context that said something about a token, for learning.
-    struct Lesson {
-        double part;  // of the token's probability
-        double share;
-        double* odds;
-    };
-    Contexts earlier_[kMaxSources];
-    std::vector<Lesson> lessons_;
     Successors successors_;
 };
 

@@ -53,18 +53,6 @@ class Counted {
         }
     }
 
-    // Of any token, 0 if it is none of the successors.
-    int32_t count(int32_t token) const {
-        if (recycled_ != nullptr) {
-            for (int i = 0; i < num_successors_; ++i)
-                if (recycled_->successors[i] == token) return recycled_->counts[i];
-            return 0;
-        }
-        if (node_ == kNone) return num_successors_ > 0 && only_ == token ? 1 : 0;
-        const int32_t child = source_->find(node_, token);
-        return child == kNone ? 0 : source_->nodes[child].types;
-    }
-
    private:
     const View* source_ = nullptr;
     const RecycledContext* recycled_ = nullptr;

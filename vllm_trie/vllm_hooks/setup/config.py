@@ -77,8 +77,8 @@ class EngineOptions(BaseModel):
     )
     store_path: str | None = Field(
         default=None,
-        description="A folder for a warm start: what requests left to draft from, acceptance rates "
-        "and step costs are saved there, every minute and at shutdown, and read at the next start. "
+        description="A folder for a warm start: what requests left to draft from is "
+        "saved there, every minute and at shutdown, and read at the next start. "
         "Engines of one model may share it. Its files hold text of users. Without it nothing is "
         "written.",
     )

@@ -264,8 +264,7 @@ class TreeVerifier:
         """
         start = time.perf_counter()
         if self.budget is not None and self._num_decode_tokens:
-            num_requests = len(self.step_trees)
-            self.budget.observe_step(num_requests, self._num_decode_tokens, self._clock.stop())
+            self.budget.observe_step(self._num_decode_tokens, self._clock.stop())
         self._num_decoding = sum(map(bool, new_tokens))
         self._stats.steps += self._num_decoding
         self._stats.tokens += sum(map(len, new_tokens))

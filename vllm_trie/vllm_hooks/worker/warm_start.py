@@ -5,22 +5,21 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import Drafter
 from vllm_trie.ngrams.corpus_file import fingerprint
 from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
 from vllm_trie.store import (
     MAX_TOKENS,
     Identity,
+    Saved,
     SharedFolder,
     Slot,
     Store,
@@ -44,39 +43,21 @@ MAX_RELOAD_TOKENS = 65_536
 _TOKENS_PER_STEP = 512  # of them, indexed between two steps
 _LAST_SAVE = 30.0  # seconds that a shutdown waits for a save or a reload that runs
 
-_State = dict[str, list[float]]
-_Texts = Sequence[StoredText]
-
 logger = logging.getLogger(__name__)
-
-
-class Origin(NamedTuple):
-    """Where the learned comes from, and what may take it up.
-
-    Attributes:
-        identity: of the texts.
-        drafter: of the acceptance rates: the method and its options.
-        machine: of the step costs.
-    """
-
-    identity: Identity
-    drafter: str
-    machine: str
 
 
 class WarmStart:
     """Reads the files of other engines, at the start and on request later, and saves its own.
 
-    A snapshot is taken between two steps: references to texts, which never change, and numbers. A
-    thread writes it. The same thread reads what other engines have saved since, and their texts are
+    A snapshot is taken between two steps: references to texts, which never change. A thread writes
+    it. The same thread reads what other engines have saved since, and their texts are
     indexed a few between two steps. Nothing here raises: what cannot be read or written is logged,
     and the engine goes on.
 
     Args:
         folder: of the files of all engines.
-        origin: of this engine.
-        drafter: whose texts and numbers are saved and restored.
-        budget: whose acceptance rates and step costs are, None for engines without one.
+        identity: Of this engine's model and tokenizer.
+        drafter: Whose texts are saved and restored.
         interval: seconds between two saves, at least.
         reload_interval: seconds between two readings of the other engines' files, None for none
             after the start.
@@ -85,15 +66,13 @@ class WarmStart:
     def __init__(
         self,
         folder: Path,
-        origin: Origin,
+        identity: Identity,
         drafter: Drafter,
-        budget: NodeBudget | None,
         interval: float = INTERVAL,
         reload_interval: float | None = None,
     ) -> None:
-        self._origin = origin
+        self._identity = identity
         self._drafter = drafter
-        self._budget = budget
         self._interval = interval
         self._next_save = time.monotonic() + interval
         self._reload_interval = math.inf if reload_interval is None else reload_interval
@@ -104,7 +83,7 @@ class WarmStart:
         self._arrived: deque[StoredText] = deque()
         self._slot: Slot | None = None
         self._folder = folder
-        self._shared = SharedFolder(folder, origin.identity, logger.warning)
+        self._shared = SharedFolder(folder, identity, logger.warning)
         try:
             drafter.set_prompt_key(prompt_key(folder))
         except OSError as error:
@@ -114,7 +93,7 @@ class WarmStart:
         except Exception:
             logger.warning("warm start from %s failed; the start is cold", folder, exc_info=True)
         try:
-            self._slot = Slot.claim(folder, origin.identity)
+            self._slot = Slot.claim(folder, identity)
         except OSError as error:
             logger.warning("store_path=%r: %s; this engine saves nothing there", str(folder), error)
         atexit.register(_close, weakref.ref(self))
@@ -172,82 +151,42 @@ class WarmStart:
             texts.append(self._arrived.popleft())
             num_tokens += len(texts[-1].token_ids)
         try:
-            self._drafter.restore_texts(texts)
+            self._drafter.restore(Saved(texts))
         except Exception:  # a drafter of somebody else's
             logger.warning("texts of other engines are not taken up any more", exc_info=True)
             self._arrived.clear()
             self._next_reload = math.inf
 
-    def _snapshot(self) -> tuple[StoreHeader, _Texts, _Texts]:
-        identity, drafter, machine = self._origin
-        budget = self._budget
-        texts: _Texts = ()
-        successors: _Texts = ()
-        learned: _State = {}
+    def _snapshot(self) -> tuple[StoreHeader, Saved]:
+        saved = Saved()
         try:
-            texts, successors = self._drafter.finished_texts(), self._drafter.successors()
-            learned = self._drafter.learned()
+            saved = self._drafter.save()
         except Exception:  # a drafter of somebody else's
             logger.warning("drafter %r has nothing to save", self._drafter.name, exc_info=True)
-        header = StoreHeader(
-            model=identity.model,
-            tokenizer=identity.tokenizer,
-            vocab_size=identity.vocab_size,
-            saved_at=time.time(),
-            drafter=drafter,
-            learned=learned,
-            acceptance={} if budget is None else budget.acceptance.state(),
-            machine=machine,
-            step_cost={} if budget is None else budget.cost.state(),
-        )
-        return header, texts, successors
+        return StoreHeader(**self._identity._asdict(), saved_at=time.time()), saved
 
-    def _write(self, header: StoreHeader, texts: _Texts, successors: _Texts) -> None:
+    def _write(self, header: StoreHeader, saved: Saved) -> None:
         slot = self._slot
         if slot is None:
             return
         try:
-            write_store(slot.path, header, texts, successors)
+            write_store(slot.path, header, *saved)
         except Exception as error:  # a full disk, a folder that is gone
             level = logging.DEBUG if self._failed else logging.WARNING
             logger.log(level, "%s could not be saved: %s; the engine goes on", slot.path, error)
             self._failed = True
 
     def _restore(self, stores: Sequence[Store]) -> None:
-        """Take up texts of all files, and what was learned of the newest that fits."""
+        """Take up texts of all files, and the successors of the newest that has any."""
         if not stores:
             logger.info("cold start: %s has no file of this model", self._folder)
             return
         texts = merge_texts([store.texts for store in stores], MAX_TOKENS)
-        self._drafter.restore_texts(texts)
-        taken = [f"{len(texts)} texts of {len(stores)} files"]
-        self._drafter.restore_successors(next((s.successors for s in stores if s.successors), ()))
-        _, drafter, machine = self._origin
-        learned = (s.header.learned for s in stores if s.header.drafter == drafter)
-        if self._take_up("drafter's numbers", learned, self._drafter.restore_learned):
-            taken.append("drafter's numbers")
-        if self._budget is not None:
-            rates = (s.header.acceptance for s in stores if s.header.drafter == drafter)
-            costs = (s.header.step_cost for s in stores if s.header.machine == machine)
-            if self._take_up("acceptance rates", rates, self._budget.acceptance.restore):
-                taken.append("acceptance rates")
-            if self._take_up("step costs", costs, self._budget.cost.restore):
-                taken.append("step costs")
-        logger.info("warm start from %s: %s", self._folder, ", ".join(taken))
-
-    def _take_up(
-        self, name: str, states: Iterable[_State], restore: Callable[[_State], None]
-    ) -> bool:
-        """Go on from the first state that is not empty; return whether there is a sound one."""
-        state = next(filter(None, states), None)
-        if state is None:
-            return False
-        try:
-            restore(state)
-        except ValueError as error:
-            logger.warning("%s: the %s are not taken up: %s", self._folder, name, error)
-            return False
-        return True
+        successors = next((store.successors for store in stores if store.successors), ())
+        self._drafter.restore(Saved(texts, successors))
+        logger.info(
+            "warm start from %s: %d texts of %d files", self._folder, len(texts), len(stores)
+        )
 
 
 def open_warm_start(
@@ -255,7 +194,6 @@ def open_warm_start(
     tree_config: TreeConfig,
     context: DrafterContext,
     drafter: Drafter,
-    budget: NodeBudget | None,
 ) -> WarmStart | None:
     """Return the warm start of this worker, None where the option is not set.
 
@@ -269,22 +207,11 @@ def open_warm_start(
         _tokenizer_fingerprint(context),
         context.vocab_size,
     )
-    drafted = (tree_config.method, tree_config.draft_model, tree_config.drafter_options)
-    machine = (
-        _device_name(context.device),
-        len(os.sched_getaffinity(0)),
-        context.dtype,
-        context.tensor_parallel_size,
-        options.verification,
-        vllm_config.model_config.enforce_eager,
-    )
-    origin = Origin(identity, repr(drafted), repr(machine))
     minutes = options.store_reload_minutes
     return WarmStart(
         Path(options.store_path),
-        origin,
+        identity,
         drafter,
-        budget,
         reload_interval=None if minutes is None else 60 * minutes,
     )
 
@@ -295,18 +222,6 @@ def _tokenizer_fingerprint(context: DrafterContext) -> str:
     except ValueError:  # a model that is given token ids has none
         return ""
     return fingerprint(tokenizer.vocabulary)
-
-
-def _device_name(device: str) -> str:
-    if device.startswith("cuda"):
-        import torch
-
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return device
-    return next((line.split(":")[1].strip() for line in lines if "model name" in line), device)
 
 
 def _close(reference: weakref.ref[WarmStart]) -> None:

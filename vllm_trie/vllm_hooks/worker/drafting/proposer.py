@@ -56,7 +56,7 @@ class TreeProposer:
             GuardedDrafter(drafter, context.vocab_size, options.draft_timeout_s, logger),
             budget,
             share_trees,
-            warm_start=open_warm_start(vllm_config, tree_config, context, drafter, budget),
+            warm_start=open_warm_start(vllm_config, tree_config, context, drafter),
             recorder=_recorder(options.trace_path, tree_config.method, context),
         )
 

@@ -1,4 +1,4 @@
-"""The n-gram-trie paper's index and node choice, in readable Python.
+"""The n-gram-trie paper's drafter, as the reference in benchmarks.
 
 Source: "Faster In-Context Learning for LLMs via N-Gram Trie Speculative Decoding".
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from pydantic import Field, model_validator
 
+from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest, register
 from vllm_trie.ngrams.best_first import BestFirstTree
 from vllm_trie.tree import ROOT, TokenTree
 
@@ -41,10 +43,10 @@ class FrequencyTrie:
     def synchronize(self, token_ids: np.ndarray) -> None:
         """Make these tokens the text: append what is new, or begin anew where they do not continue
         the text."""
-        known = len(self._tokens)
-        if not np.array_equal(token_ids[:known], self._tokens):
-            known, self._root, self._open = 0, TrieNode(), []
-        self.append(token_ids[known:].tolist())
+        length = len(self._tokens)
+        if not np.array_equal(token_ids[:length], self._tokens):
+            length, self._root, self._open = 0, TrieNode(), []
+        self.append(token_ids[length:].tolist())
         self._tokens = token_ids.copy()
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -74,8 +76,8 @@ class FrequencyTrie:
         """Return the most frequent continuations of the longest known part of `suffix`.
 
         Args:
-            suffix: the last tokens of the text, at most `max_prefix_len` of them.
-            max_nodes: number of nodes to choose (the paper's `num_draft`).
+            suffix: The last tokens of the text, at most `max_prefix_len` of them.
+            max_nodes: Number of nodes to choose (the paper's `num_draft`).
 
         Returns:
             The `max_nodes` most frequent nodes below the match, depth-first. A parent is at least
@@ -105,3 +107,49 @@ def _grow(tree: BestFirstTree, match: TrieNode) -> None:
             number = len(tree.chosen) - 1
             nodes[number] = nodes[guess.parent].children[guess.token]
             expand(number, guess.depth + 1)
+
+
+class PaperOptions(DrafterOptions):
+    """The paper's parameters, and whether the output is indexed."""
+
+    ngram_size: int = Field(default=13, ge=2, description="The window n.")
+    max_prefix_len: int = Field(
+        default=3, ge=1, description="L_p, the longest suffix of the text that is looked up."
+    )
+    index_output: bool = Field(default=True, description="False: the prompt alone, as in it.")
+
+    @model_validator(mode="after")
+    def _check_window(self) -> PaperOptions:
+        if self.max_prefix_len >= self.ngram_size:
+            raise ValueError(
+                f"max_prefix_len={self.max_prefix_len} must be smaller than "
+                f"ngram_size={self.ngram_size}: a window holds a matched prefix and a guess"
+            )
+        return self
+
+
+class PaperDrafter(Drafter):
+    """Drafts from a trie of each request's own text."""
+
+    name = "ngram_trie_paper"
+    Options = PaperOptions
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self._tries: dict[str, FrequencyTrie] = {}
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        return [self._propose_one(request) for request in requests]
+
+    def release(self, request_id: str) -> None:
+        self._tries.pop(request_id, None)
+
+    def _propose_one(self, request: DraftRequest) -> TokenTree:
+        options, tokens = self.options, request.token_ids
+        trie = self._tries.setdefault(request.request_id, FrequencyTrie(options.ngram_size))
+        trie.synchronize(tokens if options.index_output else tokens[: request.num_prompt_tokens])
+        suffix = tokens[-options.max_prefix_len :].tolist()
+        return trie.draft(suffix, request.max_nodes, request.max_depth, request.chain_only)
+
+
+register(PaperDrafter)

@@ -1,15 +1,16 @@
-"""The paper's scoring: index, node choice and options."""
+"""The n-gram-trie paper's drafter: index, node choice and options."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.paper_trie import FrequencyTrie, PaperDrafter
 
 from tests.unit.drafters.support import VOCAB, by_path, make_drafter, make_request
-from vllm_trie.drafters.ngram_trie.frequency import FrequencyTrie
 from vllm_trie.tree import TokenTree
 
 texts = st.lists(st.integers(0, 3), max_size=40)
@@ -21,7 +22,7 @@ def draft(text: list[int], **arguments: object) -> TokenTree:
         for name in ("ngram_size", "max_prefix_len", "index_output")
         if name in arguments
     }
-    drafter = make_drafter(scoring="frequency", **options)
+    drafter = make_drafter(PaperDrafter.name, **options)
     [tree] = drafter.propose([make_request(text, **arguments)])  # type: ignore[arg-type]
     tree.validate(VOCAB, 32)
     return tree
@@ -97,3 +98,17 @@ def test_output_is_left_out_on_request() -> None:
     text = [1, 2, 3, 4, 5, 4]
     assert draft(text, num_prompt_tokens=3).token_ids.tolist()[0] == 5
     assert draft(text, num_prompt_tokens=3, index_output=False).num_nodes == 0
+
+
+def test_a_request_that_comes_back_changed_is_indexed_anew() -> None:
+    drafter = make_drafter(PaperDrafter.name)
+    drafter.propose([make_request([1, 2, 3, 1])])
+    [tree] = drafter.propose([make_request([1, 5, 6, 1])])
+    assert tree.token_ids.tolist()[:2] == [5, 6]
+    drafter.release("a")
+    drafter.release("a")
+
+
+def test_a_window_holds_a_match_and_a_guess() -> None:
+    with pytest.raises(ValueError, match="max_prefix_len=3 must be smaller than ngram_size=3"):
+        make_drafter(PaperDrafter.name, ngram_size=3)
