@@ -37,7 +37,7 @@ def test_chains_accept_what_vllms_own_method_accepts(results) -> None:
 
 def test_waits_for_the_device(results) -> None:
     """Those of vLLM's own method, and, after the first step, for the sampled tokens and the
-    chains; documented in docs/how_it_works.md."""
+    chains; documented in docs/lab_engine.md."""
     (least, most, _), ours = (results["alone"][name]["waits"]["step"] for name in ("own", "ours"))
     assert (ours[0], ours[1]) == (least, most + 2)
     assert ours[2] > 10

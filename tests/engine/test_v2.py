@@ -122,7 +122,7 @@ def test_drafters_see_the_hidden_state_of_the_last_committed_token(results) -> N
 
 
 def test_waits_for_the_device(results) -> None:
-    """Counted in whole steps; documented in docs/how_it_works.md."""
+    """Counted in whole steps; documented in docs/lab_engine.md."""
     found = {
         "plain": results["vllm"]["plain"],
         "ngram": results["vllm"]["ngram"],

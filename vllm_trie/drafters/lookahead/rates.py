@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vllm_trie.drafters.lookahead.pool import CONTEXT_LEN, Candidate
 
-# Initial rates, fitted on the shipped model with the hand-written prompts (docs/lookahead.md).
+# Initial rates, fitted on the shipped model with the hand-written prompts (docs/lab_drafters.md).
 # Of a candidate's first token by its rank, where the candidate shares the whole context with the
 # text, as long a part of it as the best candidate, or nothing:
 _FULL_CONTEXT = (0.89, 0.5, 0.1)

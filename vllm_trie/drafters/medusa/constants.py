@@ -7,4 +7,4 @@ from vllm_trie.ngrams import Blend, Source
 _TEXT = Source(concentration=0.2, discount=0.7)
 BLEND = Blend(own=_TEXT, shared=_TEXT, shared_long=_TEXT, min_left_for_heads=1e-6, min_order=1)
 """What is frequent in general, the heads know better: the shortest context is one token.
-docs/medusa.md has how the other two numbers were chosen and how little they matter."""
+docs/lab_drafters.md has how the other two numbers were chosen and how little they matter."""

@@ -37,7 +37,7 @@ BLEND = Blend(
     cut_left=0.5,
     cut_share=0.25,
 )
-"""Fitted on recorded answers; docs/ngram_trie.md has the alternatives that were measured."""
+"""Fitted on recorded answers; docs/lab_drafters.md has the alternatives that were measured."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ _LEARNING_RATE = 0.05
 _LIMIT = 6.0
 """Log-odds are clipped here: 0.25 % and 99.75 %."""
 
-# Initial weights, fitted on the shipped model (docs/union.md).
+# Initial weights, fitted on the shipped model (docs/lab_drafters.md).
 _ALONE = 1.25
 """Weight of a part whose token no other part proposes. Such guesses, mostly below one half, come
 true less often than the part predicts."""
