@@ -22,6 +22,7 @@ DRAWINGS = {
     "path": engine_drawings.path,
     "load": charts.load,
     "nodes": charts.nodes,
+    "beams": charts.beams,
 }
 
 
