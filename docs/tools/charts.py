@@ -92,7 +92,7 @@ def _draw(
     low: float,
     high: float,
 ) -> None:
-    """Draw one panel: `labels` are numbers on a logarithmic axis, values go from `low` to `high`."""
+    """Draw one panel: `labels` are numbers on a log axis, values go from `low` to `high`."""
     logs = [math.log(float(label)) for label in labels]
     x = [left + _LEFT + _WIDTH * (log - logs[0]) / (logs[-1] - logs[0]) for log in logs]
 
