@@ -10,8 +10,8 @@ from graphlib import TopologicalSorter
 from tests.checkout import ROOT
 
 LONGEST_FUNCTION, MOST_FILES = 60, 12
-LONGER = ("vllm_trie/attention/triton_kernel.py", "vllm_trie/beam/reference.py")
-"""A GPU kernel with its launch, and the readable twin of the beam search."""
+LONGER = ("vllm_trie/attention/triton_kernel.py",)
+"""A GPU kernel with its launch."""
 FILES = [
     path.relative_to(ROOT)
     for path in (ROOT / "vllm_trie").rglob("*")

@@ -1,13 +1,12 @@
 """Beam search as a pure algorithm: no model, no cache, no vLLM.
 
-:class:`BeamSearch` is the search, :class:`SearchSettings` its settings, and
-:func:`reference_search` the same search, written to be read.
+:class:`BeamSearch` is the search, :class:`SearchSettings` its settings. The same search, written to
+be read, is ``tests/unit/beam/reference.py``.
 """
 
 from __future__ import annotations
 
 from vllm_trie.beam.candidates import Candidates, Outcomes, num_raw_candidates
-from vllm_trie.beam.reference import reference_search
 from vllm_trie.beam.search import BeamSearch, Children, Hypothesis
 from vllm_trie.beam.settings import (
     ITEM_OPTIONS,
@@ -33,5 +32,4 @@ __all__ = [
     "SearchTrace",
     "num_raw_candidates",
     "parse_options",
-    "reference_search",
 ]

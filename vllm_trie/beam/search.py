@@ -6,7 +6,7 @@ old row. Hypotheses are paths in a trie of nodes; a row is a node that is still 
 them are arrays: a step has no loop over rows, unless the request has rules.
 
 The semantics are those of Hugging Face's ``generate(num_beams=b)``; tests compare the results for
-equality. :mod:`vllm_trie.beam.reference` is the same search, written to be read.
+equality. ``tests/unit/beam/reference.py`` is the same search, written to be read.
 
 References: "Efficient Beam Search for Large Language Models Using Trie-Based Decoding" for the
 trie; Vijayakumar et al., "Diverse Beam Search", for ``num_beam_groups``; Kool et al., "Stochastic

@@ -1,12 +1,4 @@
-"""Building an item trie from any number of items in bounded memory.
-
-1. Batches of items are collected to a run of at most some size, sorted, and written to a
-   temporary file, unless it is the only run.
-2. Samples of all runs give splitters. The rows between two splitters, of all runs, are sorted
-   together: a part of about one run. The parts follow one another in order.
-3. Each part adds the nodes that its rows begin to the files of their levels.
-4. The files of the levels, one after another, are the arrays of the trie.
-5. The keys of the ids are sorted in the same way, for the index.
+"""Building an item trie in memory: the items are sorted once, and each level is read off the rows.
 
 A row is an item as big-endian uint32 of token + 1, padded with zeros: as bytes, rows have the order
 of their items, and an item comes before those that it is the beginning of.
@@ -14,20 +6,55 @@ of their items, and an item comes before those that it is the beginning of.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from vllm_trie.items.ids import IdFile
-from vllm_trie.items.runs import Run, append, chunks, parts, sorted_runs
 from vllm_trie.items.sources import Batch
+from vllm_trie.items.trie import text_key
 from vllm_trie.items.trie_file import FORMAT, MAX_NODES, ItemsError, ItemsHeader
 
 Duplicates = Literal["refuse", "first"]
+
+
+class _Ids(NamedTuple):
+    """Ids in the order of the input.
+
+    Attributes:
+        values: int64 [items], integers, or the places of texts.
+        texts: UTF-8 of ids that are strings; None for integers.
+    """
+
+    values: np.ndarray
+    texts: list[bytes] | None
+
+    def name(self, place: int) -> str:
+        """Return an id for messages."""
+        return str(self.values[place]) if self.texts is None else repr(self.texts[place].decode())
+
+    def keys(self) -> np.ndarray:
+        """Return int64 [items], by which items are found."""
+        if self.texts is None:
+            return self.values
+        return np.array([text_key(text) for text in self.texts], dtype=np.int64)
+
+
+class _Levels(NamedTuple):
+    """The nodes of a trie, level by level from the root, and the items that end at them.
+
+    Attributes:
+        first_child: int32 [nodes + 1], as in :class:`~vllm_trie.items.trie.ItemTrie`.
+        tokens: int32 [nodes], -1 for the root.
+        terminals: int32 [items], ascending.
+        rows: int64 [items], the sorted row of each item.
+    """
+
+    first_child: np.ndarray
+    tokens: np.ndarray
+    terminals: np.ndarray
+    rows: np.ndarray
 
 
 def build_items(
@@ -38,8 +65,10 @@ def build_items(
 ) -> ItemsHeader:
     """Write the trie of all items; an older file is replaced once the new one is complete.
 
+    Takes about 16 bytes of memory for each item and token of the longest item.
+
     Args:
-        path: The file. Temporary files of about the size of the items lie next to it.
+        path: The file.
         batches: The items.
         tokenizer: Fingerprint of the tokenizer, for the header.
         duplicates: Refuse two items of the same tokens, or keep the first one.
@@ -47,188 +76,119 @@ def build_items(
     Raises:
         ItemsError: There are no items, too many, or duplicates.
     """
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as name:
-        folder = Path(name)
-        ids = IdFile(folder)
-        runs = list(sorted_runs(_with_values(batches, ids), folder))
-        if not runs:
-            raise ItemsError("the catalogue has no items; name files with at least one")
-        width = max(run.rows.shape[1] for run in runs)
-        levels = _Levels(folder, width, ids, duplicates)
-        for part in parts(runs, width):
-            levels.add(part)
-        header = levels.header(tokenizer)
-        FORMAT.write(path, header, levels.body())
+    rows, ids, weights = _collected(batches)
+    keys = rows.view(f"S{4 * rows.shape[1]}").ravel()
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    is_repeated = np.concatenate([[False], keys[1:] == keys[:-1]])
+    if is_repeated.any():
+        if duplicates == "refuse":
+            raise _duplicate(rows[order], ids, order, int(np.argmax(is_repeated)))
+        order = order[~is_repeated]
+    levels = _levels(rows[order])
+    order = order[levels.rows]
+    item_keys = ids.keys()[order]
+    by_key = np.argsort(item_keys, kind="stable")
+    lengths = (rows[order[[0, -1]]] != 0).sum(axis=1)
+    texts = ids.texts or []
+    weights = weights[order] if weights[order].any() else weights[:0]
+    header = ItemsHeader(
+        num_items=len(order),
+        num_nodes=len(levels.tokens),
+        min_length=int(lengths[0]),
+        max_length=int(lengths[1]),
+        max_token=int(levels.tokens.max()),
+        max_children=int(np.diff(levels.first_child).max()),
+        ids="int" if ids.texts is None else "str",
+        num_ids=len(texts),
+        id_bytes=sum(map(len, texts)),
+        weights=bool(len(weights)),
+        tokenizer=tokenizer,
+    )
+    ends = np.cumsum([0, *map(len, texts)], dtype="<i8") if texts else np.empty(0, dtype="<i8")
+    body = (
+        *(ids.values[order].astype("<i8"), ends, item_keys[by_key].astype("<i8")),
+        *(levels.first_child, levels.tokens, levels.terminals, by_key.astype("<i4")),
+        *(weights.astype("<f4"), np.frombuffer(b"".join(texts), dtype=np.uint8)),
+    )
+    FORMAT.write(path, header, body)
     return header
 
 
-_ITEM = np.dtype([("value", "<i8"), ("weight", "<f4")])
+def _collected(batches: Iterable[Batch]) -> tuple[np.ndarray, _Ids, np.ndarray]:
+    """Return rows >u4 [items, width], ids and weights float32 [items] of all batches."""
+    filled = [batch for batch in batches if len(batch.rows)]
+    if not filled:
+        raise ItemsError("the catalogue has no items; name files with at least one")
+    rows = np.zeros(
+        (sum(len(batch.rows) for batch in filled), max(batch.rows.shape[1] for batch in filled)),
+        dtype=">u4",
+    )
+    weights = np.zeros(len(rows), dtype=np.float32)
+    kinds = {int if isinstance(b.ids, np.ndarray) else type(b.ids[0]) for b in filled}
+    if len(kinds) > 1:
+        raise ItemsError("some ids are strings and others integers; use one type for all")
+    begin = 0
+    for batch in filled:
+        end = begin + len(batch.rows)
+        rows[begin:end, : batch.rows.shape[1]] = batch.rows
+        if batch.weights is not None:
+            weights[begin:end] = batch.weights
+        begin = end
+    if kinds == {str}:
+        texts = [str(text).encode() for batch in filled for text in batch.ids]
+        return rows, _Ids(np.arange(len(rows)), texts), weights
+    values = np.concatenate([np.asarray(batch.ids, dtype=np.int64) for batch in filled])
+    return rows, _Ids(values, None), weights
 
 
-def _with_values(batches: Iterable[Batch], ids: IdFile) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for batch in batches:
-        if len(batch.rows):
-            items = np.zeros(len(batch.rows), dtype=_ITEM)
-            items["value"] = ids.add(batch.ids)
-            if batch.weights is not None:
-                items["weight"] = batch.weights
-            yield batch.rows, items
+def _duplicate(rows: np.ndarray, ids: _Ids, order: np.ndarray, place: int) -> ItemsError:
+    row = rows[place]
+    return ItemsError(
+        f"the items {ids.name(int(order[place - 1]))} and {ids.name(int(order[place]))} have the "
+        f"same tokens {(row[row != 0].astype(int) - 1).tolist()}; remove one of them, or keep the "
+        "first of each with --duplicates first"
+    )
 
 
-# -- levels ----------------------------------------------------------------------------------------
+def _levels(rows: np.ndarray) -> _Levels:
+    """Return the trie of sorted rows >u4 [items, width] without duplicates.
 
-
-@dataclass
-class _Level:
-    """Nodes of one depth, in files: tokens, places of first children, item ends and items."""
-
-    tokens: Path
-    first_child: Path
-    """For each node, its first child's place within the next level."""
-    terminals: Path
-    """Places within this level."""
-    items: Path
-    """Of type ``_ITEM``, in the order of the terminals."""
-    num_nodes: int = 0
-    num_items: int = 0
-    start: int = 0
-    """Number of the level's first node."""
-
-
-class _Levels:
-    """The levels of the trie, which grow as sorted items are added."""
-
-    def __init__(self, folder: Path, width: int, ids: IdFile, duplicates: Duplicates) -> None:
-        self._levels = [
-            _Level(
-                tokens=folder / f"tokens-{depth}",
-                first_child=folder / f"first-child-{depth}",
-                terminals=folder / f"terminals-{depth}",
-                items=folder / f"items-{depth}",
-            )
-            for depth in range(width)
-        ]
-        self._ids = ids
-        self._duplicates = duplicates
-        self._last = np.zeros(width, dtype=">u4")
-        self._last_value = 0
-        self._weights = False
-
-    def add(self, part: Run) -> None:
-        """Add items that come after all before.
-
-        Raises:
-            ItemsError: Items have the same tokens.
-        """
-        rows, values = self._without_duplicates(part)
-        if not len(rows):
-            return
-        before = np.concatenate([self._last[None], rows[:-1]])
-        begins = np.logical_or.accumulate(rows != before, axis=1) & (rows != 0)
-        lengths = (rows != 0).sum(axis=1)
-        places = [level.num_nodes + np.cumsum(begins[:, d]) for d, level in enumerate(self._levels)]
-        for depth, level in enumerate(self._levels):
-            new = begins[:, depth]
-            # Nodes of the next level that come before this row.
-            if depth + 1 < len(self._levels):
-                children = places[depth + 1] - begins[:, depth + 1]
-            else:
-                children = np.zeros(len(rows), dtype=np.int64)
-            append(level.tokens, rows[new, depth].astype("<i4") - 1)
-            append(level.first_child, children[new].astype("<i8"))
-            ends = lengths == depth + 1
-            append(level.terminals, (places[depth][ends] - 1).astype("<i8"))
-            append(level.items, values[ends])
-            level.num_nodes += int(new.sum())
-            level.num_items += int(ends.sum())
-        self._last, self._last_value = rows[-1], int(values["value"][-1])
-        self._weights |= bool(values["weight"].any())
-
-    def _without_duplicates(self, part: Run) -> Run:
-        same = np.empty(len(part.rows), dtype=bool)
-        same[0] = np.array_equal(part.rows[0], self._last)
-        same[1:] = part.keys[1:] == part.keys[:-1]
-        if not same.any():
-            return part
-        if self._duplicates == "refuse":
-            place = int(np.argmax(same))
-            row = part.rows[place]
-            values = part.values["value"]
-            first = int(values[place - 1]) if place else self._last_value
-            raise ItemsError(
-                f"the items {self._ids.text(first)} and {self._ids.text(int(values[place]))} "
-                f"have the same tokens {(row[row != 0].astype(int) - 1).tolist()}; remove one of "
-                "them, or keep the first of each with --duplicates first"
-            )
-        return Run(part.rows[~same], part.values[~same])
-
-    def header(self, tokenizer: str | None) -> ItemsHeader:
-        """Return the header of the trie, and number its nodes.
-
-        Raises:
-            ItemsError: It has too many nodes.
-        """
-        start = 1
-        for level in self._levels:
-            level.start = start
-            start += level.num_nodes
-        if start > MAX_NODES:
-            raise ItemsError(
-                f"the catalogue's trie has {start} nodes, at most {MAX_NODES} are possible; "
-                "divide the catalogue"
-            )
-        lengths = [depth for depth, level in enumerate(self._levels, 1) if level.num_items]
-        most, previous = 0, 0
-        for starts in self._first_child():
-            most = max(most, int(np.diff(starts, prepend=previous).max()))
-            previous = int(starts[-1])
-        texts = self._ids.kind is str
-        return ItemsHeader(
-            num_items=sum(level.num_items for level in self._levels),
-            num_nodes=start,
-            min_length=lengths[0],
-            max_length=lengths[-1],
-            max_token=max(
-                int(part.max()) for level in self._levels for part in chunks(level.tokens, "<i4")
-            ),
-            max_children=most,
-            ids="str" if texts else "int",
-            num_ids=self._ids.num_texts,
-            id_bytes=self._ids.num_bytes,
-            weights=self._weights,
-            tokenizer=tokenizer,
+    Raises:
+        ItemsError: It has too many nodes.
+    """
+    lengths = (rows != 0).sum(axis=1)
+    # A row begins a node where it differs from the row before, here or further left.
+    begins = np.zeros(rows.shape, dtype=bool)
+    begins[0] = True
+    begins[1:] = np.logical_or.accumulate(rows[1:] != rows[:-1], axis=1)
+    begins &= rows != 0
+    num_nodes = 1 + int(begins.sum())
+    if num_nodes > MAX_NODES:
+        raise ItemsError(
+            f"the catalogue's trie has {num_nodes} nodes, at most {MAX_NODES} are possible; "
+            "divide the catalogue"
         )
-
-    def body(self) -> Iterator[np.ndarray]:
-        """Yield the arrays of the file, in parts."""
-        self._ids.sort(self._of_items("value"))
-        yield from self._of_items("value")
-        if self._ids.kind is str:
-            yield from self._ids.offsets()
-        yield from self._ids.sorted_keys()
-        yield from self._first_child()
-        yield np.array([-1], dtype="<i4")
-        for level in self._levels:
-            yield from chunks(level.tokens, "<i4")
-        for level in self._levels:
-            for part in chunks(level.terminals, "<i8"):
-                yield (part + level.start).astype("<i4")
-        yield from self._ids.sorted_numbers()
-        if self._weights:
-            yield from self._of_items("weight")
-        if self._ids.kind is str:
-            yield from self._ids.texts()
-
-    def _of_items(self, field: str) -> Iterator[np.ndarray]:
-        for level in self._levels:
-            for part in chunks(level.items, _ITEM):
-                yield np.ascontiguousarray(part[field])
-
-    def _first_child(self) -> Iterator[np.ndarray]:
-        yield np.array([1], dtype="<i4")
-        end = self._levels[-1].start + self._levels[-1].num_nodes
-        starts = [level.start for level in self._levels[1:]] + [end]
-        for level, start in zip(self._levels, starts, strict=True):
-            for part in chunks(level.first_child, "<i8"):
-                yield (part + start).astype("<i4")
-        yield np.array([end], dtype="<i4")
+    first_child = [np.array([1])]
+    tokens, terminals, ended = [np.array([-1])], [], []
+    node = np.cumsum(begins[:, 0])  # of each row at this depth; those of the first level begin at 1
+    for depth in range(rows.shape[1]):
+        is_new, ends = begins[:, depth], lengths == depth + 1
+        level_end = int(node[-1]) + 1
+        tokens.append(rows[is_new, depth].astype(np.int64) - 1)
+        terminals.append(node[ends])
+        ended.append(np.flatnonzero(ends))
+        if depth + 1 < rows.shape[1]:
+            below = begins[:, depth + 1]
+            child = level_end - 1 + np.cumsum(below)
+            first_child.append((child + 1 - below)[is_new])
+            node = child
+        else:
+            first_child.append(np.full(is_new.sum(), level_end))
+    first_child.append(np.array([num_nodes]))
+    return _Levels(
+        np.concatenate(first_child).astype("<i4"),
+        np.concatenate(tokens).astype("<i4"),
+        np.concatenate(terminals).astype("<i4"),
+        np.concatenate(ended),
+    )

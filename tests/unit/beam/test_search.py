@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.beam import reference as reference_module
 from tests.unit.beam.models import PROMPT, VOCAB, random_model, run_search
+from tests.unit.beam.reference import reference_search
 from vllm_trie.beam import (
     BeamSearch,
     Candidates,
     SearchSettings,
     num_raw_candidates,
-    reference_search,
 )
-from vllm_trie.beam import reference as reference_module
 from vllm_trie.beam.candidates import CandidateRules
 
 search_settings = st.builds(

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.beam.models import PROMPT, extended, random_model, run_search
-from vllm_trie.beam import BeamSearch, SearchSettings, reference_search
+from tests.unit.beam.reference import reference_search
+from vllm_trie.beam import BeamSearch, SearchSettings
 from vllm_trie.beam.top_k import BLOCK, TokenRules, best_of_rows, select_best
 
 STEP = 1 / 8

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.engine.beam.oracle import constrained_search, load
 from tests.unit.beam.models import extended, random_model
+from tests.unit.beam.reference import reference_search
 from tests.unit.items.catalogues import (
     PlainTrie,
     random_items,
@@ -17,7 +18,7 @@ from tests.unit.items.catalogues import (
     trie_of,
     weight_of,
 )
-from vllm_trie.beam import SearchSettings, reference_search
+from vllm_trie.beam import SearchSettings
 from vllm_trie.items import ItemTrie
 from vllm_trie.items.search import ItemSearch
 from vllm_trie.items.selection import Rules, SelectedTrie, select

@@ -16,7 +16,6 @@ from tests.unit.items.catalogues import PlainTrie, random_items, trie_of, write
 from vllm_trie.checked_file import PREFIX
 from vllm_trie.cli import app
 from vllm_trie.items import ItemsError, build_items, open_items, read_header, read_items
-from vllm_trie.items import runs as runs_module
 from vllm_trie.items.trie import IdTexts, text_key, text_keys
 from vllm_trie.items.trie_file import FORMAT
 from vllm_trie.tiny_model import model_path
@@ -60,12 +59,8 @@ def check_equal(trie, items) -> None:
         assert trie.find(np.array(paths[node], dtype=np.int32)) == node
 
 
-@pytest.mark.parametrize("run_bytes", [64 << 20, 1 << 12])
 @pytest.mark.parametrize("text_ids", [False, True])
-def test_built_trie_holds_exactly_the_items(tmp_path, monkeypatch, run_bytes, text_ids):
-    # The small size makes dozens of runs, which are merged from disk.
-    monkeypatch.setattr(runs_module, "RUN_BYTES", run_bytes)
-    monkeypatch.setattr(runs_module, "_SAMPLES", 16)
+def test_built_trie_holds_exactly_the_items(tmp_path, monkeypatch, text_ids):
     monkeypatch.setattr("vllm_trie.items.sources._BATCH", 50)
     items = random_items(1, 3000, vocab=9)
     trie = trie_of(tmp_path / "items.trie", items, text_ids)
@@ -160,9 +155,7 @@ def test_ids_of_different_types_in_distant_batches(tmp_path, monkeypatch):
         build_items(tmp_path / "items.trie", read_items(source))
 
 
-@pytest.mark.parametrize("run_bytes", [64 << 20, 64])
-def test_duplicates(tmp_path, monkeypatch, run_bytes):
-    monkeypatch.setattr(runs_module, "RUN_BYTES", run_bytes)
+def test_duplicates(tmp_path, monkeypatch):
     monkeypatch.setattr("vllm_trie.items.sources._BATCH", 1)
     source, target = tmp_path / "items.jsonl", tmp_path / "items.trie"
     items = [([n % 7, 3], f"n{n}") for n in range(20)]
