@@ -27,7 +27,7 @@ GROUPS = {
     "corpus": "vllm_trie.corpus.cli",
     "explore": "vllm_trie.explore.cli",
     "items": "vllm_trie.items.cli",
-    "medusa": "vllm_trie.drafters.medusa.cli",
+    "medusa": "vllm_trie.drafters.medusa.training.command",
     "store": "vllm_trie.store.cli",
 }
 """Commands that live in other modules, each as a typer application named ``app``."""

@@ -17,8 +17,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from vllm_trie.drafters.medusa import native
-from vllm_trie.drafters.medusa.constants import BLEND
+from vllm_trie.drafters.medusa.candidates import BLEND, DTYPES, LIBRARY, write_candidates
 from vllm_trie.drafters.medusa.heads import HeadTiming, MedusaHeads
 from vllm_trie.ngrams.job import Candidates, Job
 from vllm_trie.ngrams.native import DraftBatch, pack_blend
@@ -35,7 +34,8 @@ class CompiledHeads:
     """Heads whose hidden states and weights lie in a CPU's memory.
 
     Args:
-        heads: of a dtype that :func:`native.reads` accepts; must not be moved afterwards.
+        heads: Of a dtype that :func:`~vllm_trie.drafters.medusa.candidates.reads` accepts; must not
+            be moved afterwards.
         temperatures: float32 [K], positive, of the first K heads, which are used.
         num_candidates: m, tokens to take from each head; all if it has fewer.
 
@@ -51,15 +51,15 @@ class CompiledHeads:
         self._num_heads = len(temperatures)
         self._num_candidates = min(num_candidates, shape.num_outputs)
         self._product_nanoseconds = c_int64()
-        self._packed = native.LIBRARY.layout("Heads").pack(
-            native.DTYPES[self._dtype],
+        self._packed = LIBRARY.layout("Heads").pack(
+            DTYPES[self._dtype],
             self._num_heads,
             *(shape.num_layers, shape.hidden_size, shape.num_outputs, shape.shares_output),
             *(0 if tensor is None else tensor.data_ptr() for tensor in self._kept),
             *(self._num_candidates, torch.get_num_threads(), addressof(self._product_nanoseconds)),
         )
         self._blend = pack_blend(BLEND)
-        self._library = native.require_library()
+        self._library = LIBRARY.require()
 
     @property
     def product_seconds(self) -> float:
@@ -83,7 +83,7 @@ class CompiledHeads:
         """Return each head's candidates at each state, as
         :func:`vllm_trie.drafters.medusa.candidates.top_candidates` does."""
         addresses, find = array("q", rows).tobytes(), self._library.medusa_head_candidates
-        return native.write_candidates(
+        return write_candidates(
             (len(rows), self._num_heads, self._num_candidates),
             lambda *at: find(self._packed, addresses, len(rows), *at),
         )

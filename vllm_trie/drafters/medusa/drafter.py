@@ -13,11 +13,9 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
-from vllm_trie.drafters.medusa import native
-from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
+from vllm_trie.drafters.medusa.candidates import BLEND, HeadLogits, reads, top_candidates
 from vllm_trie.drafters.medusa.checkpoint import CheckpointError, check_file, load_checkpoint
 from vllm_trie.drafters.medusa.compiled_heads import CompiledHeads, in_huge_pages
-from vllm_trie.drafters.medusa.constants import BLEND
 from vllm_trie.drafters.medusa.heads import HeadTiming, MedusaHeads
 from vllm_trie.drafters.medusa.options import MedusaOptions
 from vllm_trie.drafters.medusa.output_layer import target_output_layer
@@ -57,7 +55,7 @@ class MedusaDrafter(Drafter):
         self._device = torch.device(context.device)
         self._dtype = getattr(torch, context.dtype)
         self._backend = choose_backend(BLEND)
-        self._has_native = isinstance(self._backend, NativeBackend) and native.reads(
+        self._has_native = isinstance(self._backend, NativeBackend) and reads(
             self._device, self._dtype
         )
         self._texts: RequestTexts | None = None

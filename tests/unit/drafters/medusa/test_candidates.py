@@ -8,10 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.drafters.medusa import native
-from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates, top_candidates_torch
+from vllm_trie.drafters.medusa.candidates import (
+    LIBRARY,
+    HeadLogits,
+    reads,
+    top_candidates,
+    top_candidates_torch,
+)
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(not LIBRARY.is_available(), reason="no C++ compiler here")
 
 
 @st.composite
@@ -41,8 +46,8 @@ def plain(logits: torch.Tensor, num_candidates: int) -> HeadLogits:
 @given(cases())
 @settings(max_examples=150, deadline=None)
 def test_equals_torch(logits):
-    assert native.reads(logits.data.device, logits.data.dtype)
-    tokens, probabilities = native.top_candidates(logits)
+    assert reads(logits.data.device, logits.data.dtype)
+    tokens, probabilities = top_candidates(logits)
     _, twin_probabilities = top_candidates_torch(logits)
     assert tokens.shape == probabilities.shape == twin_probabilities.shape
     np.testing.assert_allclose(probabilities, twin_probabilities, rtol=1e-4, atol=1e-7)
@@ -68,7 +73,7 @@ def test_strides_and_threads():
     try:
         wide = torch.randn(3, 40, 700)
         part = wide[:, ::2, 50:650]
-        tokens, probabilities = native.top_candidates(plain(part, 9))
+        tokens, probabilities = top_candidates(plain(part, 9))
         expected = torch.softmax(part.transpose(0, 1), dim=-1).topk(9)
         assert tokens.tolist() == expected.indices.tolist()
         np.testing.assert_allclose(probabilities, expected.values, rtol=1e-5)
@@ -76,7 +81,7 @@ def test_strides_and_threads():
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("function", [native.top_candidates, top_candidates_torch])
+@pytest.mark.parametrize("function", [top_candidates, top_candidates_torch])
 @pytest.mark.parametrize("place", [0, 17, 299])
 @pytest.mark.parametrize("poison", [float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -91,7 +96,7 @@ def test_logits_without_a_softmax_are_not_believed(function, place, poison, dtyp
     assert ((tokens >= 0) & (tokens < 300)).all()
 
 
-@pytest.mark.parametrize("function", [native.top_candidates, top_candidates_torch])
+@pytest.mark.parametrize("function", [top_candidates, top_candidates_torch])
 def test_excluded_outputs_have_no_probability(function):
     logits = torch.full((2, 1, 5000), -torch.inf)
     logits[0, 0, [7, 130]] = torch.tensor([1.0, 2.0])
@@ -105,5 +110,5 @@ def test_excluded_outputs_have_no_probability(function):
 
 def test_other_dtypes_are_left_to_torch():
     logits = torch.randn(1, 1, 50).double()
-    assert not native.reads(logits.device, logits.dtype)
+    assert not reads(logits.device, logits.dtype)
     assert top_candidates(plain(logits, 3))[0].tolist() == logits.topk(3).indices.tolist()

@@ -18,12 +18,8 @@ from tests.unit.drafters.medusa.support import (
     make_requests,
     random_heads,
 )
-from vllm_trie.drafters.medusa.checkpoint import (
-    CheckpointError,
-    load_checkpoint,
-    save_fasterdecoding,
-    save_vllm,
-)
+from vllm_trie.drafters.medusa.checkpoint import CheckpointError, load_checkpoint
+from vllm_trie.drafters.medusa.training.writing import save_fasterdecoding, save_vllm
 
 
 def edit_config(folder, **changes):

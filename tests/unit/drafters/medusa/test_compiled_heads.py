@@ -12,13 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.drafters.medusa.support import describe, make_medusa, make_requests, random_heads
-from vllm_trie.drafters.medusa import compiled_heads, native
-from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates_torch
+from vllm_trie.drafters.medusa import compiled_heads
+from vllm_trie.drafters.medusa.candidates import (
+    HEADERS,
+    LIBRARY,
+    SOURCES,
+    HeadLogits,
+    top_candidates_torch,
+)
 from vllm_trie.drafters.medusa.compiled_heads import MAX_ROWS, CompiledHeads, in_huge_pages
 from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
 from vllm_trie.native import DEFAULT_FLAGS, NativeLibrary
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(not LIBRARY.is_available(), reason="no C++ compiler here")
 
 
 @pytest.fixture(scope="module", params=["native", "x86-64-v3"])
@@ -30,9 +36,9 @@ def instructions(request):
     if not {"avx2", "fma", "f16c"} <= set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip("this CPU has no AVX2")
     flags = [flag.replace("=native", f"={request.param}") for flag in DEFAULT_FLAGS]
-    library = NativeLibrary("medusa", "Medusa core", native.SOURCES, native.HEADERS, flags)
+    library = NativeLibrary("medusa", "Medusa core", SOURCES, HEADERS, flags)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "require_library", library.require)
+        patch.setattr(compiled_heads, "LIBRARY", library)
         yield
 
 

@@ -16,10 +16,12 @@ from tests.unit.drafters.medusa.support import (
 )
 from tests.unit.drafters.support import make_context
 from vllm_trie import ngrams
-from vllm_trie.drafters.medusa import native
+from vllm_trie.drafters.medusa import candidates as candidates_module
+from vllm_trie.drafters.medusa import drafter as drafter_module
 from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
-from vllm_trie.drafters.medusa.checkpoint import CheckpointError, save_vllm
+from vllm_trie.drafters.medusa.checkpoint import CheckpointError
 from vllm_trie.drafters.medusa.drafter import MedusaDrafter
+from vllm_trie.drafters.medusa.training.writing import save_vllm
 from vllm_trie.drafters.registry import parse_options
 
 
@@ -103,8 +105,9 @@ def test_limits_of_the_request(tree, joint):
 def test_without_a_compiler_the_trees_are_the_same(monkeypatch):
     heads = random_heads()
     expected = describe(make_medusa(heads).propose(make_requests()))
-    for module in (native, ngrams.native):
-        monkeypatch.setattr(module, "is_available", lambda: False)
+    monkeypatch.setattr(drafter_module, "reads", lambda device, dtype: False)
+    monkeypatch.setattr(candidates_module, "reads", lambda device, dtype: False)
+    monkeypatch.setattr(ngrams.native, "is_available", lambda: False)
     slow = make_medusa(heads)
     assert isinstance(slow._backend, ngrams.PythonBackend)
     found = describe(slow.propose(make_requests()))

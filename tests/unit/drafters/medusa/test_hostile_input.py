@@ -10,16 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.drafters.medusa.support import make_medusa, make_requests, random_heads
-from vllm_trie.drafters.medusa import native
-from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates_torch
-from vllm_trie.drafters.medusa.constants import BLEND
+from vllm_trie.drafters.medusa.candidates import (
+    BLEND,
+    LIBRARY,
+    HeadLogits,
+    top_candidates,
+    top_candidates_torch,
+)
 from vllm_trie.ngrams import Candidates, Job, NativeBackend, PythonBackend
 from vllm_trie.tree import TokenTree
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(not LIBRARY.is_available(), reason="no C++ compiler here")
 
 BACKENDS = [NativeBackend, PythonBackend]
-FIND = {NativeBackend: native.top_candidates, PythonBackend: top_candidates_torch}
+FIND = {NativeBackend: top_candidates, PythonBackend: top_candidates_torch}
 NO_TEXT = np.empty(0, dtype=np.int32)
 
 

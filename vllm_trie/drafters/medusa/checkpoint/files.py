@@ -1,4 +1,4 @@
-"""Files of a checkpoint: found or downloaded, read, written."""
+"""Files of a checkpoint: found or downloaded, and read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,35 +136,3 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(v, Tensor) for v in tensors.values()):
         raise CheckpointError(f"{file} must hold a mapping of names to tensors")
     return tensors
-
-
-def write_checkpoint(
-    file: Path,
-    tensors: Mapping[str, Tensor],
-    config: dict[str, Any],
-    temperatures: tuple[float, ...] | None,
-) -> None:
-    """Write tensors to a file, in the format of its ending, and `config.json` next to it.
-
-    The folder is made if it is missing. Floating-point tensors are stored in bfloat16, others keep
-    their dtype. The temperatures, one a head, are added to the configuration.
-    """
-    from safetensors.torch import save_file
-
-    stored = {key: _stored(value) for key, value in tensors.items()}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.suffix == ".safetensors":
-        save_file(stored, str(file), metadata={"format": "pt"})
-    else:
-        torch.save(stored, file)
-    file.chmod(0o644)
-    if temperatures is not None:
-        config[TEMPERATURES_KEY] = [round(value, 4) for value in temperatures]
-    text = json.dumps(config, indent=2) + "\n"
-    (file.parent / "config.json").write_text(text, encoding="utf-8")
-
-
-def _stored(value: Tensor) -> Tensor:
-    # A copy: safetensors refuses views of one storage.
-    kept = torch.bfloat16 if value.is_floating_point() else value.dtype
-    return value.detach().to("cpu", kept, copy=True).contiguous()

@@ -17,8 +17,20 @@ from vllm_trie.drafters.medusa.checkpoint.files import (
     read_config,
     read_tensors,
 )
-from vllm_trie.drafters.medusa.checkpoint.layouts import vllm_name
 from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
+
+_PREFIXES = ("medusa_heads.", "medusa_head.", "medusa.")
+
+
+def _vllm_name(name: str) -> str:
+    """Return a tensor's name in vLLM's layout; names that are no head's stay as they are."""
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    if match := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):
+        return f"blocks.{match[1]}.layers.{match[2]}.{match[3]}"
+    if match := re.fullmatch(r"(\d+)\.(\d+)\.weight", name):
+        return f"lm_heads.{match[1]}.weight"
+    return name
 
 
 class Checkpoint(NamedTuple):
@@ -88,7 +100,7 @@ class _Reader:
     def __init__(self, path: str | Path, hidden_size: int, vocab_size: int) -> None:
         folder, file = locate(path)
         self._config = read_config(folder)
-        self._tensors = {vllm_name(name): value for name, value in read_tensors(file).items()}
+        self._tensors = {_vllm_name(name): value for name, value in read_tensors(file).items()}
         self._where = str(file)
         self._hidden_size = hidden_size
         self._vocab_size = vocab_size

@@ -204,7 +204,7 @@ def _save(
 ) -> None:
     from dataclasses import asdict
 
-    from vllm_trie.drafters.medusa.checkpoint import save_fasterdecoding, save_vllm
+    from vllm_trie.drafters.medusa.training.writing import save_fasterdecoding, save_vllm
 
     save_vllm(trainer.heads, out, temperatures)
     shape = trainer.heads.shape

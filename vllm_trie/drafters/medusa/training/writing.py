@@ -1,39 +1,17 @@
-"""The two layouts of checkpoints: names of tensors, and writing.
-
-vLLM: `model.safetensors` with the tensors `blocks.{head}.layers.{layer}.weight` (and `.bias`),
-`lm_heads.{head}.weight` (`lm_head.weight` where the heads share it: `original_lm_head`) and
-`token_map`; `config.json` of model type `medusa`. Reading brings all names to this layout.
-
-FasterDecoding: `medusa_lm_head.pt` (or `.safetensors`) with the tensors
-`{head}.{layer}.linear.weight`, `{head}.{layer}.linear.bias` and `{head}.{num_layers}.weight`;
-`config.json` with `medusa_num_heads` and `medusa_num_layers`.
-"""
+"""Writing of checkpoints in either layout; see :mod:`vllm_trie.drafters.medusa.checkpoint`."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_trie.drafters.medusa.checkpoint.files import CheckpointError, write_checkpoint
+from vllm_trie.drafters.medusa.checkpoint import TEMPERATURES_KEY, CheckpointError
 from vllm_trie.drafters.medusa.heads import MedusaHeads
-
-_PREFIXES = ("medusa_heads.", "medusa_head.", "medusa.")
-
-
-def vllm_name(name: str) -> str:
-    """Return a tensor's name in vLLM's layout; names that are no head's stay as they are."""
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    if match := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):
-        return f"blocks.{match[1]}.layers.{match[2]}.{match[3]}"
-    if match := re.fullmatch(r"(\d+)\.(\d+)\.weight", name):
-        return f"lm_heads.{match[1]}.weight"
-    return name
 
 
 def save_vllm(
@@ -118,3 +96,35 @@ def _blocks(heads: MedusaHeads) -> Iterator[tuple[int, int, Tensor, Tensor | Non
     for head, weights in enumerate(heads.block_weight):
         for layer, weight in enumerate(weights):
             yield head, layer, weight, None if biases is None else biases[head, layer]
+
+
+def write_checkpoint(
+    file: Path,
+    tensors: Mapping[str, Tensor],
+    config: dict[str, Any],
+    temperatures: tuple[float, ...] | None,
+) -> None:
+    """Write tensors to a file, in the format of its ending, and `config.json` next to it.
+
+    The folder is made if it is missing. Floating-point tensors are stored in bfloat16, others keep
+    their dtype. The temperatures, one a head, are added to the configuration.
+    """
+    from safetensors.torch import save_file
+
+    stored = {key: _stored(value) for key, value in tensors.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".safetensors":
+        save_file(stored, str(file), metadata={"format": "pt"})
+    else:
+        torch.save(stored, file)
+    file.chmod(0o644)
+    if temperatures is not None:
+        config[TEMPERATURES_KEY] = [round(value, 4) for value in temperatures]
+    text = json.dumps(config, indent=2) + "\n"
+    (file.parent / "config.json").write_text(text, encoding="utf-8")
+
+
+def _stored(value: Tensor) -> Tensor:
+    # A copy: safetensors refuses views of one storage.
+    kept = torch.bfloat16 if value.is_floating_point() else value.dtype
+    return value.detach().to("cpu", kept, copy=True).contiguous()
