@@ -38,16 +38,18 @@ def generate(name: str) -> str:
 
 
 def patches() -> str:
-    """Return a Markdown table of the ledger's entries that the patch series replaces."""
+    """Return a Markdown table of the ledger's entries that each patch of the series replaces."""
     from vllm_trie.vllm_hooks.ledger import EXTENSION_POINTS, PATCHES
 
-    lines = ["| patch | symbol of vLLM | what takes its place |", "| --- | --- | --- |"]
-    rows = [
-        f"| {EXTENSION_POINTS[patch.extension_point][0]} | `{patch.target}` | {patch.successor} |"
-        for patch in PATCHES
-        if patch.extension_point
+    symbols: dict[str, list[str]] = {}
+    for patch in PATCHES:
+        if patch.extension_point:
+            number = EXTENSION_POINTS[patch.extension_point][0]
+            symbols.setdefault(number, []).append(f"`{patch.target.removeprefix('vllm.')}`")
+    lines = ["| patch | replaces the run-time patches of |", "| --- | --- |"]
+    lines += [
+        f"| {number} | {', '.join(dict.fromkeys(symbols[number]))} |" for number in sorted(symbols)
     ]
-    lines += sorted(rows, key=lambda row: row[:7])
     return "\n".join(lines) + "\n"
 
 
