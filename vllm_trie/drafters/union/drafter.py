@@ -22,7 +22,7 @@ from vllm_trie.drafters import registry
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
 from vllm_trie.drafters.neural import NeuralDrafter, NeuralOptions
 from vllm_trie.drafters.union.calibration import Calibrator
-from vllm_trie.drafters.union.evaluation import HORIZON, StepEvaluation, evaluate
+from vllm_trie.drafters.union.evaluation import HORIZON, evaluate
 from vllm_trie.drafters.union.forward_gate import ForwardGate
 from vllm_trie.drafters.union.grafting import graft
 from vllm_trie.drafters.union.merge import (
@@ -35,27 +35,22 @@ from vllm_trie.drafters.union.merge import (
 )
 from vllm_trie.drafters.union.options import METHOD, TrieUnionOptions
 from vllm_trie.drafters.union.selection import PartSelection
-from vllm_trie.drafters.union.statistics import SharedStatistics
 from vllm_trie.store import Saved
 from vllm_trie.tree import ROOT, TokenTree
 
-WINDOW_COST = 1.0
-"""Prior cost of a part with a window, tokens per step."""
-_TAIL = 8
+_TAIL = 8  # tokens
 
 
 class _State:
     """One request.
 
     Attributes:
-        selection: the parts that draft.
         drafts: those that are not evaluated yet, at most `HORIZON`.
         tail: length and last tokens of the text at the last call.
         union: the last tree.
     """
 
-    def __init__(self, shared: SharedStatistics) -> None:
-        self.selection = PartSelection(shared)
+    def __init__(self) -> None:
         self.drafts: deque[Draft] = deque()
         self.tail: tuple[int, list[int]] = (0, [])
         self.union: UnionTree | None = None
@@ -72,7 +67,7 @@ class TrieUnionDrafter(Drafter):
     All candidates are evaluated, including those that did not fit. Never-accepted nodes of a part
     (the lookahead window) go into the tree whole or not at all, ahead of any candidates.
 
-    State: that of the parts, each request's candidates of the last steps, calibration, statistics.
+    State: that of the parts, each request's candidates of the last steps, calibration, selection.
 
     Args:
         options, context: as for every drafter.
@@ -100,15 +95,19 @@ class TrieUnionDrafter(Drafter):
         self.neural = next((p for p in self.parts if isinstance(p, NeuralDrafter)), None)
         can_rest = options.adaptive and len(self.parts) > 1
         self.gate = ForwardGate() if can_rest and self.neural is not None else None
+        self._neural_index = -1 if self.neural is None else self.parts.index(self.neural)
         self._last_end = 0.0
         # Class attributes of other drafters; here they follow from the parts.
         self.needs_hidden_states = any(part.needs_hidden_states for part in self.parts)  # type: ignore[misc]
         self.needs_node_argmax = any(part.needs_node_argmax for part in self.parts)  # type: ignore[misc]
         self.calibrator = Calibrator()
-        has_window = [part.has_window for part in self.parts]
-        # A guess until the part drafts for the first time.
-        self._window_sizes = [context.num_nodes * 3 // 4 * window for window in has_window]
-        self.shared = SharedStatistics([WINDOW_COST * window for window in has_window])
+        self.selection = PartSelection(
+            {
+                index: part.has_window
+                for index, part in enumerate(self.parts)
+                if self.gate is None or part is not self.neural
+            }
+        )
         self._states: dict[str, _State] = {}
 
     @classmethod
@@ -127,9 +126,8 @@ class TrieUnionDrafter(Drafter):
             part.load_model(target_model)
 
     def release(self, request_id: str) -> None:
-        state = self._states.pop(request_id, None)
-        if state is not None:
-            state.selection.end()
+        self._states.pop(request_id, None)
+        self.selection.end(request_id)
         for part in self.parts:
             part.release(request_id)
 
@@ -157,7 +155,8 @@ class TrieUnionDrafter(Drafter):
         states = [self._updated_state(request) for request in requests]
         all_parts = list(range(len(self.parts)))
         drafting = [
-            state.selection.next_step() if self.options.adaptive else all_parts for state in states
+            self.selection.drafting(request.request_id) if self.options.adaptive else all_parts
+            for request in requests
         ]
         proposed: list[dict[int, TokenTree]] = [{} for _ in requests]
         for index, part in enumerate(self.parts):
@@ -170,7 +169,7 @@ class TrieUnionDrafter(Drafter):
             for row, tree in zip(rows, trees, strict=True):
                 proposed[row][index] = tree
         promised = [max(map(_promise, trees.values()), default=0.0) for trees in proposed]
-        grafts = self._add_neural(requests, drafting, proposed, promised)
+        grafts = self._add_neural(requests, proposed, promised)
         merged = [
             self._merged_tree(request, state, trees, row_grafts, value)
             for request, state, trees, row_grafts, value in zip(
@@ -191,7 +190,6 @@ class TrieUnionDrafter(Drafter):
     def _add_neural(
         self,
         requests: Sequence[DraftRequest],
-        drafting: Sequence[Sequence[int]],
         proposed: Sequence[dict[int, TokenTree]],
         promised: Sequence[float],
     ) -> list[list[Graft]]:
@@ -203,10 +201,8 @@ class TrieUnionDrafter(Drafter):
         grafts: list[list[Graft]] = [[] for _ in requests]
         if self.neural is None:
             return grafts
-        index = self.parts.index(self.neural)
-        rows = [row for row, parts in enumerate(drafting) if index in parts]
-        if self.gate is not None:
-            rows = [rows[i] for i in self.gate.choose([promised[row] for row in rows])]
+        index = self._neural_index
+        rows = list(range(len(requests))) if self.gate is None else self.gate.choose(promised)
         if not rows:
             return grafts
         start = time.perf_counter()
@@ -214,12 +210,14 @@ class TrieUnionDrafter(Drafter):
         for row, tree in zip(rows, trees, strict=True):
             proposed[row][index] = tree
         for part_index, part in enumerate(self.parts):
-            own = [row for row in rows if part is not self.neural and part_index in proposed[row]]
-            if own:
-                chains = [proposed[row][index] for row in own]
-                found = graft(part, part_index, [requests[row] for row in own], chains)
-                for row, row_grafts in zip(own, found, strict=True):
-                    grafts[row] += row_grafts
+            drafted = [
+                row for row in rows if part is not self.neural and part_index in proposed[row]
+            ]
+            if drafted:
+                chains = [proposed[row][index] for row in drafted]
+                of_rows = graft(part, part_index, [requests[row] for row in drafted], chains)
+                for row, of_row in zip(drafted, of_rows, strict=True):
+                    grafts[row] += of_row
         if self.gate is not None:
             self.gate.observe_call(len(rows), time.perf_counter() - start)
         return grafts
@@ -229,26 +227,19 @@ class TrieUnionDrafter(Drafter):
         tokens = request.token_ids
         state = self._states.get(request.request_id)
         if state is None or not state.is_continued_by(tokens):
-            state = self._states[request.request_id] = _State(self.shared)
+            state = self._states[request.request_id] = _State()
+            self.selection.end(request.request_id)
         while state.drafts and len(tokens) - state.drafts[0].num_tokens >= HORIZON:
             draft = state.drafts.popleft()
             continuation = tokens[draft.num_tokens :][:HORIZON].tolist()
             self._calibrate(draft, continuation)
             if self.options.adaptive:
-                sizes = enumerate(self._window_sizes)
-                suspended = {part: size for part, size in sizes if part not in draft.windows}
-                evaluation = evaluate(draft, continuation, suspended)
-                state.selection.update(evaluation)
-                self._teach_gate(draft, evaluation)
+                evaluation = evaluate(draft, continuation)
+                self.selection.learn(request.request_id, evaluation)
+                if self.gate is not None and (neural := evaluation.get(self._neural_index)):
+                    self.gate.learn(draft.promised, neural.gain)
         state.tail = (len(tokens), tokens[-_TAIL:].tolist())
         return state
-
-    def _teach_gate(self, draft: Draft, evaluation: StepEvaluation) -> None:
-        if self.gate is None or self.neural is None:
-            return
-        found = evaluation.parts.get(self.parts.index(self.neural))
-        if found is not None and found.gain is not None:
-            self.gate.learn(draft.promised, found.gain)
 
     def _calibrate(self, draft: Draft, continuation: list[int]) -> None:
         """Learn from all candidates whose parent was right."""
@@ -277,8 +268,6 @@ class TrieUnionDrafter(Drafter):
             edge = self.calibrator.probability(merged.edges[node], len(trees))
             probabilities.append(above * edge)
         windows = window_sizes(trees, request.max_nodes)
-        for part, size in windows.items():
-            self._window_sizes[part] = size or self._window_sizes[part]
         num_tokens = len(request.token_ids)
         draft = Draft(merged, probabilities, windows, request.max_nodes, num_tokens, promised)
         state.drafts.append(draft)

@@ -1,203 +1,141 @@
-"""Part selection: which parts draft for a request.
+"""Part selection: which parts draft, of those without forward passes.
 
-Each part has a gain (tokens per step that only its candidates contribute) and a cost (tokens per
-step that it takes from the others), see `evaluation`. A part whose net gain is too small is
-suspended, and drafts again in trials from time to time. The cost of a window is known even while
-its part is suspended.
+Each part has a net gain: the tokens per step that only its candidates contribute, less those that
+its window takes from the others (see `evaluation`). A part whose net gain is too small is suspended
+and drafts again in trials, after a rest that doubles with each trial that fails. A trial takes
+place in one request, as parts may need to warm up, and ends early once it has cost too much. Parts
+with a window begin suspended and rest longer.
 
 Parts are suspended one at a time, and the others are evaluated anew afterwards: of two parts that
-propose the same, neither has a gain next to the other. Parts with a cost begin suspended. A trial
-may cost a small share of the tokens generated since the last one: trials are frequent where the
-others find little and rare where they find much. A trial that exceeds its budget ends early. After
-a failed trial the next one has to wait longer.
-
-Another kind of cost, such as drafting time, needs a prior in `PartStatistics` and a measurement in
-`PartEvaluation`, both in tokens per step.
+propose the same, neither has a gain next to the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm_trie.drafters.union.evaluation import StepEvaluation
-from vllm_trie.drafters.union.statistics import (
-    MIN_NET_GAIN,
-    PartStatistics,
-    SharedStatistics,
-    part_to_suspend,
-)
+from vllm_trie.drafters.union.evaluation import PartEvaluation
 
-PRIOR_STEPS = 4
-"""Steps of its own that a request must see to outweigh the statistics of other requests."""
-FEW_STEPS = 4
-"""Evaluated steps of a request before its costs count; the weight of a part's prior cost."""
-REQUEST_STEPS = 24
-"""Evaluated steps of a request before a part is suspended in it."""
-REQUEST_MEMORY = 128
-"""Evaluated steps over which a request's sums are kept; older steps fade."""
+MIN_NET_GAIN = 0.02
+"""Net gain in tokens per step below which a part is suspended."""
+PRIOR_GAIN = 0.3
+"""Net gain in tokens per step that is expected of a part without evaluated steps."""
+PRIOR_STEPS = 8
+"""Evaluated steps that it counts for."""
+MEMORY = 256
+"""Evaluated steps over which a net gain is averaged."""
 TRIAL_STEPS = 24
-"""Evaluated steps of a trial. The first third does not count: parts may need to warm up."""
+"""Evaluated steps of a trial. The first third does not count."""
+TRIAL_LOSS = 8.0
+"""Tokens at whose loss a trial ends early."""
+RESTS = 32, 512
+"""First and longest rest between trials, in steps of requests."""
+WINDOW_RESTS = 512, 8192
+"""Those of a part with a window, whose trials cost tokens."""
 
 
 @dataclass(slots=True)
 class _Trial:
-    """Sums over the evaluated steps of a trial, in tokens."""
+    """Sums over the evaluated steps of a trial, in tokens; `net_gain` without the warm-up."""
 
-    budget: float
-    spent: float = 0.0
-    """Cost less gain."""
-    gain: float = 0.0
-    """After the warm-up, as is `net_gain`."""
+    request_id: str
+    steps: int = 0
+    lost: float = 0.0
     net_gain: float = 0.0
-    steps: int = 0
 
 
-@dataclass(slots=True)
-class _Sum:
-    """A sum over steps; beyond the request's memory old values fade."""
+class Part:
+    """What one part is worth over all requests.
 
-    total: float = 0.0
-    steps: int = 0
+    Attributes:
+        active: Whether it drafts outside of trials.
+        net_gain: In tokens per step.
+    """
 
-    def add(self, value: float) -> None:
-        if self.steps < REQUEST_MEMORY:
-            self.total += value
-            self.steps += 1
-        else:
-            self.total = self.total * (1.0 - 1.0 / REQUEST_MEMORY) + value
+    def __init__(self, has_window: bool) -> None:
+        self._first_rest, self._longest_rest = WINDOW_RESTS if has_window else RESTS
+        self.active = not has_window
+        self.net_gain = PRIOR_GAIN
+        self._weight = PRIOR_STEPS
+        self._rest = self._first_rest
+        self._rested = 0
+        self._trial: _Trial | None = None
 
-    @property
-    def mean(self) -> float:
-        return self.total / max(self.steps, 1)
+    def drafts(self, request_id: str) -> bool:
+        """Return whether it drafts in a step of a request; counts the step."""
+        if self.active:
+            return True
+        self._rested += 1
+        if self._trial is None and self._rested >= self._rest:
+            self._rested, self._trial = 0, _Trial(request_id)
+        return self._trial is not None and self._trial.request_id == request_id
 
+    def learn(self, request_id: str, net_gain: float) -> None:
+        """Take in an evaluated step in which it drafted."""
+        if self.active:
+            self._weight = min(self._weight + 1, MEMORY)
+            self.net_gain += (net_gain - self.net_gain) / self._weight
+            return
+        trial = self._trial
+        if trial is None or trial.request_id != request_id:
+            return
+        trial.steps += 1
+        trial.lost -= net_gain
+        trial.net_gain += net_gain if trial.steps > TRIAL_STEPS // 3 else 0.0
+        if trial.lost > TRIAL_LOSS or trial.steps == TRIAL_STEPS:
+            mean = trial.net_gain / (TRIAL_STEPS - TRIAL_STEPS // 3)
+            self._trial = None
+            if trial.lost > TRIAL_LOSS or mean < MIN_NET_GAIN:
+                self._rest = min(2 * self._rest, self._longest_rest)
+            else:
+                self.active, self._rest = True, self._first_rest
+                self.evaluate_anew(mean)
 
-class _Part:
-    """One part in one request."""
+    def evaluate_anew(self, expected: float) -> None:
+        """Forget what was evaluated, because the parts that draft have changed."""
+        self.net_gain, self._weight = expected, PRIOR_STEPS
 
-    def __init__(self, shared: PartStatistics) -> None:
-        self.shared = shared
-        self.active = shared.active
-        # An excluded part comes back through a trial only, in this request or in another one.
-        self.is_excluded = not shared.active and not shared.prior_cost
-        self.num_reinstated = shared.num_reinstated
-        self.trial: _Trial | None = None
-        self.gain = _Sum()
-        self.cost = _Sum()
-
-    @property
-    def net_gain(self) -> float:
-        """Tokens per step in this request."""
-        prior = PRIOR_STEPS * self.shared.expected_gain
-        gain = (prior + self.gain.total) / (PRIOR_STEPS + self.gain.steps)
-        return gain - self.cost.mean
+    def end(self, request_id: str) -> None:
+        """Let another request have the trial of one that has ended."""
+        if self._trial is not None and self._trial.request_id == request_id:
+            self._trial, self._rested = None, self._rest
 
 
 class PartSelection:
-    """The parts that draft for one request.
+    """The parts over all requests.
 
     Args:
-        shared: statistics of all requests, updated with the steps of this one.
+        has_window: Of each part, by its index. If all have one, the first of them is active.
     """
 
-    def __init__(self, shared: SharedStatistics) -> None:
-        self.shared = shared
-        self._parts = [_Part(part) for part in shared.parts]
-        self._steps = 0
+    def __init__(self, has_window: Mapping[int, bool]) -> None:
+        self.parts = {index: Part(window) for index, window in has_window.items()}
+        if all(has_window.values()):
+            next(iter(self.parts.values())).active = True
 
     @property
     def active(self) -> list[int]:
         """The parts that draft outside of trials."""
-        return [index for index, part in enumerate(self._parts) if part.active]
+        return [index for index, part in self.parts.items() if part.active]
 
-    def next_step(self) -> list[int]:
-        """Return the parts that draft in the next step."""
-        for part in self._parts:
-            if not part.active and part.trial is None and self._should_reinstate(part):
-                self._reinstate(part)
-        return [index for index, part in enumerate(self._parts) if part.active or part.trial]
+    def drafting(self, request_id: str) -> list[int]:
+        """Return the parts that draft in the next step of a request."""
+        return [index for index, part in self.parts.items() if part.drafts(request_id)]
 
-    def update(self, evaluation: StepEvaluation) -> None:
-        """Take in an evaluated step of this request."""
-        drafting = [index for index in self.active if index in evaluation.parts]
-        self.shared.update(evaluation, drafting)
-        self._steps += 1
-        for index, (gain, cost) in evaluation.parts.items():
-            part = self._parts[index]
-            part.cost.add(cost)
-            if gain is None:
-                continue
-            if part.active:
-                part.gain.add(gain)
-            elif part.trial is not None:
-                self._update_trial(part, part.trial, gain, cost)
-            else:  # drafted in a trial that has ended since
-                part.shared.trial_budget -= cost - gain
-        if self._steps < REQUEST_STEPS:
-            return
-        suspended = part_to_suspend({index: self._parts[index].net_gain for index in self.active})
-        if suspended is not None:
-            self._parts[suspended].active = False
-            self._parts[suspended].is_excluded = True
-            self._begin_anew()
+    def learn(self, request_id: str, evaluation: Mapping[int, PartEvaluation]) -> None:
+        """Take in an evaluated step of a request."""
+        for index, part in self.parts.items():
+            if index in evaluation:
+                part.learn(request_id, evaluation[index].net_gain)
+        active = [part for part in self.parts.values() if part.active]
+        worst = min(reversed(active), key=lambda part: part.net_gain)
+        if len(active) > 1 and worst.net_gain < MIN_NET_GAIN:
+            worst.active = False
+            for part in active:
+                part.evaluate_anew(max(part.net_gain, PRIOR_GAIN))
 
-    def end(self) -> None:
-        """Hand unfinished trials to another request, as this one has ended."""
-        for part in self._parts:
-            if part.trial is not None:
-                part.shared.suspended_steps = part.shared.trial_interval
-                part.shared.trial_budget += part.trial.budget - part.trial.spent
-                part.trial = None
-
-    def _should_reinstate(self, part: _Part) -> bool:
-        """Whether a suspended part is known to be worth its cost; begins a trial if one is due."""
-        shared = part.shared
-        if shared.num_reinstated != part.num_reinstated:
-            part.num_reinstated = shared.num_reinstated
-            part.is_excluded = False
-        shared.suspended_steps += 1
-        if shared.prior_cost and part.cost.steps < FEW_STEPS:
-            return False
-        is_known = not part.is_excluded and shared.gain is not None
-        if is_known and part.net_gain >= MIN_NET_GAIN:
-            return True
-        cost = 0.0
-        if shared.prior_cost:
-            known = shared.prior_cost * FEW_STEPS + part.cost.total
-            cost = TRIAL_STEPS * known / (FEW_STEPS + part.cost.steps)
-        if shared.suspended_steps >= shared.trial_interval and cost <= shared.trial_budget:
-            shared.suspended_steps = 0
-            shared.trial_budget -= cost
-            part.trial = _Trial(cost)
-        return False
-
-    def _update_trial(self, part: _Part, trial: _Trial, gain: float, cost: float) -> None:
-        warm_up = TRIAL_STEPS // 3
-        trial.steps += 1
-        trial.spent += cost - gain
-        if trial.steps > warm_up:
-            trial.gain += gain
-            trial.net_gain += gain - cost
-        exceeds_budget = trial.spent > trial.budget and trial.spent > 0
-        if trial.steps < TRIAL_STEPS and not exceeds_budget:
-            return
-        part.trial = None
-        part.shared.trial_budget += trial.budget - trial.spent
-        counted = max(trial.steps - warm_up, 1)
-        if exceeds_budget or trial.net_gain / counted < MIN_NET_GAIN:
-            part.shared.fail_trial(trial.gain / counted)
-            part.is_excluded = True
-            return
-        part.shared.pass_trial(trial.gain / counted)
-        part.num_reinstated = part.shared.num_reinstated
-        self._reinstate(part)
-
-    def _reinstate(self, part: _Part) -> None:
-        part.active, part.is_excluded = True, False
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        """Forget gains and most of the costs, because the parts that draft have changed."""
-        self._steps = 0
-        for part in self._parts:
-            part.gain = _Sum()
-            part.cost = _Sum(FEW_STEPS * part.cost.mean, min(part.cost.steps, FEW_STEPS))
+    def end(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        for part in self.parts.values():
+            part.end(request_id)

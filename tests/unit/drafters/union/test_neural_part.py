@@ -114,8 +114,8 @@ def test_grafts_do_not_outlive_the_chain_they_hang_on() -> None:
     assert merged.edges[-1].keys() == {0}
     draft = Draft(merged, [0.1, 0.9, 0.8, 0.7, 0.6], {0: 0, 1: 0}, 8, 3)
     continuation = [1, 2, 5, 6, *[9] * (HORIZON - 4)]
-    assert evaluate(draft, continuation, {}).parts[1].gain == 4
-    assert evaluate(draft, continuation, {}).parts[0].gain == 2
+    assert evaluate(draft, continuation)[1].gain == 4
+    assert evaluate(draft, continuation)[0].gain == 2
 
 
 def _observed(call_seconds: float, **gains: float) -> ForwardGate:

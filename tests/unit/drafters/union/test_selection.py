@@ -6,35 +6,34 @@ import random
 
 import pytest
 
-from vllm_trie.drafters.union.evaluation import PartEvaluation, StepEvaluation
-from vllm_trie.drafters.union.selection import TRIAL_STEPS, PartSelection
-from vllm_trie.drafters.union.statistics import (
-    MAX_TRIAL_INTERVAL,
-    SHARED_STEPS,
-    SharedStatistics,
-)
+from vllm_trie.drafters.union.evaluation import PartEvaluation
+from vllm_trie.drafters.union.selection import RESTS, TRIAL_STEPS, PartSelection
 
 
 class Text:
-    """The gain and cost of each part in each step, and the parts that are selected for it."""
+    """The gain and cost of each part in each step of a request, and the parts that draft."""
 
-    def __init__(self, shared: SharedStatistics, gain: list[float], cost: list[float]) -> None:
-        self.selection = PartSelection(shared)
+    def __init__(
+        self,
+        selection: PartSelection,
+        gain: list[float],
+        cost: list[float],
+        request_id: str = "a",
+    ) -> None:
+        self.selection, self.request_id = selection, request_id
         self.gain, self.cost = gain, cost
         self.drafted: list[list[int]] = []
         self._rng = random.Random(0)
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
-            drafting = self.selection.next_step()
+            drafting = self.selection.drafting(self.request_id)
             self.drafted.append(drafting)
-            parts = {
-                part: PartEvaluation(
-                    self._draw(gain) if part in drafting else None, self._draw(cost)
-                )
-                for part, (gain, cost) in enumerate(zip(self.gain, self.cost, strict=True))
+            evaluation = {
+                part: PartEvaluation(self._draw(self.gain[part]), self._draw(self.cost[part]))
+                for part in drafting
             }
-            self.selection.update(StepEvaluation(4, parts))
+            self.selection.learn(self.request_id, evaluation)
 
     def _draw(self, mean: float) -> int:
         whole, rest = divmod(mean, 1.0)
@@ -45,14 +44,18 @@ class Text:
         return sum(part in drafting for drafting in self.drafted[-last:]) / last
 
 
+def select(*has_window: bool) -> PartSelection:
+    return PartSelection(dict(enumerate(has_window)))
+
+
 def test_parts_with_a_gain_stay() -> None:
-    text = Text(SharedStatistics([0.0, 0.0]), [1.0, 0.5], [0, 0])
+    text = Text(select(False, False), [1.0, 0.5], [0, 0])
     text.step(2000)
     assert all(drafting == [0, 1] for drafting in text.drafted)
 
 
 def test_a_part_without_a_gain_is_suspended_but_tried() -> None:
-    text = Text(SharedStatistics([0.0, 0.0]), [1.0, 0.0], [0, 0])
+    text = Text(select(False, False), [1.0, 0.0], [0, 0])
     text.step(4000)
     assert text.drafted[0] == [0, 1]
     assert 0 < text.share(1, 1000) < 0.1
@@ -60,47 +63,44 @@ def test_a_part_without_a_gain_is_suspended_but_tried() -> None:
 
 
 def test_a_suspended_part_is_reinstated_when_it_has_a_gain() -> None:
-    text = Text(SharedStatistics([0.0, 0.0]), [1.0, 0.0], [0, 0])
+    text = Text(select(False, False), [1.0, 0.0], [0, 0])
     text.step(3000)
     text.gain[1] = 0.6
-    text.step(MAX_TRIAL_INTERVAL + 2 * TRIAL_STEPS)
+    text.step(RESTS[1] + 2 * TRIAL_STEPS)
     text.step(200)
     assert text.share(1, 200) == 1
-    assert text.selection.shared.parts[1].num_reinstated == 1
 
 
 def test_one_part_always_stays() -> None:
-    text = Text(SharedStatistics([0.0, 0.0, 0.0]), [0.0, 0.0, 0.0], [0, 0, 0])
+    text = Text(select(False, False, False), [0.0, 0.0, 0.0], [0, 0, 0])
     text.step(3000)
     assert all(text.drafted)
     assert text.drafted.count([0]) > 2000
 
 
-def test_statistics_of_one_request_hold_for_the_next() -> None:
-    shared = SharedStatistics([0.0, 0.0])
-    first = Text(shared, [1.0, 0.0], [0, 0])
-    first.step(4000)
-    first.selection.end()
-    second = Text(shared, [1.0, 0.0], [0, 0])
+def test_what_one_request_shows_holds_for_the_next() -> None:
+    selection = select(False, False)
+    Text(selection, [1.0, 0.0], [0, 0]).step(4000)
+    selection.end("a")
+    second = Text(selection, [1.0, 0.0], [0, 0], "b")
     second.step(1)
-    assert not shared.parts[1].active
     assert second.drafted[0] in ([0], [0, 1])  # at most a trial
-    assert 1 not in second.selection.active
+    assert selection.active == [0]
 
 
-def test_a_request_can_differ_from_the_others() -> None:
-    """A part is suspended in the only request in which it has no gain."""
-    shared = SharedStatistics([0.0, 0.0])
-    Text(shared, [1.0, 0.8], [0, 0]).step(1000)
-    odd = Text(shared, [1.0, 0.0], [0, 0])
-    odd.step(SHARED_STEPS * 3)
-    assert 1 not in odd.selection.active or odd.share(1, 100) < 1
-    assert PartSelection(SharedStatistics([0.0, 0.0])).active == [0, 1]
+def test_of_two_parts_that_propose_the_same_one_stays() -> None:
+    """Neither has a gain next to the other, and the first one has all of it alone."""
+    text = Text(select(False, False), [0.0, 0.0], [0, 0])
+    while len(text.selection.active) == 2:
+        text.step()
+    text.gain[0] = 1.0
+    text.step(2000)
+    assert text.share(0, 2000) == 1
 
 
 @pytest.mark.parametrize("cost", [0.5, 3.0, 8.0])
 def test_a_window_that_does_not_pay_costs_little(cost: float) -> None:
-    text = Text(SharedStatistics([0.0, 1.0]), [1.0, 0.1], [0, cost])
+    text = Text(select(False, True), [1.0, 0.1], [0, cost])
     text.step(20_000)
     lost = sum(1 in drafting for drafting in text.drafted) * cost
     assert text.drafted[0] == [0]
@@ -108,13 +108,13 @@ def test_a_window_that_does_not_pay_costs_little(cost: float) -> None:
 
 
 def test_a_window_that_pays_is_found() -> None:
-    text = Text(SharedStatistics([0.0, 1.0]), [1.0, 0.8], [0, 0.1])
+    text = Text(select(False, True), [1.0, 0.8], [0, 0.1])
     text.step(6000)
     assert text.share(1, 1000) == 1
 
 
 def test_a_window_that_stops_paying_leaves() -> None:
-    text = Text(SharedStatistics([0.0, 1.0]), [1.0, 0.8], [0, 0.1])
+    text = Text(select(False, True), [1.0, 0.8], [0, 0.1])
     text.step(6000)
     text.cost[1] = 3.0
     text.step(500)
@@ -122,34 +122,29 @@ def test_a_window_that_stops_paying_leaves() -> None:
 
 
 def test_a_trial_that_costs_too_much_ends_early() -> None:
-    text = Text(SharedStatistics([0.0, 1.0]), [1.0, 0.0], [0, 0.1])
+    text = Text(select(False, True), [1.0, 0.0], [0, 5.0])
     while 1 not in (text.drafted[-1] if text.drafted else []):
         text.step()
         assert len(text.drafted) < 20_000
-    text.cost[1] = 5.0
     text.step(TRIAL_STEPS)
     assert sum(1 in drafting for drafting in text.drafted) < TRIAL_STEPS // 2
 
 
 def test_a_trial_that_its_request_does_not_finish_goes_to_another() -> None:
-    shared = SharedStatistics([0.0, 0.0])
-    part = shared.parts[1]
-    part.active = False
-    part.suspended_steps = part.trial_interval
-    budget = part.trial_budget
-    first = Text(shared, [1.0, 0.5], [0, 0])
-    first.step(3)
-    assert first.share(1, 3) == 1
-    first.selection.end()
-    assert part.suspended_steps == part.trial_interval
-    assert part.trial_budget >= budget
-    second = Text(shared, [1.0, 0.5], [0, 0])
-    second.step(200)
-    assert second.drafted[0] == [0, 1]
-    assert second.share(1, 50) == 1
+    selection = select(False, True)
+    first = Text(selection, [1.0, 0.5], [0, 0])
+    while 1 not in (first.drafted[-1] if first.drafted else []):
+        first.step()
+    other = Text(selection, [1.0, 0.5], [0, 0], "b")
+    other.step(3)
+    assert other.share(1, 3) == 0  # a part may have to warm up in one request
+    selection.end("a")
+    other.step(200)
+    assert other.drafted[3] == [0, 1]
+    assert other.share(1, 50) == 1
 
 
 def test_if_all_parts_have_windows_the_first_drafts() -> None:
-    text = Text(SharedStatistics([1.0, 1.0]), [1.0, 0.0], [0.0, 0.5])
+    text = Text(select(True, True), [1.0, 0.0], [0.0, 0.5])
     text.step(10)
     assert all(0 in drafting for drafting in text.drafted)
