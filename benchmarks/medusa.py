@@ -66,8 +66,8 @@ COLUMNS = (
     "predicted_over_accepted", "identical", "select_over_model", "heads_ms",
 )  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {
-    "chain": {"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]},
-    "fixed": {"tree": "fixed"},
+    "chain": {"paths": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]},
+    "fixed": {},
     "fitted": {},
     "dynamic": {"joint": "product"},
     "context": {"joint": "context", "max_depth": 4},
@@ -79,18 +79,25 @@ METHODS: dict[str, dict[str, Any]] = {
     },
 }
 _DRAFTERS = {"ngram_trie": "ngram_trie", "union": "trie_union"}
-"""Those of the methods that are not `medusa_dynamic`."""
+"""Those of the methods that are not `medusa_dynamic`, but for fixed trees."""
+_FIXED = ("chain", "fixed", "fitted")
 _DRAWN = ("fixed", "dynamic")
 
 
-def new_drafter(first: Any, name: str, options: dict[str, Any]) -> Any:
+def new_drafter(first: Any, method: str, options: dict[str, Any]) -> Any:
     """Make another drafter, with the heads of the engine's own."""
-    from vllm_trie.drafters import get_drafter_class, parse_options
-    from vllm_trie.drafters.medusa import HeadTiming
+    from support.fixed_trees import FixedTreeDrafter, FixedTreeOptions
 
-    drafter = get_drafter_class(name)(parse_options(name, options), first.context)
+    from vllm_trie.drafters import get_drafter_class, parse_options
+    from vllm_trie.drafters.medusa import HeadTiming, MedusaDrafter
+
+    if method in _FIXED:
+        drafter: Any = FixedTreeDrafter(FixedTreeOptions.model_validate(options), first.context)
+    else:
+        name = _DRAFTERS.get(method, "medusa_dynamic")
+        drafter = get_drafter_class(name)(parse_options(name, options), first.context)
     for part in getattr(drafter, "parts", [drafter]):
-        if part.name == "medusa_dynamic":
+        if isinstance(part, MedusaDrafter):
             part.set_heads(first.heads, first.temperatures)
             part.timing = HeadTiming()
     return drafter
@@ -129,7 +136,7 @@ def rank_accuracies(first: Any, prompts: list[list[int]], outputs: list[list[int
 
 def compare(options: Any) -> list[Row]:
     """Measure all methods at all node counts on one model."""
-    from support.fitted_trees import fit_paths
+    from support.fixed_trees import fit_paths
     from vllm import SamplingParams
 
     from vllm_trie.tiny_model import medusa_path, model_path
@@ -180,8 +187,8 @@ def compare(options: Any) -> list[Row]:
         for method in options.methods:
             settings = METHODS[method]
             if accuracies is not None and method == "fitted":
-                settings = {"tree": [list(path) for path in fit_paths(accuracies, nodes)]}
-            drafter = new_drafter(stage.own, _DRAFTERS.get(method, "medusa_dynamic"), settings)
+                settings = {"paths": [list(path) for path in fit_paths(accuracies, nodes)]}
+            drafter = new_drafter(stage.own, method, settings)
             runs[method, nodes] = lambda drafter=drafter, nodes=nodes: measured(drafter, nodes)
     timed = interleave(runs, options.repeats)
 

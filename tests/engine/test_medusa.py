@@ -43,7 +43,7 @@ def expected(_engines):
 
 @pytest.mark.parametrize(
     ("options", "batch_size"),
-    [({}, 8), ({"joint": "product"}, 8), ({"joint": "product"}, 1), ({"tree": "fixed"}, None)],
+    [({}, 8), ({"joint": "product"}, 8), ({"joint": "product"}, 1)],
     ids=str,
 )
 def test_greedy(engine, expected, options, batch_size):

@@ -16,7 +16,7 @@ import pytest
 from tests.checkout import ROOT, tracked_files
 from vllm_trie.attention import native as attention
 from vllm_trie.attention import slot_copies
-from vllm_trie.drafters.medusa import native as medusa
+from vllm_trie.drafters.medusa.candidates import LIBRARY as MEDUSA
 from vllm_trie.native import NativeBuildError, NativeLibrary, cpu_flags, find_compiler
 from vllm_trie.native.prebuilt import INSTRUCTION_SETS
 from vllm_trie.ngrams import native as ngrams
@@ -26,7 +26,7 @@ SET = "x86-64-v3"
 LIBRARIES = [
     trees.LIBRARY,
     ngrams.LIBRARY,
-    medusa.LIBRARY,
+    MEDUSA,
     attention.library(),
     slot_copies.LIBRARY,
 ]
@@ -35,12 +35,13 @@ USE = """
 import torch
 from vllm_trie.attention.native import load_kernels
 from vllm_trie.attention.slot_copies import _kernel
-from vllm_trie.drafters.medusa import native as medusa
+from vllm_trie.drafters.medusa import candidates as medusa
 from vllm_trie.ngrams.native import NativeIndex
 
 index = NativeIndex(4)
 index.add_text([1, 2, 3])
-print(index.num_tokens, medusa.is_available(), _kernel() is not None, load_kernels().instructions)
+found = medusa.LIBRARY.is_available(), _kernel() is not None
+print(index.num_tokens, *found, load_kernels().instructions)
 print(NativeIndex.__module__, medusa.__file__)
 """
 

@@ -19,7 +19,6 @@ from vllm_trie.drafters.medusa.compiled_heads import CompiledHeads, in_huge_page
 from vllm_trie.drafters.medusa.heads import HeadTiming, MedusaHeads
 from vllm_trie.drafters.medusa.options import MedusaOptions
 from vllm_trie.drafters.medusa.output_layer import target_output_layer
-from vllm_trie.drafters.medusa.trees import template
 from vllm_trie.drafters.request_texts import INDEX_TOKENS, IndexedText, RequestTexts
 from vllm_trie.ngrams import Candidates, Job, NativeBackend, choose_backend
 from vllm_trie.tree import TokenTree
@@ -51,7 +50,6 @@ class MedusaDrafter(Drafter):
         super().__init__(options, context)
         if context.draft_model is None:
             raise ValueError(_NO_HEADS)
-        self._fixed_paths = options.fixed_paths()
         self._device = torch.device(context.device)
         self._dtype = getattr(torch, context.dtype)
         self._backend = choose_backend(BLEND)
@@ -59,7 +57,7 @@ class MedusaDrafter(Drafter):
             self._device, self._dtype
         )
         self._texts: RequestTexts | None = None
-        if self._fixed_paths is None and options.joint == "context":
+        if options.joint == "context":
             self._texts = RequestTexts(self._backend, options.max_context_len, INDEX_TOKENS)
         self._max_depth = options.max_depth or context.max_model_len
         self.heads: MedusaHeads | None = None
@@ -89,7 +87,11 @@ class MedusaDrafter(Drafter):
             lambda: target_output_layer(target_model, context),
         )
         num_heads = self.options.num_heads or loaded.heads.shape.num_heads
-        self._check_options(loaded.heads, num_heads)
+        if num_heads > loaded.heads.shape.num_heads:
+            raise CheckpointError(
+                f"num_heads={num_heads}, but the checkpoint {Path(context.draft_model).name!r} has "
+                f"{loaded.heads.shape.num_heads} heads; lower num_heads or leave it out"
+            )
         self.set_heads(loaded.heads, loaded.temperatures[:num_heads])
 
     def set_heads(self, heads: MedusaHeads, temperatures: Sequence[float] | Tensor) -> None:
@@ -107,14 +109,6 @@ class MedusaDrafter(Drafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         states: list[Any] = [request.hidden_state for request in requests]
-        if self._fixed_paths is not None:
-            tokens, probabilities = self.top_candidates(states)
-            return [
-                template(
-                    self._fixed_paths, request.max_nodes, self._depth(request), request.chain_only
-                ).fill(tokens[row], probabilities[row])
-                for row, request in enumerate(requests)
-            ]
         jobs = self._jobs(requests)
         if (found := self._compiled_rows(states)) is not None:
             compiled, rows = found
@@ -178,25 +172,3 @@ class MedusaDrafter(Drafter):
             )
             for request, text in zip(requests, texts, strict=True)
         ]
-
-    def _check_options(self, heads: MedusaHeads, num_heads: int) -> None:
-        where = f"the checkpoint {Path(str(self.context.draft_model)).name!r}"
-        if num_heads > heads.shape.num_heads:
-            raise CheckpointError(
-                f"num_heads={num_heads}, but {where} has {heads.shape.num_heads} heads; lower "
-                "num_heads or leave it out"
-            )
-        if self._fixed_paths is None:
-            return
-        num_candidates = min(self.options.top_tokens, heads.shape.num_outputs)
-        for path in self._fixed_paths:
-            if len(path) > num_heads:
-                raise CheckpointError(
-                    f"tree: the path {list(path)} needs {len(path)} heads, but {num_heads} are "
-                    f"used of {where}; choose another tree"
-                )
-            if max(path) >= num_candidates:
-                raise CheckpointError(
-                    f"tree: the path {list(path)} names rank {max(path)}, but each head gives "
-                    f"{num_candidates} candidates; raise top_tokens"
-                )

@@ -191,7 +191,7 @@ def test_time_of_the_heads():
     compiled = CompiledHeads(heads, torch.ones(3), 5)
     compiled.top_candidates(compiled.rows(torch.randn(1, 16)))
     assert 0 < compiled.product_seconds < 1
-    for options in ({}, {"tree": "fixed"}):
+    for options in ({}, {"joint": "product"}):
         drafter = make_medusa(random_heads(num_heads=4), **options)
         start = time.perf_counter()
         drafter.propose(make_requests())

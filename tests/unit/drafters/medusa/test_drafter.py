@@ -71,8 +71,6 @@ def test_first_node_is_the_first_heads_guess(joint):
     [
         {},
         {"joint": "product"},
-        {"tree": "fixed", "num_heads": None},
-        {"tree": [[0], [1], [0, 0]]},
         {"num_heads": 2, "top_tokens": 5, "max_depth": 2},
     ],
     ids=str,
@@ -90,10 +88,9 @@ def test_trees_are_valid_and_the_same_alone_or_in_a_batch(options):
         assert tree.depths().max() <= options.get("max_depth", 50)
 
 
-@pytest.mark.parametrize("tree", ["dynamic", "fixed"])
 @pytest.mark.parametrize("joint", ["product", "context"])
-def test_limits_of_the_request(tree, joint):
-    drafter = make_medusa(random_heads(num_heads=4), tree=tree, joint=joint)
+def test_limits_of_the_request(joint):
+    drafter = make_medusa(random_heads(num_heads=4), joint=joint)
     for found in drafter.propose(make_requests(max_nodes=7, max_depth=2)):
         assert found.num_nodes == 7
         assert found.depths().max() == 2
@@ -141,13 +138,8 @@ def test_temperatures_of_the_checkpoint(tmp_path):
 
 def test_more_than_the_checkpoint_has(tmp_path):
     save_vllm(random_heads(num_heads=2), tmp_path)
-    for options, words in (
-        ({"num_heads": 3}, "num_heads=3"),
-        ({"tree": "fixed"}, "needs 3 heads, but 2"),
-        ({"tree": [[0], [9]], "top_tokens": 4}, "raise top_tokens"),
-    ):
-        with pytest.raises(CheckpointError, match=words):
-            make_medusa(path=tmp_path, **options).load_model(None)
+    with pytest.raises(CheckpointError, match="num_heads=3"):
+        make_medusa(path=tmp_path, num_heads=3).load_model(None)
 
 
 def test_without_heads():
@@ -160,8 +152,6 @@ def test_without_heads():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tree": "static"}, "tree"),
-        ({"tree": [[0, 1]]}, "lacks its parent"),
         ({"joint": "sum"}, "joint='sum'"),
         ({"top_tokens": 0}, "top_tokens=0"),
         ({"heads": 3}, "heads is not an option"),

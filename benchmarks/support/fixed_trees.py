@@ -1,4 +1,4 @@
-"""Fixed trees: Medusa's published ones, and lists of paths given by the user.
+"""Fixed trees of Medusa heads, as the reference in benchmarks: published, fitted, or any.
 
 A tree is a list of paths; a path names, head by head, the rank of the candidate to take. The
 published lists put the likeliest path first, so the first n paths are the n-node tree.
@@ -7,11 +7,15 @@ published lists put the likeliest path first, so the first n paths are the n-nod
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from pydantic import Field
 
+from vllm_trie.drafters import DraftRequest
+from vllm_trie.drafters.medusa import MedusaDrafter, MedusaOptions
 from vllm_trie.tree import TokenTree
 
 Path = tuple[int, ...]
@@ -79,33 +83,47 @@ def template(
     return TreeTemplate(parents, heads, ranks, tuple(levels))
 
 
-def check_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:
-    """Return the paths of a user's tree, each after its parent.
+def fit_paths(accuracies: np.ndarray, num_nodes: int) -> tuple[Path, ...]:
+    """Return the fixed tree with the largest expected number of accepted tokens.
 
-    Raises:
-        ValueError: a path is empty, repeated, has a negative rank or lacks its parent.
+    Args:
+        accuracies: [K, m], how often the candidate of each rank is right, as if the heads were
+            independent.
+
+    Source: Medusa, section 2.3.3: nodes are added one by one, the most accurate path first.
     """
-    checked = tuple(tuple(path) for path in paths)
-    known = set(checked)
-    if not checked:
-        raise ValueError("tree=[] has no paths; give at least [[0]], or tree='dynamic'")
-    if len(known) != len(checked):
-        double = next(path for path in checked if checked.count(path) > 1)
-        raise ValueError(f"the path {list(double)} occurs twice; give each path once")
-    for path in checked:
-        if not path or min(path) < 0:
-            raise ValueError(
-                f"the path {list(path)} is not allowed; a path is one or more ranks from 0, such "
-                "as [0, 2]"
+    heap: list[tuple[float, Path]] = [(-1.0, ())]
+    chosen: list[Path] = []
+    while heap and len(chosen) <= num_nodes:
+        negative, path = heapq.heappop(heap)
+        chosen.append(path)
+        if len(path) < len(accuracies):
+            for rank, share in enumerate(accuracies[len(path)].tolist()):
+                heapq.heappush(heap, (negative * share, (*path, rank)))
+    return tuple(chosen[1:])
+
+
+class FixedTreeOptions(MedusaOptions):
+    """Those of `medusa_dynamic`, and the tree."""
+
+    paths: list[list[int]] = Field(
+        default=[list(path) for path in PUBLISHED["mc_sim_7b_63"]],
+        description="Paths, each behind its parent and the best first.",
+    )
+
+
+class FixedTreeDrafter(MedusaDrafter):
+    """Fills the same tree at every step, its first n paths."""
+
+    name = "medusa_fixed"
+    Options = FixedTreeOptions
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        tokens, probabilities = self.top_candidates([request.hidden_state for request in requests])
+        paths = tuple(map(tuple, self.options.paths))
+        return [
+            template(paths, request.max_nodes, request.max_depth, request.chain_only).fill(
+                tokens[row], probabilities[row]
             )
-        if len(path) > 1 and path[:-1] not in known:
-            raise ValueError(
-                f"the path {list(path)} lacks its parent {list(path[:-1])}; add that path"
-            )
-    seen: set[Path] = set()
-    for path in checked:
-        if len(path) > 1 and path[:-1] not in seen:
-            # A budget takes the first paths of the list, which must be a tree by themselves.
-            return tuple(sorted(checked, key=lambda p: (len(p), p)))
-        seen.add(path)
-    return checked
+            for row, request in enumerate(requests)
+        ]

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.fitted_trees import fit_paths
+from support.fixed_trees import (
+    PUBLISHED,
+    FixedTreeDrafter,
+    FixedTreeOptions,
+    fit_paths,
+    template,
+)
 
-from vllm_trie.drafters.medusa.trees import PUBLISHED, check_paths, template
+from tests.unit.drafters.medusa.support import VOCAB, describe, make_requests, random_heads
+from tests.unit.drafters.support import make_context
 from vllm_trie.tree import TokenTree
 
 
@@ -14,7 +21,7 @@ from vllm_trie.tree import TokenTree
 def test_published_lists_are_trees_of_63(name):
     paths = PUBLISHED[name]
     assert len(paths) == len(set(paths)) == 63
-    assert check_paths(paths) == paths  # every path comes after its parent
+    assert all(len(path) == 1 or path[:-1] in paths[:i] for i, path in enumerate(paths))
     assert max(map(len, paths)) == 4
 
 
@@ -86,20 +93,12 @@ def test_fitted_tree_of_skewed_heads():
     assert fit_paths(accuracies, 4) == ((0,), (0, 0), (1,), (1, 0))
 
 
-@pytest.mark.parametrize(
-    ("paths", "words"),
-    [
-        ([], "no paths"),
-        ([[0], []], "not allowed"),
-        ([[-1]], "not allowed"),
-        ([[0], [0]], "occurs twice"),
-        ([[0], [1, 0]], r"lacks its parent \[1\]"),
-    ],
-)
-def test_wrong_lists(paths, words):
-    with pytest.raises(ValueError, match=words):
-        check_paths(paths)
-
-
-def test_a_list_in_any_order_becomes_a_tree():
-    assert check_paths([[0, 1], [0], [0, 0]]) == ((0,), (0, 0), (0, 1))
+def test_a_drafter_fills_the_same_tree_in_any_batch():
+    context = make_context(num_nodes=16, vocab_size=VOCAB, draft_model="unused")
+    drafter = FixedTreeDrafter(FixedTreeOptions(paths=[[0], [1], [0, 0]]), context)
+    drafter.set_heads(random_heads(), [1.0] * 3)
+    batch = describe(drafter.propose(make_requests(4)))
+    for request, expected in zip(make_requests(4), batch, strict=True):
+        [tree] = drafter.propose([request])
+        assert sorted(tree.parents.tolist()) == [-1, -1, 0]
+        assert describe([tree])[0][:2] == expected[:2]
