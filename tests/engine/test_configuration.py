@@ -108,7 +108,7 @@ def test_options_reach_the_drafter(engine, options):
     drafter = trees_of(llm).guard.drafter
     assert drafter.options.max_context_len == 9
     assert drafter.options.index_output is False
-    assert drafter.options.store_tokens == drafter.Options().store_tokens
+    assert drafter.options.index_tokens == drafter.Options().index_tokens
     assert drafter.context.num_nodes == 8
     assert drafter.context.max_model_len == 1024
     assert drafter.context.eos_token_ids == (0,)
@@ -144,9 +144,9 @@ def test_options_on_the_command_line():
     assert options_of(from_command_line("--speculative-config", as_json)).max_context_len == 9
     found = from_command_line(
         *("--spec-method", "ngram_trie"),
-        *("--additional-config", '{"vllm_trie": {"store_tokens": 2}}'),
+        *("--additional-config", '{"vllm_trie": {"index_tokens": 2}}'),
     )
-    assert options_of(found).store_tokens == 2
+    assert options_of(found).index_tokens == 2
 
 
 def test_unknown_method_on_the_command_line(capsys):

@@ -1,9 +1,10 @@
-"""Draw a token tree as text or as SVG."""
+"""Draw a trie as text or as SVG: a token tree here, a beam search in :mod:`vllm_trie.beam.draw`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 from unicodedata import combining, east_asian_width
 
 from vllm_trie.tree.token_tree import TokenTree
@@ -11,11 +12,10 @@ from vllm_trie.tree.token_tree import TokenTree
 # SVG measures in pixels.
 _ROW = 26
 _COLUMN_GAP = 56
-_LABEL_ROOM = 30  # an edge leaves its box straight for this long, below the probability
+_LABEL_ROOM = 30  # an edge leaves its box straight for this long, below the note
 _CHAR = 7.8
 _MARGIN = 16
 _BOX = 20
-
 
 _VISIBLE = {" ": "␣", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
@@ -29,6 +29,25 @@ def visible_text(text: str) -> str:
     return "".join(shown) or "∅"
 
 
+class Node(NamedTuple):
+    """A node as it is drawn."""
+
+    label: str
+    """Visible text."""
+    suffix: str = ""
+    """Behind the label in text."""
+    title: str = ""
+    """Shown by SVG when the pointer rests on the node."""
+    note: str = ""
+    """Small text behind the box in SVG."""
+    style: str = ""
+    """CSS classes of the node and of the edge that leads to it."""
+
+
+Children = Sequence[Sequence[int]]
+"""Of each node, with larger indices than its own; the last entry has those of the root."""
+
+
 def draw_text(
     tree: TokenTree, token_text: Callable[[int], str], accepted: Collection[int] = ()
 ) -> str:
@@ -36,31 +55,116 @@ def draw_text(
 
     Siblings appear in index order; `accepted` are indices of nodes to mark with `✓`.
     """
-    accepted = set(accepted)
-
-    def label(node: int) -> str:
-        text = visible_text(token_text(int(tree.token_ids[node])))
-        return f"{text}{_suffix(tree, node)}{' ✓' if node in accepted else ''}"
-
-    return "\n".join(["●", *outline(tree.children(), label)])
+    return "\n".join(["●", *outline(tree.children(), _nodes(tree, token_text, accepted))])
 
 
-def outline(children: Sequence[Sequence[int]], label: Callable[[int], str]) -> Iterator[str]:
-    """Yield a line for each node, depth first; the last of `children` are the root's."""
+def draw_svg(
+    tree: TokenTree, token_text: Callable[[int], str], accepted: Collection[int] = ()
+) -> str:
+    """Draw the tree as a self-contained SVG image: depth from left to right, accepted path marked.
+
+    Arguments as for `draw_text`. All text is escaped.
+    """
+    return svg_image(tree.children(), _nodes(tree, token_text, accepted), _STYLE)
+
+
+def _nodes(
+    tree: TokenTree, token_text: Callable[[int], str], accepted: Collection[int]
+) -> dict[int, Node]:
+    accepted, nodes = set(accepted), {}
+    for node, token in enumerate(tree.token_ids.tolist()):
+        note, facts = "", []
+        if tree.probabilities is not None:
+            facts.append(note := _percent(tree.probabilities[node]))
+        if tree.never_accept is not None and tree.never_accept[node]:
+            facts.append("never accepted")
+        suffix = f"  ({', '.join(facts)})" if facts else ""
+        nodes[node] = Node(
+            visible_text(token_text(token)),
+            f"{suffix}{' ✓' if node in accepted else ''}",
+            f"node {node}, token {token}{suffix}",
+            note,
+            "accepted" if node in accepted else "",
+        )
+    return nodes
+
+
+def outline(children: Children, nodes: Mapping[int, Node]) -> list[str]:
+    """Return a line for each node, depth first."""
+    lines = []
     stack = [(node, "", node == children[-1][-1]) for node in reversed(children[-1])]
     while stack:
         node, indent, is_last = stack.pop()
-        yield f"{indent}{'└─' if is_last else '├─'} {label(node)}"
+        lines.append(f"{indent}{'└─' if is_last else '├─'} {nodes[node].label}{nodes[node].suffix}")
         indent += "   " if is_last else "│  "
         below = children[node]
         stack.extend((child, indent, child == below[-1]) for child in reversed(below))
+    return lines
 
 
-def place_rows(
-    children: Sequence[Sequence[int]], of_parent: Callable[[list[float]], float]
-) -> list[float]:
-    """Return the row of each node: a leaf has its own, from 0, and `of_parent` returns a parent's
-    from those of its children."""
+def svg_image(children: Children, nodes: Mapping[int, Node], colors: str, header: str = "") -> str:
+    """Return a self-contained SVG image of a trie, its depths from left to right.
+
+    Args:
+        children, nodes: Of the trie. Text is escaped.
+        colors: CSS for the classes of the nodes.
+        header: SVG text of the line above the trie.
+    """
+    depths, rows = _depths(children), _rows(children)
+    widths = {node: _CHAR * _num_cells(nodes[node].label) + 14 for node in depths}
+    column_x = _columns(depths, widths)
+    top = _MARGIN + (_ROW if header else 0)
+    y = {node: top + _ROW * (rows[node] + 0.5) for node in depths}
+    height = top + _MARGIN + _ROW * max(1, sum(not children[node] for node in depths))
+    notes = max((len(nodes[node].note) for node in depths), default=0)
+    width = column_x[-1] - _COLUMN_GAP + max(_LABEL_ROOM, notes * _CHAR) + _MARGIN
+    roots = children[-1]
+    root_y = (y[roots[0]] + y[roots[-1]]) / 2 if roots else height / 2
+    edges, boxes = [], []
+    for parent, below in zip((*range(len(children) - 1), -1), children, strict=True):
+        for node in below:
+            x = column_x[depths[node]]
+            if parent < 0:
+                from_x, from_y, straight_x = column_x[0] + 5, root_y, column_x[0] + 5
+            else:
+                from_x, from_y = column_x[depths[parent]] + widths[parent], y[parent]
+                straight_x = from_x + _LABEL_ROOM
+            bend = (straight_x + x) / 2
+            style = f" {nodes[node].style}".rstrip()
+            edges.append(
+                f'<path class="edge{style}" d="M{from_x:.1f} {from_y:.1f} H{straight_x:.1f} '
+                f'C{bend:.1f} {from_y:.1f} {bend:.1f} {y[node]:.1f} {x:.1f} {y[node]:.1f}"/>'
+            )
+            boxes.append(_box(nodes[node], style, x, y[node], widths[node]))
+    size = f'width="{width:.0f}" height="{height:.0f}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
+            f'viewBox="0 0 {width:.0f} {height:.0f}">',
+            f"<style>{_COMMON_STYLE}{colors}</style>",
+            f'<rect class="background" {size}/>',
+            *([f'<text x="{_MARGIN}" y="{_MARGIN + 4}">{header}</text>'] if header else []),
+            *edges,
+            f'<circle class="root" cx="{column_x[0]:.1f}" cy="{root_y:.1f}" r="5"/>',
+            *boxes,
+            "</svg>",
+        ]
+    )
+
+
+def _depths(children: Children) -> dict[int, int]:
+    """Return the depth of each node, from 1, in ascending order of the nodes."""
+    depths: dict[int, int] = {}
+    stack = [(node, 1) for node in children[-1]]
+    while stack:
+        node, depth = stack.pop()
+        depths[node] = depth
+        stack += ((child, depth + 1) for child in children[node])
+    return dict(sorted(depths.items()))
+
+
+def _rows(children: Children) -> list[float]:
+    """Return the row of each node: a leaf has its own, a parent the middle of its children's."""
     rows = [0.0] * (len(children) - 1)
     next_row = 0
     stack = list(reversed(children[-1]))
@@ -72,104 +176,48 @@ def place_rows(
         stack.extend(reversed(children[node]))
     # Children have larger indices than their parent, so backwards they are placed first.
     for node in range(len(rows) - 1, -1, -1):
-        if children[node]:
-            rows[node] = of_parent([rows[child] for child in children[node]])
+        if below := children[node]:
+            rows[node] = (rows[below[0]] + rows[below[-1]]) / 2
     return rows
 
 
-def svg_document(width: float, height: float, style: str, drawn: Iterable[str]) -> str:
-    """Return an SVG image of this size in pixels, with a background."""
-    size = f'width="{width:.0f}" height="{height:.0f}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
-            f'viewBox="0 0 {width:.0f} {height:.0f}">',
-            style,
-            f'<rect class="background" {size}/>',
-            *drawn,
-            "</svg>",
-        ]
-    )
-
-
-def draw_svg(
-    tree: TokenTree, token_text: Callable[[int], str], accepted: Collection[int] = ()
-) -> str:
-    """Draw the tree as a self-contained SVG image: depth from left to right, accepted path marked.
-
-    Arguments as for `draw_text`. All text is escaped.
-    """
-    accepted = set(accepted)
-    children = tree.children()
-    depths = tree.depths().tolist()
-    labels = [visible_text(token_text(int(token))) for token in tree.token_ids]
-    widths = [_CHAR * _num_cells(label) + 14 for label in labels]
-    column_x = _columns(depths, widths)
-    rows = place_rows(children, lambda below: (below[0] + below[-1]) / 2)
-    y = [_MARGIN + _ROW * (row + 0.5) for row in rows]
-    height = 2 * _MARGIN + _ROW * max(1, sum(not below for below in children[:-1]))
-    width = column_x[-1] - _COLUMN_GAP + _LABEL_ROOM + _MARGIN
-    root_y = (y[children[-1][0]] + y[children[-1][-1]]) / 2 if children[-1] else height / 2
-
-    edges, boxes = [], []
-    for node, parent in enumerate(tree.parents.tolist()):
-        x = column_x[depths[node]]
-        if parent < 0:
-            from_x, from_y, straight_x = column_x[0] + 5, root_y, column_x[0] + 5
-        else:
-            from_x, from_y = column_x[depths[parent]] + widths[parent], y[parent]
-            straight_x = from_x + _LABEL_ROOM
-        marked = " accepted" if node in accepted else ""
-        bend = (straight_x + x) / 2
-        edges.append(
-            f'<path class="edge{marked}" d="M{from_x:.1f} {from_y:.1f} H{straight_x:.1f} '
-            f'C{bend:.1f} {from_y:.1f} {bend:.1f} {y[node]:.1f} {x:.1f} {y[node]:.1f}"/>'
-        )
-        boxes += _box(tree, node, labels[node], x, y[node], widths[node], marked)
-    root = f'<circle class="root" cx="{column_x[0]:.1f}" cy="{root_y:.1f}" r="5"/>'
-    return svg_document(width, height, _STYLE, [*edges, root, *boxes])
-
-
-def _columns(depths: list[int], widths: list[float]) -> list[float]:
+def _columns(depths: Mapping[int, int], widths: Mapping[int, float]) -> list[float]:
     """Return the left edge of each depth's boxes, and of one more column."""
-    column_width = [0.0] * (max(depths, default=0) + 1)
+    column_width = [0.0] * (max(depths.values(), default=0) + 1)
     column_width[0] = _BOX / 2
-    for depth, width in zip(depths, widths, strict=True):
-        column_width[depth] = max(column_width[depth], width)
+    for node, depth in depths.items():
+        column_width[depth] = max(column_width[depth], widths[node])
     column_x = [float(_MARGIN)]
     for width in column_width:
         column_x.append(column_x[-1] + width + _COLUMN_GAP)
     return [column_x[0], *(x - _LABEL_ROOM / 2 for x in column_x[1:])]  # the root has no label
 
 
-def _box(
-    tree: TokenTree, node: int, label: str, x: float, y: float, width: float, marked: str
-) -> list[str]:
-    title = escape(f"node {node}, token {int(tree.token_ids[node])}{_suffix(tree, node)}")
-    box = [
-        f'<g class="node{marked}"><title>{title}</title>'
+def _box(node: Node, style: str, x: float, y: float, width: float) -> str:
+    note = (
+        f'<text class="note" x="{x + width + 3:.1f}" y="{y - 3:.1f}">{escape(node.note)}</text>'
+        if node.note
+        else ""
+    )
+    return (
+        f'<g class="node{style}"><title>{escape(node.title)}</title>'
         f'<rect x="{x:.1f}" y="{y - _BOX / 2:.1f}" width="{width:.1f}" height="{_BOX}" rx="4"/>'
         f'<text x="{x + width / 2:.1f}" y="{y + 4.5:.1f}" '
-        f'text-anchor="middle">{escape(label)}</text>'
-    ]
-    if tree.probabilities is not None:
-        box.append(
-            f'<text class="probability" x="{x + width + 3:.1f}" '
-            f'y="{y - 3:.1f}">{_percent(tree.probabilities[node])}</text>'
-        )
-    return [*box, "</g>"]
+        f'text-anchor="middle">{escape(node.label)}</text>{note}</g>'
+    )
 
 
-_STYLE = """<style>
+_COMMON_STYLE = """
 .background { fill: #ffffff }
 .edge { fill: none; stroke: #9aa5b1; stroke-width: 1.2 }
-.edge.accepted { stroke: #1a7f37; stroke-width: 2.6 }
 .root { fill: #57606a }
 .node rect { fill: #f6f8fa; stroke: #9aa5b1 }
-.node.accepted rect { fill: #dafbe1; stroke: #1a7f37; stroke-width: 1.8 }
 text { font: 13px ui-monospace, "DejaVu Sans Mono", monospace; fill: #1f2328 }
-text.probability { font-size: 9px; fill: #6e7781 }
-</style>"""
+text.note { font-size: 9px; fill: #6e7781 }
+"""
+_STYLE = """.edge.accepted { stroke: #1a7f37; stroke-width: 2.6 }
+.node.accepted rect { fill: #dafbe1; stroke: #1a7f37; stroke-width: 1.8 }
+"""
 
 
 def _num_cells(text: str) -> int:
@@ -177,15 +225,6 @@ def _num_cells(text: str) -> int:
     return sum(
         0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text
     )
-
-
-def _suffix(tree: TokenTree, node: int) -> str:
-    parts = []
-    if tree.probabilities is not None:
-        parts.append(_percent(tree.probabilities[node]))
-    if tree.never_accept is not None and tree.never_accept[node]:
-        parts.append("never accepted")
-    return f"  ({', '.join(parts)})" if parts else ""
 
 
 def _percent(probability: float) -> str:
