@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from vllm_trie.doctor import Report
 
 GROUPS = {
-    "beam": "vllm_trie.beam.cli",
-    "corpus": "vllm_trie.corpus.cli",
-    "explore": "vllm_trie.explore.cli",
-    "items": "vllm_trie.items.cli",
+    "beam": "vllm_trie.commands.beam",
+    "corpus": "vllm_trie.commands.corpus",
+    "explore": "vllm_trie.commands.explore",
+    "items": "vllm_trie.commands.items",
     "medusa": "vllm_trie.drafters.medusa.training.command",
-    "store": "vllm_trie.store.cli",
+    "store": "vllm_trie.commands.store",
 }
 """Commands that live in other modules, each as a typer application named ``app``."""
 
@@ -205,7 +205,7 @@ def validate(
 
     Prints a report in Markdown. Exit status 1 if a part failed.
     """
-    from vllm_trie.validate import validate as run
+    from vllm_trie.check import validate as run
 
     if not run(model, heads, json_path, quick, dtype or (), part or (), limit):
         raise typer.Exit(1)

@@ -164,6 +164,45 @@ def text_config(model: str) -> Any:
     return AutoConfig.from_pretrained(model).get_text_config()
 
 
+def model_or_shipped(model: str | None) -> str:
+    """Return a model's name, or the folder of the model that ships.
+
+    Raises:
+        typer.BadParameter: This build has none.
+    """
+    if model is not None:
+        return model
+    import typer
+
+    from vllm_trie.tiny_model import model_path
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        return str(model_path())
+    except FileNotFoundError as error:
+        raise typer.BadParameter(f"{error}; or name one", param_hint="--model") from None
+
+
+def load_tokenizer(name: str, option: str = "--model") -> Any:
+    """Return a model's tokenizer from Transformers.
+
+    Raises:
+        typer.BadParameter: There is none; the message names the option.
+    """
+    import typer
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise typer.BadParameter(
+            f"{name!r} has no tokenizer that can be loaded ({reason}); give the folder of a "
+            "Hugging Face model or a name on the hub",
+            param_hint=option,
+        ) from None
+
+
 def runner_of(llm: Any) -> Any:
     """Return the model runner of an engine in this process."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner

@@ -14,9 +14,9 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from tests.processes import run_python
+from vllm_trie.check import beams, device, identity, kernels, speed
+from vllm_trie.check.parts import Outcome, Settings
 from vllm_trie.tiny_model import model_path
-from vllm_trie.validate import beams, device, identity, kernels, speed
-from vllm_trie.validate.parts import Outcome, Settings
 from vllm_trie.vllm_hooks.frontend import beam_requests
 from vllm_trie.vllm_hooks.worker.verification import compaction, sampling
 

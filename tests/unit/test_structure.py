@@ -19,7 +19,7 @@ FILES = [
 ]
 SOURCES = {path: ast.parse((ROOT / path).read_text()) for path in FILES if path.suffix == ".py"}
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
-KNOWING_VLLM = ("vllm_hooks", "validate")
+KNOWING_VLLM = ("vllm_hooks", "check")
 """The folders that import vLLM; the second one its public interface only."""
 
 

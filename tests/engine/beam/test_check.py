@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_trie.beam import Candidates
-from vllm_trie.validate.beams import BeamCheck, check
+from vllm_trie.check.beams import BeamCheck, check
 from vllm_trie.vllm_hooks.scheduler import group
 
 

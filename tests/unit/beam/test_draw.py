@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from tests.unit.beam.models import random_model, run_search
 from vllm_trie.beam import SearchSettings, SearchTrace
-from vllm_trie.beam.cli import app
 from vllm_trie.beam.draw import draw_svg, draw_text
+from vllm_trie.commands.beam import app
 
 SVG = "{http://www.w3.org/2000/svg}"
 

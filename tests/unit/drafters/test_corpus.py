@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.unit.drafters.support import make_context, make_request
 from vllm_trie.checked_file import PREFIX
-from vllm_trie.corpus import cli as corpus_cli
+from vllm_trie.commands import corpus as corpus_cli
 from vllm_trie.drafters import parse_options
 from vllm_trie.drafters.ngram_trie import NgramTrieDrafter
 from vllm_trie.drafters.ngram_trie import drafter as drafter_module

@@ -1,7 +1,7 @@
-"""The process of one part: `python -m vllm_trie.validate PART SETTINGS RESULT`.
+"""The process of one part: `python -m vllm_trie.check PART SETTINGS RESULT`.
 
 Not for users. The first two arguments are JSON, the third is the file for the
-:class:`~vllm_trie.validate.parts.Outcome`.
+:class:`~vllm_trie.check.parts.Outcome`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from vllm_trie import local_engine
-from vllm_trie.validate.parts import Outcome, Part, Settings
+from vllm_trie.check.parts import Outcome, Part, Settings
 
 
 def main(part_json: str, settings_json: str, result: str) -> None:
@@ -23,7 +23,7 @@ def main(part_json: str, settings_json: str, result: str) -> None:
         del environment["OMP_NUM_THREADS"]  # other models gain from all cores
     local_engine.set_environment(verbose=True, defaults=environment)
     module, _, function = part.work.partition(":")
-    work = getattr(importlib.import_module(f"vllm_trie.validate.{module}"), function)
+    work = getattr(importlib.import_module(f"vllm_trie.check.{module}"), function)
     outcome: Outcome = work(settings, **part.arguments)
     Path(result).write_text(outcome.model_dump_json(), encoding="utf-8")
 

@@ -12,6 +12,8 @@ import typer
 
 from vllm_trie.beam.draw import draw_svg, draw_text
 from vllm_trie.beam.trace import SearchTrace
+from vllm_trie.commands.shared import errors_end_the_command
+from vllm_trie.local_engine import model_or_shipped
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -98,15 +100,10 @@ def check_here(
         enforce_eager=eager,
         max_model_len=max_model_len,
     )
-    from vllm_trie.validate.beams import check
+    from vllm_trie.check.beams import check
 
-    try:
+    with errors_end_the_command():
         found = check(llm)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    except RuntimeError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
     typer.echo(
         f"{found.num_hypotheses} hypotheses, {found.num_pairs} pairs with a common beginning: "
         f"log-probabilities differ by {found.found:.2g} per token from the same tokens as a "
@@ -152,7 +149,5 @@ def _engine(model: str | None, allow_untested_gpu: bool, **settings: Any) -> LLM
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM
 
-    from vllm_trie.tiny_model import model_path
-
     additional = {"vllm_trie": {"allow_untested_gpu": True}} if allow_untested_gpu else {}
-    return LLM(model or str(model_path()), additional_config=additional, **settings)
+    return LLM(model_or_shipped(model), additional_config=additional, **settings)

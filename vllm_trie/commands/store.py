@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from vllm_trie.commands.shared import errors_end_the_command
 from vllm_trie.store.folder import Identity, merge_texts
 from vllm_trie.store.store_file import (
     MAX_TOKENS,
@@ -60,7 +59,7 @@ def merge(
     ] = MAX_TOKENS,
 ) -> None:
     """Merge store files of one model; successors come from the newest of them."""
-    with _errors():
+    with errors_end_the_command():
         stores = sorted(map(read_store, files), key=lambda store: -store.header.saved_at)
         _check_same_model(stores)
         texts = merge_texts([store.texts for store in stores], max_tokens)
@@ -77,7 +76,7 @@ def export(
     A corpus is drafted from for every request, so texts that belong to a cache salt or an adapter
     may not go into one.
     """
-    with _errors():
+    with errors_end_the_command():
         texts = read_store(file).texts
         shared = [text for text in texts if not text.salt]
         output.touch(mode=0o600)
@@ -95,15 +94,6 @@ def _check_same_model(stores: list[Store]) -> None:
         raise StoreError(
             f"the files are of models or tokenizers that differ ({names}); merge those of one model"
         )
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    try:
-        yield
-    except (StoreError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 def _describe(path: Path, header: StoreHeader) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from vllm_trie.commands.shared import errors_end_the_command
 from vllm_trie.items.build import build_items
 from vllm_trie.items.sources import read_items
-from vllm_trie.items.trie_file import ItemsError, ItemsHeader, open_items, read_header
+from vllm_trie.items.trie_file import ItemsHeader, open_items, read_header
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,7 +55,7 @@ def build(
     ] = _Duplicates.refuse,
 ) -> None:
     """Write items as one trie, about 40 bytes an item and the text of the ids."""
-    with _errors():
+    with errors_end_the_command():
         encode = vocab_size = mark = None
         if tokenizer is not None:
             from vllm_trie.ngrams.corpus_file import fingerprint
@@ -73,7 +72,7 @@ def build(
 @app.command()
 def info(trie: _Trie) -> None:
     """Say what is in an item trie, from its header."""
-    with _errors():
+    with errors_end_the_command():
         header = read_header(trie)
     _describe(trie, header)
 
@@ -86,7 +85,7 @@ def check(
     ] = None,
 ) -> None:
     """Read a whole item trie and check it; exit 1 if it cannot be used."""
-    with _errors():
+    with errors_end_the_command():
         version = open_items(trie, vocab_size).version
     typer.echo(f"{trie}: good, version {version[:16]}")
 
@@ -100,12 +99,3 @@ def _describe(path: Path, header: ItemsHeader) -> None:
         f"{header.ids}, {size / 1e6:.1f} MB ({size / header.num_items:.1f} bytes an item), "
         f"tokenizer {(header.tokenizer or 'not named')[:16]}"
     )
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    try:
-        yield
-    except (ItemsError, ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None

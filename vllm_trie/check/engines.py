@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from vllm_trie import local_engine
+from vllm_trie.check.parts import Settings
 from vllm_trie.tiny_model.chat_prompts import chat_prompts, chat_tokens
-from vllm_trie.validate.parts import Settings
 
 NODES = 32
 """Nodes of a draft tree; chains take as many tokens at most."""

@@ -27,8 +27,8 @@ from vllm_trie.attention.kernel_check import (
     random_step,
     relative_error,
 )
+from vllm_trie.check.parts import Outcome, Settings
 from vllm_trie.local_engine import text_config
-from vllm_trie.validate.parts import Outcome, Settings
 
 FURTHER_LAYERS = (
     LayerShape(8, 1, 128, 32, torch.bfloat16),

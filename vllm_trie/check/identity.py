@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
+from vllm_trie.check.engines import ALLOWED, CHAIN_TOKENS, NODES, decode, prompts, start_engine
+from vllm_trie.check.parts import Outcome, Settings
 from vllm_trie.local_engine import without_memory
 from vllm_trie.tiny_model import medusa_path
-from vllm_trie.validate.engines import ALLOWED, CHAIN_TOKENS, NODES, decode, prompts, start_engine
-from vllm_trie.validate.parts import Outcome, Settings
 
 NEAR_TIE = 0.15
 """Difference of log-probabilities below which 16-bit rounding may decide between two tokens."""

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import asdict
 
 from vllm_trie import doctor
-from vllm_trie.validate.parts import Outcome, Settings
+from vllm_trie.check.parts import Outcome, Settings
 
 _QUERY = ("--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,7 +94,7 @@ def _page_of_files(paths: Sequence[Path], model: str | None) -> str:
         traces = [read_trace(path) for path in paths]
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--trace") from None
-    return page(traces, _tokenizer(model or traces[0].header.tokenizer, "--model").decode)
+    return page(traces, local_engine.load_tokenizer(model or traces[0].header.tokenizer).decode)
 
 
 def _page_of_runs(
@@ -109,8 +108,8 @@ def _page_of_runs(
 ) -> str:
     from vllm_trie.tiny_model.chat_prompts import chat_prompts, chat_tokens
 
-    path = _shipped_model() if model is None else model
-    tokenizer = _tokenizer(path, "--model")
+    path = local_engine.model_or_shipped(model)
+    tokenizer = local_engine.load_tokenizer(path)
     text = prompt or chat_prompts()[0].message
     token_ids = chat_tokens(tokenizer, text) if tokenizer.chat_template else tokenizer.encode(text)
     length = local_engine.room_for(len(token_ids), max_tokens, nodes)
@@ -160,28 +159,3 @@ def _speculative_config(method: str, nodes: int, is_shipped: bool) -> dict[str, 
 
         settings["model"] = str(medusa_path())
     return {**settings, **local_engine.without_memory(method)}
-
-
-def _shipped_model() -> str:
-    from vllm_trie.tiny_model import model_path
-
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        return str(model_path())
-    except FileNotFoundError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
-def _tokenizer(name: str, option: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise typer.BadParameter(
-            f"{name!r} has no tokenizer that can be loaded ({reason}); give the folder of a "
-            "Hugging Face model or a name on the hub",
-            param_hint=option,
-        ) from None

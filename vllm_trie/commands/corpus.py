@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from vllm_trie.commands.shared import errors_end_the_command
 from vllm_trie.ngrams.corpus_file import (
-    CorpusError,
     CorpusHeader,
     fingerprint,
     open_corpus,
@@ -51,7 +51,7 @@ def build(
     ],
 ) -> None:
     """Index texts and write them as one corpus file, about 60 to 150 bytes a token."""
-    try:
+    with errors_end_the_command():
         loaded = load_corpus_tokenizer(tokenizer)
         documents = (
             document
@@ -59,9 +59,6 @@ def build(
             for document in _read_documents(source, loaded.encode)
         )
         header = write_corpus(output, documents, loaded.vocab_size, fingerprint(loaded.vocabulary))
-    except (CorpusError, ValueError, RuntimeError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
     _describe(output, header)
 
 
@@ -71,13 +68,10 @@ def info(
     check: Annotated[bool, typer.Option(help="Read the whole file and check it.")] = True,
 ) -> None:
     """Say what is in a corpus file, and whether it is whole."""
-    try:
+    with errors_end_the_command():
         header = read_header(corpus)
         if check:
             open_corpus(corpus)
-    except (CorpusError, RuntimeError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
     _describe(corpus, header)
 
 
@@ -120,14 +114,11 @@ def synthesize(
     from vllm_trie.corpus.synthesize import run
 
     plan = Plan(tokens, temperature, question_tokens, answer_tokens, seed, 2 * batch)
-    try:
+    with errors_end_the_command():
         engine_args = json.loads(engine)
         if not isinstance(engine_args, dict):
             raise ValueError(f"--engine {engine}: a JSON object of vllm.LLM's options is needed")
         header = run(model, output, plan, prompts, batch, engine_args)
-    except (ValueError, OSError, RuntimeError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
     _describe(output, header)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from vllm_trie.check.engines import ALLOWED, NODES, prompts, start_engine
+from vllm_trie.check.parts import Outcome, Settings
 from vllm_trie.demo.report import num_parameters
 from vllm_trie.local_engine import generate, interleave, without_memory
-from vllm_trie.validate.engines import ALLOWED, NODES, prompts, start_engine
-from vllm_trie.validate.parts import Outcome, Settings
 
 BATCH_SIZES = (1, 8, 32)
 METHODS: dict[str, dict[str, Any] | None] = {

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm_trie.validate.parts import Part, Settings
-from vllm_trie.validate.processes import run_parts
-from vllm_trie.validate.report import PartReport
+from vllm_trie.check.parts import Part, Settings
+from vllm_trie.check.processes import run_parts
+from vllm_trie.check.report import PartReport
 
 # Acts out the argument "act" of a part; imports nothing slow.
 ACTOR = """

@@ -16,8 +16,8 @@ import numpy as np
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 
-from vllm_trie.validate.engines import ALLOWED, start_engine
-from vllm_trie.validate.parts import Outcome, Settings
+from vllm_trie.check.engines import ALLOWED, start_engine
+from vllm_trie.check.parts import Outcome, Settings
 from vllm_trie.vllm_hooks.setup import support
 
 _LONGEST_PROMPT = 200

@@ -16,11 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_trie import cli
+from vllm_trie.check import command
+from vllm_trie.check.identity import NEAR_TIE, PlainOutput, judge, unlikely
+from vllm_trie.check.parts import METHODS, Part, all_parts
+from vllm_trie.check.report import PartReport, Report, safe_options
 from vllm_trie.drafters import registry
-from vllm_trie.validate import command
-from vllm_trie.validate.identity import NEAR_TIE, PlainOutput, judge, unlikely
-from vllm_trie.validate.parts import METHODS, Part, all_parts
-from vllm_trie.validate.report import PartReport, Report, safe_options
 
 runner = CliRunner()
 
@@ -99,7 +99,7 @@ def test_the_table_of_parts(quick: bool) -> None:
     assert len(set(names)) == len(names)
     for index, each in enumerate(parts):
         module, _, function = each.work.partition(":")
-        work = getattr(importlib.import_module(f"vllm_trie.validate.{module}"), function)
+        work = getattr(importlib.import_module(f"vllm_trie.check.{module}"), function)
         assert list(inspect.signature(work).parameters)[1:] == list(each.arguments)
         assert each.needs is None or each.needs in names[:index]
 

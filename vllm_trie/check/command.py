@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import tempfile
@@ -14,9 +13,9 @@ import typer
 from rich.console import Console
 
 from vllm_trie import local_engine
-from vllm_trie.validate.parts import SHIPPED_DTYPE, Part, Settings, all_parts
-from vllm_trie.validate.processes import run_parts
-from vllm_trie.validate.report import Report, safe_options
+from vllm_trie.check.parts import SHIPPED_DTYPE, Part, Settings, all_parts
+from vllm_trie.check.processes import run_parts
+from vllm_trie.check.report import Report, safe_options
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -46,7 +45,7 @@ def validate(
     """
     usual = _dtypes(model, quick)
     parts = _parts(quick, list(dtypes) or usual, names)
-    path = model or _shipped()
+    path = local_engine.model_or_shipped(model)
     console = Console(stderr=True, highlight=False)
     command = " ".join(["vllm-trie", *sys.argv[1:]])
     report = Report(command=command, model=path, started=datetime.now(UTC))
@@ -91,16 +90,6 @@ def _parts(quick: bool, dtypes: list[str], names: Sequence[str]) -> list[Part]:
     chosen = [part for part in parts if not names or part.name.startswith(tuple(names))]
     needed = {parts[0].name, *(part.needs for part in chosen)}  # the first one names the device
     return [part for part in parts if part in chosen or part.name in needed]
-
-
-def _shipped() -> str:
-    from vllm_trie.tiny_model import model_path
-
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        return str(model_path())
-    except FileNotFoundError as error:
-        raise typer.BadParameter(f"{error}; or name one", param_hint="--model") from None
 
 
 def _dtypes(model: str | None, quick: bool) -> list[str]:

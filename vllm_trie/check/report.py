@@ -6,7 +6,7 @@ from datetime import datetime
 
 from pydantic import BaseModel, computed_field
 
-from vllm_trie.validate.parts import Outcome, Part
+from vllm_trie.check.parts import Outcome, Part
 
 BEFORE_OTHERS = ("attention kernel", "CUDA graphs")
 """Parts without which nothing is safe on a GPU."""

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from vllm_trie.validate.parts import Outcome, Part, Settings
-from vllm_trie.validate.report import PartReport
+from vllm_trie.check.parts import Outcome, Part, Settings
+from vllm_trie.check.report import PartReport
 
-CHILD = ("-m", "vllm_trie.validate")
+CHILD = ("-m", "vllm_trie.check")
 """Arguments of Python that run one part, see ``__main__.py``."""
 _LOG_LINES = 30
 _LOG_WIDTH = 300
