@@ -100,7 +100,7 @@ def collect(
     ]
     hooks: tuple[ledger.Finding, ...] = ()
     if not quick:
-        say(f"importing vLLM to compare {len(ledger.PATCHES)} entries of the ledger with it")
+        say("importing vLLM to compare the ledger with it")
         hooks, hook_problems = check_hooks()
         problems += hook_problems
         say("importing torch to look at the device")

@@ -39,12 +39,12 @@ def generate(name: str) -> str:
 
 def patches() -> str:
     """Return a Markdown table of the ledger's entries that each patch of the series replaces."""
-    from vllm_trie.vllm_hooks.ledger import EXTENSION_POINTS, PATCHES
+    from vllm_trie.vllm_hooks.ledger import EXTENSION_POINTS, entries
 
     symbols: dict[str, list[str]] = {}
-    for patch in PATCHES:
-        if patch.extension_point:
-            number = EXTENSION_POINTS[patch.extension_point][0]
+    for patch in entries():
+        if patch.point:
+            number = EXTENSION_POINTS[patch.point][0]
             symbols.setdefault(number, []).append(f"`{patch.target.removeprefix('vllm.')}`")
     lines = ["| patch | replaces the run-time patches of |", "| --- | --- |"]
     lines += [

@@ -44,7 +44,7 @@ there, the names of environment variables, drafts that give way to streams, a fa
 CPUs, and of beam search in the worker what the series has no extension points for yet."""
 CALLABLES = [
     hook
-    for hook in ledger.PATCHES
+    for hook in ledger.entries()
     if hook.target not in STILL_WRAPPED and callable(ledger.resolve(hook.target))
 ]
 

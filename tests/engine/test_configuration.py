@@ -32,10 +32,11 @@ from vllm_trie.drafters import available_methods
 from vllm_trie.ngrams.corpus_file import write_corpus
 from vllm_trie.tiny_model import medusa_path, model_path
 from vllm_trie.vllm_hooks import ledger, plugin
-from vllm_trie.vllm_hooks.ledger import Patch, table
+from vllm_trie.vllm_hooks.ledger import Patch, record
 from vllm_trie.vllm_hooks.setup import arguments as misspelled
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.setup.support import reason_off
+from vllm_trie.vllm_hooks.setup.beam_support import reason_off
+from vllm_trie.vllm_hooks.setup.translate import DEFAULT_NODES
 
 TREES = {"method": "ngram_trie", "num_speculative_tokens": 8}
 CHAINS = {**TREES, "verification": "chain"}
@@ -86,7 +87,7 @@ def test_all_ways_lead_to_the_same_configuration():
     ]
     for way in ways:
         found = engine_config(**way)
-        assert found.speculative_config.num_speculative_tokens == config.DEFAULT_NODES
+        assert found.speculative_config.num_speculative_tokens == DEFAULT_NODES
         assert found.speculative_config.method == "custom_class"
         assert found.parallel_config.worker_cls == config.CPU_WORKER_CLASS
         assert config.read(found).method == "ngram_trie"
@@ -410,7 +411,8 @@ def test_a_symbol_that_is_gone(fresh_process, monkeypatch):
     gone = Patch(f"{runner}._no_such_method", "called", "a test")
     arguments = "vllm.engine.arg_utils:EngineArgs"
     changed = Patch(f"{arguments}.from_cli_args", "called", "a test", ("renamed",))
-    monkeypatch.setattr(table, "PATCHES", (gone, changed))
+    ledger.entries()  # modules record theirs on import
+    monkeypatch.setattr(record, "ENTRIES", [gone, changed])
     before = wrapped()
     (message,) = fresh_process()
     assert wrapped() == before
@@ -428,7 +430,7 @@ def test_hooking_that_fails(fresh_process, monkeypatch):
     arguments = "vllm.engine.arg_utils:EngineArgs"
     works = Patch(f"{arguments}.from_cli_args", "wrapped", "a test", wrapper=lambda original: None)
     fails = Patch(f"{arguments}.create_model_config", "wrapped", "a test", wrapper=fail)
-    monkeypatch.setattr(table, "PATCHES", (works, fails))
+    monkeypatch.setattr(record, "ENTRIES", [works, fails])
     before = {**wrapped(), **vars(EngineArgs)}
     messages = fresh_process()
     assert {**wrapped(), **vars(EngineArgs)} == before
@@ -458,9 +460,9 @@ for name in ("add_cli_args", "create_speculative_config", "create_engine_config"
 """Without the plugin vLLM is as it was, and its own error answers who asks for a tree method."""
 
 STEPPED_ASIDE = """
-from vllm_trie.vllm_hooks.ledger import Patch, table
+from vllm_trie.vllm_hooks.ledger import Patch, record
 runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-table.PATCHES = (Patch(f"{runner}._no_such_method", "called", "a test"),)
+record.ENTRIES.append(Patch(f"{runner}._no_such_method", "called", "a test"))
 from vllm.engine.arg_utils import EngineArgs
 refused = build(speculative_config=TREES)
 assert "ngram_trie" in refused, refused

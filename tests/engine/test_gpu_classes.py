@@ -12,8 +12,8 @@ from vllm.platforms import current_platform
 from tests.engine.conftest import needs_triton
 from tests.processes import run_program, run_python
 from vllm_trie.vllm_hooks import ledger
-from vllm_trie.vllm_hooks.setup import support
-from vllm_trie.vllm_hooks.setup.config_keys import CONFIG_KEY, VERIFICATION
+from vllm_trie.vllm_hooks.setup import draft_support
+from vllm_trie.vllm_hooks.setup.config import CONFIG_KEY, VERIFICATION
 from vllm_trie.vllm_hooks.worker import cuda_worker
 
 
@@ -81,11 +81,11 @@ def test_trees_are_refused_on_a_gpu_unless_the_user_allows_them(monkeypatch) -> 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     with pytest.raises(ValueError, match="allow_untested_gpu=True") as caught:
-        support.choose_verification(found, "ngram_trie", "tree")
+        draft_support.choose_verification(found, "ngram_trie", "tree")
     assert "never run on a GPU" in str(caught.value)
-    assert support.choose_verification(allowed, "ngram_trie", "tree") == "tree"
+    assert draft_support.choose_verification(allowed, "ngram_trie", "tree") == "tree"
     for config in (found, allowed):
-        assert support.choose_verification(config, "ngram_trie", "auto") == "chain"
+        assert draft_support.choose_verification(config, "ngram_trie", "auto") == "chain"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_settings_that_a_gpu_cannot_have(monkeypatch, changes, said) -> None:
         part = found.attention_config if name == "backend" else found.cache_config
         object.__setattr__(part, name, value)
     with pytest.raises(ValueError, match=said) as caught:
-        support.choose_verification(found, "ngram_trie", "tree")
+        draft_support.choose_verification(found, "ngram_trie", "tree")
     assert str(caught.value).count("\n- ") == 2  # and that chains run
 
 
@@ -112,11 +112,11 @@ def test_other_accelerators_are_refused(monkeypatch) -> None:
     found = gpu_config()
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     with pytest.raises(ValueError, match="neither a CPU nor an NVIDIA GPU"):
-        support.choose_verification(found, "ngram_trie", "tree")
+        draft_support.choose_verification(found, "ngram_trie", "tree")
 
 
 def test_the_ledger_fits_the_gpus_symbols() -> None:
-    findings = ledger.check(patch for patch in ledger.PATCHES if patch.platform == "cuda")
+    findings = ledger.check(patch for patch in ledger.entries() if patch.platform == "cuda")
     assert [found for found in findings if found.status != "ok"] == []
     assert len(findings) > 10
 

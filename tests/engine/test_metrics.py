@@ -18,10 +18,9 @@ from tests.engine.compare import generate, register_test_drafters, speculation, 
 from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.tiny_model import model_path
-from vllm_trie.vllm_hooks.frontend.stat_logger import TreeStatLogger
+from vllm_trie.vllm_hooks.frontend.metrics import TreeStatLogger
 from vllm_trie.vllm_hooks.scheduler.speculation import TreeSpecDecodingStats
-from vllm_trie.vllm_hooks.worker.drafting.guard import FAILURE_REASONS
-from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE, TreeStats
+from vllm_trie.vllm_hooks.wire import FAILURE_REASONS, STATS_ATTRIBUTE, TreeStats
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, detokenize=False)
 

@@ -17,7 +17,8 @@ from tests.processes import run_python
 from vllm_trie.check import beams, device, identity, kernels, speed
 from vllm_trie.check.parts import Outcome, Settings
 from vllm_trie.tiny_model import model_path
-from vllm_trie.vllm_hooks.frontend import beam_requests
+from vllm_trie.vllm_hooks.frontend.extension import BEAM_REQUESTS
+from vllm_trie.vllm_hooks.wire import SPEC_KEY
 from vllm_trie.vllm_hooks.worker.verification import compaction, sampling
 
 
@@ -144,17 +145,21 @@ def test_what_is_refused_does_not_apply(run, settings, monkeypatch) -> None:
     assert "kv_sharing_fast_prefill is not supported" in found.summary
 
 
+def worse(beam: dict[str, Any]) -> dict[str, Any]:
+    return beam | {"score": beam["score"] - 0.1}
+
+
 @pytest.mark.parametrize("broken", ["copies", "scores"])
 def test_beam_search_with_wrong_kv_or_wrong_scores(run, monkeypatch, broken: str) -> None:
-    stock = beam_requests.complete_output
+    stock = BEAM_REQUESTS.complete_output
     if broken == "copies":
         copy = "copy_kv_cache_blocks_inplace"
         monkeypatch.setattr(gpu_model_runner, copy, lambda *arguments: None)
     else:
         monkeypatch.setattr(
-            beam_requests,
+            BEAM_REQUESTS,
             "complete_output",
-            lambda output, result: stock(output, result | {"score": result["score"] - 0.1}),
+            lambda output, result: stock(output, {SPEC_KEY: worse(result[SPEC_KEY])}),
         )
     found = run(*BEAMS)
     assert found.status == "failed"

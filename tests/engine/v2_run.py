@@ -45,7 +45,7 @@ from tests.engine.v2_waits import Waits
 from vllm_trie.drafters import DraftRequest
 from vllm_trie.tiny_model import medusa_path, model_path
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
+from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
 
 TOKENS = 4
 NODES = 6

@@ -18,7 +18,7 @@ from vllm.inputs import TokensPrompt
 
 from vllm_trie.check.engines import ALLOWED, start_engine
 from vllm_trie.check.parts import Outcome, Settings
-from vllm_trie.vllm_hooks.setup import support
+from vllm_trie.vllm_hooks.setup.beam_support import reason_off
 
 _LONGEST_PROMPT = 200
 TOLERATED = 4.0
@@ -111,7 +111,7 @@ def check_beams(settings: Settings, dtype: str) -> Outcome:
         max_num_seqs=32,
         additional_config={"vllm_trie": ALLOWED},
     )
-    if reason := support.reason_off(llm.llm_engine.vllm_config):
+    if reason := reason_off(llm.llm_engine.vllm_config):
         return Outcome(status="not applicable", summary=f"native beam search is off: {reason}")
     found = check(llm, widths, max_tokens)
     return Outcome(

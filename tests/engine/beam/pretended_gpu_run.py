@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_trie.tiny_model import model_path
-from vllm_trie.vllm_hooks.setup import support as enabled
+from vllm_trie.vllm_hooks.setup import beam_support
 
 SHAPE: dict[str, Any] = {
     "block_size": 16,
@@ -77,7 +77,7 @@ def described(options: dict[str, Any] | None, **settings: Any) -> dict[str, Any]
     lines.clear()
     made = scheduler(config, SPECS["full"])
     return {
-        "reason": enabled.reason_off(config),
+        "reason": beam_support.reason_off(config),
         "scheduler": made.beam_off,
         "asynchronous": isinstance(made, AsyncScheduler),
         "v2": made.use_v2_model_runner,
@@ -105,7 +105,7 @@ def beams() -> dict[str, Any]:
     pretended.PretendedCuda.is_cuda = classmethod(lambda cls: False)
     config = SimpleNamespace(additional_config={"vllm_trie": {"allow_untested_gpu": True}})
     config.scheduler_config = SimpleNamespace(scheduler_cls=None)
-    result["other"] = enabled.reason_off(config)
+    result["other"] = beam_support.reason_off(config)
     pretended.PretendedCuda.is_cuda = stock
     return result
 

@@ -28,12 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_trie.beam import BeamSearch, Candidates
-from vllm_trie.vllm_hooks.frontend.beam_options import (
-    SPEC_KEY,
-    beam_spec,
-    prepare_params,
-    search_settings,
-)
+from vllm_trie.vllm_hooks.frontend.requests import prepare_params
 from vllm_trie.vllm_hooks.scheduler.beam_scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
 from vllm_trie.vllm_hooks.scheduler.group import RESULT_FIELD
 from vllm_trie.vllm_hooks.scheduler.row_steps import (
@@ -42,6 +37,7 @@ from vllm_trie.vllm_hooks.scheduler.row_steps import (
     ROW_STEPS,
     SelectionStep,
 )
+from vllm_trie.vllm_hooks.wire import SPEC_KEY, beam_spec, search_settings
 
 VOCAB = 24
 EOS = 0

@@ -6,7 +6,7 @@ import inspect
 
 from vllm_trie.vllm_hooks import ledger
 
-BEAM_PATCHES = [patch for patch in ledger.PATCHES if patch.feature == "beam"]
+BEAM_PATCHES = [patch for patch in ledger.entries() if patch.feature == "beam"]
 REPLACING = [patch for patch in BEAM_PATCHES if patch.wrapper is not None]
 
 

@@ -14,7 +14,7 @@ from tests.engine.beam.simulation import (
     expected_beam,
     expected_greedy,
 )
-from vllm_trie.vllm_hooks.frontend.beam_options import prepare_params
+from vllm_trie.vllm_hooks.frontend.requests import prepare_params
 
 
 def check_beam(simulation: Simulation, member_ids: list[str], expected: list[Any]) -> None:

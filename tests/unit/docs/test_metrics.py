@@ -19,12 +19,11 @@ SUFFIXES = ("_total", "_bucket", "_sum", "_count")
 @pytest.fixture(scope="module")
 def ours() -> dict[str, tuple[str, ...]]:
     """Name as `/metrics` has it -> labels."""
-    from vllm_trie.vllm_hooks.frontend import beam_metrics
-    from vllm_trie.vllm_hooks.frontend import stat_logger as metrics
+    from vllm_trie.vllm_hooks.frontend import metrics
 
     found = {}
     made = metrics._Metrics()
-    beams = map(beam_metrics.counter, beam_metrics.COUNTERS)
+    beams = map(metrics.beam_counter, metrics.BEAM_COUNTERS)
     for metric in (*made.counters.values(), made.draft_failures, made.tokens_per_step, *beams):
         (described,) = metric.describe()
         name = described.name + ("_total" if described.type == "counter" else "")
@@ -110,7 +109,7 @@ def test_dashboard_can_be_imported() -> None:
 
 
 def test_failure_reasons(ours: dict[str, Any]) -> None:
-    from vllm_trie.vllm_hooks.worker.drafting.guard import FAILURE_REASONS
+    from vllm_trie.vllm_hooks.wire import FAILURE_REASONS
 
     text = page("docs/metrics.md").text
     assert all(f"`{reason}`" in text for reason in FAILURE_REASONS)

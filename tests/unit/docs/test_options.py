@@ -79,7 +79,7 @@ def test_every_method_has_a_table() -> None:
 
 
 def test_node_budget() -> None:
-    from vllm_trie.vllm_hooks.setup.config import DEFAULT_NODES, MAX_NODES
+    from vllm_trie.vllm_hooks.setup.translate import DEFAULT_NODES, MAX_NODES
 
     rows = [row for table in OPTIONS_PAGE.tables() for row in table.rows]
     row = next(row for row in rows if "`num_speculative_tokens`" in row[0])
@@ -88,12 +88,12 @@ def test_node_budget() -> None:
 
 
 def test_request_and_engine_keys() -> None:
-    from vllm_trie.vllm_hooks.frontend import request_options as eligibility
-    from vllm_trie.vllm_hooks.setup import config_keys as plugin_keys
+    from vllm_trie.vllm_hooks import wire
+    from vllm_trie.vllm_hooks.setup import config
 
-    for key in (plugin_keys.CONFIG_KEY, plugin_keys.BEAM_SEARCH, plugin_keys.ALLOW_GPU):
+    for key in (config.CONFIG_KEY, config.BEAM_SEARCH, config.ALLOW_GPU):
         assert f"`{key}`" in OPTIONS_PAGE.text or f'["{key}"]' in OPTIONS_PAGE.text
-    for key in (eligibility.SPECULATION, eligibility.TRACE):
+    for key in (wire.SPECULATION, wire.TRACE):
         assert f"`{key}`" in REQUESTS_PAGE.text
 
 

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from tests.unit.items.catalogues import write
-from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.setup import items as items_setup
-from vllm_trie.vllm_hooks.setup.config import (
-    CONFIG_KEY,
+from vllm_trie.vllm_hooks.setup import beam_support
+from vllm_trie.vllm_hooks.setup import translate as translation
+from vllm_trie.vllm_hooks.setup.config import CONFIG_KEY, PROPOSER_CLASS, read
+from vllm_trie.vllm_hooks.setup.translate import (
     DEFAULT_NODES,
     MAX_NODES,
-    PROPOSER_CLASS,
-    read,
     requested_method,
     translate,
 )
@@ -27,7 +25,7 @@ def _fields(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some fields of vLLM's class; importing it takes longer than all these tests."""
     fields = {"method", "model", "num_speculative_tokens", "quantization", "draft_sample_method"}
     fields |= {"prompt_lookup_max", "suffix_decoding_max_tree_depth"}
-    monkeypatch.setattr(config, "_speculative_config_fields", lambda: frozenset(fields))
+    monkeypatch.setattr(translation, "_speculative_config_fields", lambda: frozenset(fields))
 
 
 def arguments(speculative: Any = None, additional: Any = None, **flags: Any) -> SimpleNamespace:
@@ -362,9 +360,9 @@ def serving(path: object, **values: Any) -> SimpleNamespace:
 
 
 def test_catalogues_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(items_setup, "reason_off", lambda config: None)
+    monkeypatch.setattr(beam_support, "reason_off", lambda config: None)
     path = write(tmp_path / "items.trie", {(1, 9): 1})
-    items_setup.check_catalogues(serving(path))  # type: ignore[arg-type]
+    beam_support.check_catalogues(serving(path))  # type: ignore[arg-type]
     larger = write(tmp_path / "larger.trie", {(1, 10): 1})
     for wrong, message in (
         (serving(tmp_path / "none"), "none: No such file"),
@@ -372,17 +370,17 @@ def test_catalogues_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.Mo
         (serving(path, speculative_config=object()), "speculative decoding samples without"),
     ):
         with pytest.raises(ValueError, match=message):
-            items_setup.check_catalogues(wrong)  # type: ignore[arg-type]
-    monkeypatch.setattr(items_setup, "reason_off", lambda config: "it is switched off")
+            beam_support.check_catalogues(wrong)  # type: ignore[arg-type]
+    monkeypatch.setattr(beam_support, "reason_off", lambda config: "it is switched off")
     with pytest.raises(ValueError, match=r"\['items'\] cannot be served: it is switched off"):
-        items_setup.check_catalogues(serving(path))  # type: ignore[arg-type]
+        beam_support.check_catalogues(serving(path))  # type: ignore[arg-type]
 
 
 def test_rules_that_rows_cannot_have() -> None:
     """Where vLLM's sampler gives the candidates, it does so before a bias and a mask."""
     from vllm import SamplingParams
 
-    from vllm_trie.vllm_hooks.setup.support import unsupported_rule
+    from vllm_trie.vllm_hooks.setup.beam_support import unsupported_rule
 
     def config(speculative: object = None, sharded: bool = False) -> Any:
         parallel = SimpleNamespace(enable_batch_sharded_sampling=sharded)

@@ -14,8 +14,8 @@ import pytest
 from tests.unit.drafters.support import VOCAB, make_context, make_request
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.worker.drafting.draft_requests import _cache_salt, _sample_of
 from vllm_trie.vllm_hooks.worker.drafting.guard import FIRST_PAUSE_S, GuardedDrafter
-from vllm_trie.vllm_hooks.worker.drafting.requests import _cache_salt, _sample_of
 
 GOOD = TokenTree.from_lists([5, 6, 7], [-1, 0, -1])
 LOGGER = logging.getLogger("tests.drafting")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from vllm_trie.vllm_hooks.ledger import EXTENSION_POINTS, PATCHES, offered
-from vllm_trie.vllm_hooks.ledger.extension_points import REGISTRATIONS
+from vllm_trie.vllm_hooks.ledger import EXTENSION_POINTS, entries, offered
+from vllm_trie.vllm_hooks.ledger.extension_points import REGISTERED
 
 SERIES = Path(__file__).parents[3] / "patches"
 POINT_ROW = re.compile(r"^\| (?P<number>\d{4}) \| .* \| (?P<points>.+) \|$", re.M)
@@ -30,9 +30,9 @@ def test_every_point_is_what_its_patch_adds() -> None:
 
 
 def test_entries_and_registrations_name_points_that_exist() -> None:
-    assert {patch.extension_point for patch in PATCHES} - {""} <= EXTENSION_POINTS.keys()
-    served = {(patch.feature, patch.extension_point) for patch in PATCHES if patch.wrapper}
-    assert REGISTRATIONS.keys() <= served
+    assert {patch.point for patch in entries()} - {""} <= EXTENSION_POINTS.keys()
+    served = {(patch.feature, patch.point) for patch in entries() if patch.wrapper}
+    assert REGISTERED.keys() <= served
 
 
 def test_stock_vllm_offers_none() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import vllm_trie
 from vllm_trie.vllm_hooks import ledger
-from vllm_trie.vllm_hooks.ledger import Patch, check, table
+from vllm_trie.vllm_hooks.ledger import Patch, check, record
 from vllm_trie.vllm_hooks.ledger.installation import Installation
 
 PACKAGE = Path(vllm_trie.__file__).parent
@@ -88,13 +88,13 @@ def test_whole_modules_and_order() -> None:
 
 
 def test_every_entry_says_why_and_until_when() -> None:
-    for patch in ledger.PATCHES:
+    for patch in ledger.entries():
         assert patch.why
-        assert patch.retire_when, patch.target
+        assert patch.until, patch.target
         assert patch.target.startswith("vllm."), patch.target
         assert (patch.wrapper is not None) == (patch.kind in ("wrapped", "subclassed"))
-        assert bool(patch.successor) == bool(patch.extension_point), patch.target
-    keys = [(patch.target, patch.feature, patch.scope) for patch in ledger.PATCHES]
+        assert bool(patch.successor) == bool(patch.point), patch.target
+    keys = [(patch.target, patch.feature, patch.scope) for patch in ledger.entries()]
     assert len(set(keys)) == len(keys)
 
 
@@ -202,7 +202,8 @@ def one_feature(monkeypatch: pytest.MonkeyPatch) -> Iterator[Installation]:
         a_patch("inherited", scope="tree_runner"),
         a_patch("gone", wrapper=None),
     )
-    monkeypatch.setattr(table, "PATCHES", patches)
+    ledger.entries()  # before the table is replaced, as modules record theirs on import
+    monkeypatch.setattr(record, "ENTRIES", patches)
     return Installation()
 
 
@@ -227,8 +228,8 @@ def test_scopes(one_feature: Installation, subject: Any) -> None:
 def test_a_feature_is_installed_whole_or_not_at_all(
     one_feature: Installation, subject: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = dataclasses.replace(table.PATCHES[1], target=f"{HERE}.gone")
-    monkeypatch.setattr(table, "PATCHES", (table.PATCHES[0], broken))
+    broken = dataclasses.replace(record.ENTRIES[1], target=f"{HERE}.gone")
+    monkeypatch.setattr(record, "ENTRIES", (record.ENTRIES[0], broken))
     before = dict(vars(subject))
     with pytest.raises(AttributeError):
         one_feature.install("speculation")
@@ -239,15 +240,16 @@ def test_a_feature_is_installed_whole_or_not_at_all(
 def test_an_extension_point_takes_a_registration_once(
     one_feature: Installation, subject: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_trie.vllm_hooks.frontend import stat_logger
+    from vllm_trie.vllm_hooks.frontend.metrics import stat_loggers
     from vllm_trie.vllm_hooks.ledger import installation
 
-    registered: list[str] = []
-    monkeypatch.setattr(stat_logger, "register", lambda: registered.append("once"))
+    registered: list[Any] = []
+    point = "vllm.v1.metrics.loggers.register_stat_loggers"
+    monkeypatch.setattr(point, registered.append, raising=False)
     monkeypatch.setattr(installation, "offered", lambda point: point == "stat_loggers")
-    replaced = [a_patch(name, extension_point="stat_loggers") for name in ("method", "static")]
-    monkeypatch.setattr(table, "PATCHES", (*replaced, a_patch("inherited")))
+    replaced = [a_patch(name, point="stat_loggers") for name in ("method", "static")]
+    monkeypatch.setattr(record, "ENTRIES", (*replaced, a_patch("inherited")))
     one_feature.install("speculation")
     one_feature.install("speculation")
-    assert registered == ["once"]
+    assert registered == [stat_loggers]
     assert names_of(one_feature) == ["inherited"]

@@ -41,7 +41,7 @@ def test_lines_reach_what_vllm_sets_up_later(
     theirs, _ = loggers
     plugin._log_as_vllm_does()
     plugin._log_as_vllm_does()
-    ours = logging.getLogger("vllm_trie.vllm_hooks.frontend.stat_logger")
+    ours = logging.getLogger("vllm_trie.vllm_hooks.frontend.metrics")
     ours.info("too early")
     records = Records()
     theirs.addHandler(records)

@@ -7,7 +7,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from vllm_trie.vllm_hooks.frontend.beam_options import prepare_params
+from vllm_trie.vllm_hooks.frontend.requests import prepare_params
 from vllm_trie.vllm_hooks.ledger.installation import Installation
 from vllm_trie.vllm_hooks.ledger.table import patches_here
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_trie.drafters.neural import NeuralOptions
-from vllm_trie.vllm_hooks.setup import neural
+from vllm_trie.vllm_hooks.setup import draft_support
 
 EAGLE = NeuralOptions(method="eagle", model="some/head")
 ON_V2 = {"use_v2_model_runner": True, "scheduler_config__async_scheduling": True}
@@ -47,8 +47,8 @@ def configuration(**changes: Any) -> Any:
 
 
 def test_what_it_can_draft_in_passes() -> None:
-    neural.check(configuration(), EAGLE, "tree")
-    neural.check(configuration(**ON_V2), EAGLE, "auto")
+    draft_support.check_trained_drafter(configuration(), EAGLE, "tree")
+    draft_support.check_trained_drafter(configuration(**ON_V2), EAGLE, "auto")
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_what_it_can_draft_in_passes() -> None:
 )
 def test_others_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        neural.check(configuration(**changes), EAGLE, "auto")
+        draft_support.check_trained_drafter(configuration(**changes), EAGLE, "auto")
     assert "trie_union cannot run with {'method': 'eagle'}" in str(caught.value)
 
 
 def test_trees_on_v2_are_refused() -> None:
     with pytest.raises(ValueError, match="leave verification='tree' out"):
-        neural.check(configuration(**ON_V2), EAGLE, "tree")
+        draft_support.check_trained_drafter(configuration(**ON_V2), EAGLE, "tree")

@@ -15,11 +15,9 @@ from tests.unit.drafters.support import make_context
 from vllm_trie.drafters import VerifiedStep
 from vllm_trie.explore.trace import Step, read_trace
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.frontend.beam_options import BeamRequestError, prepare_params
-from vllm_trie.vllm_hooks.frontend.request_options import (
-    SpeculationRequestError,
-    check_trace,
-)
+from vllm_trie.vllm_hooks.frontend.extra_args import SpeculationRequestError, check_speculation
+from vllm_trie.vllm_hooks.frontend.requests import prepare_params
+from vllm_trie.vllm_hooks.setup.beam_support import BeamRequestError
 from vllm_trie.vllm_hooks.setup.config import EngineOptions
 from vllm_trie.vllm_hooks.setup.engine_args import _check_trace_path
 from vllm_trie.vllm_hooks.worker import recorder as module
@@ -179,7 +177,7 @@ def config(trace_path: str | None) -> Any:
 )
 def test_traces_that_nobody_writes_are_refused(extra: Any, engine: Any, said: str) -> None:
     with pytest.raises(SpeculationRequestError, match=said):
-        check_trace(SimpleNamespace(extra_args=extra), engine)
+        check_speculation(engine, SimpleNamespace(extra_args=extra))
 
 
 def test_beam_searches_have_no_trace() -> None:
@@ -189,7 +187,7 @@ def test_beam_searches_have_no_trace() -> None:
 
 @pytest.mark.parametrize("extra", [None, {}, {"speculation_trace": 0}, {"speculation_trace": 1}])
 def test_other_requests_pass(extra: Any) -> None:
-    check_trace(SimpleNamespace(extra_args=extra), config("folder"))
+    check_speculation(config("folder"), SimpleNamespace(extra_args=extra))
 
 
 def test_the_folder_must_exist(tmp_path: Path) -> None:

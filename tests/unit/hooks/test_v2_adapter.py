@@ -19,11 +19,11 @@ from tests.unit.drafters.support import VOCAB, make_context
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.explore.trace import read_trace
 from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
 from vllm_trie.vllm_hooks.worker.runners.runner_v2 import RunnerV2Mixin
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
-from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.verification.drafted_only import DraftedOnly
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 

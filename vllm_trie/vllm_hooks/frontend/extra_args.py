@@ -1,4 +1,4 @@
-"""Checks of the ``extra_args`` (over HTTP ``vllm_xargs``) of every request.
+"""Checks of the extra arguments of every request (over HTTP ``vllm_xargs``).
 
 vLLM carries all of them to the workers, and leaves it to others to read them.
 """
@@ -6,24 +6,55 @@ vLLM carries all of them to the workers, and leaves it to others to read them.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
 from vllm_trie.beam import ITEM_OPTIONS, OPTION_NAMES
-from vllm_trie.vllm_hooks.frontend.beam_options import (
-    OTHER_NAMES,
-    SIMILAR,
-    BeamRequestError,
-    asks_for_beam,
+from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.setup.beam_support import BeamRequestError
+from vllm_trie.vllm_hooks.wire import (
+    CACHE_SALT,
+    DECODING_KEY,
+    SPEC_KEY,
+    SPECULATION,
+    TRACE,
+    extra_args_of,
 )
-from vllm_trie.vllm_hooks.frontend.request_options import CACHE_SALT, SPECULATION, TRACE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+SIMILAR = 0.82
+"""Ratio of :class:`difflib.SequenceMatcher` from which a name is taken for a misspelled option."""
+
+OTHER_NAMES = {
+    "num_beams": "'beam_width'",
+    "beam_size": "'beam_width'",
+    "diversity_rate": "'num_beam_groups' and 'diversity_penalty'",
+    "num_return_sequences": "SamplingParams.n",
+    "max_new_tokens": "SamplingParams.max_tokens",
+    "min_new_tokens": "SamplingParams.min_tokens",
+    "bad_words_ids": "SamplingParams.bad_words",
+}
+"""Names of options elsewhere, and what they are here."""
+
+NOT_SERVED = frozenset({
+    "begin_suppress_tokens", "constraints", "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
+    "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id",
+    "forced_eos_token_id", "guidance_scale", "prefix_allowed_tokens_fn", "renormalize_logits",
+    "sequence_bias", "suppress_tokens", "top_h", "typical_p",
+})  # fmt: skip
+"""Options of Hugging Face's ``generate`` that change a search and have no counterpart here."""
+
 MAX_SIZE = 262_144
 """Largest size of a key that nobody is known to read, characters and numbers."""
-
 _OWN = OPTION_NAMES | {SPECULATION, TRACE, CACHE_SALT}
 _MISSPELLED = ("beam_width", "items", SPECULATION, TRACE)
 """Keys that work alone: misspelled, they would be ignored."""
@@ -31,8 +62,66 @@ _OF_VLLM = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """Keys that vLLM fills from fields of their own."""
 
 
-def check_extra_args(vllm_config: VllmConfig, params: Any, processors: list[str]) -> None:
-    """Refuse extra arguments that are too large, and beam options without ``beam_width``.
+class SpeculationRequestError(VLLMValidationError, ValueError):
+    """A request with an option that is not allowed; the server answers 400 with its message."""
+
+
+@contextmanager
+def refusing_what_fails() -> Iterator[None]:
+    """Refuse a request whose options make a check fail in a way that nobody foresaw.
+
+    Raises:
+        SpeculationRequestError: In place of any error that is no refusal.
+    """
+    try:
+        yield
+    except VLLMValidationError:
+        raise
+    except Exception as error:
+        raise SpeculationRequestError(
+            f"the request's options cannot be read ({type(error).__name__}: {error}); leave them "
+            "out one by one to find which"
+        ) from error
+
+
+def check_speculation(vllm_config: VllmConfig, params: Any) -> None:
+    """Refuse a request with a speculation option that is not allowed.
+
+    Raises:
+        SpeculationRequestError: naming the option, its value and what is allowed.
+    """
+    extra_args = extra_args_of(params)
+    if CACHE_SALT in extra_args:
+        raise SpeculationRequestError(
+            f"extra_args[{CACHE_SALT!r}] is for vllm-trie's own use; leave it out, and give the "
+            "request a cache_salt"
+        )
+    if not _is_switch(value := extra_args.get(SPECULATION, True)):
+        raise SpeculationRequestError(
+            f"extra_args[{SPECULATION!r}]={value!r} must be true (the default) or false; false "
+            "decodes the request without drafts"
+        )
+    if TRACE not in extra_args:
+        return
+    if not _is_switch(value := extra_args[TRACE]):
+        raise SpeculationRequestError(
+            f"extra_args[{TRACE!r}]={value!r} must be true or false (the default)"
+        )
+    tree_config = config.read(vllm_config)
+    if value and (tree_config is None or tree_config.engine_options.trace_path is None):
+        raise SpeculationRequestError(
+            f"extra_args[{TRACE!r}] asks for a trace, but this engine writes none; leave it out, "
+            "or start the engine with trace_path=FOLDER next to its speculative method"
+        )
+
+
+def _is_switch(value: object) -> bool:
+    """Return whether a value is a boolean; JSON's reach vLLM's extra arguments as 0 and 1."""
+    return isinstance(value, int | float) and value in (0, 1)
+
+
+def check_extra_args(vllm_config: VllmConfig, params: Any, processors: Sequence[str]) -> None:
+    """Refuse keys of the plugin's own, keys that are too large, and options without their leader.
 
     An engine with custom logits processors may read keys of any name and size: there, only the
     plugin's own keys have a limit, and options without ``beam_width`` pass.
@@ -45,9 +134,15 @@ def check_extra_args(vllm_config: VllmConfig, params: Any, processors: list[str]
     Raises:
         BeamRequestError: Naming the key, its size or value, what is allowed and what to do.
     """
-    extra_args: Mapping[str, Any] = getattr(params, "extra_args", None) or {}
+    extra_args = extra_args_of(params)
     if not extra_args:
         return
+    for key, option in ((SPEC_KEY, "beam_width"), (DECODING_KEY, "items")):
+        if key in extra_args:  # the engine would trust it
+            raise BeamRequestError(
+                f"extra_args[{key!r}] is for vllm-trie's own use; leave it out, and ask with "
+                f"{option!r}"
+            )
     others_read = bool(processors or vllm_config.kv_transfer_config)
     for name, value in extra_args.items():
         if name in _OF_VLLM or (others_read and name not in _OWN):
@@ -57,8 +152,7 @@ def check_extra_args(vllm_config: VllmConfig, params: Any, processors: list[str]
                 f"extra_args[{name[:80]!r}] has a size of {size}, at most {MAX_SIZE} (characters "
                 "and numbers) are allowed where no custom logits processor reads it; leave it out"
             )
-    # A request for items has a check of its own.
-    if not processors and not asks_for_beam(params) and "items" not in extra_args:
+    if not processors and "beam_width" not in extra_args and "items" not in extra_args:
         _refuse_without_width(extra_args)
 
 
@@ -78,6 +172,22 @@ def _refuse_without_width(extra_args: Mapping[str, Any]) -> None:
             raise BeamRequestError(f"extra_args[{name!r}] is unknown; did you mean {meant!r}?")
 
 
+def refuse_misspelled(names: Iterable[str]) -> None:
+    """Refuse keys that look like an option; others may belong to other plugins."""
+    for name in names:
+        if name in OTHER_NAMES:
+            raise BeamRequestError(
+                f"beam search: {name!r} is unknown with 'beam_width'; use {OTHER_NAMES[name]}"
+            )
+        if name in NOT_SERVED:
+            raise BeamRequestError(
+                f"beam search: {name!r} of Hugging Face's generate is not supported with "
+                "'beam_width'; leave it out"
+            )
+        for meant in difflib.get_close_matches(name, OPTION_NAMES, n=1, cutoff=SIMILAR):
+            raise BeamRequestError(f"beam search: {name!r} is unknown; did you mean {meant!r}?")
+
+
 def _size(value: Any) -> int:
     """Return the characters and numbers of a value; containers are followed."""
     size, pending = 0, [value]
@@ -93,3 +203,15 @@ def _size(value: Any) -> int:
         else:
             size += 1
     return size
+
+
+def custom_processors(vllm_config: VllmConfig) -> list[str]:
+    """Return the names of the custom logits processors that the engine loads."""
+    configured = vllm_config.model_config.logits_processors or []
+    names = [p if isinstance(p, str) else p.__qualname__ for p in configured]
+    return [*names, *_installed_processors()]
+
+
+@functools.cache
+def _installed_processors() -> tuple[str, ...]:
+    return tuple(point.value for point in entry_points(group=LOGITSPROCS_GROUP))

@@ -1,8 +1,9 @@
 """Every symbol of vLLM that the plugin touches, in one table, and the code that patches vLLM.
 
-vLLM's internals are no stable interface. :data:`PATCHES` says which symbol is touched, why, and
-when the entry can go. :func:`check` compares the table with the installed vLLM, :func:`install`
-puts a feature's patches in place, :func:`undo` takes them out. Importing this package imports no
+vLLM's internals are no stable interface. :func:`entries` says which symbol is touched, why, and
+when the entry can go; overrides and replacements record themselves. :func:`check` compares the
+table with the installed vLLM, :func:`install` puts a feature's patches in place, :func:`undo` takes
+them out. Importing this package imports no
 module of vLLM's, and nothing outside of it assigns to an attribute of vLLM's modules and classes.
 """
 
@@ -10,21 +11,21 @@ from vllm_trie.vllm_hooks.ledger.extension_points import EXTENSION_POINTS, offer
 from vllm_trie.vllm_hooks.ledger.installation import install, installed, patches_in_place, undo
 from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, resolve
 from vllm_trie.vllm_hooks.ledger.table import (
-    PATCHES,
     SUPPORTED_VLLM_VERSIONS,
     Finding,
     check,
+    entries,
     mismatch,
 )
 
 __all__ = [
     "EXTENSION_POINTS",
-    "PATCHES",
     "SUPPORTED_VLLM_VERSIONS",
     "Feature",
     "Finding",
     "Patch",
     "check",
+    "entries",
     "install",
     "installed",
     "mismatch",

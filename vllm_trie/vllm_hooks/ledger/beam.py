@@ -4,33 +4,28 @@ from __future__ import annotations
 
 from functools import partial
 
-from vllm_trie.vllm_hooks.ledger.patch import Patch, group
+from vllm_trie.vllm_hooks.ledger.patch import Patch
+from vllm_trie.vllm_hooks.ledger.record import group
 
 _group = partial(
     group,
     feature="beam",
     upstream="vllm-project/vllm issues 14426, 20316, 49197",
-    retire_when="vLLM serves beam search inside its scheduler",
+    until="vLLM serves beam search inside its scheduler",
 )
 _any = _group("vllm.")
 _scheduler = _group("vllm.v1.core.sched.scheduler:Scheduler.")
 _runner = _group(
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.",
     scope="native_search",
-    retire_when="the sampler returns the best of a list of tokens for each request",
+    until="the sampler returns the best of a list of tokens for each request",
 )
 _v2 = _group(
     "vllm.v1.worker.gpu.",
     scope="native_search",
-    retire_when="the sampler returns the best of a list of tokens for each request",
+    until="the sampler returns the best of a list of tokens for each request",
 )
-_fork = _group("vllm.v1.core.", extension_point="fork_request")
-_result = _group(
-    "vllm.v1.engine.output_processor:RequestState.",
-    scope="native_search",
-    extension_point="extension_result",
-)
-_route = _group("vllm.entrypoints.", scope="native_search", extension_point="beam_search_route")
+_fork = _group("vllm.v1.core.", point="fork_request")
 _PROTOCOLS = (
     "openai.completion.protocol:CompletionRequest",
     "openai.chat_completion.protocol:ChatCompletionRequest",
@@ -39,55 +34,11 @@ _PROTOCOLS = (
 # fmt: off
 BEAM_PATCHES: tuple[Patch, ...] = (
     # Set-up
-    _any("config.scheduler:SchedulerConfig.get_scheduler_cls", "wrapped",
-        "schedulers with beam search take the place of vLLM's own", "",
-        wrapper="setup.engine_args:wrap_get_scheduler_cls", scope="native_search",
-        extension_point="scheduler_provider", successor="`register_scheduler_provider()`"),
     _any("config.model:ModelConfig.get_vocab_size", "called",
         "the most candidates that a row can ask for, and the tokens of the check's prompts", ""),
     # Front end
     _any("v1.sample.logits_processor:LOGITSPROCS_GROUP", "read",
         "names the installed logits processors, whose arguments beam requests cannot have"),
-    _any("sampling_params:SamplingParams._verify_greedy_sampling", "wrapped",
-        "allows n above 1 at temperature 0 for beam requests", "",
-        wrapper="frontend.beam_requests:wrap_verify_greedy_sampling",
-        extension_point="distinct_outputs", successor="`RequestExtension.has_distinct_outputs()`"),
-    _any("v1.engine.input_processor:InputProcessor.process_inputs", "wrapped",
-        "checks beam requests before they reach the engine", "request_id prompt params",
-        wrapper="frontend.beam_requests:wrap_process_inputs", extension_point="request_extension",
-        successor="`RequestExtension.prepare_params()`, `check_request()`"),
-    _result("make_request_output", "wrapped", "takes the score out of the field it travels in",
-        "new_token_ids pooling_output finish_reason stop_reason kv_transfer_params",
-        wrapper="frontend.beam_requests:wrap_make_request_output",
-        successor="`EngineCoreOutput.extension_result`"),
-    _result("_new_completion_output", "wrapped", "attaches score and cumulative log-probability",
-        "token_ids finish_reason stop_reason",
-        wrapper="frontend.beam_requests:wrap_new_completion_output",
-        successor="`RequestExtension.complete_output()`"),
-    _route("generate.beam_search.offline:BeamSearchOfflineMixin.beam_search", "wrapped",
-        "LLM.beam_search on the native path",
-        "prompts params lora_request use_tqdm concurrency_limit",
-        wrapper="frontend.offline_beam:wrap_beam_search",
-        successor="`BeamSearchRoute.search_offline()`"),
-    _route("generate.beam_search.online:BeamSearchOnlineMixin.beam_search", "wrapped",
-        "use_beam_search of the server on the native path",
-        "prompt request_id params lora_request trace_headers session_id",
-        wrapper="frontend.online_beam:wrap_beam_search",
-        successor="`BeamSearchRoute.search_online()`"),
-    *(
-        _route(f"{protocol}.to_beam_search_params", "wrapped",
-            "keeps the request next to its parameters",
-            wrapper="frontend.online_beam:wrap_to_beam_search_params",
-            successor="`BeamSearchParams.openai_request`; `search_online()` refuses streams")
-        for protocol in _PROTOCOLS
-    ),
-    *(
-        _route(f"{protocol}.to_sampling_params", "wrapped", "checks a beam request",
-            wrapper="frontend.online_beam:wrap_to_sampling_params",
-            extension_point="request_extension",
-            successor="`RequestExtension.check_api_request()`")
-        for protocol in _PROTOCOLS
-    ),
     *(
         _any(f"entrypoints.{protocol}.extract_structured_outputs", "called",
             "the grammar of a request with use_beam_search", "")
@@ -125,9 +76,6 @@ BEAM_PATCHES: tuple[Patch, ...] = (
         "req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids num_computed_tokens "
         "num_output_tokens"),
     _any("v1.request:Request", "made", "rows", "request_id prompt_token_ids"),
-    _any("v1.request:Request.from_engine_core_request", "wrapped",
-        "hashes the prompt of a search once, not for each member", "request block_hasher",
-        wrapper="frontend.beam_options:wrap_from_engine_core_request", scope="native_search"),
     _any("v1.request:Request.update_block_hashes", "relied on",
         "hashes with _block_hasher, which members keep for the row of the prompt", ""),
     _any("v1.engine:EngineCoreOutput", "made", "a hypothesis is a member's whole output",
@@ -177,12 +125,12 @@ BEAM_PATCHES: tuple[Patch, ...] = (
         "tells the layers which rows share the slots of a prompt",
         "num_tokens num_reqs max_query_len num_scheduled_tokens",
         wrapper="worker.beam.item_rows:wrap_build_attention_metadata", platform="cpu",
-        retire_when="vLLM's CPU attention reads a shared prefix once"),
+        until="vLLM's CPU attention reads a shared prefix once"),
     _any("v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward", "wrapped",
         "attends to the rows of searches together",
         "layer query key value kv_cache attn_metadata output",
         wrapper="worker.beam.shared_prompt:wrap_forward", scope="native_search", platform="cpu",
-        retire_when="vLLM's CPU attention reads a shared prefix once"),
+        until="vLLM's CPU attention reads a shared prefix once"),
     # KV blocks
     _any("v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace", "wrapped",
         "copies the slots of tail blocks that differ; vLLM's copies whole blocks bytewise",

@@ -32,15 +32,16 @@ EXTENSION_POINTS: dict[str, tuple[str, str]] = {
 }
 """Each point's patch in the series, and the symbol below ``vllm`` that shows that it is there."""
 
-REGISTRATIONS: dict[tuple[Feature, str], str] = {
-    ("speculation", "speculative_methods"): "setup.method_registry:register",
-    ("speculation", "request_extension"): "frontend.request_extensions:register_speculation",
-    ("speculation", "stat_loggers"): "frontend.stat_logger:register",
-    ("beam", "request_extension"): "frontend.request_extensions:register_beam",
-    ("beam", "scheduler_provider"): "frontend.beam_extensions:register_scheduler",
-    ("beam", "beam_search_route"): "frontend.beam_extensions:register_route",
+REGISTERED: dict[tuple[Feature, str], str] = {
+    ("speculation", "speculative_methods"): "setup.engine_args:METHODS",
+    ("speculation", "request_extension"): "frontend.extension:SPECULATION_REQUESTS",
+    ("speculation", "stat_loggers"): "frontend.metrics:stat_loggers",
+    ("beam", "request_extension"): "frontend.extension:BEAM_REQUESTS",
+    ("beam", "scheduler_provider"): "scheduler.beam_scheduler:scheduler_class",
+    ("beam", "beam_search_route"): "frontend.extension:ROUTE",
 }
-"""What a feature calls, once, where vLLM has the point; relative to ``vllm_trie.vllm_hooks``."""
+"""What a feature registers, once, where vLLM has the point; relative to ``vllm_trie.vllm_hooks``.
+The objects have the interfaces of the patches, and derive from nothing of vLLM's."""
 
 _OF_THE_RUNNER = {
     "backend_overrides", "request_proposer", "draft_trees", "draft_verifier", "proposer_stats",

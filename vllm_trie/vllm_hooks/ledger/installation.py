@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_trie.vllm_hooks.ledger.extension_points import REGISTRATIONS, offered
+from vllm_trie.vllm_hooks.ledger.extension_points import EXTENSION_POINTS, REGISTERED, offered
 from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, Scope, resolve
 from vllm_trie.vllm_hooks.ledger.table import patches_here
 
@@ -63,7 +63,7 @@ class Installation:
         scopes: set[Scope] = {"process", "native_search"} if native_search else {"process"}
         try:
             for patch in _replacing(patches_here(feature), scopes):
-                if patch.extension_point and offered(patch.extension_point):
+                if patch.point and offered(patch.point):
                     self._register(patch)
                 elif patch not in present:
                     self.apply(patch)
@@ -114,10 +114,11 @@ class Installation:
             self._replacements.pop()
 
     def _register(self, patch: Patch) -> None:
-        registration = REGISTRATIONS.get((patch.feature, patch.extension_point))
-        if registration is not None and registration not in self._registered:
-            resolve(f"vllm_trie.vllm_hooks.{registration}")()
-            self._registered.add(registration)
+        registered = REGISTERED.get((patch.feature, patch.point))
+        if registered is not None and registered not in self._registered:
+            register = resolve(f"vllm.{EXTENSION_POINTS[patch.point][1]}")
+            register(resolve(f"vllm_trie.vllm_hooks.{registered}"))
+            self._registered.add(registered)
 
 
 def _replacing(patches: Iterable[Patch], scopes: Container[Scope]) -> list[Patch]:

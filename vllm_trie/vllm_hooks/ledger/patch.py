@@ -35,11 +35,11 @@ class Patch:
             a scope for each kind of runner, and ``v2_stage`` for V2 in every pipeline stage.
         platform: The only platform that the entry is for. On others its module must not even be
             imported: vLLM's CPU worker puts placeholders into ``torch.cuda`` when it is.
-        extension_point: The name in :data:`~.extension_points.EXTENSION_POINTS` that replaces the
-            patch in a patched vLLM; empty where nothing of vLLM needs a patch.
+        point: The name in :data:`~.extension_points.EXTENSION_POINTS` that replaces the patch in a
+            patched vLLM; empty where nothing of vLLM needs a patch.
         successor: What serves at the extension point, as Markdown.
         upstream: Related issues or pull requests of vLLM.
-        retire_when: What would make the entry unnecessary.
+        until: What would make the entry unnecessary.
     """
 
     target: str
@@ -50,31 +50,15 @@ class Patch:
     feature: Feature = "speculation"
     scope: Scope = "process"
     platform: Platform = "any"
-    extension_point: str = ""
+    point: str = ""
     successor: str = ""
     upstream: str = ""
-    retire_when: str = ""
+    until: str = ""
 
     @property
     def reason(self) -> str:
         """Kind and reason in one phrase."""
         return f"{self.kind}: {self.why}"
-
-
-def group(prefix: str, **shared: Any) -> Callable[..., Patch]:
-    """Return a maker of patches whose targets begin with `prefix` and that share fields.
-
-    The maker takes name, kind, reason, parameters (one string, separated by spaces) and further
-    fields; a ``wrapper`` is given relative to ``vllm_trie.vllm_hooks``.
-    """
-
-    def make(name: str, kind: Kind, why: str, parameters: str | None = None, **own: Any) -> Patch:
-        if "wrapper" in own:
-            own["wrapper"] = f"vllm_trie.vllm_hooks.{own['wrapper']}"
-        names = None if parameters is None else tuple(parameters.split())
-        return Patch(prefix + name, kind, why, names, **(shared | own))
-
-    return make
 
 
 def resolve(target: str) -> Any:

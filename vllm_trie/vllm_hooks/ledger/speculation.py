@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from vllm_trie.vllm_hooks.ledger.patch import Patch, group
+from vllm_trie.vllm_hooks.ledger.patch import Patch
+from vllm_trie.vllm_hooks.ledger.record import group
 
 _PLUGGABLE = "speculative methods can be registered by plugins"
 _TREE_DRAFTS = "vLLM verifies trees of drafts itself"
@@ -12,43 +13,30 @@ _TREE_MASKS = "attention metadata carries tree masks"
 _STATS = "proposers can report statistics"
 _TESTED = "tree attention has been run on enough devices"
 
-_verified = partial(group, retire_when=_TREE_DRAFTS)
-_masked = partial(group, retire_when=_TREE_MASKS)
+_verified = partial(group, until=_TREE_DRAFTS)
+_masked = partial(group, until=_TREE_MASKS)
 
-_arguments = group(
-    "vllm.engine.arg_utils:EngineArgs.",
-    retire_when=_PLUGGABLE,
-    extension_point="speculative_methods",
-)
 _proposer = group(
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.",
-    retire_when=_TREE_DRAFTS,
-    extension_point="request_proposer",
+    until=_TREE_DRAFTS,
+    point="request_proposer",
 )
-_runner = _verified(
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.", extension_point="draft_verifier"
-)
+_runner = _verified("vllm.v1.worker.gpu_model_runner:GPUModelRunner.", point="draft_verifier")
 _at_start = _verified("vllm.v1.worker.gpu_model_runner:GPUModelRunner.")
-_cpu_worker = _verified(
-    "vllm.v1.worker.cpu_worker:", platform="cpu", extension_point="draft_verifier"
-)
+_cpu_worker = _verified("vllm.v1.worker.cpu_worker:", platform="cpu", point="draft_verifier")
 _cpu_attention = _masked("vllm.v1.attention.backends.cpu_attn:CPUAttention", platform="cpu")
 _sampling = _verified("vllm.v1.sample.")
-_scheduler = group(
-    "vllm.v1.core.sched.scheduler:Scheduler.", retire_when=_STATS, extension_point="proposer_stats"
-)
-_metrics = group("vllm.v1.metrics.", retire_when=_STATS, extension_point="proposer_stats")
 _any = group("vllm.")
 
 _trained = group(
     "vllm.",
-    retire_when="a proposer can be a part of another, and gets the accepted tokens of a tree",
+    until="a proposer can be a part of another, and gets the accepted tokens of a tree",
 )
 
 _v2_runner = _verified("vllm.v1.worker.gpu.")
 _v2_trained = group(
     "vllm.v1.worker.gpu.spec_decode.speculator:",
-    retire_when="a speculator can be a part of another",
+    until="a speculator can be a part of another",
 )
 _v2_overridden = _verified("vllm.v1.worker.gpu.model_runner:GPUModelRunner.")
 
@@ -60,70 +48,18 @@ _ATTENTION_FORWARD = (
 # fmt: off
 SPECULATION_PATCHES: tuple[Patch, ...] = (
     # Set-up
-    _arguments("add_cli_args", "wrapped",
-        "the methods as choices of --spec-method, --speculative-model as an alias", "parser",
-        wrapper="setup.arguments:wrap_add_cli_args",
-        successor="`SpeculativeMethods.names()`; the alias is 0002"),
-    _arguments("create_speculative_config", "wrapped",
-        "rewrites a method of vllm-trie to custom_class",
-        "target_model_config target_parallel_config",
-        wrapper="setup.engine_args:wrap_create_speculative_config",
-        successor="`SpeculativeMethods.configure()`"),
-    _arguments("create_engine_config", "wrapped", "refuses unsupported configurations at start-up",
-        wrapper="setup.engine_args:wrap_create_engine_config",
-        successor="`SpeculativeMethods.verify()`"),
     _any("config.speculative:SpeculativeConfig.num_speculative_tokens_per_batch_size", "set",
         "keeps the scheduler from padding requests with one token left to a full draft",
-        retire_when="vLLM pads such requests only where they fit a step"),
-    _any("envs:environment_variables", "wrapped",
-        "vLLM knows the plugin's environment variables",
-        wrapper="setup.engine_args:wrap_environment_variables",
-        retire_when="plugins can register environment variables"),
+        until="vLLM pads such requests only where they fit a step"),
     _any("config.speculative:logger", "changed",
         "drops the warning that custom_class is experimental, once a method of the plugin uses it",
-        retire_when=_PLUGGABLE),
+        until=_PLUGGABLE),
     _any("engine.arg_utils:EngineArgs.async_scheduling", "set",
         "off where it was left open and Model Runner V1 serves, instead of off with a warning",
-        retire_when=_PLUGGABLE),
+        until=_PLUGGABLE),
     _any("v1.spec_decode.custom_class_proposer:create_custom_proposer", "relied on",
         "instantiates the proposer from the class path in the configuration", "vllm_config",
-        retire_when=_PLUGGABLE),
-    # Front end
-    _any("v1.engine.input_processor:InputProcessor.process_inputs", "wrapped",
-        "checks extra_args['speculation'] where a bad value is an error of one request",
-        "request_id prompt params", wrapper="frontend.request_options:wrap_process_inputs",
-        retire_when="requests can opt out of speculation", extension_point="request_extension",
-        successor="`RequestExtension.prepare_params()`"),
-    _any("sampling_params:SamplingParams._validate_spec_decode", "wrapped",
-        "min_p and logit_bias are exact where trees verify", "speculative_config",
-        wrapper="frontend.request_options:wrap_validate_spec_decode",
-        retire_when="vLLM's rejection sampler applies logits processors",
-        extension_point="draft_verifier", successor="nothing; vLLM's rule stays"),
-    _metrics("stats:SchedulerStats.__annotations__", "wrapped",
-        "lets the front end decode the plugin's part of spec_decoding_stats",
-        wrapper="scheduler.speculation:wrap_stats_annotations",
-        successor="`SchedulerStats.proposer_stats`"),
-    _metrics("loggers:StatLoggerManager.__init__", "wrapped", "adds the plugin's stat logger",
-        "vllm_config engine_idxs custom_stat_loggers", wrapper="frontend.stat_logger:wrap_init",
-        retire_when="stat logger plugins are loaded for LLM as for AsyncLLM",
-        extension_point="stat_loggers", successor="`register_stat_loggers()`"),
-    # Scheduler
-    _scheduler("add_request", "wrapped", "sends a request's cache salt to the worker", "request",
-        wrapper="scheduler.speculation:wrap_add_request",
-        retire_when="proposers get the requests' cache salts", extension_point="cache_salt",
-        successor="`NewRequestData.cache_salt`"),
-    _scheduler("update_from_output", "wrapped", "takes the worker's statistics from its output",
-        "scheduler_output model_runner_output",
-        wrapper="scheduler.speculation:wrap_update_from_output",
-        successor="`ModelRunnerOutput.proposer_stats`"),
-    _scheduler("make_stats", "wrapped",
-        "adds them to the statistics that vLLM sends to the front end", "spec_decoding_stats",
-        wrapper="scheduler.speculation:wrap_make_stats",
-        successor="`SchedulerStats.proposer_stats`"),
-    _any("v1.core.sched.scheduler:Scheduler.schedule", "wrapped",
-        "removes the drafts of steps that start a stream", "throttle_prefills",
-        wrapper="scheduler.speculation:wrap_schedule",
-        retire_when="proposers learn that a request waits"),
+        until=_PLUGGABLE),
     # Worker
     _cpu_worker("CPUWorker.init_device", "overridden",
         "registers the attention backend, makes the runner with trees", "",
@@ -146,8 +82,6 @@ SPECULATION_PATCHES: tuple[Patch, ...] = (
         "positions of tree nodes follow their depth; a step without drafts is prepared as if "
         "speculative_config were None", "scheduler_output num_scheduled_tokens",
         successor="`DraftVerifier.place_drafts()`"),
-    _runner("_preprocess", "overridden", "looks for nothing in a step without drafts",
-        successor="nothing; a patched runner clamps token ids at every step"),
     _runner("_calc_spec_decode_metadata", "overridden",
         "computes the rows with logits alone, not what vLLM's rejection sampler reads",
         "num_draft_tokens cu_num_scheduled_tokens",
@@ -156,7 +90,7 @@ SPECULATION_PATCHES: tuple[Patch, ...] = (
         "takes the duration of a step, for the adaptive node budget",
         successor="`DraftVerifier.start_step()`"),
     _runner("_build_attention_metadata", "overridden", "hands the trees to the attention backend",
-        retire_when=_TREE_MASKS, extension_point="draft_trees",
+        until=_TREE_MASKS, point="draft_trees",
         successor="a field, filled from `DraftVerifier.draft_trees()`"),
     _runner("_sample", "overridden",
         "walks down the trees losslessly and puts the KV of accepted nodes in place",
@@ -165,15 +99,15 @@ SPECULATION_PATCHES: tuple[Patch, ...] = (
         "gives drafters request ids, hidden states of the accepted node and budgets",
         "scheduler_output sampled_token_ids sampling_metadata hidden_states sample_hidden_states "
         "aux_hidden_states spec_decode_metadata common_attn_metadata",
-        retire_when="proposers get request ids and hidden states",
+        until="proposers get request ids and hidden states",
         successor="`RequestProposer.propose_for_step()`"),
     _proposer("take_draft_token_ids", "overridden",
         "drafts, after vLLM has sent the step's tokens off", "",
         successor="`RequestProposer.propose_for_step()`, before they are sent"),
     _runner("sample_tokens", "overridden",
         "attaches the worker's statistics to its output; runs as if speculative_config were None "
-        "where no drafts are wanted", "grammar_output", retire_when=_STATS,
-        extension_point="proposer_stats", successor="`RequestProposer.take_stats()`"),
+        "where no drafts are wanted", "grammar_output", until=_STATS,
+        point="proposer_stats", successor="`RequestProposer.take_stats()`"),
     _proposer("_on_request_state_removed", "overridden", "forgets the trees of ended requests",
         "req_id req_state", successor="`RequestProposer.remove_request()`"),
     _proposer("_input_fits_in_drafter", "overridden",
@@ -183,21 +117,17 @@ SPECULATION_PATCHES: tuple[Patch, ...] = (
         "min_p and logit_bias, which vLLM leaves out with any speculation",
         "vllm_config device is_pin_memory is_pooling_model custom_logitsprocs",
         wrapper="worker.verification.sampling:wrap_build_logitsprocs", scope="tree_runner",
-        retire_when="vLLM's rejection sampler applies logits processors"),
+        until="vLLM's rejection sampler applies logits processors"),
     _any("v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS", "read",
         "the processors of an engine without speculation",
-        retire_when="vLLM's rejection sampler applies logits processors"),
+        until="vLLM's rejection sampler applies logits processors"),
     _at_start("finalize_kv_connector", "called", "in steps in which no drafts are wanted", ""),
     _at_start("_dummy_run", "called", "at start-up: first step costs for the adaptive node budget",
         "num_tokens"),
     _at_start("_sync_device", "called", "at start-up: waits until a pass is done, to time it", ""),
     _any("distributed.parallel_state:get_tp_group", "called", "sends rank 0's trees to all ranks",
-        "", retire_when=_TREE_DRAFTS),
+        "", until=_TREE_DRAFTS),
     # Trained drafters
-    _trained("config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", "wrapped",
-        "Model Runner V1 serves engines with a trained drafter in a union, unless V2 is asked for; "
-        "asked whether V2 would serve others", "",
-        wrapper="setup.neural:wrap_unsupported_features"),
     _trained("config.speculative:SpeculativeConfig.use_gemma4_mtp", "called",
         "refuses MTP layers that share the model's KV cache", ""),
     _trained("config.speculative:SpeculativeConfig.use_step3p5_mtp", "called", "the same", ""),
@@ -235,29 +165,29 @@ SPECULATION_PATCHES: tuple[Patch, ...] = (
         "vLLM's kernel for CPUs fills a copy of its output, so that chains were sampled with "
         "uninitialized temperatures", "x cu_num_tokens num_tokens replace_from replace_to",
         wrapper="worker.verification.sampling:wrap_expand_batch_to_tokens", platform="cpu",
-        retire_when="vLLM's `_expand_kernel_impl` writes to its output"),
+        until="vLLM's `_expand_kernel_impl` writes to its output"),
     _sampling("rejection_sampler:RejectionSampler.parse_output", "relied on",
         "reads rows of sampled tokens padded with -1", "output_token_ids vocab_size"),
     # Attention
     _any("v1.attention.backends.registry:register_backend", "called",
-        "tree attention in place of CPU_ATTN", "backend class_path", retire_when=_TREE_MASKS),
+        "tree attention in place of CPU_ATTN", "backend class_path", until=_TREE_MASKS),
     _any("v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN.clear_override", "called",
         "an earlier engine in the same process may have left tree attention in place", "",
-        platform="cpu", retire_when=_TREE_MASKS),
+        platform="cpu", until=_TREE_MASKS),
     _any("v1.attention.selector:_cached_get_attn_backend.cache_clear", "called",
         "an earlier engine in the same process may have cached vLLM's backend",
-        retire_when=_TREE_MASKS, extension_point="backend_overrides",
+        until=_TREE_MASKS, point="backend_overrides",
         successor="overrides are part of the cache's key"),
     _cpu_attention("BackendImpl.forward", "overridden", "gives rows with trees tree attention",
         _ATTENTION_FORWARD),
     _cpu_attention("MetadataBuilder._set_isa_to_layers", "called",
         "the vector kernel in place of AMX, whose cache layout the plugin does not read",
-        "layer_names", retire_when="tree attention reads the AMX layout"),
+        "layer_names", until="tree attention reads the AMX layout"),
     _any("_custom_ops:cpu_attn_get_scheduler_metadata", "called",
         "plans the stock kernel's work for the rows without trees",
         "num_reqs num_heads num_kv_heads head_dim seq_lens dtype query_start_loc causal "
         "sliding_window_size isa enable_kv_split",
-        retire_when="tree attention also serves the rows without trees as fast as the stock kernel",
+        until="tree attention also serves the rows without trees as fast as the stock kernel",
         platform="cpu"),
 )
 # fmt: on
@@ -273,11 +203,11 @@ V2_PATCHES: tuple[Patch, ...] = (
     _v2_runner("model_runner:init_speculator", "wrapped", "makes the plugin's speculator",
         "vllm_config device req_states", wrapper="worker.runners.runner_v2:wrap_init_speculator",
         scope="v2_runner",
-        retire_when=_PLUGGABLE),
+        until=_PLUGGABLE),
     _any("config.speculative:SpeculativeConfig.use_ngram", "wrapped",
         "keeps the requests' text off the device, which only vLLM's own n-grams read", "",
         wrapper="worker.runners.runner_v2:wrap_use_ngram", scope="v2_stage",
-        retire_when=_PLUGGABLE),
+        until=_PLUGGABLE),
     _v2_runner("spec_decode.speculator:BaseSpeculator.propose", "overridden",
         "proposes the drafters' drafts",
         "input_batch attn_metadata slot_mappings last_hidden_states dummy_run "
@@ -299,7 +229,7 @@ V2_PATCHES: tuple[Patch, ...] = (
         "graphs take one length only", "kv_cache_config is_profiling"),
     _v2_overridden("_dummy_sampler_run", "overridden",
         "memory profiling sees the logits of a step with full drafts", "hidden_states",
-        retire_when="vLLM profiles the logits of drafts"),
+        until="vLLM profiles the logits of drafts"),
     _v2_overridden("take_draft_token_ids", "overridden", "drafts before the scheduler asks", ""),
     _v2_overridden("prepare_attn", "overridden",
         "positions of tree nodes follow their depth, once the KV slots follow from flat ones",
@@ -315,11 +245,11 @@ V2_PATCHES: tuple[Patch, ...] = (
     _v2_overridden("_set_active_loras", "overridden",
         "names the adapter of each row of logits; vLLM names one for each request, which is wrong "
         "with drafts", "prompt_lora_mapping",
-        retire_when="vLLM maps rows of logits to adapters on Model Runner V2"),
+        until="vLLM maps rows of logits to adapters on Model Runner V2"),
     _v2_overridden("sample", "overridden", "starts the copy of the sampled tokens to the host",
         "hidden_states input_batch grammar_output"),
     _v2_overridden("sample_tokens", "overridden", "attaches the worker's statistics to its output",
-        "grammar_output", retire_when=_STATS),
+        "grammar_output", until=_STATS),
     _v2_runner("spec_decode.rejection_sampler:RejectionSampler.__init__", "called",
         "the plugin's samplers derive from it", "sampler spec_config device watermark_key"),
     _v2_runner("spec_decode.rejection_sampler:RejectionSampler.__call__", "overridden",
@@ -334,15 +264,15 @@ V2_PATCHES: tuple[Patch, ...] = (
         "leaves the captured graphs in `graphs`, by description", "create_forward_fn"),
     _v2_runner("model_states.interface:ModelState.prepare_attn", "set",
         "makes the metadata of each layer, which then carries the step's trees",
-        retire_when=_TREE_MASKS),
+        until=_TREE_MASKS),
     _v2_runner("warmup:_warmup_block_counter", "called",
         "by the check at start-up: the KV blocks of its requests", "model_runner",
-        retire_when=_TESTED),
+        until=_TESTED),
     _v2_runner("kv_connector:KVConnector.set_disabled", "called",
         "by the check at start-up: its requests have no KV elsewhere", "disabled",
-        retire_when=_TESTED),
+        until=_TESTED),
     _any("v1.core.sched.output:CachedRequestData.make_empty", "called",
-        "by the check at start-up: steps as the scheduler makes them", "", retire_when=_TESTED),
+        "by the check at start-up: steps as the scheduler makes them", "", until=_TESTED),
     _v2_runner("sample.sampler:Sampler.sample", "called", "samples each row of logits once",
         "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
         "seq_lens_upper_bound_np"),
@@ -362,15 +292,15 @@ V2_PATCHES: tuple[Patch, ...] = (
     _v2_runner("async_utils:AsyncOutput.__init__", "relied on",
         "the output that the scheduler gets is in its model_runner_output", "model_runner_output"),
     _any("v1.core.sched.output:SchedulerOutput.num_invalid_spec_tokens", "set",
-        "keeps fillers out of the count of draft tokens", retire_when=_STATS),
+        "keeps fillers out of the count of draft tokens", until=_STATS),
     _any("utils.torch_utils:async_tensor_h2d", "called", "copies drafts to the device",
-        "data device", retire_when=_PLUGGABLE),
+        "data device", until=_PLUGGABLE),
 )
 # fmt: on
 
-_worker = group("vllm.v1.worker.", platform="cuda", retire_when=_TREE_DRAFTS)
+_worker = group("vllm.v1.worker.", platform="cuda", until=_TREE_DRAFTS)
 _triton = _masked("vllm.v1.attention.backends.triton_attn:TritonAttention", platform="cuda")
-_check = group("vllm.v1.", platform="cuda", retire_when=_TESTED)
+_check = group("vllm.v1.", platform="cuda", until=_TESTED)
 
 # fmt: off
 GPU_PATCHES: tuple[Patch, ...] = (
@@ -383,7 +313,7 @@ GPU_PATCHES: tuple[Patch, ...] = (
         "the same, where vLLM verifies the drafts", "vllm_config device",
         wrapper="worker.cuda_worker:ChainGPUModelRunner", scope="chain_runner"),
     _worker("gpu_worker:Worker.compile_or_warm_up_model", "overridden",
-        "checks tree attention on the device before serving", "", retire_when=_TESTED),
+        "checks tree attention on the device before serving", "", until=_TESTED),
     _worker("gpu_worker:Worker.shutdown", "overridden", "saves what was learned", ""),
     _worker("gpu_model_runner:GPUModelRunner._dummy_sampler_run", "overridden",
         "memory profiling sees the logits of a step with trees", "hidden_states"),

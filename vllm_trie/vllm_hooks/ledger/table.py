@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_trie.vllm_hooks.ledger.beam import BEAM_PATCHES
+from vllm_trie.vllm_hooks.ledger import beam, record, speculation  # noqa: F401
 from vllm_trie.vllm_hooks.ledger.extension_points import offered
-from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, resolve
-from vllm_trie.vllm_hooks.ledger.speculation import GPU_PATCHES, SPECULATION_PATCHES, V2_PATCHES
+from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, Platform, resolve
 
-PATCHES: tuple[Patch, ...] = (*SPECULATION_PATCHES, *GPU_PATCHES, *V2_PATCHES, *BEAM_PATCHES)
-"""Every symbol of vLLM that the plugin touches, on all platforms."""
+_HOOKS: dict[tuple[Feature, Platform], str] = {
+    ("speculation", "any"): "setup.arguments setup.engine_args setup.draft_support"
+    " frontend.extension frontend.metrics scheduler.speculation"
+    " worker.runners.runner_v1 worker.runners.runner_v2 worker.verification.sampling",
+    ("speculation", "cpu"): "worker.cpu_worker",
+    ("speculation", "cuda"): "worker.cuda_worker",
+    ("beam", "any"): "frontend.extension scheduler.beam_scheduler",
+}
+"""Modules with entries next to their code; a feature whose module cannot be imported steps aside.
+Those of another platform stay out: vLLM's CPU worker puts placeholders into ``torch.cuda``."""
 SUPPORTED_VLLM_VERSIONS = ("0.32", "0.33")
 """Release series of vLLM that the table was written for."""
 
@@ -39,17 +48,48 @@ class Finding:
         return self.status in ("ok", "replaced")
 
 
+def entries() -> tuple[Patch, ...]:
+    """Return every symbol of vLLM that the plugin touches, on all platforms."""
+    for platform in ("any", "cpu", "cuda"):
+        _load(platform)
+    return tuple(record.ENTRIES)
+
+
 def patches_here(feature: Feature | None = None) -> list[Patch]:
     """Return the entries for vLLM's present platform, of one feature or of all."""
+    here = _platforms()
+    for platform in here:
+        _load(platform)
+    return [p for p in record.ENTRIES if p.platform in here and feature in (None, p.feature)]
+
+
+def _platforms() -> tuple[Platform, Platform]:
     from vllm.platforms import current_platform
 
-    here = ("any", "cpu" if current_platform.is_cpu() else "cuda")
-    return [p for p in PATCHES if p.platform in here and feature in (None, p.feature)]
+    return "any", "cpu" if current_platform.is_cpu() else "cuda"
+
+
+@functools.cache
+def _load(platform: Platform) -> tuple[Finding, ...]:
+    """Import a platform's hook modules, which record their entries; return what fails."""
+    failures = []
+    for (feature, where), names in _HOOKS.items():
+        for name in names.split() if where == platform else ():
+            module = f"vllm_trie.vllm_hooks.{name}"
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # vLLM lacks what the module is made of
+                detail = f"{type(error).__name__}: {error}"
+                failures.append(Finding(module, "imported", "missing", detail, "", "", feature))
+    return tuple(failures)
 
 
 def check(patches: Iterable[Patch] | None = None) -> list[Finding]:
     """Compare entries of the table, by default those for this platform, with the installed vLLM."""
-    return [check_patch(patch) for patch in (patches_here() if patches is None else patches)]
+    if patches is not None:
+        return [check_patch(patch) for patch in patches]
+    findings = [check_patch(patch) for patch in patches_here()]
+    return [*(failure for platform in _platforms() for failure in _load(platform)), *findings]
 
 
 def check_patch(patch: Patch) -> Finding:
@@ -61,14 +101,14 @@ def check_patch(patch: Patch) -> Finding:
         status,
         detail,
         patch.upstream,
-        patch.retire_when,
+        patch.until,
         patch.feature,
     )
 
 
 def _compare(patch: Patch) -> tuple[Status, str]:
-    if patch.extension_point and offered(patch.extension_point):
-        return "replaced", f"by the extension point {patch.extension_point}"
+    if patch.point and offered(patch.point):
+        return "replaced", f"by the extension point {patch.point}"
     try:
         found = resolve(patch.target)
     except (ImportError, AttributeError) as error:
@@ -89,8 +129,8 @@ def mismatch(feature: Feature) -> str:
     version = vllm.__version__
     problems = [
         f"{found.target} is {found.status} ({found.detail})"
-        for found in check(patches_here(feature))
-        if not found.fits
+        for found in check()
+        if found.feature == feature and not found.fits
     ]
     if problems:
         return f"vLLM {version}: " + "; ".join(problems)

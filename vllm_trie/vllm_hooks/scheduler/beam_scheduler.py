@@ -23,22 +23,26 @@ asynchronous scheduling: a row is scheduled again only after its group's step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.config.scheduler import SchedulerConfig
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.vllm_hooks.frontend.beam_options import num_members
+from vllm_trie.vllm_hooks.ledger.record import SEARCH, UPSTREAM, Symbols
 from vllm_trie.vllm_hooks.scheduler.groups import BeamGroups, Outputs
 from vllm_trie.vllm_hooks.scheduler.items import decoded_items
 from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
-from vllm_trie.vllm_hooks.setup.support import cache_reason, reason_off, say_where_untested
+from vllm_trie.vllm_hooks.setup.beam_support import cache_reason, reason_off, say_where_untested
+from vllm_trie.vllm_hooks.wire import num_members
+
+logger = init_logger(__name__)
 
 
 class TrieBeamScheduler(Scheduler):
@@ -201,3 +205,39 @@ class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
 def scheduler_class(scheduler_config: SchedulerConfig) -> type[TrieBeamScheduler]:
     """Return the scheduler with beam search for synchronous or asynchronous scheduling."""
     return AsyncTrieBeamScheduler if scheduler_config.async_scheduling else TrieBeamScheduler
+
+
+_beam = Symbols(until=SEARCH, feature="beam", upstream=UPSTREAM, scope="native_search")
+
+
+@_beam.wraps(
+    "config.scheduler:SchedulerConfig.get_scheduler_cls",
+    "schedulers with beam search take the place of vLLM's own",
+    point="scheduler_provider",
+    successor="`register_scheduler_provider()`",
+)
+def get_scheduler_cls(original: Callable[..., Any], self: SchedulerConfig) -> Any:
+    """Choose a scheduler with beam search where the user left ``scheduler_cls`` out."""
+    if self.scheduler_cls is not None:
+        logger.info_once(
+            "Native beam search is off: scheduler_cls=%s was given; leave it out to have it. "
+            "vLLM's own beam search is used.",
+            str(self.scheduler_cls),
+        )
+        return original(self)
+    return scheduler_class(self)
+
+
+@_beam.wraps(
+    "v1.request:Request.from_engine_core_request",
+    "hashes the prompt of a search once, not for each member",
+)
+def from_engine_core_request(
+    original: Callable[..., Request], request: EngineCoreRequest, block_hasher: Any
+) -> Request:
+    """Do not hash the prompt of a member: its group hashes it once, for the row of the prompt."""
+    if num_members(request.sampling_params) is None:
+        return original(request, block_hasher)
+    member = original(request, None)
+    member._block_hasher = block_hasher
+    return member

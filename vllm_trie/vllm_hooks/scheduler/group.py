@@ -17,15 +17,6 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_trie.beam import BeamSearch, Children, Hypothesis, num_raw_candidates
 from vllm_trie.beam.search import StopStringFinder
 from vllm_trie.items.step import Continuations
-from vllm_trie.vllm_hooks.frontend.beam_metrics import REPORT
-from vllm_trie.vllm_hooks.frontend.beam_options import (
-    SPEC_KEY,
-    BeamSpec,
-    check_inputs,
-    min_blocks,
-    row_params,
-    search_settings,
-)
 from vllm_trie.vllm_hooks.ledger.extension_points import offered
 from vllm_trie.vllm_hooks.scheduler.group_rules import GroupRules
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues, ItemStep
@@ -37,6 +28,8 @@ from vllm_trie.vllm_hooks.scheduler.row_steps import (
     merged,
     of_sampler,
 )
+from vllm_trie.vllm_hooks.setup.beam_support import check_inputs, min_blocks
+from vllm_trie.vllm_hooks.wire import REPORT, SPEC_KEY, BeamSpec, row_params, search_settings
 
 RESULT_FIELD = "extension_result" if offered("extension_result") else "kv_transfer_params"
 """Field of an ``EngineCoreOutput`` in which a search's result travels to the front end."""

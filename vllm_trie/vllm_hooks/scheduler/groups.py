@@ -18,12 +18,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.vllm_hooks.frontend.beam_options import (
-    beam_spec,
-    check_blocks,
-    check_slots,
-    num_members,
-)
 from vllm_trie.vllm_hooks.scheduler.admission import Admission
 from vllm_trie.vllm_hooks.scheduler.blocks import num_blocks
 from vllm_trie.vllm_hooks.scheduler.group import MISSING, BeamGroup, error_output
@@ -32,8 +26,14 @@ from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
 from vllm_trie.vllm_hooks.scheduler.row_steps import ROW_STEPS
 from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
 from vllm_trie.vllm_hooks.scheduler.stop_strings import make_stop_string_finder
-from vllm_trie.vllm_hooks.setup.items import catalogue_paths
-from vllm_trie.vllm_hooks.setup.support import reason_sampler_selects, unsupported_rule
+from vllm_trie.vllm_hooks.setup.beam_support import (
+    catalogue_paths,
+    check_blocks,
+    check_slots,
+    reason_sampler_selects,
+    unsupported_rule,
+)
+from vllm_trie.vllm_hooks.wire import beam_spec, num_members
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -11,7 +11,6 @@ A worker attaches its :class:`TreeStats` to ``ModelRunnerOutput``. The scheduler
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -19,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_trie.vllm_hooks.frontend.request_options import CACHE_SALT
+from vllm_trie.vllm_hooks.ledger.record import STATS, Symbols
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.worker.stats import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats
+from vllm_trie.vllm_hooks.wire import CACHE_SALT, FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
 GIVING_SHARE = 0.125
@@ -41,64 +42,86 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     tree: TreeStats = field(default_factory=TreeStats)
 
 
-def wrap_stats_annotations(original: dict[str, Any]) -> dict[str, Any]:
+_metrics = Symbols("v1.metrics.", STATS, point="proposer_stats")
+_scheduler = Symbols("v1.core.sched.scheduler:Scheduler.", STATS, point="proposer_stats")
+
+
+@_metrics.replaces(
+    "stats:SchedulerStats.__annotations__",
+    "lets the front end decode the plugin's part of spec_decoding_stats",
+    successor="`SchedulerStats.proposer_stats`",
+)
+def stats_annotations(original: dict[str, Any]) -> dict[str, Any]:
     """Have the front end's decoder, which is built from them, decode the plugin's part."""
     return {**original, "spec_decoding_stats": TreeSpecDecodingStats | None}
 
 
-def wrap_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+@_scheduler.wraps(
+    "add_request",
+    "sends a request's cache salt to the worker",
+    until="proposers get the requests' cache salts",
+    point="cache_salt",
+    successor="`NewRequestData.cache_salt`",
+)
+def add_request(original: Callable[..., Any], self: Scheduler, request: Request) -> Any:
     """Send cache salts to the workers."""
-
-    @functools.wraps(original)
-    def add_request(self: Scheduler, request: Request) -> Any:
-        if request.cache_salt and request.sampling_params is not None:
-            extra = request.sampling_params.extra_args or {}
-            request.sampling_params.extra_args = {**extra, CACHE_SALT: request.cache_salt}
-        return original(self, request)
-
-    return add_request
+    if request.cache_salt and request.sampling_params is not None:
+        extra = request.sampling_params.extra_args or {}
+        request.sampling_params.extra_args = {**extra, CACHE_SALT: request.cache_salt}
+    return original(self, request)
 
 
-def wrap_update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
+@_scheduler.wraps(
+    "update_from_output",
+    "takes the worker's statistics from its output",
+    successor="`ModelRunnerOutput.proposer_stats`",
+)
+def update_from_output(
+    original: Callable[..., Any],
+    self: Scheduler,
+    scheduler_output: SchedulerOutput,
+    model_runner_output: ModelRunnerOutput,
+) -> Any:
     """Keep the workers' statistics until the scheduler makes its own; count no fillers."""
-
-    @functools.wraps(original)
-    def update_from_output(self: Scheduler, scheduler_output: Any, model_runner_output: Any) -> Any:
-        report = getattr(model_runner_output, STATS_ATTRIBUTE, None)
-        if report is not None:
-            pending = getattr(self, STATS_ATTRIBUTE, None)
-            if pending is None:
-                setattr(self, STATS_ATTRIBUTE, report)
-            else:
-                pending.add(report)
-        fillers = getattr(model_runner_output, FILLERS_ATTRIBUTE, None)
-        if fillers:
-            # A draft that the grammar cut short may have ended before that.
-            invalid = scheduler_output.num_invalid_spec_tokens or {}
-            scheduler_output.num_invalid_spec_tokens = {
-                request_id: max(count, invalid.get(request_id, 0))
-                for request_id, count in fillers.items()
-            }
-        return original(self, scheduler_output, model_runner_output)
-
-    return update_from_output
-
-
-def wrap_make_stats(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what was kept to the statistics of a step with drafts; vLLM divides by their number."""
-
-    @functools.wraps(original)
-    def make_stats(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
-        stats = original(self, *args, **kwargs)
+    report = getattr(model_runner_output, STATS_ATTRIBUTE, None)
+    if report is not None:
         pending = getattr(self, STATS_ATTRIBUTE, None)
-        if stats is not None and stats.spec_decoding_stats is not None and pending is not None:
-            shared = stats.spec_decoding_stats
-            values = {f.name: getattr(shared, f.name) for f in fields(SpecDecodingStats)}
-            stats.spec_decoding_stats = TreeSpecDecodingStats(**values, tree=pending)
-            setattr(self, STATS_ATTRIBUTE, None)
-        return stats
+        if pending is None:
+            setattr(self, STATS_ATTRIBUTE, report)
+        else:
+            pending.add(report)
+    fillers = getattr(model_runner_output, FILLERS_ATTRIBUTE, None)
+    if fillers:
+        # A draft that the grammar cut short may have ended before that.
+        invalid = scheduler_output.num_invalid_spec_tokens or {}
+        scheduler_output.num_invalid_spec_tokens = {
+            request_id: max(count, invalid.get(request_id, 0))
+            for request_id, count in fillers.items()
+        }
+    return original(self, scheduler_output, model_runner_output)
 
-    return make_stats
+
+@_scheduler.wraps(
+    "make_stats",
+    "adds them to the statistics that vLLM sends to the front end",
+    successor="`SchedulerStats.proposer_stats`",
+)
+def make_stats(
+    original: Callable[..., Any],
+    self: Scheduler,
+    spec_decoding_stats: SpecDecodingStats | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Add what was kept to the statistics of a step with drafts; vLLM divides by their number."""
+    stats = original(self, spec_decoding_stats, *args, **kwargs)
+    pending = getattr(self, STATS_ATTRIBUTE, None)
+    if stats is not None and stats.spec_decoding_stats is not None and pending is not None:
+        shared = stats.spec_decoding_stats
+        values = {f.name: getattr(shared, f.name) for f in fields(SpecDecodingStats)}
+        stats.spec_decoding_stats = TreeSpecDecodingStats(**values, tree=pending)
+        setattr(self, STATS_ATTRIBUTE, None)
+    return stats
 
 
 class FirstTokens:
@@ -143,16 +166,14 @@ class FirstTokens:
         return params is not None and params.output_kind is not RequestOutputKind.FINAL_ONLY
 
 
-def wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+@Symbols("v1.core.sched.scheduler:Scheduler.", "proposers learn that a request waits").wraps(
+    "schedule", "removes the drafts of steps that start a stream"
+)
+def schedule(original: Callable[..., Any], self: Scheduler, throttle_prefills: bool = False) -> Any:
     """Let drafts give way to streams that can start."""
-
-    @functools.wraps(original)
-    def schedule(self: Scheduler, throttle_prefills: bool = False) -> Any:
-        first_tokens = getattr(self, _FIRST_TOKENS, None)
-        if first_tokens is None:
-            first_tokens = FirstTokens(self)
-            setattr(self, _FIRST_TOKENS, first_tokens)
-        first_tokens.before_schedule()
-        return original(self, throttle_prefills)
-
-    return schedule
+    first_tokens = getattr(self, _FIRST_TOKENS, None)
+    if first_tokens is None:
+        first_tokens = FirstTokens(self)
+        setattr(self, _FIRST_TOKENS, first_tokens)
+    first_tokens.before_schedule()
+    return original(self, throttle_prefills)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from vllm_trie.drafters import available_methods
+from vllm_trie.vllm_hooks.ledger.record import PLUGGABLE, Symbols
 
 ALIAS = "--speculative-model"
 _SIMILAR = 0.6
@@ -21,16 +21,16 @@ _SIMILAR_MODEL = 0.85
 """A draft model's name may resemble a method's without being meant for it."""
 
 
-def wrap_add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+@Symbols("engine.arg_utils:EngineArgs.", PLUGGABLE, point="speculative_methods").wraps(
+    "add_cli_args",
+    "the methods as choices of --spec-method, --speculative-model as an alias",
+    successor="`SpeculativeMethods.names()`; the alias is 0002",
+)
+def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
     """Add the plugin's methods to each parser that vLLM fills."""
-
-    @functools.wraps(original)
-    def add_cli_args(parser: Any) -> Any:
-        parser = original(parser)
-        add_methods(parser)
-        return parser
-
-    return add_cli_args
+    parser = original(parser)
+    add_methods(parser)
+    return parser
 
 
 def add_methods(parser: Any) -> None:

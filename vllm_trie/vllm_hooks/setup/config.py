@@ -1,54 +1,43 @@
-"""From engine arguments to a configuration that vLLM accepts, and back in the workers.
+"""The plugin's part of vLLM's ``additional_config``, as every process reads it.
 
-vLLM's ``SpeculativeConfig`` knows a fixed list of methods and refuses unknown keys. The plugin
-therefore rewrites one of its methods to one of vLLM's (:mod:`.runner_choice`) with the plugin's
-proposer as its model, and carries the method's name and options in
-``additional_config["vllm_trie"]``. A union with a trained drafter becomes that drafter's method of
-vLLM's, which loads its weights and gives it a KV cache.
+It has the switches and catalogues of beam search, and a speculative method with its options, which
+:mod:`.translate` has put there.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_trie.drafters import available_methods, parse_options
-from vllm_trie.drafters.neural import NEURAL_METHODS, NeuralOptions
-from vllm_trie.vllm_hooks.ledger import offered
-from vllm_trie.vllm_hooks.setup import arguments, runner_choice
-from vllm_trie.vllm_hooks.setup.config_keys import (
-    ALLOW_GPU,
-    BEAM_KEYS,
-    CONFIG_KEY,
-    VERIFICATION,
-    Verification,
-    own_part,
-    spelled,
-)
+from vllm_trie.drafters.neural import NeuralOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.engine.arg_utils import EngineArgs
+
+CONFIG_KEY = "vllm_trie"
+"""The plugin's key in vLLM's ``additional_config``."""
+BEAM_SEARCH = "beam_search"
+"""False turns native beam search off. Tree speculation leaves this key alone."""
+ITEMS = "items"
+"""Catalogues for constrained beam search, name to path. Tree speculation leaves this key alone."""
+BEAM_KEYS = frozenset({BEAM_SEARCH, ITEMS})
+"""Keys that are not options of a speculative method."""
+ALLOW_GPU = "allow_untested_gpu"
+"""True switches tree speculation and native beam search on where they have never run."""
+SWITCHES = (BEAM_SEARCH, ALLOW_GPU)
+
+VERIFICATION = "verification"
+"""How drafts are verified; start-up replaces "auto" by what it chose."""
+Verification = Literal["auto", "tree", "chain"]
 
 PROPOSER_CLASS = "vllm_trie.vllm_hooks.worker.drafting.proposer.TreeProposer"
 VERIFIER_CLASS = "vllm_trie.vllm_hooks.worker.runners.patched_runner.TreeDraftVerifier"
 """The proposer for a patched vLLM, whose runner lets it verify its drafts."""
 CPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cpu_worker.TreeCPUWorker"
 GPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cuda_worker.TreeGPUWorker"
-DEFAULT_NODES = 32
-DEFAULT_CHAIN = 8
-"""The default on Model Runner V2, whose scheduler makes room for as many in every request."""
-DEFAULT_GPU_NODES = 31
-"""The default of trees on Model Runner V2: with the committed token and 4 query heads for a KV head
-they fill 128 rows, the most that the kernel multiplies with keys and values it has read once."""
-_TIERS = (16, 64)
-"""Largest batches with full and with half of the draft tokens, where CUDA graphs take one length
-for all requests. By estimate: an 8B model verifies 8 for each of 64 in the time of 2 steps."""
-MAX_NODES = 256
-"""Largest node budget: beyond it a tree costs more than it gains on any known hardware."""
 
 
 class EngineOptions(BaseModel):
@@ -119,88 +108,47 @@ class TreeConfig(NamedTuple):
         return found
 
 
-def requested_method(engine_args: EngineArgs) -> str | None:
-    """Return the tree method that the engine arguments ask for, None if they ask for another.
+def spelled(key: str) -> str:
+    """Return a key as users write it, for messages."""
+    return f"additional_config[{CONFIG_KEY!r}][{key!r}]"
+
+
+def own_part(additional_config: Any) -> Mapping[str, Any]:
+    """Return the plugin's part, empty if there is none.
 
     Raises:
-        ValueError: a method's name stands where a dictionary is expected.
+        ValueError: it is no mapping, its key is misspelled, a switch in it is neither True nor
+            False or stands outside of it, or catalogues are not paths by name.
     """
-    speculative: Any = engine_args.speculative_config or {}
-    methods = available_methods()
-    if not isinstance(speculative, Mapping):
-        for name in (speculative, engine_args.spec_method, engine_args.spec_model):
-            if name in methods:
-                raise ValueError(
-                    f"speculative_config={speculative!r} must be a dictionary; write "
-                    f"speculative_config={{'method': {name!r}}}"
-                )
-        speculative = {}  # vLLM has its own message for it
-    named = (
-        engine_args.spec_method,
-        speculative.get("method"),
-        engine_args.spec_model,
-        speculative.get("model"),
-    )
-    for name in named:
-        if name in methods:
-            return str(name)
-    if PROPOSER_CLASS in named or VERIFIER_CLASS in named or named[1] in NEURAL_METHODS:
-        return own_part(engine_args.additional_config).get("method")
-    return None
+    everything = additional_config if isinstance(additional_config, Mapping) else {}
+    given = everything.get(CONFIG_KEY, {})
+    for key in everything:
+        if key != CONFIG_KEY and str(key).lower().replace("-", "_") == CONFIG_KEY:
+            raise ValueError(f"additional_config[{key!r}] is read by nobody; write {CONFIG_KEY!r}")
+        if key in SWITCHES:
+            raise ValueError(f"additional_config[{key!r}] is read by nobody; write {spelled(key)}")
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"additional_config[{CONFIG_KEY!r}]={given!r} must be a mapping of option names to "
+            "values"
+        )
+    for key in SWITCHES:
+        if not isinstance(given.get(key, False), bool):
+            raise ValueError(f"{spelled(key)}={given[key]!r} must be True or False")
+    items = given.get(ITEMS, {})
+    if not isinstance(items, Mapping) or any(
+        not isinstance(text, str) or not text for pair in items.items() for text in pair
+    ):
+        raise ValueError(
+            f"{spelled(ITEMS)}={items!r} must map names to paths, as in {{'catalogue': 'PATH'}}"
+        )
+    return given
 
 
-def translate(engine_args: EngineArgs) -> None:
-    """Rewrite the engine arguments, in place, into a configuration that stock vLLM accepts.
-
-    Does nothing if they ask for no method of vllm-trie; may be called again on its own result.
-
-    Raises:
-        ValueError: an option or a combination is not allowed, or a method is misspelled.
-    """
-    method = requested_method(engine_args)
-    if method is None:
-        arguments.refuse_misspelled_method(engine_args)
-        _refuse_options_without_method(engine_args)
-        return
-    asked, given = _asked_for(engine_args), _own_options(engine_args, method)
-    carried_method = own_part(engine_args.additional_config).get("method")
-    if asked.get("method") in NEURAL_METHODS and carried_method:  # this function wrote them
-        asked |= {"method": method, "model": None}
-    _check_method(method, asked.pop("method", None))
-    carried_model = given.pop("draft_model", None)
-    if (draft_model := _draft_model(method, asked.pop("model", None))) is None:
-        draft_model = carried_model
-    stands_for = runner_choice.stands_for()
-    asked_nodes = asked.pop("num_speculative_tokens", None)
-
-    known = _speculative_config_fields()
-    passed_on = {key: asked.pop(key) for key in list(asked) if key in known}
-    _refuse_other_methods_options(method, passed_on)
-    for key, value in given.items():
-        _add(asked, key, value, spelled(key))
-    carried = {"method": method, **asked}
-    if draft_model is not None:
-        carried["draft_model"] = draft_model
-    parsed = _parse(carried)  # the errors should reach the user now, not in a worker
-    is_v2 = stands_for == runner_choice.V2_METHOD
-    on_v2 = DEFAULT_GPU_NODES if parsed.engine_options.verification == "tree" else DEFAULT_CHAIN
-    num_nodes = _check_num_nodes(asked_nodes, on_v2 if is_v2 else DEFAULT_NODES)
-    if is_v2 and parsed.neural is None and not runner_choice.takes_any_length(engine_args):
-        passed_on.setdefault("num_speculative_tokens_per_batch_size", _tiers(num_nodes))
-
-    model: str | None = VERIFIER_CLASS if offered("draft_verifier") else PROPOSER_CLASS
-    if parsed.neural is not None:
-        stands_for, model = parsed.neural.method, parsed.neural.model
-    engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
-    engine_args.speculative_config = {
-        **passed_on,
-        "method": stands_for,
-        "model": model,
-        "num_speculative_tokens": num_nodes,
-    }
-    additional = dict(engine_args.additional_config or {})
-    beam = {k: v for k, v in additional.get(CONFIG_KEY, {}).items() if k in BEAM_KEYS}
-    engine_args.additional_config = {**additional, CONFIG_KEY: {**beam, **carried}}
+def switch(vllm_config: Any, key: str) -> bool | None:
+    """Return one of the two switches of a complete configuration, None if it is not set."""
+    value = own_part(vllm_config.additional_config).get(key)
+    return value if isinstance(value, bool) else None
 
 
 def read(vllm_config: VllmConfig) -> TreeConfig | None:
@@ -222,7 +170,7 @@ def read(vllm_config: VllmConfig) -> TreeConfig | None:
 
 
 def _parse_carried(carried: Mapping[str, Any]) -> TreeConfig:
-    return _parse({k: v for k, v in carried.items() if k not in BEAM_KEYS})
+    return parse({k: v for k, v in carried.items() if k not in BEAM_KEYS})
 
 
 def verification(vllm_config: VllmConfig) -> Literal["tree", "chain"]:
@@ -237,110 +185,7 @@ def set_verification(vllm_config: VllmConfig, chosen: Literal["tree", "chain"]) 
     additional[CONFIG_KEY] = {**additional[CONFIG_KEY], VERIFICATION: chosen}
 
 
-def _refuse_options_without_method(engine_args: EngineArgs) -> None:
-    idle = own_part(engine_args.additional_config).keys() - BEAM_KEYS - {ALLOW_GPU}
-    if idle:
-        raise ValueError(
-            f"additional_config[{CONFIG_KEY!r}] sets {', '.join(sorted(idle))}, but no speculative "
-            "method of vllm-trie is asked for; name one with --spec-method or "
-            f"speculative_config={{'method': NAME}}: {', '.join(available_methods())}"
-        )
-
-
-def _refuse_other_methods_options(method: str, passed_on: Mapping[str, Any]) -> None:
-    """Refuse fields of vLLM's that only its own `ngram` and `suffix` read."""
-    foreign = [key for key in passed_on if key.startswith(("prompt_lookup_", "suffix_decoding_"))]
-    if foreign:
-        raise ValueError(
-            f"speculative_config sets {', '.join(foreign)}, which method {method!r} does not read: "
-            "it finds the lengths of its contexts and drafts by itself; leave them out"
-        )
-
-
-def _add(asked: dict[str, Any], key: str, value: Any, place: str) -> None:
-    """Add a setting from another place; where both have it, they must agree."""
-    if asked.setdefault(key, value) != value:
-        raise ValueError(
-            f"{place}={value!r} and speculative_config[{key!r}]={asked[key]!r} differ; give one "
-            "of them"
-        )
-
-
-def _asked_for(engine_args: EngineArgs) -> dict[str, Any]:
-    """Return ``speculative_config`` with what the short flags say."""
-    given = engine_args.speculative_config or {}
-    asked = {key.replace("-", "_"): value for key, value in given.items()}
-    for flag, key, value in (
-        ("--spec-method", "method", engine_args.spec_method),
-        ("--spec-model", "model", engine_args.spec_model),
-        ("--spec-tokens", "num_speculative_tokens", engine_args.spec_tokens),
-    ):
-        if value is not None:
-            _add(asked, key, value, flag)
-    return asked
-
-
-def _own_options(engine_args: EngineArgs, method: str) -> dict[str, Any]:
-    """Return the options of the method that ``additional_config`` carries."""
-    additional = engine_args.additional_config or {}
-    if not isinstance(additional, Mapping):
-        raise ValueError(
-            f"additional_config={additional!r} must be a mapping to carry the options of "
-            f"method {method!r}; pass a dictionary"
-        )
-    given = {key: value for key, value in own_part(additional).items() if key not in BEAM_KEYS}
-    named = given.pop("method", method)
-    if named != method:
-        raise ValueError(
-            f"method {method!r} and {spelled('method')}={named!r} differ; give one of them"
-        )
-    return given
-
-
-def _check_method(method: str, named: Any) -> None:
-    if named not in (None, method, runner_choice.V1_METHOD, runner_choice.V2_METHOD):
-        raise ValueError(
-            f"the speculative model {method!r} is a method of vllm-trie, but method={named!r} was "
-            f"asked for; leave the model out or set method={method!r}"
-        )
-
-
-def _draft_model(method: str, model: Any) -> Any:
-    """Return the model that the drafter should load, None if the name is only the method's."""
-    if model in (method, PROPOSER_CLASS, VERIFIER_CLASS):
-        return None
-    if model in available_methods():
-        raise ValueError(
-            f"the methods {method!r} and {model!r} (as the speculative model) differ; give one of "
-            "them, or ask for trie_union with both among its drafters"
-        )
-    return model
-
-
-def _check_num_nodes(value: Any, default: int) -> int:
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
-        raise ValueError(
-            f"num_speculative_tokens={value!r} is the node budget of a request's draft tree and "
-            f"must be a whole number from 1 to {MAX_NODES}; leave it out for {default}"
-        )
-    return value
-
-
-def _tiers(num_nodes: int) -> list[tuple[int, int, int]]:
-    """Return vLLM's schedule: first and last batch size, and draft tokens of each request."""
-    full, half = _TIERS
-    return [(1, full, num_nodes), (full + 1, half, num_nodes // 2), (half + 1, 1 << 20, 0)]
-
-
-def _speculative_config_fields() -> frozenset[str]:
-    from vllm.config import SpeculativeConfig
-
-    return frozenset(field.name for field in dataclasses.fields(SpeculativeConfig))
-
-
-def _parse(carried: Mapping[str, Any]) -> TreeConfig:
+def parse(carried: Mapping[str, Any]) -> TreeConfig:
     """Check the carried mapping and fill in the defaults."""
     options = dict(carried)
     method = options.pop("method")

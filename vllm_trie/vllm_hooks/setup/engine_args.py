@@ -8,24 +8,22 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_trie.drafters import get_drafter_class
+from vllm_trie.drafters import available_methods, get_drafter_class
 from vllm_trie.vllm_hooks.ledger import offered
-from vllm_trie.vllm_hooks.setup import (
-    config,
-    cpu_memory,
-    items,
-    neural,
-    runner_choice,
-    support,
-)
+from vllm_trie.vllm_hooks.ledger.record import PLUGGABLE, Symbols
+from vllm_trie.vllm_hooks.setup import config, cpu_memory, runner_choice
+from vllm_trie.vllm_hooks.setup.beam_support import check_catalogues
+from vllm_trie.vllm_hooks.setup.draft_support import check_trained_drafter, choose_verification
 from vllm_trie.vllm_hooks.setup.limits import ENV_SWITCH
+from vllm_trie.vllm_hooks.setup.translate import requested_method, translate
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 logger = init_logger(__name__)
@@ -45,8 +43,8 @@ def configure(engine_args: EngineArgs, parallel_config: ParallelConfig) -> None:
     Raises:
         ValueError: an option or a combination is not allowed, or options are set without a method.
     """
-    method = config.requested_method(engine_args)
-    config.translate(engine_args)
+    method = requested_method(engine_args)
+    translate(engine_args)
     if method is not None:
         _answer_for_custom_class(engine_args)
     if method is not None and not offered("draft_verifier"):
@@ -97,9 +95,9 @@ def verify(vllm_config: VllmConfig) -> None:
     if tree_config is not None:
         asked = tree_config.engine_options.verification
         if tree_config.neural is not None:
-            neural.check(vllm_config, tree_config.neural, asked)
+            check_trained_drafter(vllm_config, tree_config.neural, asked)
         _check_trace_path(tree_config.engine_options.trace_path)
-        chosen = support.choose_verification(vllm_config, tree_config.method, asked)
+        chosen = choose_verification(vllm_config, tree_config.method, asked)
         config.set_verification(vllm_config, chosen)
         _leave_requests_unpadded(vllm_config)
         _check_store(tree_config.engine_options)
@@ -109,7 +107,7 @@ def verify(vllm_config: VllmConfig) -> None:
             vllm_config.model_config.get_vocab_size(),
             tree_config.draft_model,
         )
-    items.check_catalogues(vllm_config)
+    check_catalogues(vllm_config)
 
 
 def _check_store(options: config.EngineOptions) -> None:
@@ -163,20 +161,29 @@ def _belongs_on_v2(vllm_config: VllmConfig) -> bool:
 # -- patches ---------------------------------------------------------------------------------------
 
 
-def wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
+_arguments = Symbols("engine.arg_utils:EngineArgs.", PLUGGABLE, point="speculative_methods")
+
+
+@_arguments.wraps(
+    "create_speculative_config",
+    "rewrites a method of vllm-trie to custom_class",
+    successor="`SpeculativeMethods.configure()`",
+)
+def create_speculative_config(
+    original: Callable[..., Any],
+    self: EngineArgs,
+    target_model_config: Any,
+    target_parallel_config: ParallelConfig,
+) -> Any:
     """Rewrite the engine arguments before vLLM reads its speculative configuration from them."""
-
-    @functools.wraps(original)
-    def create_speculative_config(
-        self: EngineArgs, target_model_config: Any, target_parallel_config: ParallelConfig
-    ) -> Any:
-        configure(self, target_parallel_config)
-        return original(self, target_model_config, target_parallel_config)
-
-    return create_speculative_config
+    configure(self, target_parallel_config)
+    return original(self, target_model_config, target_parallel_config)
 
 
-def wrap_environment_variables(original: Mapping[str, Any]) -> dict[str, Any]:
+@Symbols("envs:", "plugins can register environment variables").replaces(
+    "environment_variables", "vLLM knows the plugin's environment variables"
+)
+def environment_variables(original: Mapping[str, Any]) -> dict[str, Any]:
     """Add those of the plugin's variables that are set, which vLLM would call unknown.
 
     Not the others: vLLM's compilation caches depend on the whole table.
@@ -185,40 +192,26 @@ def wrap_environment_variables(original: Mapping[str, Any]) -> dict[str, Any]:
     return {**original, **{name: get for name, get in own.items() if name in os.environ}}
 
 
-def wrap_create_engine_config(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
+@_arguments.wraps(
+    "create_engine_config",
+    "refuses unsupported configurations at start-up",
+    successor="`SpeculativeMethods.verify()`",
+)
+def create_engine_config(
+    original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, **kwargs: Any
+) -> VllmConfig:
     """Verify each configuration that vLLM has completed."""
-
-    @functools.wraps(original)
-    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-        given = copy.copy(vars(self))
-        vllm_config = original(self, *args, **kwargs)
+    given = copy.copy(vars(self))
+    vllm_config = original(self, *args, **kwargs)
+    verify(vllm_config)
+    if _belongs_on_v2(vllm_config):
+        vars(self).update(given)
+        with runner_choice.on_v2():
+            vllm_config = original(self, *args, **kwargs)
         verify(vllm_config)
-        if _belongs_on_v2(vllm_config):
-            vars(self).update(given)
-            with runner_choice.on_v2():
-                vllm_config = original(self, *args, **kwargs)
-            verify(vllm_config)
-        cpu_memory.reserve_what_is_free(vllm_config, self.gpu_memory_utilization)
-        return vllm_config
-
-    return create_engine_config
+    cpu_memory.reserve_what_is_free(vllm_config, self.gpu_memory_utilization)
+    return vllm_config
 
 
-def wrap_get_scheduler_cls(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Choose a scheduler with beam search where the user left ``scheduler_cls`` out."""
-
-    @functools.wraps(original)
-    def get_scheduler_cls(self: SchedulerConfig) -> Any:
-        if self.scheduler_cls is not None:
-            logger.info_once(
-                "Native beam search is off: scheduler_cls=%s was given; leave it out to have it. "
-                "vLLM's own beam search is used.",
-                str(self.scheduler_cls),
-            )
-            return original(self)
-        # Not before an engine asks: front ends need no scheduler.
-        from vllm_trie.vllm_hooks.scheduler.beam_scheduler import scheduler_class
-
-        return scheduler_class(self)
-
-    return get_scheduler_cls
+METHODS = SimpleNamespace(names=available_methods, configure=configure, verify=verify)
+"""``SpeculativeMethods`` of patch 0001."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.vllm_hooks.ledger.extension_points import offered
-from vllm_trie.vllm_hooks.setup.config_keys import (
+from vllm_trie.vllm_hooks.setup.config import (
     ALLOW_GPU,
     BEAM_SEARCH,
     CONFIG_KEY,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, BinaryIO
 from vllm.logger import init_logger
 
 from vllm_trie.explore.trace import Header, Step, TraceWriter
-from vllm_trie.vllm_hooks.frontend.request_options import TRACE
-from vllm_trie.vllm_hooks.worker.drafting.requests import ends_with
+from vllm_trie.vllm_hooks.wire import TRACE
+from vllm_trie.vllm_hooks.worker.drafting.draft_requests import ends_with
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

@@ -28,9 +28,9 @@ from vllm_trie.attention import TreeBatch
 from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import DraftRequest, VerifiedStep
 from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.wire import TreeStats
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
-from vllm_trie.vllm_hooks.worker.stats import TreeStats
 from vllm_trie.vllm_hooks.worker.step_clock import StepClock
 from vllm_trie.vllm_hooks.worker.verification import compaction
 from vllm_trie.vllm_hooks.worker.verification.placement import (

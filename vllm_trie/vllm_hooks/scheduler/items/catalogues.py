@@ -17,8 +17,7 @@ import numpy as np
 from vllm_trie.items import ItemTrie, open_items
 from vllm_trie.items.selection import Selection, select
 from vllm_trie.items.step import Normalize
-from vllm_trie.vllm_hooks.frontend.beam_options import unpacked
-from vllm_trie.vllm_hooks.frontend.item_requests import rules_of
+from vllm_trie.vllm_hooks.wire import rules_of, unpacked
 from vllm_trie.watched_file import WatchedFile
 
 

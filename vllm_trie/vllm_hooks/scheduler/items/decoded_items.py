@@ -11,8 +11,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.items import ROOT
 from vllm_trie.items.selection import Selection, view
-from vllm_trie.vllm_hooks.frontend.beam_options import DECODING_KEY, unpacked
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
+from vllm_trie.vllm_hooks.wire import DECODING_KEY, unpacked
 
 logger = init_logger(__name__)
 

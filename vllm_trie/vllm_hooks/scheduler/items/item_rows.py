@@ -12,8 +12,8 @@ from vllm_trie.items import ROOT, ItemId
 from vllm_trie.items.search import ItemSearch
 from vllm_trie.items.selection import view
 from vllm_trie.items.step import Continuations
-from vllm_trie.vllm_hooks.frontend.beam_options import BeamSpec, packed_options, search_settings
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues, ItemStep
+from vllm_trie.vllm_hooks.wire import BeamSpec, packed_options, search_settings
 
 
 class ItemRows:

@@ -6,13 +6,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from vllm_trie.drafters import Drafter, DraftRequest
 from vllm_trie.tree import MalformedTreeError, TokenTree, check_all
-
-FailureReason = Literal["error", "malformed", "timeout", "start_check"]
-FAILURE_REASONS: tuple[FailureReason, ...] = ("error", "malformed", "timeout", "start_check")
+from vllm_trie.vllm_hooks.wire import FAILURE_REASONS, FailureReason
 
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.setup.support import check_states
+from vllm_trie.vllm_hooks.setup.draft_support import check_states
 from vllm_trie.vllm_hooks.worker.drafting.proposer import TreeProposer
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 

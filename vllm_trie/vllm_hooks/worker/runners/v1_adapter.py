@@ -13,11 +13,11 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_trie.attention import prefers_chains
 from vllm_trie.attention.device_copy import to_device
-from vllm_trie.vllm_hooks.setup.support import check_layers
+from vllm_trie.vllm_hooks.setup.draft_support import check_layers
+from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost
+from vllm_trie.vllm_hooks.worker.drafting.draft_requests import draft_requests
 from vllm_trie.vllm_hooks.worker.drafting.neural import NeuralChains, StepStates
-from vllm_trie.vllm_hooks.worker.drafting.requests import draft_requests
-from vllm_trie.vllm_hooks.worker.stats import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.verification.compaction import CacheGroup, cache_groups
 from vllm_trie.vllm_hooks.worker.verification.placement import QueryTokens, logits_tokens
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier

@@ -27,11 +27,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
 from vllm_trie.drafters import DraftRequest
+from vllm_trie.vllm_hooks.wire import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats
 from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost, expect_measured
 from vllm_trie.vllm_hooks.worker.drafting.neural_v2 import V2Chains
 from vllm_trie.vllm_hooks.worker.runners import v2_lengths
 from vllm_trie.vllm_hooks.worker.runners.v2_requests import RequestText
-from vllm_trie.vllm_hooks.worker.stats import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats
 from vllm_trie.vllm_hooks.worker.verification.drafted_only import DraftedOnly
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 

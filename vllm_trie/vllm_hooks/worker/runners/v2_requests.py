@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_trie.vllm_hooks.worker.drafting.requests import draft_request, ends_with
+from vllm_trie.vllm_hooks.worker.drafting.draft_requests import draft_request, ends_with
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
 from vllm_trie.attention import prefers_chains
-from vllm_trie.vllm_hooks.setup.support import check_layers
+from vllm_trie.vllm_hooks.setup.draft_support import check_layers
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import TREE_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.verification.compaction import (

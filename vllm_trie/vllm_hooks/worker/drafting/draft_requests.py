@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from vllm_trie.drafters import DraftRequest
-from vllm_trie.vllm_hooks.frontend.request_options import CACHE_SALT, SPECULATION
+from vllm_trie.vllm_hooks.wire import CACHE_SALT, SPECULATION
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

@@ -1,45 +1,25 @@
-"""What the support table and the model's layers mean for an engine."""
+"""How an engine verifies drafts, and the layers, states and trained drafters it cannot serve."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from vllm_trie.vllm_hooks.setup.config_keys import ALLOW_GPU, Verification
-from vllm_trie.vllm_hooks.setup.limits import (
-    PLATFORM_LIMITS,
-    UNTESTED_LIMITS,
-    is_cuda,
-    problems,
-    switched_off,
-)
+from vllm_trie.vllm_hooks.ledger import offered
+from vllm_trie.vllm_hooks.ledger.record import PARTS, Symbols
+from vllm_trie.vllm_hooks.setup.beam_support import reason_off
+from vllm_trie.vllm_hooks.setup.config import Verification, read
+from vllm_trie.vllm_hooks.setup.limits import is_cuda, problems
+from vllm_trie.vllm_hooks.setup.runner_choice import V1_METHOD, stands_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.sampling_params import BeamSearchParams, SamplingParams
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-__all__ = [
-    "beam_slots",
-    "cache_reason",
-    "check_layers",
-    "check_states",
-    "choose_verification",
-    "reason_for_stock_search",
-    "reason_off",
-    "reason_sampler_selects",
-    "say_where_untested",
-    "switched_off",
-    "unsupported_rule",
-]
+    from vllm_trie.drafters.neural import NeuralOptions
 
 logger = init_logger(__name__)
 
@@ -47,9 +27,6 @@ _STATES_OF_DRAFTS = ("GDN_ATTN", "MAMBA2", "SHORT_CONV")
 _TREES_ON_V2 = (
     "on a GPU and on Model Runner V2 they are untested; verification='tree' switches them on"
 )
-
-
-# -- drafts --------------------------------------------------------------------------------------
 
 
 def choose_verification(
@@ -163,101 +140,103 @@ def _is_partial(spec: KVCacheSpec | None) -> bool:
     )
 
 
-# -- beams ---------------------------------------------------------------------------------------
+# -- trained drafters ------------------------------------------------------------------------------
 
 
-def reason_off(vllm_config: VllmConfig) -> str | None:
-    """Return why native beam search does not serve this engine, None if it does.
+def check_trained_drafter(
+    vllm_config: VllmConfig, neural: NeuralOptions, asked: Verification
+) -> None:
+    """Refuse a complete configuration that the trained drafter cannot draft in.
 
-    A pure function of the configuration: the front end and the engine's process come to the same
-    answer.
+    Args:
+        vllm_config: of the engine.
+        neural: the trained drafter.
+        asked: the option `verification`.
+
+    Raises:
+        ValueError: every reason at once.
     """
-    return next(problems("beams", vllm_config), None)
-
-
-def reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -> str | None:
-    """Return why only vLLM's own search can serve the parameters, None if the native one can."""
-    if reason := reason_off(vllm_config):
-        return reason
-    return unsupported_rule(vllm_config, params)
-
-
-def reason_sampler_selects(vllm_config: VllmConfig) -> str | None:
-    """Return why rows need vLLM's sampler for candidates; None if the worker can select them.
-
-    The hook in the worker must see one row of logits for each request, in the batch's order.
-    """
-    if vllm_config.speculative_config is not None:
-        return "speculative decoding"
-    if vllm_config.parallel_config.enable_batch_sharded_sampling:
-        return "enable_batch_sharded_sampling"
-    return None
-
-
-def unsupported_rule(
-    vllm_config: VllmConfig, params: SamplingParams | BeamSearchParams
-) -> str | None:
-    """Return why the native search cannot serve the bias, mask or grammar of these parameters."""
-    given = {
-        name
-        for name, unset in (
-            ("logit_bias", (None, {})),
-            ("allowed_token_ids", (None,)),  # of BeamSearchParams since vLLM 0.33
-            ("structured_outputs", (None,)),
+    if found := [
+        *_runner_problems(vllm_config, asked),
+        *_problems(vllm_config, neural),
+    ]:
+        raise ValueError(
+            f"trie_union cannot run with {{'method': {neural.method!r}}} among its drafters here:"
+            "\n- " + "\n- ".join(found)
         )
-        if getattr(params, name, None) not in unset
-    }
-    if given and (reason := reason_sampler_selects(vllm_config)):
-        return f"{min(given)} is not supported with {reason}"
-    if "structured_outputs" in given:
-        outputs = vllm_config.structured_outputs_config
-        if outputs.reasoning_parser and not outputs.enable_in_reasoning:
-            return (
-                "structured_outputs is not supported with reasoning_parser="
-                f"{outputs.reasoning_parser!r}, after whose reasoning the grammar would begin"
-            )
-        if params.ignore_eos:
-            return "structured_outputs is not supported with ignore_eos: a grammar ends with EOS"
-    return None
 
 
-def beam_slots(vllm_config: VllmConfig) -> int:
-    """Return the largest number of requests that the engine runs at once."""
-    scheduler = vllm_config.scheduler_config
-    active = getattr(scheduler, "max_num_active_seqs", None)
-    return scheduler.max_num_seqs if active is None else min(scheduler.max_num_seqs, active)
-
-
-def say_where_untested(vllm_config: VllmConfig) -> None:
-    """Log one line at start-up on a platform that beam search was not tested on."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
+def _runner_problems(vllm_config: VllmConfig, asked: Verification) -> Iterator[str]:
+    speculative: Any = vllm_config.speculative_config
+    if offered("draft_verifier"):
+        yield "a patched vLLM has no extension point for it yet; run stock vLLM"
+    if not vllm_config.use_v2_model_runner:
+        if vllm_config.scheduler_config.async_scheduling:
+            yield "async_scheduling=True; leave it out or set it to False"
         return
-    reason = reason_off(vllm_config)
-    if reason is None:
-        logger.warning(
-            "Native beam search is on by %s=True. It has never run on a GPU: before you rely on "
-            "it, run `vllm-trie beam check MODEL --%s`.",
-            ALLOW_GPU,
-            ALLOW_GPU.replace("_", "-"),
+    if asked == "tree":
+        yield (
+            "on Model Runner V2, which VLLM_USE_V2_MODEL_RUNNER asks for, vLLM's speculators read "
+            "chains; leave verification='tree' out, or unset the variable"
         )
-    elif reason in problems("beams", vllm_config, PLATFORM_LIMITS + UNTESTED_LIMITS):
-        logger.info("Native beam search is off, vLLM's own serves: %s", reason)
+    if speculative.use_multi_module_mtp():
+        yield (
+            "MTP with several modules has not run on Model Runner V2; unset "
+            "VLLM_USE_V2_MODEL_RUNNER"
+        )
 
 
-def cache_reason(kv_cache_config: KVCacheConfig) -> str | None:
-    """Return why rows cannot share and copy KV blocks of this cache, None if they can.
+def _problems(vllm_config: VllmConfig, neural: NeuralOptions) -> Iterator[str]:
+    speculative: Any = vllm_config.speculative_config
+    parallel = vllm_config.parallel_config
+    if speculative.method != neural.method:
+        yield (
+            f"vLLM takes the checkpoint {neural.model!r} for method {speculative.method!r}; write "
+            f"'method': {speculative.method!r} if it is allowed, or rename the folder, whose name "
+            "vLLM goes by"
+        )
+    elif speculative.use_gemma4_mtp() or speculative.use_step3p5_mtp():
+        yield (
+            "the MTP layers of this model share the model's KV cache, which the plugin does not "
+            "handle; use vLLM's own method 'mtp' without trie_union"
+        )
+    for name, instead in (
+        ("data_parallel_size", "start one engine for each replica"),
+        ("tensor_parallel_size", "use vLLM's own method on several devices"),
+        ("pipeline_parallel_size", "use vLLM's own method on several devices"),
+    ):
+        if (size := getattr(parallel, name)) > 1:
+            # A drafter that one rank alone gives up would leave the others waiting for it.
+            yield f"{name}={size} is not supported; set it to 1, or {instead}"
+    if vllm_config.kv_transfer_config is not None:
+        yield "KV connectors (kv_transfer_config) are not supported; leave the setting out"
+    if vllm_config.model_config.supports_multimodal_inputs:
+        yield "models with multimodal inputs are not supported; use a text model"
+    if speculative.draft_model_config.uses_mrope:
+        yield "drafters with multimodal rotary positions (M-RoPE) are not supported"
+    for name, allowed in (
+        ("parallel_drafting", False),
+        ("draft_sample_method", "greedy"),
+        ("rejection_sample_method", "standard"),
+        ("use_local_argmax_reduction", False),
+        ("enable_adaptive_verification", False),
+    ):
+        if (value := getattr(speculative, name)) != allowed:
+            yield f"{name}={value!r} is not supported; leave it out or set it to {allowed!r}"
 
-    A model's cache says what its configuration may not: only groups that keep every token of a
-    request, one state each, can be forked block by block.
-    """
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}
-        for each in specs.values():
-            if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
-                return f"KV cache of kind {type(each).__name__} is not supported"
-            if getattr(each, "tokens_per_state", 1) != 1:
-                return "compressed KV cache (several tokens in one state) is not supported"
-    return None
+
+@Symbols("config.vllm:VllmConfig.", PARTS).wraps(
+    "_get_v2_model_runner_unsupported_features",
+    "Model Runner V1 serves engines with a trained drafter in a union, unless V2 is asked for; "
+    "asked whether V2 would serve others",
+)
+def unsupported_on_v2(original: Callable[..., list[str]], self: VllmConfig) -> list[str]:
+    """Let vLLM choose Model Runner V1, which verifies trees, where these run by default."""
+    features = original(self)
+    tree_config = read(self)
+    if tree_config is None or tree_config.neural is None:
+        return features
+    takes_chains = is_cuda() and tree_config.engine_options.verification != "tree"
+    if not takes_chains and stands_for() == V1_METHOD:
+        features.append("trie_union with a trained drafter")
+    return features

@@ -1,11 +1,12 @@
-"""The workers' statistics in vLLM's metrics endpoint and in its log.
+"""The plugin's metrics in vLLM's endpoint and in its log.
 
-The scheduler sends them with its own, see :mod:`vllm_trie.vllm_hooks.scheduler.speculation`.
+The scheduler sends the workers' statistics with its own, see
+:mod:`vllm_trie.vllm_hooks.scheduler.speculation`. The report of a beam search travels with the
+result of one of its hypotheses.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,9 @@ from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from vllm_trie.vllm_hooks.ledger.record import STATS, Symbols
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.worker.drafting.guard import FAILURE_REASONS
-from vllm_trie.vllm_hooks.worker.stats import TreeStats
+from vllm_trie.vllm_hooks.wire import FAILURE_REASONS, REPORT, TreeStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,33 +26,30 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_LABELS = ("model_name", "engine", "method")
+_BEAM_LABELS = ("model_name", "engine")
+_LABELS = (*_BEAM_LABELS, "method")
 
 
-def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
+@Symbols("v1.metrics.loggers:StatLoggerManager.", STATS).wraps(
+    "__init__",
+    "adds the plugin's stat logger",
+    until="stat logger plugins are loaded for LLM as for AsyncLLM",
+    point="stat_loggers",
+    successor="`register_stat_loggers()`",
+)
+def init_stat_loggers(
+    original: Callable[..., None],
+    self: StatLoggerManager,
+    vllm_config: VllmConfig,
+    engine_idxs: Any = None,
+    custom_stat_loggers: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     """Have every stat logger manager start a :class:`TreeStatLogger` for tree engines."""
-
-    @functools.wraps(original)
-    def __init__(
-        self: StatLoggerManager,
-        vllm_config: VllmConfig,
-        engine_idxs: Any = None,
-        custom_stat_loggers: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        if ours := stat_loggers(vllm_config):
-            custom_stat_loggers = [*(custom_stat_loggers or ()), *ours]
-        original(self, vllm_config, engine_idxs, custom_stat_loggers, *args, **kwargs)
-
-    return __init__
-
-
-def register() -> None:
-    """Register at a patched vLLM's extension point for stat loggers."""
-    from vllm.v1.metrics.loggers import register_stat_loggers  # type: ignore[attr-defined]
-
-    register_stat_loggers(stat_loggers)
+    if ours := stat_loggers(vllm_config):
+        custom_stat_loggers = [*(custom_stat_loggers or ()), *ours]
+    original(self, vllm_config, engine_idxs, custom_stat_loggers, *args, **kwargs)
 
 
 def stat_loggers(vllm_config: VllmConfig) -> list[type[TreeStatLogger]]:
@@ -80,6 +78,32 @@ _COUNTERS = {
     "overhead_seconds": "Time to place trees into the batch and to keep books.",
 }
 """Counters with their help texts; their names begin with ``vllm:trie_``."""
+
+BEAM_COUNTERS = {
+    "searches": "Beam searches that ended.",
+    "hypotheses": "Sum of their widths.",
+    "waiting_seconds": "Time from their arrival to their start.",
+    "steps": "Steps that they took.",
+    "item_steps": "Steps of those inside catalogues.",
+    "valid_children": "Tokens that could follow the hypotheses of these steps.",
+    "forced_tokens": "Hypotheses of these steps that only one token could follow.",
+}
+"""Those of beam searches; their names begin with ``vllm:trie_beam_``."""
+
+
+def beam_counter(name: str) -> Any:
+    """Return a counter of :data:`BEAM_COUNTERS`, registered once a process."""
+    return register_metric(Counter, f"vllm:trie_beam_{name}", BEAM_COUNTERS[name], _BEAM_LABELS)
+
+
+def record_search(result: dict[str, Any]) -> None:
+    """Count a search if this result has its report, and take the report out."""
+    report = result.pop(REPORT, None)
+    if report is None:
+        return
+    labels = [report.pop(label) for label in _BEAM_LABELS]
+    for name, amount in report.items():
+        beam_counter(name).labels(*labels).inc(amount)
 
 
 class _Metrics:
@@ -111,8 +135,8 @@ def register_metric(
     kind: Any, name: str, text: str, labels: tuple[str, ...], **options: Any
 ) -> Any:
     """Return the metric of this name, made at the first call."""
-    known = REGISTRY._names_to_collectors.get(name)
-    return known if known is not None else kind(name, text, labelnames=labels, **options)
+    metric = REGISTRY._names_to_collectors.get(name)
+    return kind(name, text, labelnames=labels, **options) if metric is None else metric
 
 
 class TreeStatLogger(StatLoggerBase):

@@ -1,0 +1,331 @@
+"""What the plugin adds to the life of a request in the front end.
+
+The objects have the interfaces that patches 0010 and 0015 give plugins. A patched vLLM asks them
+itself; in a stock one the replacements below do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from vllm_trie.vllm_hooks.frontend.beam_api import ROUTE
+from vllm_trie.vllm_hooks.frontend.extra_args import check_speculation, refusing_what_fails
+from vllm_trie.vllm_hooks.frontend.metrics import record_search
+from vllm_trie.vllm_hooks.frontend.requests import (
+    check_api_request,
+    check_processed,
+    prepare_request,
+)
+from vllm_trie.vllm_hooks.ledger import offered
+from vllm_trie.vllm_hooks.ledger.record import SEARCH, UPSTREAM, Symbols
+from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.setup.limits import switched_off
+from vllm_trie.vllm_hooks.wire import SPEC_KEY, extra_args_of
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.config import VllmConfig
+    from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput
+    from vllm.lora.request import LoRARequest
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import BeamSearchParams, SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import RequestState
+
+
+class SpeculationRequests:
+    """Checks the speculation options of requests; ``RequestExtension`` of patch 0010."""
+
+    def check_api_request(self, request: Any) -> None:
+        """Refuse a request of the OpenAI-compatible server that will be sampled."""
+
+    def has_distinct_outputs(self, params: SamplingParams) -> bool:
+        """Return whether the ``n`` outputs of a request differ at temperature 0, too."""
+        return False
+
+    def prepare_params(self, vllm_config: VllmConfig, params: Any) -> Any:
+        """Check a request's parameters and return those to go on with."""
+        with refusing_what_fails():
+            check_speculation(vllm_config, params)
+        return params
+
+    def check_request(self, vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
+        """Refuse a processed request that the engine cannot hold."""
+
+    def complete_output(self, output: CompletionOutput, result: dict[str, Any]) -> None:
+        """Add the scheduler's result of a request to its output."""
+
+
+class BeamRequests(SpeculationRequests):
+    """Checks beam requests, and attaches the search's result to their outputs."""
+
+    def check_api_request(self, request: Any) -> None:
+        if not switched_off():
+            check_api_request(request)
+
+    def has_distinct_outputs(self, params: SamplingParams) -> bool:
+        # Copies that the engine makes of a checked request carry the key in place of the options.
+        return not extra_args_of(params).keys().isdisjoint(("beam_width", SPEC_KEY))
+
+    def prepare_params(self, vllm_config: VllmConfig, params: Any) -> Any:
+        return prepare_request(vllm_config, params)
+
+    def check_request(self, vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
+        check_processed(vllm_config, request)
+
+    def complete_output(self, output: CompletionOutput, result: dict[str, Any]) -> None:
+        """Give a hypothesis its ``cumulative_logprob``, ``score`` and ``beam``.
+
+        ``beam`` is a dictionary: ``score``, ``cumulative_logprob``, ``steps`` of the search,
+        ``item``, the id of the item that was found, if the search was inside a catalogue, and
+        ``trace``, if asked for. The id is also the output's ``item``.
+        """
+        if (beam := result.get(SPEC_KEY)) is None:
+            return
+        record_search(beam)
+        hypothesis: Any = output
+        hypothesis.cumulative_logprob = beam["cumulative_logprob"]
+        hypothesis.score = beam["score"]
+        hypothesis.beam = beam
+        if "item" in beam:
+            hypothesis.item = beam["item"]
+
+
+SPECULATION_REQUESTS = SpeculationRequests()
+BEAM_REQUESTS = BeamRequests()
+
+# -- a stock vLLM ----------------------------------------------------------------------------------
+
+_beam = {"feature": "beam", "upstream": UPSTREAM}
+_processor = Symbols(
+    "v1.engine.input_processor:InputProcessor.",
+    "requests can opt out of speculation",
+    point="request_extension",
+)
+_result = Symbols(
+    "v1.engine.output_processor:RequestState.",
+    SEARCH,
+    scope="native_search",
+    point="extension_result",
+    **_beam,
+)
+_samples_as_plain: ContextVar[bool] = ContextVar("samples_as_plain", default=False)
+"""Whether the engine of the request that is being checked samples as without speculation."""
+
+
+@_processor.wraps(
+    "process_inputs",
+    "checks extra_args['speculation'] where a bad value is an error of one request",
+    successor="`RequestExtension.prepare_params()`",
+)
+def process_speculation(
+    original: Callable[..., Any],
+    self: InputProcessor,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Check speculation options where every request of every front end passes."""
+    params = SPECULATION_REQUESTS.prepare_params(self.vllm_config, params)
+    with refusing_what_fails():
+        token = _samples_as_plain.set(_walks_trees(self.vllm_config))
+    try:
+        return original(self, request_id, prompt, params, *args, **kwargs)
+    finally:
+        _samples_as_plain.reset(token)
+
+
+def _walks_trees(vllm_config: VllmConfig) -> bool:
+    return (
+        config.read(vllm_config) is not None
+        and not vllm_config.use_v2_model_runner
+        and not offered("draft_verifier")  # a patched runner has vLLM's list of processors
+        and config.verification(vllm_config) == "tree"
+    )
+
+
+@Symbols("sampling_params:SamplingParams.").wraps(
+    "_validate_spec_decode",
+    "min_p and logit_bias are exact where trees verify",
+    until="vLLM's rejection sampler applies logits processors",
+    point="draft_verifier",
+    successor="nothing; vLLM's rule stays",
+)
+def validate_spec_decode(
+    original: Callable[..., None], self: SamplingParams, speculative_config: Any
+) -> None:
+    """Allow ``min_p`` and ``logit_bias`` where trees verify drafts.
+
+    vLLM's rejection sampler does not apply them. A walk down a tree calls vLLM's own sampler with
+    the whole batch, as without speculation.
+    """
+    if not _samples_as_plain.get():
+        original(self, speculative_config)
+
+
+@_processor.wraps(
+    "process_inputs",
+    "checks beam requests before they reach the engine",
+    until=SEARCH,
+    successor="`RequestExtension.prepare_params()`, `check_request()`",
+    **_beam,
+)
+def process_beams(
+    original: Callable[..., Any],
+    self: InputProcessor,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Check beam requests where every request of every front end passes."""
+    prepared = BEAM_REQUESTS.prepare_params(self.vllm_config, params)
+    request = original(self, request_id, prompt, prepared, *args, **kwargs)
+    BEAM_REQUESTS.check_request(self.vllm_config, request)
+    return request
+
+
+@Symbols("sampling_params:SamplingParams.", SEARCH, **_beam).wraps(
+    "_verify_greedy_sampling",
+    "allows n above 1 at temperature 0 for beam requests",
+    point="distinct_outputs",
+    successor="`RequestExtension.has_distinct_outputs()`",
+)
+def verify_greedy_sampling(original: Callable[..., None], self: SamplingParams) -> None:
+    """Allow ``n > 1`` at temperature 0 for beam requests."""
+    if not BEAM_REQUESTS.has_distinct_outputs(self):
+        original(self)
+
+
+@_result.wraps(
+    "make_request_output",
+    "takes the score out of the field it travels in",
+    successor="`EngineCoreOutput.extension_result`",
+)
+def make_request_output(
+    original: Callable[..., Any],
+    self: RequestState,
+    new_token_ids: Any,
+    pooling_output: Any,
+    finish_reason: Any,
+    stop_reason: Any,
+    kv_transfer_params: dict[str, Any] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Take the search's result out of the field it travels in."""
+    if kv_transfer_params is not None and SPEC_KEY in kv_transfer_params:
+        self._beam_result = kv_transfer_params  # type: ignore[attr-defined]
+        kv_transfer_params = None
+    outcome = (new_token_ids, pooling_output, finish_reason, stop_reason)
+    return original(self, *outcome, kv_transfer_params, *args, **kwargs)
+
+
+@_result.wraps(
+    "_new_completion_output",
+    "attaches score and cumulative log-probability",
+    successor="`RequestExtension.complete_output()`",
+)
+def new_completion_output(
+    original: Callable[..., Any],
+    self: RequestState,
+    token_ids: list[int],
+    finish_reason: Any,
+    stop_reason: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Attach the search's result to a hypothesis."""
+    output = original(self, token_ids, finish_reason, stop_reason, *args, **kwargs)
+    if (result := self.__dict__.get("_beam_result")) is not None:
+        BEAM_REQUESTS.complete_output(output, result)
+    return output
+
+
+_route = Symbols(
+    "entrypoints.",
+    SEARCH,
+    scope="native_search",
+    point="beam_search_route",
+    **_beam,
+)
+
+
+@_route.wraps(
+    "generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",
+    "LLM.beam_search on the native path",
+    successor="`BeamSearchRoute.search_offline()`",
+)
+def beam_search_offline(
+    original: Callable[..., list[BeamSearchOutput]],
+    self: LLM,
+    prompts: Sequence[Any],
+    params: BeamSearchParams,
+    lora_request: LoRARequest | Sequence[LoRARequest] | None = None,
+    use_tqdm: bool = False,
+    concurrency_limit: int | None = None,
+    **options: Any,
+) -> list[BeamSearchOutput]:
+    """Give ``LLM.beam_search`` the native search, with the same arguments and results."""
+    arguments = (prompts, params, lora_request, use_tqdm, concurrency_limit)
+    outputs = ROUTE.search_offline(self, *arguments, **options)
+    return original(self, *arguments, **options) if outputs is None else outputs
+
+
+@_route.wraps(
+    "generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
+    "use_beam_search of the server on the native path",
+    successor="`BeamSearchRoute.search_online()`",
+)
+def beam_search_online(
+    original: Callable[..., AsyncGenerator[RequestOutput, None]],
+    self: Any,
+    prompt: Any,
+    request_id: str,
+    params: BeamSearchParams,
+    lora_request: LoRARequest | None = None,
+    trace_headers: Mapping[str, str] | None = None,
+    session_id: str | None = None,
+    **options: Any,
+) -> AsyncGenerator[RequestOutput, None]:
+    """Have the serving classes' ``beam_search`` send one native request, not one per token."""
+    arguments = (prompt, request_id, params, lora_request, trace_headers, session_id)
+    # At once, not when the first output is asked for: what is refused gets a 400.
+    outputs = ROUTE.search_online(self, *arguments, **options)
+    return original(self, *arguments, **options) if outputs is None else outputs
+
+
+def _keep_request(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keep the request, for the fields that a ``BeamSearchParams`` lacks."""
+    params = original(self, *args, **kwargs)
+    params.openai_request = self
+    return params
+
+
+def _check_request(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check a beam request that came as ``vllm_xargs``."""
+    BEAM_REQUESTS.check_api_request(self)
+    return original(self, *args, **kwargs)
+
+
+for _protocol in (
+    "openai.completion.protocol:CompletionRequest",
+    "openai.chat_completion.protocol:ChatCompletionRequest",
+):
+    _route.wraps(
+        f"{_protocol}.to_beam_search_params",
+        "keeps the request next to its parameters",
+        successor="`BeamSearchParams.openai_request`; `search_online()` refuses streams",
+    )(_keep_request)
+    _route.wraps(
+        f"{_protocol}.to_sampling_params",
+        "checks a beam request",
+        point="request_extension",
+        successor="`RequestExtension.check_api_request()`",
+    )(_check_request)

@@ -1,0 +1,216 @@
+"""What an engine can search natively: why not, with which catalogues, and how wide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from vllm_trie.items.trie_file import check_vocabulary, read_header
+from vllm_trie.vllm_hooks.setup.config import ALLOW_GPU, ITEMS, own_part, spelled
+from vllm_trie.vllm_hooks.setup.limits import PLATFORM_LIMITS, UNTESTED_LIMITS, problems
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import BeamSearchParams, SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+# -- engines ---------------------------------------------------------------------------------------
+
+
+def reason_off(vllm_config: VllmConfig) -> str | None:
+    """Return why native beam search does not serve this engine, None if it does.
+
+    A pure function of the configuration: the front end and the engine's process come to the same
+    answer.
+    """
+    return next(problems("beams", vllm_config), None)
+
+
+def reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -> str | None:
+    """Return why only vLLM's own search can serve the parameters, None if the native one can."""
+    if reason := reason_off(vllm_config):
+        return reason
+    return unsupported_rule(vllm_config, params)
+
+
+def reason_sampler_selects(vllm_config: VllmConfig) -> str | None:
+    """Return why rows need vLLM's sampler for candidates; None if the worker can select them.
+
+    The hook in the worker must see one row of logits for each request, in the batch's order.
+    """
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding"
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
+        return "enable_batch_sharded_sampling"
+    return None
+
+
+def unsupported_rule(
+    vllm_config: VllmConfig, params: SamplingParams | BeamSearchParams
+) -> str | None:
+    """Return why the native search cannot serve the bias, mask or grammar of these parameters."""
+    given = {
+        name
+        for name, unset in (
+            ("logit_bias", (None, {})),
+            ("allowed_token_ids", (None,)),  # of BeamSearchParams since vLLM 0.33
+            ("structured_outputs", (None,)),
+        )
+        if getattr(params, name, None) not in unset
+    }
+    if given and (reason := reason_sampler_selects(vllm_config)):
+        return f"{min(given)} is not supported with {reason}"
+    if "structured_outputs" in given:
+        outputs = vllm_config.structured_outputs_config
+        if outputs.reasoning_parser and not outputs.enable_in_reasoning:
+            return (
+                "structured_outputs is not supported with reasoning_parser="
+                f"{outputs.reasoning_parser!r}, after whose reasoning the grammar would begin"
+            )
+        if params.ignore_eos:
+            return "structured_outputs is not supported with ignore_eos: a grammar ends with EOS"
+    return None
+
+
+def beam_slots(vllm_config: VllmConfig) -> int:
+    """Return the largest number of requests that the engine runs at once."""
+    scheduler = vllm_config.scheduler_config
+    active = getattr(scheduler, "max_num_active_seqs", None)
+    return scheduler.max_num_seqs if active is None else min(scheduler.max_num_seqs, active)
+
+
+def say_where_untested(vllm_config: VllmConfig) -> None:
+    """Log one line at start-up on a platform that beam search was not tested on."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return
+    reason = reason_off(vllm_config)
+    if reason is None:
+        logger.warning(
+            "Native beam search is on by %s=True. It has never run on a GPU: before you rely on "
+            "it, run `vllm-trie beam check MODEL --%s`.",
+            ALLOW_GPU,
+            ALLOW_GPU.replace("_", "-"),
+        )
+    elif reason in problems("beams", vllm_config, PLATFORM_LIMITS + UNTESTED_LIMITS):
+        logger.info("Native beam search is off, vLLM's own serves: %s", reason)
+
+
+def cache_reason(kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why rows cannot share and copy KV blocks of this cache, None if they can.
+
+    A model's cache says what its configuration may not: only groups that keep every token of a
+    request, one state each, can be forked block by block.
+    """
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}
+        for each in specs.values():
+            if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
+                return f"KV cache of kind {type(each).__name__} is not supported"
+            if getattr(each, "tokens_per_state", 1) != 1:
+                return "compressed KV cache (several tokens in one state) is not supported"
+    return None
+
+
+def catalogue_paths(vllm_config: VllmConfig) -> dict[str, Path]:
+    """Return the files of the engine's catalogues by name, empty if it has none."""
+    given = own_part(vllm_config.additional_config).get(ITEMS, {})
+    return {name: Path(path) for name, path in given.items()}
+
+
+def check_catalogues(vllm_config: VllmConfig) -> None:
+    """Refuse catalogues that the engine cannot serve; reads their headers.
+
+    Raises:
+        ValueError: Native beam search is off, the engine has something that constrained rows do
+            not go with, or a file is missing, damaged, or has tokens outside the vocabulary.
+    """
+    paths = catalogue_paths(vllm_config)
+    if not paths:
+        return
+    reason = reason_off(vllm_config)
+    if reason is None and (setting := reason_sampler_selects(vllm_config)):
+        reason = f"{setting} samples without the constraint; leave one of them out"
+    if reason is not None:
+        raise ValueError(f"{spelled(ITEMS)} cannot be served: {reason}")
+    for path in paths.values():
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        check_vocabulary(path, read_header(path), vocab_size)
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+class BeamRequestError(VLLMValidationError, ValueError):
+    """A beam request that cannot be served; the server answers 400 with its message."""
+
+
+def check_inputs(request: EngineCoreRequest | Request) -> None:
+    """Refuse a beam request with inputs that the search cannot continue.
+
+    Raises:
+        BeamRequestError: It has embeddings, images or streaming input.
+    """
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        raise BeamRequestError("beam search: prompt embeddings are not supported; send token ids")
+    if request.mm_features:
+        raise BeamRequestError("beam search: multimodal prompts are not supported with beam_width")
+    if request.resumable:
+        raise BeamRequestError("beam search: streaming input is not supported with beam_width")
+
+
+def check_slots(beam_width: int, slots: int) -> None:
+    """Refuse a search with more rows than an engine runs requests.
+
+    Raises:
+        BeamRequestError: `beam_width` is above `slots`.
+    """
+    if beam_width > slots:
+        raise BeamRequestError(
+            f"beam_width must be at most max_num_seqs={slots}, got {beam_width}; lower beam_width "
+            "or start the engine with a larger max_num_seqs"
+        )
+
+
+def check_blocks(
+    num_prompt_tokens: int, beam_width: int, max_new_tokens: int, block_size: int, blocks: int
+) -> None:
+    """Refuse a search that needs more KV blocks, of `block_size` tokens, than an engine has.
+
+    Raises:
+        BeamRequestError: It needs more than `blocks`.
+    """
+    needed = min_blocks(num_prompt_tokens, beam_width, max_new_tokens, block_size)
+    if needed > blocks:
+        raise BeamRequestError(
+            f"beam_width={beam_width} with a prompt of {num_prompt_tokens} tokens needs at "
+            f"least {needed} KV blocks of {block_size} tokens, the engine has {blocks}; "
+            "lower beam_width, shorten the prompt or give the engine more KV cache memory"
+        )
+
+
+def min_blocks(
+    num_prompt_tokens: int, beam_width: int, max_new_tokens: int, block_size: int
+) -> int:
+    """Return the fewest KV blocks with which a search can take its steps.
+
+    After the first fork every row has a block of its own behind the prompt's full blocks.
+    """
+    full, tail = divmod(num_prompt_tokens, block_size)
+    if max_new_tokens <= 1 or beam_width == 1:
+        return full + bool(tail) + (max_new_tokens > 1 and not tail)
+    return full + beam_width

@@ -1,0 +1,231 @@
+"""From engine arguments to a configuration that vLLM accepts.
+
+vLLM's ``SpeculativeConfig`` knows a fixed list of methods and refuses unknown keys. The plugin
+therefore rewrites one of its methods to one of vLLM's (:mod:`.runner_choice`) with the plugin's
+proposer as its model, and carries the method's name and options in
+``additional_config["vllm_trie"]``. A union with a trained drafter becomes that drafter's method of
+vLLM's, which loads its weights and gives it a KV cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_trie.drafters import available_methods
+from vllm_trie.drafters.neural import NEURAL_METHODS
+from vllm_trie.vllm_hooks.ledger import offered
+from vllm_trie.vllm_hooks.setup import arguments, runner_choice
+from vllm_trie.vllm_hooks.setup.config import (
+    ALLOW_GPU,
+    BEAM_KEYS,
+    CONFIG_KEY,
+    PROPOSER_CLASS,
+    VERIFIER_CLASS,
+    own_part,
+    parse,
+    spelled,
+)
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+DEFAULT_NODES = 32
+DEFAULT_CHAIN = 8
+"""The default on Model Runner V2, whose scheduler makes room for as many in every request."""
+DEFAULT_GPU_NODES = 31
+"""The default of trees on Model Runner V2: with the committed token and 4 query heads for a KV head
+they fill 128 rows, the most that the kernel multiplies with keys and values it has read once."""
+_TIERS = (16, 64)
+"""Largest batches with full and with half of the draft tokens, where CUDA graphs take one length
+for all requests. By estimate: an 8B model verifies 8 for each of 64 in the time of 2 steps."""
+MAX_NODES = 256
+"""Largest node budget: beyond it a tree costs more than it gains on any known hardware."""
+
+
+def requested_method(engine_args: EngineArgs) -> str | None:
+    """Return the tree method that the engine arguments ask for, None if they ask for another.
+
+    Raises:
+        ValueError: a method's name stands where a dictionary is expected.
+    """
+    speculative: Any = engine_args.speculative_config or {}
+    methods = available_methods()
+    if not isinstance(speculative, Mapping):
+        for name in (speculative, engine_args.spec_method, engine_args.spec_model):
+            if name in methods:
+                raise ValueError(
+                    f"speculative_config={speculative!r} must be a dictionary; write "
+                    f"speculative_config={{'method': {name!r}}}"
+                )
+        speculative = {}  # vLLM has its own message for it
+    named = (
+        engine_args.spec_method,
+        speculative.get("method"),
+        engine_args.spec_model,
+        speculative.get("model"),
+    )
+    for name in named:
+        if name in methods:
+            return str(name)
+    if PROPOSER_CLASS in named or VERIFIER_CLASS in named or named[1] in NEURAL_METHODS:
+        return own_part(engine_args.additional_config).get("method")
+    return None
+
+
+def translate(engine_args: EngineArgs) -> None:
+    """Rewrite the engine arguments, in place, into a configuration that stock vLLM accepts.
+
+    Does nothing if they ask for no method of vllm-trie; may be called again on its own result.
+
+    Raises:
+        ValueError: an option or a combination is not allowed, or a method is misspelled.
+    """
+    method = requested_method(engine_args)
+    if method is None:
+        arguments.refuse_misspelled_method(engine_args)
+        _refuse_options_without_method(engine_args)
+        return
+    asked, given = _asked_for(engine_args), _own_options(engine_args, method)
+    carried_method = own_part(engine_args.additional_config).get("method")
+    if asked.get("method") in NEURAL_METHODS and carried_method:  # this function wrote them
+        asked |= {"method": method, "model": None}
+    _check_method(method, asked.pop("method", None))
+    carried_model = given.pop("draft_model", None)
+    if (draft_model := _draft_model(method, asked.pop("model", None))) is None:
+        draft_model = carried_model
+    stands_for = runner_choice.stands_for()
+    asked_nodes = asked.pop("num_speculative_tokens", None)
+
+    known = _speculative_config_fields()
+    passed_on = {key: asked.pop(key) for key in list(asked) if key in known}
+    _refuse_other_methods_options(method, passed_on)
+    for key, value in given.items():
+        _add(asked, key, value, spelled(key))
+    carried = {"method": method, **asked}
+    if draft_model is not None:
+        carried["draft_model"] = draft_model
+    parsed = parse(carried)  # the errors should reach the user now, not in a worker
+    is_v2 = stands_for == runner_choice.V2_METHOD
+    on_v2 = DEFAULT_GPU_NODES if parsed.engine_options.verification == "tree" else DEFAULT_CHAIN
+    num_nodes = _check_num_nodes(asked_nodes, on_v2 if is_v2 else DEFAULT_NODES)
+    if is_v2 and parsed.neural is None and not runner_choice.takes_any_length(engine_args):
+        passed_on.setdefault("num_speculative_tokens_per_batch_size", _tiers(num_nodes))
+
+    model: str | None = VERIFIER_CLASS if offered("draft_verifier") else PROPOSER_CLASS
+    if parsed.neural is not None:
+        stands_for, model = parsed.neural.method, parsed.neural.model
+    engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
+    engine_args.speculative_config = {
+        **passed_on,
+        "method": stands_for,
+        "model": model,
+        "num_speculative_tokens": num_nodes,
+    }
+    additional = dict(engine_args.additional_config or {})
+    beam = {k: v for k, v in additional.get(CONFIG_KEY, {}).items() if k in BEAM_KEYS}
+    engine_args.additional_config = {**additional, CONFIG_KEY: {**beam, **carried}}
+
+
+def _refuse_options_without_method(engine_args: EngineArgs) -> None:
+    idle = own_part(engine_args.additional_config).keys() - BEAM_KEYS - {ALLOW_GPU}
+    if idle:
+        raise ValueError(
+            f"additional_config[{CONFIG_KEY!r}] sets {', '.join(sorted(idle))}, but no speculative "
+            "method of vllm-trie is asked for; name one with --spec-method or "
+            f"speculative_config={{'method': NAME}}: {', '.join(available_methods())}"
+        )
+
+
+def _refuse_other_methods_options(method: str, passed_on: Mapping[str, Any]) -> None:
+    """Refuse fields of vLLM's that only its own `ngram` and `suffix` read."""
+    foreign = [key for key in passed_on if key.startswith(("prompt_lookup_", "suffix_decoding_"))]
+    if foreign:
+        raise ValueError(
+            f"speculative_config sets {', '.join(foreign)}, which method {method!r} does not read: "
+            "it finds the lengths of its contexts and drafts by itself; leave them out"
+        )
+
+
+def _add(asked: dict[str, Any], key: str, value: Any, place: str) -> None:
+    """Add a setting from another place; where both have it, they must agree."""
+    if asked.setdefault(key, value) != value:
+        raise ValueError(
+            f"{place}={value!r} and speculative_config[{key!r}]={asked[key]!r} differ; give one "
+            "of them"
+        )
+
+
+def _asked_for(engine_args: EngineArgs) -> dict[str, Any]:
+    """Return ``speculative_config`` with what the short flags say."""
+    given = engine_args.speculative_config or {}
+    asked = {key.replace("-", "_"): value for key, value in given.items()}
+    for flag, key, value in (
+        ("--spec-method", "method", engine_args.spec_method),
+        ("--spec-model", "model", engine_args.spec_model),
+        ("--spec-tokens", "num_speculative_tokens", engine_args.spec_tokens),
+    ):
+        if value is not None:
+            _add(asked, key, value, flag)
+    return asked
+
+
+def _own_options(engine_args: EngineArgs, method: str) -> dict[str, Any]:
+    """Return the options of the method that ``additional_config`` carries."""
+    additional = engine_args.additional_config or {}
+    if not isinstance(additional, Mapping):
+        raise ValueError(
+            f"additional_config={additional!r} must be a mapping to carry the options of "
+            f"method {method!r}; pass a dictionary"
+        )
+    given = {key: value for key, value in own_part(additional).items() if key not in BEAM_KEYS}
+    named = given.pop("method", method)
+    if named != method:
+        raise ValueError(
+            f"method {method!r} and {spelled('method')}={named!r} differ; give one of them"
+        )
+    return given
+
+
+def _check_method(method: str, named: Any) -> None:
+    if named not in (None, method, runner_choice.V1_METHOD, runner_choice.V2_METHOD):
+        raise ValueError(
+            f"the speculative model {method!r} is a method of vllm-trie, but method={named!r} was "
+            f"asked for; leave the model out or set method={method!r}"
+        )
+
+
+def _draft_model(method: str, model: Any) -> Any:
+    """Return the model that the drafter should load, None if the name is only the method's."""
+    if model in (method, PROPOSER_CLASS, VERIFIER_CLASS):
+        return None
+    if model in available_methods():
+        raise ValueError(
+            f"the methods {method!r} and {model!r} (as the speculative model) differ; give one of "
+            "them, or ask for trie_union with both among its drafters"
+        )
+    return model
+
+
+def _check_num_nodes(value: Any, default: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
+        raise ValueError(
+            f"num_speculative_tokens={value!r} is the node budget of a request's draft tree and "
+            f"must be a whole number from 1 to {MAX_NODES}; leave it out for {default}"
+        )
+    return value
+
+
+def _tiers(num_nodes: int) -> list[tuple[int, int, int]]:
+    """Return vLLM's schedule: first and last batch size, and draft tokens of each request."""
+    full, half = _TIERS
+    return [(1, full, num_nodes), (full + 1, half, num_nodes // 2), (half + 1, 1 << 20, 0)]
+
+
+def _speculative_config_fields() -> frozenset[str]:
+    from vllm.config import SpeculativeConfig
+
+    return frozenset(field.name for field in dataclasses.fields(SpeculativeConfig))

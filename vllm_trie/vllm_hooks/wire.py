@@ -1,0 +1,182 @@
+"""What passes between the front end, the scheduler and the workers: keys, messages, their readers.
+
+::
+
+    front end  -- extra_args of a request -->  scheduler, workers
+    scheduler  -- attributes of SchedulerOutput -->  workers
+    workers    -- attributes of ModelRunnerOutput -->  scheduler  -- SchedulerStats -->  front end
+    scheduler  -- result of a hypothesis, with the search's report -->  front end
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
+
+from vllm.sampling_params import SamplingParams
+
+from vllm_trie.beam import ITEM_OPTIONS, BeamOptions, SearchSettings
+from vllm_trie.items import Rules
+
+# -- requests: keys of ``SamplingParams.extra_args`` -----------------------------------------------
+
+SPECULATION = "speculation"
+"""Switches a request's drafts off."""
+TRACE = "speculation_trace"
+"""Asks for a file with the request's trees."""
+CACHE_SALT = "vllm_trie_cache_salt"
+"""Carries a request's cache salt to the worker."""
+SPEC_KEY = "vllm_trie_beam"
+"""Description of a search in a member's request, and its result in ``kv_transfer_params``."""
+DECODING_KEY = "vllm_trie_item"
+"""Options of an ordinary request that decodes an item."""
+
+REPORT = "report"
+"""Key of a result with the search's report: the labels, and amounts by the names of counters."""
+
+
+def extra_args_of(params: Any) -> Mapping[str, Any]:
+    """Return the extra arguments of a request's parameters, of any kind."""
+    return getattr(params, "extra_args", None) or {}
+
+
+class BeamSpec(NamedTuple):
+    """Description of a search that the engine needs in addition to ``SamplingParams``.
+
+    Attributes:
+        n: Members of the request.
+        options: Options of the search.
+        seed: Seed of the search. vLLM gives each member its own seed, or none; but a short search
+            may end before its last member arrives, whose search must find the same.
+    """
+
+    n: int
+    options: BeamOptions
+    seed: int
+
+
+def num_members(params: SamplingParams | None) -> int | None:
+    """Return the number of members of a member's request, None for an ordinary request.
+
+    It does not parse the options, which a wide search has once for each of its members.
+    """
+    spec = extra_args_of(params).get(SPEC_KEY)
+    return None if spec is None else int(spec["n"])
+
+
+def beam_spec(params: SamplingParams) -> BeamSpec:
+    """Return the description of a member request."""
+    spec = extra_args_of(params)[SPEC_KEY]
+    return BeamSpec(spec["n"], unpacked(spec["options"]), spec["seed"])
+
+
+def packed(options: BeamOptions) -> str:
+    """Return options as they travel with each member: a text is copied and read at no cost."""
+    return options.model_dump_json(exclude_defaults=True)
+
+
+def packed_options(params: SamplingParams) -> str:
+    """Return the packed options of a member request."""
+    return str(extra_args_of(params)[SPEC_KEY]["options"])
+
+
+@functools.lru_cache(maxsize=64)
+def unpacked(options: str) -> BeamOptions:
+    """Return packed options; members of one request share them."""
+    return BeamOptions.model_validate_json(options)
+
+
+def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int) -> SearchSettings:
+    """Return the settings of the search that a member's parameters ask for."""
+    stop_token_ids = [params.eos_token_id, *(params.stop_token_ids or ())]
+    do_sample = spec.options.do_sample
+    if spec.options.items is not None:  # only EOS, and only where it must follow an item
+        stop_token_ids = [params.eos_token_id] if spec.options.items_end == "eos" else []
+    return SearchSettings(
+        **spec.options.model_dump(exclude={"beam_trace", "detokenize", *ITEM_OPTIONS}),
+        trace=spec.options.beam_trace,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=tuple(dict.fromkeys(t for t in stop_token_ids if t is not None)),
+        temperature=params.temperature if do_sample else 1.0,
+        top_k=max(params.top_k, 0) if do_sample else 0,
+        top_p=params.top_p if do_sample else 1.0,
+        seed=spec.seed if do_sample else None,
+        min_tokens=params.min_tokens,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        bad_words=tuple(tuple(word) for word in params.bad_words_token_ids or ()),
+        logit_bias=tuple((params.logit_bias or {}).items()),
+    )
+
+
+def rules_of(options: BeamOptions) -> Rules:
+    """Return what a request allows and denies of a catalogue."""
+    return Rules(
+        options.allow_items,
+        options.allow_prefixes,
+        options.deny_items or (),
+        options.deny_prefixes or (),
+    )
+
+
+def row_params(num_candidates: int | None, max_new_tokens: int) -> SamplingParams:
+    """Return the parameters of a row: greedy, with the log-probabilities of its candidates.
+
+    None for the candidates of a constrained row, which are not those of vLLM's sampler.
+    """
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_new_tokens,
+        logprobs=num_candidates,
+        ignore_eos=True,
+        detokenize=False,
+        watermarking=False,  # rows do not pass the front end, which would settle it
+        extra_args={SPECULATION: False},
+    )
+
+
+# -- statistics: of the workers, on their way to the front end -------------------------------------
+
+STATS_ATTRIBUTE = "vllm_trie_stats"
+"""Attribute of ``ModelRunnerOutput`` that carries a :class:`TreeStats` to the scheduler."""
+FILLERS_ATTRIBUTE = "vllm_trie_fillers"
+"""Attribute of it with the number of a step's fillers by request id, on Model Runner V2."""
+
+FailureReason = Literal["error", "malformed", "timeout", "start_check"]
+FAILURE_REASONS: tuple[FailureReason, ...] = ("error", "malformed", "timeout", "start_check")
+
+
+@dataclass(slots=True)
+class TreeStats:
+    """A worker's statistics of tree speculation: sums since the last report.
+
+    Attributes:
+        steps: times that a request got new tokens, steps without a draft included.
+        tokens: output tokens, accepted and bonus ones.
+        drafting_seconds: time in the drafter.
+        verification_seconds: time in the tree walk and the KV moves, without the forward pass.
+        preparation_seconds: time to place the trees into the batch (positions, masks).
+        bookkeeping_seconds: time around the drafter: requests built, trees checked and kept.
+        draft_failures: failed drafts, by reasons that had any.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    drafting_seconds: float = 0.0
+    verification_seconds: float = 0.0
+    preparation_seconds: float = 0.0
+    bookkeeping_seconds: float = 0.0
+    draft_failures: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: TreeStats) -> None:
+        """Add another report to this one."""
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for reason, count in other.draft_failures.items():
+            self.draft_failures[reason] = self.draft_failures.get(reason, 0) + count
+
+
+_SUMS = [f.name for f in fields(TreeStats) if f.name != "draft_failures"]
