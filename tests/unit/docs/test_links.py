@@ -35,6 +35,14 @@ def test_links(found: Page) -> None:
     assert broken_links(found) == []
 
 
+@pytest.mark.parametrize(
+    "found", [page for page in PAGES if not page.name.startswith("vllm_trie/")], ids=lambda p: p.name
+)
+def test_prose_wraps_at_100_columns(found: Page) -> None:
+    lines = found.prose.splitlines()
+    assert [line for line in lines if len(line) > 100 and not line.startswith("|")] == []
+
+
 def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.unit.docs.test_links.ROOT", tmp_path)
     path = tmp_path / "page.md"
