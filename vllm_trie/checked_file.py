@@ -158,7 +158,7 @@ class CheckedFormat(Generic[HeaderT]):
         try:
             return path.open("rb")
         except OSError as error:
-            raise self.error(f"{self.kind} {path}: {error.strerror}") from None
+            raise self.problem(path, error.strerror or "it cannot be opened") from None
 
     def _read(self, path: Path, file: BufferedReader) -> tuple[HeaderT, bytes, int]:
         """Return the header, the digest and the offset of the body."""

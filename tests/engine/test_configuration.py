@@ -564,7 +564,8 @@ def test_files_are_checked_before_anything_starts(tmp_path: Path):
     assert "its vocabulary has 4096 tokens, the model's has 2048" in said
     corpus.unlink()
     said = refusal(speculative_config={**TREES, "corpus": str(corpus)})
-    assert f"corpus {corpus}: No such file" in said
+    assert f"option 'corpus' names an unusable file: corpus {corpus}: No such file" in said
+    assert "`vllm-trie corpus build`" in said
 
 
 def test_heads_are_checked_before_anything_starts(tmp_path: Path):

@@ -73,17 +73,18 @@ def test_traces_are_the_outputs(engine, folder, verification):
     assert not trees_of(llm).recorder._followed
 
 
-def test_offline_and_recorded_traces_agree(engine, folder):
-    llm = engine(**recording("tree", folder))
+def test_offline_runs_are_traces(engine, folder):
     (prompt,) = prompts(1)
-    offline = record(llm, "ngram_trie", prompt["prompt_token_ids"], greedy())
-    (recorded,) = traces(llm, folder)
-
-    def timeless(trace: Trace) -> list[Any]:
-        return [step.model_copy(update={"seconds": 0.0}) for step in trace.steps]
-
-    assert timeless(offline) == timeless(recorded)
-    assert offline.header.prompt == recorded.header.prompt == list(prompt["prompt_token_ids"])
+    tokens = list(prompt["prompt_token_ids"])
+    (expected,) = generate(engine(), [prompt], greedy(False))
+    for llm, method in ((engine(), "plain"), (engine(**recording("tree", folder)), "ngram_trie")):
+        trace = record(llm, method, tokens, greedy(False), folder)
+        assert output(trace) == list(expected.outputs[0].token_ids)
+        assert (trace.header.method, trace.header.prompt, trace.end) == (method, tokens, "complete")
+        assert not list(folder.iterdir())
+    steps = trace.steps
+    assert steps[0].no_draft == "prefill"
+    assert all(step.no_draft for step in steps if not step.nodes)
 
 
 def test_requests_without_a_folder_are_refused(engine):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,14 @@ def test_comparison_takes_turns_and_medians(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         measure, "observe", lambda llm, names, *rest: (engines.generate(llm, *rest), 10, [drafted])
     )
-    advanced: list[int] = []
+    advanced: list[str] = []
     names = {"plain": "p", "ngram": "n", "trees": "t"}
     row, answers, observed = measure.compare(
-        names, ["a", "b"], [[1], [2]], None, 3, lambda: advanced.append(1)
+        names, ["a", "b"], [[1], [2]], None, 3, advanced.append
     )
     assert "".join(engines.runs) == "pnt" + "tnp" + "pnt"
-    assert len(advanced) == 9
+    order = ("plain", "ngram", "trees")
+    assert advanced == [f"a, b: {name}" for name in (*order, *order[::-1], *order)]
     assert (answers, observed) == (same, [drafted])
     assert (row.name, row.seconds) == ("a, b", {"plain": 2.0, "ngram": 2.0, "trees": 1.0})
     assert (row.tokens_per_step, row.nodes_per_step) == (3.0, 0.2)
@@ -156,6 +158,9 @@ def test_table_and_verdict_say_whether_outputs_are_identical() -> None:
     assert "outputs identical: yes" in text
     assert "ngram_trie: 2.00 × plain vLLM, 1.25 × vLLM's ngram (the better" in text
     assert "NO" not in text
+    undrafted = replace(GOOD, nodes=0)
+    assert "no drafts" in rendered(report.comparison_table([undrafted, GOOD]))
+    assert "ngram_trie drafted nothing" in rendered(report.verdict([undrafted]))
     text = rendered(report.comparison_table([GOOD, BAD, BAD]), report.verdict([GOOD, BAD, BAD]))
     assert "outputs identical: NO" in text
     assert "second" in text.partition("outputs identical: NO")[2]
@@ -179,11 +184,12 @@ def test_the_model_is_described(tmp_path: Path) -> None:
     assert "ships with the project" in report.describe(str(tmp_path), True)
 
 
-def test_answers_are_shown_from_their_beginning() -> None:
-    text = rendered(report.beginnings({"a [name]": "Dear\nMs. Keller, " + "and so on " * 20}))
-    assert text.startswith("a [name]  Dear Ms. Keller, and so on")
-    assert text.rstrip().endswith("…")
-    assert len(text.splitlines()) == 2
+def test_answers_are_shown_whole() -> None:
+    lines = ["Dear", "    Ms. Keller,", "and so on " * 20 + "[b]"]
+    text = rendered(report.answers_table({"a [name]": "\n".join(lines) + "\n"}))
+    shown = [line.rstrip() for line in text.splitlines()]
+    assert shown[:2] == ["a [name]  Dear", "              Ms. Keller,"]
+    assert shown[-1].endswith("[b]")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -122,7 +123,7 @@ def _page_of_runs(
         )
     traces: list[Trace] = []
     beams: Beams | None = None
-    with local_engine.silence(not verbose):
+    with local_engine.silence(not verbose), tempfile.TemporaryDirectory() as folder:
         from vllm import SamplingParams
 
         from vllm_trie.explore.record import record, record_beams
@@ -133,10 +134,11 @@ def _page_of_runs(
                 path,
                 max_model_len=length,
                 max_num_seqs=1,
-                speculative_config=_speculative_config(each, nodes, model is None),
+                speculative_config=_speculative_config(each, nodes, model is None, folder),
             ) as llm:
-                record(llm, each, token_ids, SamplingParams(temperature=0.0, max_tokens=4))
-                traces.append(record(llm, each, token_ids, params))
+                warm_up = SamplingParams(temperature=0.0, max_tokens=4)
+                record(llm, each, token_ids, warm_up, Path(folder))
+                traces.append(record(llm, each, token_ids, params, Path(folder)))
         if beam_width:
             with local_engine.engine(
                 path, max_model_len=length, max_num_seqs=max(8, beam_width), block_size=32
@@ -145,10 +147,16 @@ def _page_of_runs(
     return page(traces, tokenizer.decode, beams)
 
 
-def _speculative_config(method: str, nodes: int, is_shipped: bool) -> dict[str, Any] | None:
+def _speculative_config(
+    method: str, nodes: int, is_shipped: bool, trace_path: str
+) -> dict[str, Any] | None:
     if method == PLAIN:
         return None
-    settings: dict[str, Any] = {"method": method, "num_speculative_tokens": nodes}
+    settings: dict[str, Any] = {
+        "method": method,
+        "num_speculative_tokens": nodes,
+        "trace_path": trace_path,
+    }
     if method.startswith("medusa"):
         if not is_shipped:
             raise typer.BadParameter(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -120,7 +121,7 @@ def _run(settings: Settings, reason: str) -> list[Row]:
         console.print(report.comparison_table(rows))
         console.print(report.verdict(rows))
         console.print()
-        console.print(report.beginnings(answers))
+        console.print(report.answers_table(answers))
         console.print(f"\n[dim]{report.notes(is_shipped, settings.method)}[/]\n")
         report.show_step(console, drawn, decode, settings.svg)
         if settings.html is not None:
@@ -161,7 +162,7 @@ def _measure(
         num_runs = len(groups) * len(configs) * settings.repeats
         task = progress.add_task("loading vLLM", total=2 * len(configs) + num_runs)
 
-        def advance(what: str | None = None) -> None:
+        def advance(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
         with local_engine.silence(not settings.verbose):
@@ -171,13 +172,15 @@ def _measure(
         params = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
         rows, answers = [], dict[str, str]()
         observed: list[ObservedStep] = []
-        with local_engine.silence(not settings.verbose):
+        with local_engine.silence(not settings.verbose), TemporaryDirectory() as folder:
+            if settings.html is not None:
+                options = configs[settings.method] or {}
+                configs[settings.method] = {**options, "trace_path": folder}
             engines = _start_engines(settings, configs, length, advance)
             short = SamplingParams(temperature=0.0, max_tokens=8)
             for name, llm in engines.items():
                 advance(f"warming up, {name}")
                 local_engine.generate(llm, token_ids[: settings.batch_size], short)
-            advance("measuring, in turns")
             for group in groups:
                 names = [prompts[index].name for index in group]
                 some = [token_ids[index] for index in group]
@@ -193,7 +196,7 @@ def _measure(
                 names = [prompt.name for prompt in prompts]
                 shown = names.index(drawn.prompt) if drawn is not None else 0
                 pair = {name: engines[name] for name in (measure.PLAIN, settings.method)}
-                content = _page(pair, token_ids[shown], params, decode)
+                content = _page(pair, token_ids[shown], params, decode, Path(folder))
                 settings.html.write_text(content, encoding="utf-8")
     return [*rows, measure.total(rows)], answers, drawn, decode
 
@@ -218,12 +221,14 @@ def _start_engines(
     return engines
 
 
-def _page(engines: dict[str, Any], prompt: Sequence[int], params: Any, decode: Any) -> str:
-    """Return the page of one answer by each engine."""
+def _page(
+    engines: dict[str, Any], prompt: Sequence[int], params: Any, decode: Any, folder: Path
+) -> str:
+    """Return the page of one answer by each engine, which write traces to `folder`."""
     from vllm_trie.explore import page
     from vllm_trie.explore.record import record
 
-    traces = [record(llm, name, prompt, params) for name, llm in engines.items()]
+    traces = [record(llm, name, prompt, params, folder) for name, llm in engines.items()]
     return page(traces, decode, title="vllm-trie demo")
 
 

@@ -109,7 +109,7 @@ def compare(
     prompts: Sequence[Sequence[int]],
     params: Any,
     repeats: int,
-    advance: Callable[[], None] = lambda: None,
+    advance: Callable[[str], None] = lambda text: None,
 ) -> tuple[Row, list[list[int]], list[ObservedStep]]:
     """Run one batch on all engines in turns.
 
@@ -119,7 +119,7 @@ def compare(
         prompts: token ids.
         params: vLLM's sampling parameters.
         repeats: timed runs of each engine; the row has their medians.
-        advance: called after each run.
+        advance: is told before each run what runs.
 
     Returns:
         The row, plain vLLM's outputs, and the method's steps with trees.
@@ -130,6 +130,7 @@ def compare(
     num_steps, observed = 0, list[ObservedStep]()
     for repeat in range(repeats):
         for name in list(engines) if repeat % 2 == 0 else reversed(list(engines)):
+            advance(f"{', '.join(names)}: {name}")
             start = time.perf_counter()
             if name == method:
                 decoded, num_steps, observed = observe(engines[name], names, prompts, params)
@@ -137,7 +138,6 @@ def compare(
                 decoded = generate(engines[name], prompts, params)
             seconds[name].append(time.perf_counter() - start)
             outputs[name].append(decoded)
-            advance()
     expected = outputs[PLAIN][0]
     row = Row(
         ", ".join(names),

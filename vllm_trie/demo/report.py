@@ -18,7 +18,6 @@ from vllm_trie.demo.measure import PLAIN, ObservedStep, Row
 from vllm_trie.tree import draw_svg, draw_text
 
 _SHOWN_BEFORE = 240  # characters of output shown before the drawn step
-_SHOWN_OF_ANSWER = 160  # characters
 _JSON_KEYS = ("nodes", "tokens_per_step", "nodes_per_step", "identical")
 
 
@@ -42,11 +41,12 @@ def comparison_table(rows: Sequence[Row]) -> Table:
         if last:
             table.add_section()
         speed_up = row.speed_up()
+        color = "green" if speed_up >= 1 else "yellow"
         table.add_row(
             escape(row.name),
             str(row.tokens),
             *(f"{row.tokens_per_s(engine):.0f}" for engine in engines),
-            f"[{'green' if speed_up >= 1 else 'yellow'}]{speed_up:.2f}×[/]",
+            f"[{color}]{speed_up:.2f}×[/]" if row.nodes else "no drafts",
             f"{row.tokens_per_step:.2f}",
             "[green]yes[/]" if row.identical else "[bold red]NO[/]",
             style="bold" if last else None,
@@ -57,6 +57,8 @@ def comparison_table(rows: Sequence[Row]) -> Table:
 def verdict(rows: Sequence[Row]) -> Text | Panel:
     """Return the speed-up if all outputs are the same, a red box if not."""
     total = rows[-1]
+    if total.identical and not total.nodes:
+        return Text(f"outputs identical: yes\n{total.method} drafted nothing", style="bold yellow")
     if total.identical:
         text = f"outputs identical: yes\n{total.method}: {total.speed_up():.2f} × plain vLLM"
         if (peer := total.best_peer) is not None:
@@ -71,15 +73,13 @@ def verdict(rows: Sequence[Row]) -> Text | Panel:
     )
 
 
-def beginnings(answers: Mapping[str, str]) -> Table:
-    """Return the beginning of each answer next to the name of its prompt."""
+def answers_table(answers: Mapping[str, str]) -> Table:
+    """Return each answer next to the name of its prompt."""
     table = Table(box=None, show_header=False, pad_edge=False)
     width = max(map(len, answers), default=None)
     table.add_column(style="bold", no_wrap=True, min_width=width)
     for name, answer in answers.items():
-        words = " ".join(answer.split())
-        shown = words if len(words) <= _SHOWN_OF_ANSWER else words[:_SHOWN_OF_ANSWER] + " …"
-        table.add_row(escape(name), escape(shown))
+        table.add_row(escape(name), escape(answer.strip()))
     return table
 
 

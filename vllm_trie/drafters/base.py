@@ -163,6 +163,23 @@ class Drafter(ABC):
     def release(self, request_id: str) -> None:  # noqa: B027 - optional, not abstract
         """Forget a request that has ended; ignore unknown ids."""
 
+    @property
+    def part_names(self) -> Sequence[str]:
+        """Names of the drafters that this one merges; none if it merges none."""
+        return ()
+
+    def parts_of(self, request_id: str, tree: TokenTree) -> list[int]:
+        """Return which parts proposed each node of a request's last tree, for a trace.
+
+        Args:
+            request_id: of a request that was drafted for.
+            tree: the tree that `propose` returned, or that tree without some nodes.
+
+        Returns:
+            A bit mask for each node, bit i for part i; nothing if there are no parts.
+        """
+        return []
+
     def save(self) -> Saved:
         """Return what is worth keeping for other engines; called between two steps.
 

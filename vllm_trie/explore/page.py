@@ -13,11 +13,13 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
+from statistics import median
 from string import Template
 from typing import Any, NamedTuple
 
 from vllm_trie.beam.trace import SearchTrace
-from vllm_trie.explore.trace import Trace
+from vllm_trie.explore.origins import origins
+from vllm_trie.explore.trace import Step, Trace
 from vllm_trie.tree import visible_text
 
 Decode = Callable[[Sequence[int]], str]
@@ -30,7 +32,9 @@ _ENDS = {
     "missing": "The trace is truncated: the file has no end. The engine was stopped, a fault ended "
     "the trace, or the request still runs.",
 }
+_SCRIPTS = ("tools", "lanes", "charts", "trees", "beams", "page")
 _LONGEST_LABEL = 40  # characters of one token
+_FEWEST_UNDRAFTED = 3  # steps whose median stands for a step of plain vLLM
 
 
 class Beams(NamedTuple):
@@ -76,7 +80,10 @@ def page(
         "title": title,
         "prompt": "" if first is None else decode(first.prompt),
         "promptCut": first is not None and first.num_prompt_tokens > len(first.prompt),
-        "runs": [_run(trace, name, decode) for trace, name in zip(traces, names, strict=True)],
+        "runs": [
+            _run(trace, name, decode, _speed(trace, traces))
+            for trace, name in zip(traces, names, strict=True)
+        ],
         "beams": None if beams is None else _beams(beams, decode),
         "labels": {token: visible_text(decode([token]))[:_LONGEST_LABEL] for token in token_ids},
     }
@@ -84,9 +91,9 @@ def page(
 
 
 def assemble(document: dict[str, Any]) -> str:
-    """Return the page that shows a document, whose form `page.js` describes."""
+    """Return the page that shows a document, whose form `tools.js` describes."""
     folder = files("vllm_trie.explore") / "assets"
-    script = (folder / "page.js").read_text(encoding="utf-8")
+    script = "\n".join((folder / f"{n}.js").read_text(encoding="utf-8") for n in _SCRIPTS)
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # JSON needs none of the three outside of strings, and inside it may write them so.
     data = json.dumps(document, separators=(",", ":"), allow_nan=False)
@@ -101,12 +108,59 @@ def assemble(document: dict[str, Any]) -> str:
     )
 
 
-def _run(trace: Trace, name: str, decode: Decode) -> dict[str, Any]:
+class Speed(NamedTuple):
+    """The speed of a generation over plain decoding, without their prefills."""
+
+    factor: float
+    source: str
+    """How plain decoding's time is known."""
+
+
+def _speed(trace: Trace, traces: Sequence[Trace]) -> Speed | None:
+    """Return a generation's speed over plain decoding; None where nothing tells."""
+    steps = trace.steps[1:]
+    if not any(step.nodes for step in steps):
+        return None
+    plain = next((other for other in traces if other.header.method == "plain"), None)
+    if plain is not None and plain.header.prompt == trace.header.prompt and plain.steps[1:]:
+        factor = _seconds_per_token(plain.steps[1:]) / _seconds_per_token(steps)
+        return Speed(factor, "measured against plain")
+    undrafted = [step.seconds for step in steps if not step.nodes]
+    if len(undrafted) < _FEWEST_UNDRAFTED:
+        return None
+    factor = median(undrafted) / _seconds_per_token(steps)
+    return Speed(factor, f"estimated by the median of {len(undrafted)} steps without a draft")
+
+
+def _seconds_per_token(steps: Sequence[Step]) -> float:
+    return sum(step.seconds for step in steps) / sum(len(step.tokens) for step in steps) or 1e-9
+
+
+def _run(trace: Trace, name: str, decode: Decode, speed: Speed | None) -> dict[str, Any]:
+    header = trace.header
     texts = pieces([step.tokens for step in trace.steps], decode)
     steps = []
-    for step, text in zip(trace.steps, texts, strict=True):
-        steps.append(step.model_dump(exclude_defaults=True) | {"text": text})
-    return {"method": name, "notice": _ENDS[trace.end], "steps": steps}
+    for step, text, letters in zip(trace.steps, texts, origins(trace), strict=True):
+        found = {"text": text} | ({"origins": letters} if letters else {})
+        steps.append(step.model_dump(exclude_defaults=True) | found)
+    values = {
+        "request": header.request_id,
+        "date": header.created.strftime("%Y-%m-%d %H:%M UTC") if header.created else "",
+        **header.options,
+    }
+    about = " · ".join(
+        f"{key} {value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in values.items()
+        if value != ""
+    )
+    return {
+        "method": name,
+        "about": about,
+        "notice": _ENDS[trace.end],
+        "speed": speed,
+        "parts": header.parts,
+        "steps": steps,
+    }
 
 
 def _beams(beams: Beams, decode: Decode) -> dict[str, Any]:

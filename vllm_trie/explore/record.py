@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm_trie.beam.trace import SearchTrace
 from vllm_trie.explore.page import Beams
-from vllm_trie.explore.trace import Header, Step, Trace, TraceWriter, parse_trace
-from vllm_trie.local_engine import decode_steps
+from vllm_trie.explore.trace import Header, Step, Trace, read_trace
+from vllm_trie.local_engine import decode_steps, generate, trees_of
+from vllm_trie.tree import TokenTree
 
 
-def record(llm: Any, method: str, prompt: Sequence[int], params: Any) -> Trace:
+def record(llm: Any, method: str, prompt: Sequence[int], params: Any, folder: Path) -> Trace:
     """Decode one prompt and return its trace.
 
     Args:
-        llm: an engine in this process, with or without draft trees.
+        llm: an engine in this process; one with drafts writes traces to `folder`.
         method: its name for the page.
         prompt: token ids.
         params: vLLM's sampling parameters.
+        folder: empty before and after.
     """
-    model = llm.llm_engine.model_config
-    buffer = io.BytesIO()
-    writer = TraceWriter(buffer, Header.of("", method, model.model, model.tokenizer, prompt))
+    if trees_of(llm) is None:
+        return _without_drafts(llm, method, prompt, params)
+    params = params.clone()
+    params.extra_args = {**(params.extra_args or {}), "speculation_trace": True}
+    generate(llm, [prompt], params)
+    (path,) = folder.iterdir()
+    trace = read_trace(path)
+    path.unlink()
+    # The worker hears of the request's end with the next request.
+    end = "complete" if trace.end == "missing" else trace.end
+    return trace._replace(header=trace.header.model_copy(update={"request_id": ""}), end=end)
+
+
+def _without_drafts(llm: Any, method: str, prompt: Sequence[int], params: Any) -> Trace:
+    model, none = llm.llm_engine.model_config, TokenTree.empty()
+    steps: list[Step] = []
     last = time.perf_counter()
-    for steps in decode_steps(llm, [prompt], params):
+    for batch in decode_steps(llm, [prompt], params):
         now = time.perf_counter()
-        for step in steps:
+        for step in batch:
             if step.tokens:
-                writer.add(Step.of(step.tree, step.accepted, step.tokens, now - last))
+                steps.append(Step.of(none, (), step.tokens, now - last))
                 last = now
-    writer.finish()
-    return parse_trace(buffer.getvalue().splitlines(keepends=True), method)
+    header = Header.of("", method, model.model, model.tokenizer, prompt)
+    return Trace(header, steps, "complete")
 
 
 def record_beams(llm: Any, beam_width: int, prompt: Sequence[int], max_tokens: int) -> Beams:

@@ -6,11 +6,12 @@ A trace file holds a JSON object a line: a :class:`Header`, the :class:`Step` s,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from vllm_trie.tree import TokenTree
 
@@ -23,6 +24,10 @@ MAX_PROMPT = 2048
 
 _Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 _EndReason = Literal["complete", "steps", "bytes", "missing"]
+NoDraft = Literal["", "prefill", "unknown", "budget", "pause", "limit", "failed", "dropped"]
+"""Why a step verified no draft: it computed the prompt; no continuation is known; no candidate was
+worth its time; drafting as a whole pauses; the request gets none (its limits or options, or the
+engine did not ask); the drafter failed; the scheduler left the draft out."""
 
 
 class _Line(BaseModel):
@@ -42,6 +47,9 @@ class Header(_Line):
         model, tokenizer: as the engine was given them.
         prompt: token ids, the last :data:`MAX_PROMPT` of them.
         num_prompt_tokens: all of them.
+        created: when the request began.
+        options: of the speculation, those that differ from their defaults.
+        parts: names of the drafter's parts, for `Step.parts`.
     """
 
     format: Literal["vllm-trie trace"]
@@ -52,12 +60,22 @@ class Header(_Line):
     tokenizer: str
     prompt: list[_Token]
     num_prompt_tokens: int = Field(ge=0)
+    created: datetime | None = None
+    options: dict[str, JsonValue] = {}
+    parts: list[str] = []
 
     @classmethod
     def of(
-        cls, request_id: str, method: str, model: str, tokenizer: str, prompt: Sequence[int]
+        cls,
+        request_id: str,
+        method: str,
+        model: str,
+        tokenizer: str,
+        prompt: Sequence[int],
+        options: Mapping[str, Any] | None = None,
+        parts: Sequence[str] = (),
     ) -> Header:
-        """Return the header of a request with this prompt."""
+        """Return the header of a request with this prompt that begins now."""
         return cls(
             format="vllm-trie trace",
             version=1,
@@ -67,6 +85,9 @@ class Header(_Line):
             tokenizer=tokenizer,
             prompt=list(prompt[-MAX_PROMPT:]),
             num_prompt_tokens=len(prompt),
+            created=datetime.now(UTC).replace(microsecond=0),
+            options=dict(options or {}),
+            parts=list(parts),
         )
 
 
@@ -81,6 +102,9 @@ class Step(_Line):
         probabilities: predicted probability of each node; empty if the drafter gives none.
         never_accept: nodes of a lookahead window.
         accepted: nodes whose tokens were taken, root first.
+        parts: for each node the parts that proposed it, bit i for the header's part i; empty if the
+            drafter has no parts.
+        no_draft: why there are no nodes.
     """
 
     seconds: float = Field(ge=0)
@@ -90,10 +114,18 @@ class Step(_Line):
     probabilities: list[float] = []
     never_accept: list[int] = []
     accepted: list[int] = []
+    parts: list[_Token] = []
+    no_draft: NoDraft = ""
 
     @classmethod
     def of(
-        cls, tree: TokenTree, accepted: Sequence[int], tokens: Sequence[int], seconds: float
+        cls,
+        tree: TokenTree,
+        accepted: Sequence[int],
+        tokens: Sequence[int],
+        seconds: float,
+        parts: Sequence[int] = (),
+        no_draft: NoDraft = "",
     ) -> Step:
         """Return the step that verified `tree`; `tokens` may end inside the accepted path."""
         never = () if tree.never_accept is None else tree.never_accept.nonzero()[0].tolist()
@@ -106,13 +138,16 @@ class Step(_Line):
             probabilities=[float(f"{value:.3g}") for value in probabilities],
             never_accept=list(never),
             accepted=list(accepted[: len(tokens)]),
+            parts=list(parts[: tree.num_nodes]),
+            no_draft="" if tree.num_nodes else no_draft,
         )
 
     @model_validator(mode="after")
     def _check_tree(self) -> Step:
         count = len(self.nodes)
-        if len(self.parents) != count or len(self.probabilities) not in (0, count):
-            raise ValueError("nodes, parents and probabilities differ in length")
+        lengths = len(self.probabilities), len(self.parts)
+        if len(self.parents) != count or any(length not in (0, count) for length in lengths):
+            raise ValueError("nodes, parents, probabilities and parts differ in length")
         if any(not -1 <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError("a parent does not come before its child")
         if any(not 0 <= node < count for node in (*self.accepted, *self.never_accept)):

@@ -81,7 +81,7 @@ FORMAT = CheckedFormat(
     version=2,
     header=ItemsHeader,
     error=ItemsError,
-    remedy="build it again with `vllm-trie items build`",
+    remedy="build it with `vllm-trie items build`",
 )
 
 

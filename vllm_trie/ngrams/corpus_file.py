@@ -55,7 +55,7 @@ FORMAT = CheckedFormat(
     version=1,
     header=CorpusHeader,
     error=CorpusError,
-    remedy="build it again with `vllm-trie corpus build` and the model's tokenizer",
+    remedy="build it with `vllm-trie corpus build` and the model's tokenizer",
 )
 
 

@@ -30,7 +30,7 @@ def generation(method: str, num_tokens: int, mean_accepted: float, seed: int = 0
     """A generation of the text that all methods share; no trees for the method "plain"."""
     chosen, shared = random.Random(seed), random.Random("text")
     text = [shared.randrange(len(WORDS)) for _ in range(num_tokens)]
-    steps, done = [Step.of(TokenTree.empty(), (), text[:1], 0.05)], 1
+    steps, done = [Step.of(TokenTree.empty(), (), text[:1], 0.05, no_draft="prefill")], 1
     while done < num_tokens:
         lucky = min(int(chosen.expovariate(1 / mean_accepted)) if mean_accepted else 0, 12)
         paths = [text[done : done + lucky]]
@@ -42,10 +42,14 @@ def generation(method: str, num_tokens: int, mean_accepted: float, seed: int = 0
         tree = TokenTree(tree.token_ids, tree.parents, shares)
         target = [text[min(done + depth, num_tokens - 1)] for depth in (0, *tree.depths())]
         path = accept_greedy(tree.token_list, tree.parent_list, target)
+        if mean_accepted and len(steps) % 9 == 5:
+            tree, path = TokenTree.empty(), []
         tokens = text[done : done + len(path) + 1]
-        steps.append(Step.of(tree, path, tokens, 0.006 + 0.003 * chosen.random()))
+        seconds = 0.006 + 0.003 * chosen.random()
+        steps.append(Step.of(tree, path, tokens, seconds, no_draft="budget"))
         done += len(tokens)
-    return Trace(Header.of("", method, "sample", "t", [0, 1, 2]), steps, "complete")
+    header = Header.of("", method, "sample", "t", [0, 1, 2], {"scoring": "x"})
+    return Trace(header, steps, "complete")
 
 
 def search(num_steps: int, beam_width: int = 4, num_prompt_tokens: int = 50) -> Beams:

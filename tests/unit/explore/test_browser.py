@@ -83,7 +83,8 @@ def place(tab: Tab) -> int:
 
 def test_keys(show: Callable[..., Tab]) -> None:
     tab = show("short")
-    assert place(tab) == 1
+    tab.press("1")
+    tab.press("Home")
     for keys, expected in (("jj", 3), ("k", 2), (["ArrowRight"], 3), (["ArrowLeft"] * 9, 1)):
         for key in keys:
             tab.press(key)
@@ -113,19 +114,72 @@ def test_the_text_and_the_trees_are_those_of_the_trace(show: Callable[..., Tab])
     assert place(tab) == index + 1
     step = steps[index]
     count = "document.querySelectorAll('#trees section.active {}').length"
-    assert tab.run(count.format("g.node")) == len(step.nodes) + 1
-    assert tab.run(count.format("g.node.taken")) == len(step.accepted) > 2
-    assert tab.run(count.format("g.node.bonus")) == 1
+    assert tab.run(count.format("g.node tspan")) == len(step.nodes) + 1
+    assert tab.run(count.format("g.node.taken tspan")) == len(step.accepted) > 2
+    assert tab.run(count.format("g.node.bonus tspan")) == 1
+    # Nodes without siblings share a box.
+    num_boxes = tab.run(count.format("g.node"))
+    assert 2 < num_boxes < len(step.nodes)
     chips = (
         "[...document.querySelectorAll('#trees section.active .taken li')].map(e => e.className)"
     )
     assert tab.run(chips) == ["accepted"] * len(step.accepted) + ["bonus"]
     probabilities = "[...document.querySelectorAll('#trees .active .share')].length"
-    assert tab.run(probabilities) == len(step.nodes)
+    assert tab.run(probabilities) == num_boxes - 1
+
+
+def test_it_opens_on_the_richest_step(show: Callable[..., Tab]) -> None:
+    tab = show("short")
+    accepted = [len(step.accepted) for step in TRACES[1].steps]
+    best = place(tab)
+    assert accepted[best - 1] == max(accepted)
+    active = "document.querySelector('.lane[aria-pressed=true] {}').textContent"
+    assert tab.run(active.format("b")) == "ngram_trie"
+    assert re.fullmatch(r"\d\.\d\d×", tab.run(active.format(".strong")))
+    assert "scoring x" in tab.run("document.getElementById('about').textContent")
+    tab.click("[data-key=s]")
+    steps = TRACES[1].steps[1:]
+    worst = max(range(len(steps)), key=lambda n: steps[n].seconds / len(steps[n].tokens))
+    assert place(tab) == worst + 2
+    tab.press("m")
+    assert place(tab) == best
+
+
+def test_steps_without_a_draft_say_why(show: Callable[..., Tab]) -> None:
+    tab = show("short")
+    reason = "document.querySelector('#trees section.active .empty').textContent"
+    tab.press("Home")
+    assert "computed the prompt" in tab.run(reason)
+    undrafted = [step.no_draft for step in TRACES[1].steps]
+    index = undrafted.index("budget")
+    tab.run(f"document.querySelector('#text [data-step=\"{index}\"]').click()")
+    assert "worth its time" in tab.run(reason)
+
+
+def test_the_prefill_is_named_and_does_not_set_the_axis(show: Callable[..., Tab]) -> None:
+    tab = show("short")
+    texts = tab.run(
+        "(() => { const found = [], type = CanvasRenderingContext2D.prototype, { fillText } = type;"
+        "type.fillText = function (...all) { found.push(all[0]); fillText.apply(this, all); };"
+        "show(); type.fillText = fillText; return found; })()"
+    )
+    slowest = max(step.seconds for step in TRACES[1].steps[1:])
+    assert texts[1:] == [f"{1e3 * slowest:.2g} ms", "prefill 50 ms"]
+
+
+def test_phones_show_all_figures(show: Callable[..., Tab]) -> None:
+    tab = show("short", width=400)
+    seen = tab.run(
+        "[...document.querySelectorAll('.lane:not(.head) span')].map(e => e.clientWidth > 20 && "
+        "e.getBoundingClientRect().right <= innerWidth)"
+    )
+    assert seen == [True] * 5 * len(TRACES)
+    assert tab.run("document.documentElement.scrollWidth") <= 400
 
 
 def test_pointer(show: Callable[..., Tab]) -> None:
     tab = show("short")
+    tab.press("Home")
     tab.click('[aria-label="Next step"]')
     tab.click('[aria-label="Next step"]')
     assert place(tab) == 3
@@ -156,6 +210,7 @@ def test_a_thousand_steps(show: Callable[..., Tab]) -> None:
     assert count > 900
     assert "truncated" in tab.run("document.querySelector('.notice').textContent")
     title = "document.getElementById('chart-title').textContent"
+    tab.press("Home")
     assert tab.run(title) == f"Steps 1 to 160 of {count}"
     tab.press("End")
     assert place(tab) == count

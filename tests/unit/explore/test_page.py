@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_trie.explore import Header, Step, Trace, page
-from vllm_trie.explore.page import pieces
+from vllm_trie.explore.origins import origins
+from vllm_trie.explore.page import _speed, pieces
 from vllm_trie.tree import TokenTree
 
 HOSTILE = [
@@ -91,6 +92,56 @@ def test_nothing_comes_from_elsewhere() -> None:
     assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
     script = Elements(text).scripts[1]
     assert not re.search(r"innerHTML|insertAdjacentHTML|outerHTML|document\.write|eval\(", script)
+
+
+def trace_of(method: str, *steps: Step, prompt: Sequence[int] = (0, 1)) -> Trace:
+    return Trace(Header.of("", method, "m", "t", prompt), list(steps), "complete")
+
+
+def test_nodes_are_from_the_longest_n_gram_that_occurs() -> None:
+    empty = TokenTree.empty()
+    tree = TokenTree.from_lists([5, 6, 9, 3], [-1, 0, 0, -1])
+    trace = trace_of(
+        "x",
+        Step.of(empty, (), (8,), 0.1),
+        Step.of(empty, (), (7,), 0.1),
+        Step.of(empty, (), (9,), 0.1),
+        Step.of(empty, (), (8,), 0.1),
+        Step.of(TokenTree.from_lists([7, 5, 2], [-1, 0, 0]), (0,), (7, 2), 0.1),
+        Step.of(tree, (), (1,), 0.1),
+        prompt=[2, 5, 6, 7],
+    )
+    # 8 7 is in the output, 7 5 nowhere. 2 5 6 is in the prompt, 5 9 and 2 3 are nowhere.
+    assert list(origins(trace)) == ["", "", "", "", "oee", "ppee"]
+
+
+def test_speed_is_measured_where_plain_decoding_was_recorded() -> None:
+    empty, tree = TokenTree.empty(), TokenTree.from_lists([5], [-1])
+    prefill, undrafted = Step.of(empty, (), (1,), 9.0), Step.of(empty, (), (1,), 0.2)
+    drafted = Step.of(tree, (0,), (5, 6), 0.2)
+    plain = trace_of("plain", prefill, undrafted, undrafted)
+    trees = trace_of("x", prefill, drafted, drafted)
+    assert _speed(plain, [plain, trees]) is None
+    found = _speed(trees, [plain, trees])
+    assert found is not None
+    assert found == (pytest.approx(2.0), "measured against plain")
+    assert _speed(trees, [trees]) is None  # without a step like plain decoding's
+    other = trace_of("plain", prefill, undrafted, prompt=[3])
+    mixed = trace_of("x", prefill, *[drafted] * 3, *[undrafted] * 3)
+    found = _speed(mixed, [mixed, other])
+    assert found is not None
+    assert found.factor == pytest.approx(1.5)  # 9 tokens in the time of 6 steps
+    assert "median of 3 steps" in found.source
+
+
+def test_the_page_names_the_request_its_date_and_its_options() -> None:
+    header = Header.of("cmpl-1", "x", "folder/model", "t", [0], {"scoring": "frequency"})
+    document = json.loads(Elements(page([Trace(header, [], "complete")], hostile)).scripts[0])
+    assert document["title"] == "model"
+    about = document["runs"][0]["about"]
+    assert re.fullmatch(
+        r"request cmpl-1 · date 20\d\d-\d\d-\d\d \d\d:\d\d UTC · scoring frequency", about
+    )
 
 
 @pytest.mark.parametrize("end", ["steps", "bytes", "missing"])

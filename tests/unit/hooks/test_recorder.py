@@ -12,13 +12,13 @@ import pytest
 from vllm import SamplingParams
 
 from tests.unit.drafters.support import make_context
-from vllm_trie.drafters import VerifiedStep
+from vllm_trie.drafters import VerifiedStep, get_drafter_class, parse_options
 from vllm_trie.explore.trace import Step, read_trace
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.frontend.extra_args import SpeculationRequestError, check_speculation
 from vllm_trie.vllm_hooks.frontend.requests import prepare_params
 from vllm_trie.vllm_hooks.setup.beam_support import BeamRequestError
-from vllm_trie.vllm_hooks.setup.config import EngineOptions
+from vllm_trie.vllm_hooks.setup.config import EngineOptions, TreeConfig
 from vllm_trie.vllm_hooks.setup.engine_args import _check_trace_path
 from vllm_trie.vllm_hooks.worker import recorder as module
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
@@ -37,9 +37,18 @@ def asking(request_id: str, extra_args: Any = None, **params: Any) -> Any:
     )
 
 
+def recorder_of(folder: Path, method: str = "ngram_trie", **options: Any) -> TraceRecorder:
+    """The recorder of an engine whose drafter merges two parts, whatever its method."""
+    parsed = parse_options(method, options)
+    drafter = get_drafter_class(method)(parsed, make_context())
+    drafter.parts_of = lambda request_id, tree: [3, 1, 2][: tree.num_nodes]  # type: ignore[method-assign]
+    tree_config = TreeConfig(method, None, parsed, EngineOptions(trace_path=str(folder)))
+    return TraceRecorder(folder, tree_config, drafter)
+
+
 @pytest.fixture
 def recorder(tmp_path: Path) -> TraceRecorder:
-    return TraceRecorder(tmp_path, "ngram_trie", make_context())
+    return recorder_of(tmp_path)
 
 
 def test_a_request_that_asks_gets_a_file(recorder: TraceRecorder, tmp_path: Path) -> None:
@@ -76,6 +85,58 @@ def test_the_trace_ends_with_the_output(
     recorder.end("a")
     (path,) = tmp_path.iterdir()
     assert [step.tokens for step in read_trace(path).steps] == [tokens]
+
+
+def test_steps_say_why_there_is_no_draft_and_who_drafted(
+    recorder: TraceRecorder, tmp_path: Path
+) -> None:
+    recorder.begin([asking("a")])
+    empty = TokenTree.empty()
+    recorder.observe_drafts(["a"], {}, lambda _: False)  # while its prefill goes on
+    expected = ["prefill"]
+    recorder.record(["a"], {"a": NOTHING}, [[4]])
+    for drafts, has_failed, result, reason in (
+        ({"a": (TREE, TREE)}, False, ACCEPTED, ""),
+        ({"a": (TREE, TREE)}, False, NOTHING, "dropped"),
+        ({"a": (empty, empty)}, False, NOTHING, "unknown"),
+        ({"a": (empty, empty)}, True, NOTHING, "failed"),
+        ({"a": (TREE, empty)}, False, NOTHING, "budget"),
+        ({}, False, NOTHING, "limit"),
+        (None, False, NOTHING, "pause"),
+    ):
+        if drafts is not None:
+            recorder.observe_drafts(["a", "b"], drafts, lambda _, failed=has_failed: failed)
+        recorder.record(["a"], {"a": result}, [[5, 6, 9]])
+        expected.append(reason)
+    recorder.end("a")
+    (path,) = tmp_path.iterdir()
+    steps = read_trace(path).steps
+    assert [step.no_draft for step in steps] == expected
+    assert [step.parts for step in steps] == [[], [3, 1, 2], *[[]] * 6]
+
+
+def test_a_drafter_that_cannot_say_its_parts_ends_the_trace_only(
+    recorder: TraceRecorder, tmp_path: Path
+) -> None:
+    recorder.begin([asking("a")])
+    recorder._drafter.parts_of = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    recorder.observe_drafts(["a"], {"a": (TREE, TREE)}, lambda _: False)
+    recorder.record(["a"], {"a": NOTHING}, [[4]])
+    recorder.observe_drafts(["a"], {"a": (TREE, TREE)}, lambda _: False)
+    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
+    (path,) = tmp_path.iterdir()
+    assert [step.tokens for step in read_trace(path).steps] == [[4]]
+
+
+def test_the_header_has_the_options(tmp_path: Path) -> None:
+    recorder = recorder_of(tmp_path, "trie_union", drafters=["ngram_trie", "lookahead_trie"])
+    recorder.begin([asking("a")])
+    (path,) = tmp_path.iterdir()
+    header = read_trace(path).header
+    assert header.parts == ["ngram_trie", "lookahead_trie"]
+    assert header.options["num_speculative_tokens"] == make_context().num_nodes
+    assert "trace_path" not in header.options
+    assert header.created is not None
 
 
 def test_request_ids_are_no_paths(recorder: TraceRecorder, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.unit.drafters.support import VOCAB, make_context
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.explore.trace import read_trace
 from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.setup.config import EngineOptions, TreeConfig
 from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
@@ -339,7 +340,9 @@ def test_only_drafted_tokens_are_valid(
 
 
 def test_traces_follow_the_requests(steps: Steps, tmp_path: Path) -> None:
-    steps.adapter.trees.recorder = TraceRecorder(tmp_path, "next_numbers", make_context())
+    tree_config = TreeConfig("next_numbers", None, EngineOptions(), EngineOptions())
+    drafter = steps.adapter.trees.guard.drafter
+    steps.adapter.trees.recorder = TraceRecorder(tmp_path, tree_config, drafter)
     steps.add("a", [1, 3], extra_args={"speculation_trace": True})
     steps.add("b", [1, 3])
     steps.step({"a": [6], "b": [6]})

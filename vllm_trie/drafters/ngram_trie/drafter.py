@@ -17,6 +17,7 @@ from vllm_trie.drafters.ngram_trie.store import RequestStore
 from vllm_trie.drafters.request_texts import IndexedText, RequestTexts
 from vllm_trie.ngrams import Backend, Blend, Job, Source, choose_backend
 from vllm_trie.ngrams.corpus_file import (
+    CorpusError,
     check_vocabulary,
     fingerprint,
     open_corpus,
@@ -94,8 +95,12 @@ class NgramTrieDrafter(Drafter):
     def check_files(
         cls, options: NgramTrieOptions, vocab_size: int, draft_model: str | None
     ) -> None:
-        if options.corpus is not None:
+        if options.corpus is None:
+            return
+        try:
             check_vocabulary(Path(options.corpus), read_header(Path(options.corpus)), vocab_size)
+        except CorpusError as error:
+            raise CorpusError(f"option 'corpus' names an unusable file: {error}") from None
 
     def read_prompts(self, requests: Sequence[DraftRequest]) -> None:
         # The backend indexes where it drafts: for one node, which is dropped.

@@ -150,6 +150,13 @@ class TrieUnionDrafter(Drafter):
         for part in self.parts:
             part.restore(saved)
 
+    @property
+    def part_names(self) -> Sequence[str]:
+        return [part.name for part in self.parts]
+
+    def parts_of(self, request_id: str, tree: TokenTree) -> list[int]:
+        return self._states[request_id].drafts[-1].parts_of(tree)
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         num_tokens = sum(self._num_new_tokens(request) for request in requests)
         states = [self._updated_state(request) for request in requests]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -158,6 +158,26 @@ class Draft:
     def selected(self) -> list[int]:
         """Return the likeliest merged nodes that fit, parents before children."""
         return sorted(self.order[: self.num_candidates])
+
+    def parts_of(self, tree: TokenTree) -> list[int]:
+        """Return a bit mask for each node of the step's tree, or of a part of it: the parts that
+        proposed the node."""
+        merged, window = self.merged, _mask(part for part, size in self.windows.items() if size)
+        edges = zip(merged.parents, merged.token_ids, strict=True)
+        node_at = {edge: node for node, edge in enumerate(edges)}
+        flags = tree.never_accept
+        never = [False] * tree.num_nodes if flags is None else flags.tolist()
+        masks: list[int] = []
+        nodes: list[int] = []  # merged ones
+        for token, parent, is_window in zip(tree.token_list, tree.parent_list, never, strict=True):
+            node = ROOT if is_window else node_at[ROOT if parent < 0 else nodes[parent], token]
+            nodes.append(node)
+            masks.append(window if is_window else _mask(merged.edges[node]))
+        return masks
+
+
+def _mask(parts: Iterable[int]) -> int:
+    return sum(1 << part for part in parts)
 
 
 def window_sizes(trees: Mapping[int, TokenTree], max_nodes: int) -> dict[int, int]:

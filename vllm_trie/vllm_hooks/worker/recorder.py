@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vllm.logger import init_logger
 
-from vllm_trie.explore.trace import Header, Step, TraceWriter
+from vllm_trie.explore.trace import Header, NoDraft, Step, TraceWriter
 from vllm_trie.vllm_hooks.wire import TRACE
 from vllm_trie.vllm_hooks.worker.drafting.draft_requests import ends_with
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData
 
-    from vllm_trie.drafters import DrafterContext, VerifiedStep
+    from vllm_trie.drafters import Drafter, DrafterContext, VerifiedStep
+    from vllm_trie.tree import TokenTree
+    from vllm_trie.vllm_hooks.setup.config import TreeConfig
 
 logger = init_logger(__name__)
 
@@ -32,13 +34,19 @@ MAX_FILES = 1000
 
 @dataclass(slots=True)
 class _Followed:
-    """A request that is being recorded."""
+    """A request that is being recorded.
+
+    Attributes:
+        parts, no_draft: of its next step, see :class:`Step`.
+    """
 
     file: BinaryIO
     writer: TraceWriter
     params: SamplingParams
-    num_output_tokens: int
     last_time: float
+    num_output_tokens: int = 0
+    parts: Sequence[int] = ()
+    no_draft: NoDraft = "prefill"
 
 
 class TraceRecorder:
@@ -48,14 +56,15 @@ class TraceRecorder:
 
     Args:
         folder: exists, writable.
-        method: of the engine's speculation.
-        context: of its drafter.
+        tree_config: the engine's speculation.
+        drafter: of this rank.
     """
 
-    def __init__(self, folder: Path, method: str, context: DrafterContext) -> None:
+    def __init__(self, folder: Path, tree_config: TreeConfig, drafter: Drafter) -> None:
         self._folder = folder
-        self._method = method
-        self._context = context
+        self._method = tree_config.method
+        self._options = _options(tree_config, drafter.context)
+        self._drafter = drafter
         self._followed: dict[str, _Followed] = {}
 
     def begin(self, requests: Iterable[NewRequestData]) -> None:
@@ -97,11 +106,48 @@ class TraceRecorder:
                 continue
             tree, accepted, _ = results[request_id]
             try:
-                followed.writer.add(Step.of(tree, accepted, tokens, now - followed.last_time))
+                seconds = now - followed.last_time
+                step = Step.of(tree, accepted, tokens, seconds, followed.parts, followed.no_draft)
+                followed.writer.add(step)
             except (OSError, ValueError) as error:
                 self._give_up(request_id, error)
             followed.last_time = now
             followed.num_output_tokens += len(tokens)
+            followed.parts, followed.no_draft = (), "pause"  # where no draft follows
+
+    def observe_drafts(
+        self,
+        request_ids: Sequence[str],
+        drafts: Mapping[str, tuple[TokenTree, TokenTree]],
+        has_failed: Callable[[str], bool],
+    ) -> None:
+        """Take in where the drafts of the next step are from, and why there are none.
+
+        Args:
+            request_ids: of the batch.
+            drafts: the tree as it was proposed and as it is to be verified, by request id.
+            has_failed: whether the drafter failed for a request.
+        """
+        if not self._followed:
+            return
+        for request_id in request_ids:
+            followed = self._followed.get(request_id)
+            if followed is None or followed.no_draft == "prefill":  # of more chunks
+                continue
+            if request_id not in drafts:
+                followed.no_draft = "limit"
+                continue
+            proposed, tree = drafts[request_id]
+            if tree.num_nodes:
+                followed.no_draft = "dropped"
+                try:
+                    followed.parts = self._drafter.parts_of(request_id, tree)
+                except Exception as error:
+                    self._give_up(request_id, error)
+            elif has_failed(request_id):
+                followed.no_draft = "failed"
+            else:
+                followed.no_draft = "budget" if proposed.num_nodes else "unknown"
 
     def end(self, request_id: str) -> None:
         """Complete the file of a request that has ended."""
@@ -125,9 +171,11 @@ class TraceRecorder:
         header = Header.of(
             request.req_id,
             self._method,
-            self._context.model,
-            self._context.tokenizer or self._context.model,
+            self._drafter.context.model,
+            self._drafter.context.tokenizer or self._drafter.context.model,
             request.prompt_token_ids or [],
+            self._options,
+            self._drafter.part_names,
         )
         name = re.sub(r"[^\w.-]", "_", request.req_id, flags=re.ASCII)[-120:]
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -141,12 +189,20 @@ class TraceRecorder:
             file.close()
             path.unlink()
             raise
-        return _Followed(file, writer, params, 0, time.perf_counter())
+        return _Followed(file, writer, params, time.perf_counter())
 
     def _give_up(self, request_id: str, error: Exception) -> None:
         logger.warning("vllm-trie: the trace of request %s ends: %s", request_id, error)
         with suppress(OSError):
             self._followed.pop(request_id).file.close()
+
+
+def _options(tree_config: TreeConfig, context: DrafterContext) -> dict[str, Any]:
+    """Return the options that differ from their defaults, and the nodes."""
+    options = {"num_speculative_tokens": context.num_nodes}
+    for each in (tree_config.drafter_options, tree_config.engine_options):
+        options |= each.model_dump(mode="json", exclude_defaults=True, exclude={"trace_path"})
+    return options
 
 
 def _before_stop(followed: _Followed, tokens: Sequence[int]) -> Sequence[int]:

@@ -321,9 +321,12 @@ class TreeVerifier:
             least = self.budget.least_probabilities(request_ids, self._num_decoding)
             for request, probability in zip(requests, least, strict=True):
                 request.min_probability = probability
-        trees = self.guard.propose(requests) if requests else []
+        proposed = trees = self.guard.propose(requests) if requests else []
         if self.budget is not None:
             trees = self.budget.cut(request_ids, trees, self._num_decoding)
+        if self.recorder is not None:
+            drafts = dict(zip(request_ids, zip(proposed, trees, strict=True), strict=True))
+            self.recorder.observe_drafts(self._request_ids, drafts, self.guard.has_failed)
         return trees if self._share_trees is None else self._share_trees(trees)
 
     def take_stats(self) -> TreeStats | None:

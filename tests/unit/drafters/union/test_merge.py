@@ -77,7 +77,8 @@ def test_the_tree_keeps_the_budget_and_the_likeliest(
         room -= overhead[index]
     trees = dict(enumerate(parts))
     assert window_sizes(trees, budget) == overhead
-    union = build_tree(Draft(merged, probabilities, overhead, budget, 10), trees)
+    draft = Draft(merged, probabilities, overhead, budget, 10)
+    union = build_tree(draft, trees)
     union.tree.validate(VOCAB, budget)
     never = union.tree.never_accept
     candidates = int((~never).sum()) if never is not None else union.tree.num_nodes
@@ -92,7 +93,14 @@ def test_the_tree_keeps_the_budget_and_the_likeliest(
             if target >= 0:
                 assert union.tree.token_ids[target] == part.token_ids[node]
                 assert _paths(union.tree)[target] == _paths(part)[node]
-    chain = build_tree(Draft(merged, probabilities, overhead, budget, 10), trees, chain_only=True)
+    paths = _paths(union.tree)
+    for node, mask in enumerate(draft.parts_of(union.tree)):
+        if never is not None and never[node]:
+            assert mask == sum(1 << part for part, size in overhead.items() if size)
+        else:
+            proposing = [i for i, part in enumerate(parts) if tuple(paths[node]) in prefixes(part)]
+            assert mask == sum(1 << part for part in proposing) > 0
+    chain = build_tree(draft, trees, chain_only=True)
     assert chain.tree.never_accept is None
     assert chain.tree.is_chain
     assert all(

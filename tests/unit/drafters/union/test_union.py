@@ -44,6 +44,7 @@ def test_parts_get_the_results_of_their_own_nodes(
     union = make_union(scripted, num_nodes=32, adaptive=False)
     [tree] = union.propose([make_request([5, 6])])
     scheduled = tree.prefix(data.draw(st.integers(0, tree.num_nodes)))
+    assert len(union.parts_of("a", scheduled)) == scheduled.num_nodes
     target = toy_target(3)
     step = verify(scheduled, [5, 6], target)
     new = [int(scheduled.token_ids[node]) for node in step.accepted]

@@ -101,6 +101,10 @@ class GuardedDrafter:
         except Exception:
             self._report("error", f"forgetting request {request_id}")
 
+    def has_failed(self, request_id: str) -> bool:
+        """Return whether a request gets no drafts, as the drafter failed."""
+        return self._is_resting or request_id in self._failed_requests
+
     def refuse(self, why: str) -> None:
         """Draft for nobody: the check at start-up found a fault."""
         self._rests_until = math.inf

@@ -10,7 +10,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_trie.budget import NodeBudget
-from vllm_trie.drafters import DrafterContext, get_drafter_class
+from vllm_trie.drafters import Drafter, DrafterContext, get_drafter_class
 from vllm_trie.tree.batch import LIBRARY
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
@@ -57,7 +57,7 @@ class TreeProposer:
             budget,
             share_trees,
             warm_start=open_warm_start(vllm_config, tree_config, context, drafter),
-            recorder=_recorder(options.trace_path, tree_config.method, context),
+            recorder=_recorder(tree_config, drafter),
         )
 
     def load_model(self, target_model: Any, *unused: Any, **unused_too: Any) -> None:
@@ -76,11 +76,12 @@ class TreeProposer:
         )
 
 
-def _recorder(trace_path: str | None, method: str, context: DrafterContext) -> TraceRecorder | None:
+def _recorder(tree_config: config.TreeConfig, drafter: Drafter) -> TraceRecorder | None:
     """Return the recorder of an engine with a folder for traces; all ranks see the same."""
-    if trace_path is None or context.rank:
+    trace_path = tree_config.engine_options.trace_path
+    if trace_path is None or drafter.context.rank:
         return None
-    return TraceRecorder(Path(trace_path), method, context)
+    return TraceRecorder(Path(trace_path), tree_config, drafter)
 
 
 def drafter_context(vllm_config: VllmConfig, draft_model: str | None) -> DrafterContext:
