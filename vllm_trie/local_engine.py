@@ -213,7 +213,7 @@ def trees_of(llm: Any) -> Any | None:
     runner = runner_of(llm)
     # A patched vLLM keeps it in the drafter, Model Runner V2 in its adapter.
     holders = (runner, *(getattr(runner, name, None) for name in ("drafter", "adapter")))
-    return next((each.trees for each in holders if hasattr(each, "trees")), None)
+    return next((holder.trees for holder in holders if hasattr(holder, "trees")), None)
 
 
 def batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
@@ -238,13 +238,13 @@ def interleave(
     Returns:
         Seconds and result of each repeat, by the run's key.
     """
-    found: dict[Key, list[tuple[float, Any]]] = {key: [] for key in runs}
+    timed: dict[Key, list[tuple[float, Any]]] = {key: [] for key in runs}
     for repeat in range(repeats):
         for key in list(runs) if repeat % 2 == 0 else reversed(list(runs)):
             start = time.perf_counter()
             result = runs[key]()
-            found[key].append((time.perf_counter() - start, result))
-    return found
+            timed[key].append((time.perf_counter() - start, result))
+    return timed
 
 
 def accepted_nodes(tree: TokenTree, output: Sequence[int]) -> list[int]:

@@ -138,11 +138,11 @@ class Step:
         end = 0
         for index, seq_len in enumerate(self.seq_lens):
             rows = slice(int(self.starts[index]), int(self.starts[index + 1]))
-            own = slice(end, end + int(seq_len))
-            end = own.stop
+            slots = slice(end, end + int(seq_len))
+            end = slots.stop
             mask = slot_mask(words.get(index, _NO_WORDS), rows.stop - rows.start, int(seq_len))
-            key = self.keys[own].double().repeat_interleave(group, dim=1)
-            value = self.values[own].double().repeat_interleave(group, dim=1)
+            key = self.keys[slots].double().repeat_interleave(group, dim=1)
+            value = self.values[slots].double().repeat_interleave(group, dim=1)
             scores = torch.einsum("qhd,shd->hqs", self.query[rows].double(), key) * self.scale
             scores.masked_fill_(~torch.from_numpy(mask), -torch.inf)
             output[rows] = torch.einsum("hqs,shd->qhd", scores.softmax(-1), value)

@@ -95,15 +95,15 @@ def tree_attention_portable(
         key = keys[blocks].permute(1, 0, 3, 2).reshape(num_kv_heads, -1, head_size)
         value = values[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_size)
         rows = slice(row.query_start, row.query_start + row.num_queries)
-        own = query[rows]
+        queries = query[rows]
         if alibi_slopes is not None:
             # In 16 bits the bias of a far token would be rounded to the next one's.
             dtype = torch.promote_types(query.dtype, torch.float32)
-            own, key, value = own.to(dtype), key.to(dtype), value.to(dtype)
+            queries, key, value = queries.to(dtype), key.to(dtype), value.to(dtype)
             positions = torch.from_numpy(trees.key_positions(index)).to(dtype)
             mask = torch.where(mask, alibi_slopes.to(dtype)[:, None, None] * positions, -torch.inf)
         attended = F.scaled_dot_product_attention(
-            own.transpose(0, 1)[None],
+            queries.transpose(0, 1)[None],
             key[None, :, : row.seq_len],
             value[None, :, : row.seq_len],
             attn_mask=mask,

@@ -64,7 +64,7 @@ class _Layers:
     def are(self, caches: Sequence[torch.Tensor]) -> bool:
         """Whether these are the very tensors."""
         return len(self._caches) == len(caches) and all(
-            known() is cache for known, cache in zip(self._caches, caches, strict=True)
+            kept() is cache for kept, cache in zip(self._caches, caches, strict=True)
         )
 
 

@@ -138,5 +138,5 @@ def build_tree_batch(
     """Describe one step of `num_tokens` scheduled tokens, those of other requests included; see
     :class:`TreeBatch`."""
     row_array = np.array(rows, dtype=np.int64).reshape(-1, len(TreeRow._fields))
-    words = [np.empty(0, dtype=np.uint64), *(each.reshape(-1) for each in ancestor_words)]
+    words = [np.empty(0, dtype=np.uint64), *(one.reshape(-1) for one in ancestor_words)]
     return TreeBatch(row_array, np.concatenate(words), row_array[:, 2].sum() == num_tokens)

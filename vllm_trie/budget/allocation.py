@@ -88,7 +88,9 @@ def choose_nodes(
         return Choice(keep, expected.tolist(), rate)
     calibrated = np.interp(joined, *points)
     scaled = np.minimum(calibrated * np.repeat(factors, sizes), 1.0)
-    found = best_allocation(scaled, num_rows, seconds)
+    allocation = best_allocation(scaled, num_rows, seconds)
     ends = np.cumsum(sizes)[:-1]
-    parts = np.split(calibrated * found.keep, ends)
-    return Choice(found.keep, [float(part.sum()) for part in parts], found.tokens_per_second)
+    parts = np.split(calibrated * allocation.keep, ends)
+    return Choice(
+        allocation.keep, [float(part.sum()) for part in parts], allocation.tokens_per_second
+    )

@@ -109,8 +109,8 @@ class NodeBudget:
         plain = seconds[num_rows]
         slope = (seconds[num_rows + nodes] - plain) / nodes
         price = _MARGIN * num_rows / plain * slope
-        known = [self._requests.get(request_id) for request_id in request_ids]
-        factors = np.array([1.0 if request is None else request.factor for request in known])
+        requests = [self._requests.get(request_id) for request_id in request_ids]
+        factors = np.array([1.0 if request is None else request.factor for request in requests])
         least: list[float] = self.acceptance.predicted_for(price / factors).tolist()
         return least
 

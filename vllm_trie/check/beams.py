@@ -96,7 +96,9 @@ def check(
         # NumPy's maximum of numbers and NaN is NaN, which passes no comparison.
         ordinary=float(np.max(_differences(llm, results[1::2]))),
         found=float(np.max(_differences(llm, searched))),
-        out_of_order=sum(later > earlier for each in scores for earlier, later in pairwise(each)),
+        out_of_order=sum(
+            later > earlier for ranked in scores for earlier, later in pairwise(ranked)
+        ),
     )
 
 
@@ -113,14 +115,14 @@ def check_beams(settings: Settings, dtype: str) -> Outcome:
     )
     if reason := reason_off(llm.llm_engine.vllm_config):
         return Outcome(status="not applicable", summary=f"native beam search is off: {reason}")
-    found = check(llm, widths, max_tokens)
+    result = check(llm, widths, max_tokens)
     return Outcome(
-        status="passed" if found.passed else "failed",
-        summary=f"{found.num_hypotheses} hypotheses, {found.num_pairs} pairs with a common "
-        f"beginning: scores and log-probabilities differ by {found.found:.2g} a token from the "
-        f"same tokens as a prompt, allowed is {found.allowed:.2g} (ordinary requests: "
-        f"{found.ordinary:.2g}); {found.out_of_order} out of order",
-        measured={**found._asdict(), "allowed": found.allowed},
+        status="passed" if result.passed else "failed",
+        summary=f"{result.num_hypotheses} hypotheses, {result.num_pairs} pairs with a common "
+        f"beginning: scores and log-probabilities differ by {result.found:.2g} a token from the "
+        f"same tokens as a prompt, allowed is {result.allowed:.2g} (ordinary requests: "
+        f"{result.ordinary:.2g}); {result.out_of_order} out of order",
+        measured={**result._asdict(), "allowed": result.allowed},
     )
 
 
@@ -133,17 +135,17 @@ def _differences(llm: LLM, results: Sequence[RequestOutput]) -> list[float]:
         SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),
         use_tqdm=False,
     )
-    found = []
+    worst = []
     for (prompt, output), computed in zip(pairs, again, strict=True):
-        wanted: Any = computed.prompt_logprobs
+        of_prompt: Any = computed.prompt_logprobs
         got: Any = output.logprobs
-        both = zip(output.token_ids, got, wanted[len(prompt) :], strict=True)
+        both = zip(output.token_ids, got, of_prompt[len(prompt) :], strict=True)
         logprobs = np.array([(ours[t].logprob, theirs[t].logprob) for t, ours, theirs in both])
         differences = [np.abs(logprobs[:, 0] - logprobs[:, 1]).mean()]
         if (score := getattr(output, "score", None)) is not None:  # the length penalty is 1
             differences.append(abs(score - logprobs[:, 1].mean()))
-        found.append(float(np.max(differences)))
-    return found
+        worst.append(float(np.max(differences)))
+    return worst
 
 
 def _num_shared_prefixes(result: RequestOutput) -> int:

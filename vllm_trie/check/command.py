@@ -94,10 +94,10 @@ def _parts(quick: bool, dtypes: list[str], names: Sequence[str]) -> list[Part]:
 
 def _dtypes(model: str | None, quick: bool) -> list[str]:
     """Return float32, and without `quick` the model's own dtype."""
-    own = SHIPPED_DTYPE
+    model_dtype = SHIPPED_DTYPE
     if model is not None:
         try:
-            found = local_engine.text_config(model).dtype
+            dtype = local_engine.text_config(model).dtype
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise typer.BadParameter(
@@ -105,8 +105,10 @@ def _dtypes(model: str | None, quick: bool) -> list[str]:
                 "or a name on the hub",
                 param_hint="--model",
             ) from None
-        own = str(found).removeprefix("torch.")
-    return ["float32"] if quick or own not in DTYPES else list(dict.fromkeys(["float32", own]))
+        model_dtype = str(dtype).removeprefix("torch.")
+    if quick or model_dtype not in DTYPES:
+        return ["float32"]
+    return list(dict.fromkeys(["float32", model_dtype]))
 
 
 def _number(part: Part, parts: Sequence[Part]) -> str:

@@ -14,22 +14,22 @@ _QUERY = ("--query-gpu=name,driver_version,memory.total", "--format=csv,noheader
 
 def describe(settings: Settings) -> Outcome:
     """Return `vllm-trie doctor`'s report, without its run of the GPU's kernel."""
-    found = doctor.collect(run_kernel=False)
-    platform = {name: value for name, value in found.platform.items() if value is not None}
+    report = doctor.collect(run_kernel=False)
+    platform = {name: value for name, value in report.platform.items() if value is not None}
     if program := shutil.which("nvidia-smi"):
         asked = subprocess.run([program, *_QUERY], capture_output=True, text=True, check=False)
         platform["nvidia-smi"] = "; ".join(asked.stdout.split("\n")).strip("; ")
-    versions = {name: value for name, value in found.versions.items() if value is not None}
+    versions = {name: value for name, value in report.versions.items() if value is not None}
     rows = [f"| {name} | {_text(value)} |" for name, value in (versions | platform).items()]
-    fits = sum(hook.status == "ok" for hook in found.hooks)
-    hooks = f"{fits} of {len(found.hooks)} hooks fit"
-    problems = [f"- {problem.level}: {problem.text}" for problem in found.problems]
-    errors = [problem.text for problem in found.problems if problem.level == "error"]
+    fits = sum(hook.status == "ok" for hook in report.hooks)
+    hooks = f"{fits} of {len(report.hooks)} hooks fit"
+    problems = [f"- {problem.level}: {problem.text}" for problem in report.problems]
+    errors = [problem.text for problem in report.problems if problem.level == "error"]
     return Outcome(
         status="failed" if errors else "passed",
         summary="; ".join(errors) or f"{_device(platform)}; vLLM {versions['vllm']}; {hooks}",
         details=["| | |", "| --- | --- |", *rows, *([""] if problems else []), *problems],
-        measured=asdict(found),
+        measured=asdict(report),
     )
 
 

@@ -24,8 +24,8 @@ def prompts(settings: Settings) -> list[list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     encode = chat_tokens if tokenizer.chat_template else lambda each, text: each.encode(text)
-    found = [list(encode(tokenizer, prompt.message)) for prompt in chat_prompts()]
-    return found[::2] if settings.quick else found
+    encoded = [list(encode(tokenizer, prompt.message)) for prompt in chat_prompts()]
+    return encoded[::2] if settings.quick else encoded
 
 
 def start_engine(
@@ -63,9 +63,11 @@ def decode(llm: Any, texts: Sequence[Sequence[int]], params: Sequence[Any]) -> t
     outputs: list[list[int]] = [[] for _ in texts]
     steps = 0
     for index, (text, given) in enumerate(zip(texts, params, strict=True)):
-        own = given.clone()
-        own.output_kind = RequestOutputKind.DELTA
-        llm.llm_engine.add_request(f"prompt-{index}", {"prompt_token_ids": list(text)}, own)
+        request_params = given.clone()
+        request_params.output_kind = RequestOutputKind.DELTA
+        llm.llm_engine.add_request(
+            f"prompt-{index}", {"prompt_token_ids": list(text)}, request_params
+        )
     while llm.llm_engine.has_unfinished_requests():
         for output in llm.llm_engine.step():
             new = output.outputs[0].token_ids

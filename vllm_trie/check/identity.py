@@ -51,7 +51,7 @@ def decode_plainly(settings: Settings, dtype: str) -> Outcome:
         PlainOutput(
             prompt=text,
             greedy=list(output.outputs[0].token_ids),
-            margins=[_margins(each) for each in output.outputs[0].logprobs],
+            margins=[_margins(logprobs) for logprobs in output.outputs[0].logprobs],
             seeded=sampled,
         )
         for text, output, sampled in zip(texts, greedy, seeded, strict=True)
@@ -163,13 +163,15 @@ def unlikely(
     ]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     results = llm.generate(inputs, params, use_tqdm=False)
-    found = []
+    indices = []
     for index, (output, result) in enumerate(zip(outputs, results, strict=True)):
         every = map(_margins, result.prompt_logprobs[len(texts[index]) :])
         # Written so that NaN is too unlikely.
-        if not all(each[token] < TOO_UNLIKELY for token, each in zip(output, every, strict=True)):
-            found.append(index)
-    return found
+        if not all(
+            margins[token] < TOO_UNLIKELY for token, margins in zip(output, every, strict=True)
+        ):
+            indices.append(index)
+    return indices
 
 
 def _start(
@@ -209,8 +211,8 @@ def _params(settings: Settings, number: int, seeded: bool = False, **options: An
 
 
 def _margins(logprobs: Any) -> dict[int, float]:
-    best = max(each.logprob for each in logprobs.values())
-    return {token: best - each.logprob for token, each in logprobs.items()}
+    best = max(logprob.logprob for logprob in logprobs.values())
+    return {token: best - logprob.logprob for token, logprob in logprobs.items()}
 
 
 def _file(settings: Settings, dtype: str) -> Path:

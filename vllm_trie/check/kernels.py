@@ -58,9 +58,9 @@ def check_attention(settings: Settings) -> Outcome:
     rows, wrong, measured, steps = [], [], {}, 0
     for layer in dict.fromkeys(layers):
         try:
-            found = check(layer, device)
-            good, error = found.passed, f"{found.largest_error:.2g}"
-            allowed, steps = f"{found.tolerance:.2g}", steps + found.num_steps
+            result = check(layer, device)
+            good, error = result.passed, f"{result.largest_error:.2g}"
+            allowed, steps = f"{result.tolerance:.2g}", steps + result.num_steps
         except Exception as raised:  # compilers and drivers fail in their own ways
             traceback.print_exc()
             good, error, allowed = False, f"{type(raised).__name__}: {raised}"[:500], ""
@@ -158,15 +158,17 @@ def check_graphs(settings: Settings) -> Outcome:
 def graph_outcome(shape: LayerShape, errors: dict[int, list[float]]) -> Outcome:
     """Judge the errors of replays, by number of splits."""
     allowed = TOLERANCE[shape.dtype]
-    wrong = [n for n, found in errors.items() if not all(error <= allowed for error in found)]
-    largest = max(max(found) for found in errors.values())
+    wrong = [
+        n for n, of_replays in errors.items() if not all(error <= allowed for error in of_replays)
+    ]
+    largest = max(max(of_replays) for of_replays in errors.values())
     text = f"largest error {largest:.2g} of the largest value, allowed is {allowed:.2g} ({shape})"
     if wrong:
         text = f"replays are wrong with {', '.join(map(str, wrong))} programs a request: {text}"
     return Outcome(
         status="failed" if wrong else "passed",
         summary=text,
-        measured={str(splits): found for splits, found in errors.items()},
+        measured={str(splits): of_replays for splits, of_replays in errors.items()},
     )
 
 
@@ -195,8 +197,8 @@ def replay_errors(
     generator = np.random.default_rng(3)
     # Equal numbers of nodes and blocks: a graph stands for a bucket of sizes.
     steps = [
-        _step(shape, [RequestShape(length, 1, nodes) for length in each], 64, generator)
-        for each in ((300, 33), (280, 40), (290, 35))
+        _step(shape, [RequestShape(length, 1, nodes) for length in lengths], 64, generator)
+        for lengths in ((300, 33), (280, 40), (290, 35))
     ]
     first = steps[0]
     size = (64, shape.block_size, shape.num_kv_heads, 2 * shape.head_size)

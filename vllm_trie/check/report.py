@@ -55,7 +55,7 @@ class Report(BaseModel):
                 lines += ["", f"## {part.name}", "", *part.details]
         lines += ["", "## Safe options", ""]
         if self.passed:
-            lines += [f"- {each}" for each in self.safe] or [
+            lines += [f"- {option}" for option in self.safe] or [
                 "None: the parts that show it did not run."
             ]
         else:

@@ -80,11 +80,11 @@ def _speeds(
     runs = {name: lambda llm=llm: generate(llm, queue, params) for name, llm in engines.items()}
     interleave(runs, 1)
     seconds = {
-        name: [each for each, _ in timed] for name, timed in interleave(runs, repeats).items()
+        name: [elapsed for elapsed, _ in timed] for name, timed in interleave(runs, repeats).items()
     }
     plain = seconds["plain"]
     ratios = {
-        name: median(base / own for base, own in zip(plain, taken, strict=True))
+        name: median(base / of_engine for base, of_engine in zip(plain, taken, strict=True))
         for name, taken in seconds.items()
     }
     return len(queue) * max_tokens / median(plain), ratios

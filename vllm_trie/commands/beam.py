@@ -103,13 +103,13 @@ def check_here(
     from vllm_trie.check.beams import check
 
     with errors_end_the_command():
-        found = check(llm)
+        result = check(llm)
     typer.echo(
-        f"{found.num_hypotheses} hypotheses, {found.num_pairs} pairs with a common beginning: "
-        f"log-probabilities differ by {found.found:.2g} per token from the same tokens as a "
-        f"prompt; ordinary requests by {found.ordinary:.2g}, allowed is {found.allowed:.2g}"
+        f"{result.num_hypotheses} hypotheses, {result.num_pairs} pairs with a common beginning: "
+        f"log-probabilities differ by {result.found:.2g} per token from the same tokens as a "
+        f"prompt; ordinary requests by {result.ordinary:.2g}, allowed is {result.allowed:.2g}"
     )
-    if not found.passed:
+    if not result.passed:
         typer.echo(
             "WRONG: do not use native beam search here, and please report this with the output "
             "of `vllm-trie doctor`",

@@ -80,12 +80,12 @@ def explore(
 def _check_methods(methods: Sequence[str]) -> None:
     from vllm_trie.drafters import available_methods
 
-    known = [PLAIN, *available_methods()]
-    for each in methods:
-        if each not in known or methods.count(each) > 1:
+    allowed = [PLAIN, *available_methods()]
+    for method in methods:
+        if method not in allowed or methods.count(method) > 1:
             raise typer.BadParameter(
-                f"{each!r} is {'no method' if each not in known else 'given twice'}; allowed, once "
-                f"each: {', '.join(known)}",
+                f"{method!r} is {'given twice' if method in allowed else 'no method'}; allowed, once "
+                f"each: {', '.join(allowed)}",
                 param_hint="--method",
             )
 
@@ -129,16 +129,16 @@ def _page_of_runs(
         from vllm_trie.explore.record import record, record_beams
 
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        for each in methods:
+        for method in methods:
             with local_engine.engine(
                 path,
                 max_model_len=length,
                 max_num_seqs=1,
-                speculative_config=_speculative_config(each, nodes, model is None, folder),
+                speculative_config=_speculative_config(method, nodes, model is None, folder),
             ) as llm:
                 warm_up = SamplingParams(temperature=0.0, max_tokens=4)
-                record(llm, each, token_ids, warm_up, Path(folder))
-                traces.append(record(llm, each, token_ids, params, Path(folder)))
+                record(llm, method, token_ids, warm_up, Path(folder))
+                traces.append(record(llm, method, token_ids, params, Path(folder)))
         if beam_width:
             with local_engine.engine(
                 path, max_model_len=length, max_num_seqs=max(8, beam_width), block_size=32

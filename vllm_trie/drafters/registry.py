@@ -89,8 +89,8 @@ def parse_options(method: str, mapping: Mapping[str, Any]) -> BaseModel:
         return options.model_validate(dict(mapping))
     except ValidationError as error:
         problems = [
-            _describe_problem(options, ".".join(map(str, found["loc"])), found)
-            for found in error.errors()
+            _describe_problem(options, ".".join(map(str, problem["loc"])), problem)
+            for problem in error.errors()
         ]
         raise ValueError(f"options of method {method!r}: {'; '.join(problems)}") from None
 

@@ -60,13 +60,15 @@ class ItemSearch:
 
         Weights count in their scores, and not in the log-probabilities of their tokens.
         """
-        found = self.search.hypotheses()
-        if not self._weight_factor or not found:
-            return found
-        added = self._weight_factor * self.trie.item_weights(self._item_nodes(found))
+        hypotheses = self.search.hypotheses()
+        if not self._weight_factor or not hypotheses:
+            return hypotheses
+        added = self._weight_factor * self.trie.item_weights(self._item_nodes(hypotheses))
         return [
-            each._replace(logprobs=[*each.logprobs[:-1], each.logprobs[-1] - float(own)])
-            for each, own in zip(found, added, strict=True)
+            hypothesis._replace(
+                logprobs=[*hypothesis.logprobs[:-1], hypothesis.logprobs[-1] - float(weight)]
+            )
+            for hypothesis, weight in zip(hypotheses, added, strict=True)
         ]
 
     def item_ids(self, hypotheses: Sequence[Hypothesis]) -> list[ItemId]:

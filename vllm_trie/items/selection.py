@@ -70,10 +70,10 @@ class SelectedTrie:
 
     def children(self, nodes: np.ndarray) -> Children:
         """Return the children of int[n] nodes that may be entered."""
-        found = self.trie.children(nodes)
-        ends, goes_on = self._lookup(found.nodes)
+        children = self.trie.children(nodes)
+        ends, goes_on = self._lookup(children.nodes)
         kept = ends | goes_on
-        return found if kept.all() else Children(*(array[kept] for array in found))
+        return children if kept.all() else Children(*(array[kept] for array in children))
 
     def num_children(self, nodes: np.ndarray) -> np.ndarray:
         """Return int[n], the number of children of int[n] nodes that may be entered."""
@@ -101,15 +101,15 @@ class SelectedTrie:
 
     def _lookup(self, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return bool[...] twice: items may end at the nodes, or below, if the trie has them."""
-        own = self.selection
-        inside = np.searchsorted(own.bounds, nodes, side="right") % 2 == 1
+        selection = self.selection
+        inside = np.searchsorted(selection.bounds, nodes, side="right") % 2 == 1
         ends, goes_on = inside, inside.copy()
-        if len(own.nodes):
-            wanted = np.asarray(nodes, dtype=own.nodes.dtype)
-            places = np.minimum(np.searchsorted(own.nodes, wanted), len(own.nodes) - 1)
-            listed = own.nodes[places] == wanted
-            ends = np.where(listed, own.ends[places], ends)
-            goes_on = np.where(listed, own.goes_on[places], goes_on)
+        if len(selection.nodes):
+            sought = np.asarray(nodes, dtype=selection.nodes.dtype)
+            places = np.minimum(np.searchsorted(selection.nodes, sought), len(selection.nodes) - 1)
+            listed = selection.nodes[places] == sought
+            ends = np.where(listed, selection.ends[places], ends)
+            goes_on = np.where(listed, selection.goes_on[places], goes_on)
         return ends, goes_on
 
 

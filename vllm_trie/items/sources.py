@@ -146,14 +146,16 @@ def _check_ids(ids: list[Any], where: _Where) -> None:
         return
     if types == {int} and min(ids) >= _LIMITS.min and max(ids) <= _LIMITS.max:
         return
-    for index, each in enumerate(ids):
-        if type(each) is int and not _LIMITS.min <= each <= _LIMITS.max:
-            raise where.error(index, f"id {each} does not fit into 64 bits; write it as a string")
-        if type(each) not in (str, int):
-            raise where.error(index, f"id {each!r} must be a string or an integer")
-        if type(each) is not type(ids[0]):
+    for index, item_id in enumerate(ids):
+        if type(item_id) is int and not _LIMITS.min <= item_id <= _LIMITS.max:
             raise where.error(
-                index, f"id {each!r} is of another type than {ids[0]!r}; use one type for all"
+                index, f"id {item_id} does not fit into 64 bits; write it as a string"
+            )
+        if type(item_id) not in (str, int):
+            raise where.error(index, f"id {item_id!r} must be a string or an integer")
+        if type(item_id) is not type(ids[0]):
+            raise where.error(
+                index, f"id {item_id!r} is of another type than {ids[0]!r}; use one type for all"
             )
 
 

@@ -102,10 +102,10 @@ def best_continuations(
     kinds = (scores[:num_ends], scores[num_ends:])
     best = [kind.topk(min(width, len(kind)), sorted=False).indices for kind in kinds]
     kept = torch.cat([best[0], best[1] + num_ends]).sort().values.cpu().numpy()
-    found = logprobs[torch.from_numpy(kept).to(device)].cpu().numpy()
-    order = np.lexsort((kept, -found, rows[kept]))
+    kept_logprobs = logprobs[torch.from_numpy(kept).to(device)].cpu().numpy()
+    order = np.lexsort((kept, -kept_logprobs, rows[kept]))
     kept = kept[order]
-    return Continuations(rows[kept], targets[kept], found[order])
+    return Continuations(rows[kept], targets[kept], kept_logprobs[order])
 
 
 def _segment_logsumexp(

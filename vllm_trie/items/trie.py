@@ -119,8 +119,8 @@ class ItemTrie:
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
         parents = np.repeat(np.arange(len(starts)), counts)
-        found = np.arange(total) + np.repeat(starts - (ends - counts), counts)
-        return Children(parents, found.astype(np.int32), self.tokens[found])
+        places = np.arange(total) + np.repeat(starts - (ends - counts), counts)
+        return Children(parents, places.astype(np.int32), self.tokens[places])
 
     def num_children(self, nodes: np.ndarray) -> np.ndarray:
         """Return int[n], the number of children of int[n] nodes."""
@@ -229,15 +229,15 @@ class ItemTrie:
     def parents(self, nodes: np.ndarray) -> np.ndarray:
         """Return int32[n], the parents of int[n] nodes other than the root."""
         # The last node whose children begin at or before this one.
-        wanted = np.asarray(nodes, dtype=self.first_child.dtype)
-        found = np.searchsorted(self.first_child, wanted, side="right") - 1
-        return found.astype(np.int32)
+        sought = np.asarray(nodes, dtype=self.first_child.dtype)
+        places = np.searchsorted(self.first_child, sought, side="right") - 1
+        return places.astype(np.int32)
 
     def _places(self, nodes: np.ndarray) -> np.ndarray:
         """Return where in `terminals` each node is, or could be."""
         # With another type, NumPy would convert the whole array.
-        wanted = np.asarray(nodes, dtype=self.terminals.dtype)
-        return np.minimum(np.searchsorted(self.terminals, wanted), self.num_items - 1)
+        sought = np.asarray(nodes, dtype=self.terminals.dtype)
+        return np.minimum(np.searchsorted(self.terminals, sought), self.num_items - 1)
 
     def _ids(self, values: np.ndarray) -> list[ItemId]:
         if self.id_texts is None:
@@ -279,13 +279,13 @@ def find_fault(trie: ItemTrie) -> str | None:
         end = min(begin + _CHECK_CHUNK, nodes)
         starts = first[begin : end + 1].astype(np.int64)
         # Children come after their parents, and every node but the root is someone's child.
-        own = np.arange(begin, end)
-        if (np.diff(starts) < 0).any() or (starts[:-1] <= own).any() or starts[-1] > nodes:
+        numbers = np.arange(begin, end)
+        if (np.diff(starts) < 0).any() or (starts[:-1] <= numbers).any() or starts[-1] > nodes:
             return f"the children of nodes {begin} to {end - 1} are out of order"
         tokens = trie.tokens[max(begin, 1) : end]
         if tokens.min() < 0:
             return f"a token of nodes {begin} to {end - 1} is negative"
-        leaves = own[np.diff(starts) == 0]
+        leaves = numbers[np.diff(starts) == 0]
         if not np.array_equal(trie.terminals[trie._places(leaves)], leaves):
             return f"an item ends nowhere among nodes {begin} to {end - 1}"
     start, depth = 1, 0  # first node of a level

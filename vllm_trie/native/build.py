@@ -143,8 +143,10 @@ def damaged_libraries() -> list[Path]:
     Raises:
         NativeBuildError: there is no folder that can be used.
     """
-    found = sorted(cache_folder().glob("*.so"))
-    return [each for each in found if _digest_file(each).exists() and not is_whole(each)]
+    damaged = sorted(cache_folder().glob("*.so"))
+    return [
+        library for library in damaged if _digest_file(library).exists() and not is_whole(library)
+    ]
 
 
 def _digest_file(library: Path) -> Path:
@@ -198,12 +200,12 @@ def find_compiler() -> tuple[str, ...]:
     if chosen:
         with suppress(ValueError):  # an unbalanced quotation mark
             program, *arguments = shlex.split(chosen) or [""]
-            if found := shutil.which(program):
-                return (os.path.abspath(found), *arguments)
+            if command := shutil.which(program):
+                return (os.path.abspath(command), *arguments)
         raise NativeBuildError(f"CXX={chosen!r} is not a program")
     for candidate in ("g++", "clang++", "c++"):
-        if found := shutil.which(candidate):
-            return (os.path.abspath(found),)
+        if command := shutil.which(candidate):
+            return (os.path.abspath(command),)
     raise NativeBuildError("no C++ compiler (g++, clang++ or c++) on PATH")
 
 
@@ -222,13 +224,13 @@ def _digest(compiler: Sequence[str], files: Sequence[Path], flags: Sequence[str]
 @functools.cache
 def _cpu_description() -> str:
     """Return what `-march=native` depends on: unlike machines may share a home folder."""
-    wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    fields = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
         lines = [platform.processor()]
     return "\n".join(
-        [platform.machine(), *(line for line in lines if line.split("\t")[0].strip() in wanted)]
+        [platform.machine(), *(line for line in lines if line.split("\t")[0].strip() in fields)]
     )
 
 

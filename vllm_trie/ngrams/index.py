@@ -244,14 +244,14 @@ class NgramIndex:
         tokens = self._texts[text].token_ids
         width = self.max_order + 1
         # The nodes of all its n-grams, by start and length.
-        found: dict[tuple[int, int], Node] = {}
+        grams: dict[tuple[int, int], Node] = {}
         for start in range(len(tokens)):
             node = self.root
             for length in range(1, min(width, len(tokens) - start) + 1):
                 child = node.children.get(tokens[start + length - 1])
                 if child is None:
                     break
-                found[start, length] = node = child
+                grams[start, length] = node = child
         # From the end of the text: an n-gram goes after all those that begin with it.
         for end in range(len(tokens) - 1, self._texts[text].context_size - 1, -1):
             if tokens[end] < 0:
@@ -262,7 +262,7 @@ class NgramIndex:
                 longest += 1
             longer_vanished = True
             for length in range(longest, 0, -1):
-                gram = found.get((end - length + 1, length))
+                gram = grams.get((end - length + 1, length))
                 if gram is None:
                     continue  # it occurred here alone, and vanishes with the text
                 gram.count -= 1

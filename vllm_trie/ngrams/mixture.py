@@ -105,7 +105,7 @@ class Mixture:
         named: list[Counts] = []
         if self.recycled is not None and last_two is not None:
             named = self.recycled(*last_two)
-        longest = max((len(known) - 1 for known in contexts), default=-1)
+        longest = max((len(matches) - 1 for matches in contexts), default=-1)
         if any(named):
             longest = max(longest, 0)
         asked: list[Asked] = []
@@ -116,10 +116,10 @@ class Mixture:
             counted: list[tuple[Counted, Source]] = []
             if order == 0:
                 counted += [(count_listed(counts), self.blend.recycled) for counts in named]
-            for index, kind, known in zip(self.indexes, self.kinds, contexts, strict=True):
-                if order < len(known):
+            for index, kind, matches in zip(self.indexes, self.kinds, contexts, strict=True):
+                if order < len(matches):
                     trust = self.blend.source(kind, order, order == answer_order)
-                    counted.append((count_successors(index, known[order]), trust))
+                    counted.append((count_successors(index, matches[order]), trust))
             for successors, trust in counted:
                 _, num_types, num_successors = successors
                 if num_successors == 0:
@@ -179,8 +179,8 @@ def grow(
         if tree.may_grow():
             number = len(tree.chosen) - 1
             contexts[number] = [
-                advance(index, known, guess.token)
-                for index, known in zip(indexes, contexts[guess.parent], strict=True)
+                advance(index, matches, guess.token)
+                for index, matches in zip(indexes, contexts[guess.parent], strict=True)
             ]
             expand(guess.probability, number, guess.depth + 1)
     return contexts[ROOT]

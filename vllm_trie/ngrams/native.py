@@ -90,9 +90,9 @@ class NativeIndex:
 
     def arrays(self) -> tuple[bytes, bytes]:
         """Return copies of the node array and of the hash table."""
-        found = (c_int64 * 4)()
-        self._library.ngram_index_arrays(self.handle, found)
-        nodes, num_nodes, table, table_size = found
+        described = (c_int64 * 4)()
+        self._library.ngram_index_arrays(self.handle, described)
+        nodes, num_nodes, table, table_size = described
         return (
             ctypes.string_at(nodes, num_nodes * NODE_BYTES),
             ctypes.string_at(table, table_size * 4),
@@ -177,10 +177,12 @@ class DraftBatch:
         parts: list[Any] = [b"", blend]
         stride = 0
         for job in jobs:
-            own, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
+            own_text, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least = job[
+                :9
+            ]
             recycled, scope, first, text, answer, output_begin = job[9:]
             packed = _PACK_JOB(
-                0 if own is None else own.handle,
+                0 if own_text is None else own_text.handle,
                 0 if store is None else store.handle,
                 0 if corpus is None else corpus.handle,
                 *(least, max_nodes, max_depth, chain, len(tokens), num_indexed, first),

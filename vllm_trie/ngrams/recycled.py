@@ -36,7 +36,7 @@ class _Context:
     def add(self, successor: int) -> bool:
         """Count a successor; return whether it is new."""
         count = 1 + dict(self.counted).get(successor, 0)
-        others = [each for each in self.counted if each[0] != successor]
+        others = [counted for counted in self.counted if counted[0] != successor]
         is_new = count == 1
         if is_new and len(others) == NUM_SUCCESSORS:
             others.pop()
@@ -75,14 +75,16 @@ class RecycledTable:
 
     def _count(self, scope: int, before: int, last: int, successor: int) -> bool:
         bucket = self._buckets[self._bucket(scope, before, last)]
-        found = next((each for each in bucket if each.key == (scope, before, last)), None)
-        if found is None:
-            found = _Context(scope, before, last)
+        context = next(
+            (candidate for candidate in bucket if candidate.key == (scope, before, last)), None
+        )
+        if context is None:
+            context = _Context(scope, before, last)
         else:
-            bucket.remove(found)
-        bucket.insert(0, found)
+            bucket.remove(context)
+        bucket.insert(0, context)
         del bucket[NUM_WAYS:]
-        return found.add(successor)
+        return context.add(successor)
 
     def _bucket(self, scope: int, before: int, last: int) -> int:
         return _hash_edge(_hash_edge(before, last), scope) & self._bucket_mask

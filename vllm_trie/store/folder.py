@@ -77,7 +77,7 @@ class SharedFolder:
         Args:
             own: The engine's own file, whose texts are noted and not returned.
         """
-        known = [keys for _, keys in self._seen.values()]
+        earlier = [keys for _, keys in self._seen.values()]
         newest_files = self._newest_files()
         # What is not read now is read later, without the texts that were in it before.
         seen = {path: self._seen[path] for _, path in newest_files if path in self._seen}
@@ -96,18 +96,18 @@ class SharedFolder:
             num_tokens += store.header.num_tokens
             seen[path] = saved_at, frozenset(map(_key, store.texts[-_RECENT_TEXTS:]))
             if path == own:
-                known.append(seen[path][1])
+                earlier.append(seen[path][1])
             else:
                 changed.append(store)
         self._seen = seen
-        if not known:
+        if not earlier:
             return changed
-        all_known = frozenset[int]().union(*known)
+        all_known = frozenset[int]().union(*earlier)
         return [_without(store, all_known) for store in changed]
 
     def _newest_files(self) -> list[tuple[float, Path]]:
         """Return when each file was saved, and its path."""
-        found: list[tuple[float, Path]] = []
+        saved: list[tuple[float, Path]] = []
         try:
             names = [path for path in self._folder.iterdir() if path.suffix == SUFFIX]
         except FileNotFoundError:
@@ -119,10 +119,10 @@ class SharedFolder:
             try:
                 header = read_header(path)
                 if Identity.of(header) == self._identity:
-                    found.append((header.saved_at, path))
+                    saved.append((header.saved_at, path))
             except StoreError as error:
                 self._warn(str(error))
-        return sorted(found, reverse=True)[:MAX_FILES]
+        return sorted(saved, reverse=True)[:MAX_FILES]
 
 
 def _without(store: Store, known: frozenset[int]) -> Store:

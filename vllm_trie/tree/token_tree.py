@@ -273,8 +273,8 @@ class TokenTree:
 
     def _validate_array(self, name: str, array: np.ndarray, dtype: type) -> None:
         if not isinstance(array, np.ndarray) or array.dtype != dtype:
-            found = getattr(array, "dtype", type(array).__name__)
-            raise MalformedTreeError(f"{name} is {found}, it must be a {dtype.__name__} array")
+            described = getattr(array, "dtype", type(array).__name__)
+            raise MalformedTreeError(f"{name} is {described}, it must be a {dtype.__name__} array")
         if array.shape != (len(self.token_ids),):
             raise MalformedTreeError(
                 f"{name} has shape {array.shape}, it must be ({len(self.token_ids)},)"

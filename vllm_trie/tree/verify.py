@@ -29,15 +29,15 @@ def accept_greedy(
         tokens and then the bonus token `target[last + 1]` (`target[0]` if nothing was accepted).
     """
     accepted: list[int] = []
-    node, wanted = ROOT, target[0]
+    node, token = ROOT, target[0]
     # Children follow their parents, so one pass in index order visits every path.
     for child, parent in enumerate(parents):
         if (
             parent == node
-            and tree_token_ids[child] == wanted
+            and tree_token_ids[child] == token
             and not (never_accept is not None and never_accept[child])
         ):
             accepted.append(child)
             node = child
-            wanted = target[child + 1]
+            token = target[child + 1]
     return accepted

@@ -73,10 +73,12 @@ class CandidateTrie:
             max_nodes: B, node limit.
             min_probability: nodes that are less likely are left out.
         """
-        known = self.probabilities
-        kept = [node for node, probability in enumerate(known) if probability >= min_probability]
+        probabilities = self.probabilities
+        kept = [
+            node for node, probability in enumerate(probabilities) if probability >= min_probability
+        ]
         if len(kept) > max_nodes:
-            likeliest = sorted(kept, key=lambda node: (-known[node], node))
+            likeliest = sorted(kept, key=lambda node: (-probabilities[node], node))
             kept = sorted(likeliest[: max(max_nodes, 0)])
         if not kept:
             return TokenTree.empty()
@@ -84,7 +86,7 @@ class CandidateTrie:
         tree = TokenTree.from_lists(
             [self.token_ids[node] for node in kept],
             [new_index[self.parents[node]] for node in kept],
-            [known[node] for node in kept],
+            [probabilities[node] for node in kept],
         )
         return depth_first_layout(tree)
 

@@ -55,16 +55,16 @@ class NgramPool:
         `before` is the text before an n-gram of the text. N-grams of the window have none: the
         tokens before them are guesses, and agreement with those predicts nothing (measured).
         """
-        known = self._by_first.setdefault(first, {})
+        ngrams = self._by_first.setdefault(first, {})
         self._by_first.move_to_end(first)
-        same = known.pop(rest, None)
+        same = ngrams.pop(rest, None)
         if same is None:
             self.num_ngrams += 1
-            known[rest] = (before, self._step, False)
+            ngrams[rest] = (before, self._step, False)
         else:
-            known[rest] = (before or same[0], self._step, True)
-        if len(known) > self._max_per_token:
-            self._drop_oldest(known)
+            ngrams[rest] = (before or same[0], self._step, True)
+        if len(ngrams) > self._max_per_token:
+            self._drop_oldest(ngrams)
         elif self.num_ngrams > self._max_ngrams:
             stale, oldest = next(iter(self._by_first.items()))
             self._drop_oldest(oldest)
@@ -84,13 +84,13 @@ class NgramPool:
 
         Only the last `CONTEXT_LEN + 1` tokens of the text are read.
         """
-        known = self._by_first.get(token_ids[-1])
-        if not known:
+        ngrams = self._by_first.get(token_ids[-1])
+        if not ngrams:
             return []
         context = token_ids[:-1]
         candidates = [
             Candidate(rest, _common_suffix(before, context), self._step - step, is_repeated)
-            for rest, (before, step, is_repeated) in reversed(known.items())
+            for rest, (before, step, is_repeated) in reversed(ngrams.items())
         ]
         candidates.sort(key=lambda candidate: -candidate.num_matched)
         return candidates

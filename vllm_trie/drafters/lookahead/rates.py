@@ -110,11 +110,11 @@ class Rates:
         lengths = range(CONTEXT_LEN + 1)
         ranks = range(_MAX_RANKS)
         self._first = [
-            [[Rate(_expected_first(rank, own, best)) for rank in ranks] for own in lengths]
+            [[Rate(_expected_first(rank, matched, best)) for rank in ranks] for matched in lengths]
             for best in lengths
         ]
         self._next = [
-            [[Rate(_expected_next(rank, own, right)) for rank in ranks] for own in lengths]
+            [[Rate(_expected_next(rank, matched, right)) for rank in ranks] for matched in lengths]
             for right in range(1, _MAX_RIGHT + 1)
         ]
 

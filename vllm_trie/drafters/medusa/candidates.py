@@ -78,10 +78,10 @@ def write_candidates(shape: tuple[int, int, int], find: Callable[[int, int], int
     Raises:
         MemoryError: by its status it had no memory.
     """
-    found = Candidates(np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float32))
-    if find(found.tokens.ctypes.data, found.probabilities.ctypes.data) == _NONE:
+    candidates = Candidates(np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float32))
+    if find(candidates.tokens.ctypes.data, candidates.probabilities.ctypes.data) == _NONE:
         raise MemoryError("no memory for the heads' candidates")
-    return found
+    return candidates
 
 
 def top_candidates_torch(logits: HeadLogits) -> Candidates:

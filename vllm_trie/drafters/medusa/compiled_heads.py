@@ -72,12 +72,12 @@ class CompiledHeads:
         the dtype that the other methods read, or more than `MAX_ROWS`."""
         if len(states) > MAX_ROWS:
             return None
-        found, dtype = [], self._dtype
+        addresses, dtype = [], self._dtype
         for state in states:
             if state.dtype is not dtype or not state.is_contiguous():
                 return None
-            found.append(state.data_ptr())
-        return found
+            addresses.append(state.data_ptr())
+        return addresses
 
     def top_candidates(self, rows: Sequence[int]) -> Candidates:
         """Return each head's candidates at each state, as

@@ -110,18 +110,18 @@ class MedusaDrafter(Drafter):
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         states: list[Any] = [request.hidden_state for request in requests]
         jobs = self._jobs(requests)
-        if (found := self._compiled_rows(states)) is not None:
-            compiled, rows = found
+        if (compiled_rows := self._compiled_rows(states)) is not None:
+            compiled, rows = compiled_rows
             return compiled.draft_batch(jobs, rows, self.timing)
         drafts = self._backend.draft_batch(jobs, self.top_candidates(states))
         return [draft.tree for draft in drafts]
 
     def top_candidates(self, states: Sequence[Tensor]) -> Candidates:
         """Return each head's candidates, [states, K, m], after hidden states [hidden_size]."""
-        found = self._compiled_rows(states)
+        compiled_rows = self._compiled_rows(states)
         self.timing.asked = perf_counter()
-        if found is not None:
-            compiled, rows = found
+        if compiled_rows is not None:
+            compiled, rows = compiled_rows
             candidates = compiled.top_candidates(rows)
             self.timing.products = compiled.product_seconds
             return candidates

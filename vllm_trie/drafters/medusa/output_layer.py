@@ -36,9 +36,9 @@ def target_output_layer(target_model: Any, context: DrafterContext) -> Tensor:
             and weight.shape[1] == context.hidden_size
         ):
             return weight[: context.vocab_size].detach().cpu()  # vLLM pads the rows
-    found = _from_files(Path(context.model))
-    if found is not None:
-        return found
+    layers = _from_files(Path(context.model))
+    if layers is not None:
+        return layers
     raise CheckpointError(
         "these Medusa heads use the model's own output layer (original_lm_head), which was found "
         "neither in the loaded model nor in safetensors files of its folder; add it to the heads' "

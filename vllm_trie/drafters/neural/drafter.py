@@ -76,9 +76,11 @@ def chain_tree(
     paths = above[1:].tolist()
     if not request.chain_only:
         for level in range(depth):
-            for token, own in zip(token_ids[level, 1:], probabilities[level, 1:], strict=True):
+            for token, probability in zip(
+                token_ids[level, 1:], probabilities[level, 1:], strict=True
+            ):
                 tokens.append(int(token))
                 parents.append(level - 1)
-                paths.append(float(above[level] * own))
+                paths.append(float(above[level] * probability))
     kept = request.max_nodes
     return TokenTree.from_lists(tokens[:kept], parents[:kept], paths[:kept])

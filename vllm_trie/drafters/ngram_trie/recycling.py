@@ -47,8 +47,8 @@ class Recycling:
             rows = None if request.last_step is None else observed_rows(request, length)
             if rows is not None and len(rows):
                 by_salt[request.cache_salt].append(rows)
-        for salt, found in by_salt.items():
-            self._observe(StoredText(salt_digest(salt), np.concatenate(found).ravel()))
+        for salt, of_salt in by_salt.items():
+            self._observe(StoredText(salt_digest(salt), np.concatenate(of_salt).ravel()))
 
     def successors(self) -> list[StoredText]:
         """Return the last observations, the rows of :func:`observed_rows` one after another."""

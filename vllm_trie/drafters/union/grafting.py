@@ -37,8 +37,8 @@ def graft(
                 added.append(chain[:length])
                 owners.append(row)
     if asked:
-        found = part.propose_after(asked, added)
-        for row, path, tree in zip(owners, added, found, strict=True):
+        drafted = part.propose_after(asked, added)
+        for row, path, tree in zip(owners, added, drafted, strict=True):
             if tree.num_nodes:
                 grafts[row].append(Graft(index, path, tree))
     return grafts

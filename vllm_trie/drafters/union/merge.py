@@ -185,8 +185,8 @@ def window_sizes(trees: Mapping[int, TokenTree], max_nodes: int) -> dict[int, in
     they do not fit next to those of earlier parts."""
     sizes = {}
     for part, tree in trees.items():
-        wanted = 0 if tree.never_accept is None else int(tree.never_accept.sum())
-        sizes[part] = wanted if wanted <= max_nodes else 0
+        size = 0 if tree.never_accept is None else int(tree.never_accept.sum())
+        sizes[part] = size if size <= max_nodes else 0
         max_nodes -= sizes[part]
     return sizes
 
@@ -220,12 +220,12 @@ class UnionTree:
         accepted = tuple(node for node, target in enumerate(node_of) if target in was_accepted)
         argmax = None
         if step.node_argmax is not None:
-            known = step.node_argmax
+            of_union = step.node_argmax
             argmax = np.full(tree.num_nodes + 1, -1, dtype=np.int32)
-            argmax[0] = known[0]
+            argmax[0] = of_union[0]
             for node, target in enumerate(node_of):
-                if 0 <= target < len(known) - 1:
-                    argmax[node + 1] = known[target + 1]
+                if 0 <= target < len(of_union) - 1:
+                    argmax[node + 1] = of_union[target + 1]
         return VerifiedStep(tree, accepted, argmax)
 
 

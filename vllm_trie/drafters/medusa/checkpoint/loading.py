@@ -108,21 +108,21 @@ class _Reader:
     def blocks(self) -> list[list[_Block]]:
         """Return the residual blocks of each head."""
         pattern = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
-        found = [(int(m[1]), int(m[2])) for name in self._tensors if (m := pattern.fullmatch(name))]
-        if not found:
+        pairs = [(int(m[1]), int(m[2])) for name in self._tensors if (m := pattern.fullmatch(name))]
+        if not pairs:
             present = ", ".join(sorted(self._tensors)[:4])
             raise CheckpointError(
                 f"{self._where} has no tensors of Medusa heads (it has {present}, ...); expected "
                 "names like 'blocks.0.layers.0.weight' (vLLM) or '0.0.linear.weight' "
                 "(FasterDecoding)"
             )
-        num_heads, num_layers = (1 + max(numbers) for numbers in zip(*found, strict=True))
+        num_heads, num_layers = (1 + max(numbers) for numbers in zip(*pairs, strict=True))
         names = [
             [f"blocks.{head}.layers.{layer}" for layer in range(num_layers)]
             for head in range(num_heads)
         ]
-        wanted = [f"{name}.weight" for layers in names for name in layers]
-        if missing := [name for name in wanted if name not in self._tensors]:
+        needed = [f"{name}.weight" for layers in names for name in layers]
+        if missing := [name for name in needed if name not in self._tensors]:
             raise CheckpointError(
                 f"{self._where} lacks {', '.join(missing[:4])}; the file is incomplete"
             )
@@ -232,9 +232,9 @@ class _Reader:
                         f"{tuple(weight.shape)}, but the model's hidden size is {size}: these "
                         "heads belong to another model"
                     )
-                found = None if bias is None else tuple(bias.shape)
-                if found != ((size,) if has_bias else None):
+                shape = None if bias is None else tuple(bias.shape)
+                if shape != ((size,) if has_bias else None):
                     raise CheckpointError(
-                        f"the bias of block {layer} of head {head} in {self._where} is {found}; "
+                        f"the bias of block {layer} of head {head} in {self._where} is {shape}; "
                         f"all blocks must have one of shape ({size},), or none may"
                     )
