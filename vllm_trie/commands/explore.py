@@ -84,8 +84,8 @@ def _check_methods(methods: Sequence[str]) -> None:
     for method in methods:
         if method not in allowed or methods.count(method) > 1:
             raise typer.BadParameter(
-                f"{method!r} is {'given twice' if method in allowed else 'no method'}; allowed, once "
-                f"each: {', '.join(allowed)}",
+                f"{method!r} is {'given twice' if method in allowed else 'no method'}; allowed, "
+                f"once each: {', '.join(allowed)}",
                 param_hint="--method",
             )
 

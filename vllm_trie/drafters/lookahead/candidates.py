@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm_trie.drafters.lookahead.pool import Candidate
-from vllm_trie.drafters.lookahead.rates import Rate, Rates, subclass_of_ngram, subclass_of_token
+from vllm_trie.drafters.lookahead.rates import Rate, Rates
 from vllm_trie.tree import ROOT, TokenTree, depth_first_layout
 
 
@@ -19,7 +19,6 @@ class CandidateTrie:
         candidates: the best first, as `NgramPool.after` returns them.
         max_depth: D, depth limit.
         rates: acceptance rates, updated by `learn`.
-        window_tokens: the tokens of the lookahead window.
 
     Attributes:
         token_ids, parents, probabilities: of the nodes, parents before children and better
@@ -33,18 +32,17 @@ class CandidateTrie:
         candidates: Sequence[Candidate],
         max_depth: int,
         rates: Rates,
-        window_tokens: Sequence[int] = (),
     ) -> None:
         self.candidates = candidates
         self.max_depth = max_depth
         self.token_ids: list[int] = []
         self.parents: list[int] = []
         self.probabilities: list[float] = []
-        self._rates: list[tuple[Rate, int]] = []  # of each node, with its subclass
+        self._rates: list[Rate] = []  # of each node
         child_of: dict[tuple[int, int], int] = {}
         num_children: dict[int, int] = {}
         for candidate in candidates:
-            matched, of_ngram = candidate.num_matched, subclass_of_ngram(candidate)
+            matched = candidate.num_matched
             node, probability = ROOT, 1.0
             for depth, token in enumerate(candidate.tokens[:max_depth]):
                 child = child_of.get((node, token))
@@ -55,13 +53,12 @@ class CandidateTrie:
                         rate = rates.of_first_token(rank, matched, candidates[0].num_matched)
                     else:
                         rate = rates.of_next_token(rank, matched, depth)
-                    sub = subclass_of_token(of_ngram, window_tokens.count(token))
-                    probability *= rate.probability(sub)
+                    probability *= rate.probability
                     child = child_of[node, token] = len(self.token_ids)
                     self.token_ids.append(token)
                     self.parents.append(node)
                     self.probabilities.append(probability)
-                    self._rates.append((rate, sub))
+                    self._rates.append(rate)
                 else:
                     probability = self.probabilities[child]
                 node = child
@@ -101,7 +98,6 @@ class CandidateTrie:
             if parent not in depth or depth[parent] >= len(continuation):
                 continue
             was_right = self.token_ids[node] == continuation[depth[parent]]
-            rate, sub = self._rates[node]
-            rate.count(sub, was_right)
+            self._rates[node].count(was_right)
             if was_right:
                 depth[node] = depth[parent] + 1

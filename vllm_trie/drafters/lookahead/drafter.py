@@ -112,7 +112,6 @@ class LookaheadDrafter(Drafter):
             candidates[:1] if request.chain_only else candidates,
             min(self.shape.max_candidate_depth, request.max_depth),
             self.rates,
-            window.token_ids if with_window else (),
         )
         state.add_draft(len(request.token_ids), trie)
         room = request.max_nodes - (window.num_nodes if with_window else 0)
@@ -134,8 +133,6 @@ class LookaheadDrafter(Drafter):
         if state is None or not np.array_equal(tokens[: len(state.seen)], state.seen):
             state = self._states[request.request_id] = _State(request, self.shape, self.options)
         state.learn(tokens)
-        if len(tokens) > len(state.seen):
-            state.pool.begin_step()
         if request.last_step is not None:
             self._advance_window(state, request.last_step)
         if self.options.pool_from_text:

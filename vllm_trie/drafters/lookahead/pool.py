@@ -17,15 +17,6 @@ class Candidate(NamedTuple):
     num_matched: int
     """Length of the context that the n-gram shares with the text, at most `CONTEXT_LEN`; 0 for
     n-grams of the window."""
-    age: int = 0
-    """Steps since the n-gram was last found."""
-    is_repeated: bool = False
-    """Whether the n-gram was found more than once."""
-
-
-# Of an n-gram: the text before it, the step that last found it, whether it was found more than
-# once. A plain tuple, because each step finds ten.
-_Known = tuple[tuple[int, ...], int, bool]
 
 
 class NgramPool:
@@ -40,14 +31,10 @@ class NgramPool:
     def __init__(self, max_per_token: int, max_ngrams: int) -> None:
         self._max_per_token = max_per_token
         self._max_ngrams = max_ngrams
-        # Both dictionaries are in order of age, the newest entry last.
-        self._by_first: OrderedDict[int, dict[tuple[int, ...], _Known]] = OrderedDict()
-        self._step = 0
+        # By first token the n-grams and the text before each. Both dictionaries are in order of
+        # age, the newest entry last.
+        self._by_first: OrderedDict[int, dict[tuple[int, ...], tuple[int, ...]]] = OrderedDict()
         self.num_ngrams = 0
-
-    def begin_step(self) -> None:
-        """Let all n-grams age by a step."""
-        self._step += 1
 
     def add(self, first: int, rest: tuple[int, ...], before: tuple[int, ...] = ()) -> None:
         """Add the n-gram `(first, *rest)`; a known one becomes the newest.
@@ -60,9 +47,9 @@ class NgramPool:
         same = ngrams.pop(rest, None)
         if same is None:
             self.num_ngrams += 1
-            ngrams[rest] = (before, self._step, False)
+            ngrams[rest] = before
         else:
-            ngrams[rest] = (before or same[0], self._step, True)
+            ngrams[rest] = before or same
         if len(ngrams) > self._max_per_token:
             self._drop_oldest(ngrams)
         elif self.num_ngrams > self._max_ngrams:
@@ -89,14 +76,14 @@ class NgramPool:
             return []
         context = token_ids[:-1]
         candidates = [
-            Candidate(rest, _common_suffix(before, context), self._step - step, is_repeated)
-            for rest, (before, step, is_repeated) in reversed(ngrams.items())
+            Candidate(rest, _common_suffix(before, context))
+            for rest, before in reversed(ngrams.items())
         ]
         candidates.sort(key=lambda candidate: -candidate.num_matched)
         return candidates
 
-    def _drop_oldest(self, known: dict[tuple[int, ...], _Known]) -> None:
-        del known[next(iter(known))]
+    def _drop_oldest(self, ngrams: dict[tuple[int, ...], tuple[int, ...]]) -> None:
+        del ngrams[next(iter(ngrams))]
         self.num_ngrams -= 1
 
 

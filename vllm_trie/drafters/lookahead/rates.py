@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_trie.drafters.lookahead.pool import CONTEXT_LEN, Candidate
+from vllm_trie.drafters.lookahead.pool import CONTEXT_LEN
 
 # Initial rates, fitted on the shipped model with the hand-written prompts (docs/lab_drafters.md).
 # Of a candidate's first token by its rank, where the candidate shares the whole context with the
@@ -19,83 +19,36 @@ _CONTINUED = ((0.68, 0.68, 0.83), (0.76, 0.82, 0.94), (0.72, 0.85, 0.88), (0.93,
 # Of a next token that differs from a better candidate's; each further one is half as likely:
 _BRANCHED = (0.09, 0.2, 0.25, 0.4)
 
-# Initial odds of a subclass relative to its class: by the age of the n-gram in steps, by whether it
-# was found more than once, and by how often the window has the token (never, once, more often).
-_AGE_LIMITS = (0, 2)
-_AGE_ODDS = (1.6, 1.2, 0.8)
-_REPEATED_ODDS = (1.0, 1.7)
-_WINDOW_ODDS = (0.75, 1.2, 1.7)
-
 _MAX_RANKS = 5
 _MAX_RIGHT = 3
 # Chosen by replay on the same prompts; half and twice as much made little difference.
 _PRIOR_WEIGHT = 20.0
-"""Tokens that the initial rate of a class or subclass counts for."""
+"""Tokens that the initial rate of a class counts for."""
 _MEMORY = 1000.0
 """Tokens that a class remembers; beyond them, all of its tokens count half."""
 
-_SUBCLASS_ODDS = [
-    window * age * repeated
-    for window in _WINDOW_ODDS
-    for age in _AGE_ODDS
-    for repeated in _REPEATED_ODDS
-]
-NUM_SUBCLASSES = len(_SUBCLASS_ODDS)
-
-
-def subclass_of_ngram(candidate: Candidate) -> int:
-    """Return the subclass by the age and repetition of an n-gram."""
-    age = sum(candidate.age > limit for limit in _AGE_LIMITS)
-    return 2 * age + candidate.is_repeated
-
-
-def subclass_of_token(of_ngram: int, num_in_window: int) -> int:
-    """Return the subclass of a token by that of its n-gram and the token's count in the window.
-
-    The window holds the model's guesses of the text to come, and even a guess at another position
-    makes a token likelier: of first tokens without shared context, 20 % were right that the window
-    did not have, and 49 % of those that it had twice.
-    """
-    return of_ngram + 2 * len(_AGE_ODDS) * min(num_in_window, len(_WINDOW_ODDS) - 1)
-
 
 class Rate:
-    """The acceptance rate of a class of tokens, and of each subclass.
+    """The acceptance rate of a class of tokens: counts replace its initial rate."""
 
-    A class starts from its initial rate; a subclass starts from the rate of its class and its
-    initial odds. Counts replace both.
-    """
-
-    __slots__ = ("_expected", "_right", "_right_in", "_seen", "_seen_in")
+    __slots__ = ("_right", "_seen")
 
     def __init__(self, expected: float) -> None:
-        self._expected = _PRIOR_WEIGHT * expected
-        self._seen = 0.0
-        self._right = 0.0
-        self._seen_in = [0.0] * NUM_SUBCLASSES
-        self._right_in = [0.0] * NUM_SUBCLASSES
+        self._seen = _PRIOR_WEIGHT
+        self._right = _PRIOR_WEIGHT * expected
 
-    def probability(self, sub: int) -> float:
-        """Return the probability that a token of this subclass is right if those before it are."""
-        of_class = (self._right + self._expected) / (self._seen + _PRIOR_WEIGHT)
-        odds = of_class * _SUBCLASS_ODDS[sub]
-        expected = odds / (1.0 - of_class + odds)
-        return (self._right_in[sub] + _PRIOR_WEIGHT * expected) / (
-            self._seen_in[sub] + _PRIOR_WEIGHT
-        )
+    @property
+    def probability(self) -> float:
+        """The probability that a token of this class is right if those before it are."""
+        return self._right / self._seen
 
-    def count(self, sub: int, was_right: bool) -> None:
+    def count(self, was_right: bool) -> None:
         """Count a token whose predecessors were right."""
         self._seen += 1.0
-        self._seen_in[sub] += 1.0
-        if was_right:
-            self._right += 1.0
-            self._right_in[sub] += 1.0
+        self._right += was_right
         if self._seen > _MEMORY:
             self._seen *= 0.5
             self._right *= 0.5
-            self._seen_in = [seen * 0.5 for seen in self._seen_in]
-            self._right_in = [right * 0.5 for right in self._right_in]
 
 
 class Rates:

@@ -59,18 +59,5 @@ def test_order_of_candidates() -> None:
     after = pool.after([7, 8, 9, 1])
     assert after == [Candidate((2, 3), 3), Candidate((4, 5), 1), Candidate((6, 7), 0)]
     pool.add(1, (2, 3))  # the window finds it too: it keeps what stood before it
-    assert pool.after([9, 1])[0] == Candidate((2, 3), 1, is_repeated=True)
+    assert pool.after([9, 1])[0] == Candidate((2, 3), 1)
     assert pool.after([5]) == []
-
-
-def test_what_is_known_of_an_ngram() -> None:
-    pool = NgramPool(max_per_token=5, max_ngrams=100)
-    pool.add(1, (2, 3))
-    pool.add(1, (4, 5))
-    pool.begin_step()
-    pool.add(1, (2, 3))
-    pool.begin_step()
-    assert pool.after([1]) == [
-        Candidate((2, 3), 0, age=1, is_repeated=True),
-        Candidate((4, 5), 0, age=2, is_repeated=False),
-    ]

@@ -17,13 +17,7 @@ from tests.unit.drafters.support import make_context, make_request
 from vllm_trie.drafters.lookahead import LookaheadDrafter, LookaheadOptions
 from vllm_trie.drafters.lookahead.candidates import CandidateTrie
 from vllm_trie.drafters.lookahead.pool import Candidate
-from vllm_trie.drafters.lookahead.rates import (
-    NUM_SUBCLASSES,
-    Rate,
-    Rates,
-    subclass_of_ngram,
-    subclass_of_token,
-)
+from vllm_trie.drafters.lookahead.rates import Rate, Rates
 
 VOCAB = 40
 CANDIDATES = st.lists(
@@ -31,8 +25,6 @@ CANDIDATES = st.lists(
         Candidate,
         st.tuples(*[st.integers(0, 2)] * 3),
         st.integers(0, 3),
-        st.integers(0, 20),
-        st.booleans(),
     ),
     max_size=5,
     unique_by=lambda candidate: candidate.tokens,
@@ -48,52 +40,27 @@ def _drafter(**options: object) -> LookaheadDrafter:
 @pytest.mark.parametrize("expected", [0.05, 0.7])
 def test_a_rate_becomes_what_is_seen(true_rate: float, expected: float) -> None:
     rng, rate = random.Random(1), Rate(expected)
-    first = [rate.probability(sub) for sub in range(NUM_SUBCLASSES)]
-    assert min(first) < expected < max(first)
+    assert rate.probability == pytest.approx(expected)
     for _ in range(20_000):
-        rate.count(rng.randrange(2, NUM_SUBCLASSES), rng.random() < true_rate)
-    for sub in range(2, NUM_SUBCLASSES):
-        assert rate.probability(sub) == pytest.approx(true_rate, abs=0.15)
-    seen = [rate.probability(sub) for sub in range(2, NUM_SUBCLASSES)]
-    assert sum(seen) / len(seen) == pytest.approx(true_rate, abs=0.06)
-    for sub in range(2):  # those never seen have learned from their class
-        assert abs(rate.probability(sub) - true_rate) < abs(first[sub] - true_rate) + 0.1
-
-
-def test_subclasses_differ_where_they_do() -> None:
-    rng, rate = random.Random(2), Rate(0.5)
-    for _ in range(2000):
-        sub = rng.randrange(2)
-        rate.count(sub, rng.random() < (0.1, 0.6)[sub])
-    assert rate.probability(0) == pytest.approx(0.1, abs=0.05)
-    assert rate.probability(1) == pytest.approx(0.6, abs=0.05)
+        rate.count(rng.random() < true_rate)
+    assert rate.probability == pytest.approx(true_rate, abs=0.06)
 
 
 def test_a_rate_follows_another_text() -> None:
     rate = Rate(0.5)
     for _ in range(100_000):
-        rate.count(0, True)
+        rate.count(True)
     for _ in range(4000):
-        rate.count(0, False)
-    assert rate.probability(0) < 0.05
+        rate.count(False)
+    assert rate.probability < 0.05
 
 
-@given(st.lists(st.tuples(st.integers(0, NUM_SUBCLASSES - 1), st.booleans()), max_size=300))
-def test_rates_stay_probabilities(seen: list[tuple[int, bool]]) -> None:
+@given(st.lists(st.booleans(), max_size=300))
+def test_rates_stay_probabilities(seen: list[bool]) -> None:
     rate = Rate(0.3)
-    for sub, was_right in seen:
-        rate.count(sub, was_right)
-        assert all(0.0 < rate.probability(sub) < 1.0 for sub in range(NUM_SUBCLASSES))
-
-
-def test_subclasses_tell_apart_what_is_known() -> None:
-    found = {
-        subclass_of_token(subclass_of_ngram(Candidate((1,), 0, age, is_repeated)), in_window)
-        for age in range(30)
-        for is_repeated in (False, True)
-        for in_window in range(9)
-    }
-    assert found == set(range(NUM_SUBCLASSES))
+    for was_right in seen:
+        rate.count(was_right)
+        assert 0.0 < rate.probability < 1.0
 
 
 class _Counted:
@@ -113,24 +80,23 @@ class _Class:
     def __init__(self, seen: Counter[tuple[object, ...]], key: tuple[object, ...]) -> None:
         self.seen, self.key = seen, key
 
-    def probability(self, sub: int) -> float:
-        return 0.5
+    probability = 0.5
 
-    def count(self, sub: int, was_right: bool) -> None:
-        self.seen[*self.key, sub, was_right] += 1
+    def count(self, was_right: bool) -> None:
+        self.seen[*self.key, was_right] += 1
 
 
 TEXT = st.lists(st.integers(0, 2), max_size=4)
 
 
-@given(CANDIDATES, TEXT, TEXT, st.integers(1, 3))
+@given(CANDIDATES, TEXT, st.integers(1, 3))
 def test_what_is_counted(
-    candidates: list[Candidate], continuation: list[int], window: list[int], max_depth: int
+    candidates: list[Candidate], continuation: list[int], max_depth: int
 ) -> None:
     """Against every distinct prefix on its own: those whose predecessors were right count, once,
     for the class of the best candidate that has them."""
     counted = _Counted()
-    trie = CandidateTrie(candidates, max_depth, counted, window)  # type: ignore[arg-type]
+    trie = CandidateTrie(candidates, max_depth, counted)  # type: ignore[arg-type]
     trie.learn(continuation)
     expected: Counter[tuple[object, ...]] = Counter()
     prefixes: list[tuple[int, ...]] = []
@@ -146,8 +112,7 @@ def test_what_is_counted(
             key: tuple[object, ...] = ("next", rank, candidate.num_matched, length - 1)
             if length == 1:
                 key = ("first", rank, candidate.num_matched, candidates[0].num_matched)
-            sub = subclass_of_token(subclass_of_ngram(candidate), window.count(prefix[-1]))
-            expected[*key, sub, prefix[-1] == continuation[length - 1]] += 1
+            expected[*key, prefix[-1] == continuation[length - 1]] += 1
     assert counted.seen == expected
 
 
@@ -158,7 +123,7 @@ def test_probabilities_become_those_of_a_simulated_text() -> None:
     predicted, observed, at_first = [0.0] * 3, [0] * 3, [0.0] * 3
     # Candidates for a text that follows the first in 20 % of all cases, the second in 60 %, and
     # goes on as they say in half of those.
-    candidates = [Candidate((1, 2), 0), Candidate((3, 4), 0, age=5)]
+    candidates = [Candidate((1, 2), 0), Candidate((3, 4), 0)]
     for trial in range(4000):
         trie = CandidateTrie(candidates, 2, rates)
         first = rng.choices([1, 3, 9], [0.2, 0.6, 0.2])[0]
@@ -172,17 +137,6 @@ def test_probabilities_become_those_of_a_simulated_text() -> None:
         trie.learn(text)
     assert np.array(predicted) / 3000 == pytest.approx(np.array(observed) / 3000, abs=0.03)
     assert at_first[0] > 0.3 > 0.2 > at_first[2]
-
-
-def test_what_the_window_guesses_is_likelier() -> None:
-    rates = Rates()
-    for trial in range(400):
-        in_window = trial % 2 == 0
-        trie = CandidateTrie([Candidate((1,), 0)], 1, rates, [1, 1] if in_window else [])
-        trie.learn([1 if in_window else 2])
-    guessed = CandidateTrie([Candidate((1,), 0)], 1, rates, [1, 2, 1]).probabilities
-    other = CandidateTrie([Candidate((1,), 0)], 1, rates, [2, 3]).probabilities
-    assert guessed[0] > 0.8 > 0.2 > other[0]
 
 
 def test_candidates_are_judged_by_the_text_and_not_by_what_was_verified() -> None:
@@ -252,7 +206,7 @@ def _all_rates(rates: Rates) -> list[Rate]:
 
 
 def _all_probabilities(rates: Rates) -> list[float]:
-    return [rate.probability(s) for rate in _all_rates(rates) for s in range(NUM_SUBCLASSES)]
+    return [rate.probability for rate in _all_rates(rates)]
 
 
 def _size(rates: Rates) -> int:
