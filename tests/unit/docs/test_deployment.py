@@ -16,7 +16,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from tests.unit.docs.pages import ROOT, Page
+from tests.unit.docs.pages import ROOT, Page, all_pages
 
 FOLDER = ROOT / "examples" / "deploy"
 
@@ -75,6 +75,29 @@ def test_servers_are_started_with_options_that_exist(parser: Any) -> None:
         assert parsed.port == 8000, name
         assert parsed.spec_method == "ngram_trie", name
         EngineOptions.model_validate((parsed.additional_config or {}).get("vllm_trie", {}))
+
+
+def serve_commands(found: Page) -> list[list[str]]:
+    """Return the arguments of each `vllm serve` in a page's blocks of shell commands."""
+    arguments, command = [], ""
+    for line in "\n".join(found.fenced("bash")).replace("\\\n", " ").splitlines():
+        command += line + "\n"
+        try:
+            words = shlex.split(command, comments=True)
+        except ValueError:
+            continue  # a quotation goes on in the next line
+        command = ""
+        if "serve" in words[:-1]:
+            arguments.append(words[words.index("serve") + 1 :])
+    return arguments
+
+
+def test_every_page_starts_servers_with_options_that_exist(parser: Any) -> None:
+    pages = [found for found in all_pages() if not found.name.startswith("examples/")]
+    commands = [words for found in pages for words in serve_commands(found)]
+    assert len(commands) > 20
+    for words in commands:
+        parser.parse_args([word for word in words if word != "&"])
 
 
 def test_a_warm_start_is_kept_where_a_restart_finds_it(parser: Any) -> None:
