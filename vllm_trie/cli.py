@@ -20,7 +20,7 @@ from vllm_trie._version import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vllm_trie.doctor import Report
+    from vllm_trie.check.doctor import Report
 
 GROUPS = {
     "beam": "vllm_trie.commands.beam",
@@ -163,7 +163,7 @@ def doctor(
 
     from rich.console import Console
 
-    from vllm_trie.doctor import collect
+    from vllm_trie.check.doctor import collect
 
     with Console(stderr=True).status("looking at this environment") as status:
         report = collect(quick, say=status.update)

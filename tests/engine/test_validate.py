@@ -14,7 +14,7 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from tests.processes import run_python
-from vllm_trie.check import beams, device, identity, kernels, speed
+from vllm_trie.check import beams, doctor, identity, kernels, speed
 from vllm_trie.check.parts import Outcome, Settings
 from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks.frontend.extension import BEAM_REQUESTS
@@ -219,9 +219,8 @@ def test_replays_with_the_trees_of_the_capture() -> None:
 
 
 def test_a_vllm_that_does_not_fit(settings, monkeypatch) -> None:
-    from vllm_trie import doctor
 
     monkeypatch.setattr(doctor.ledger, "SUPPORTED_VLLM_VERSIONS", ("0.99",))
-    found = device.describe(settings)
+    found = doctor.describe(settings)
     assert found.status == "failed"
     assert "is not supported" in found.summary

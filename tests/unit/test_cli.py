@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 import vllm_trie
 from tests.processes import run_python
-from vllm_trie import cli, doctor, tiny_model
+from vllm_trie import cli, tiny_model
+from vllm_trie.check import doctor
 from vllm_trie.demo.command import app as demo_app
 from vllm_trie.vllm_hooks.ledger import Finding
 from vllm_trie.vllm_hooks.setup import limits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_trie.attention.kernel_check import KernelCheck
-from vllm_trie.doctor import check_gpu
+from vllm_trie.check.doctor import check_gpu
 
 
 def levels(problems: list[Any]) -> list[str]:

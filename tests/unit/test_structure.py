@@ -30,13 +30,12 @@ def floors(*names: str) -> dict[str, int]:
 
 FLOORS = {
     "vllm_trie": floors(
-        "native checked_file checked_numbers watched_file",
+        "native checked_file watched_file",
         "store tree",
-        "learning ngrams attention beam local_engine",
+        "ngrams attention beam local_engine",
         "budget drafters items explore",
         "vllm_hooks demo",
         "check",
-        "doctor",
         "commands cli",
     ),
     HOOKS: floors("ledger", "setup wire", "frontend scheduler worker", "plugin"),
@@ -54,7 +53,6 @@ FLOORS = {
 """A folder imports from lower floors only. Front end, scheduler and worker share one, as they run
 in processes of their own: what passes between them is below."""
 UPWARD = {
-    ("check.device", "doctor"),
     # Between processes
     ("worker.beam.decoded_items", "scheduler.items.decoded_items"),
     ("worker.beam.item_rows", "scheduler.items.catalogues"),

@@ -56,7 +56,7 @@ class Part(BaseModel):
 def all_parts(quick: bool, dtypes: list[str]) -> list[Part]:
     """Return the parts of a run, in the order in which they run: cheap ones first."""
     table = [
-        Part(name="versions and device", work="device:describe"),
+        Part(name="versions and device", work="doctor:describe"),
         Part(name="attention kernel", work="kernels:check_attention"),
         Part(name="CUDA graphs", work="kernels:check_graphs"),
     ]

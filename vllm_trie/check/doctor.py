@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution, entry_points, version
 from pathlib import Path
@@ -23,12 +25,14 @@ from packaging.version import Version
 
 from vllm_trie import native
 from vllm_trie._version import __version__
+from vllm_trie.check.parts import Outcome, Settings
 from vllm_trie.drafters import available_methods
 from vllm_trie.vllm_hooks import ledger
 
 if TYPE_CHECKING:
     import torch
 
+_QUERY = ("--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "vllm_trie"
 PACKAGES = ("torch", "transformers", "triton", "xformers", "numpy", "pydantic")
@@ -327,3 +331,34 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     """Return the instruction sets that the machine has, of those that vLLM's kernels choose by."""
     flags = native.cpu_flags(cpuinfo)
     return [flag for flag in CPU_FLAGS if flag in flags]
+
+
+def describe(settings: Settings) -> Outcome:
+    """Return `vllm-trie doctor`'s report, without its run of the GPU's kernel."""
+    report = collect(run_kernel=False)
+    machine = {name: value for name, value in report.platform.items() if value is not None}
+    if program := shutil.which("nvidia-smi"):
+        asked = subprocess.run([program, *_QUERY], capture_output=True, text=True, check=False)
+        machine["nvidia-smi"] = "; ".join(asked.stdout.split("\n")).strip("; ")
+    versions = {name: value for name, value in report.versions.items() if value is not None}
+    rows = [f"| {name} | {_text(value)} |" for name, value in (versions | machine).items()]
+    fits = sum(hook.status == "ok" for hook in report.hooks)
+    hooks = f"{fits} of {len(report.hooks)} hooks fit"
+    problems = [f"- {problem.level}: {problem.text}" for problem in report.problems]
+    errors = [problem.text for problem in report.problems if problem.level == "error"]
+    return Outcome(
+        status="failed" if errors else "passed",
+        summary="; ".join(errors) or f"{_device(machine)}; vLLM {versions['vllm']}; {hooks}",
+        details=["| | |", "| --- | --- |", *rows, *([""] if problems else []), *problems],
+        measured=asdict(report),
+    )
+
+
+def _device(machine: dict[str, object]) -> str:
+    if machine["device"] == "cuda":
+        return f"{machine['gpu']}, compute capability {_text(machine['compute_capability'])}"
+    return f"{machine['system']}, {machine['cores']} cores, {_text(machine['isa'])}"
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
