@@ -28,7 +28,7 @@ from tests.engine.drafters import OracleDrafter
 from tests.engine.gpu_device_check import refusals
 from tests.engine.v2_run import CHAINS, TEXTS, TREES, UNION, greedy, put_in
 from vllm_trie.tiny_model import model_path
-from vllm_trie.vllm_hooks.worker.verification.drafted_only import DraftedOnly
+from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly
 
 FIXED = {"node_budget": "fixed"}
 ENGINES: dict[str, dict[str, Any]] = {

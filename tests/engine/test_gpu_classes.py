@@ -220,7 +220,7 @@ def test_nothing_serves_before_the_check(monkeypatch) -> None:
     """The classes of Model Runner V1; for V2 see `gpu_startup`."""
     done = []
     worker = object.__new__(cuda_worker.TreeGPUWorker)
-    adapter = SimpleNamespace(calibrate=lambda: done.append("costs"))
+    adapter = SimpleNamespace(warm_up=lambda: done.append("costs"))
     worker.model_runner = object.__new__(cuda_worker.TreeGPUModelRunner)
     worker.model_runner.adapter = adapter
     own_part = {CONFIG_KEY: {VERIFICATION: "tree"}}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.tree.strategies import flags, token_trees
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.worker.drafting.tree_exchange import same_on_all_ranks
+from vllm_trie.vllm_hooks.worker.verifier_setup import same_on_all_ranks
 
 
 class Rank:

@@ -23,9 +23,8 @@ from vllm_trie.vllm_hooks.setup.config import EngineOptions, TreeConfig
 from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
-from vllm_trie.vllm_hooks.worker.runners.runner_v2 import RunnerV2Mixin
+from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly, RunnerV2Mixin
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
-from vllm_trie.vllm_hooks.worker.verification.drafted_only import DraftedOnly
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 WIDTH = 4

@@ -12,9 +12,9 @@ import pytest
 import torch
 import vllm
 
-from vllm_trie.vllm_hooks.worker.runners import runner_v2
-from vllm_trie.vllm_hooks.worker.verification.drafted_only import DraftedOnly
-from vllm_trie.vllm_hooks.worker.verification.tree_sampler import TreeSampler
+from vllm_trie.vllm_hooks.worker.runners import v2 as runner_v2
+from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly
+from vllm_trie.vllm_hooks.worker.runners.v2_trees import TreeSampler
 
 WORKER = Path(vllm.__file__).parent / "v1" / "worker"
 TRAINED = "DraftModelSpeculator"

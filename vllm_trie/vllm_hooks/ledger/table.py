@@ -16,9 +16,9 @@ from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, Platform, resolve
 _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("speculation", "any"): "setup.arguments setup.engine_args setup.draft_support"
     " frontend.extension frontend.metrics scheduler.speculation"
-    " worker.runners.runner_v1 worker.runners.runner_v2 worker.verification.sampling",
-    ("speculation", "cpu"): "worker.cpu_worker",
-    ("speculation", "cuda"): "worker.cuda_worker",
+    " worker.drafting_worker worker.runners.v1 worker.runners.v2 worker.verification.sampling",
+    ("speculation", "cpu"): "worker.cpu_worker worker.attention.cpu",
+    ("speculation", "cuda"): "worker.cuda_worker worker.attention.cuda",
     ("beam", "any"): "frontend.extension scheduler.beam_scheduler",
 }
 """Modules with entries next to their code; a feature whose module cannot be imported steps aside.

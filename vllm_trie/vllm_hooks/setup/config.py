@@ -33,8 +33,8 @@ VERIFICATION = "verification"
 """How drafts are verified; start-up replaces "auto" by what it chose."""
 Verification = Literal["auto", "tree", "chain"]
 
-PROPOSER_CLASS = "vllm_trie.vllm_hooks.worker.drafting.proposer.TreeProposer"
-VERIFIER_CLASS = "vllm_trie.vllm_hooks.worker.runners.patched_runner.TreeDraftVerifier"
+PROPOSER_CLASS = "vllm_trie.vllm_hooks.worker.runners.v1_speculation.V1Speculation"
+VERIFIER_CLASS = "vllm_trie.vllm_hooks.worker.runners.v1_patched.PatchedSpeculation"
 """The proposer for a patched vLLM, whose runner lets it verify its drafts."""
 CPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cpu_worker.TreeCPUWorker"
 GPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cuda_worker.TreeGPUWorker"

@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 from vllm.v1.attention import selector
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu import model_runner as cpu_model_runner_v2
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_trie.vllm_hooks import ledger
+from vllm_trie.vllm_hooks.ledger.record import TREE_DRAFTS, Symbols
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.runner_choice import runner_scopes
+from vllm_trie.vllm_hooks.worker.attention.cpu import choose_attention
 from vllm_trie.vllm_hooks.worker.drafting_worker import DraftingWorkerMixin
-from vllm_trie.vllm_hooks.worker.runners.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
-from vllm_trie.vllm_hooks.worker.runners.runner_v2 import RunnerV2Mixin
+from vllm_trie.vllm_hooks.worker.runners.v1 import ChainRunnerMixin, TreeRunnerMixin
+from vllm_trie.vllm_hooks.worker.runners.v2 import RunnerV2Mixin
 
-CPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cpu.TreeCPUAttentionBackend"
-
-
-def choose_attention(for_trees: bool) -> None:
-    """Replace vLLM's CPU attention by tree attention, or put it back.
-
-    An engine that this process ran before may have left the other one in place.
-    """
-    if for_trees:
-        register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND_CLASS)
-    else:
-        AttentionBackendEnum.CPU_ATTN.clear_override()
+_worker = Symbols("v1.worker.cpu_worker:", TREE_DRAFTS, platform="cpu", point="draft_verifier")
+_PARAMETERS = "vllm_config device"
+_STAYS = "nothing; the runner stays vLLM's"
 
 
+@_worker.subclasses(
+    "CPUModelRunner",
+    "the same, where vLLM verifies the drafts",
+    _PARAMETERS,
+    scope="chain_runner",
+    successor=_STAYS,
+)
 class ChainCPUModelRunner(ChainRunnerMixin, CPUModelRunner):
     """The CPU model runner with drafts that vLLM verifies."""
 
 
+@_worker.subclasses(
+    "CPUModelRunner",
+    "the class that the worker makes its runner of",
+    _PARAMETERS,
+    scope="tree_runner",
+    successor=_STAYS,
+)
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     """The CPU model runner with draft trees."""
 
 
+@Symbols("v1.worker.cpu.model_runner:", TREE_DRAFTS, platform="cpu").subclasses(
+    "CPUModelRunner", "Model Runner V2 that drafts", _PARAMETERS, scope="v2_runner"
+)
 class DraftingCPUModelRunnerV2(RunnerV2Mixin, cpu_model_runner_v2.CPUModelRunner):
     """Model Runner V2 on a CPU, with drafts that vLLM verifies."""
 
@@ -48,6 +57,12 @@ class TreeCPUWorker(DraftingWorkerMixin, cpu_worker.CPUWorker):
 
     model_runner: ChainCPUModelRunner
 
+    @Symbols(
+        "v1.worker.cpu_worker:CPUWorker.", TREE_DRAFTS, platform="cpu", point="draft_verifier"
+    ).overrides(
+        "registers the attention backend, makes the runner with trees",
+        successor="no worker class of the plugin: the runner binds its proposer",
+    )
     def init_device(self) -> None:
         verification = config.verification(self.vllm_config)
         choose_attention(for_trees=verification == "tree")

@@ -1,6 +1,6 @@
 """vLLM's GPU worker and its model runners with the plugin's speculation.
 
-These classes have not run on a GPU yet: :mod:`vllm_trie.vllm_hooks.setup.support` refuses GPUs
+These classes have not run on a GPU yet: :mod:`vllm_trie.vllm_hooks.setup.limits` refuses GPUs
 unless the user allows them.
 """
 
@@ -16,24 +16,44 @@ from vllm.v1.worker.gpu import model_runner as gpu_model_runner_v2
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_trie.vllm_hooks import ledger
+from vllm_trie.vllm_hooks.ledger.record import TESTED, TREE_DRAFTS, Symbols
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.runner_choice import runner_scopes
 from vllm_trie.vllm_hooks.worker.drafting_worker import DraftingWorkerMixin
 from vllm_trie.vllm_hooks.worker.gpu_check import check_device
-from vllm_trie.vllm_hooks.worker.runners.runner_v1 import ChainRunnerMixin, TreeRunnerMixin
-from vllm_trie.vllm_hooks.worker.runners.runner_v2 import RunnerV2Mixin
+from vllm_trie.vllm_hooks.worker.runners.v1 import ChainRunnerMixin, TreeRunnerMixin
+from vllm_trie.vllm_hooks.worker.runners.v2 import RunnerV2Mixin
 from vllm_trie.vllm_hooks.worker.verification.sampling import argmax_of_logits
 
 GPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cuda.TreeTritonAttentionBackend"
 
+_module = Symbols("v1.worker.gpu_model_runner:", TREE_DRAFTS, platform="cuda")
+_worker = Symbols("v1.worker.gpu_worker:Worker.", TREE_DRAFTS, platform="cuda")
+_PARAMETERS = "vllm_config device"
 
+
+@_module.subclasses(
+    "GPUModelRunner",
+    "the same, where vLLM verifies the drafts",
+    _PARAMETERS,
+    scope="chain_runner",
+)
 class ChainGPUModelRunner(ChainRunnerMixin, gpu_model_runner.GPUModelRunner):
     """The GPU model runner with drafts that vLLM verifies."""
 
 
+@_module.subclasses(
+    "GPUModelRunner",
+    "the class that the worker makes its runner of",
+    _PARAMETERS,
+    scope="tree_runner",
+)
 class TreeGPUModelRunner(TreeRunnerMixin, gpu_model_runner.GPUModelRunner):
     """The GPU model runner with tree speculation."""
 
+    @Symbols("v1.worker.gpu_model_runner:GPUModelRunner.", TREE_DRAFTS, platform="cuda").overrides(
+        "memory profiling sees the logits of a step with trees"
+    )
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Let vLLM's memory profiling see the logits of a step with trees.
 
@@ -49,6 +69,9 @@ class TreeGPUModelRunner(TreeRunnerMixin, gpu_model_runner.GPUModelRunner):
         return sampled
 
 
+@Symbols("v1.worker.gpu.model_runner:", TREE_DRAFTS, platform="cuda").subclasses(
+    "GPUModelRunner", "Model Runner V2 that drafts", _PARAMETERS, scope="v2_runner"
+)
 class DraftingGPUModelRunnerV2(RunnerV2Mixin, gpu_model_runner_v2.GPUModelRunner):
     """Model Runner V2, with drafts that vLLM verifies."""
 
@@ -62,6 +85,7 @@ class TreeGPUWorker(DraftingWorkerMixin, Worker):
         ChainGPUModelRunner | TreeGPUModelRunner | DraftingGPUModelRunnerV2
     )
 
+    @_worker.overrides("registers the attention backend, makes the runner with trees")
     def init_device(self) -> None:
         verification = config.verification(self.vllm_config)
         if verification == "tree":
@@ -72,6 +96,7 @@ class TreeGPUWorker(DraftingWorkerMixin, Worker):
         with ledger.installed(*runner_scopes(self.vllm_config, verification)):
             super().init_device()
 
+    @_worker.overrides("checks tree attention on the device before serving", until=TESTED)
     def compile_or_warm_up_model(self) -> Any:
         if config.verification(self.vllm_config) == "tree":
             # First, as vLLM watches for kernels that are compiled after its own warm-up.

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
+from vllm_trie.vllm_hooks.ledger.record import TREE_DRAFTS, Symbols
 from vllm_trie.vllm_hooks.worker import start_check
-from vllm_trie.vllm_hooks.worker.runners.v1_adapter import V1Adapter
+from vllm_trie.vllm_hooks.worker.runners.v1_speculation import V1Speculation
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 
 if TYPE_CHECKING:
@@ -16,24 +17,29 @@ if TYPE_CHECKING:
 else:
     _Worker = object
 
+_cpu = Symbols(
+    "v1.worker.cpu_worker:CPUWorker.", TREE_DRAFTS, platform="cpu", point="draft_verifier"
+)
+
 
 class DraftingWorkerMixin(_Worker):
     """Overrides of vLLM's workers around the runner's adapter."""
 
     @property
-    def adapter(self) -> V1Adapter | V2Adapter | None:
+    def adapter(self) -> V1Speculation | V2Adapter | None:
         """The runner's; none in pipeline stages that do not sample, and after a failed start."""
-        found: V1Adapter | V2Adapter | None
-        found = getattr(getattr(self, "model_runner", None), "adapter", None)
-        return found
+        return getattr(getattr(self, "model_runner", None), "adapter", None)
 
     checks_start: ClassVar[bool]
     """Whether drafts must prove themselves before the engine serves with them."""
 
+    @_cpu.overrides(
+        "measures step costs once the model is ready", successor="`DraftVerifier.warm_up()`"
+    )
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         if self.adapter is not None:
-            self.adapter.calibrate()
+            self.adapter.warm_up()
         if isinstance(self.adapter, V2Adapter):
             self._begin_drafting(self.adapter)
         return times
@@ -54,6 +60,13 @@ class DraftingWorkerMixin(_Worker):
         else:
             adapter.switch_off(why)
 
+    @_cpu.overrides(
+        "saves what was learned",
+        successor="nothing; the last save is at the exit of the process",
+    )
+    @Symbols("v1.worker.gpu_worker:Worker.", TREE_DRAFTS, platform="cuda").overrides(
+        "saves what was learned"
+    )
     def shutdown(self) -> None:
         if self.adapter is not None:
             self.adapter.trees.close()

@@ -14,9 +14,11 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_trie.attention import TreeBatch, choose_kernels, tree_attention
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
+from vllm_trie.vllm_hooks.ledger.record import TREE_MASKS, Symbols
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.attention.plain_requests import PlainRequests, plain_requests
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import (
@@ -62,6 +64,9 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):
         if config.read(get_current_vllm_config()) is not None:
             choose_kernels()  # compiles at start-up, not in the first step
 
+    @Symbols(
+        "v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.", TREE_MASKS, platform="cpu"
+    ).overrides("gives rows with trees tree attention")
     def forward(
         self,
         layer: Any,
@@ -130,3 +135,16 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[TreeCPUAttentionMetadataBuilder]:
         return TreeCPUAttentionMetadataBuilder
+
+
+def choose_attention(for_trees: bool) -> None:
+    """Replace vLLM's CPU attention by tree attention, or put it back.
+
+    An engine that this process ran before may have left the other one in place.
+    """
+    if for_trees:
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN, f"{__name__}.{TreeCPUAttentionBackend.__name__}"
+        )
+    else:
+        AttentionBackendEnum.CPU_ATTN.clear_override()

@@ -1,7 +1,7 @@
 """vLLM's Triton attention backend, with tree attention for every row but prefill chunks.
 
 These classes have not run on a GPU yet, only in Triton's interpreter; the kernels compile for
-compute capabilities 7.5 to 12.0. :mod:`vllm_trie.vllm_hooks.setup.support` therefore refuses GPUs
+compute capabilities 7.5 to 12.0. :mod:`vllm_trie.vllm_hooks.setup.limits` therefore refuses GPUs
 unless the user allows them, and :mod:`vllm_trie.vllm_hooks.worker.gpu_check` checks results first.
 """
 
@@ -25,8 +25,12 @@ from vllm_trie.attention.cache_layout import move_rows_in_layers
 from vllm_trie.attention.gpu_launch import TreeBuffers
 from vllm_trie.attention.triton_kernel import EVERY_LENGTH, tree_attention_triton
 from vllm_trie.tree import words_per_node
+from vllm_trie.vllm_hooks.ledger.record import TREE_MASKS, Symbols
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import TreeAttention
 
+_TRITON = "v1.attention.backends.triton_attn:TritonAttention"
+_backend = Symbols(f"{_TRITON}Backend.", TREE_MASKS, platform="cuda")
+_builder = Symbols(f"{_TRITON}MetadataBuilder.", TREE_MASKS, platform="cuda")
 _CHECKED_REQUESTS, _CHECKED_WORDS = 8, 1024
 """Room for the trees of the check at start-up, which may be larger than the engine's."""
 _FLOAT8 = ("fp8", "fp8_e4m3")
@@ -85,6 +89,7 @@ class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
             device,
         )
 
+    @_builder.overrides("adds the buffers that hold the step's trees")
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TreeTritonMetadata:
@@ -95,6 +100,7 @@ class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
         metadata.draft_trees = None
         return metadata
 
+    @_builder.overrides("marks the step; a graph of the tree kernel serves every row")
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> TreeTritonMetadata:
         metadata = self.build(0, common_attn_metadata)
         metadata.is_captured = True
@@ -129,6 +135,9 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
 
+    @Symbols(f"{_TRITON}Impl.", TREE_MASKS, platform="cuda").overrides(
+        "gives all rows but prefill chunks tree attention"
+    )
     def forward(
         self,
         layer: Any,
@@ -206,13 +215,16 @@ class TreeTritonAttentionBackend(TritonAttentionBackend):
     # fixes an order of sums, which splits change.
 
     @classmethod
+    @_backend.overrides("answers no")
     def supports_mm_prefix(cls) -> bool:
         return False
 
     @classmethod
+    @_backend.overrides("answers no")
     def supports_rswa(cls) -> bool:
         return False
 
     @classmethod
+    @_backend.overrides("answers no")
     def supports_batch_invariance(cls) -> bool:
         return False

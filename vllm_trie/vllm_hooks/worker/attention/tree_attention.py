@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.config import get_current_vllm_config
 
+from vllm_trie.attention import TreeBatch
 from vllm_trie.vllm_hooks.setup import config
 
 _Impl: Any = object  # vLLM's implementation is the next base class
@@ -35,3 +36,10 @@ class TreeAttention(_Impl):
                 f"the model's attention has {' and '.join(found)}, which tree attention does not "
                 "support; set verification='chain' for this model"
             )
+
+
+def hand_on(trees: TreeBatch | None, by_layer: Mapping[str, Any]) -> None:
+    """Let the layers' metadata of a step carry its trees."""
+    if trees is not None:
+        for metadata in {id(m): m for m in by_layer.values()}.values():
+            setattr(metadata, TREE_ATTRIBUTE, trees)

@@ -11,7 +11,7 @@ the proposer does not draft for costs no forward pass, and the next draft feeds 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from vllm_trie.drafters.neural import Chains
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
+    from vllm_trie.drafters import VerifiedStep
 
 MAX_WAITING = 64
 """Rows of a request that may wait. More hidden states would take memory, and a later request that
@@ -114,21 +114,24 @@ class NeuralChains:
         proposer._greedy_sample = self._sample
 
     def observe(
-        self, states: StepStates, new_tokens: Sequence[Sequence[int]], trees: TreeVerifier
+        self,
+        states: StepStates,
+        new_tokens: Sequence[Sequence[int]],
+        last_step: Callable[[str], VerifiedStep],
     ) -> None:
         """Note the rows that a step has committed.
 
         Args:
             states: of the step.
             new_tokens: of each request of the batch; none while its prefill goes on.
-            trees: with the step's accepted nodes.
+            last_step: returns what was accepted of a request in the step.
         """
         batch = self._runner.input_batch
         ids = batch.req_ids
         starts = states.attention.query_start_loc_cpu.tolist()
         kept: list[np.ndarray] = []
         for index, request_id in enumerate(ids):
-            step = trees.last_step(request_id)
+            step = last_step(request_id)
             first_node = starts[index + 1] - step.tree.num_nodes
             flat = np.arange(starts[index], first_node)
             kept.append(np.concatenate((flat, first_node + np.array(step.accepted, np.int64))))

@@ -18,7 +18,7 @@ filled up with tokens that verification rejects unseen::
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -32,7 +32,6 @@ from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost, expect_
 from vllm_trie.vllm_hooks.worker.drafting.neural_v2 import V2Chains
 from vllm_trie.vllm_hooks.worker.runners import v2_lengths
 from vllm_trie.vllm_hooks.worker.runners.v2_requests import RequestText
-from vllm_trie.vllm_hooks.worker.verification.drafted_only import DraftedOnly
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
     from vllm.v1.worker.gpu.states import RequestState
 
     from vllm_trie.drafters.union import TrieUnionDrafter
@@ -72,6 +72,8 @@ class V2Adapter:
     """
 
     runner: GPUModelRunner
+    sampler_class: Callable[..., RejectionSampler] | None = None
+    """Takes the place of vLLM's rejection sampler; None for one that knows of fillers."""
 
     def __init__(self, trees: TreeVerifier, req_states: RequestState, device: torch.device) -> None:
         self.trees = trees
@@ -104,13 +106,8 @@ class V2Adapter:
         union.gate = None  # its passes are made in every step
 
     def attach(self, runner: GPUModelRunner) -> None:
-        """Take part in a runner's verification, once its model is loaded."""
+        """Learn of the runner, whose model is loaded."""
         self.runner = runner
-        assert runner.rejection_sampler is not None
-        assert runner.speculative_config is not None
-        runner.rejection_sampler = DraftedOnly(
-            runner.rejection_sampler, runner.speculative_config, self
-        )
 
     def attach_cache(self) -> None:
         """Learn of the runner's KV cache."""
@@ -127,7 +124,7 @@ class V2Adapter:
         """Whether the plugin takes part in steps: not in vLLM's warm-up, nor switched off."""
         return self._state == "drafting"
 
-    def calibrate(self) -> None:
+    def warm_up(self) -> None:
         """Let the node budget expect the duration of steps, which the warm-up has compiled."""
         runner = self.runner
         manager = runner.adaptive_verification
@@ -159,26 +156,6 @@ class V2Adapter:
         self._requests.clear()
         self.trees.guard.refuse(why)
         self._stats = TreeStats(draft_failures=self.trees.guard.take_new_failures())
-
-    def _expect_costs(self, tables: tuple[np.ndarray, np.ndarray] | None) -> None:
-        """Let the node budget know the durations of steps, vLLM's if it has measured them."""
-        runner, budget = self.runner, self.trees.budget
-        assert budget is not None
-        if tables is not None:
-            milliseconds = tables[1]
-            num_tokens = 1
-            while num_tokens + 1 < len(milliseconds):
-                for size in (num_tokens, num_tokens + 1):  # on both sides of a graph's size
-                    budget.expect_step(size, milliseconds[size] / 1000)
-                num_tokens *= 2
-            return
-
-        def run_step(num_tokens: int) -> None:
-            runner._dummy_run(num_tokens)
-            torch.accelerator.synchronize()
-
-        num_ranks = runner.parallel_config.world_size_across_dp
-        calibrate_step_cost(budget, run_step, runner.max_num_tokens, num_ranks)
 
     # -- requests ----------------------------------------------------------------------------------
 

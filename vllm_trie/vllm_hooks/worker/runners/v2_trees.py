@@ -8,21 +8,31 @@ it has drafted from it, so that it places the trees; verification and compaction
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    get_max_chunk_logits,
+)
 
 from vllm_trie.attention import prefers_chains
 from vllm_trie.vllm_hooks.setup.draft_support import check_layers
-from vllm_trie.vllm_hooks.worker.attention.tree_attention import TREE_ATTRIBUTE
+from vllm_trie.vllm_hooks.worker.attention.tree_attention import hand_on
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.verification.compaction import (
     CacheGroup,
@@ -30,11 +40,12 @@ from vllm_trie.vllm_hooks.worker.verification.compaction import (
     compact_on_device,
 )
 from vllm_trie.vllm_hooks.worker.verification.placement import QueryTokens
-from vllm_trie.vllm_hooks.worker.verification.tree_sampler import TreeSampler
-from vllm_trie.vllm_hooks.worker.verification.tree_walk import NO_PARENT
+from vllm_trie.vllm_hooks.worker.verification.tree_walk import NO_PARENT, walk_trees
 
 if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.states import RequestState
@@ -47,6 +58,104 @@ _PROCESSORS = (LogitBiasState, PenaltiesState, BadWordsState)
 """vLLM's logits processors. The first one reads positions only, the others also drafts."""
 
 
+class TreeSampler(RejectionSampler):
+    """Verifies a step's trees in place of vLLM's rejection sampler.
+
+    Args:
+        stock: in whose place this goes.
+        spec_config: of the engine.
+        adapter: knows the step's trees, and moves the accepted nodes' KV afterwards.
+    """
+
+    def __init__(
+        self, stock: RejectionSampler, spec_config: SpeculativeConfig, adapter: V2TreeAdapter
+    ) -> None:
+        super().__init__(stock.sampler, spec_config, adapter.num_drafted.device)
+        self._adapter = adapter
+        self._width = self.num_speculative_steps + 1
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        if not self._adapter.is_drafting:  # vLLM's warm-up
+            return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+        num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
+        draft_tokens, parents = self._adapter.draft_rows
+        self._adapter.keep_argmax(logits)
+        sampled, scores = self._sample(logits, input_batch, draft_tokens)
+        if invalid_drafts is not None:
+            parents = parents.masked_fill(invalid_drafts, NO_PARENT)
+        walked = walk_trees(sampled, draft_tokens, parents, input_batch.cu_num_logits, self._width)
+        self._adapter.keep_path(input_batch.logits_indices, walked.rows)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            walked.num_tokens,
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            self.sampler.req_states.prefill_len.gpu,
+        )
+        return SamplerOutput(
+            sampled_token_ids=walked.tokens,
+            logprobs_tensors=self._logprobs(scores, input_batch, sampled, walked.rows),
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _sample(
+        self, logits: torch.Tensor, batch: InputBatch, draft_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the target's token after each row, and the logits that logprobs come from.
+
+        vLLM's sampler may copy the logits in float32; parts of the batch bound the copy's size.
+        """
+        positions = batch.positions[batch.logits_indices]
+        sampled, processed = [], []
+        for requests, rows in self._parts(batch.cu_num_logits_np, logits.shape[1]):
+            own, own_processed = self.sampler.sample(
+                logits[rows],
+                batch.expanded_idx_mapping[rows],
+                batch.idx_mapping[requests],
+                batch.idx_mapping_np[requests],
+                positions[rows],
+                draft_tokens[rows],
+                batch.expanded_local_pos[rows],
+                batch.seq_lens_cpu_upper_bound.numpy()[requests],
+            )
+            sampled.append(own)
+            if self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
+                processed.append(own_processed)
+        return torch.cat(sampled), torch.cat(processed) if processed else logits
+
+    def _parts(self, first_rows: np.ndarray, vocab_size: int) -> Iterator[tuple[slice, slice]]:
+        """Yield neighbouring requests and their rows; a request is never split."""
+        most, num_requests, start = get_max_chunk_logits(vocab_size), len(first_rows) - 1, 0
+        while start < num_requests:
+            end = int(np.searchsorted(first_rows, first_rows[start] + most, side="right")) - 1
+            end = min(max(end, start + 1), num_requests)
+            yield slice(start, end), slice(int(first_rows[start]), int(first_rows[end]))
+            start = end
+
+    def _logprobs(
+        self, scores: torch.Tensor, batch: InputBatch, sampled: torch.Tensor, rows: torch.Tensor
+    ) -> LogprobsTensors | None:
+        """Return the logprobs of the output tokens: a request's rows in the order of its path."""
+        num_logprobs = self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
+        if num_logprobs == NO_LOGPROBS:
+            return None
+        return compute_topk_scores(
+            scores[rows],
+            num_logprobs,
+            sampled[rows],
+            batch.cu_num_logits_np.tolist(),
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
+
+
 class V2TreeAdapter(V2Adapter):
     """Verifies trees in place of vLLM.
 
@@ -54,6 +163,7 @@ class V2TreeAdapter(V2Adapter):
         draft_rows: token and parent of each row of logits of the step, see :func:`walk_trees`.
     """
 
+    sampler_class = TreeSampler
     draft_rows: tuple[torch.Tensor, torch.Tensor]
     _slot_mappings: torch.Tensor
 
@@ -71,15 +181,10 @@ class V2TreeAdapter(V2Adapter):
         config: Any = runner.compilation_config
         check_layers(runner.vllm_config, config.static_forward_context)
         assert runner.sampler is not None
-        assert runner.rejection_sampler is not None
-        assert runner.speculative_config is not None
         processors = runner.sampler.logits_processors
         self._processors_read_chains = not all(isinstance(p, _PROCESSORS) for p in processors)
         dtypes: tuple[Any, Any] = (runner.dtype, runner.kv_cache_dtype)
         self._takes_chains = prefers_chains(self._device, *dtypes)
-        runner.rejection_sampler = TreeSampler(
-            runner.rejection_sampler, runner.speculative_config, self
-        )
         state: Any = runner.model_state
         state.prepare_attn = self._hands_trees_on(state.prepare_attn)
 
@@ -89,10 +194,7 @@ class V2TreeAdapter(V2Adapter):
         @functools.wraps(prepare_attn)
         def with_trees(*args: Any, **kwargs: Any) -> Any:
             by_layer = prepare_attn(*args, **kwargs)
-            tree_batch = self.trees.tree_batch
-            if tree_batch is not None:
-                for metadata in {id(m): m for m in by_layer.values()}.values():
-                    setattr(metadata, TREE_ATTRIBUTE, tree_batch)
+            hand_on(self.trees.tree_batch, by_layer)
             return by_layer
 
         return with_trees

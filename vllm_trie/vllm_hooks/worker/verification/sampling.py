@@ -9,7 +9,6 @@ section 4.3, with draft probabilities of one).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -26,8 +25,10 @@ from vllm.v1.sample.logits_processor.builtin import (
 
 from vllm_trie.attention.device_copy import to_device
 from vllm_trie.tree import TokenTree, accept_all
+from vllm_trie.vllm_hooks.ledger.record import Symbols
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
 
@@ -245,47 +246,46 @@ def _tracks_thinking(metadata: SamplingMetadata) -> bool:
     return holder is not None and holder.has_tracked_requests()
 
 
-def wrap_build_logitsprocs(
+@Symbols("v1.worker.gpu_model_runner:", "vLLM's rejection sampler applies logits processors").wraps(
+    "build_logitsprocs",
+    "min_p and logit_bias, which vLLM leaves out with any speculation",
+    scope="tree_runner",
+)
+def build_logitsprocs(
     original: Callable[..., LogitsProcessors],
-) -> Callable[..., LogitsProcessors]:
+    vllm_config: VllmConfig,
+    device: torch.device,
+    is_pin_memory: bool,
+    is_pooling_model: bool,
+    custom_logitsprocs: Sequence[Any] = (),
+) -> LogitsProcessors:
     """Give an engine whose trees the sampler walks all of vLLM's own logits processors."""
-
-    @functools.wraps(original)
-    def build_logitsprocs(
-        vllm_config: Any,
-        device: torch.device,
-        is_pin_memory: bool,
-        is_pooling_model: bool,
-        custom_logitsprocs: Sequence[Any] = (),
-    ) -> LogitsProcessors:
-        if is_pooling_model or custom_logitsprocs:  # vLLM refuses the latter
-            return original(
-                vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs
-            )
-        return LogitsProcessors(
-            make(vllm_config, device, is_pin_memory) for make in BUILTIN_LOGITS_PROCESSORS
-        )
-
-    return build_logitsprocs
+    if is_pooling_model or custom_logitsprocs:  # vLLM refuses the latter
+        return original(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
+    return LogitsProcessors(
+        make(vllm_config, device, is_pin_memory) for make in BUILTIN_LOGITS_PROCESSORS
+    )
 
 
-def wrap_expand_batch_to_tokens(original: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+@Symbols("v1.sample.rejection_sampler:", platform="cpu").wraps(
+    "expand_batch_to_tokens",
+    "vLLM's kernel for CPUs fills a copy of its output, so that chains were sampled with "
+    "uninitialized temperatures",
+    until="vLLM's `_expand_kernel_impl` writes to its output",
+)
+def expand_batch_to_tokens(
+    original: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
     """Let vLLM's rejection sampler spread the requests' parameters over draft tokens by torch.
 
     The kernel that vLLM 0.32 has for CPUs computes in int64 and fills a copy: the caller gets
     uninitialized memory.
     """
-
-    @functools.wraps(original)
-    def expand_batch_to_tokens(
-        x: torch.Tensor,
-        cu_num_tokens: torch.Tensor,
-        num_tokens: int,
-        replace_from: int = 0,
-        replace_to: int = 0,
-    ) -> torch.Tensor:
-        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-        expanded = x.repeat_interleave(counts, output_size=num_tokens)
-        return expanded.masked_fill(expanded == replace_from, replace_to)
-
-    return expand_batch_to_tokens
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    expanded = x.repeat_interleave(counts, output_size=num_tokens)
+    return expanded.masked_fill(expanded == replace_from, replace_to)

@@ -1,4 +1,4 @@
-"""Speculation in stock vLLM's Model Runner V2: overrides that call the adapter.
+"""Model Runner V2: overrides that call the adapter.
 
 :class:`RunnerV2Mixin` comes before the runner's class in the subclasses of
 :mod:`~vllm_trie.vllm_hooks.worker.cpu_worker` and :mod:`~vllm_trie.vllm_hooks.worker.cuda_worker`.
@@ -6,33 +6,40 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    get_max_chunk_logits,
+)
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from vllm_trie.vllm_hooks.ledger.record import PLUGGABLE, STATS, TREE_DRAFTS, Symbols
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.draft_support import check_states
-from vllm_trie.vllm_hooks.worker.drafting.proposer import TreeProposer
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
+from vllm_trie.vllm_hooks.worker.verifier_setup import make_verifier
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Runner
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
     from vllm.v1.worker.gpu.states import RequestState
 else:
     _Runner = object
 
 
 logger = init_logger(__name__)
+
+_SPECULATION = "v1.worker.gpu.spec_decode."
+_runner = Symbols("v1.worker.gpu.model_runner:GPUModelRunner.", TREE_DRAFTS)
 
 
 class HostSpeculator(BaseSpeculator):
@@ -65,6 +72,9 @@ class HostSpeculator(BaseSpeculator):
     def prepare_watermarking(self, *unused: Any) -> None:
         """Do nothing: drafts carry no watermark, the target's tokens do."""
 
+    @Symbols(f"{_SPECULATION}speculator:BaseSpeculator.", TREE_DRAFTS).overrides(
+        "proposes the drafters' drafts"
+    )
     def propose(
         self,
         input_batch: InputBatch,
@@ -83,10 +93,49 @@ class HostSpeculator(BaseSpeculator):
         return self.adapter.propose(input_batch, last_hidden_states, max_nodes)
 
 
+class DraftedOnly(RejectionSampler):
+    """Accepts tokens that were drafted, and no fillers.
+
+    A rejected filler leaves the target's distribution as it is, so that a request without a draft
+    gets the token that it would get without speculation, sampled ones with a seed included.
+
+    Args:
+        stock: in whose place this goes.
+        spec_config: of the engine.
+        adapter: knows how many tokens were drafted. Before it drafts, this is vLLM's sampler.
+    """
+
+    def __init__(
+        self, stock: RejectionSampler, spec_config: SpeculativeConfig, adapter: V2Adapter
+    ) -> None:
+        device = adapter.num_drafted.device
+        super().__init__(stock.sampler, spec_config, device, watermark_key=stock.watermark_key)
+        self._adapter = adapter
+
+    @Symbols(
+        "v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.", TREE_DRAFTS
+    ).overrides("verifies drafts and no fillers, or trees")
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        if not self._adapter.is_drafting:
+            return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+        # Row i of a request verifies its draft token i - 1; row 0 belongs to its last token.
+        num_drafted = self._adapter.num_drafted[input_batch.expanded_idx_mapping]
+        fillers = input_batch.expanded_local_pos > num_drafted
+        if invalid_drafts is not None:
+            fillers |= invalid_drafts
+        return super().__call__(logits, input_batch, draft_logits, fillers)
+
+
 def _make_adapter(
     vllm_config: VllmConfig, device: torch.device, req_states: RequestState
 ) -> V2Adapter:
-    trees = TreeProposer(vllm_config).trees
+    trees = make_verifier(vllm_config)
     adapter = V2Adapter
     if config.verification(vllm_config) == "tree":
         # Imports much of Model Runner V2, and every worker imports this module.
@@ -111,11 +160,26 @@ class RunnerV2Mixin(_Runner):
         adapter: V2Adapter = self.speculator.adapter
         return adapter
 
+    @_runner.overrides(
+        "loads the drafter's weights; the rejection sampler learns how much was drafted, "
+        "or gives way to the plugin's, and the model state hands trees to the attention "
+        "backend"
+    )
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.adapter.trees.guard.drafter.load_model(self.model)
         self.adapter.attach(self)
+        assert self.rejection_sampler is not None
+        assert self.speculative_config is not None
+        sampler = self.adapter.sampler_class or DraftedOnly
+        self.rejection_sampler = sampler(
+            self.rejection_sampler, self.speculative_config, self.adapter
+        )
 
+    @_runner.overrides(
+        "takes the cache tensors, in which accepted nodes' KV moves, and tries again "
+        "where CUDA graphs take one length only"
+    )
     def initialize_kv_cache(
         self,
         kv_cache_config: KVCacheConfig,
@@ -135,6 +199,10 @@ class RunnerV2Mixin(_Runner):
         if not is_profiling:  # that cache is released again
             self.adapter.attach_cache()
 
+    @_runner.overrides(
+        "memory profiling sees the logits of a step with full drafts",
+        until="vLLM profiles the logits of drafts",
+    )
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         """Let vLLM's memory profiling see the logits of a step with full drafts.
@@ -148,14 +216,17 @@ class RunnerV2Mixin(_Runner):
         logits = model.compute_logits(hidden_states.new_zeros(rows, hidden_states.shape[1]))
         logits[: get_max_chunk_logits(logits.shape[1])].to(torch.float32, copy=True)
 
+    @_runner.overrides("forgets ended requests")
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().finish_requests(scheduler_output)
         self.adapter.release(scheduler_output.finished_req_ids)
 
+    @_runner.overrides("keeps the requests' text on the host, for drafters")
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
         self.adapter.add_requests(scheduler_output.scheduled_new_reqs)
 
+    @_runner.overrides("drafts, and verifies as many tokens as were drafted")
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         self.adapter.draft()
         scheduler_output = self.adapter.fit(scheduler_output)
@@ -163,10 +234,12 @@ class RunnerV2Mixin(_Runner):
             self.adapter.trees.start_step(len(scheduler_output.num_scheduled_tokens))
         return super().execute_model(scheduler_output, *args, **kwargs)
 
+    @_runner.overrides("drafts before the scheduler asks")
     def take_draft_token_ids(self) -> Any:
         self.adapter.draft()
         return super().take_draft_token_ids()
 
+    @_runner.overrides("finds the step's drafts")
     def prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
         manager = self.cudagraph_manager
@@ -178,12 +251,20 @@ class RunnerV2Mixin(_Runner):
             self.adapter.begin_step(scheduler_output, batch.req_ids)
         return batch
 
+    @_runner.overrides(
+        "positions of tree nodes follow their depth, once the KV slots follow from flat ones"
+    )
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         prepared = super().prepare_attn(input_batch)
         if self.adapter.is_drafting:
             self.adapter.place(input_batch, prepared[1])
         return prepared
 
+    @_runner.overrides(
+        "names the adapter of each row of logits; vLLM names one for each request, which "
+        "is wrong with drafts",
+        until="vLLM maps rows of logits to adapters on Model Runner V2",
+    )
     def _set_active_loras(
         self, prompt_lora_mapping: tuple[int, ...], *args: Any, **kwargs: Any
     ) -> None:
@@ -193,42 +274,52 @@ class RunnerV2Mixin(_Runner):
             prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, rows).tolist())
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
 
-    def sample(self, *args: Any, **kwargs: Any) -> Any:
-        sampled = super().sample(*args, **kwargs)
+    @_runner.overrides("starts the copy of the sampled tokens to the host")
+    def sample(
+        self,
+        hidden_states: torch.Tensor,
+        input_batch: InputBatch,
+        grammar_output: GrammarOutput | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        sampled = super().sample(hidden_states, input_batch, grammar_output, *args, **kwargs)
         self.adapter.keep_sampled(sampled[0].sampled_token_ids, sampled[1])
         return sampled
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
+    @_runner.overrides("attaches the worker's statistics to its output", until=STATS)
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         output = super().sample_tokens(self.adapter.fit_masks(grammar_output))
         if output is not None:
             self.adapter.finish(output)
         return output
 
 
-def wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
+@Symbols("v1.worker.gpu.model_runner:", PLUGGABLE).wraps(
+    "init_speculator", "makes the plugin's speculator", scope="v2_runner"
+)
+def init_speculator(
+    original: Callable[..., Any],
+    vllm_config: VllmConfig,
+    device: torch.device,
+    req_states: RequestState,
+) -> Any:
     """Make the plugin's speculator, or take in vLLM's; in place only while a worker makes its
     runner."""
-
-    @functools.wraps(original)
-    def init_speculator(
-        vllm_config: VllmConfig, device: torch.device, req_states: RequestState
-    ) -> Any:
-        tree_config = config.read(vllm_config)
-        if tree_config is None or tree_config.neural is None:
-            return HostSpeculator(vllm_config, device, req_states)
-        speculator = original(vllm_config, device, req_states)
-        speculator.adapter = _make_adapter(vllm_config, device, req_states)
-        speculator.adapter.take_neural_drafter(speculator)
-        return speculator
-
-    return init_speculator
+    tree_config = config.read(vllm_config)
+    if tree_config is None or tree_config.neural is None:
+        return HostSpeculator(vllm_config, device, req_states)
+    speculator = original(vllm_config, device, req_states)
+    speculator.adapter = _make_adapter(vllm_config, device, req_states)
+    speculator.adapter.take_neural_drafter(speculator)
+    return speculator
 
 
-def wrap_use_ngram(original: Callable[..., bool]) -> Callable[..., bool]:
+@Symbols("config.speculative:SpeculativeConfig.", PLUGGABLE).wraps(
+    "use_ngram",
+    "keeps the requests' text off the device, which only vLLM's own n-grams read",
+    scope="v2_stage",
+)
+def use_ngram(original: Callable[..., bool], self: SpeculativeConfig) -> bool:
     """Keep the runner from holding every request's text on the device, for vLLM's own n-grams."""
-
-    @functools.wraps(original)
-    def use_ngram(self: Any) -> bool:
-        return False
-
-    return use_ngram
+    return False

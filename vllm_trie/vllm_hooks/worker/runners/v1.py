@@ -1,4 +1,4 @@
-"""Speculation in stock vLLM's Model Runner V1: overrides that call the adapter.
+"""Model Runner V1 of a stock vLLM: overrides that call :class:`V1Speculation`.
 
 The mixins come before the runner's class in the subclasses of
 :mod:`~vllm_trie.vllm_hooks.worker.cpu_worker` and :mod:`~vllm_trie.vllm_hooks.worker.cuda_worker`:
@@ -10,25 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from vllm_trie.vllm_hooks.worker.attention.tree_attention import TREE_ATTRIBUTE
+from vllm_trie.vllm_hooks.ledger.record import PARTS, STATS, TREE_DRAFTS, TREE_MASKS, Symbols
+from vllm_trie.vllm_hooks.worker.attention.tree_attention import hand_on
 from vllm_trie.vllm_hooks.worker.drafting.neural import StepStates
-from vllm_trie.vllm_hooks.worker.drafting.proposer import TreeProposer
-from vllm_trie.vllm_hooks.worker.runners.v1_adapter import V1Adapter, V1TreeAdapter
-from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
+from vllm_trie.vllm_hooks.worker.runners.v1_speculation import V1Speculation
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import DraftTokenIds, SamplerOutput
+    from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Runner
 else:
     _Runner = object
+
+_gpu_runner = "v1.worker.gpu_model_runner:GPUModelRunner."
+_runner = Symbols(_gpu_runner, TREE_DRAFTS, point="draft_verifier")
+_proposer = Symbols(_gpu_runner, TREE_DRAFTS, point="request_proposer")
 
 
 class ChainRunnerMixin(_Runner):
@@ -39,40 +46,32 @@ class ChainRunnerMixin(_Runner):
     Those of a trained drafter are made when they are asked for: it reads the step's metadata.
     """
 
+    adapter: V1Speculation
+    """The proposer, which vLLM makes itself where it is the only one."""
+    has_neural_drafter: bool
+    """Whether ``drafter`` is vLLM's own proposer, for a trained drafter in a union."""
     _deferred_draft: Callable[[], list[list[int]]] | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    @Symbols(_gpu_runner, PARTS).overrides("sets it, once vLLM's proposer is made")
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        drafter: Any = getattr(self, "drafter", None)
+        self.has_neural_drafter = not isinstance(drafter, V1Speculation)
+        self.adapter = V1Speculation(vllm_config) if self.has_neural_drafter else drafter
+        self.adapter.bind(self)
         if self.has_neural_drafter and self.speculative_config is not None:
             # Drafting waits for the step's tokens on the host. Not in the configuration from the
             # beginning: draft models refuse it there, though not for drafts made this way.
             self.speculative_config.disable_padded_drafter_batch = True
 
-    @property
-    def has_neural_drafter(self) -> bool:
-        """Whether ``drafter`` is vLLM's own proposer, for a trained drafter in a union."""
-        return not isinstance(getattr(self, "drafter", None), TreeProposer)
-
-    @cached_property
-    def tree_proposer(self) -> TreeProposer:
-        """The plugin's proposer, which vLLM makes itself where it is the only one."""
-        if self.has_neural_drafter:
-            return TreeProposer(self.vllm_config)
-        return cast("TreeProposer", self.drafter)
-
-    @property
-    def trees(self) -> TreeVerifier:
-        """The verifier, which the proposer made."""
-        return self.tree_proposer.trees
-
-    @cached_property
-    def adapter(self) -> V1Adapter:
-        return V1Adapter(self, self.trees)
-
+    @_runner.overrides(
+        "hands a trained drafter to its union",
+        successor="nothing; a patched vLLM refuses trained drafters",
+    )
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         if self.has_neural_drafter:
-            self.tree_proposer.load_model(self.get_model())
+            self.adapter.load_model(self.get_model())
             self.adapter.take_neural_drafter(self.drafter)
 
     @contextmanager
@@ -84,44 +83,63 @@ class ChainRunnerMixin(_Runner):
         scheduler empty drafts of each request, or drafts of zeros if ``_input_fits_in_drafter``
         says no. On a small model this is a noticeable part of a step.
         """
-        config = self.speculative_config
+        speculative_config = self.speculative_config
         if hidden:
             self.speculative_config = None
         try:
             yield
         finally:
-            self.speculative_config = config
+            self.speculative_config = speculative_config
 
-    def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
+    @_proposer.overrides(
+        "forgets the trees of ended requests", successor="`RequestProposer.remove_request()`"
+    )
+    def _on_request_state_removed(self, req_id: str, req_state: CachedRequestState | None) -> None:
         super()._on_request_state_removed(req_id, req_state)
-        self.adapter.release(req_id)
+        self.adapter.remove_request(req_id)
 
-    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        # Limits are kept per request. vLLM's answer is for the whole batch: one request near the
-        # length limit would cost all others their drafts.
-        return True
+    @_proposer.overrides(
+        "keeps length limits per request, not for the whole batch",
+        successor="`RequestProposer.keeps_to_max_model_len()`",
+    )
+    def _input_fits_in_drafter(self, common_attn_metadata: CommonAttentionMetadata | None) -> bool:
+        return self.adapter.keeps_to_max_model_len()
 
+    @_runner.overrides(
+        "takes the duration of a step, for the adaptive node budget",
+        successor="`DraftVerifier.start_step()`",
+    )
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         self.adapter.start_step()
         return super().execute_model(*args, **kwargs)
 
+    @_runner.overrides(
+        "positions of tree nodes follow their depth; a step without drafts is prepared as if "
+        "speculative_config were None",
+        successor="`DraftVerifier.place_drafts()`",
+    )
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> Any:
         with self.without_speculation(not scheduler_output.scheduled_spec_decode_tokens):
             prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self.adapter.begin_step(scheduler_output)
+        self.adapter.place_drafts(scheduler_output)
         return prepared
 
+    @_proposer.overrides(
+        "gives drafters request ids, hidden states of the accepted node and budgets",
+        until="proposers get request ids and hidden states",
+        successor="`RequestProposer.propose_for_step()`",
+    )
     def propose_draft_token_ids(
         self,
         scheduler_output: SchedulerOutput,
         sampled_token_ids: Any,
-        sampling_metadata: Any,
+        sampling_metadata: SamplingMetadata,
         hidden_states: torch.Tensor,
         sample_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None = None,
-        spec_decode_metadata: Any = None,
+        spec_decode_metadata: SpecDecodeMetadata | None = None,
         common_attn_metadata: Any = None,
         *unused: Any,
         **unused_too: Any,
@@ -135,6 +153,10 @@ class ChainRunnerMixin(_Runner):
         self._deferred_draft = draft
         return [[] for _ in sampled_token_ids]
 
+    @_proposer.overrides(
+        "drafts, after vLLM has sent the step's tokens off",
+        successor="`RequestProposer.propose_for_step()`, before they are sent",
+    )
     @torch.inference_mode()
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         if self._deferred_draft is not None:
@@ -142,8 +164,15 @@ class ChainRunnerMixin(_Runner):
             self._deferred_draft = None
         return super().take_draft_token_ids()
 
+    @_runner.overrides(
+        "attaches the worker's statistics to its output; runs as if speculative_config were None "
+        "where no drafts are wanted",
+        until=STATS,
+        point="proposer_stats",
+        successor="`RequestProposer.take_stats()`",
+    )
     def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
-        is_hidden = self.trees.is_pausing and self.execute_model_state is not None
+        is_hidden = self.adapter.trees.is_pausing and self.execute_model_state is not None
         # A trained drafter's KV cache goes on in such steps.
         is_hidden = is_hidden and not self.has_neural_drafter
         with self.without_speculation(is_hidden):
@@ -158,27 +187,31 @@ class ChainRunnerMixin(_Runner):
 class TreeRunnerMixin(ChainRunnerMixin):
     """Further overrides, which verify trees."""
 
-    @cached_property
-    def adapter(self) -> V1Adapter:
-        return V1TreeAdapter(self, self.trees)
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
-        self.adapter.check_layers()
-
+    @_runner.overrides(
+        "computes the rows with logits alone, not what vLLM's rejection sampler reads",
+        successor="`DraftVerifier.spec_decode_metadata()`",
+    )
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
     ) -> SpecDecodeMetadata:
-        return self.adapter.logits_metadata(num_draft_tokens, cu_num_scheduled_tokens)
+        return self.adapter.spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
 
+    @_runner.overrides(
+        "hands the trees to the attention backend",
+        until=TREE_MASKS,
+        point="draft_trees",
+        successor="a field, filled from `DraftVerifier.draft_trees()`",
+    )
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         built: Any = super()._build_attention_metadata(*args, **kwargs)
-        if self.trees.tree_batch is not None:
-            for metadata in {id(m): m for m in built[0].values()}.values():
-                setattr(metadata, TREE_ATTRIBUTE, self.trees.tree_batch)
+        hand_on(self.adapter.draft_trees(), built[0])
         return built
 
+    @_runner.overrides(
+        "walks down the trees losslessly and puts the KV of accepted nodes in place",
+        successor="`DraftVerifier.verify()`",
+    )
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
-        return self.adapter.sample(logits, spec_decode_metadata)
+        return self.adapter.verify(logits, spec_decode_metadata)

@@ -1,0 +1,264 @@
+"""Model Runner V1's steps in the terms of :class:`TreeVerifier`, for a stock and a patched vLLM.
+
+The first methods are those that patches 0004, 0006 and 0008 have a runner call on its proposer. In
+stock vLLM the overrides in :mod:`.v1` call them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from vllm_trie.attention import prefers_chains
+from vllm_trie.attention.device_copy import to_device
+from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.setup.draft_support import check_layers
+from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
+from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost
+from vllm_trie.vllm_hooks.worker.drafting.draft_requests import draft_requests
+from vllm_trie.vllm_hooks.worker.drafting.neural import NeuralChains, StepStates
+from vllm_trie.vllm_hooks.worker.verification.compaction import CacheGroup, cache_groups
+from vllm_trie.vllm_hooks.worker.verification.placement import QueryTokens, logits_tokens
+from vllm_trie.vllm_hooks.worker.verifier_setup import make_verifier
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from vllm_trie.attention import TreeBatch
+    from vllm_trie.drafters.union import TrieUnionDrafter
+
+
+class V1Speculation:
+    """The proposer of the plugin's methods, and what else a step does for speculation.
+
+    Attributes:
+        trees: the verifier of this rank.
+        chain_only: whether vLLM verifies the drafts, as chains.
+        neural: chains of vLLM's own proposer, where a trained drafter is a part of a union.
+    """
+
+    runner: GPUModelRunner
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.trees = make_verifier(vllm_config)
+        self.chain_only = config.verification(vllm_config) == "chain"
+        self.neural: NeuralChains | None = None
+        self._has_ended = False  # whether this step's tokens were taken in
+
+    def propose(self, *unused: Any, **unused_too: Any) -> None:
+        """Refuse a model runner that expects chains of drafts from a proposer.
+
+        Raises:
+            RuntimeError: always. Only a runner without the plugin's overrides calls this.
+        """
+        raise RuntimeError(
+            "vllm-trie's drafters need the plugin's worker class, and this engine runs another "
+            "one; leave worker_cls at 'auto'"
+        )
+
+    def bind(self, runner: GPUModelRunner) -> None:
+        """Learn of the runner, which is being made."""
+        self.runner = runner
+
+    def load_model(self, target_model: Any, *unused: Any, **unused_too: Any) -> None:
+        """Load the drafter's own weights, if it has any; refuse a model that verifies no trees."""
+        self.trees.guard.drafter.load_model(target_model)
+        if not self.chain_only:
+            check_layers(self.runner.vllm_config, self._layers)
+
+    def warm_up(self) -> None:
+        """Let the node budget observe forward passes; the runner is ready and has no requests."""
+        runner = self.runner
+        model: Any = runner.model
+        # The trained drafter's pass is part of the drafting, which is measured by itself.
+        without_drafter: Any = nullcontext
+        if self.neural is not None:
+            without_drafter = cast("Any", runner).without_speculation
+
+        def run_step(num_tokens: int) -> None:
+            with without_drafter():
+                hidden_states, _ = runner._dummy_run(num_tokens)
+            model.compute_logits(hidden_states[:num_tokens])
+            runner._sync_device()  # a GPU may still be at work
+
+        num_ranks = runner.parallel_config.world_size_across_dp
+        calibrate_step_cost(self.trees.budget, run_step, runner.max_num_tokens, num_ranks)
+
+    def keeps_to_max_model_len(self) -> bool:
+        """Return whether limits are kept for each request.
+
+        vLLM's answer is for the whole batch: one request near the length limit would cost all
+        others their drafts.
+        """
+        return True
+
+    def remove_request(self, req_id: str) -> None:
+        """Forget a request that has ended."""
+        self.trees.release(req_id)
+        if self.neural is not None:
+            self.neural.release(req_id)
+
+    def start_step(self) -> None:
+        self._has_ended = False
+        self.trees.start_step(self.runner.input_batch.num_reqs)
+
+    def place_drafts(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray | None = None
+    ) -> None:
+        """Find the step's drafts, whose inputs are prepared as if all were chains; place trees."""
+        runner, batch = self.runner, self.runner.input_batch
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        self.trees.begin_step(batch.req_ids, drafts, num_tokens)
+        if self.trees.recorder is not None:
+            self.trees.recorder.begin(scheduler_output.scheduled_new_reqs)
+        if drafts and not self.chain_only:
+            tokens = QueryTokens(
+                runner.query_start_loc.np[: batch.num_reqs + 1],
+                batch.num_computed_tokens_cpu,
+                runner.positions,
+                runner.input_ids.gpu,
+            )
+            dtype: Any = runner.dtype
+            self.trees.place(tokens, prefers_chains(runner.device, dtype, runner.kv_cache_dtype))
+
+    def draft_trees(self) -> TreeBatch | None:
+        return self.trees.tree_batch
+
+    def spec_decode_metadata(
+        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
+    ) -> SpecDecodeMetadata:
+        """Return which rows of logits the step needs, without what vLLM's rejection sampler reads
+        where the plugin verifies."""
+        if self.chain_only:
+            return self.runner._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
+        tokens = logits_tokens(num_draft_tokens, cu_num_scheduled_tokens)
+        logits_indices = to_device(tokens, self.runner.device)
+        unused = logits_indices[:0]
+        return SpecDecodeMetadata(
+            draft_token_ids=unused,
+            num_draft_tokens=num_draft_tokens.tolist(),
+            cu_num_draft_tokens=unused,
+            cu_num_sampled_tokens=unused,
+            target_logits_indices=unused,
+            bonus_logits_indices=unused,
+            logits_indices=logits_indices,
+        )
+
+    def verify(
+        self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+    ) -> SamplerOutput:
+        """Sample the step's tokens; walk down its trees and move the accepted nodes' KV."""
+        runner, batch = self.runner, self.runner.input_batch
+        output: SamplerOutput
+        if not self.chain_only:
+            output = self.trees.verify(logits, runner.sampler, batch.sampling_metadata)
+            if self.trees.tree_batch is not None:
+                tables = batch.block_table
+                slot_mappings = [tables[g.group_id].slot_mapping.gpu for g in self._cache_groups]
+                self.trees.compact(self._cache_groups, slot_mappings)
+        elif spec_decode_metadata is None:
+            output = runner.sampler(logits=logits, sampling_metadata=batch.sampling_metadata)
+        else:
+            output = runner.rejection_sampler(
+                spec_decode_metadata, None, logits, batch.sampling_metadata
+            )
+        return output
+
+    def propose_for_step(self, step: Any) -> list[list[int]]:
+        """Take in a step's tokens and return the drafts of the next one, at once."""
+        self.end_step(step.sampled_token_ids)
+        return self.draft(step.scheduler_output, step.sampled_token_ids, step.sample_hidden_states)
+
+    def take_stats(self) -> dict[str, Any] | None:
+        stats = self.trees.take_stats()
+        return None if stats is None else asdict(stats)
+
+    # -- the steps of a stock runner ---------------------------------------------------------------
+
+    def take_neural_drafter(self, proposer: Any) -> None:
+        """Hand vLLM's proposer, whose weights are loaded, to the union that it is a part of."""
+        part = cast("TrieUnionDrafter", self.trees.guard.drafter).neural
+        assert part is not None
+        options = part.options
+        num_alternatives = 0 if self.chain_only else options.num_alternatives
+        self.neural = part.source = NeuralChains(
+            self.runner, proposer, options.num_speculative_tokens, num_alternatives
+        )
+
+    def end_step(self, new_tokens: Sequence[Sequence[int]]) -> None:
+        """Take in the step's tokens.
+
+        Args:
+            new_tokens: of each request; none while its prefill goes on.
+        """
+        if self.chain_only:
+            self.trees.observe_outputs(new_tokens)
+        self.trees.end_step(new_tokens)
+        self._has_ended = True
+
+    def draft(
+        self,
+        scheduler_output: SchedulerOutput,
+        new_tokens: list[list[int]],
+        sample_hidden_states: torch.Tensor,
+        states: StepStates | None = None,
+    ) -> list[list[int]]:
+        """Return the draft tokens of each request of the batch for the next step.
+
+        Args:
+            scheduler_output: of the step that has ended.
+            new_tokens: of each request; none while its prefill goes on.
+            sample_hidden_states: [logits rows, hidden_size].
+            states: what a trained drafter reads.
+        """
+        start = time.perf_counter()
+        runner = self.runner
+        if self.neural is not None and states is not None:
+            self.neural.observe(states, new_tokens, self.trees.last_step)
+        drafts: list[list[int]] = [[] for _ in new_tokens]
+        if not self.trees.is_pausing:  # a trained drafter wants all steps; a patched vLLM asks too
+            requests = draft_requests(
+                runner.input_batch,
+                runner.requests,
+                new_tokens,
+                runner.max_model_len,
+                scheduler_output.num_spec_tokens_to_schedule,
+                self.chain_only,
+            )
+            drafts = self.trees.draft(requests, len(new_tokens), sample_hidden_states, start)
+        if self.neural is not None:
+            self.neural.catch_up()
+        return drafts
+
+    def finish(self, output: Any) -> None:
+        """Attach the step's statistics to vLLM's output of the step."""
+        new_tokens = getattr(output, "sampled_token_ids", None)
+        if self.trees.is_pausing and new_tokens and not self._has_ended:  # vLLM did not ask
+            self.end_step(new_tokens)
+        stats = self.trees.take_stats()
+        if stats is not None:
+            setattr(output, STATS_ATTRIBUTE, stats)
+
+    @property
+    def _layers(self) -> dict[str, Any]:
+        """The model's layers, by name; not those of a trained drafter, which sees no trees."""
+        layers = self.runner.compilation_config.static_forward_context
+        drafters: set[str] = getattr(self.runner.drafter, "_draft_attn_layer_names", set())
+        return {name: layer for name, layer in layers.items() if name not in drafters}
+
+    @cached_property
+    def _cache_groups(self) -> list[CacheGroup]:
+        # A trained drafter writes the accepted tokens' KV itself, once they are known.
+        return cache_groups(self.runner.kv_cache_config, self._layers)

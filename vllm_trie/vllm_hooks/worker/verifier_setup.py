@@ -1,0 +1,103 @@
+"""Speculation of one rank, whatever the runner: its drafter and verifier, the same on all ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
+
+from vllm_trie.budget import NodeBudget
+from vllm_trie.drafters import DrafterContext, get_drafter_class
+from vllm_trie.tree import TokenTree
+from vllm_trie.tree.batch import LIBRARY
+from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
+from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
+from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
+from vllm_trie.vllm_hooks.worker.warm_start import open_warm_start
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+logger = init_logger(__name__)
+
+
+def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
+    """Return the verifier of this rank, with its drafter.
+
+    Args:
+        vllm_config: as written by :func:`vllm_trie.vllm_hooks.setup.translate.translate`.
+    """
+    tree_config = config.read(vllm_config)
+    if tree_config is None:
+        raise ValueError(
+            f"{config.PROPOSER_CLASS} needs the method's name; set "
+            "speculative_config={'method': NAME} instead of naming the class"
+        )
+    context = drafter_context(vllm_config, tree_config.draft_model)
+    drafter = get_drafter_class(tree_config.method)(tree_config.drafter_options, context)
+    options = tree_config.engine_options
+    share_trees = None
+    if context.tensor_parallel_size > 1:
+        share_trees = partial(same_on_all_ranks, group=get_tp_group())
+    LIBRARY.is_available()  # compiles at start-up, not in the first step
+    budget = NodeBudget() if options.node_budget == "adaptive" else None
+    recorder = None
+    if options.trace_path is not None and not context.rank:  # all ranks see the same
+        recorder = TraceRecorder(Path(options.trace_path), tree_config, drafter)
+    return TreeVerifier(
+        GuardedDrafter(drafter, context.vocab_size, options.draft_timeout_s, logger),
+        budget,
+        share_trees,
+        warm_start=open_warm_start(vllm_config, tree_config, context, drafter),
+        recorder=recorder,
+    )
+
+
+def same_on_all_ranks(trees: list[TokenTree], group: GroupCoordinator) -> list[TokenTree]:
+    """Return rank 0's trees, without their probabilities, on every tensor-parallel rank.
+
+    Drafters are deterministic, so ranks agree by themselves; but a time-out or a fault can hit one
+    rank alone, and ranks that verify different trees would write wrong KV without noticing. The
+    ranks call it together with the same number of trees.
+    """
+    if group.world_size == 1 or not trees:
+        return trees
+    if group.rank_in_group == 0:
+        group.broadcast_object([(t.token_ids, t.parents, None, t.never_accept) for t in trees])
+        return trees
+    return [TokenTree(*arrays) for arrays in group.broadcast_object()]
+
+
+def drafter_context(vllm_config: VllmConfig, draft_model: str | None) -> DrafterContext:
+    """Return what drafters may know about the engine."""
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    assert vllm_config.speculative_config is not None
+    return DrafterContext(
+        vocab_size=model.get_vocab_size(),
+        max_model_len=model.max_model_len,
+        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        num_nodes=vllm_config.speculative_config.num_speculative_tokens,
+        hidden_size=model.get_hidden_size(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(vllm_config.device_config.device),
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        rank=parallel.rank % parallel.tensor_parallel_size,
+        model=model.model,
+        tokenizer=model.tokenizer,
+        eos_token_ids=_eos_token_ids(model),
+        draft_model=draft_model,
+    )
+
+
+def _eos_token_ids(model: ModelConfig) -> tuple[int, ...]:
+    for source in (model.try_get_generation_config(), vars(model.hf_config)):
+        eos = source.get("eos_token_id")
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+    return ()
