@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+
+import pytest
 
 from tests.checkout import ROOT
 
@@ -132,6 +135,34 @@ def floor_of(module: str, prefix: str, floors: dict[str, int]) -> tuple[str, int
 
 def short(module: str) -> str:
     return module.removeprefix(f"{HOOKS}.").removeprefix("vllm_trie.")
+
+
+@pytest.mark.parametrize("title", ["Path of a draft", "Path of a beam"])
+def test_the_files_of_a_walk_import_one_another(title: str) -> None:
+    page = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+    section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    paths = {path.removeprefix("vllm_trie/") for path in re.findall(r"`([\w/]+/\w+\.py)`", section)}
+    walk = {module_of(path) for path in paths}
+    assert len(walk) > 15
+    reached = {name: with_exports(IMPORTS[name]) for name in walk}
+    alone = [
+        name
+        for name in walk
+        if not reached[name] & walk and not any(name in reached[other] for other in walk)
+    ]
+    assert alone == []
+
+
+def with_exports(modules: set[str]) -> set[str]:
+    """Return modules with those that the folders among them offer names of."""
+    folders = {name for name in modules if MODULES[name].name == "__init__.py"}
+    return modules.union(*(IMPORTS[name] for name in folders))
+
+
+def module_of(path: str) -> str:
+    """Return the module of a path below the package or its hooks."""
+    name = path.removesuffix(".py").replace("/", ".")
+    return f"{HOOKS}.{name}" if f"{HOOKS}.{name}" in MODULES else f"vllm_trie.{name}"
 
 
 def test_no_two_hook_files_have_one_name() -> None:
