@@ -52,7 +52,7 @@ def entries() -> tuple[Patch, ...]:
     """Return every symbol of vLLM that the plugin touches, on all platforms."""
     for platform in ("any", "cpu", "cuda"):
         _load(platform)
-    return tuple(record.ENTRIES)
+    return tuple(sorted(record.ENTRIES, key=lambda p: (p.target, p.feature, p.scope)))
 
 
 def patches_here(feature: Feature | None = None) -> list[Patch]:
