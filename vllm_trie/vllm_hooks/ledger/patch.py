@@ -69,7 +69,7 @@ def resolve(target: str) -> Any:
         AttributeError: An attribute on the path does not exist.
     """
     module_name, _, path = target.partition(":")
-    found: Any = importlib.import_module(module_name)
+    symbol: Any = importlib.import_module(module_name)
     for name in path.split(".") if path else ():
-        found = getattr(found, name)
-    return found
+        symbol = getattr(symbol, name)
+    return symbol

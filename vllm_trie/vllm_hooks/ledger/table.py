@@ -110,12 +110,12 @@ def _compare(patch: Patch) -> tuple[Status, str]:
     if patch.point and offered(patch.point):
         return "replaced", f"by the extension point {patch.point}"
     try:
-        found = resolve(patch.target)
+        symbol = resolve(patch.target)
     except (ImportError, AttributeError) as error:
         return "missing", f"{type(error).__name__}: {error}"
     if patch.parameters is None:
         return "ok", ""
-    names = [name for name in inspect.signature(found).parameters if name not in ("self", "cls")]
+    names = [name for name in inspect.signature(symbol).parameters if name not in ("self", "cls")]
     positions = [names.index(name) if name in names else -1 for name in patch.parameters]
     if -1 in positions or positions != sorted(positions):
         return "changed", f"expected parameters {patch.parameters}, found {tuple(names)}"
@@ -128,9 +128,9 @@ def mismatch(feature: Feature) -> str:
 
     version = vllm.__version__
     problems = [
-        f"{found.target} is {found.status} ({found.detail})"
-        for found in check()
-        if found.feature == feature and not found.fits
+        f"{finding.target} is {finding.status} ({finding.detail})"
+        for finding in check()
+        if finding.feature == feature and not finding.fits
     ]
     if problems:
         return f"vLLM {version}: " + "; ".join(problems)

@@ -118,10 +118,10 @@ def cache_reason(kv_cache_config: KVCacheConfig) -> str | None:
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
         specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}
-        for each in specs.values():
-            if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
-                return f"KV cache of kind {type(each).__name__} is not supported"
-            if getattr(each, "tokens_per_state", 1) != 1:
+        for layer_spec in specs.values():
+            if type(layer_spec) not in (FullAttentionSpec, MLAAttentionSpec):
+                return f"KV cache of kind {type(layer_spec).__name__} is not supported"
+            if getattr(layer_spec, "tokens_per_state", 1) != 1:
                 return "compressed KV cache (several tokens in one state) is not supported"
     return None
 

@@ -74,13 +74,13 @@ def _choose_worker(parallel_config: ParallelConfig, method: str) -> None:
     """Set the worker class if the user left it to vLLM; refuse another one."""
     from vllm.platforms import current_platform
 
-    ours = config.CPU_WORKER_CLASS if current_platform.is_cpu() else config.GPU_WORKER_CLASS
-    if parallel_config.worker_cls not in ("auto", ours):
+    worker_class = config.CPU_WORKER_CLASS if current_platform.is_cpu() else config.GPU_WORKER_CLASS
+    if parallel_config.worker_cls not in ("auto", worker_class):
         raise ValueError(
             f"speculative method {method!r} of vllm-trie brings its own worker class, but "
             f"worker_cls={parallel_config.worker_cls!r} was set; leave worker_cls at 'auto'"
         )
-    parallel_config.worker_cls = ours
+    parallel_config.worker_cls = worker_class
 
 
 def verify(vllm_config: VllmConfig) -> None:
@@ -188,8 +188,8 @@ def environment_variables(original: Mapping[str, Any]) -> dict[str, Any]:
 
     Not the others: vLLM's compilation caches depend on the whole table.
     """
-    own = {name: functools.partial(os.environ.get, name) for name in OWN_VARIABLES}
-    return {**original, **{name: get for name, get in own.items() if name in os.environ}}
+    variables = {name: functools.partial(os.environ.get, name) for name in OWN_VARIABLES}
+    return {**original, **{name: get for name, get in variables.items() if name in os.environ}}
 
 
 @_arguments.wraps(

@@ -98,8 +98,8 @@ def translate(engine_args: EngineArgs) -> None:
     stands_for = runner_choice.stands_for()
     asked_nodes = asked.pop("num_speculative_tokens", None)
 
-    known = _speculative_config_fields()
-    passed_on = {key: asked.pop(key) for key in list(asked) if key in known}
+    vllm_fields = _speculative_config_fields()
+    passed_on = {key: asked.pop(key) for key in list(asked) if key in vllm_fields}
     _refuse_other_methods_options(method, passed_on)
     for key, value in given.items():
         _add(asked, key, value, spelled(key))

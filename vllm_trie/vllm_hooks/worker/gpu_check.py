@@ -189,15 +189,15 @@ def _check_step(checked: CheckedLayer, step: Step, generator: np.random.Generato
     lengths = np.diff(step.starts)
     in_chunks = ~step.tree_rows & np.repeat(lengths > metadata.longest_decode, lengths)
     chunks = torch.from_numpy(in_chunks)
-    found = output.cpu()
-    error = relative_error(found[~chunks], step.expected()[~chunks], step)
+    attended = output.cpu()
+    error = relative_error(attended[~chunks], step.expected()[~chunks], step)
     tolerance = TOLERANCE[checked.shape.dtype]
     if error > tolerance:
         raise _WrongResult(
             f"a step of layer {checked.name} has an error of {error:.2g} of the largest value, "
             f"allowed is {tolerance:.2g} ({checked.shape})"
         )
-    if not torch.equal(found[chunks], stock.cpu()[chunks]):
+    if not torch.equal(attended[chunks], stock.cpu()[chunks]):
         raise _WrongResult(
             f"a step of layer {checked.name} does not leave prefill chunks to vLLM's kernel "
             f"({checked.shape})"
@@ -209,15 +209,15 @@ def _check_step(checked: CheckedLayer, step: Step, generator: np.random.Generato
 def _check_layout(checked: CheckedLayer, step: Step) -> None:
     """Write the step's keys and values as vLLM does, and compare with the expected cache."""
     cache = checked.kv_cache
-    wanted = torch.empty_like(cache)
-    fill_cache(checked.typed(wanted), step)
-    cache.copy_(wanted)
+    expected = torch.empty_like(cache)
+    fill_cache(checked.typed(expected), step)
+    cache.copy_(expected)
     slots = to_device(step.slots, cache.device)
     cache[slots // cache.shape[2], :, slots % cache.shape[2]] = 0
     checked.layer.impl.do_kv_cache_update(
         checked.layer, step.keys.to(cache.device), step.values.to(cache.device), cache, slots
     )
-    if not torch.equal(cache, wanted):
+    if not torch.equal(cache, expected):
         raise _WrongResult(
             f"vLLM lays out the KV cache of layer {checked.name} differently from what vllm-trie "
             "reads"
@@ -252,14 +252,14 @@ def _check_compaction(checked: CheckedLayer, step: Step, generator: np.random.Ge
             accepted[row.batch_index] = sorted(nodes.tolist())
     sources, targets = compaction.moved_tokens(step.trees.rows, accepted)
     cache = checked.kv_cache
-    wanted = cache.clone()
+    expected = cache.clone()
     slots = step.step_slots()
     block_size = cache.shape[2]
     for source, target in zip(slots[sources], slots[targets], strict=True):
-        wanted[target // block_size, :, target % block_size] = cache[
+        expected[target // block_size, :, target % block_size] = cache[
             source // block_size, :, source % block_size
         ]
     group = compaction.CacheGroup(0, (cache,), checked.layer.impl.move_slots)
     compaction.compact([group], [to_device(slots, cache.device)], sources, targets)
-    if not torch.equal(cache, wanted):
+    if not torch.equal(cache, expected):
         raise _WrongResult(f"moving KV in the cache of layer {checked.name} gave a wrong cache")

@@ -99,12 +99,12 @@ def reason_against_drafts(worker: Worker, adapter: V2Adapter) -> str | None:
 
 
 def _wrong_token(plain: _Decoded, drafted: _Decoded) -> str | None:
-    for expected, found, margins in zip(plain.tokens, drafted.tokens, plain.margins, strict=True):
-        pairs = enumerate(zip(expected, found, strict=True))
+    for expected, tokens, margins in zip(plain.tokens, drafted.tokens, plain.margins, strict=True):
+        pairs = enumerate(zip(expected, tokens, strict=True))
         at = next((i for i, (left, right) in pairs if left != right), None)
-        if at is not None and margins[at].get(found[at], np.inf) > NEAR_TIE:
+        if at is not None and margins[at].get(tokens[at], np.inf) > NEAR_TIE:
             return (
-                f"greedy token {at} of a test prompt is {found[at]}, without drafts {expected[at]}"
+                f"greedy token {at} of a test prompt is {tokens[at]}, without drafts {expected[at]}"
             )
     return None
 
@@ -196,12 +196,12 @@ class _Decoder:
                 mm_features=[],
                 sampling_params=params,
                 pooling_params=None,
-                block_ids=own,
+                block_ids=block_ids,
                 num_computed_tokens=0,
                 lora_request=None,
                 prefill_token_ids=prompt,
             )
-            for name, prompt, own in zip(names, self.prompts, blocks, strict=True)
+            for name, prompt, block_ids in zip(names, self.prompts, blocks, strict=True)
         ]
         step.num_scheduled_tokens = dict(zip(names, map(len, self.prompts), strict=True))
         step.total_num_scheduled_tokens = sum(step.num_scheduled_tokens.values())

@@ -227,16 +227,18 @@ class TreeVerifier:
         argmax: Sequence[int] | np.ndarray | None,
     ) -> None:
         """Keep each request's accepted nodes, and the argmax of its logits for the drafter."""
-        wanted: np.ndarray | None = None
+        argmax_rows: np.ndarray | None = None
         if argmax is not None and self.guard.drafter.needs_node_argmax:
-            wanted = np.asarray(argmax, dtype=np.int32)
-        if wanted is None and not self.has_drafts:
+            argmax_rows = np.asarray(argmax, dtype=np.int32)
+        if argmax_rows is None and not self.has_drafts:
             self._last_steps.update(dict.fromkeys(self._request_ids, _NO_DRAFT))
             return
         for request_id, tree, path, first in zip(
             self._request_ids, self.step_trees, accepted, first_rows, strict=True
         ):
-            node_argmax = None if wanted is None else wanted[first : first + tree.num_nodes + 1]
+            node_argmax = (
+                None if argmax_rows is None else argmax_rows[first : first + tree.num_nodes + 1]
+            )
             self._last_steps[request_id] = VerifiedStep(tree, tuple(path), node_argmax)
 
     def compact(

@@ -132,9 +132,9 @@ class WarmStart:
 
     def _reload(self) -> None:
         """Find texts that other engines have saved since the last reading."""
-        own = None if self._slot is None else self._slot.path
+        path = None if self._slot is None else self._slot.path
         try:
-            stores = self._shared.read(own)
+            stores = self._shared.read(path)
             texts = merge_texts([store.texts for store in stores], MAX_RELOAD_TOKENS)
         except Exception:
             logger.warning("%s could not be read again", self._folder, exc_info=True)

@@ -91,11 +91,18 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):
             if plain is None:
                 plain = self._plain_requests(layer, query, attn_metadata, trees)
                 setattr(attn_metadata, _PLAIN_ATTRIBUTE, plain)
-            own = plain.take(output)
+            plain_output = plain.take(output)
             super().forward(
-                layer, plain.take(query), key, value, kv_cache, plain.metadata, own, *scales
+                layer,
+                plain.take(query),
+                key,
+                value,
+                kv_cache,
+                plain.metadata,
+                plain_output,
+                *scales,
             )
-            plain.put_back(own, output)
+            plain.put_back(plain_output, output)
         slopes: Any = self.alibi_slopes  # a tensor here, declared as the list that it was
         block_table = attn_metadata.block_table
         tree_attention(query, kv_cache, block_table, trees, self.scale, output, slopes)

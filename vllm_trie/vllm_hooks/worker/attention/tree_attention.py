@@ -28,12 +28,12 @@ class TreeAttention(_Impl):
             unsupported: by feature, whether the layer has it.
 
         Raises:
-            ValueError: naming the features that it has.
+            ValueError: naming the kinds that it has.
         """
-        found = [name for name, present in unsupported.items() if present]
-        if found and config.read(get_current_vllm_config()) is not None:
+        kinds = [name for name, present in unsupported.items() if present]
+        if kinds and config.read(get_current_vllm_config()) is not None:
             raise ValueError(
-                f"the model's attention has {' and '.join(found)}, which tree attention does not "
+                f"the model's attention has {' and '.join(kinds)}, which tree attention does not "
                 "support; set verification='chain' for this model"
             )
 

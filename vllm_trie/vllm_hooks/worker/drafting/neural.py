@@ -154,16 +154,16 @@ class NeuralChains:
     def draft(self, request_ids: Sequence[str]) -> Chains:
         """Draft chains, after feeding the rows of these requests and those that are due."""
         indices = {request_id: i for i, request_id in enumerate(self._runner.input_batch.req_ids)}
-        wanted = [indices[request_id] for request_id in request_ids]
+        batch_indices = [indices[request_id] for request_id in request_ids]
         shape = len(indices), self._length, self._width
         tokens = np.full(shape, -1, dtype=np.int32)
         probabilities = np.zeros(shape, dtype=np.float32)
-        fed = {index for index in wanted if self._fits(index)}.union(self._due())
+        fed = {index for index in batch_indices if self._fits(index)}.union(self._due())
         for pieces in self._calls(sorted(fed)):
             # Of a request in several pieces, the last one's chain stays.
             rows = [piece.row for piece in pieces]
             tokens[rows], probabilities[rows] = self._call(pieces, self._length)
-        return Chains(tokens[wanted], probabilities[wanted])
+        return Chains(tokens[batch_indices], probabilities[batch_indices])
 
     def catch_up(self) -> None:
         """Feed the rows that are due and were not fed by a draft."""

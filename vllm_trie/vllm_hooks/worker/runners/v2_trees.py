@@ -116,7 +116,7 @@ class TreeSampler(RejectionSampler):
         positions = batch.positions[batch.logits_indices]
         sampled, processed = [], []
         for requests, rows in self._parts(batch.cu_num_logits_np, logits.shape[1]):
-            own, own_processed = self.sampler.sample(
+            tokens, scores = self.sampler.sample(
                 logits[rows],
                 batch.expanded_idx_mapping[rows],
                 batch.idx_mapping[requests],
@@ -126,9 +126,9 @@ class TreeSampler(RejectionSampler):
                 batch.expanded_local_pos[rows],
                 batch.seq_lens_cpu_upper_bound.numpy()[requests],
             )
-            sampled.append(own)
+            sampled.append(tokens)
             if self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
-                processed.append(own_processed)
+                processed.append(scores)
         return torch.cat(sampled), torch.cat(processed) if processed else logits
 
     def _parts(self, first_rows: np.ndarray, vocab_size: int) -> Iterator[tuple[slice, slice]]:

@@ -41,10 +41,10 @@ def cache_groups(kv_cache_config: KVCacheConfig, layers: dict[str, Any]) -> list
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         caches, move = [], None
-        known = [layers[name] for name in group.layer_names if name in layers]
-        if not known:
+        group_layers = [layers[name] for name in group.layer_names if name in layers]
+        if not group_layers:
             continue
-        for layer in known:
+        for layer in group_layers:
             move = getattr(getattr(layer, "impl", None), "move_slots", None)
             if layer.kv_cache.data_ptr() not in seen:
                 seen.add(layer.kv_cache.data_ptr())
