@@ -112,7 +112,7 @@ EXACTNESS = [
             "test_against_transformers.py::"
             "test_beside_greedy_requests[preemption, no prefix caching]",
             "test_beside_speculation.py::"
-            "test_rows_get_no_drafts_and_others_keep_theirs[preemption]",
+            "test_beams_get_no_drafts_and_others_keep_theirs[preemption]",
             "test_simulation.py::test_one_group",
             "test_simulation.py::test_pool_too_small_for_the_groups",
             "test_soak.py::test_random_groups_leave_nothing_behind[0]",

@@ -122,18 +122,14 @@ def rules_of(options: BeamOptions) -> Rules:
     )
 
 
-def row_params(num_candidates: int | None, max_new_tokens: int) -> SamplingParams:
-    """Return the parameters of a row: greedy, with the log-probabilities of its candidates.
-
-    None for the candidates of a constrained row, which are not those of vLLM's sampler.
-    """
+def proxy_params(max_new_tokens: int) -> SamplingParams:
+    """Return the parameters of the request that stands for a group; nobody reads its samples."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=max_new_tokens,
-        logprobs=num_candidates,
         ignore_eos=True,
         detokenize=False,
-        watermarking=False,  # rows do not pass the front end, which would settle it
+        watermarking=False,  # it does not pass the front end, which would settle it
         extra_args={SPECULATION: False},
     )
 

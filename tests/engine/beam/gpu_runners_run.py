@@ -33,6 +33,7 @@ parser.add_argument("--num-blocks", type=int)
 parser.add_argument("--no-prefix-caching", action="store_true")
 parser.add_argument("--overcommit", action="store_true")
 parser.add_argument("--searches", type=int, default=8)
+parser.add_argument("--verification", choices=["chain", "tree"], help="beside ngram_trie's drafts")
 parser.add_argument("--constrained", action="store_true", help="rules and a catalogue, instead")
 arguments = parser.parse_args()
 
@@ -153,7 +154,13 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
     catalogues = {"shop": str(write(folder / "items", ITEMS))} if arguments.constrained else {}
+    drafts = {
+        "method": "ngram_trie",
+        "num_speculative_tokens": 4,
+        "verification": arguments.verification,
+    }
     llm = LLM(
+        speculative_config=drafts if arguments.verification else None,
         model=str(model_path()),
         additional_config={"vllm_trie": {"items": catalogues}},
         dtype="float32",

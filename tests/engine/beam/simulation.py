@@ -28,15 +28,16 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_trie.beam import BeamSearch, Candidates
+from vllm_trie.vllm_hooks.beam_wire import (
+    BEAM_STEPS,
+    CANDIDATES,
+    SELECTIONS,
+    BeamStep,
+    TokenSelection,
+)
 from vllm_trie.vllm_hooks.frontend.requests import prepare_params
 from vllm_trie.vllm_hooks.scheduler.beam_scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
 from vllm_trie.vllm_hooks.scheduler.group import RESULT_FIELD
-from vllm_trie.vllm_hooks.scheduler.row_steps import (
-    CANDIDATES,
-    REUSED_ROWS,
-    ROW_STEPS,
-    SelectionStep,
-)
 from vllm_trie.vllm_hooks.wire import SPEC_KEY, beam_spec, search_settings
 
 VOCAB = 24
@@ -51,9 +52,13 @@ def next_logprobs(fingerprint: int) -> np.ndarray:
     return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
 
 
+START = 17
+"""The fingerprint of no tokens."""
+
+
 def fingerprints(token_ids: list[int]) -> list[int]:
     """A number per token that depends on it and all tokens before it."""
-    result, value = [], 17
+    result, value = [], START
     for token in token_ids:
         value = hash((value, token))
         result.append(value)
@@ -82,6 +87,7 @@ class Worker:
         self.last_sampled: dict[str, int] = {}
         self.requests: dict[str, WorkerRequest] = {}
         self.slots: dict[int, int] = {}
+        self.before: dict[int, int] = {}  # fingerprint -> that of one token less
         self.computed_tokens = 0
         self.copied_slots = 0
 
@@ -97,11 +103,6 @@ class Worker:
                 source = self.slots.get(copied.src_block_id * self.block_size + offset)
                 if source is not None:
                     self.slots[copied.dst_block_id * self.block_size + offset] = source
-        for reused in getattr(output, REUSED_ROWS, ()):
-            for row_id, tokens in zip(reused.row_ids, reused.token_ids.tolist(), strict=True):
-                state = self.requests[row_id]
-                assert len(state.token_ids) == reused.prompt_len + len(tokens)
-                state.token_ids[reused.prompt_len :] = tokens
         scheduled = output.num_scheduled_tokens
         for request_id, state in self.requests.items():
             if request_id not in scheduled:
@@ -153,6 +154,7 @@ class Worker:
                     assert found == prints[position], f"{request_id}: wrong KV at {position}"
                 else:
                     self.slots[slot] = prints[position]
+                self.before[prints[position]] = prints[position - 1] if position else START
             self.computed_tokens += count
             rows.append(next_logprobs(prints[-1]))
             if end == len(state.token_ids):
@@ -161,7 +163,7 @@ class Worker:
                 sampled.append([token])
             else:
                 sampled.append([])  # a chunk of the prompt
-        if scheduled and self.asynchronous:
+        if output.total_num_scheduled_tokens and self.asynchronous:  # also of beams only
             pairs = zip(scheduled, sampled, strict=True)
             self.last_sampled = {name: tokens[0] for name, tokens in pairs if tokens}
         result = ModelRunnerOutput(
@@ -170,13 +172,48 @@ class Worker:
             sampled_token_ids=sampled,
             logprobs=self._logprobs(list(scheduled), sampled, rows),
         )
+        beams = {step.proxy_id: self._decode(step) for step in getattr(output, BEAM_STEPS, ())}
+        num_beams = sum(map(len, beams.values()))
+        assert output.total_num_scheduled_tokens == sum(scheduled.values()) + num_beams
         places = {request_id: i for i, request_id in enumerate(scheduled)}
-        found = [
-            _selected(step, np.stack([rows[places[row_id]] for row_id in step.row_ids]))
-            for step in getattr(output, ROW_STEPS, [])
-        ]
+        found = []
+        for step in getattr(output, SELECTIONS, []):
+            logprobs = beams.get(step.proxy_id)
+            if logprobs is None:
+                logprobs = rows[places[step.proxy_id]][None]
+            found.append(_selected(step, logprobs))
         setattr(result, CANDIDATES, found)
         return result
+
+    def _decode(self, step: BeamStep) -> np.ndarray:
+        """Compute a token of each beam of a group.
+
+        A beam's tokens are known by its KV alone: each slot must follow on the one before.
+        """
+        state = self.requests[step.proxy_id]
+        assert state.token_ids[: step.prompt_len] == state.token_ids[: state.num_prompt_tokens]
+        prompt = fingerprints(state.token_ids[: step.prompt_len])[-1]
+        (shared,), (suffix,) = step.shared, step.suffix
+        logprobs, written = [], set()
+        for token, blocks in zip(step.token_ids.tolist(), suffix.tolist(), strict=True):
+            blocks = [*shared.tolist(), *blocks]
+            value = START
+            for position in range(step.num_computed):
+                block, offset = divmod(position, self.block_size)
+                found = self.slots.get(blocks[block] * self.block_size + offset)
+                known = found is not None and self.before.get(found) == value
+                assert known, f"{step.proxy_id}: wrong KV at {position}"
+                value = found
+                assert position != step.prompt_len - 1 or value == prompt, "another prompt's KV"
+            block, offset = divmod(step.num_computed, self.block_size)
+            slot = blocks[block] * self.block_size + offset
+            assert slot not in written, f"{step.proxy_id}: two beams write one slot"
+            written.add(slot)
+            self.slots[slot] = after = hash((value, token))
+            self.before[after] = value
+            logprobs.append(next_logprobs(after))
+        self.computed_tokens += len(logprobs)
+        return np.stack(logprobs)
 
     def _logprobs(
         self, request_ids: list[str], sampled: list[list[int]], rows: list[np.ndarray]
@@ -194,7 +231,7 @@ class Worker:
         )
 
 
-def _selected(step: SelectionStep, logprobs: np.ndarray) -> Candidates:
+def _selected(step: TokenSelection, logprobs: np.ndarray) -> Candidates:
     """Return no more candidates than are asked for, by row, best first."""
     token_ids = np.argsort(-logprobs, axis=1, kind="stable")
     values = np.take_along_axis(logprobs, token_ids, axis=1)
@@ -379,8 +416,7 @@ class Simulation:
         assert not scheduler.running
         assert not scheduler.waiting
         assert scheduler.beam_groups.idle
-        assert not scheduler.beam_rows.group_of
-        assert not scheduler.beam_rows.unsent.ids
+        assert not scheduler.beam_proxies.group_of
         manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         assert not manager.req_to_blocks
         assert not manager.num_cached_block

@@ -62,10 +62,10 @@ def test_beside_greedy_requests(engine, options):
     """Beam and ordinary requests in one batch; neither changes the other."""
     llm = engine(**{**SMALL_BLOCKS, **options})
     cases = few_cases(length=150 if "max_num_batched_tokens" in options else 40)
-    preempted = scheduler_of(llm).beam_counters.rows_preempted
+    preempted = scheduler_of(llm).beam_counters.beams_preempted
     run_mixed(llm, SHIPPED, cases, greedy_requests(12))
     if "num_gpu_blocks_override" in options:
-        assert scheduler_of(llm).beam_counters.rows_preempted > preempted
+        assert scheduler_of(llm).beam_counters.beams_preempted > preempted
 
 
 def test_multiple_stop_tokens(engine):

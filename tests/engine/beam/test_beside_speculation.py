@@ -1,10 +1,12 @@
-"""Beam requests in an engine that speculates with token trees: no drafts for rows, all correct."""
+"""Beam requests in an engine that speculates with token trees: no drafts for beams, all correct."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.engine.beam import test_token_rules as token_rules
 from tests.engine.beam.cases import check_case, few_cases, request_of
+from tests.engine.beam.test_token_rules import WANTED
 from tests.engine.conftest import scheduler_of
 from vllm_trie.tiny_model import model_path
 
@@ -14,7 +16,7 @@ OPTIONS = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 32}
 
 
 @pytest.mark.parametrize("pool", [{}, {"num_gpu_blocks_override": 17}], ids=["roomy", "preemption"])
-def test_rows_get_no_drafts_and_others_keep_theirs(engine, pool):
+def test_beams_get_no_drafts_and_others_keep_theirs(engine, pool):
     from vllm import SamplingParams
 
     llm = engine(speculative_config=SPECULATION, **OPTIONS, **pool)
@@ -38,16 +40,20 @@ def test_rows_get_no_drafts_and_others_keep_theirs(engine, pool):
         drafted.clear()
         cases = few_cases()
         requests = [(text, greedy) for text in repetitive] + [request_of(case) for case in cases]
+        requests += [token_rules.request_of(i, wanted) for i, wanted in enumerate(WANTED)]
         results = llm.generate(
             [each[0] for each in requests], [each[1] for each in requests], use_tqdm=False
         )
     finally:
         del scheduler.update_draft_token_ids
     assert [list(result.outputs[0].token_ids) for result in results[:6]] == alone
-    for case, result in zip(cases, results[6:], strict=True):
+    for case, result in zip(cases, results[6 : 6 + len(cases)], strict=True):
         check_case(SHIPPED, case, result)
-    rows = [count for request_id, count in drafted.items() if "~" in request_id]
+    for number, result in enumerate(results[6 + len(cases) :]):
+        hypotheses = [each.token_ids for each in token_rules.expected(number)]
+        assert [list(each.token_ids) for each in result.outputs][: len(hypotheses)] == hypotheses
+    proxies = [count for request_id, count in drafted.items() if "~" in request_id]
     others = [count for request_id, count in drafted.items() if "~" not in request_id]
-    assert rows
-    assert not any(rows)
+    assert proxies
+    assert not any(proxies)
     assert any(others)

@@ -68,7 +68,7 @@ def test_random_load_with_aborts(engine, eos_heavy_model, requests, alone, prefi
     llm_engine = llm.llm_engine
     finished: dict[str, list[list[int]]] = {}
     aborted: set[str] = set()
-    preempted = scheduler_of(llm).beam_counters.rows_preempted
+    preempted = scheduler_of(llm).beam_counters.beams_preempted
 
     def step() -> None:
         for result in llm_engine.step():
@@ -92,10 +92,10 @@ def test_random_load_with_aborts(engine, eos_heavy_model, requests, alone, prefi
         assert finished[str(number)] == expected, requests[number]
         compared += 1
     assert compared > 30
-    assert scheduler_of(llm).beam_counters.rows_preempted > preempted
+    assert scheduler_of(llm).beam_counters.beams_preempted > preempted
     scheduler = scheduler_of(llm)
     for _ in range(3):  # let the worker hear of the last ones
         if scheduler.has_requests():
             llm_engine.step()
     assert not scheduler.requests
-    assert not scheduler.beam_rows.group_of
+    assert not scheduler.beam_proxies.group_of

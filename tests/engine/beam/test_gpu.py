@@ -92,6 +92,18 @@ def test_a_cache_that_cannot_be_shared_is_an_error_not_a_wrong_result(engine, mo
         pytest.param(["v2", "--asynchronous", "--constrained"], id="rules and catalogues"),
         pytest.param(["v2", "--no-prefix-caching"], id="no prefix caching, synchronous"),
         pytest.param(
+            [
+                "v2",
+                "--asynchronous",
+                "--verification",
+                "tree",
+                "--num-blocks",
+                "12",
+                "--overcommit",
+            ],
+            id="beside trees",
+        ),
+        pytest.param(
             ["v1", "--asynchronous", "--num-blocks", "9", "--overcommit", "--searches", "14"],
             id="V1",
         ),
@@ -100,7 +112,7 @@ def test_a_cache_that_cannot_be_shared_is_an_error_not_a_wrong_result(engine, mo
 def test_hypotheses_are_those_of_transformers_on_a_gpus_runner(arguments) -> None:
     result = run_program("tests.engine.beam.gpu_runners_run", *arguments)
     assert result["compared"] >= 20
-    assert result["rows_forked"] > 20
+    assert result["beams_forked"] > 20
     assert result["groups_failed"] == result["blocks_lost"] == result["requests_left"] == 0
     if "--overcommit" in arguments:
-        assert result["rows_preempted"] > 0
+        assert result["beams_preempted"] > 0

@@ -118,7 +118,7 @@ def test_equals_hugging_face_in_a_batch(items_engine, options):
             for ours, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
                 assert ours.keys() == theirs.keys()
     if "num_gpu_blocks_override" in options:
-        assert scheduler_of(llm).beam_counters.rows_preempted
+        assert scheduler_of(llm).beam_counters.beams_preempted
 
 
 def test_fewer_items_than_the_width(items_engine):
@@ -381,7 +381,8 @@ def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place, widt
 
     from vllm_trie.items import selection
     from vllm_trie.vllm_hooks.scheduler.items import catalogues
-    from vllm_trie.vllm_hooks.worker.beam import decoded_items, item_rows
+    from vllm_trie.vllm_hooks.worker.beam import decoded_items
+    from vllm_trie.vllm_hooks.worker.beam import selection as worker_selection
 
     def fail(*arguments, **options):
         raise OverflowError("nobody thought of this")
@@ -391,7 +392,7 @@ def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place, widt
     if place == "scheduler":
         monkeypatch.setattr(catalogues, "select", fail)
     else:
-        for module in (decoded_items, item_rows):
+        for module in (decoded_items, worker_selection):
             monkeypatch.setattr(module, "view", fail)
     assert selection.select is not fail
     extra_args = {"items": "equal", "deny_items": [1], **({"beam_width": width} if width else {})}

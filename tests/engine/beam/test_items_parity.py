@@ -116,7 +116,7 @@ def test_equals_hugging_face_at_large_sizes(engine, paths, catalogues):
         [greedy] * len(ordinary) + [params(WIDTH, *case[1:]) for case in cases],
         use_tqdm=False,
     )
-    assert scheduler_of(llm).beam_counters.rows_preempted
+    assert scheduler_of(llm).beam_counters.beams_preempted
     for before, after in zip(alone, results, strict=False):
         assert list(before.outputs[0].token_ids) == list(after.outputs[0].token_ids)
     for (token_ids, name, items_end), result in zip(cases, results[len(ordinary) :], strict=True):

@@ -76,9 +76,9 @@ def test_no_more_blocks_than_the_search_needs(engine, prefix_caching):
         enable_prefix_caching=prefix_caching,
     )
     counters = scheduler_of(llm).beam_counters
-    before = counters.rows_recomputed
+    before = counters.beams_recomputed
     run_cases(llm, SHIPPED, cases((4, 3), length=60, max_tokens=20))
-    assert counters.rows_recomputed > before
+    assert counters.beams_recomputed > before
 
 
 @pytest.mark.parametrize("block_size", [32, 128])

@@ -34,7 +34,7 @@ def test_one_group(vllm_config, width, asynchronous):
     check_beam(simulation, members, expected_beam(prompt, width, max_tokens=12))
     simulation.check_clean()
     counters = simulation.scheduler.beam_counters
-    assert counters.rows_preempted == counters.rows_recomputed == 0
+    assert counters.beams_preempted == counters.beams_recomputed == 0
     assert counters.groups == 1
 
 
@@ -53,11 +53,13 @@ def test_groups_share_batches_with_greedy_requests(vllm_config, asynchronous):
     simulation.check_clean()
 
 
-def blocks_of_trie(requests, block_size):
+def blocks_of_trie(group, block_size):
     """Count the blocks of a trie of token sequences: one for each distinct prefix that fills a
     block, and one for each sequence that goes on behind its last full block."""
+    length = group.proxy.num_computed_tokens
     sequences = [
-        tuple(request.all_token_ids)[: request.num_computed_tokens] for request in requests
+        (*group.prompt.tolist(), *generated)[:length]
+        for generated in group.search.generated.tolist()
     ]
     full_blocks = {
         sequence[:end]
@@ -81,8 +83,9 @@ def test_blocks_are_those_of_the_trie(vllm_config, width, block_size):
         nonlocal peak
         used = simulation.pool.num_gpu_blocks - 1 - simulation.pool.get_num_free_blocks()
         if output.total_num_scheduled_tokens:
-            peak = max(peak, blocks_of_trie(scheduler.running, block_size))
-            assert used == blocks_of_trie(scheduler.running, block_size)
+            needed = blocks_of_trie(scheduler.beam_groups.by_id["b"], block_size)
+            peak = max(peak, needed)
+            assert used == needed
         return execute(output)
 
     simulation.worker.execute = count
@@ -95,16 +98,16 @@ def test_blocks_are_those_of_the_trie(vllm_config, width, block_size):
 
 
 def test_copies_leave_out_the_prompt_after_the_first_fork(vllm_config):
-    """Later children are dropped rows, whose blocks hold the prompt already."""
+    """Later children take blocks of beams without children, which hold the prompt already."""
     simulation = Simulation(vllm_config, num_blocks=100, block_size=32)
     prompt = [i % 20 + 1 for i in range(20)]
     members = simulation.add_beam("b", prompt, 8, 8, max_tokens=9)
     simulation.run()
     check_beam(simulation, members, expected_beam(prompt, 8, max_tokens=9))
     counters = simulation.scheduler.beam_counters
-    assert counters.rows_forked == 7
-    assert counters.rows_reused > 7
-    assert simulation.worker.copied_slots <= 7 * 20 + counters.rows_reused * 8
+    later = counters.beams_forked - 7
+    assert later > 7
+    assert simulation.worker.copied_slots <= 7 * 20 + later * 8
     simulation.check_clean()
 
 
@@ -141,7 +144,7 @@ def test_pool_too_small_for_the_groups(vllm_config, prefix_caching, asynchronous
     simulation, finish = crowd(vllm_config, 4, prefix_caching, asynchronous)
     finish()
     counters = simulation.scheduler.beam_counters
-    assert counters.rows_preempted > 0
+    assert counters.beams_preempted > 0
     assert counters.groups_parked > 0
     simulation.check_clean()
 
@@ -239,12 +242,13 @@ def test_reset_of_the_prefix_cache_with_rows_running(vllm_config):
 
 
 def test_reset_of_the_prefix_cache_right_after_an_abort(vllm_config):
-    """Forks have queued copies that no step will run: they must not hold blocks."""
+    """Nothing of the beams, nor of their copies, may hold blocks."""
     simulation = Simulation(vllm_config, num_blocks=100)
-    manager = simulation.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+    counters = simulation.scheduler.beam_counters
     for reset_running_requests in (False, True):
+        forked = counters.beams_forked
         members = simulation.add_beam("a", [5, 6, 7, 8, 9], 4, 4, max_tokens=16)
-        while not manager._pending_cow_copies:
+        while counters.beams_forked == forked:
             simulation.step()
         simulation.abort(members)
         assert simulation.scheduler.reset_prefix_cache(reset_running_requests)
@@ -255,8 +259,8 @@ def test_reset_of_the_prefix_cache_right_after_an_abort(vllm_config):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_pause_that_waits_for_what_runs(vllm_config, asynchronous):
-    """It ends where rows wait for a sibling that lost its blocks, and the search goes on later."""
-    paused_in_a_stall = 0
+    """It ends where a group has lost its blocks, and the search goes on later."""
+    paused_without_blocks = 0
     for steps in range(1, 60, 4):
         simulation, finish = crowd(vllm_config, 3, False, asynchronous)
         for _ in range(steps):
@@ -267,11 +271,12 @@ def test_pause_that_waits_for_what_runs(vllm_config, asynchronous):
                 break
             simulation.step()
         assert not simulation.scheduler.has_requests()
-        paused_in_a_stall += bool(simulation.scheduler.running)
+        groups = simulation.scheduler.beam_groups.by_id.values()
+        paused_without_blocks += any(group.started and not group.runs for group in groups)
         simulation.scheduler.set_pause_state(PauseState.UNPAUSED)
         finish()
         simulation.check_clean()
-    assert paused_in_a_stall
+    assert paused_without_blocks
 
 
 def test_members_that_arrive_late_belong_to_the_same_search(vllm_config):
@@ -305,7 +310,11 @@ def test_groups_that_wait_are_counted(vllm_config):
 
 
 def a_row(scheduler: Any) -> Any:
-    return scheduler.beam_groups.by_id["a"].rows[0]
+    return scheduler.beam_groups.by_id["a"].proxy
+
+
+def tables(scheduler: Any) -> Any:
+    return a_row(scheduler).beams._tables[0]
 
 
 @pytest.mark.parametrize(
@@ -316,8 +325,14 @@ def a_row(scheduler: Any) -> Any:
         pytest.param(lambda s: s.waiting.prepend_request(a_row(s)), id="a running row waits"),
         pytest.param(lambda s: s.requests.pop(a_row(s).request_id), id="vLLM forgets a row"),
         pytest.param(lambda s: s.requests.pop("0_a"), id="vLLM forgets a member"),
-        pytest.param(lambda s: s.beam_rows.group_of.popitem(), id="a row without a group"),
-        pytest.param(lambda s: s.beam_rows.unsent.ids.add("a~0"), id="an unsent row is gone"),
+        pytest.param(lambda s: s.beam_proxies.group_of.popitem(), id="a row without a group"),
+        pytest.param(lambda s: tables(s).suffix[1].fill(0), id="a beam has another's blocks"),
+        pytest.param(
+            lambda s: tables(s).suffix.__setitem__(1, tables(s).suffix[0]),
+            id="two beams have one tail",
+        ),
+        pytest.param(lambda s: tables(s)._blocks.pop(), id="vLLM forgets a block"),
+        pytest.param(lambda s: a_row(s).grow(), id="more tokens than the beams have"),
         pytest.param(
             lambda s: s.kv_cache_manager.block_pool.touch(
                 s.kv_cache_manager.get_blocks("g").blocks[0]

@@ -28,7 +28,7 @@ NUM_REQUESTS = 120
 def test_random_groups_leave_nothing_behind(vllm_config: Any, seed: int) -> None:
     simulation = random_run(vllm_config, seed, NUM_REQUESTS)
     assert simulation.finished
-    assert simulation.scheduler.beam_counters.rows_forked
+    assert simulation.scheduler.beam_counters.beams_forked
 
 
 @pytest.mark.slow

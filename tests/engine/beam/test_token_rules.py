@@ -158,7 +158,7 @@ def test_equals_transformers_in_a_batch(engine, options):
     for result, before in zip(results[len(WANTED) :], alone, strict=True):
         assert result.outputs[0].token_ids == before.outputs[0].token_ids
     if "num_gpu_blocks_override" in options:
-        assert scheduler_of(llm).beam_counters.rows_preempted
+        assert scheduler_of(llm).beam_counters.beams_preempted
 
 
 def test_raw_log_probabilities(engine):

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
-from vllm_trie.vllm_hooks.scheduler.blocks import RangedCopies
+from vllm_trie.vllm_hooks.scheduler.tables import RangedCopies
 from vllm_trie.vllm_hooks.worker.beam import block_copies
 
 COPIES = [KVCacheBlockCopy(1, 4), KVCacheBlockCopy(2, 5)]

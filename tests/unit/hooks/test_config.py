@@ -348,14 +348,11 @@ def test_catalogues_are_paths_by_name(speculative: dict | None, items: Any) -> N
     assert f"additional_config['vllm_trie']['items']={items!r}" in str(caught.value)
 
 
-PARALLEL = SimpleNamespace(enable_batch_sharded_sampling=None)
-
-
 def serving(path: object, **values: Any) -> SimpleNamespace:
     return SimpleNamespace(
         additional_config={CONFIG_KEY: {"items": {"shop": str(path)}}},
         model_config=SimpleNamespace(get_vocab_size=lambda: 10),
-        **{"speculative_config": None, "parallel_config": PARALLEL, **values},
+        **{"speculative_config": None, **values},
     )
 
 
@@ -374,25 +371,3 @@ def test_catalogues_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(beam_support, "reason_off", lambda config: "it is switched off")
     with pytest.raises(ValueError, match=r"\['items'\] cannot be served: it is switched off"):
         beam_support.check_catalogues(serving(path))  # type: ignore[arg-type]
-
-
-def test_rules_that_rows_cannot_have() -> None:
-    """Where vLLM's sampler gives the candidates, it does so before a bias and a mask."""
-    from vllm import SamplingParams
-
-    from vllm_trie.vllm_hooks.setup.beam_support import unsupported_rule
-
-    def config(speculative: object = None, sharded: bool = False) -> Any:
-        parallel = SimpleNamespace(enable_batch_sharded_sampling=sharded)
-        return SimpleNamespace(speculative_config=speculative, parallel_config=parallel)
-
-    for name, value in (("logit_bias", {3: 1.0}), ("allowed_token_ids", [3])):
-        params = SamplingParams(**{name: value})
-        assert unsupported_rule(config(), params) is None
-        assert unsupported_rule(config(object()), params) == (
-            f"{name} is not supported with speculative decoding"
-        )
-        assert unsupported_rule(config(sharded=True), params) == (
-            f"{name} is not supported with enable_batch_sharded_sampling"
-        )
-    assert unsupported_rule(config(object(), True), SamplingParams()) is None

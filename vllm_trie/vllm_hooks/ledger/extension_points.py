@@ -24,9 +24,8 @@ EXTENSION_POINTS: dict[str, tuple[str, str]] = {
     "distinct_outputs": ("0011", "plugins.request_extension:RequestExtension.has_distinct_outputs"),
     "extension_result": ("0012", "plugins.request_extension:RequestExtension.complete_output"),
     "scheduler_provider": ("0013", "v1.core.sched.provider:register_scheduler_provider"),
-    "fork_request": ("0014", "v1.core.kv_cache_manager:KVCacheManager.fork_request"),
     "beam_search_route": (
-        "0015",
+        "0014",
         "entrypoints.generate.beam_search.route:register_beam_search_route",
     ),
 }

@@ -33,9 +33,9 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.vllm_hooks.scheduler.blocks import num_blocks
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
-from vllm_trie.vllm_hooks.scheduler.rows import BeamRows
+from vllm_trie.vllm_hooks.scheduler.proxies import BeamProxies
+from vllm_trie.vllm_hooks.scheduler.tables import num_blocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -67,15 +67,16 @@ class Admission:
     the scheduler.
     """
 
-    def __init__(self, scheduler: Scheduler, rows: BeamRows) -> None:
+    def __init__(self, scheduler: Scheduler, proxies: BeamProxies) -> None:
         self._scheduler = scheduler
-        self._rows = rows
+        self._proxies = proxies
         self.slots = scheduler.max_num_active_reqs
-        self._steps_per_token = 2 if scheduler.scheduler_config.async_scheduling else 1  # of rows
+        self._tokens_per_step = scheduler.max_num_scheduled_tokens
+        self._steps_per_token = 2 if scheduler.scheduler_config.async_scheduling else 1  # of groups
         # Of the step that is being scheduled:
         self._free = 0  # slots for ordinary requests
         self._claim: Claim | None = None
-        self._num_rows_queued = 0
+        self._num_proxies_queued = 0
         self._let: dict[Request, bool] = {}  # -> whether it takes a spare slot of the claim
         self._passed: list[Request] = []
 
@@ -99,17 +100,12 @@ class Admission:
         ends += [
             (_expected(self._steps_left(request), request.num_output_tokens), 1)
             for request in scheduler.running
-            if request.request_id not in self._rows.group_of
+            if request.request_id not in self._proxies.group_of
         ]
         self._free = self.slots - sum(width for _, width in ends)
         self._free -= scheduler.num_waiting_for_streaming_input
         self._claim, self._let, self._passed = None, {}, []
-        self._num_rows_queued = sum(
-            row.status != RequestStatus.RUNNING and row.request_id not in group.outputs
-            for group in started
-            if not group.parked
-            for row in group.rows
-        )
+        self._num_proxies_queued = sum(not group.runs and not group.parked for group in started)
         return self._groups_to_start(groups, started, ends)
 
     def _groups_to_start(
@@ -144,21 +140,21 @@ class Admission:
             starting.append(group)
             room -= group.expected_blocks
             self._free -= width
-            self._num_rows_queued += 1
+            self._num_proxies_queued += 1
             if self._claim is not None and steps_left > self._claim.steps:
                 self._claim.spare -= width
         return starting
 
     def lets_start(self, request: Request) -> bool:
         """Return whether a queued request may start in the step that vLLM is scheduling."""
-        if request.request_id in self._rows.group_of:
-            self._num_rows_queued -= 1
+        if request.request_id in self._proxies.group_of:
+            self._num_proxies_queued -= 1
             return True  # its group has reserved the slot
         running = [each for each in self._let if each.status == RequestStatus.RUNNING]
         scheduler = self._scheduler
         if len(running) >= self._free:
             self._passed.append(request)
-            if self._num_rows_queued <= 0:
+            if self._num_proxies_queued <= 0:
                 scheduler.max_num_active_reqs = len(scheduler.running)  # vLLM looks no further
             return False
         steps_left = self._steps_left(request)
@@ -168,7 +164,7 @@ class Admission:
             assert self._claim is not None
             if self._claim.spare <= sum(self._let[each] for each in running):
                 self._passed.append(request)
-                if self._num_rows_queued <= 0 and len(self._passed) >= _MAX_PASSED:
+                if self._num_proxies_queued <= 0 and len(self._passed) >= _MAX_PASSED:
                     scheduler.max_num_active_reqs = len(scheduler.running)
                 return False
         self._let[request] = not in_time
@@ -187,7 +183,7 @@ class Admission:
         for request in scheduler.waiting:
             if (
                 request not in scheduler.deferred_waiting
-                and request.request_id not in self._rows.group_of
+                and request.request_id not in self._proxies.group_of
             ):
                 return request < group.prototype
         return False
@@ -214,7 +210,7 @@ class Admission:
     def _steps_left(self, request: Request) -> int:
         """Return the most steps that an ordinary request takes."""
         to_compute = request.num_tokens - request.num_computed_tokens
-        prefill = cdiv(max(to_compute, 1), self._scheduler.max_num_scheduled_tokens)
+        prefill = cdiv(max(to_compute, 1), self._tokens_per_step)
         return prefill - 1 + request.max_tokens - request.num_output_tokens
 
     def _steps_of_group(self, group: BeamGroup) -> int:
@@ -231,7 +227,7 @@ class Admission:
         scheduler = self._scheduler
         used = sum(group.beam_width for group in groups if group.started)
         assert used <= self.slots, f"{used} slots are reserved, {self.slots} exist"
-        used += sum(each.request_id not in self._rows.group_of for each in scheduler.running)
+        used += sum(each.request_id not in self._proxies.group_of for each in scheduler.running)
         assert used <= self.slots, f"{used} slots are taken or reserved, {self.slots} exist"
         assert scheduler.max_num_active_reqs == self.slots
 

@@ -1,24 +1,24 @@
 """vLLM's schedulers with native beam search.
 
-A beam request is prefilled once as one row. From then on its group takes one step of the search
-whenever every row has an output. Rows are ordinary running requests to vLLM, which batches, chunks,
-preempts and prefix-caches them. Next to vLLM's own state there are two objects:
+A search is one ordinary request to vLLM, its proxy, which vLLM batches, chunks, preempts and
+prefix-caches. Once its prompt is computed it stands for all beams of the search, which are arrays.
+Next to vLLM's own state there are two objects:
 
 - ``beam_groups``: which groups run (admission, parking), and the answers to members;
-- ``beam_rows``: what becomes of rows and their KV in a step (forks, moves, preemption).
+- ``beam_proxies``: the proxies, and what becomes of beams and their KV in a step.
 
 The classes below only pass vLLM's calls on to them::
 
     add_request          -> beam_groups.add
-    schedule             -> beam_groups.before_schedule, vLLM's own, beam_rows.unsent.send
+    schedule             -> beam_groups.before_schedule, vLLM's own, beam_proxies.send
     _handle_blocked_...  -> vLLM's own, beam_groups.admission.lets_start
     _update_request_...  -> vLLM's own, decoded_items.take_tokens
-    update_from_output   -> beam_rows.take_outputs, beam_groups.step, vLLM's own
-    _preempt_request     -> vLLM's own, beam_rows.after_preemption
+    update_from_output   -> beam_proxies.take_outputs, beam_groups.step, vLLM's own
+    _preempt_request     -> vLLM's own, beam_groups.park, beam_proxies.after_preemption
     finish_requests      -> vLLM's own, beam_groups.drop_finished
 
-A search step happens outside ``schedule``, so no row of the group is in flight then, also under
-asynchronous scheduling: a row is scheduled again only after its group's step.
+A search step happens outside ``schedule``, so no beam of the group is in flight then, also under
+asynchronous scheduling: a proxy is scheduled again only after its group's step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_trie.vllm_hooks.ledger.record import SEARCH, UPSTREAM, Symbols
 from vllm_trie.vllm_hooks.scheduler.groups import BeamGroups, Outputs
 from vllm_trie.vllm_hooks.scheduler.items import decoded_items
-from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
+from vllm_trie.vllm_hooks.scheduler.proxies import BeamCounters, BeamProxies
 from vllm_trie.vllm_hooks.setup.beam_support import cache_reason, reason_off, say_where_untested
 from vllm_trie.vllm_hooks.wire import num_members
 
@@ -53,8 +53,8 @@ class TrieBeamScheduler(Scheduler):
         self.beam_off = reason_off(self.vllm_config) or cache_reason(self.kv_cache_config)
         say_where_untested(self.vllm_config)
         self.beam_counters = BeamCounters()
-        self.beam_rows = BeamRows(self, self.beam_counters)
-        self.beam_groups = BeamGroups(self, self.beam_rows, self.beam_counters)
+        self.beam_proxies = BeamProxies(self, self.beam_counters)
+        self.beam_groups = BeamGroups(self, self.beam_proxies, self.beam_counters)
 
     def add_request(self, request: Request) -> None:
         if num_members(request.sampling_params) is not None:
@@ -70,21 +70,22 @@ class TrieBeamScheduler(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if not self.beam_groups.by_id:
             output = super().schedule(throttle_prefills)
-            self.beam_groups.send_row_steps(output)
+            self.beam_groups.send_selections(output)
             return output
         self.beam_groups.before_schedule()
+        self.beam_proxies.before_schedule()
         output = super().schedule(throttle_prefills)
-        self.beam_groups.after_schedule(output)
-        self.beam_groups.send_row_steps(output)
-        self.beam_rows.unsent.send(output, self, self.beam_rows.group_of)
+        self.beam_groups.admission.end_step()
+        self.beam_proxies.send(output)
+        self.beam_groups.send_selections(output)
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs: Outputs = {}
-        if self.beam_rows.group_of:
-            scheduler_output, ready = self.beam_rows.take_outputs(
+        if self.beam_proxies.group_of:
+            scheduler_output, ready = self.beam_proxies.take_outputs(
                 scheduler_output, model_runner_output
             )
             for group in ready:
@@ -111,9 +112,9 @@ class TrieBeamScheduler(Scheduler):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         super().update_draft_token_ids(draft_token_ids)
-        for row_id in self.beam_rows.group_of:
-            # The worker drafted after its own token; the row goes on with the search's.
-            self.requests[row_id].spec_token_ids = []
+        for proxy_id in self.beam_proxies.group_of:
+            # The worker drafted behind a prompt; the group goes on with the search's tokens.
+            self.requests[proxy_id].spec_token_ids = []
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -124,9 +125,9 @@ class TrieBeamScheduler(Scheduler):
             request_ids = self.requests
         elif isinstance(request_ids, str):
             request_ids = [request_ids]
-        # Rows are not for clients to finish: they go with their group.
+        # Proxies are not for clients to finish: they go with their group.
         ids = [
-            request_id for request_id in request_ids if request_id not in self.beam_rows.group_of
+            request_id for request_id in request_ids if request_id not in self.beam_proxies.group_of
         ]
         finished = super().finish_requests(ids, finished_status)
         self.beam_groups.drop_finished()
@@ -136,35 +137,30 @@ class TrieBeamScheduler(Scheduler):
         self, request: Request, timestamp: float, drop_stale_output: bool = False
     ) -> None:
         super()._preempt_request(request, timestamp, drop_stale_output)
-        group = self.beam_rows.group_of.get(request.request_id)
+        group = self.beam_proxies.group_of.get(request.request_id)
         if group is not None:
-            self.beam_rows.after_preemption(request, group)
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        if reset_running_requests or not self.beam_rows.group_of:
-            self.beam_rows.release_queued_copies()
-        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+            self.beam_groups.park(group)
+            self.beam_proxies.after_preemption(request, group)
 
     def get_request_counts(self) -> tuple[int, int]:
         # Metrics and the balance between data-parallel engines see groups that wait, too.
         running, waiting = super().get_request_counts()
+        running += self.beam_proxies.num_further_beams()
         return running, waiting + self.beam_groups.num_waiting_members()
 
     def get_num_unfinished_requests(self) -> int:
         return super().get_num_unfinished_requests() + self.beam_groups.num_unfinished()
 
     def check_integrity(self) -> None:
-        """Assert the invariants of groups, rows and KV blocks; call it between two steps."""
+        """Assert the invariants of groups, proxies and KV blocks; call it between two steps."""
         self.beam_groups.check_integrity()
 
 
 class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
     """vLLM's asynchronous scheduler with native beam search.
 
-    Ordinary requests run ahead of their outputs. A row cannot: its group's outputs decide what it
-    computes next. It therefore takes part in every other step.
+    Ordinary requests run ahead of their outputs. Beams cannot: their outputs decide what they
+    compute next. They therefore take part in every other step.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -176,13 +172,13 @@ class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
         if self.beam_off is not None:
             return
         scheduled = scheduler_output.num_scheduled_tokens
-        for row_id in self.beam_rows.group_of:
-            if row_id in scheduled:
-                # Without a placeholder for its next token, the row has nothing to compute until
+        for proxy_id in self.beam_proxies.group_of:
+            if proxy_id in scheduled:
+                # Without a placeholder for its next token, the proxy has nothing to compute until
                 # its group has taken its step.
-                row = self.requests[row_id]
-                row.num_output_placeholders = 0
-                row.spec_token_ids = []
+                proxy = self.requests[proxy_id]
+                proxy.num_output_placeholders = 0
+                proxy.spec_token_ids = []
         if not self.use_v2_model_runner:
             self._recompute_last_token(scheduler_output)
         if scheduled:

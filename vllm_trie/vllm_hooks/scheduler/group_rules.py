@@ -2,8 +2,8 @@
 
 vLLM has a matcher for each request with a grammar and moves it forward. A group has one matcher for
 all its hypotheses. They share beginnings, so it walks their trie: from one hypothesis to the next
-it takes back the tokens that differ and takes the new ones. A row holds no state of the grammar, so
-forks, moves, preemption and parking leave it as it is.
+it takes back the tokens that differ and takes the new ones. A beam holds no state of the grammar,
+so forks, preemption and parking leave it as it is.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GrammarMasks:
 class GroupRules:
     """What the worker counts in for a group, step by step.
 
-    :meth:`prepare` must have returned True before the first row runs.
+    :meth:`prepare` must have returned True before the proxy runs.
     """
 
     def __init__(self, member: Request, manager: StructuredOutputManager, vocab_size: int) -> None:
@@ -82,10 +82,10 @@ class GroupRules:
         self._structured = member.structured_output_request
         self._manager = manager
         self._grammar: GrammarMasks | None = None
-        self._masks = self._allowed  # of the rows, or of all rows alike
+        self._masks = self._allowed  # of the beams, or of all beams alike
 
     def prepare(self, beam_width: int) -> bool:
-        """Return whether the first row may run; False while its grammar compiles.
+        """Return whether the proxy may run; False while its grammar compiles.
 
         Raises:
             Exception: The grammar does not compile.
@@ -103,7 +103,7 @@ class GroupRules:
         return True
 
     def advance(self, hypotheses: Sequence[list[int]]) -> None:
-        """Take the generated tokens of the group's new rows.
+        """Take the generated tokens of the group's new beams.
 
         Raises:
             RuntimeError: The grammar refuses a hypothesis.
@@ -115,8 +115,8 @@ class GroupRules:
             words = min(self._masks.shape[1], self._allowed.shape[1])
             self._masks = self._masks[:, :words] & self._allowed[:, :words]
 
-    def of(self, rows: list[int]) -> TokenRules:
-        """Return the rules of some of the rows."""
+    def of(self, rows: np.ndarray) -> TokenRules:
+        """Return the rules of some of the rows of the search."""
         masks = self._masks if self._grammar is None or self._masks is None else self._masks[rows]
         return TokenRules(self._biased, self._bias, masks)
 

@@ -1,8 +1,7 @@
 """Beam groups: intake, refusal, parking and answers. ``admission.py`` decides when they start.
 
-Rows at the barrier hold blocks. When nothing can be scheduled because a sibling waits for blocks,
-the youngest group gives up its own: alone, it keeps its outputs and loses only KV; next to other
-groups, it is parked until they are done or there is room.
+A group that loses its blocks next to other groups is parked until they are done or there is room:
+they would take them from each other.
 """
 
 from __future__ import annotations
@@ -18,19 +17,18 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_trie.vllm_hooks.beam_wire import SELECTIONS
 from vllm_trie.vllm_hooks.scheduler.admission import Admission
-from vllm_trie.vllm_hooks.scheduler.blocks import num_blocks
 from vllm_trie.vllm_hooks.scheduler.group import MISSING, BeamGroup, error_output
 from vllm_trie.vllm_hooks.scheduler.group_rules import GroupRules, has_rules
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
-from vllm_trie.vllm_hooks.scheduler.row_steps import ROW_STEPS
-from vllm_trie.vllm_hooks.scheduler.rows import BeamCounters, BeamRows
+from vllm_trie.vllm_hooks.scheduler.proxies import BeamCounters, BeamProxies
 from vllm_trie.vllm_hooks.scheduler.stop_strings import make_stop_string_finder
+from vllm_trie.vllm_hooks.scheduler.tables import num_blocks
 from vllm_trie.vllm_hooks.setup.beam_support import (
     catalogue_paths,
     check_blocks,
     check_slots,
-    reason_sampler_selects,
     unsupported_rule,
 )
 from vllm_trie.vllm_hooks.wire import beam_spec, num_members
@@ -57,17 +55,15 @@ class BeamGroups:
     ``requests``.
     """
 
-    def __init__(self, scheduler: Scheduler, rows: BeamRows, counters: BeamCounters) -> None:
+    def __init__(self, scheduler: Scheduler, proxies: BeamProxies, counters: BeamCounters) -> None:
         self._scheduler = scheduler
-        self._rows = rows
+        self._proxies = proxies
         self._counters = counters
-        self.admission = Admission(scheduler, rows)
+        self.admission = Admission(scheduler, proxies)
         self._refused: list[Request] = []
-        self._stalled = False
         self.by_id: dict[str, BeamGroup] = {}
         """Group id to group, in order of arrival. Only this class writes it."""
         self.vocab_size = scheduler.vllm_config.model_config.get_vocab_size()
-        self._worker_can_select = reason_sampler_selects(scheduler.vllm_config) is None
         self.catalogues = Catalogues(catalogue_paths(scheduler.vllm_config), self.vocab_size)
 
     @property
@@ -123,7 +119,7 @@ class BeamGroups:
             logger.exception("Beam search failed for request %s", group.group_id)
             self._counters.groups_failed += 1
             self._refused += group.members.values()
-            self._rows.free_group(group)
+            self._proxies.free_group(group)
             del self.by_id[group.group_id]
 
     def _new_group(self, group_id: str, member: Request) -> BeamGroup:
@@ -135,9 +131,6 @@ class BeamGroups:
         scheduler = self._scheduler
         assert member.sampling_params is not None
         spec = beam_spec(member.sampling_params)
-        rules = self._rules(member)
-        # On Model Runner V2 the sampler's candidates reach the host without a wait.
-        samples = scheduler.use_v2_model_runner and rules is None and spec.options.items is None
         group = BeamGroup(
             group_id,
             spec,
@@ -147,8 +140,7 @@ class BeamGroups:
             scheduler.block_size,
             make_stop_string_finder(scheduler.vllm_config.model_config, member.sampling_params),
             self.catalogues,
-            self._worker_can_select and not samples,
-            rules,
+            self._rules(member),
         )
         check_slots(group.beam_width, min(scheduler.max_num_running_reqs, self.admission.slots))
         check_blocks(
@@ -175,8 +167,6 @@ class BeamGroups:
         """Resume, park and start groups for the step that vLLM is about to schedule."""
         waiting = self._await_grammars()
         self._unpark()
-        if self._stalled and self._scheduler.pause_state == PauseState.UNPAUSED:
-            self._break_stall()
         ready = [group for group in self._in_order() if group not in waiting]
         for group in self.admission.begin_step(ready):
             with self._failing_alone(group):
@@ -191,28 +181,18 @@ class BeamGroups:
                     waiting.add(group)
         return waiting
 
-    def after_schedule(self, output: SchedulerOutput) -> None:
-        """Note whether the step that vLLM has scheduled leaves the engine stalled."""
-        self.admission.end_step()
-        # Under asynchronous scheduling an empty step is usual while outputs are on their way.
-        rows = (row for group in self.by_id.values() for row in group.rows)
-        self._stalled = not output.total_num_scheduled_tokens and not any(
-            request.num_in_flight_tokens for request in (*self._scheduler.running, *rows)
-        )
-
-    def send_row_steps(self, output: SchedulerOutput) -> None:
-        """Tell the worker what it needs of the rows to choose their candidates.
+    def send_selections(self, output: SchedulerOutput) -> None:
+        """Tell the worker what it needs to select the candidates of groups.
 
         With catalogues, the message also says that requests of the step may decode items.
         """
-        scheduled = output.num_scheduled_tokens
-        steps = []
+        selections = []
         for group in [*self.by_id.values()]:
             with self._failing_alone(group):
-                if (step := group.worker_step(scheduled)) is not None:
-                    steps.append(step)
-        if steps or self.catalogues:
-            setattr(output, ROW_STEPS, steps)
+                if (selection := self._proxies.selection(group, output)) is not None:
+                    selections.append(selection)
+        if selections or self.catalogues:
+            setattr(output, SELECTIONS, selections)
 
     def _in_order(self) -> list[BeamGroup]:
         return self.admission.in_order(self.by_id.values())
@@ -231,20 +211,9 @@ class BeamGroups:
             }
             for member in group.members.values():
                 member.record_event(EngineCoreEventType.SCHEDULED, now)
-        self._rows.start(group)
+        self._proxies.start(group)
 
     # -- parking -----------------------------------------------------------------------------------
-
-    def _break_stall(self) -> None:
-        """Free the blocks of the youngest group that holds some."""
-        active = self._active()
-        for group in reversed(active):
-            if any(row.status == RequestStatus.RUNNING for row in group.rows):
-                if len(active) > 1:
-                    group.parked = True
-                    self._counters.groups_parked += 1
-                self._rows.preempt(group)
-                return
 
     def _unpark(self) -> None:
         """Let the oldest parked group go on if no other group is short of blocks."""
@@ -252,14 +221,19 @@ class BeamGroups:
         if group is None:
             return
         if active := self._active():
-            rows = (row for other in active for row in other.rows)
-            hungry = any(row.status == RequestStatus.PREEMPTED for row in rows)
+            hungry = not all(other.runs for other in active)
             manager = self._scheduler.kv_cache_manager
             enough = min(group.expected_blocks, num_blocks(manager) // 2)
             if hungry or manager.block_pool.get_num_free_blocks() < enough:
                 return
         group.parked = False
-        self._rows.requeue(group)
+        self._proxies.requeue(group)
+
+    def park(self, group: BeamGroup) -> None:
+        """Park a group that has lost its KV, if others run: they would take it from each other."""
+        if not group.parked and len(self._active()) > 1:
+            group.parked = True
+            self._counters.groups_parked += 1
 
     def _active(self) -> list[BeamGroup]:
         return [group for group in self._in_order() if group.started and not group.parked]
@@ -267,16 +241,11 @@ class BeamGroups:
     def num_unfinished(self) -> int:
         """Return the number of requests to add to those that vLLM counts as unfinished.
 
-        Groups at their barrier, or without KV, have nothing in vLLM's own queues. During a pause
-        that waits for running requests, rows of a stalled engine do not count: they wait for a
-        sibling without KV, which stays queued until the pause ends.
+        Groups that wait for slots or blocks have nothing in vLLM's own queues.
         """
-        state = self._scheduler.pause_state
-        if state == PauseState.UNPAUSED:
-            return len(self.by_id) + len(self._refused)
-        if state == PauseState.PAUSED_NEW and self._stalled:
-            return -sum(row.request_id in self._rows.group_of for row in self._scheduler.running)
-        return 0
+        if self._scheduler.pause_state != PauseState.UNPAUSED:
+            return 0
+        return len(self.by_id) + len(self._refused)
 
     # -- answers -----------------------------------------------------------------------------------
 
@@ -286,7 +255,7 @@ class BeamGroups:
             children = group.advance()
             self._counters.steps += 1
             if not group.search.done:
-                self._rows.replace(group, children)
+                self._proxies.follow(group, children)
                 return
             hypotheses = group.hypotheses()
             for index, member in sorted(group.members.items()):
@@ -315,7 +284,7 @@ class BeamGroups:
         outputs.setdefault(member.client_index, []).append(output)
 
     def _remove(self, group: BeamGroup) -> None:
-        self._rows.free_group(group)
+        self._proxies.free_group(group)
         for member in group.members.values():
             self._forget(member)
         del self.by_id[group.group_id]
@@ -326,10 +295,10 @@ class BeamGroups:
             self._scheduler.finished_req_ids_dict[member.client_index].add(member.request_id)
 
     def check_integrity(self) -> None:
-        """Assert what holds between two calls of the scheduler, for groups and their rows.
+        """Assert what holds between two calls of the scheduler, for groups and their proxies.
 
         - A member waits in each group, and vLLM's requests hold it; the same for refused members.
-        - Groups have at most ``beam_width`` rows; only started groups are parked.
+        - Groups have at most ``beam_width`` beams; only started groups are parked.
         - No more requests run than there are slots.
         """
         scheduler = self._scheduler
@@ -337,10 +306,10 @@ class BeamGroups:
         for group_id, group in self.by_id.items():
             waiting += group.members.values()
             assert not group.finished, f"nobody waits for {group_id}"
-            assert len(group.rows) <= group.beam_width, f"{group_id}: {len(group.rows)} rows"
+            assert group.search.num_rows <= group.beam_width, f"{group_id} is too wide"
             assert group.started or not group.parked, f"{group_id}: parked before its start"
         for member in waiting:
             assert member.is_finished() or scheduler.requests[member.request_id] is member
         assert len(scheduler.running) <= scheduler.max_num_running_reqs
         self.admission.check_integrity(self.by_id.values())
-        self._rows.check_integrity(self.by_id.values())
+        self._proxies.check_integrity(self.by_id.values())

@@ -45,34 +45,11 @@ def reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -
     return unsupported_rule(vllm_config, params)
 
 
-def reason_sampler_selects(vllm_config: VllmConfig) -> str | None:
-    """Return why rows need vLLM's sampler for candidates; None if the worker can select them.
-
-    The hook in the worker must see one row of logits for each request, in the batch's order.
-    """
-    if vllm_config.speculative_config is not None:
-        return "speculative decoding"
-    if vllm_config.parallel_config.enable_batch_sharded_sampling:
-        return "enable_batch_sharded_sampling"
-    return None
-
-
 def unsupported_rule(
     vllm_config: VllmConfig, params: SamplingParams | BeamSearchParams
 ) -> str | None:
-    """Return why the native search cannot serve the bias, mask or grammar of these parameters."""
-    given = {
-        name
-        for name, unset in (
-            ("logit_bias", (None, {})),
-            ("allowed_token_ids", (None,)),  # of BeamSearchParams since vLLM 0.33
-            ("structured_outputs", (None,)),
-        )
-        if getattr(params, name, None) not in unset
-    }
-    if given and (reason := reason_sampler_selects(vllm_config)):
-        return f"{min(given)} is not supported with {reason}"
-    if "structured_outputs" in given:
+    """Return why the native search cannot serve the grammar of these parameters."""
+    if getattr(params, "structured_outputs", None) is not None:
         outputs = vllm_config.structured_outputs_config
         if outputs.reasoning_parser and not outputs.enable_in_reasoning:
             return (
@@ -110,7 +87,7 @@ def say_where_untested(vllm_config: VllmConfig) -> None:
 
 
 def cache_reason(kv_cache_config: KVCacheConfig) -> str | None:
-    """Return why rows cannot share and copy KV blocks of this cache, None if they can.
+    """Return why beams cannot share and copy KV blocks of this cache, None if they can.
 
     A model's cache says what its configuration may not: only groups that keep every token of a
     request, one state each, can be forked block by block.
@@ -136,15 +113,15 @@ def check_catalogues(vllm_config: VllmConfig) -> None:
     """Refuse catalogues that the engine cannot serve; reads their headers.
 
     Raises:
-        ValueError: Native beam search is off, the engine has something that constrained rows do
+        ValueError: Native beam search is off, the engine has something that constrained beams do
             not go with, or a file is missing, damaged, or has tokens outside the vocabulary.
     """
     paths = catalogue_paths(vllm_config)
     if not paths:
         return
     reason = reason_off(vllm_config)
-    if reason is None and (setting := reason_sampler_selects(vllm_config)):
-        reason = f"{setting} samples without the constraint; leave one of them out"
+    if reason is None and vllm_config.speculative_config is not None:
+        reason = "speculative decoding samples without the constraint; leave one of them out"
     if reason is not None:
         raise ValueError(f"{spelled(ITEMS)} cannot be served: {reason}")
     for path in paths.values():
@@ -174,7 +151,7 @@ def check_inputs(request: EngineCoreRequest | Request) -> None:
 
 
 def check_slots(beam_width: int, slots: int) -> None:
-    """Refuse a search with more rows than an engine runs requests.
+    """Refuse a search with more beams than an engine runs requests.
 
     Raises:
         BeamRequestError: `beam_width` is above `slots`.
@@ -208,7 +185,7 @@ def min_blocks(
 ) -> int:
     """Return the fewest KV blocks with which a search can take its steps.
 
-    After the first fork every row has a block of its own behind the prompt's full blocks.
+    After the first fork every beam has a block of its own behind the prompt's full blocks.
     """
     full, tail = divmod(num_prompt_tokens, block_size)
     if max_new_tokens <= 1 or beam_width == 1:

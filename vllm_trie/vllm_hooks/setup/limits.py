@@ -263,6 +263,10 @@ LIMITS: tuple[Limit, ...] = (
     Limit(TREES, "dual batch overlap",
         lambda c: c.parallel_config.use_ubatching,
         "dual batch overlap is not supported; switch it off"),
+    Limit(BEAMS, "`enable_batch_sharded_sampling`",
+        lambda c: c.parallel_config.enable_batch_sharded_sampling,
+        "enable_batch_sharded_sampling is not supported: no rank has all logits of a search; leave "
+        "the setting out"),
     Limit(TREES + BEAMS, "KV connectors (`kv_transfer_config`)",
         lambda c: c.kv_transfer_config is not None,
         "KV connectors (kv_transfer_config) are not supported: they could send KV of nodes and "

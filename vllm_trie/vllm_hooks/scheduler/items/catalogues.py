@@ -12,43 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from vllm_trie.items import ItemTrie, open_items
 from vllm_trie.items.selection import Selection, select
-from vllm_trie.items.step import Normalize
 from vllm_trie.vllm_hooks.wire import rules_of, unpacked
 from vllm_trie.watched_file import WatchedFile
-
-
-class ItemStep(NamedTuple):
-    """Constrained rows of one group in a step.
-
-    Attributes:
-        path: The catalogue's file.
-        version: Its digest.
-        beam_width: Width of the search.
-        eos_token_id: Token that must follow an item, None if nothing follows it.
-        normalize: What the probabilities are normalized over.
-        row_ids: The rows.
-        prompt_len: Tokens that they share.
-        selection: The valid part of the catalogue, None for all of it.
-        weight_factor: Factor of the items' weights.
-        nodes: int32[rows], their places in the trie.
-        totals: float32[rows], their cumulative log-probabilities.
-    """
-
-    path: str
-    version: str
-    beam_width: int
-    eos_token_id: int | None
-    normalize: Normalize
-    row_ids: list[str]
-    prompt_len: int
-    selection: Selection | None
-    weight_factor: float
-    nodes: np.ndarray
-    totals: np.ndarray
 
 
 class Catalogue(NamedTuple):

@@ -1,70 +1,45 @@
 """Attention of the rows of searches on CPUs: the prompt's KV is read once for all rows of a group.
 
-vLLM's kernel attends to one request after another. In a step that decodes one token of every row,
-and of nothing else, the rows' queries over the slots of the prompt are one matrix product instead,
-and each row adds the slots that it has generated. The kernel is that of tree attention.
+vLLM's kernel attends to one request after another. In a step of beams, and of nothing else, the
+beams' queries over the slots of the prompt are one matrix product instead,
+and each beam adds the slots that it has generated. The kernel is that of tree attention.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch, choose_kernels
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.attention.tree_batch import NO_NODES
-from vllm_trie.vllm_hooks.scheduler.items.catalogues import ItemStep
-from vllm_trie.vllm_hooks.scheduler.row_steps import SelectionStep
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    from vllm_trie.vllm_hooks.worker.beam.beams_v1 import AttachedBeams
 
 _SEARCHES = "vllm_trie_searches"
-"""Attribute of the attention metadata with the rows of a step, as :func:`rows_of_searches`."""
+"""Attribute of the attention metadata with the rows of a step, a :class:`TreeBatch`."""
 
 
-def rows_of_searches(
-    steps: Sequence[SelectionStep | ItemStep], batch: InputBatch
-) -> TreeBatch | None:
-    """Return the rows of a step in which every request has one token.
-
-    Neighbours in the batch are one :class:`TreeRow`. None if the step has other requests, or rows
-    that are not as far as their siblings.
-    """
-    if sum(len(step.row_ids) for step in steps) != batch.num_reqs:
-        return None
-    rows: list[TreeRow] = []
-    for step in steps:
-        places = np.sort([batch.req_id_to_index[row_id] for row_id in step.row_ids])
-        lengths = batch.num_computed_tokens_cpu[places] + 1
-        length = int(lengths[0])
-        if length <= step.prompt_len or (lengths != length).any():
-            return None
-        for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
-            first = int(run[0])
-            rows.append(TreeRow(first, first, len(run), 0, length, step.prompt_len))
-    return build_tree_batch(rows, [NO_NODES] * len(rows), batch.num_reqs)
-
-
-def share_prompts(
-    built: Any, steps: Sequence[SelectionStep | ItemStep], batch: InputBatch, max_query_len: int
-) -> None:
+def share_prompts(built: Any, beams: AttachedBeams) -> None:
     """Tell the layers of a step, through their attention metadata, which rows share prompts.
 
     Args:
         built: What vLLM's runner has built.
-        steps: The rows of the step.
-        batch: The batch.
-        max_query_len: Most tokens of a request in this step.
+        beams: They are all rows of the step.
     """
-    if steps and max_query_len == 1 and (rows := rows_of_searches(steps, batch)) is not None:
-        for metadata in {id(each): each for each in built[0].values()}.values():
-            setattr(metadata, _SEARCHES, rows)
+    rows: list[TreeRow] = []
+    for step in beams.steps:
+        first, count = int(beams.places[step.proxy_id][0]), len(step.token_ids)
+        rows.append(TreeRow(first, first, count, 0, step.num_computed + 1, step.prompt_len))
+    batch = build_tree_batch(rows, [NO_NODES] * len(rows), beams.num_beams)
+    for metadata in {id(each): each for each in built[0].values()}.values():
+        setattr(metadata, _SEARCHES, batch)
 
 
 def wrap_forward(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -18,6 +18,7 @@ import torch
 
 from vllm_trie.vllm_hooks.ledger.record import PARTS, STATS, TREE_DRAFTS, TREE_MASKS, Symbols
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import hand_on
+from vllm_trie.vllm_hooks.worker.beam.selection import wrap_sample
 from vllm_trie.vllm_hooks.worker.drafting.neural import StepStates
 from vllm_trie.vllm_hooks.worker.runners.v1_speculation import V1Speculation
 
@@ -211,6 +212,7 @@ class TreeRunnerMixin(ChainRunnerMixin):
         "walks down the trees losslessly and puts the KV of accepted nodes in place",
         successor="`DraftVerifier.verify()`",
     )
+    @wrap_sample
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:

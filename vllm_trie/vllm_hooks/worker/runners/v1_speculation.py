@@ -22,6 +22,7 @@ from vllm_trie.attention.device_copy import to_device
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.draft_support import check_layers
 from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
+from vllm_trie.vllm_hooks.worker.beam.beams_v1 import num_requests
 from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost
 from vllm_trie.vllm_hooks.worker.drafting.draft_requests import draft_requests
 from vllm_trie.vllm_hooks.worker.drafting.neural import NeuralChains, StepStates
@@ -120,7 +121,8 @@ class V1Speculation:
         runner, batch = self.runner, self.runner.input_batch
         drafts = scheduler_output.scheduled_spec_decode_tokens
         num_tokens = scheduler_output.total_num_scheduled_tokens
-        self.trees.begin_step(batch.req_ids, drafts, num_tokens)
+        request_ids = batch.req_ids[: num_requests(runner)]
+        self.trees.begin_step(request_ids, drafts, num_tokens)
         if self.trees.recorder is not None:
             self.trees.recorder.begin(scheduler_output.scheduled_new_reqs)
         if drafts and not self.chain_only:

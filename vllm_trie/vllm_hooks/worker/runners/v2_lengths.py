@@ -58,7 +58,9 @@ def shortened(output: SchedulerOutput, lengths: Mapping[str, int]) -> SchedulerO
         num_tokens[name] -= len(places[name]) - length
     step = copy.copy(output)
     step.num_scheduled_tokens = num_tokens
-    step.total_num_scheduled_tokens = sum(num_tokens.values())
+    # The total counts beams, too, which are not among the requests.
+    removed = sum(output.num_scheduled_tokens.values()) - sum(num_tokens.values())
+    step.total_num_scheduled_tokens = output.total_num_scheduled_tokens - removed
     step.scheduled_spec_decode_tokens = {
         name: places[name][:length] for name, length in lengths.items() if length
     }

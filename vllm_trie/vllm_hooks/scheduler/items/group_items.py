@@ -12,11 +12,12 @@ from vllm_trie.items import ROOT, ItemId
 from vllm_trie.items.search import ItemSearch
 from vllm_trie.items.selection import view
 from vllm_trie.items.step import Continuations
-from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues, ItemStep
+from vllm_trie.vllm_hooks.beam_wire import ItemSelection
+from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
 from vllm_trie.vllm_hooks.wire import BeamSpec, packed_options, search_settings
 
 
-class ItemRows:
+class GroupItems:
     """The search of a constrained group, and what passes between it and the worker.
 
     Attributes:
@@ -46,18 +47,15 @@ class ItemRows:
         self.search = self._items.search
         self.counts = {"valid_children": 0, "forced_tokens": 0}
 
-    def step(self, row_ids: list[str], prompt_len: int, rows: list[int]) -> ItemStep | None:
-        """Return what the worker needs for some of the rows, None for no rows."""
-        if not rows:
-            return None
-        return ItemStep(
+    def selection(self, proxy_id: str, rows: np.ndarray) -> ItemSelection:
+        """Return what the worker needs to select candidates of some rows of the search."""
+        return ItemSelection(
             str(self._catalogue.path),
             self._catalogue.trie.version,
             self.search.settings.beam_width,
             self._eos,
             self._options.normalize,
-            row_ids,
-            prompt_len,
+            proxy_id,
             self._selection,
             self._options.weight_factor,
             self._items.nodes[rows],

@@ -1,0 +1,105 @@
+"""What passes between the scheduler and the workers about the beams of groups.
+
+The workers keep no state of beams: their tokens and block tables come with every step. A search
+without rules of its own needs the best continuations of all its beams together, which are hundreds
+of times fewer than the best of each beam. vLLM's sampler would give the same number of
+log-probabilities to all requests of the batch. The workers therefore select candidates next to the
+sampler, with the beams' cumulative log-probabilities or from a catalogue, and send them with the
+step's output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from vllm_trie.beam import Candidates
+from vllm_trie.beam.top_k import TokenRules
+from vllm_trie.items.selection import Selection
+from vllm_trie.items.step import Continuations, Normalize
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+StepCandidates = Candidates | Continuations
+"""Candidates of a group: tokens, or nodes of its catalogue."""
+
+BEAM_STEPS = "vllm_trie_beams"
+"""Attribute of a ``SchedulerOutput``: a list of :class:`BeamStep`. Missing if there are none."""
+
+CANDIDATES = "vllm_trie_candidates"
+"""Attribute of a ``ModelRunnerOutput``: :data:`StepCandidates` of each selection, None for one that
+failed."""
+
+SELECTIONS = "vllm_trie_selections"
+"""Attribute of a ``SchedulerOutput``: a list of :class:`TokenSelection` and
+:class:`ItemSelection`. Missing if there is none in
+an engine without catalogues."""
+
+
+class TokenSelection(NamedTuple):
+    """Candidates of a group without a catalogue.
+
+    Attributes:
+        proxy_id: The request that stands for the group.
+        totals: float32 [beams], their cumulative log-probabilities. None to select among the
+            continuations of each beam, not of all beams together.
+        num_candidates: Continuations to select.
+        rules: They come before the selection; None if there are none.
+    """
+
+    proxy_id: str
+    totals: np.ndarray | None
+    num_candidates: int
+    rules: TokenRules | None = None
+
+
+class BeamStep(NamedTuple):
+    """One token of each beam of a group, in a step.
+
+    Attributes:
+        proxy_id: The request that stands for the group.
+        prompt_len: Tokens that all beams share.
+        num_computed: Tokens of each beam whose KV is computed: the position of its token.
+        token_ids: int32 [beams].
+        shared: By KV cache group int32 [blocks], the full blocks of the prompt.
+        suffix: By KV cache group int32 [beams, blocks], those behind them.
+        lora_request: Of the group.
+    """
+
+    proxy_id: str
+    prompt_len: int
+    num_computed: int
+    token_ids: np.ndarray
+    shared: tuple[np.ndarray, ...]
+    suffix: tuple[np.ndarray, ...]
+    lora_request: LoRARequest | None
+
+
+class ItemSelection(NamedTuple):
+    """Candidates of a group inside a catalogue.
+
+    Attributes:
+        path: The catalogue's file.
+        version: Its digest.
+        beam_width: Width of the search.
+        eos_token_id: Token that must follow an item, None if nothing follows it.
+        normalize: What the probabilities are normalized over.
+        proxy_id: The request that stands for the group.
+        selection: The valid part of the catalogue, None for all of it.
+        weight_factor: Factor of the items' weights.
+        nodes: int32 [beams], their places in the trie.
+        totals: float32 [beams], their cumulative log-probabilities.
+    """
+
+    path: str
+    version: str
+    beam_width: int
+    eos_token_id: int | None
+    normalize: Normalize
+    proxy_id: str
+    selection: Selection | None
+    weight_factor: float
+    nodes: np.ndarray
+    totals: np.ndarray

@@ -1,0 +1,212 @@
+"""Block tables of a group's beams, as arrays.
+
+All beams of a group have as many tokens, so that their tables have one shape. The full blocks of
+the prompt are the same for all and kept once. Behind them, a beam shares full blocks with others,
+and its tail block is its own::
+
+    shared   [ 0 ][ 1 ]
+    suffix                [ 2 ][ 7: tail ]       beam 0
+                          [ 2 ][ 9: tail ]       beam 1, which left beam 0 behind block 2
+                          [ 4 ][ 5: tail ]       beam 2
+
+A transition turns beams into their children, who gather the full blocks of their parents. The first
+child of a beam takes its tail. Others take the tails of beams without children, or fresh blocks,
+and get a copy of the slots that differ: no target of a copy is the source of another. Where all
+blocks are full, every child gets a fresh tail, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
+
+
+class RangedCopies(list[Any]):
+    """vLLM's list of a step's block copies, with the slots that each of them needs.
+
+    Whoever does not know of the ranges copies whole blocks, which is right as well.
+
+    Attributes:
+        ranges: First slot and end of each copy; None for the whole block.
+    """
+
+    def __init__(self, copies: Iterable[Any], ranges: list[tuple[int, int] | None]) -> None:
+        super().__init__(copies)
+        self.ranges = ranges
+
+
+class TailCopies(NamedTuple):
+    """Copies of tail blocks, each of the slots from `first` to `end`.
+
+    Attributes:
+        sources, targets: int64 [copies], block ids.
+        first: int64 [copies].
+        end: The same for all.
+    """
+
+    sources: np.ndarray
+    targets: np.ndarray
+    first: np.ndarray
+    end: int
+
+
+class _Plan(NamedTuple):
+    """A transition before it gets its blocks: -1 stands for a fresh one.
+
+    Attributes:
+        suffix: int32 [children, blocks].
+        copied: int64 [copies], the children that get a copy.
+        sources: int64 [copies], the block that each of them copies.
+        reuses: bool [copies], whether it takes the tail of a beam without children.
+    """
+
+    suffix: np.ndarray
+    copied: np.ndarray
+    sources: np.ndarray
+    reuses: np.ndarray
+
+
+class BeamTables:
+    """Owner of the blocks of a group in one KV cache group, which hold one reference each.
+
+    Attributes:
+        shared: int32 [blocks], the full blocks of the prompt.
+        suffix: int32 [beams, blocks], what comes behind them.
+    """
+
+    def __init__(self, manager: Any, proxy_id: str, prompt_len: int) -> None:
+        """Take over the blocks of a prompt whose KV is computed.
+
+        Args:
+            manager: vLLM's of this KV cache group. Its list of the request's blocks is kept up to
+                date, so that vLLM frees whatever the group holds.
+            proxy_id: The request.
+            prompt_len: Tokens of the prompt.
+        """
+        self._manager, self._pool = manager, manager.block_pool
+        self._blocks = blocks = manager.req_to_blocks[proxy_id]
+        self._block_size, self._prompt_len = manager.block_size, prompt_len
+        full, tail = divmod(prompt_len, self._block_size)
+        self._pool.free_blocks(blocks[full + bool(tail) :])  # reserved for drafts
+        del blocks[full + bool(tail) :]
+        self._num_shared = full
+        block_ids = np.array([block.block_id for block in blocks], dtype=np.int32)
+        self.shared, self.suffix = block_ids[:full], block_ids[None, full:]
+
+    def plan(self, parents: np.ndarray, num_computed: int) -> _Plan:
+        """Return the transition to children of `parents`, int [children].
+
+        Args:
+            parents: The beam that each child extends.
+            num_computed: Tokens of each beam whose KV is computed.
+        """
+        none = np.zeros(0, dtype=np.int64)
+        suffix = self.suffix[parents]
+        if num_computed % self._block_size == 0:
+            fresh = np.full((len(parents), 1), -1, dtype=np.int32)
+            return _Plan(np.concatenate([suffix, fresh], axis=1), none, none, none.astype(bool))
+        kept, first = np.unique(parents, return_index=True)
+        copied = np.ones(len(parents), dtype=bool)
+        copied[first] = False
+        copies = np.flatnonzero(copied)
+        tails = self.suffix[:, -1]
+        spare = np.delete(tails, kept)[: len(copies)]
+        targets = np.full(len(copies), -1, dtype=np.int32)
+        targets[: len(spare)] = spare
+        suffix[copies, -1] = targets
+        return _Plan(suffix, copies, tails[parents[copies]].astype(np.int64), targets >= 0)
+
+    @staticmethod
+    def num_fresh(plan: _Plan) -> int:
+        """Return the number of blocks that a transition takes from the pool."""
+        return int((plan.suffix[:, -1:] < 0).sum())
+
+    def apply(self, plan: _Plan, num_computed: int) -> TailCopies:
+        """Take the blocks of a transition from the pool, and give back those that nobody needs.
+
+        The pool has :meth:`num_fresh` blocks. Returns the copies that must run before the beams'
+        next step.
+        """
+        suffix = plan.suffix
+        if count := self.num_fresh(plan):
+            fresh = self._pool.get_new_blocks(count)
+            self._blocks += fresh
+            block_ids = [block.block_id for block in fresh]
+            if self._manager.records_new_block_ids:
+                self._manager.new_block_ids += block_ids
+            suffix[suffix[:, -1] < 0, -1] = block_ids
+        used = set(np.unique(suffix).tolist())
+        held = self._blocks[self._num_shared :]
+        gone = [block for block in held if block.block_id not in used]
+        if gone:
+            self._blocks[self._num_shared :] = [b for b in held if b.block_id in used]
+            self._pool.free_blocks(gone)
+        self.suffix = suffix
+        in_prompt = max(0, self._prompt_len - num_computed // self._block_size * self._block_size)
+        return TailCopies(
+            plan.sources,
+            suffix[plan.copied, -1].astype(np.int64),
+            np.where(plan.reuses, in_prompt, 0),
+            num_computed % self._block_size,
+        )
+
+    def back_to_prompt(self) -> None:
+        """Give back what comes behind the prompt, of whose last block one beam keeps the slots."""
+        full, tail = divmod(self._prompt_len, self._block_size)
+        kept = full + bool(tail)
+        if tail:  # any tail block of the first generation has the prompt's slots
+            assert self.suffix.shape[1] >= 1
+            first = int(self.suffix[0, 0])
+            place = next(i for i, b in enumerate(self._blocks) if b.block_id == first)
+            self._blocks.insert(full, self._blocks.pop(place))
+        self._pool.free_blocks(self._blocks[kept:])
+        del self._blocks[kept:]
+        self.suffix = np.array([[b.block_id for b in self._blocks[full:]]], dtype=np.int32)
+
+    def check_integrity(self) -> None:
+        """Assert that the tables hold exactly the group's blocks, each beam with its own tail."""
+        held = [block.block_id for block in self._blocks]
+        assert len(held) == len(set(held)), "a group holds a block twice"
+        in_tables = {*self.shared.tolist(), *self.suffix.ravel().tolist()}
+        assert set(held) == in_tables, f"held {sorted(held)}, in tables {sorted(in_tables)}"
+        tails = self.suffix[:, -1:].ravel().tolist()
+        assert len(tails) == len(set(tails)), "two beams have one tail"
+
+
+def ranged(copies: Iterable[TailCopies]) -> RangedCopies:
+    """Return copies as a worker takes them."""
+    pairs: list[Any] = []
+    slots: list[tuple[int, int] | None] = []
+    for part in copies:
+        pairs += map(KVCacheBlockCopy, part.sources.tolist(), part.targets.tolist())
+        slots += [(first, part.end) for first in part.first.tolist()]
+    return RangedCopies(pairs, slots)
+
+
+def num_blocks(manager: KVCacheManager) -> int:
+    """Return the number of blocks that requests can hold."""
+    # One block of the pool is the null block, which nobody owns.
+    return manager.block_pool.num_gpu_blocks - 1
+
+
+def check_references(manager: KVCacheManager, on_hold: Iterable[KVCacheBlock]) -> None:
+    """Assert that every block's reference count is the number of its holders.
+
+    Holders are block tables, both ends of vLLM's own queued copies, and `on_hold`: blocks that vLLM
+    frees when a step in flight is over.
+    """
+    holders = Counter(block.block_id for block in on_hold)
+    for part in manager.coordinator.single_type_managers:
+        tables = chain(part.req_to_blocks.values(), part._pending_cow_copies)
+        holders.update(block.block_id for block in chain.from_iterable(tables))
+    for block in manager.block_pool.blocks:
+        found, expected = block.ref_cnt, holders[block.block_id]
+        assert block.is_null or found == expected, (
+            f"block {block.block_id} has {found} references and {expected} holders"
+        )

@@ -1,0 +1,193 @@
+"""Beams of groups in Model Runner V1: rows of the batch behind those of its requests.
+
+vLLM keeps a state for each request, and moves it in and out of its batch. Beams have no state: the
+scheduler sends their tokens and block tables with every step. They are written behind the requests
+when vLLM has updated these, and taken away when the step's logits are there::
+
+    _update_states   [ requests ... ] -> [ requests ... | beams of a group | beams of another ]
+    _sample          [ requests ... ] for vLLM's sampler; the beams' rows of logits for selection
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, BeamStep
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+_ATTACHED = "_vllm_trie_attached"
+"""Attribute of a model runner with its :class:`AttachedBeams`."""
+
+
+class AttachedBeams:
+    """Owner of the rows of a runner's batch that are beams.
+
+    Attributes:
+        places: int64 [beams] by proxy id, the rows of each group in the present step.
+        steps: What the scheduler says of the groups in the present step.
+    """
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        self._runner = runner
+        self._names: dict[str, list[str]] = {}  # by proxy id
+        self._loras: list[int] = []  # of beams alone
+        self.places: dict[str, np.ndarray] = {}
+        self.steps: Sequence[BeamStep] = ()
+
+    @property
+    def num_beams(self) -> int:
+        """The number of attached rows."""
+        return sum(map(len, self.places.values()))
+
+    def attach(self, steps: Sequence[BeamStep], scheduler_output: SchedulerOutput) -> None:
+        """Write beams behind the requests of the batch.
+
+        Args:
+            steps: Of the groups in this step.
+            scheduler_output: The runner's own copy, to which the beams are added.
+
+        Raises:
+            RuntimeError: The attention backend wants the prompts behind the beams.
+        """
+        runner, batch = self._runner, self._runner.input_batch
+        scheduled = scheduler_output.num_scheduled_tokens
+        if runner.reorder_batch_threshold is not None and any(
+            count > runner.reorder_batch_threshold for count in scheduled.values()
+        ):
+            raise RuntimeError(
+                "native beam search on Model Runner V1 does not run with an attention backend that "
+                "reorders the batch; choose another attention_backend, or set beam_search=False"
+            )
+        self.steps = steps
+        for step in steps:
+            first = batch.num_reqs
+            names = self._names_of(step)
+            state = copy(runner.requests[step.proxy_id])
+            state.output_token_ids = []  # it has one of the prompt's step
+            runner.requests.update(dict.fromkeys(names, state))
+            batch._req_ids += names
+            batch.req_id_to_index.update(zip(names, range(first, first + len(names)), strict=True))
+            scheduled.update(dict.fromkeys(names, 1))
+            self._write(step, state, first)
+            self.places[step.proxy_id] = np.arange(first, first + len(names))
+
+    def _names_of(self, step: BeamStep) -> list[str]:
+        count = len(step.token_ids)
+        names = self._names.setdefault(step.proxy_id, [])
+        names += [f"{step.proxy_id}#{i}" for i in range(len(names), count)]
+        return names[:count]
+
+    def _write(self, step: BeamStep, state: CachedRequestState, first: int) -> None:
+        batch: InputBatch = self._runner.input_batch
+        rows = slice(first, first + len(step.token_ids))
+        batch.token_ids_cpu[rows, step.num_computed] = step.token_ids
+        batch.is_token_ids[rows, step.num_computed] = True
+        batch.num_computed_tokens_cpu[rows] = step.num_computed
+        for table, shared, suffix in zip(
+            batch.block_table.block_tables, step.shared, step.suffix, strict=True
+        ):
+            end = len(shared) + suffix.shape[1]
+            table.block_table.np[rows, : len(shared)] = shared
+            table.block_table.np[rows, len(shared) : end] = suffix
+            table.num_blocks_per_row[rows] = end
+        lora = state.lora_request
+        batch.request_lora_mapping[rows] = 0 if lora is None else lora.lora_int_id
+        if lora is not None and lora.lora_int_id not in batch.lora_id_to_lora_request:
+            batch.lora_id_to_lora_request[lora.lora_int_id] = lora
+            self._loras.append(lora.lora_int_id)
+
+    def detach(self) -> None:
+        """Take the beams out of the batch; they are its last rows."""
+        batch = self._runner.input_batch
+        first = batch.num_reqs - self.num_beams
+        for name in batch._req_ids[first:]:
+            assert name is not None
+            del batch.req_id_to_index[name], self._runner.requests[name]
+        del batch._req_ids[first:]
+        rows = slice(first, first + self.num_beams)
+        batch.request_lora_mapping[rows] = 0
+        for table in batch.block_table.block_tables:
+            table.num_blocks_per_row[rows] = 0
+        for lora_id in self._loras:
+            del batch.lora_id_to_lora_request[lora_id]
+        self.places, self.steps, self._loras = {}, (), []
+
+    def forget(self, proxy_ids: set[str]) -> None:
+        """Forget groups that have ended."""
+        for proxy_id in proxy_ids & self._names.keys():
+            del self._names[proxy_id]
+
+
+def num_requests(runner: GPUModelRunner) -> int:
+    """Return the number of requests in a runner's batch, before its beams."""
+    beams = attached_to(runner)
+    return runner.input_batch.num_reqs - (0 if beams is None else beams.num_beams)
+
+
+def attached_to(runner: GPUModelRunner) -> AttachedBeams | None:
+    """Return the beams of a runner's present step; None if there are none."""
+    beams: AttachedBeams | None = runner.__dict__.get(_ATTACHED)
+    return beams if beams is not None and beams.places else None
+
+
+def with_own_counts(scheduler_output: SchedulerOutput) -> SchedulerOutput:
+    """Return an output to which the runner may add beams: the scheduler reads the original."""
+    if not getattr(scheduler_output, BEAM_STEPS, None):
+        return scheduler_output
+    result = copy(scheduler_output)
+    result.num_scheduled_tokens = {**scheduler_output.num_scheduled_tokens}
+    return result
+
+
+def wrap_update_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Attach the beams of a step when its requests are up to date."""
+
+    @functools.wraps(original)
+    def _update_states(self: GPUModelRunner, scheduler_output: SchedulerOutput) -> Any:
+        beams: AttachedBeams | None = self.__dict__.get(_ATTACHED)
+        if beams is not None:
+            beams.forget(scheduler_output.finished_req_ids)
+        corrections = original(self, scheduler_output)
+        if steps := getattr(scheduler_output, BEAM_STEPS, ()):
+            beams = self.__dict__.setdefault(_ATTACHED, AttachedBeams(self))
+            beams.attach(steps, scheduler_output)
+        return corrections
+
+    return _update_states
+
+
+def without_beams(
+    beams: AttachedBeams, logits: torch.Tensor, metadata: SpecDecodeMetadata | None
+) -> tuple[torch.Tensor, SpecDecodeMetadata | None]:
+    """Return a step's logits, and where its drafts are, of the requests alone.
+
+    Args:
+        beams: Of the step.
+        logits: float [logits rows, vocab]; the beams have one row each, the last ones.
+        metadata: vLLM's, None without drafts.
+    """
+    num_rows = len(logits) - beams.num_beams
+    logits = logits[:num_rows]
+    if metadata is None or not num_rows:
+        return logits, None
+    count = len(metadata.num_draft_tokens) - beams.num_beams
+    return logits, replace(
+        metadata,
+        num_draft_tokens=metadata.num_draft_tokens[:count],
+        cu_num_draft_tokens=metadata.cu_num_draft_tokens[:count],
+        cu_num_sampled_tokens=metadata.cu_num_sampled_tokens[:count],
+        bonus_logits_indices=metadata.bonus_logits_indices[:count],
+        logits_indices=metadata.logits_indices[:num_rows],
+    )

@@ -1,0 +1,137 @@
+"""Beams of groups in Model Runner V2: slots of its request states that stand for no request.
+
+The runner keeps tokens, lengths and block tables of requests on the device. A group gets a slot for
+each beam with its first step, and gives the slot of its proxy back. With every step the scheduler
+sends the beams' tokens and block tables, which are written into the slots at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import NewRequestData
+
+from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, BeamStep
+from vllm_trie.vllm_hooks.wire import proxy_params
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+_SLOTS = "_vllm_trie_slots"
+"""Attribute of a model runner with its :class:`BeamSlots`."""
+_PREFILLED = [0]
+"""Tokens that a beam has for the runner, whatever its text: it decodes, and prefills nothing."""
+
+
+class BeamSlots:
+    """Owner of the slots of a runner's request states that are beams."""
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        self._runner = runner
+        self._names: dict[str, list[str]] = {}  # by proxy id
+        self._indices: dict[str, np.ndarray] = {}
+        self._steps: Sequence[BeamStep] = ()
+
+    def add_to(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """Return a step with the beams of its groups, for which slots are added and removed."""
+        self._steps = steps = getattr(scheduler_output, BEAM_STEPS, ())
+        ended = self._names.keys() & scheduler_output.finished_req_ids
+        if not steps and not ended:
+            return scheduler_output
+        result = copy(scheduler_output)
+        result.finished_req_ids = {*scheduler_output.finished_req_ids}
+        result.scheduled_new_reqs = [*scheduler_output.scheduled_new_reqs]
+        result.num_scheduled_tokens = {**scheduler_output.num_scheduled_tokens}
+        for proxy_id in ended:
+            result.finished_req_ids.update(self._names.pop(proxy_id))
+            self._indices.pop(proxy_id, None)
+        for step in steps:
+            if step.proxy_id not in self._names:
+                self._names[step.proxy_id] = []
+                result.finished_req_ids.add(step.proxy_id)
+            names = self._names[step.proxy_id]
+            num_groups = len(step.shared)
+            for i in range(len(names), len(step.token_ids)):
+                names.append(f"{step.proxy_id}#{i}")
+                result.scheduled_new_reqs.append(
+                    NewRequestData(
+                        req_id=names[-1],
+                        prompt_token_ids=_PREFILLED,
+                        mm_features=[],
+                        sampling_params=proxy_params(1),
+                        pooling_params=None,
+                        block_ids=tuple([] for _ in range(num_groups)),
+                        num_computed_tokens=len(_PREFILLED),
+                        lora_request=step.lora_request,
+                        prefill_token_ids=_PREFILLED,
+                    )
+                )
+                self._indices.pop(step.proxy_id, None)
+            names = names[: len(step.token_ids)]
+            result.num_scheduled_tokens.update(dict.fromkeys(names, 1))
+        return result
+
+    def write(self) -> None:
+        """Write the beams of the step into their slots, when the runner's requests are updated."""
+        if not self._steps:
+            return
+        states, tables = self._runner.req_states, self._runner.block_tables
+        device = self._runner.device
+        for step in self._steps:
+            count = len(step.token_ids)
+            indices = self._indices.get(step.proxy_id)
+            if indices is None:
+                names = self._names[step.proxy_id]
+                indices = np.array([states.req_id_to_index[name] for name in names])
+                self._indices[step.proxy_id] = indices
+            indices = indices[:count]
+            states.num_computed_tokens_np[indices] = step.num_computed
+            slots = async_tensor_h2d(indices, device=device)
+            states.num_computed_tokens.gpu[slots] = step.num_computed
+            states.total_len.gpu[slots] = len(_PREFILLED)
+            states.last_sampled_tokens[slots, 0] = async_tensor_h2d(
+                step.token_ids.astype(np.int64), device=device
+            )
+            for i, (shared, suffix) in enumerate(zip(step.shared, step.suffix, strict=True)):
+                rows = np.concatenate([np.broadcast_to(shared, (count, len(shared))), suffix], 1)
+                table = tables.block_tables[i].gpu
+                table[slots, : rows.shape[1]] = async_tensor_h2d(rows, device=device)
+                tables.num_blocks.np[i, indices] = rows.shape[1]
+
+    def places(self, batch: InputBatch) -> dict[str, np.ndarray]:
+        """Return by proxy id int64 [beams], the row of logits of each beam."""
+        if not self._steps:
+            return {}
+        first_rows = dict(zip(batch.req_ids, batch.cu_num_logits_np.tolist(), strict=False))
+        return {
+            step.proxy_id: np.array(
+                [first_rows[name] for name in self._names[step.proxy_id][: len(step.token_ids)]]
+            )
+            for step in self._steps
+        }
+
+
+def slots_of(runner: GPUModelRunner) -> BeamSlots:
+    """Return the beams of a runner."""
+    slots: BeamSlots | None = runner.__dict__.get(_SLOTS)
+    if slots is None:
+        slots = runner.__dict__[_SLOTS] = BeamSlots(runner)
+    return slots
+
+
+def wrap_update_requests(original: Callable[..., None]) -> Callable[..., None]:
+    """Write the beams of a step when its requests are up to date."""
+
+    @functools.wraps(original)
+    def update_requests(self: GPUModelRunner, scheduler_output: SchedulerOutput) -> None:
+        original(self, scheduler_output)
+        slots_of(self).write()
+
+    return update_requests
