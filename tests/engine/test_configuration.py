@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from tests.engine.compare import (
 from tests.engine.conftest import trees_of
 from tests.engine.families import UNSUPPORTED, write_config
 from tests.engine.prompts import prompts
-from tests.processes import run_python
+from tests.processes import environment, run_python
 from vllm_trie.drafters import available_methods
 from vllm_trie.ngrams.corpus_file import write_corpus
 from vllm_trie.tiny_model import medusa_path, model_path
@@ -564,8 +566,43 @@ def test_files_are_checked_before_anything_starts(tmp_path: Path):
     assert "its vocabulary has 4096 tokens, the model's has 2048" in said
     corpus.unlink()
     said = refusal(speculative_config={**TREES, "corpus": str(corpus)})
-    assert f"option 'corpus' names an unusable file: corpus {corpus}: No such file" in said
+    assert f"option 'corpus' is an unusable file: corpus {corpus}: No such file" in said
     assert "`vllm-trie corpus build`" in said
+
+
+def test_options_do_not_change_the_hash_of_the_compiled_model(tmp_path: Path):
+    hashed = engine_config().compute_hash()
+    options = {"trace_path": str(tmp_path), "node_budget": "fixed", "store_tokens": 0}
+    found = engine_config(speculative_config={**TREES, **options})
+    carried = dict(found.additional_config)
+    assert found.compute_hash() == hashed
+    assert found.additional_config == carried
+    union = {"method": "trie_union", "num_speculative_tokens": 8}
+    assert engine_config(speculative_config=union).compute_hash() == hashed
+    # Other settings, and weights that take memory, still count.
+    assert engine_config(additional_config={"other": 1}).compute_hash() != hashed
+    medusa = {"method": "medusa_dynamic", "model": str(medusa_path())}
+    assert engine_config(speculative_config=medusa).compute_hash() != hashed
+
+
+@pytest.mark.slow
+def test_a_refused_start_is_one_line():
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model_path())]
+    options = {"method": "ngram_trie", "corpus": "/missing"}
+    done = subprocess.run(
+        [*command, "--speculative-config", json.dumps(options)],
+        env=environment(spawns=True, OMP_NUM_THREADS="1"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr[-4000:]
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "vllm serve: error: option 'corpus' is an unusable file: corpus /missing: No such file or "
+        "directory; build it with `vllm-trie corpus build` and the model's tokenizer"
+    )
 
 
 def test_heads_are_checked_before_anything_starts(tmp_path: Path):

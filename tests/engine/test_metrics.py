@@ -158,6 +158,28 @@ def test_log_line(traffic, log):
     assert log(llm) == []  # nothing happened since
 
 
+def test_generate_logs_drafted_and_accepted_tokens(traffic, monkeypatch, caplog):
+    llm, outputs = traffic
+    monkeypatch.setattr(logging.getLogger("vllm_trie"), "handlers", [caplog.handler])
+    caplog.set_level(logging.INFO, logger="vllm_trie")
+    names = ("draft_nodes", "accepted_tokens", "verified_trees")
+    before = [counter(llm, f"vllm:trie_{name}") for name in names]
+    results = llm.generate(prompts(3), GREEDY)
+    outputs += results  # the other tests count them too
+    after = [counter(llm, f"vllm:trie_{name}") for name in names]
+    drafted, accepted, drafts = (b - a for a, b in zip(before, after, strict=True))
+    assert caplog.messages == [
+        f"vllm-trie ngram_trie: {accepted} of {drafted} drafted tokens accepted, in {drafts} "
+        f"drafts; {sum(len(result.outputs[0].token_ids) for result in results)} output tokens"
+    ]
+    counts = [result.outputs[0].spec_decode_metrics.to_dict() for result in results]
+    assert sum(each["num_draft_tokens"] for each in counts) == drafted > 0
+    assert sum(each["num_accepted_draft_tokens"] for each in counts) == accepted > 0
+    caplog.clear()
+    outputs += llm.generate(prompts(1), GREEDY, use_tqdm=False)
+    assert caplog.messages == []
+
+
 def test_failures_by_reason(engine, traffic):
     expected = traffic[1][:8]
     tell_oracle(expected)

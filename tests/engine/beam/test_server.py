@@ -73,9 +73,11 @@ def test_completions(client):
     case = Case(prompt(4, 40), 4, length_penalty=0.6)
     assert [choice.text for choice in result.choices] == expected_texts(case)
     assert [choice.index for choice in result.choices] == [0, 1, 2, 3]
-    assert result.usage.completion_tokens == sum(
-        len(each.token_ids) for each in search(str(model_path()), case)
-    )
+    expected = search(str(model_path()), case)
+    assert result.usage.completion_tokens == sum(len(each.token_ids) for each in expected)
+    scores = [beam["score"] for beam in result.beams]
+    assert scores == pytest.approx([each.score for each in expected], abs=1e-4)
+    assert not hasattr(completion(client), "beams")
 
 
 @pytest.mark.parametrize("use_beam_search", [False, True])
@@ -93,6 +95,9 @@ def test_items_of_a_catalogue(client, use_beam_search):
     )
     found = [(choice.finish_reason, choice.stop_reason) for choice in result.choices]
     assert found == [("stop", ITEMS[tuple(each.token_ids[:-1])]) for each in expected]
+    assert [beam["item"] for beam in result.beams] == [
+        choice.stop_reason for choice in result.choices
+    ]
 
 
 def test_samples_of_a_catalogue(client):
@@ -125,6 +130,7 @@ def test_several_prompts_at_once(client):
     result = completion(client, {"use_beam_search": True}, n=3, prompt=prompts)
     texts = [text for each in prompts for text in expected_texts(Case(tuple(each), 3))]
     assert [choice.text for choice in result.choices] == texts
+    assert len(result.beams) == len(texts)
 
 
 def test_logprobs(client):
@@ -141,6 +147,8 @@ def test_chat(client):
     assert all(len(choice.logprobs.content) == 12 for choice in result.choices)
     wider = chat(client, {"vllm_xargs": {"beam_width": 3}}, n=2)
     assert [choice.message.content for choice in wider.choices] == texts[:2]
+    assert len(result.beams) == 3
+    assert wider.beams == [pytest.approx(beam, abs=1e-4) for beam in result.beams[:2]]
 
 
 def test_stop_string(client):

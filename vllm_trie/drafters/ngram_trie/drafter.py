@@ -100,7 +100,7 @@ class NgramTrieDrafter(Drafter):
         try:
             check_vocabulary(Path(options.corpus), read_header(Path(options.corpus)), vocab_size)
         except CorpusError as error:
-            raise CorpusError(f"option 'corpus' names an unusable file: {error}") from None
+            raise CorpusError(f"option 'corpus' is an unusable file: {error}") from None
 
     def read_prompts(self, requests: Sequence[DraftRequest]) -> None:
         # The backend indexes where it drafts: for one node, which is dropped.

@@ -15,11 +15,11 @@ from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, Platform, resolve
 
 _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("speculation", "any"): "setup.arguments setup.engine_args setup.draft_support"
-    " frontend.extension frontend.metrics scheduler.speculation"
+    " frontend.answers frontend.extension frontend.metrics scheduler.speculation"
     " worker.drafting_worker worker.runners.v1 worker.runners.v2 worker.verification.sampling",
     ("speculation", "cpu"): "worker.cpu_worker worker.attention.cpu",
     ("speculation", "cuda"): "worker.cuda_worker worker.attention.cuda",
-    ("beam", "any"): "frontend.extension scheduler.beam_scheduler",
+    ("beam", "any"): "frontend.answers frontend.extension scheduler.beam_scheduler",
 }
 """Modules with entries next to their code; a feature whose module cannot be imported steps aside.
 Those of another platform stay out: vLLM's CPU worker puts placeholders into ``torch.cuda``."""

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_trie.items.trie_file import check_vocabulary, read_header
+from vllm_trie.items.trie_file import ItemsError, check_vocabulary, read_header
 from vllm_trie.vllm_hooks.setup.config import ALLOW_GPU, ITEMS, own_part, spelled
 from vllm_trie.vllm_hooks.setup.limits import PLATFORM_LIMITS, UNTESTED_LIMITS, problems
 
@@ -124,9 +124,12 @@ def check_catalogues(vllm_config: VllmConfig) -> None:
         reason = "speculative decoding samples without the constraint; leave one of them out"
     if reason is not None:
         raise ValueError(f"{spelled(ITEMS)} cannot be served: {reason}")
-    for path in paths.values():
-        vocab_size = vllm_config.model_config.get_vocab_size()
-        check_vocabulary(path, read_header(path), vocab_size)
+    vocab_size = vllm_config.model_config.get_vocab_size()
+    for name, path in paths.items():
+        try:
+            check_vocabulary(path, read_header(path), vocab_size)
+        except ItemsError as error:
+            raise ItemsError(f"{spelled(ITEMS)}[{name!r}] is an unusable file: {error}") from None
 
 
 # -- requests --------------------------------------------------------------------------------------

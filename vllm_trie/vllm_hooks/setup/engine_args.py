@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.usage.usage_lib import UsageContext
 
 from vllm_trie.drafters import available_methods, get_drafter_class
 from vllm_trie.vllm_hooks.ledger import offered
@@ -20,6 +21,7 @@ from vllm_trie.vllm_hooks.setup import config, cpu_memory, runner_choice
 from vllm_trie.vllm_hooks.setup.beam_support import check_catalogues
 from vllm_trie.vllm_hooks.setup.draft_support import check_trained_drafter, choose_verification
 from vllm_trie.vllm_hooks.setup.limits import ENV_SWITCH
+from vllm_trie.vllm_hooks.setup.refusal import refusing_start
 from vllm_trie.vllm_hooks.setup.translate import requested_method, translate
 
 if TYPE_CHECKING:
@@ -37,11 +39,13 @@ OWN_VARIABLES = (ENV_SWITCH, "VLLM_TRIE_CACHE_DIR", "VLLM_TRIE_NATIVE")
 """The documented environment variables of the plugin."""
 
 
+@refusing_start()
 def configure(engine_args: EngineArgs, parallel_config: ParallelConfig) -> None:
     """Rewrite the engine arguments, in place, if they ask for a method of vllm-trie.
 
     Raises:
-        ValueError: an option or a combination is not allowed, or options are set without a method.
+        StartRefusedError: an option or a combination is not allowed, or options are set without a
+            method.
     """
     method = requested_method(engine_args)
     translate(engine_args)
@@ -83,13 +87,14 @@ def _choose_worker(parallel_config: ParallelConfig, method: str) -> None:
     parallel_config.worker_cls = worker_class
 
 
+@refusing_start()
 def verify(vllm_config: VllmConfig) -> None:
     """Refuse a complete configuration that its method cannot run with; finish one that it can.
 
     Refuses catalogues that cannot serve, and other files that options name, by their headers.
 
     Raises:
-        ValueError: every reason at once.
+        StartRefusedError: every reason at once.
     """
     tree_config = config.read(vllm_config)
     if tree_config is not None:
@@ -209,8 +214,37 @@ def create_engine_config(
         with runner_choice.on_v2():
             vllm_config = original(self, *args, **kwargs)
         verify(vllm_config)
+    if UsageContext.LLM_CLASS in (*args, *kwargs.values()):
+        _count_drafts(vllm_config)
     cpu_memory.reserve_what_is_free(vllm_config, self.gpu_memory_utilization)
     return vllm_config
+
+
+def _count_drafts(vllm_config: VllmConfig) -> None:
+    """Have the outputs of ``LLM`` say how many of their drafts were accepted."""
+    observability = vllm_config.observability_config
+    is_off = observability.per_request_spec_decode_metrics == "none"
+    if is_off and config.read(vllm_config) is not None:
+        observability.per_request_spec_decode_metrics = "summary"
+
+
+@Symbols("config.vllm:VllmConfig.", "vLLM does not hash additional_config").wraps(
+    "compute_hash", "options of the plugin do not make vLLM compile the model again"
+)
+def compute_hash(original: Callable[..., str], self: VllmConfig, *args: Any, **kwargs: Any) -> str:
+    """Leave the plugin's options out of the hash of what vLLM compiles.
+
+    Drafters, trees and traces are outside of the compiled graph. The draft model stays: its weights
+    take memory, and vLLM's start-up plan has the same key.
+    """
+    additional = self.additional_config
+    if not isinstance(additional, dict) or config.CONFIG_KEY not in additional:
+        return original(self, *args, **kwargs)
+    hashed = copy.copy(self)
+    hashed.additional_config = {k: v for k, v in additional.items() if k != config.CONFIG_KEY}
+    if draft_model := config.own_part(additional).get("draft_model"):
+        hashed.additional_config[config.CONFIG_KEY] = draft_model
+    return original(hashed, *args, **kwargs)
 
 
 METHODS = SimpleNamespace(names=available_methods, configure=configure, verify=verify)

@@ -1,0 +1,102 @@
+"""What is added to answers: scores of hypotheses over HTTP, counts of drafts offline."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from vllm_trie.vllm_hooks.ledger.record import SEARCH, STATS, UPSTREAM, Symbols
+from vllm_trie.vllm_hooks.setup import config
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+logger = init_logger(__name__)
+
+_openai = Symbols(
+    "entrypoints.openai.", SEARCH, scope="native_search", feature="beam", upstream=UPSTREAM
+)
+
+
+def _with_beams(response: Any, outputs: Iterable[CompletionOutput]) -> Any:
+    """Return an answer with the field ``beams`` if its choices are hypotheses of searches.
+
+    An entry for each choice, in their order: what ``CompletionOutput.beam`` has offline.
+    """
+    beams = [output.beam for output in outputs if hasattr(output, "beam")]
+    if beams and hasattr(response, "choices"):
+        response.beams = beams
+    return response
+
+
+@_openai.wraps(
+    "completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
+    "answers with the scores of hypotheses",
+)
+def completion_response(
+    original: Callable[..., Any],
+    self: Any,
+    final_res_batch: Sequence[RequestOutput],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Add the scores to an answer of ``/v1/completions``."""
+    response = original(self, final_res_batch, *args, **kwargs)
+    return _with_beams(response, (out for result in final_res_batch for out in result.outputs))
+
+
+@_openai.wraps(
+    "chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
+    "answers with the scores of hypotheses",
+)
+async def chat_response(
+    original: Callable[..., Any],
+    self: Any,
+    request: Any,
+    result_generator: AsyncIterator[RequestOutput],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Add the scores to an answer of ``/v1/chat/completions``."""
+    last: list[RequestOutput] = []
+
+    async def remembered() -> AsyncIterator[RequestOutput]:
+        async for result in result_generator:
+            last[:] = [result]
+            yield result
+
+    response = await original(self, request, remembered(), *args, **kwargs)
+    return _with_beams(response, last[0].outputs if last else ())
+
+
+@Symbols("entrypoints.common.offline:OfflineInferenceMixin.", STATS).wraps(
+    "_run_engine", "logs how many draft tokens were accepted"
+)
+def run_engine(
+    original: Callable[..., list[Any]], self: Any, output_type: Any, use_tqdm: Any = True
+) -> list[Any]:
+    """Log a line of drafted and accepted tokens next to vLLM's progress bar."""
+    results = original(self, output_type, use_tqdm=use_tqdm)
+    tree_config = config.read(self.llm_engine.vllm_config)
+    if tree_config is not None and use_tqdm:
+        _log_counts(tree_config.method, results)
+    return results
+
+
+def _log_counts(method: str, results: Iterable[Any]) -> None:
+    outputs = [out for result in results for out in getattr(result, "outputs", ())]
+    metrics = [found for out in outputs if (found := getattr(out, "spec_decode_metrics", None))]
+    if not metrics:
+        return
+    counts = [found.to_dict() for found in metrics]
+    accepted = sum(each["num_accepted_draft_tokens"] for each in counts)
+    logger.info(
+        "vllm-trie %s: %d of %d drafted tokens accepted, in %d drafts; %d output tokens",
+        method,
+        accepted,
+        sum(found.num_draft_tokens for found in metrics),
+        sum(each["num_spec_steps"] for each in counts),
+        sum(len(out.token_ids) for out in outputs),
+    )
