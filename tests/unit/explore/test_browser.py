@@ -143,6 +143,8 @@ def test_it_opens_on_the_richest_step(show: Callable[..., Tab]) -> None:
     assert place(tab) == worst + 2
     tab.press("m")
     assert place(tab) == best
+    tab.press("b")  # a search has neither
+    assert tab.run("document.querySelectorAll('.jump[hidden], #about[hidden]').length") == 3
 
 
 def test_steps_without_a_draft_say_why(show: Callable[..., Tab]) -> None:

@@ -69,7 +69,7 @@ function onKey(event) {
 
 function show() {
   const index = state.steps[state.view], count = numSteps();
-  for (const button of document.querySelectorAll(".jump")) button.hidden = state.view !== "runs";
+  for (const element of document.querySelectorAll(".jump, #about")) element.hidden = state.view !== "runs";
   for (const view of ["runs", "beams"]) {
     byId(`${view}-view`).hidden = state.view !== view;
     byId(`tab-${view}`).setAttribute("aria-selected", String(state.view === view));
