@@ -62,7 +62,7 @@ UPWARD = {
     ("worker.beam.decoded_items", "scheduler.items.decoded_items"),
 }
 """Imports that break the rule; to be removed."""
-NAMES_TWICE = {"decoded_items.py", "speculation.py"}
+NAMES_TWICE = {"decoded_items.py"}
 
 KNOWING_VLLM = ("vllm_hooks", "check")
 """The folders that import vLLM; the second one its public interface only."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_trie.vllm_hooks.ledger import beam, record, speculation  # noqa: F401
+from vllm_trie.vllm_hooks.ledger import beam, record, uses  # noqa: F401
 from vllm_trie.vllm_hooks.ledger.extension_points import offered
 from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, Platform, resolve
 
