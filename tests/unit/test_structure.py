@@ -11,6 +11,7 @@ from graphlib import TopologicalSorter
 import pytest
 
 from tests.checkout import ROOT
+from vllm_trie.vllm_hooks.ledger import table
 
 LONGEST_FUNCTION, MOST_FILES = 60, 12
 LONGER = ("vllm_trie/attention/triton_kernel.py",)
@@ -130,6 +131,39 @@ def floor_of(module: str, prefix: str, floors: dict[str, int]) -> tuple[str, int
 
 def short(module: str) -> str:
     return module.removeprefix(f"{HOOKS}.").removeprefix("vllm_trie.")
+
+
+def test_no_gpu_process_imports_a_cpu_hook() -> None:
+    """vLLM's CPU worker puts placeholders into ``torch.cuda`` when it is imported."""
+    pending = [
+        f"{HOOKS}.{name}"
+        for (_, platform), names in table._HOOKS.items()
+        if platform != "cpu"
+        for name in names.split()
+    ]
+    loaded: set[str] = set()
+    while pending:
+        module = pending.pop()
+        if module not in loaded:
+            loaded.add(module)
+            pending += imported_at_start(SOURCES[MODULES[module]], "vllm_trie")
+    assert f"{WORKER}.runners.v2" in loaded
+    of_cpu = {
+        (short(module), name)
+        for module in loaded
+        for name in imported_at_start(SOURCES[MODULES[module]], "vllm.")
+        if ".cpu" in name
+    }
+    assert of_cpu == set()
+
+
+def imported_at_start(source: ast.Module, prefix: str) -> Iterator[str]:
+    """Yield the modules that are imported when a module is."""
+    for node in source.body:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(prefix):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES or prefix == "vllm." else str(node.module)
 
 
 @pytest.mark.parametrize("title", ["Path of a draft", "Path of a beam"])
