@@ -58,12 +58,6 @@ FLOORS = {
 }
 """A folder imports from lower floors only. Front end, scheduler and worker share one, as they run
 in processes of their own: what passes between them is below."""
-UPWARD = {
-    # Between processes
-    ("worker.beam.decoded_items", "scheduler.items.decoded_items"),
-}
-"""Imports that break the rule; to be removed."""
-NAMES_TWICE = {"decoded_items.py"}
 
 KNOWING_VLLM = ("vllm_hooks", "check")
 """The folders that import vLLM; the second one its public interface only."""
@@ -118,7 +112,7 @@ def test_no_folder_imports_a_floor_above_it() -> None:
                     (_, floor), (_, other) = places
                     if floor <= other:
                         upward.add((short(name), short(target)))
-    assert upward == UPWARD
+    assert upward == set()
 
 
 def floor_of(module: str, prefix: str, floors: dict[str, int]) -> tuple[str, int] | None:
@@ -197,7 +191,7 @@ def module_of(path: str) -> str:
 def test_no_two_hook_files_have_one_name() -> None:
     names = Counter(path.name for path in SOURCES if "vllm_hooks" in path.parts)
     del names["__init__.py"]
-    assert {name for name, count in names.items() if count > 1} == NAMES_TWICE
+    assert {name for name, count in names.items() if count > 1} == set()
 
 
 def test_the_layers_below_do_not_know_vllm() -> None:

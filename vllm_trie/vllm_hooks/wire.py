@@ -19,6 +19,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_trie.beam import ITEM_OPTIONS, BeamOptions, SearchSettings
 from vllm_trie.items import Rules
+from vllm_trie.items.selection import Selection
 
 # -- requests: keys of ``SamplingParams.extra_args`` -----------------------------------------------
 
@@ -132,6 +133,22 @@ def proxy_params(max_new_tokens: int) -> SamplingParams:
         watermarking=False,  # it does not pass the front end, which would settle it
         extra_args={SPECULATION: False},
     )
+
+
+class Decoding(NamedTuple):
+    """What the worker needs of a request; it replaces the options under :data:`DECODING_KEY`.
+
+    Attributes:
+        path: The catalogue's file.
+        version: Its digest.
+        selection: The valid part of the catalogue, None for all of it.
+        eos_token_id: Token that ends an item.
+    """
+
+    path: str
+    version: str
+    selection: Selection | None
+    eos_token_id: int
 
 
 # -- statistics: of the workers, on their way to the front end -------------------------------------

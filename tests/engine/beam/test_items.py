@@ -381,7 +381,7 @@ def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place, widt
 
     from vllm_trie.items import selection
     from vllm_trie.vllm_hooks.scheduler.items import catalogues
-    from vllm_trie.vllm_hooks.worker.beam import decoded_items
+    from vllm_trie.vllm_hooks.worker.beam import item_masks
     from vllm_trie.vllm_hooks.worker.beam import selection as worker_selection
 
     def fail(*arguments, **options):
@@ -392,7 +392,7 @@ def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place, widt
     if place == "scheduler":
         monkeypatch.setattr(catalogues, "select", fail)
     else:
-        for module in (decoded_items, worker_selection):
+        for module in (item_masks, worker_selection):
             monkeypatch.setattr(module, "view", fail)
     assert selection.select is not fail
     extra_args = {"items": "equal", "deny_items": [1], **({"beam_width": width} if width else {})}

@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.items import ROOT
-from vllm_trie.items.selection import Selection, view
+from vllm_trie.items.selection import view
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
-from vllm_trie.vllm_hooks.wire import DECODING_KEY, unpacked
+from vllm_trie.vllm_hooks.wire import DECODING_KEY, Decoding, unpacked
 
 logger = init_logger(__name__)
 
 _STATE = "_vllm_trie_decoded_item"
 """Attribute of a request with its :class:`_DecodedItem`."""
-
-
-class Decoding(NamedTuple):
-    """What the worker needs of a request; it replaces the options under :data:`DECODING_KEY`.
-
-    Attributes:
-        path: The catalogue's file.
-        version: Its digest.
-        selection: The valid part of the catalogue, None for all of it.
-        eos_token_id: Token that ends an item.
-    """
-
-    path: str
-    version: str
-    selection: Selection | None
-    eos_token_id: int
 
 
 class _DecodedItem:

@@ -38,7 +38,7 @@ from vllm_trie.vllm_hooks.worker.beam.beams_v1 import (
     with_own_counts,
     without_beams,
 )
-from vllm_trie.vllm_hooks.worker.beam.decoded_items import DecodedItems
+from vllm_trie.vllm_hooks.worker.beam.item_masks import DecodedItems
 from vllm_trie.vllm_hooks.worker.beam.shared_prompt import share_prompts
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from vllm.logger import init_logger
 
 from vllm_trie.items import ROOT, ItemTrie
 from vllm_trie.items.selection import SelectedTrie, view
-from vllm_trie.vllm_hooks.scheduler.items.decoded_items import Decoding
-from vllm_trie.vllm_hooks.wire import DECODING_KEY
+from vllm_trie.vllm_hooks.wire import DECODING_KEY, Decoding
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
