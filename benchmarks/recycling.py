@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--chains", action="store_true", help="draft chains instead of trees")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0])
     parser.add_argument("--corpus", type=Path, help="adds rows with this corpus")
+    parser.add_argument("--with-store", action="store_true", help="leave out the rows without one")
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument(
@@ -90,10 +91,11 @@ def run(options: Any) -> list[Row]:
         },
     )
     stage = Stage(llm)
+    stores = (True,) if options.with_store else (True, False)
     corpora = [None] if options.corpus is None else [None, str(options.corpus)]
     rows = []
     for nodes, temperature, store, corpus in itertools.product(
-        options.nodes, options.temperatures, (True, False), corpora
+        options.nodes, options.temperatures, stores, corpora
     ):
         params = SamplingParams(
             temperature=temperature,

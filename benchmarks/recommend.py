@@ -1,0 +1,279 @@
+"""Generative recommendation: beams by the hundred over items of three tokens.
+
+The shapes are those of OneRec's open models: Qwen3 of 0.6 or 1.7 B parameters, whose vocabulary has
+three codebooks of 8,192 tokens behind Qwen's own, here with random weights. A prompt is a history
+of items, an answer the best `width` items.
+
+    items   this project's search inside the catalogue: every hypothesis is an item
+    free    this project's search without a constraint
+    vllm    vLLM's own `LLM.beam_search`
+    hf      Hugging Face's `generate` with `prefix_allowed_tokens_fn`, one request at a time
+
+`--concurrency` requests run at a time, the next one begins when another has ended; methods take
+turns. `vllm` and `hf` take their requests together and one by one, so that their latency is that of
+the call. `invalid` is the share of hypotheses that are no items.
+
+    python benchmarks/recommend.py --items 1000000 --widths 50 100
+    python benchmarks/recommend.py --device cuda --shape 1.7b --items 10000000 \
+        --widths 50 100 256 512 1000 --concurrency 1 8 32 --requests 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from support.device import CUDA_OPTIONS, add_device_options, check_device
+from support.harness import Row, finish, option_parser, run_quietly
+from support.wide_beams import allowed_tokens
+
+from vllm_trie import local_engine, tiny_model
+from vllm_trie.items import build_items, read_items
+
+COLUMNS = (
+    "method", "width", "concurrency", "requests_per_s", "ratio_to_items", "p50_ms", "p99_ms",
+    "invalid",
+)  # fmt: skip
+METHODS = ("items", "free", "vllm", "hf")
+CODEBOOKS, CODES = 3, 8192
+_QWEN_TOKENS = 151_936
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {  # for tests
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 128,
+    },
+    "0.6b": {
+        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "intermediate_size": 3072,
+    },
+    "1.7b": {
+        "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "intermediate_size": 6144,
+    },
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = option_parser(__doc__)
+    add_device_options(parser)
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--items", type=int, default=1_000_000, help="in the catalogue")
+    parser.add_argument("--widths", type=int, nargs="+", default=[50, 100])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1])
+    parser.add_argument("--requests", type=int, default=8, help="of each row")
+    parser.add_argument("--history", type=int, default=64, help="items of a prompt")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    finish(run_quietly(run, parser.parse_args()), parser.parse_args().json, COLUMNS)
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    """Return a row for each width, concurrency and method."""
+    check_device(options.device)
+    with tempfile.TemporaryDirectory() as name:
+        bench = Bench(Path(name), options)
+        rows = []
+        for width, concurrency in itertools.product(options.widths, options.concurrency):
+            rows += bench.measure(width, concurrency)
+    return rows
+
+
+def write_model(folder: Path, shape: str) -> str:
+    """Write the configuration of a model with random weights; return its folder."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 128 if shape != "tiny" else 32,
+        "vocab_size": _QWEN_TOKENS + CODEBOOKS * CODES,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "eos_token_id": 0,
+        "dtype": "bfloat16",
+        **SHAPES[shape],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # vLLM's own search wants one
+        shutil.copy(tiny_model.model_path() / name, folder)
+    return str(folder)
+
+
+def random_items(count: int) -> np.ndarray:
+    """Return int32 [count, 3], distinct random items in random order."""
+    rng = np.random.default_rng(0)
+    codes = rng.choice(CODES**CODEBOOKS, size=count, replace=False)
+    digits = codes[:, None] // CODES ** np.arange(CODEBOOKS)[::-1] % CODES
+    return (_QWEN_TOKENS + digits + CODES * np.arange(CODEBOOKS)).astype(np.int32)
+
+
+class Bench:
+    """One engine, Hugging Face's model of the same shape, and the four ways to answer."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        self._options = options
+        self._items = random_items(options.items)
+        np.save(folder / "items.npy", self._items)
+        self._catalogue = folder / "items.trie"
+        build_items(self._catalogue, read_items(folder / "items.npy"))
+        (folder / "items.npy").unlink()
+        self._known = {tuple(item) for item in self._items.tolist()}
+        self._model = write_model(folder, options.shape)
+        plugin: dict[str, Any] = {"items": {"catalogue": str(self._catalogue)}}
+        settings: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": True}
+        if options.device == "cuda":
+            settings = CUDA_OPTIONS
+            plugin["allow_untested_gpu"] = True
+        most = max(options.widths) * max(options.concurrency)
+        self._llm = LLM(
+            self._model,
+            **settings,
+            load_format="dummy",
+            max_model_len=CODEBOOKS * options.history + 64,
+            max_num_seqs=most,
+            max_logprobs=2 * max(options.widths),
+            kv_cache_memory_bytes=4 << 30,
+            enable_prefix_caching=False,
+            additional_config={"vllm_trie": plugin},
+        )
+        self._hf: Any = None
+        if "hf" in options.methods:
+            import torch
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            config = AutoConfig.from_pretrained(self._model)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+            self._hf = model.to(options.device)
+            length = CODEBOOKS * options.history
+            self._allowed = allowed_tokens(str(self._catalogue), length)
+
+    def measure(self, width: int, concurrency: int) -> list[Row]:
+        """Return the rows of all methods at one width and concurrency."""
+        options = self._options
+        rng = np.random.default_rng(width)
+        chosen = rng.integers(len(self._items), size=(options.requests, options.history))
+        prompts = [self._items[numbers].ravel().tolist() for numbers in chosen]
+        ways = {
+            "items": self._search,
+            "free": self._search,
+            "vllm": self._vllm,
+            "hf": self._hugging,
+        }
+        rows = []
+        for method in options.methods:
+            ways[method](prompts[:1], width, 1, method)  # warms up
+        timed = local_engine.interleave(
+            {
+                method: lambda m=method: ways[m](prompts, width, concurrency, m)
+                for method in options.methods
+            },
+            options.repeats,
+        )
+        for method in options.methods:
+            seconds = sum(duration for duration, _ in timed[method])
+            latencies = np.concatenate([result[0] for _, result in timed[method]])
+            answers = [answer for _, result in timed[method] for answer in result[1]]
+            tokens = [tuple(hypothesis[:CODEBOOKS]) for answer in answers for hypothesis in answer]
+            rows.append(
+                {
+                    "method": method,
+                    "width": width,
+                    "concurrency": concurrency,
+                    "requests_per_s": len(answers) / seconds,
+                    "p50_ms": 1e3 * float(np.percentile(latencies, 50)),
+                    "p99_ms": 1e3 * float(np.percentile(latencies, 99)),
+                    "invalid": 1 - sum(item in self._known for item in tokens) / len(tokens),
+                    "items": options.items,
+                    "shape": options.shape,
+                }
+            )
+        for row in rows:
+            row["ratio_to_items"] = row["requests_per_s"] / rows[0]["requests_per_s"]
+        return rows
+
+    def _search(
+        self, prompts: list[list[int]], width: int, concurrency: int, method: str
+    ) -> tuple[list[float], list[list[list[int]]]]:
+        """Answer requests on the engine's own queue; return latencies and hypotheses."""
+        from vllm import SamplingParams
+
+        extra_args: dict[str, Any] = {"beam_width": width}
+        if method == "items":
+            extra_args["items"] = "catalogue"
+        params = SamplingParams(
+            n=width, temperature=0.0, max_tokens=CODEBOOKS, detokenize=False,
+            ignore_eos=method == "free", extra_args=extra_args,
+        )  # fmt: skip
+        engine = self._llm.llm_engine
+        waiting = list(enumerate(prompts))[::-1]
+        begun: dict[str, float] = {}
+        latencies, answers = [], []
+        while waiting or begun:
+            while waiting and len(begun) < concurrency:
+                number, prompt = waiting.pop()
+                engine.add_request(f"r{number}", {"prompt_token_ids": prompt}, params)
+                begun[f"r{number}"] = time.perf_counter()
+            for output in engine.step():
+                if output.finished:
+                    latencies.append(time.perf_counter() - begun.pop(output.request_id))
+                    answers.append([list(each.token_ids) for each in output.outputs])
+        return latencies, answers
+
+    def _vllm(
+        self, prompts: list[list[int]], width: int, concurrency: int, method: str
+    ) -> tuple[list[float], list[list[list[int]]]]:
+        from vllm.sampling_params import BeamSearchParams
+
+        params = BeamSearchParams(width, CODEBOOKS, ignore_eos=True)
+        latencies, answers = [], []
+        for first in range(0, len(prompts), concurrency):
+            batch = prompts[first : first + concurrency]
+            start = time.perf_counter()
+            with patch.dict(os.environ, VLLM_TRIE_BEAM="0"):
+                results = self._llm.beam_search(
+                    [{"prompt_token_ids": prompt} for prompt in batch], params
+                )
+            latencies += [time.perf_counter() - start] * len(batch)
+            answers += [
+                [sequence.tokens[len(prompt) :] for sequence in result.sequences]
+                for prompt, result in zip(batch, results, strict=True)
+            ]
+        return latencies, answers
+
+    def _hugging(
+        self, prompts: list[list[int]], width: int, concurrency: int, method: str
+    ) -> tuple[list[float], list[list[list[int]]]]:
+        import torch
+
+        latencies, answers = [], []
+        for prompt in prompts:
+            start = time.perf_counter()
+            with torch.inference_mode():
+                tokens = self._hf.generate(
+                    torch.tensor([prompt], device=self._hf.device),
+                    num_beams=width,
+                    num_return_sequences=width,
+                    max_new_tokens=CODEBOOKS,
+                    do_sample=False,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                    prefix_allowed_tokens_fn=self._allowed,
+                )
+            latencies.append(time.perf_counter() - start)
+            answers.append(tokens[:, len(prompt) :].tolist())
+        return latencies, answers
+
+
+if __name__ == "__main__":
+    main()
