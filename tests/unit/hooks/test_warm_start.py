@@ -331,7 +331,7 @@ def test_what_the_model_named_outlives_a_restart(tmp_path: Path) -> None:
     assert 70 in draft(again, [5, 20, 21], "tenant").token_ids
     for salt in (None, "other"):
         assert not set(draft(again, [5, 20, 21], salt).token_ids) & {10, 11, 50, 60, 70}
-    _, without = start(tmp_path, make_drafter())
+    _, without = start(tmp_path, make_drafter(recycle=False))
     assert 70 not in draft(without, [5, 20, 21], "tenant").token_ids
     options = {"drafters": ["ngram_trie"], "options": {"ngram_trie": {"recycle": True}}}
     _, union = start(tmp_path, make_drafter("trie_union", **options))

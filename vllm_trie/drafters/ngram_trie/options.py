@@ -40,7 +40,7 @@ class NgramTrieOptions(DrafterOptions):
         "about 200 bytes of memory a token.",
     )
     recycle: bool = Field(
-        default=False,
+        default=True,
         description="Where trees are verified: draft also what the model "
         "named after the nodes of earlier trees, rejected ones included. Takes 10 MiB for all "
         "requests; requests only draw on those with the same cache_salt.",
