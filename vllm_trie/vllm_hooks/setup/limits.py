@@ -114,6 +114,13 @@ def _other_backend(config: VllmConfig) -> str | None:
     return None if backend is None or backend.name in _REPLACED_BACKENDS else backend.name
 
 
+def _may_reorder(config: VllmConfig) -> str | None:
+    """Return the attention backend of Model Runner V1 if it may put prefills behind beams."""
+    backend = config.attention_config.backend
+    name = "None" if backend is None else backend.name
+    return None if name in ("FLASH_ATTN", "TRITON_ATTN") else name
+
+
 def _other_cache_dtype(config: VllmConfig) -> str | None:
     dtype = config.cache_config.cache_dtype
     allowed = ("auto", *_DTYPES, *(_FLOAT8_CACHES if is_cuda() else ()))
@@ -289,6 +296,12 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: is_cuda() and _other_backend(c),
         "attention_backend={found!r} knows nothing of draft trees; leave it out or set it to "
         "'TRITON_ATTN'"),
+    Limit(BEAMS,
+        "on a GPU with Model Runner V1: an `attention_backend` other than `FLASH_ATTN` and "
+        "`TRITON_ATTN`",
+        lambda c: is_cuda() and not c.use_v2_model_runner and _may_reorder(c),
+        "attention_backend={found} may reorder the batch, whose last rows are beams; set it to "
+        "'FLASH_ATTN', or use Model Runner V2"),
     Limit(TREES, "on a GPU: `backend_per_kind`",
         lambda c: is_cuda() and c.attention_config.backend_per_kind,
         "backend_per_kind={found!r} is not supported; leave it out"),
