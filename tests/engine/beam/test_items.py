@@ -97,6 +97,10 @@ def check(case, result):
         pytest.param({"async_scheduling": True}, id="asynchronous"),
         pytest.param({"max_num_batched_tokens": 70}, id="chunked prefill"),
         pytest.param({"num_gpu_blocks_override": 54}, id="preemption"),
+        pytest.param(
+            {"speculative_config": {"method": "ngram_trie", "num_speculative_tokens": 8}},
+            id="beside drafts",
+        ),
     ],
 )
 def test_equals_hugging_face_in_a_batch(items_engine, options):
@@ -119,6 +123,10 @@ def test_equals_hugging_face_in_a_batch(items_engine, options):
                 assert ours.keys() == theirs.keys()
     if "num_gpu_blocks_override" in options:
         assert scheduler_of(llm).beam_counters.beams_preempted
+    if "speculative_config" in options:
+        alone = SamplingParams(max_tokens=12, extra_args={"items": "equal"})
+        with pytest.raises(ValueError, match="without 'beam_width' is not supported with specul"):
+            llm.generate(searched[:1], alone, use_tqdm=False)
 
 
 def test_fewer_items_than_the_width(items_engine):

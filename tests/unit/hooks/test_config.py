@@ -364,7 +364,6 @@ def test_catalogues_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.Mo
     for wrong, message in (
         (serving(tmp_path / "none"), "none: No such file"),
         (serving(larger), "it has token 10, the model's vocabulary has 10 tokens"),
-        (serving(path, speculative_config=object()), "speculative decoding samples without"),
     ):
         with pytest.raises(ValueError, match=message):
             beam_support.check_catalogues(wrong)  # type: ignore[arg-type]

@@ -298,10 +298,14 @@ def _prepare_decoding(vllm_config: VllmConfig, params: SamplingParams) -> Sampli
     options, extra_args = _parsed(params, _DECODING_OPTIONS, beam_width=1)
     if options.items is None:
         raise BeamRequestError("items=None names no catalogue; name one, or leave it out")
-    if vllm_config.use_v2_model_runner:
+    elsewhere = {
+        "Model Runner V2": vllm_config.use_v2_model_runner,
+        "speculative decoding": vllm_config.speculative_config is not None,
+    }
+    if reason := next((name for name, is_so in elsewhere.items() if is_so), None):
         raise BeamRequestError(
-            "items without 'beam_width' is not supported with Model Runner V2; add beam_width=1, "
-            "which decodes greedily"
+            f"items without 'beam_width' is not supported with {reason}; add beam_width=1, which "
+            "decodes greedily"
         )
     _check_catalogue(vllm_config, options.items)
     _check_with_items(params, _DECODING)

@@ -113,15 +113,13 @@ def check_catalogues(vllm_config: VllmConfig) -> None:
     """Refuse catalogues that the engine cannot serve; reads their headers.
 
     Raises:
-        ValueError: Native beam search is off, the engine has something that constrained beams do
-            not go with, or a file is missing, damaged, or has tokens outside the vocabulary.
+        ValueError: Native beam search is off, or a file is missing, damaged, or has tokens outside
+            the vocabulary.
     """
     paths = catalogue_paths(vllm_config)
     if not paths:
         return
     reason = reason_off(vllm_config)
-    if reason is None and vllm_config.speculative_config is not None:
-        reason = "speculative decoding samples without the constraint; leave one of them out"
     if reason is not None:
         raise ValueError(f"{spelled(ITEMS)} cannot be served: {reason}")
     vocab_size = vllm_config.model_config.get_vocab_size()
