@@ -25,23 +25,34 @@ from vllm_trie.vllm_hooks import ledger, plugin
 FOLDER = Path(os.environ["PATCHED_VLLM"])
 STILL_WRAPPED = {
     "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
+    "vllm.config.vllm:VllmConfig.compute_hash",
+    "vllm.entrypoints.common.offline:OfflineInferenceMixin._run_engine",
+    "vllm.entrypoints.openai.chat_completion.serving:"
+    "OpenAIServingChat.chat_completion_full_generator",
+    "vllm.entrypoints.openai.completion.serving:"
+    "OpenAIServingCompletion.request_output_to_completion_response",
     "vllm.envs:environment_variables",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
     "vllm.v1.core.sched.scheduler:Scheduler.schedule",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.update_requests",
     "vllm.v1.worker.gpu.sample.sampler:Sampler.__call__",
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__",
     "vllm.v1.request:Request.from_engine_core_request",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
     "vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace",
     "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
 }
 """The choice of V1 for trained drafters, which a patched vLLM has no place for and which is refused
-there, the names of environment variables, drafts that give way to streams, a fault of vLLM's on
-CPUs, and of beam search in the worker what the series has no extension points for yet."""
+there, what compilation depends on, the names of environment variables, a line of counts, drafts
+that give way to streams, a fault of vLLM's on CPUs, and of beam search what the series has no
+extension points for yet."""
 CALLABLES = [
     hook
     for hook in ledger.entries()

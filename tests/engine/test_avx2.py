@@ -18,6 +18,7 @@ for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_
 from vllm import LLM, SamplingParams
 from tests.engine.beam.cases import check_case, prompt, request_of
 from tests.engine.beam.oracle import Case
+from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.attention import choose_kernels, kernels
 from vllm_trie.attention.native import load_kernels
@@ -36,7 +37,7 @@ some = [p for p in prompts() if len(p["prompt_token_ids"]) < 400][:6]
 trees = {"method": "ngram_trie", "num_speculative_tokens": 16, "node_budget": "fixed"}
 llm = LLM(**SETTINGS, speculative_config=trees)
 found = tokens(llm)
-totals = llm.llm_engine.model_executor.driver_worker.worker.model_runner.trees.totals
+totals = trees_of(llm).totals
 assert totals.tokens > 1.2 * totals.steps
 assert choose_kernels().instructions == "AVX2"
 case = Case(prompt(4, 40), 3)

@@ -194,7 +194,9 @@ def test_a_steps_output_leaves_before_the_next_wait(executor) -> None:
     order = found["order"]
     steps = order["steps"]
     assert steps > 20
-    assert order["launched before sent"] == order["sent before waited for"] == steps
+    assert order["launched before sent"] == steps
+    # With `mp` a thread of the worker's sends, which the system may keep waiting.
+    assert order["sent before waited for"] >= (steps if executor == "uni" else 0.8 * steps)
     assert order["waited for before the next launch"] == steps - 1
     if executor == "uni":  # one thread: the order is certain
         assert order["output before the next wait"] == steps - 1

@@ -9,6 +9,7 @@ from tests.engine.beam.cases import check_case, few_cases, request_of
 from tests.engine.beam.test_token_rules import WANTED
 from tests.engine.conftest import scheduler_of
 from vllm_trie.tiny_model import model_path
+from vllm_trie.vllm_hooks.ledger import offered
 
 SHIPPED = str(model_path())
 SPECULATION = {"method": "ngram_trie", "num_speculative_tokens": 8}
@@ -40,7 +41,13 @@ def test_beams_get_no_drafts_and_others_keep_theirs(engine, pool):
         drafted.clear()
         cases = few_cases()
         requests = [(text, greedy) for text in repetitive] + [request_of(case) for case in cases]
-        requests += [token_rules.request_of(i, wanted) for i, wanted in enumerate(WANTED)]
+        rules = [
+            (number, wanted)
+            for number, wanted in enumerate(WANTED)
+            # A patched vLLM refuses the bias with any speculation.
+            if not (offered("draft_verifier") and "logit_bias" in wanted)
+        ]
+        requests += [token_rules.request_of(number, wanted) for number, wanted in rules]
         results = llm.generate(
             [each[0] for each in requests], [each[1] for each in requests], use_tqdm=False
         )
@@ -49,7 +56,7 @@ def test_beams_get_no_drafts_and_others_keep_theirs(engine, pool):
     assert [list(result.outputs[0].token_ids) for result in results[:6]] == alone
     for case, result in zip(cases, results[6 : 6 + len(cases)], strict=True):
         check_case(SHIPPED, case, result)
-    for number, result in enumerate(results[6 + len(cases) :]):
+    for (number, _), result in zip(rules, results[6 + len(cases) :], strict=True):
         hypotheses = [each.token_ids for each in token_rules.expected(number)]
         assert [list(each.token_ids) for each in result.outputs][: len(hypotheses)] == hypotheses
     proxies = [count for request_id, count in drafted.items() if "~" in request_id]

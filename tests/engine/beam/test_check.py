@@ -40,11 +40,11 @@ def test_forks_without_their_copies_are_found(llm, monkeypatch):
 
 
 def test_log_probabilities_of_another_row_are_found(llm, monkeypatch):
-    stock = group.merged
+    stock = group._merged
 
     def rolled(parts):
         rows, *values = stock(parts)
         return Candidates(rows, *(found[::-1] for found in values))
 
-    monkeypatch.setattr(group, "merged", rolled)
+    monkeypatch.setattr(group, "_merged", rolled)
     assert not small_check(llm).passed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,29 +41,22 @@ def test_the_server_hands_searches_and_their_streams_to_vllm(monkeypatch) -> Non
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_trie.vllm_hooks.frontend import online_beam as online
+    from vllm_trie.vllm_hooks.frontend import beam_api
     from vllm_trie.vllm_hooks.ledger import install
 
-    async def own(self: Any, *arguments: Any) -> Any:
-        yield "vLLM's own"
-
     install("beam")
-    search = online.wrap_beam_search(own)
     reason: list[str | None] = ["never run on a GPU"]
-    monkeypatch.setattr(online, "reason_for_stock_search", lambda *arguments: reason[0])
+    monkeypatch.setattr(beam_api, "reason_for_stock_search", lambda *arguments: reason[0])
     request = ChatCompletionRequest(
         messages=[{"role": "user", "content": "x"}], use_beam_search=True, n=2, stream=True
     )
     serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=None))
     params = request.to_beam_search_params(8, {})
-
-    async def outputs() -> list[str]:
-        return [each async for each in search(serving, {"type": "token"}, "id", params)]
-
-    assert asyncio.run(outputs()) == ["vLLM's own"]
+    arguments: Any = (serving, {"type": "token"}, "id", params, None, None, None)
+    assert beam_api.ROUTE.search_online(*arguments) is None
     reason[0] = None
     with pytest.raises(VLLMValidationError, match="stream=true is not supported"):
-        search(serving, {"type": "token"}, "id", params)
+        beam_api.ROUTE.search_online(*arguments)
 
 
 def test_a_cache_that_cannot_be_shared_is_an_error_not_a_wrong_result(engine, monkeypatch) -> None:
