@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -33,10 +34,14 @@ class WatchedFile(Generic[_Content]):
         path: of the file.
         open_file: opens and checks it; raises what it likes.
         name: of the file in messages.
+        interval: seconds between two looks at the file, which may be on a network, at least.
     """
 
-    def __init__(self, path: Path, open_file: Callable[[Path], _Content], name: str) -> None:
+    def __init__(
+        self, path: Path, open_file: Callable[[Path], _Content], name: str, interval: float = 0.0
+    ) -> None:
         self._path, self._open, self._name = path, open_file, name
+        self._interval, self._next_look = interval, 0.0
         self._stamp: tuple[int, ...] = ()
         self._thread: threading.Thread | None = None
         if path.exists():
@@ -44,7 +49,10 @@ class WatchedFile(Generic[_Content]):
         self._content = open_file(path)
 
     def latest(self) -> _Content:
-        """Return the newest version; looks for another one."""
+        """Return the newest version; looks for another one if it is time to."""
+        if (now := time.monotonic()) < self._next_look:
+            return self._content
+        self._next_look = now + self._interval
         if self._thread is None or not self._thread.is_alive():
             try:
                 stamp = file_stamp(self._path)

@@ -83,7 +83,10 @@ def test_drafts_as_the_readable_twin_from_the_same_texts(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("letters")
-def test_a_corpus_is_replaced_while_it_is_used(path: Path, tmp_path: Path) -> None:
+def test_a_corpus_is_replaced_while_it_is_used(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter_module, "CORPUS_INTERVAL", 0.0)
     context = make_context(tokenizer="letters")
     drafter = NgramTrieDrafter(parse_options("ngram_trie", {"corpus": str(path)}), context)  # type: ignore[arg-type]
 

@@ -40,6 +40,9 @@ BLEND = Blend(
 )
 """Fitted on recorded answers; docs/lab_drafters.md has the alternatives that were measured."""
 
+CORPUS_INTERVAL = 1.0
+"""Seconds between two looks for another corpus: drafts are made between two steps."""
+
 
 @dataclass(slots=True)
 class _State:
@@ -215,4 +218,4 @@ def watch_corpus(path: str | None, context: DrafterContext) -> Callable[[], Nati
     if context.tensor_parallel_size > 1:
         corpus = open_file(Path(path))
         return lambda: corpus
-    return WatchedFile(Path(path), open_file, "the corpus").latest
+    return WatchedFile(Path(path), open_file, "the corpus", CORPUS_INTERVAL).latest
