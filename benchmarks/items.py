@@ -33,6 +33,7 @@ from support.harness import (
     option_parser,
     run_quietly,
 )
+from support.wide_beams import random_items
 
 from vllm_trie.items import Rules, build_items, open_items, read_items
 from vllm_trie.items.selection import SelectedTrie, select
@@ -46,16 +47,8 @@ LENGTH, VALUES = 4, 256
 PROMPT_LENGTH = 200
 
 
-def random_array(count: int) -> np.ndarray:
-    """Return int32[count, 4], distinct random items in random order."""
-    rng = np.random.default_rng(0)
-    codes = rng.choice(VALUES**LENGTH, size=count, replace=False)
-    digits = codes[:, None] // VALUES ** np.arange(LENGTH)[::-1] % VALUES
-    return (digits + VALUES * np.arange(LENGTH)).astype(np.int32)
-
-
 def write_sources(folder: Path, count: int) -> dict[str, Path]:
-    array = random_array(count)
+    array = random_items(count, LENGTH, VALUES)
     np.save(folder / "items.npy", array)
     with (folder / "items.jsonl").open("w") as file:
         for number, tokens in enumerate(array.tolist()):

@@ -34,7 +34,7 @@ from unittest.mock import patch
 import numpy as np
 from support.device import CUDA_OPTIONS, add_device_options, check_device
 from support.harness import Row, finish, option_parser, run_quietly
-from support.wide_beams import allowed_tokens
+from support.wide_beams import allowed_tokens, random_items
 
 from vllm_trie import local_engine, tiny_model
 from vllm_trie.items import build_items, read_items
@@ -73,7 +73,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8, help="of each row")
     parser.add_argument("--history", type=int, default=64, help="items of a prompt")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    finish(run_quietly(run, parser.parse_args()), parser.parse_args().json, COLUMNS)
+    options = parser.parse_args()
+    finish(run_quietly(run, options), options.json, COLUMNS)
 
 
 def run(options: argparse.Namespace) -> list[Row]:
@@ -108,14 +109,6 @@ def write_model(folder: Path, shape: str) -> str:
     return str(folder)
 
 
-def random_items(count: int) -> np.ndarray:
-    """Return int32 [count, 3], distinct random items in random order."""
-    rng = np.random.default_rng(0)
-    codes = rng.choice(CODES**CODEBOOKS, size=count, replace=False)
-    digits = codes[:, None] // CODES ** np.arange(CODEBOOKS)[::-1] % CODES
-    return (_QWEN_TOKENS + digits + CODES * np.arange(CODEBOOKS)).astype(np.int32)
-
-
 class Bench:
     """One engine, Hugging Face's model of the same shape, and the four ways to answer."""
 
@@ -123,7 +116,7 @@ class Bench:
         from vllm import LLM
 
         self._options = options
-        self._items = random_items(options.items)
+        self._items = random_items(options.items, CODEBOOKS, CODES, _QWEN_TOKENS)
         np.save(folder / "items.npy", self._items)
         self._catalogue = folder / "items.trie"
         build_items(self._catalogue, read_items(folder / "items.npy"))

@@ -28,6 +28,16 @@ VALUES = 256  # of each token of a random item
 HF_MAX_TOKENS_WIDE = 100_000  # a few new tokens
 
 
+def random_items(count: int, length: int, values: int, first: int = 0) -> np.ndarray:
+    """Return int32 [count, length], distinct random items in random order.
+
+    Each place has `values` tokens of its own, from `first` on.
+    """
+    codes = np.random.default_rng(0).choice(values**length, size=count, replace=False)
+    digits = codes[:, None] // values ** np.arange(length)[::-1] % values
+    return (first + digits + values * np.arange(length)).astype(np.int32)
+
+
 def allowed_tokens(catalogue: str, prompt_len: int) -> Callable[[int, Any], list[int]]:
     """Return Hugging Face's ``prefix_allowed_tokens_fn``, which looks a prefix up once."""
     from vllm_trie.items import open_items
