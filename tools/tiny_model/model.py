@@ -199,8 +199,7 @@ class TinyLlama(nn.Module):
 
 def save_model(model: TinyLlama, folder: Path, eos_token_id: int = 0) -> None:
     """Write ``config.json``, ``generation_config.json`` and bfloat16 ``model.safetensors``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = model.config
+    save_config(model.config, folder, eos_token_id)
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     tensors["model.embed_tokens.weight"] = tensors.pop("model.embed_tokens")
     save_file(
@@ -209,6 +208,13 @@ def save_model(model: TinyLlama, folder: Path, eos_token_id: int = 0) -> None:
         metadata={"format": "pt"},
     )
     (folder / "model.safetensors").chmod(0o644)
+    generation = {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id, "do_sample": False}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def save_config(config: ModelConfig, folder: Path, eos_token_id: int = 0) -> None:
+    """Write ``config.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
     written = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -236,8 +242,6 @@ def save_model(model: TinyLlama, folder: Path, eos_token_id: int = 0) -> None:
         "use_cache": True,
     }
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-    generation = {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id, "do_sample": False}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
 def load_model(folder: Path) -> TinyLlama:

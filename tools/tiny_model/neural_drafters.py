@@ -28,6 +28,7 @@ from tools.tiny_model.model import (
     ModelConfig,
     TinyLlama,
     load_model,
+    save_config,
     save_model,
 )
 from vllm_trie.drafters.medusa.training import Backbone, Encoder, TokenRows, read_tokens
@@ -166,9 +167,7 @@ class Training:
             save_model(self.draft, folder / "weights-draft")
             (folder / "weights-draft" / "generation_config.json").unlink()
             eagle = folder / "weights-eagle"
-        one_layer = TinyLlama(replace(self.target.config, num_layers=1))
-        save_model(one_layer, eagle)  # for its config.json
-        (eagle / "generation_config.json").unlink()
+        save_config(replace(self.target.config, num_layers=1), eagle)
         tensors = {"fc.weight": self.head.fc.weight}
         for name, value in self.head.layer.state_dict().items():
             tensors[f"layers.0.{name}"] = value
@@ -180,6 +179,7 @@ class Training:
             str(eagle / "model.safetensors"),
             metadata={"format": "pt"},
         )
+        (eagle / "model.safetensors").chmod(0o644)
 
 
 def _cross_entropy(logits: Tensor, expected: Tensor) -> Tensor:
