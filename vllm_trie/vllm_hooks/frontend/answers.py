@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
 logger = init_logger(__name__)
+
+_COUNTS = ("num_accepted_draft_tokens", "num_draft_tokens", "num_spec_steps")
+"""Of vLLM's ``RequestSpecDecodeMetrics``."""
 
 _openai = Symbols(
     "entrypoints.openai.", SEARCH, scope="native_search", feature="beam", upstream=UPSTREAM
@@ -87,16 +91,16 @@ def run_engine(
 
 def _log_counts(method: str, results: Iterable[Any]) -> None:
     outputs = [out for result in results for out in getattr(result, "outputs", ())]
-    metrics = [found for out in outputs if (found := getattr(out, "spec_decode_metrics", None))]
-    if not metrics:
+    metrics = (getattr(out, "spec_decode_metrics", None) for out in outputs)
+    counts = Counter[str]()
+    for of_output in filter(None, metrics):
+        figures = of_output.to_dict()
+        counts.update({name: figures[name] for name in _COUNTS})
+    if not counts:
         return
-    counts = [found.to_dict() for found in metrics]
-    accepted = sum(each["num_accepted_draft_tokens"] for each in counts)
     logger.info(
         "vllm-trie %s: %d of %d drafted tokens accepted, in %d drafts; %d output tokens",
         method,
-        accepted,
-        sum(found.num_draft_tokens for found in metrics),
-        sum(each["num_spec_steps"] for each in counts),
+        *(counts[name] for name in _COUNTS),
         sum(len(out.token_ids) for out in outputs),
     )

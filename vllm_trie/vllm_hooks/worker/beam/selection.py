@@ -152,7 +152,7 @@ class Selector:
         key = (path, version)
         if key not in self._tries:
             self._tries[key] = open_items(Path(path), version=version)
-            versions = [known for known in self._tries if known[0] == path]
+            versions = [opened for opened in self._tries if opened[0] == path]
             for old in versions[:-_MAX_VERSIONS]:
                 del self._tries[old]
         return self._tries[key]
@@ -216,11 +216,10 @@ def wrap_sample(original: Callable[..., SamplerOutput]) -> Callable[..., Sampler
             beams.detach()
         needs_sampler = num_selected < len(logits) or self.speculative_config is not None
         if len(logits) and needs_sampler:
-            output = original(self, logits, spec_decode_metadata)
-        else:  # nobody else's tokens to sample
-            tokens = torch.zeros((len(logits), 1), dtype=torch.int32, device=logits.device)
-            output = SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
-        return output
+            return original(self, logits, spec_decode_metadata)
+        # Nobody else's tokens to sample.
+        tokens = torch.zeros((len(logits), 1), dtype=torch.int32, device=logits.device)
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
 
     return _sample
 
