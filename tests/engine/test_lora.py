@@ -89,5 +89,5 @@ def test_text_is_shared_within_an_adapter_only(
     assert differences(expected, run(llm, adapters)) == []
     salts = Counter(HiddenStateDrafter.salts.values())
     assert list(salts.values()) == [COUNT // 4] * 4
-    found = {salt and salt.partition(":")[2] for salt in salts}
-    assert found == {adapter and adapter.lora_name for adapter in adapters}
+    names = {salt and salt.partition(":")[2] for salt in salts}
+    assert names == {adapter and adapter.lora_name for adapter in adapters}

@@ -221,6 +221,6 @@ def test_replays_with_the_trees_of_the_capture() -> None:
 def test_a_vllm_that_does_not_fit(settings, monkeypatch) -> None:
 
     monkeypatch.setattr(doctor.ledger, "SUPPORTED_VLLM_VERSIONS", ("0.99",))
-    found = doctor.describe(settings)
-    assert found.status == "failed"
-    assert "is not supported" in found.summary
+    described = doctor.describe(settings)
+    assert described.status == "failed"
+    assert "is not supported" in described.summary

@@ -56,7 +56,7 @@ class StepCost:
         self._add(num_tokens, seconds, is_measured=False)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Take in one measured step of so many tokens and nodes together.
+        """Take in one measured step; `num_tokens` counts its nodes, too.
 
         A step that took more than five times the expected time was interrupted by something else,
         and counts as five times.

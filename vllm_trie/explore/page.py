@@ -141,8 +141,8 @@ def _run(trace: Trace, name: str, decode: Decode, speed: Speed | None) -> dict[s
     texts = pieces([step.tokens for step in trace.steps], decode)
     steps = []
     for step, text, letters in zip(trace.steps, texts, origins(trace), strict=True):
-        found = {"text": text} | ({"origins": letters} if letters else {})
-        steps.append(step.model_dump(exclude_defaults=True) | found)
+        derived = {"text": text} | ({"origins": letters} if letters else {})
+        steps.append(step.model_dump(exclude_defaults=True) | derived)
     values = {
         "request": header.request_id,
         "date": header.created.strftime("%Y-%m-%d %H:%M UTC") if header.created else "",

@@ -34,8 +34,7 @@ failed."""
 
 SELECTIONS = "vllm_trie_selections"
 """Attribute of a ``SchedulerOutput``: a list of :class:`TokenSelection` and
-:class:`ItemSelection`. Missing if there is none in
-an engine without catalogues."""
+:class:`ItemSelection`. Missing if there is none in an engine without catalogues."""
 
 
 class TokenSelection(NamedTuple):

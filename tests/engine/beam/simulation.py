@@ -176,13 +176,13 @@ class Worker:
         num_beams = sum(map(len, beams.values()))
         assert output.total_num_scheduled_tokens == sum(scheduled.values()) + num_beams
         places = {request_id: i for i, request_id in enumerate(scheduled)}
-        found = []
+        selected = []
         for step in getattr(output, SELECTIONS, []):
             logprobs = beams.get(step.proxy_id)
             if logprobs is None:
                 logprobs = rows[places[step.proxy_id]][None]
-            found.append(_selected(step, logprobs))
-        setattr(result, CANDIDATES, found)
+            selected.append(_selected(step, logprobs))
+        setattr(result, CANDIDATES, selected)
         return result
 
     def _decode(self, step: BeamStep) -> np.ndarray:
@@ -200,10 +200,10 @@ class Worker:
             value = START
             for position in range(step.num_computed):
                 block, offset = divmod(position, self.block_size)
-                found = self.slots.get(blocks[block] * self.block_size + offset)
-                known = found is not None and self.before.get(found) == value
-                assert known, f"{step.proxy_id}: wrong KV at {position}"
-                value = found
+                content = self.slots.get(blocks[block] * self.block_size + offset)
+                follows = content is not None and self.before.get(content) == value
+                assert follows, f"{step.proxy_id}: wrong KV at {position}"
+                value = content
                 assert position != step.prompt_len - 1 or value == prompt, "another prompt's KV"
             block, offset = divmod(step.num_computed, self.block_size)
             slot = blocks[block] * self.block_size + offset

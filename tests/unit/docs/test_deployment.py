@@ -93,8 +93,8 @@ def serve_commands(found: Page) -> list[list[str]]:
 
 
 def test_every_page_starts_servers_with_options_that_exist(parser: Any) -> None:
-    pages = [found for found in all_pages() if not found.name.startswith("examples/")]
-    commands = [words for found in pages for words in serve_commands(found)]
+    pages = [page for page in all_pages() if not page.name.startswith("examples/")]
+    commands = [words for page in pages for words in serve_commands(page)]
     assert len(commands) > 20
     for words in commands:
         parser.parse_args([word for word in words if word != "&"])

@@ -21,7 +21,7 @@ REQUESTS_PAGE = page("docs/http_api.md")
 def table_of(name: str) -> Table:
     """The table behind a `<!-- generated: NAME -->` mark."""
     mark = f"<!-- generated: {name} -->"
-    (text,) = [found.text for found in (OPTIONS_PAGE, REQUESTS_PAGE) if mark in found.text]
+    (text,) = [source.text for source in (OPTIONS_PAGE, REQUESTS_PAGE) if mark in source.text]
     text = text.partition(mark)[2].partition("<!-- end")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     rows = [re.split(r"(?<!\\)\|", line.strip("|")) for line in lines]

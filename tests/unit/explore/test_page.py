@@ -122,16 +122,16 @@ def test_speed_is_measured_where_plain_decoding_was_recorded() -> None:
     plain = trace_of("plain", prefill, undrafted, undrafted)
     trees = trace_of("x", prefill, drafted, drafted)
     assert _speed(plain, [plain, trees]) is None
-    found = _speed(trees, [plain, trees])
-    assert found is not None
-    assert found == (pytest.approx(2.0), "measured against plain")
+    measured = _speed(trees, [plain, trees])
+    assert measured is not None
+    assert measured == (pytest.approx(2.0), "measured against plain")
     assert _speed(trees, [trees]) is None  # without a step like plain decoding's
     other = trace_of("plain", prefill, undrafted, prompt=[3])
     mixed = trace_of("x", prefill, *[drafted] * 3, *[undrafted] * 3)
-    found = _speed(mixed, [mixed, other])
-    assert found is not None
-    assert found.factor == pytest.approx(1.5)  # 9 tokens in the time of 6 steps
-    assert "median of 3 steps" in found.source
+    estimated = _speed(mixed, [mixed, other])
+    assert estimated is not None
+    assert estimated.factor == pytest.approx(1.5)  # 9 tokens in the time of 6 steps
+    assert "median of 3 steps" in estimated.source
 
 
 def test_the_page_names_the_request_its_date_and_its_options() -> None:

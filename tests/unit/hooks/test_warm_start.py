@@ -276,7 +276,7 @@ def test_engines_learn_from_one_another_while_they_run(tmp_path: Path) -> None:
         save(first)
         reload(second)
         second.tick()
-    both = [each.save().texts for each in (drafter, other_drafter)]
+    both = [saving.save().texts for saving in (drafter, other_drafter)]
     texts, copies = (sorted(text.token_ids.tolist() for text in each) for each in both)
     assert copies == texts
     assert len(texts) == 6

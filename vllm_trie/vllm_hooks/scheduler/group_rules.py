@@ -48,8 +48,8 @@ class GrammarMasks:
         for i in sorted(range(len(hypotheses)), key=hypotheses.__getitem__):
             self._go_to(hypotheses[i])
             self._grammar.fill_bitmask(self._masks, i)
-        found: np.ndarray = self._masks[: len(hypotheses)].numpy().copy()
-        return found
+        valid: np.ndarray = self._masks[: len(hypotheses)].numpy().copy()
+        return valid
 
     def _go_to(self, tokens: list[int]) -> None:
         pairs = enumerate(zip(self._tokens, tokens, strict=False))

@@ -260,8 +260,8 @@ class BeamGroups:
             hypotheses = group.hypotheses()
             for index, member in sorted(group.members.items()):
                 if not member.is_finished():
-                    found = hypotheses[index] if index < len(hypotheses) else MISSING
-                    self._answer(member, group.output(member, found), outputs)
+                    hypothesis = hypotheses[index] if index < len(hypotheses) else MISSING
+                    self._answer(member, group.output(member, hypothesis), outputs)
             self._remove(group)
 
     def answer_refused(self, outputs: Outputs) -> None:

@@ -167,10 +167,10 @@ class BeamProxies:
             beams.proxy.num_in_flight_tokens -= 1
             assert beams.level is not None
             if beams.level.selects:
-                found = candidates.get(step.proxy_id)
-                if found is not None and len(found.rows):
-                    found = found._replace(rows=found.rows + beams.rows[0])
-                group.candidates.append(found)
+                selected = candidates.get(step.proxy_id)
+                if selected is not None and len(selected.rows):
+                    selected = selected._replace(rows=selected.rows + beams.rows[0])
+                group.candidates.append(selected)
             if beams.end_level():
                 ready.append(group)
         for proxy_id, num_scheduled in scheduled.items():

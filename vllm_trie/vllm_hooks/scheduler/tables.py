@@ -206,7 +206,7 @@ def check_references(manager: KVCacheManager, on_hold: Iterable[KVCacheBlock]) -
         tables = chain(part.req_to_blocks.values(), part._pending_cow_copies)
         holders.update(block.block_id for block in chain.from_iterable(tables))
     for block in manager.block_pool.blocks:
-        found, expected = block.ref_cnt, holders[block.block_id]
-        assert block.is_null or found == expected, (
-            f"block {block.block_id} has {found} references and {expected} holders"
+        references, expected = block.ref_cnt, holders[block.block_id]
+        assert block.is_null or references == expected, (
+            f"block {block.block_id} has {references} references and {expected} holders"
         )

@@ -1,4 +1,4 @@
-"""The plugin's part of vLLM's ``additional_config``, as every process reads it.
+"""The plugin's part of vLLM's ``additional_config``, which every process reads.
 
 It has the switches and catalogues of beam search, and a speculative method with its options, which
 :mod:`.translate` has put there.
@@ -104,8 +104,8 @@ class TreeConfig(NamedTuple):
     @property
     def neural(self) -> NeuralOptions | None:
         """The trained drafter of vLLM's that takes part, if one does."""
-        found: NeuralOptions | None = getattr(self.drafter_options, "neural", None)
-        return found
+        options: NeuralOptions | None = getattr(self.drafter_options, "neural", None)
+        return options
 
 
 def spelled(key: str) -> str:

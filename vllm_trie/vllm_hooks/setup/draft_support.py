@@ -48,15 +48,15 @@ def choose_verification(
     if asked == "auto" and (vllm_config.use_v2_model_runner or is_cuda()):
         against_trees = [_TREES_ON_V2]
     chosen = asked if asked != "auto" else "chain" if against_trees else "tree"
-    if found := against_trees if chosen == "tree" else against_chains:
+    if reasons := against_trees if chosen == "tree" else against_chains:
         if chosen == "tree" and not against_chains:
-            found.append("verification='chain' runs here: drafts without branches")
+            reasons.append("verification='chain' runs here: drafts without branches")
         raise ValueError(
             f"speculative method {method!r} of vllm-trie cannot run with this configuration:\n- "
-            + "\n- ".join(found)
+            + "\n- ".join(reasons)
         )
     assert vllm_config.speculative_config is not None
-    reasons = f" Trees cannot run here: {'; '.join(against_trees)}" if against_trees else ""
+    why_no_trees = f" Trees cannot run here: {'; '.join(against_trees)}" if against_trees else ""
     logger.info(
         "vllm-trie is on: %s drafts up to %d tokens a request, verified as %ss, on Model Runner "
         "V%d with%s asynchronous scheduling; native beam search is %s.%s",
@@ -66,7 +66,7 @@ def choose_verification(
         1 + bool(vllm_config.use_v2_model_runner),
         "" if vllm_config.scheduler_config.async_scheduling else "out",
         "off" if reason_off(vllm_config) else "on",
-        reasons if asked == "auto" else "",
+        why_no_trees if asked == "auto" else "",
     )
     if is_cuda():
         logger.warning_once(
@@ -156,13 +156,13 @@ def check_trained_drafter(
     Raises:
         ValueError: every reason at once.
     """
-    if found := [
+    if reasons := [
         *_runner_problems(vllm_config, asked),
         *_problems(vllm_config, neural),
     ]:
         raise ValueError(
             f"trie_union cannot run with {{'method': {neural.method!r}}} among its drafters here:"
-            "\n- " + "\n- ".join(found)
+            "\n- " + "\n- ".join(reasons)
         )
 
 

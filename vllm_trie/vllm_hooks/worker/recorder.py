@@ -200,8 +200,8 @@ class TraceRecorder:
 def _options(tree_config: TreeConfig, context: DrafterContext) -> dict[str, Any]:
     """Return the options that differ from their defaults, and the nodes."""
     options = {"num_speculative_tokens": context.num_nodes}
-    for each in (tree_config.drafter_options, tree_config.engine_options):
-        options |= each.model_dump(mode="json", exclude_defaults=True, exclude={"trace_path"})
+    for given in (tree_config.drafter_options, tree_config.engine_options):
+        options |= given.model_dump(mode="json", exclude_defaults=True, exclude={"trace_path"})
     return options
 
 

@@ -38,7 +38,7 @@ def share_prompts(built: Any, beams: AttachedBeams) -> None:
         first, count = int(beams.places[step.proxy_id][0]), len(step.token_ids)
         rows.append(TreeRow(first, first, count, 0, step.num_computed + 1, step.prompt_len))
     batch = build_tree_batch(rows, [NO_NODES] * len(rows), beams.num_beams)
-    for metadata in {id(each): each for each in built[0].values()}.values():
+    for metadata in {id(of_layer): of_layer for of_layer in built[0].values()}.values():
         setattr(metadata, _SEARCHES, batch)
 
 
