@@ -10,6 +10,7 @@ import pytest
 from vllm.exceptions import VLLMClientError
 
 from vllm_trie.vllm_hooks.frontend.extra_args import check_extra_args, check_speculation
+from vllm_trie.vllm_hooks.frontend.requests import check_api_request
 from vllm_trie.vllm_hooks.wire import CACHE_SALT, SPEC_KEY
 
 ENGINE: Any = SimpleNamespace(kv_transfer_config=None)
@@ -72,6 +73,30 @@ def test_options_that_would_be_ignored_are_refused(
     with pytest.raises(VLLMClientError, match=message):
         check(extra_args)
     check(extra_args, "package:Processor")  # it may read the key
+
+
+@pytest.mark.parametrize(
+    ("fields", "misplaced"),
+    [
+        ({"speculation": False}, "speculation=False"),
+        ({"beam_width": 4}, "beam_width=4"),
+        ({"vllm_xargs": {"beam_width": 4}, "early_stopping": "never"}, "early_stopping='never'"),
+        ({"use_beam_search": True, "no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2"),
+        ({"do_sample": True, "length_penalty": 2.0, "stream": True}, None),
+        ({"use_beam_search": True, "length_penalty": 2.0}, None),
+    ],
+)
+def test_options_outside_of_vllm_xargs_are_refused(
+    fields: dict[str, Any], misplaced: str | None
+) -> None:
+    """vLLM drops fields that it does not know; only those of other servers pass."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    request = CompletionRequest(model="m", prompt="x", **fields)
+    if misplaced is None:
+        return check_api_request(request)
+    with pytest.raises(VLLMClientError, match=f"{misplaced} is no field .* 'vllm_xargs'"):
+        check_api_request(request)
 
 
 LARGE = [

@@ -56,8 +56,8 @@ NOT_SERVED = frozenset({
 MAX_SIZE = 262_144
 """Largest size of a key that nobody is known to read, characters and numbers."""
 _OWN = OPTION_NAMES | {SPECULATION, TRACE, CACHE_SALT}
-_MISSPELLED = ("beam_width", "items", SPECULATION, TRACE)
-"""Keys that work alone: misspelled, they would be ignored."""
+_ALONE = ("beam_width", "items", SPECULATION, TRACE)
+"""Keys that work alone: misspelled or misplaced, they would be ignored."""
 _OF_VLLM = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """Keys that vLLM fills from fields of their own."""
 
@@ -168,7 +168,7 @@ def _refuse_without_width(extra_args: Mapping[str, Any]) -> None:
             raise BeamRequestError(f"beam search: {name!r} is unknown; use {OTHER_NAMES[name]}")
         if name in _OWN:
             continue
-        for meant in difflib.get_close_matches(name[:40], _MISSPELLED, n=1, cutoff=SIMILAR):
+        for meant in difflib.get_close_matches(name[:40], _ALONE, n=1, cutoff=SIMILAR):
             raise BeamRequestError(f"extra_args[{name!r}] is unknown; did you mean {meant!r}?")
 
 
@@ -186,6 +186,20 @@ def refuse_misspelled(names: Iterable[str]) -> None:
             )
         for meant in difflib.get_close_matches(name, OPTION_NAMES, n=1, cutoff=SIMILAR):
             raise BeamRequestError(f"beam search: {name!r} is unknown; did you mean {meant!r}?")
+
+
+def refuse_misplaced(fields: Mapping[str, Any], is_beam: bool) -> None:
+    """Refuse options among the fields of an HTTP request that vLLM does not know and ignores.
+
+    Of a beam search all options; of another request those that work alone, as clients of other
+    servers may send the others.
+    """
+    for name, value in fields.items():
+        if name in (OPTION_NAMES | set(_ALONE) if is_beam else _ALONE):
+            raise BeamRequestError(
+                f"{name}={value!r:.200} is no field of a request and would be ignored; put it into "
+                "'vllm_xargs'"
+            )
 
 
 def _size(value: Any) -> int:

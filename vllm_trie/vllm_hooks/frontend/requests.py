@@ -22,6 +22,7 @@ from vllm_trie.items import ItemsError, ItemsHeader, read_header
 from vllm_trie.vllm_hooks.frontend.extra_args import (
     check_extra_args,
     custom_processors,
+    refuse_misplaced,
     refuse_misspelled,
     refusing_what_fails,
 )
@@ -125,14 +126,15 @@ def _broken_rules(params: SamplingParams, requests: str) -> Iterator[tuple[str, 
 
 
 def check_api_request(request: Any) -> None:
-    """Refuse an OpenAI request for a beam search, in either way, that it cannot serve.
+    """Refuse an OpenAI request with an option that vLLM would ignore, or with a streamed search.
 
     Raises:
-        BeamRequestError: It asks for a stream.
+        BeamRequestError: An option stands outside of ``vllm_xargs``, or a search asks for a stream.
     """
     is_beam = getattr(request, "use_beam_search", False) or "beam_width" in (
         getattr(request, "vllm_xargs", None) or ()
     )
+    refuse_misplaced(getattr(request, "model_extra", None) or {}, is_beam)
     if is_beam and getattr(request, "stream", False):
         raise BeamRequestError(
             "stream=true is not supported with beam search: hypotheses are known only at the end; "
