@@ -103,8 +103,7 @@ function drawSearch(depth) {
   panel.replaceChildren(drawing(x + 24, height, name, [...shapes, ...edges, dot, ...boxes]));
   panel.scrollTop = scrolled;
   const right = lefts.get(depth) + (widths[depth] ?? 20);
-  if (right > panel.scrollLeft + panel.clientWidth - 60 || right < panel.scrollLeft + 60)
-    panel.scrollLeft = right - panel.clientWidth * 0.7;
+  if (!isWithin(right, panel.scrollLeft, panel.clientWidth)) panel.scrollLeft = right - panel.clientWidth * 0.7;
 }
 
 function blockCell({ name, full, path }, used) {
@@ -138,7 +137,7 @@ function eventsOf(depth) {
   const with_ = (fate) => beams.at[depth].filter((node) => beams.fates[node] === fate).length;
   const forks = sum(before.map((node) => Math.max(0, children(node) - 1)));
   const ended = before.filter((node) => !children(node)).length;
-  return `${plural(kept.length, "row")} · ${plural(forks, "fork")} · ${plural(ended, "row")} freed · ` +
+  return `${plural(kept.length, "beam")} · ${plural(forks, "fork")} · ${plural(ended, "beam")} freed · ` +
     `${with_("finished")} finished · ${with_("dropped")} dropped`;
 }
 
@@ -149,12 +148,14 @@ function showBeams() {
     `${plural(used.size, "KV block")} of ${beams.blockSize} tokens in use, ${unshared} without sharing`;
   drawSearch(depth);
   showBlocks(depth);
-  const chart = surface(byId("blocks-chart"));
-  const most = Math.max(1, ...beams.blocks.map((each) => each.unshared));
-  drawPanel(chart, 6, chart.height - 12, 0, beams.steps, most, (first, last) => {
-    const mine = mean(beams.blocks.slice(first, last), (each) => each.used.size);
-    return [[mine, "green"], [mean(beams.blocks.slice(first, last), (each) => each.unshared) - mine, "time"]];
-  }, (value) => `${value}`);
-  drawCursor(chart, 0, beams.steps, state.steps.beams);
-  byId("blocks-chart").setAttribute("aria-label", byId("blocks-title").textContent);
+  beams.markStep ??= buildBlocksChart();
+  beams.markStep(depth - 1);
+}
+
+function buildBlocksChart() {
+  const most = Math.max(1, ...beams.blocks.map(({ unshared }) => unshared));
+  return fillChart(byId("blocks-chart"), beams.steps, [{ most, unit: `${most}`, shapes: [
+    bars("green", beams.blocks.map(({ used }) => [0, used.size])),
+    bars("time", beams.blocks.map(({ used, unshared }) => [used.size, unshared])),
+  ] }]);
 }

@@ -4,16 +4,14 @@ const numSteps = () => (state.view === "runs" ? activeRun().steps.length : beams
 
 function go(index) {
   state.steps[state.view] = clamp(index, 0, Math.max(0, numSteps() - 1));
-  if (state.view === "runs") moveWindow();
   show();
 }
 
 function selectRun(index, offset) {
   state.run = clamp(index, 0, data.runs.length - 1);
   state.steps.runs = stepAt(activeRun(), offset);
-  state.window = [0, 0];
-  moveWindow(MAX_WINDOW);
   buildText(activeRun());
+  buildChart(activeRun());
   byId("about").textContent = readable(activeRun().about);
   show();
 }
@@ -46,10 +44,7 @@ function act(key) {
   if (state.view === "runs") Object.assign(moves, { m: activeRun().best, s: activeRun().worst });
   if (key in moves) go(moves[key]);
   else if (key === " ") play(state.timer === null);
-  else if (key === "t") {
-    setTheme(root.dataset.theme === "dark" ? "light" : "dark");
-    show();
-  }
+  else if (key === "t") setTheme(root.dataset.theme === "dark" ? "light" : "dark");
   else if (key === "b") selectView(state.view === "runs" ? "beams" : "runs");
   else if (key >= "1" && key <= "9" && data.runs[key - 1] && state.view === "runs")
     selectRun(key - 1, activeRun().starts[state.steps.runs] ?? 0);
@@ -85,9 +80,9 @@ function show() {
     happened = `${plural(step.tokens.length, "token")}, ${step.accepted.length} accepted of ${plural(step.nodes.length, "node")}`;
     data.runs.forEach((each, place) => {
       each.lane.setAttribute("aria-pressed", String(place === state.run));
-      drawLane(each, run.starts[index]);
+      each.moveCursor(run.starts[index]);
     });
-    drawCharts(run);
+    state.markStep(index);
     markText(index);
     showTrees();
   }
@@ -103,20 +98,15 @@ function start() {
   for (const [rank, text] of (beams?.texts ?? []).entries())
     byId("returned").append(html("li", {}, html("span", { class: "facts" }, `score ${beams.scores[rank].toFixed(3)}`), html("span", { class: "hypothesis" }, readable(text))));
   buildLanes();
-  listenToCharts();
   byId("text").addEventListener("click", (event) => event.target.dataset.step && go(Number(event.target.dataset.step)));
   byId("slider").addEventListener("input", () => go(Number(byId("slider").value)));
   byId("theme").addEventListener("click", () => act("t"));
   for (const view of ["runs", "beams"]) byId(`tab-${view}`).addEventListener("click", () => selectView(view));
   for (const button of document.querySelectorAll("[data-key]")) button.addEventListener("click", () => act(button.dataset.key));
   document.addEventListener("keydown", onKey);
-  window.addEventListener("resize", show);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const follow = () => setTheme(dark.matches ? "dark" : "light");
-  dark.addEventListener("change", () => {
-    follow();
-    show();
-  });
+  dark.addEventListener("change", follow);
   follow();
   const richest = argmax(data.runs, (run) => run.steps[run.best]?.accepted.length ?? 0), run = data.runs[richest];
   if (run) selectRun(richest, run.starts[run.best] ?? 0);

@@ -19,7 +19,6 @@ const byId = (id) => document.getElementById(id);
 const data = JSON.parse(byId("data").textContent);
 const root = document.documentElement;
 
-const MAX_WINDOW = 160; // steps in the chart before the brush is needed
 const BEAM_COLUMNS = 16; // steps of a search that are drawn at a time
 const CHARACTER = 7.3, ROW = 27, BOX = 20, GAP = 42, MARGIN = 12; // sizes in pixels
 const LONGEST_BOX = 56; // characters of the joined nodes of a path
@@ -39,9 +38,9 @@ const state = {
   view: data.runs.length ? "runs" : "beams",
   run: 0,
   steps: { runs: 0, beams: 0 }, // the current step of each view
-  window: [0, 0], // the steps in the chart
   timer: null,
   withWindow: new Set(), // runs whose lookahead window is drawn
+  markStep: () => {}, // moves the cursor of the chart
 };
 
 // -- small tools -------------------------------------------------------------------------------
@@ -58,7 +57,6 @@ const svg = (name, attributes = {}, ...children) =>
 
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 const sum = (values) => values.reduce((total, value) => total + value, 0);
-const mean = (steps, value) => sum(steps.map(value)) / Math.max(1, steps.length);
 /** Return the index of the first item with the largest value. */
 const argmax = (items, value) => items.map(value).reduce((best, each, index, all) => (each > all[best] ? index : best), 0);
 const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
@@ -76,19 +74,16 @@ const shorten = (text, length) => {
 /** Return a text whose characters that reorder or break lines unseen are written out. */
 const readable = (text) => text.replace(/[\u200e\u200f\u2028-\u202e\u2066-\u2069]/g,
   (character) => `\\u{${character.codePointAt(0).toString(16)}}`);
-const color = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
-
-/** Return a canvas' context in CSS pixels, cleared, with its width and height. */
-function surface(canvas) {
-  const { width, height } = canvas.getBoundingClientRect();
-  const scale = window.devicePixelRatio || 1;
-  canvas.width = Math.round(width * scale);
-  canvas.height = Math.round(height * scale);
-  const context = canvas.getContext("2d");
-  context.scale(scale, scale);
-  context.font = "11px system-ui, sans-serif";
-  return { context, width, height };
-}
+/** Return a drawing in units of its data that fills its element. */
+const stretched = (top, width, height, ...shapes) =>
+  svg("svg", { viewBox: `0 ${top} ${width} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" }, ...shapes);
+/** Return where the pointer is, from 0 at the left of an element to 1 at its right. */
+const shareAt = (element, { clientX }) => {
+  const { left, width } = element.getBoundingClientRect();
+  return (clientX - left) / width;
+};
+/** Return whether a place of a scrolled panel is in sight. */
+const isWithin = (place, scrolled, size) => place >= scrolled + 20 && place <= scrolled + size - 40;
 
 // -- the runs ----------------------------------------------------------------------------------
 
@@ -111,12 +106,4 @@ const longestRun = Math.max(1, ...data.runs.map((run) => run.numTokens));
 const activeRun = () => data.runs[state.run];
 
 /** Return the step of a run that made the output token at `offset`. */
-function stepAt(run, offset) {
-  let low = 0, high = run.starts.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (run.starts[middle] <= offset) low = middle;
-    else high = middle - 1;
-  }
-  return low;
-}
+const stepAt = (run, offset) => Math.max(0, run.starts.findLastIndex((start) => start <= offset));
