@@ -20,6 +20,7 @@ DRAWINGS = {
     "mask": tree_drawings.mask,
     "blocks": engine_drawings.blocks,
     "path": engine_drawings.path,
+    "chats": charts.chats,
     "load": charts.load,
     "nodes": charts.nodes,
     "beams": charts.beams,

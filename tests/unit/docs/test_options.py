@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
 import re
 
@@ -11,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from docs.tools.tables import OPTION_CLASSES, option_class
-from tests.unit.docs.pages import ROOT, Page, Table, all_pages, page
+from tests.unit.docs.pages import ROOT, Table, all_pages, page
 from vllm_trie.drafters import registry
 
 OPTIONS_PAGE = page("docs/options.md")
@@ -109,34 +108,3 @@ def test_environment_variables() -> None:
     for found in all_pages():
         named = set(re.findall(r"\bVLLM_TRIE_[A-Z_]+\b", found.text))
         assert named <= in_code, found.name
-
-
-def stated_defaults(found: Page) -> list[tuple[str, str]]:
-    """Options and defaults of the tables with such columns; a row may hold several of both."""
-    stated = []
-    for table in found.tables():
-        if len(table.header) < 2 or table.header[1] != "default":
-            continue
-        for row in table.rows:
-            names = re.findall(r"`(\w+)`", row[0])
-            values = row[1].split(", ") if len(names) > 1 else [row[1]]
-            assert len(names) == len(values), row
-            stated += list(zip(names, values, strict=True))
-    return stated
-
-
-def test_table_of_the_readme() -> None:
-    fields = {
-        option: field
-        for options in ("EngineOptions", "NgramTrieOptions")
-        for option, field in option_class(options).model_fields.items()
-    }
-    for option, shown in stated_defaults(page("README.md")):
-        assert option in fields, f"{option} does not exist"
-        field, value = fields[option], None  # words, such as "none", "all" or "required"
-        plain = shown.strip("`").replace("False", "false").replace("True", "true")
-        for text in (plain.replace(",", ""), plain):
-            with contextlib.suppress(ValueError):
-                value = json.loads(text)
-        expected = None if field.is_required() else field.default
-        assert value == expected, f"{option} defaults to {field.default!r}, not {shown}"
