@@ -10,9 +10,10 @@ same length.
     hf         `transformers`' `generate(num_beams=b)`: bytes of the cache that it returns
 
 `best_score` is the length-normalized score of the best hypothesis. `blocks` in the rows of `trie`
-are the blocks in use at each step, which `--plot DIR` draws for the longest prompt.
+are the blocks in use at each step; a table of them ends the output, for the longest prompt and the
+largest width.
 
-    python benchmarks/beam_memory.py --model MODEL --dtype bfloat16 --json OUT --plot docs/img
+    python benchmarks/beam_memory.py --model MODEL --dtype bfloat16 --json OUT
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from support.engines import each_schedule, scheduler_of
@@ -33,6 +34,8 @@ COLUMNS = (
     "kv_tokens_per_token", "seconds", "tokens_per_s", "best_score",
 )  # fmt: skip
 METHODS = ("trie", "separate", "hf")
+LENGTHS = (1, 2, 4, 8, 16, 20, 32, 52, 64)
+"""Generated lengths of the table of memory."""
 
 
 def prompt_tokens(model: str, length: int) -> list[int]:
@@ -197,28 +200,27 @@ def measure(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def plot(rows: list[Row], folder: Path) -> Path:
-    """Draw the blocks in use over the generated length of the longest prompt's searches."""
-    import matplotlib.pyplot as plt
+def by_length(rows: list[Row], lengths: Sequence[int]) -> Iterator[str]:
+    """Yield a Markdown table of MiB of KV in use over the generated length.
 
-    longest = max(row["prompt_len"] for row in rows)
-    drawn = [row for row in rows if row.get("blocks") and row["prompt_len"] == longest]
-    sizes = sorted({row["block_size"] for row in drawn})
-    figure, axes = plt.subplots(1, len(sizes), figsize=(4 * len(sizes), 3.2), squeeze=False)
-    for axis, size in zip(axes[0], sizes, strict=True):
-        for row in (row for row in drawn if row["block_size"] == size):
-            # The last steps are those after the prefill.
-            blocks = row["blocks"][-row["new_tokens"] :]
-            axis.plot(range(1, len(blocks) + 1), blocks, label=f"width {row['beam_width']}")
-        axis.set_title(f"blocks of {size} tokens")
-        axis.set_xlabel("generated tokens")
-        axis.set_ylim(bottom=0)
-        axis.legend(loc="lower right")
-    axes[0][0].set_ylabel(f"KV blocks in use, prompt of {longest}")
-    figure.tight_layout()
-    file = folder / "beam-memory.png"
-    figure.savefig(file, dpi=110)
-    return file
+    Separate sequences have the blocks that their lengths need.
+    """
+    widest = max(rows, key=lambda row: (row["prompt_len"], row["beam_width"]))
+    prompt, width = widest["prompt_len"], widest["beam_width"]
+    yield " | ".join(["| MiB of KV by generated tokens", *map(str, lengths)]) + " |"
+    yield "| --- " * (len(lengths) + 1) + "|"
+    for row in rows:
+        size = row["block_size"]
+        if (row["prompt_len"], row["beam_width"]) != (prompt, width) or size is None:
+            continue
+        mib = row["kv_mib"] / row["peak_blocks"]
+        if row["method"] == "trie":
+            name, blocks = f"blocks of {size}", row["blocks"][-row["new_tokens"] :]
+        else:  # the last token has no KV
+            name = "separate sequences"
+            blocks = [width * -((prompt + i) // -size) for i in range(row["new_tokens"])]
+        values = (f"{blocks[length - 1] * mib:.1f}" for length in lengths if length <= len(blocks))
+        yield " | ".join([f"| {name}", *values]) + " |"
 
 
 def main() -> None:
@@ -231,7 +233,6 @@ def main() -> None:
     parser.add_argument("--prompt-lens", nargs="+", type=int, default=[181, 910])
     parser.add_argument("--block-sizes", nargs="+", type=int, default=[16, 32, 128])
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each hypothesis")
-    parser.add_argument("--plot", type=Path, help="draw beam-memory.png in this folder")
     options = parser.parse_args()
     if options.model is None:
         from vllm_trie.tiny_model import model_path
@@ -239,8 +240,7 @@ def main() -> None:
         options.model = str(model_path())
     rows = run_quietly(measure, options)
     finish(rows, options.json, COLUMNS)
-    if options.plot is not None:
-        print(f"wrote {plot(rows, options.plot)}")
+    print("\n".join(by_length(rows, LENGTHS)))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ DRAWINGS = {
     "load": charts.load,
     "nodes": charts.nodes,
     "beams": charts.beams,
+    "memory": charts.memory,
 }
 
 

@@ -98,6 +98,15 @@ def beams() -> str:
     return canvas.render()
 
 
+def memory() -> str:
+    """Return the chart of a beam search's KV over the generated length."""
+    header, series = _table("papers.md", "MiB of KV by generated tokens")
+    canvas = Canvas(500, 290, "KV memory of a beam search over the generated length")
+    _draw(canvas, 0, "MiB of KV, prompt of 910 tokens, width 15", header, series, 0.0, 400.0)
+    canvas.text(_LEFT + _WIDTH / 2, 278, "generated tokens", "small dim", "middle")
+    return canvas.render()
+
+
 def _table(page: str, title: str) -> tuple[list[str], dict[str, list[float]]]:
     """Return the column heads of a table, found by its first one, and its rows by their first cell.
 
