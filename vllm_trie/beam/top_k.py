@@ -8,7 +8,10 @@ block of neighbouring tokens::
     row 0   [ block max | block max | ... ]     the k-th largest of all maxima is a bound:
     row 1   [ block max | block max | ... ]     k scores reach it, so the best k do, too
 
-Only blocks that reach the bound are looked into: about k of them.
+Only blocks that reach the bound are looked into: about k of them. Log-probabilities of all rows
+never exist together: those of a few rows at a time stay in a core's cache, and the scores of the
+chosen blocks are computed again from their logits. The operations are those of ``log_softmax``, in
+its order: ``(logit - largest logit) - log(sum)``, so that the results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ import torch
 
 from vllm_trie.beam.candidates import Candidates
 
-BLOCK = 64
+BLOCK = 128
 """Tokens of a block."""
+_LEAST = np.float32(np.finfo(np.float32).min)
+_CHUNK = 1 << 18
+"""Log-probabilities that are computed at a time: 1 MiB, about a core's second-level cache."""
 
 
 class TokenRules(NamedTuple):
@@ -75,6 +81,77 @@ def best_of_rows(logits: torch.Tensor, count: int, rules: TokenRules | None = No
     return Candidates.of_rows(token_ids.int().cpu().numpy(), values.cpu().numpy())
 
 
+class _Blocks(NamedTuple):
+    """The largest log-probabilities of blocks of tokens, and what makes those of single tokens.
+
+    Attributes:
+        maxima: float32 [rows, blocks]; the last block of a row may be shorter.
+        largest: float32 [rows], the largest logits.
+        highest: float32 [rows], the largest log-probabilities. A row's others are
+            ``(logits - largest) + highest``.
+    """
+
+    maxima: torch.Tensor
+    largest: torch.Tensor
+    highest: torch.Tensor
+
+
+def _blocks_of(logits: torch.Tensor, block_size: int) -> _Blocks:
+    """Return the blocks of `logits`, float [rows, vocabulary]."""
+    rows, vocab_size = logits.shape
+    rows_at_once = min(rows, max(1, _CHUNK // vocab_size))
+    maxima = logits.new_empty((rows, -(-vocab_size // block_size)), dtype=torch.float32)
+    largest = logits.new_empty(rows, dtype=torch.float32)
+    buffer = logits.new_empty((rows_at_once, vocab_size), dtype=torch.float32)
+    for first in range(0, rows, rows_at_once):
+        part = slice(first, first + rows_at_once)
+        values = logits[part].float()
+        logprobs = buffer[: len(values)]
+        torch.amax(values, -1, out=largest[part])
+        torch.log_softmax(values, -1, out=logprobs)
+        _write_maxima(logprobs, block_size, maxima[part])
+    return _Blocks(maxima, largest, maxima.amax(-1))
+
+
+def _write_maxima(values: torch.Tensor, block_size: int, maxima: torch.Tensor) -> None:
+    """Write the largest values of each block into `maxima`, float32 [rows, blocks]."""
+    full = values.shape[1] // block_size
+    in_full = values[:, : full * block_size].view(len(values), full, block_size)
+    torch.amax(in_full, -1, out=maxima[:, :full])
+    if full < maxima.shape[1]:
+        torch.amax(values[:, full * block_size :], -1, out=maxima[:, full])
+
+
+def _blocks_at(
+    values: torch.Tensor,
+    block_size: int,
+    rows: np.ndarray,
+    places: np.ndarray,
+    largest: torch.Tensor | None = None,
+    highest: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return float32 [n, block_size], log-probabilities of some blocks; -inf behind the last token.
+
+    Args:
+        values: float [rows, vocabulary], log-probabilities, or logits with `largest`.
+        block_size: At most the vocabulary.
+        rows: int64 [n].
+        places: int64 [n], of the blocks in their rows.
+        largest, highest: As in :class:`_Blocks`.
+    """
+    full, rest = divmod(values.shape[1], block_size)
+    blocks = values[:, : full * block_size].view(len(values), full, block_size)
+    row_index, block_index = (torch.from_numpy(each).to(values.device) for each in (rows, places))
+    result: torch.Tensor = blocks[row_index, block_index.clamp(max=full - 1)].float()
+    if rest:
+        is_last = block_index == full
+        result[is_last] = -torch.inf
+        result[is_last, :rest] = values[row_index[is_last], full * block_size :].float()
+    if largest is not None and highest is not None:
+        result.sub_(largest[row_index, None]).add_(highest[row_index, None])
+    return result
+
+
 def select_best(
     logits: torch.Tensor,
     totals: np.ndarray,
@@ -88,45 +165,57 @@ def select_best(
     NaN have no continuations. The scores are float32 sums, as in Hugging Face's ``generate``.
 
     Args:
-        logits: float[rows, vocabulary].
-        totals: float32[rows], cumulative log-probabilities of the rows.
+        logits: float [rows, vocabulary].
+        totals: float32 [rows], cumulative log-probabilities of the rows.
         count: Fewer are returned if there are not as many of a probability above 0.
         rules: They come before the choice; None if there are none.
         rows_of_logits: int [rows], the row of the search that each row of logits belongs to, which
             saves a copy of them in order; None if they are in order. Not with rules.
     """
-    num_rows, vocab_size = logits.shape
     if rows_of_logits is not None:
         assert rules is None
         totals = totals[rows_of_logits]
-    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-    ranked = logprobs if rules is None else rules.apply(logprobs)
-    if padding := -vocab_size % BLOCK:
-        ranked = torch.nn.functional.pad(ranked, (0, padding), value=-torch.inf)
-    blocks = ranked.view(-1, BLOCK)
-    blocks_per_row = len(blocks) // num_rows
-    offsets = torch.from_numpy(totals).to(logits.device, torch.float32)
-    offsets = offsets.repeat_interleave(blocks_per_row)
-    largest = (blocks.amax(dim=-1) + offsets).nan_to_num_(nan=-torch.inf)
-    bound = largest.topk(min(count, len(blocks)), sorted=False).values.min()
-    chosen = ((largest >= bound) & (largest > -torch.inf)).nonzero()[:, 0]
-    scores = (blocks[chosen] + offsets[chosen, None]).view(-1)
-    if count < len(scores):
-        bound = scores.topk(count, sorted=False).values.min()
-        places = ((scores >= bound) & (scores > -torch.inf)).nonzero()[:, 0]
+    vocab_size = logits.shape[1]
+    block_size = min(BLOCK, vocab_size)
+    if rules is None:
+        ranked = logits
+        table, *terms = _blocks_of(logits, block_size)
     else:
-        places = (scores > -torch.inf).nonzero()[:, 0]
-    flat = chosen[places // BLOCK] * BLOCK + places % BLOCK
-    keys = blocks.view(-1)[flat].cpu().numpy()
-    rows, token_ids = np.divmod(flat.cpu().numpy(), blocks_per_row * BLOCK)
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        ranked = rules.apply(logprobs)
+        table = ranked.new_empty((len(ranked), -(-vocab_size // block_size)))
+        _write_maxima(ranked, block_size, table)
+        terms = []
+    maxima = table.cpu().numpy()
+    maxima += totals[:, None]
+    bound = _bound(maxima.ravel(), count)
+    rows, blocks = np.divmod(np.flatnonzero(maxima >= bound), maxima.shape[1])
+    keys = _blocks_at(ranked, block_size, rows, blocks, *terms).cpu().numpy()
+    scores = keys + totals[rows, None]
+    places = np.flatnonzero(scores >= bound)
+    scores = scores.ravel()[places]
+    kept = scores >= _bound(scores, count)
+    places, scores = places[kept], scores[kept]
+    keys = keys.ravel()[places]
+    block, token = np.divmod(places, block_size)
+    rows, token_ids = rows[block], blocks[block] * block_size + token
     if rows_of_logits is not None:
         rows = rows_of_logits[rows]
     order = np.lexsort((token_ids, -keys, rows))
     if len(order) > count:  # ties at the bound
-        best = np.argsort(-scores[places].cpu().numpy()[order], kind="stable")[:count]
+        best = np.argsort(-scores[order], kind="stable")[:count]
         order = order[np.sort(best)]
     rows, token_ids = rows[order], token_ids[order]
     if rules is None:
         return Candidates(rows, token_ids, keys[order])
-    places = torch.from_numpy(np.stack([rows, token_ids])).to(logprobs.device)
-    return Candidates(rows, token_ids, logprobs[places[0], places[1]].cpu().numpy())
+    values = logprobs[torch.from_numpy(rows), torch.from_numpy(token_ids)]
+    return Candidates(rows, token_ids, values.cpu().numpy())
+
+
+def _bound(scores: np.ndarray, count: int) -> np.float32:
+    """Return the `count`-th largest score, or what all finite ones reach; makes others finite."""
+    np.fmax(scores, _LEAST, out=scores)
+    if count >= len(scores):
+        return _LEAST
+    best = torch.from_numpy(scores).topk(count, sorted=False).values
+    return np.float32(best.min().item())

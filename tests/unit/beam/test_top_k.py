@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -10,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.unit.beam.models import PROMPT, extended, random_model, run_search
 from tests.unit.beam.reference import reference_search
-from vllm_trie.beam import BeamSearch, SearchSettings
+from vllm_trie.beam import BeamSearch, SearchSettings, top_k
 from vllm_trie.beam.top_k import BLOCK, TokenRules, best_of_rows, select_best
 
 STEP = 1 / 8
-"""Of log-probabilities with ties; sums of them are exact."""
+"""Of logits with ties."""
 
 
 def ranked(logprobs: np.ndarray, totals: np.ndarray, count: int) -> list[tuple[int, int]]:
@@ -29,41 +31,45 @@ def ranked(logprobs: np.ndarray, totals: np.ndarray, count: int) -> list[tuple[i
     return sorted((row, token) for _, row, _, token in best)
 
 
-def as_logits(logprobs: np.ndarray) -> torch.Tensor:
-    """Logits whose softmax has these log-probabilities, which need not be normalized."""
-    return _Normalized(torch.from_numpy(logprobs))
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(logits).log_softmax(-1, dtype=torch.float32).numpy()
 
 
-class _Normalized(torch.Tensor):
-    """Log-probabilities that stay what they are, so that ties are exact."""
-
-    def __new__(cls, values: torch.Tensor) -> _Normalized:
-        return torch.Tensor._make_subclass(cls, values)
-
-    def log_softmax(self, *args, **kwargs):
-        return self.as_subclass(torch.Tensor)
+def tied_logits(random, rows: int, vocab: int, levels: int) -> np.ndarray:
+    """Logits with ties, within rows and, as some rows are copies of others, between rows."""
+    logits = -STEP * random.integers(levels, size=(rows, vocab)).astype(np.float32)
+    return logits[random.integers(rows, size=rows)]
 
 
 @given(
     rows=st.integers(1, 9),
+    chunk=st.sampled_from([1, 300, 1 << 18]),
     vocab=st.sampled_from([3, BLOCK - 1, BLOCK, 2 * BLOCK, 5 * BLOCK + 7]),
     count=st.integers(1, 60),
     levels=st.sampled_from([1, 3, 40, 4000]),
     forbidden=st.sampled_from([0.0, 0.3, 0.99]),
+    scale=st.sampled_from([1, 2**14]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=150, deadline=None)
-def test_equals_sorting_everything(rows, vocab, count, levels, forbidden, seed):
+@settings(max_examples=200, deadline=None)
+def test_equals_sorting_everything(
+    rows, chunk, vocab, count, levels, forbidden, scale, dtype, seed
+):
     random = np.random.default_rng(seed)
-    logprobs = -STEP * random.integers(levels, size=(rows, vocab)).astype(np.float32)
-    logprobs[random.random(logprobs.shape) < forbidden] = -np.inf
-    totals = -STEP * random.integers(min(levels, 30), size=rows).astype(np.float32)
-    found = select_best(as_logits(logprobs), totals, count)
+    values = tied_logits(random, rows, vocab, levels)
+    values[random.random(values.shape) < forbidden] = -np.inf
+    # Next to great totals, different log-probabilities of a row have equal sums.
+    totals = -scale * STEP * random.integers(min(levels, 30), size=rows).astype(np.float32)
+    logits = torch.from_numpy(values).to(dtype)
+    logprobs = log_softmax(logits.float().numpy())
+    with patch.object(top_k, "_CHUNK", chunk):
+        found = select_best(logits, totals, count)
     pairs = list(zip(found.rows.tolist(), found.token_ids.tolist(), strict=True))
     assert sorted(pairs) == ranked(logprobs, totals, count)
     assert np.array_equal(found.logprobs, logprobs[found.rows, found.token_ids])
     order = random.permutation(rows)
-    elsewhere = select_best(as_logits(logprobs[order]), totals, count, rows_of_logits=order)
+    elsewhere = select_best(logits[order], totals, count, rows_of_logits=order)
     assert all(map(np.array_equal, elsewhere, found))
     # By row, best first within a row; the smaller token of two equal ones.
     keys = [(row, -logprobs[row, token], token) for row, token in pairs]
@@ -80,7 +86,8 @@ def test_equals_sorting_everything(rows, vocab, count, levels, forbidden, seed):
 @settings(max_examples=80, deadline=None)
 def test_rules_come_before_the_choice(rows, vocab, count, masks, seed):
     random = np.random.default_rng(seed)
-    logprobs = -STEP * random.integers(400, size=(rows, vocab)).astype(np.float32)
+    logits = tied_logits(random, rows, vocab, 400)
+    logprobs = log_softmax(logits)
     biased = random.permutation(vocab)[: random.integers(vocab + 1)]
     bias = STEP * random.integers(-300, 300, size=biased.size).astype(np.float32)
     bits = np.zeros((1 if masks == "one for all" else rows, -(-vocab // 32) * 32), dtype=np.uint8)
@@ -97,14 +104,14 @@ def test_rules_come_before_the_choice(rows, vocab, count, masks, seed):
         ruled[~allowed] = -np.inf
     totals = -STEP * random.integers(30, size=rows).astype(np.float32)
 
-    found = select_best(as_logits(logprobs), totals, count, rules)
+    found = select_best(torch.from_numpy(logits), totals, count, rules)
     pairs = list(zip(found.rows.tolist(), found.token_ids.tolist(), strict=True))
     assert sorted(pairs) == ranked(ruled, totals, count)
     assert np.array_equal(found.logprobs, logprobs[found.rows, found.token_ids])
     keys = [(row, -ruled[row, token], token) for row, token in pairs]
     assert keys == sorted(keys)
 
-    _, token_ids, values = best_of_rows(as_logits(logprobs), min(count, vocab), rules)
+    _, token_ids, values = best_of_rows(torch.from_numpy(logits), min(count, vocab), rules)
     token_ids, values = token_ids.reshape(rows, -1), values.reshape(rows, -1)
     best = -np.sort(-ruled, axis=1)[:, : min(count, vocab)]
     assert np.array_equal(np.take_along_axis(ruled, token_ids, 1), best)
@@ -136,15 +143,18 @@ def test_rows_with_nan_have_no_continuations():
 def test_search_equals_the_best_of_every_row_and_the_reference(wanted, seed, tied):
     model = random_model(seed)
 
+    def next_logits(token_ids):
+        logits = model(token_ids)
+        return np.round(logits / STEP).astype(np.float32) * np.float32(STEP) if tied else logits
+
     def next_logprobs(token_ids):
-        logprobs = model(token_ids)
-        return np.round(logprobs / STEP).astype(np.float32) * np.float32(STEP) if tied else logprobs
+        return log_softmax(next_logits(token_ids))
 
     search = BeamSearch(wanted, PROMPT)
     assert search.takes_best_of_all
     rows: list[list[int]] = [[]]
     while not search.done:
-        logits = as_logits(np.stack([next_logprobs(row) for row in rows]))
+        logits = torch.from_numpy(np.stack([next_logits(row) for row in rows]))
         found = select_best(logits, search.totals, wanted.num_candidates)
         rows = extended(rows, search.advance(found))
     found = search.hypotheses()
