@@ -108,7 +108,9 @@ def measure_step(path: Path, vocabulary: int, width: int, repeats: int) -> Row:
     totals = np.zeros(len(nodes), dtype=np.float32)
     runs = {
         # The normalizer is the same work for both; over the valid tokens it is next to nothing.
-        "step": lambda: best_continuations(trie, logits, nodes, totals, width, None, "valid"),
+        "step": lambda: best_continuations(
+            trie, logits, nodes, totals, width, None, "valid"
+        ).fetch(),
         "top_k": lambda: logits.topk(min(2 * width, vocabulary)),
     }
     timed = interleave(runs, repeats)

@@ -34,7 +34,7 @@ def floors(*names: str) -> dict[str, int]:
 
 FLOORS = {
     "vllm_trie": floors(
-        "native checked_file watched_file",
+        "native checked_file watched_file device_copy",
         "store tree",
         "ngrams attention beam local_engine",
         "budget drafters items explore",

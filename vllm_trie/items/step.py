@@ -7,11 +7,14 @@ except for the normalizer. With ``normalize="vocabulary"`` the scores are those 
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from vllm_trie.beam.unfetched import Unfetched
+from vllm_trie.device_copy import to_device
 from vllm_trie.items.selection import SelectedTrie
 from vllm_trie.items.trie import ItemTrie
 
@@ -55,7 +58,7 @@ def best_continuations(
     eos_token_id: int | None = None,
     normalize: Normalize = "vocabulary",
     weight_factor: float = 0.0,
-) -> Continuations:
+) -> Unfetched[Continuations]:
     """Return the best continuations of all rows together.
 
     These are the best `width` of those that complete an item, and the best `width` of those that go
@@ -79,8 +82,8 @@ def best_continuations(
         targets = np.concatenate([~np.asarray(nodes, dtype=np.int32)[complete], targets])
     tokens = tokens_of(trie, targets, eos_token_id)
     device = logits.device
-    row_index = torch.from_numpy(rows).to(device)
-    values = logits[row_index, torch.from_numpy(tokens.astype(np.int64)).to(device)].float()
+    row_index = to_device(rows, device)
+    values = logits[row_index, to_device(tokens.astype(np.int64), device)].float()
     if normalize == "valid":
         normalizer = _segment_logsumexp(values, row_index, len(logits))
     else:
@@ -91,21 +94,28 @@ def best_continuations(
         goes_on = np.flatnonzero(trie.has_children(targets))
         chosen = np.concatenate([ends, goes_on])
         rows, targets = rows[chosen], np.concatenate([~targets[ends], targets[goes_on]])
-        chosen_index = torch.from_numpy(chosen).to(device)
+        chosen_index = to_device(chosen, device)
         row_index, logprobs = row_index[chosen_index], logprobs[chosen_index]
     num_ends = int((targets < 0).sum())  # they come first
     if weight_factor:
         weights = weight_factor * trie.item_weights(~targets[:num_ends])
-        logprobs[:num_ends] += torch.from_numpy(weights).to(logprobs)
-    scores = logprobs + torch.as_tensor(totals, dtype=torch.float32, device=device)[row_index]
+        logprobs[:num_ends] += to_device(weights.astype(np.float32), device)
+    scores = logprobs + to_device(totals, device)[row_index]
     # Not the best of both together: of two equal ones, either could be missing.
     kinds = (scores[:num_ends], scores[num_ends:])
     best = [kind.topk(min(width, len(kind)), sorted=False).indices for kind in kinds]
-    kept = torch.cat([best[0], best[1] + num_ends]).sort().values.cpu().numpy()
-    kept_logprobs = logprobs[torch.from_numpy(kept).to(device)].cpu().numpy()
-    order = np.lexsort((kept, -kept_logprobs, rows[kept]))
+    kept_index = torch.cat([best[0], best[1] + num_ends])
+    finish = functools.partial(_in_order, rows, targets)
+    return Unfetched((kept_index, logprobs[kept_index]), finish)
+
+
+def _in_order(
+    rows: np.ndarray, targets: np.ndarray, kept: np.ndarray, logprobs: np.ndarray
+) -> Continuations:
+    """Return the candidates at the places `kept`, by row, best first within a row."""
+    order = np.lexsort((kept, -logprobs, rows[kept]))
     kept = kept[order]
-    return Continuations(rows[kept], targets[kept], kept_logprobs[order])
+    return Continuations(rows[kept], targets[kept], logprobs[order])
 
 
 def _segment_logsumexp(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm_trie.beam import Candidates
-from vllm_trie.beam.top_k import TokenRules
+from vllm_trie.beam.blocks import TokenRules
 from vllm_trie.items.selection import Selection
 from vllm_trie.items.step import Continuations, Normalize
 

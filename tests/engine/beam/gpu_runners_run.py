@@ -39,13 +39,14 @@ arguments = parser.parse_args()
 
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(arguments.runner == "v2"))
 
-import tests.engine.v2_on_cpu  # noqa: F401 - prepares Triton's interpreter
+from tests.engine import v2_on_cpu  # prepares Triton's interpreter
 from tests.engine.beam.async_on_cpu import force_async_scheduling
 
 if arguments.asynchronous:
     force_async_scheduling()
 
 import pytest
+import torch
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.worker import gpu_model_runner
@@ -56,6 +57,7 @@ from tests.engine.beam import test_token_rules as token_rules
 from tests.engine.beam.cases import check_case, greedy_requests, prompt, request_of
 from tests.engine.beam.oracle import Case, constrained_search
 from tests.engine.conftest import free_blocks, scheduler_of
+from tests.engine.v2_waits import Waits
 from tests.unit.items.catalogues import PlainTrie, random_items, write
 from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
@@ -180,6 +182,10 @@ def main() -> None:
     expected = {"v1": gpu_model_runner, "v2": gpu_model_runner_v2}[arguments.runner]
     assert isinstance(runner, expected.GPUModelRunner)
     assert type(scheduler).__name__.startswith("Async") == arguments.asynchronous
+    waits = None
+    if arguments.runner == "v2" and arguments.asynchronous:
+        torch.Event = torch.cuda.Event = v2_on_cpu.Event  # which counts who waits
+        waits = Waits(llm)
     before = free_blocks(llm)
     rng = random.Random(arguments.searches)
     result = run_constrained(llm) if arguments.constrained else run(llm, rng)
@@ -188,6 +194,8 @@ def main() -> None:
             llm.llm_engine.step()
     result["blocks_lost"] = before - free_blocks(llm)
     result["requests_left"] = len(scheduler.requests) + len(runner_requests(runner))
+    if waits is not None:
+        result["waits"] = waits.summary()
     counters = scheduler.beam_counters
     result |= {name: getattr(counters, name) for name in type(counters).__slots__}
     print("RESULT " + json.dumps(result))

@@ -108,3 +108,8 @@ def test_hypotheses_are_those_of_transformers_on_a_gpus_runner(arguments) -> Non
     assert result["groups_failed"] == result["blocks_lost"] == result["requests_left"] == 0
     if "--overcommit" in arguments:
         assert result["beams_preempted"] > 0
+    if arguments[:2] == ["v2", "--asynchronous"]:  # nobody waits but who fetches an output, once
+        waits = result["waits"]
+        assert waits["step"][:2] == [0, 0], waits
+        assert waits["output"][:2] == [1, 1], waits
+        assert waits["output"][2] > 50, waits

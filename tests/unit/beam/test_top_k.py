@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from tests.unit.beam.models import PROMPT, extended, random_model, run_search
 from tests.unit.beam.reference import reference_search
-from vllm_trie.beam import BeamSearch, SearchSettings, top_k
-from vllm_trie.beam.top_k import BLOCK, TokenRules, best_of_rows, select_best
+from vllm_trie.beam import BeamSearch, SearchSettings, blocks
+from vllm_trie.beam.blocks import BLOCK, TokenRules
+from vllm_trie.beam.device_top_k import launch_best
+from vllm_trie.beam.top_k import best_of_rows, select_best
 
 STEP = 1 / 8
 """Of logits with ties."""
@@ -63,14 +65,12 @@ def test_equals_sorting_everything(
     totals = -scale * STEP * random.integers(min(levels, 30), size=rows).astype(np.float32)
     logits = torch.from_numpy(values).to(dtype)
     logprobs = log_softmax(logits.float().numpy())
-    with patch.object(top_k, "_CHUNK", chunk):
+    with patch.object(blocks, "_CHUNK", chunk):
         found = select_best(logits, totals, count)
     pairs = list(zip(found.rows.tolist(), found.token_ids.tolist(), strict=True))
     assert sorted(pairs) == ranked(logprobs, totals, count)
     assert np.array_equal(found.logprobs, logprobs[found.rows, found.token_ids])
-    order = random.permutation(rows)
-    elsewhere = select_best(logits[order], totals, count, rows_of_logits=order)
-    assert all(map(np.array_equal, elsewhere, found))
+    assert all(map(np.array_equal, launch_best(logits, totals, count).fetch(), found))
     # By row, best first within a row; the smaller token of two equal ones.
     keys = [(row, -logprobs[row, token], token) for row, token in pairs]
     assert keys == sorted(keys)
@@ -110,8 +110,10 @@ def test_rules_come_before_the_choice(rows, vocab, count, masks, seed):
     assert np.array_equal(found.logprobs, logprobs[found.rows, found.token_ids])
     keys = [(row, -ruled[row, token], token) for row, token in pairs]
     assert keys == sorted(keys)
+    launched = launch_best(torch.from_numpy(logits), totals, count, rules)
+    assert all(map(np.array_equal, launched.fetch(), found))
 
-    _, token_ids, values = best_of_rows(torch.from_numpy(logits), min(count, vocab), rules)
+    _, token_ids, values = best_of_rows(torch.from_numpy(logits), min(count, vocab), rules).fetch()
     token_ids, values = token_ids.reshape(rows, -1), values.reshape(rows, -1)
     best = -np.sort(-ruled, axis=1)[:, : min(count, vocab)]
     assert np.array_equal(np.take_along_axis(ruled, token_ids, 1), best)

@@ -40,7 +40,7 @@ def run_items(
         found = best_continuations(
             trie, next_logits(rows), search.nodes, search.search.totals, wanted.beam_width,
             eos, normalize, weight_factor,
-        )  # fmt: skip
+        ).fetch()  # fmt: skip
         rows = extended(rows, search.advance(found))
         tree = getattr(trie, "trie", trie)
         assert [tree.find(np.array(row)) for row in rows] == search.nodes.tolist()

@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_trie.beam.top_k import TokenRules
+from vllm_trie.beam.blocks import TokenRules
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,6 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_trie.attention.device_copy import to_device
 from vllm_trie.attention.kernel_check import (
     BATCHES,
     TOLERANCE,
@@ -28,6 +27,7 @@ from vllm_trie.attention.kernel_check import (
     random_step,
     relative_error,
 )
+from vllm_trie.device_copy import to_device
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import TREE_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.verification import compaction
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_trie.attention import TreeBatch
-from vllm_trie.attention.device_copy import to_device
+from vllm_trie.device_copy import to_device
 
 
 @dataclass(frozen=True)

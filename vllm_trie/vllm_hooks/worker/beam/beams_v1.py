@@ -17,18 +17,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from vllm.v1.outputs import SamplerOutput
 
-from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, BeamStep
+from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, SELECTIONS, BeamStep
+from vllm_trie.vllm_hooks.worker.beam.selection import Selector, send
+from vllm_trie.vllm_hooks.worker.beam.shared_prompt import share_prompts
 
 if TYPE_CHECKING:
-    import torch
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-_ATTACHED = "_vllm_trie_attached"
-"""Attribute of a model runner with its :class:`AttachedBeams`."""
+_ATTACHED, _SELECTOR = "_vllm_trie_attached", "_vllm_trie_selector"
+"""Attributes of a model runner with its :class:`AttachedBeams` and :class:`Selector`."""
 
 
 class AttachedBeams:
@@ -191,3 +194,85 @@ def without_beams(
         bonus_logits_indices=metadata.bonus_logits_indices[:count],
         logits_indices=metadata.logits_indices[:num_rows],
     )
+
+
+def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep what the scheduler asks for until the step is sampled."""
+
+    @functools.wraps(original)
+    def execute_model(
+        self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
+        selections = getattr(scheduler_output, SELECTIONS, None)
+        if selections is not None or _SELECTOR in self.__dict__:
+            state = self.__dict__.setdefault(_SELECTOR, Selector(waits=True))
+            state.selections = selections or []
+            state.decoded.update(scheduler_output, self.input_batch)
+        return original(self, with_own_counts(scheduler_output), *args, **kwargs)
+
+    return execute_model
+
+
+def wrap_build_attention_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the beams of searches share the attention to their prompts."""
+
+    @functools.wraps(original)
+    def _build_attention_metadata(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+        built = original(self, *args, **kwargs)
+        beams = attached_to(self)
+        if beams is not None and beams.num_beams == self.input_batch.num_reqs:
+            share_prompts(built, beams.steps)
+        return built
+
+    return _build_attention_metadata
+
+
+def wrap_sample(original: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
+    """Select candidates next to the sampler, which sees requests only."""
+
+    @functools.wraps(original)
+    def _sample(
+        self: GPUModelRunner, logits: torch.Tensor, spec_decode_metadata: Any
+    ) -> SamplerOutput:
+        state: Selector | None = self.__dict__.get(_SELECTOR)
+        beams = attached_to(self)
+        if state is not None:
+            state.decoded.mask(logits, self.input_batch)
+        num_selected = 0
+        if state is not None and state.selections:
+            # Before the sampler, which may change logits in place.
+            row_of, rows_of_beams = self.input_batch.req_id_to_index, {}
+            if spec_decode_metadata is not None:  # a request has a row for each of its drafts, too
+                rows = np.cumsum([0, *(1 + n for n in spec_decode_metadata.num_draft_tokens)])
+                row_of = dict(zip(self.input_batch.req_ids, rows.tolist(), strict=False))
+            if beams is not None:
+                further = len(logits) - self.input_batch.num_reqs
+                rows_of_beams = {name: rows + further for name, rows in beams.places.items()}
+            num_selected = state.select(row_of, logits, rows_of_beams)
+        if beams is not None:
+            logits, spec_decode_metadata = without_beams(beams, logits, spec_decode_metadata)
+            beams.detach()
+        needs_sampler = num_selected < len(logits) or self.speculative_config is not None
+        if len(logits) and needs_sampler:
+            return original(self, logits, spec_decode_metadata)
+        # Nobody else's tokens to sample.
+        tokens = torch.zeros((len(logits), 1), dtype=torch.int32, device=logits.device)
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
+
+    return _sample
+
+
+def wrap_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Send the candidates with the output of the step."""
+
+    @functools.wraps(original)
+    def sample_tokens(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        state: Selector | None = self.__dict__.get(_SELECTOR)
+        if state is not None and state.selected:
+            # Under asynchronous scheduling, inside the output that is still to be copied.
+            send(state.selected, getattr(output, "_model_runner_output", output))
+            state.selected = []
+        return output
+
+    return sample_tokens

@@ -10,31 +10,44 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu.async_utils import stream
 
-from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, BeamStep
+from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, SELECTIONS, BeamStep
 from vllm_trie.vllm_hooks.wire import proxy_params
+from vllm_trie.vllm_hooks.worker.beam.selection import Selector, send
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 _SLOTS = "_vllm_trie_slots"
-"""Attribute of a model runner with its :class:`BeamSlots`."""
+"""Attribute of a model runner, and of its sampler, with its :class:`BeamSlots`."""
+_SELECTED = "_vllm_trie_selected"
+"""Attribute of the output of a step with what :class:`Selector` has selected."""
 _PREFILLED = [0]
 """Tokens that a beam has for the runner, whatever its text: it decodes, and prefills nothing."""
 
 
 class BeamSlots:
-    """Owner of the slots of a runner's request states that are beams."""
+    """Owner of the slots of a runner's request states that are beams.
+
+    Attributes:
+        selector: Of their candidates.
+    """
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
+        self.selector = Selector(waits=False)
         self._names: dict[str, list[str]] = {}  # by proxy id
         self._indices: dict[str, np.ndarray] = {}
         self._steps: Sequence[BeamStep] = ()
@@ -94,8 +107,8 @@ class BeamSlots:
             indices = indices[:count]
             states.num_computed_tokens_np[indices] = step.num_computed
             slots = async_tensor_h2d(indices, device=device)
-            states.num_computed_tokens.gpu[slots] = step.num_computed
-            states.total_len.gpu[slots] = len(_PREFILLED)
+            states.num_computed_tokens.gpu.index_fill_(0, slots, step.num_computed)
+            states.total_len.gpu.index_fill_(0, slots, len(_PREFILLED))
             states.last_sampled_tokens[slots, 0] = async_tensor_h2d(
                 step.token_ids.astype(np.int64), device=device
             )
@@ -105,17 +118,30 @@ class BeamSlots:
                 table[slots, : rows.shape[1]] = async_tensor_h2d(rows, device=device)
                 tables.num_blocks.np[i, indices] = rows.shape[1]
 
-    def places(self, batch: InputBatch) -> dict[str, np.ndarray]:
-        """Return by proxy id int64 [beams], the row of logits of each beam."""
-        if not self._steps:
-            return {}
+    def select(self, logits: torch.Tensor, batch: InputBatch) -> None:
+        """Start the selection of the step's candidates, and their copies to the host.
+
+        The copies come before those of vLLM's own output in the same stream: who waits for these
+        has them, too.
+
+        Args:
+            logits: float [logits rows, vocab], before sampling.
+            batch: The batch.
+        """
+        if not self.selector.selections:
+            return
         first_rows = dict(zip(batch.req_ids, batch.cu_num_logits_np.tolist(), strict=False))
-        return {
+        rows_of_beams = {
             step.proxy_id: np.array(
                 [first_rows[name] for name in self._names[step.proxy_id][: len(step.token_ids)]]
             )
             for step in self._steps
         }
+        self.selector.select(first_rows, logits, rows_of_beams)
+        main, copies = self._runner.main_stream, self._runner.output_copy_stream
+        with stream(copies, main):
+            copies.wait_stream(main)
+            self.selector.selected = [each and each.copied() for each in self.selector.selected]
 
 
 def slots_of(runner: GPUModelRunner) -> BeamSlots:
@@ -135,3 +161,63 @@ def wrap_update_requests(original: Callable[..., None]) -> Callable[..., None]:
         slots_of(self).write()
 
     return update_requests
+
+
+def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the beams of groups, and let the samplers know what to select."""
+
+    @functools.wraps(original)
+    def execute_model(
+        self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
+        slots = slots_of(self)
+        slots.selector.selections = getattr(scheduler_output, SELECTIONS, [])
+        if self.sampler is not None:
+            vars(self.sampler)[_SLOTS] = slots
+        return original(self, slots.add_to(scheduler_output), *args, **kwargs)
+
+    return execute_model
+
+
+def wrap_sampler(original: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
+    """Select the candidates of searches next to a sampler, vLLM's own or one of drafts."""
+
+    @functools.wraps(original)
+    def call(
+        self: Any, logits: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any
+    ) -> SamplerOutput:
+        sampler = getattr(self, "sampler", self)  # one of drafts has vLLM's own
+        slots: BeamSlots | None = vars(sampler).get(_SLOTS)
+        if slots is not None:
+            slots.select(logits, input_batch)  # first: the sampler may change logits in place
+        return original(self, logits, input_batch, *args, **kwargs)
+
+    return call
+
+
+def wrap_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Send the candidates of searches with the output of the step."""
+
+    @functools.wraps(original)
+    def sample_tokens(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        selector = slots_of(self).selector
+        if selector.selected:
+            setattr(output, _SELECTED, selector.selected)
+            selector.selected = []
+        return output
+
+    return sample_tokens
+
+
+def wrap_get_output(original: Callable[..., ModelRunnerOutput]) -> Callable[..., ModelRunnerOutput]:
+    """Send the candidates of searches when the output of their step is on the host."""
+
+    @functools.wraps(original)
+    def get_output(self: AsyncOutput) -> ModelRunnerOutput:
+        output = original(self)
+        if selected := vars(self).get(_SELECTED):
+            send(selected, output)
+        return output
+
+    return get_output

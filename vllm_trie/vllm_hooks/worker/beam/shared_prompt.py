@@ -8,7 +8,7 @@ and each beam adds the slots that it has generated. The kernel is that of tree a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,24 +20,26 @@ from vllm_trie.attention.tree_batch import NO_NODES
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    from vllm_trie.vllm_hooks.worker.beam.beams_v1 import AttachedBeams
+    from vllm_trie.vllm_hooks.beam_wire import BeamStep
 
 _SEARCHES = "vllm_trie_searches"
 """Attribute of the attention metadata with the rows of a step, a :class:`TreeBatch`."""
 
 
-def share_prompts(built: Any, beams: AttachedBeams) -> None:
+def share_prompts(built: Any, steps: Sequence[BeamStep]) -> None:
     """Tell the layers of a step, through their attention metadata, which rows share prompts.
 
     Args:
         built: What vLLM's runner has built.
-        beams: They are all rows of the step.
+        steps: Their beams are all rows of the step, in order.
     """
     rows: list[TreeRow] = []
-    for step in beams.steps:
-        first, count = int(beams.places[step.proxy_id][0]), len(step.token_ids)
+    first = 0
+    for step in steps:
+        count = len(step.token_ids)
         rows.append(TreeRow(first, first, count, 0, step.num_computed + 1, step.prompt_len))
-    batch = build_tree_batch(rows, [NO_NODES] * len(rows), beams.num_beams)
+        first += count
+    batch = build_tree_batch(rows, [NO_NODES] * len(rows), first)
     for metadata in {id(of_layer): of_layer for of_layer in built[0].values()}.values():
         setattr(metadata, _SEARCHES, batch)
 

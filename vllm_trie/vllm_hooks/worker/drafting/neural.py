@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_trie.attention.device_copy import to_device
+from vllm_trie.device_copy import to_device
 from vllm_trie.drafters.neural import Chains
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch
 
 from vllm_trie.vllm_hooks.ledger.record import PARTS, STATS, TREE_DRAFTS, TREE_MASKS, Symbols
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import hand_on
-from vllm_trie.vllm_hooks.worker.beam.selection import wrap_sample
+from vllm_trie.vllm_hooks.worker.beam.beams_v1 import wrap_sample
 from vllm_trie.vllm_hooks.worker.drafting.neural import StepStates
 from vllm_trie.vllm_hooks.worker.runners.v1_speculation import V1Speculation
 

@@ -18,7 +18,7 @@ import torch
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_trie.attention import prefers_chains
-from vllm_trie.attention.device_copy import to_device
+from vllm_trie.device_copy import to_device
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.draft_support import check_layers
 from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_trie.vllm_hooks.ledger.record import PLUGGABLE, STATS, TREE_DRAFTS, Symbols
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.draft_support import check_states
-from vllm_trie.vllm_hooks.worker.beam.selection_v2 import wrap_sampler
+from vllm_trie.vllm_hooks.worker.beam.beams_v2 import wrap_sampler
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.verifier_setup import make_verifier
 

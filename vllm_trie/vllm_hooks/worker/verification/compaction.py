@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_trie.attention import TreeRow, move_slots_in_layers
-from vllm_trie.attention.device_copy import to_device
+from vllm_trie.device_copy import to_device
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

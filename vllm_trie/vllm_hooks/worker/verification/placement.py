@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vllm_trie.attention import TreeBatch, TreeRow
-from vllm_trie.attention.device_copy import to_device
+from vllm_trie.device_copy import to_device
 from vllm_trie.tree import TokenTree, place
 
 

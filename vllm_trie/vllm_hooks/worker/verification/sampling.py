@@ -23,7 +23,7 @@ from vllm.v1.sample.logits_processor.builtin import (
     MinTokensLogitsProcessor,
 )
 
-from vllm_trie.attention.device_copy import to_device
+from vllm_trie.device_copy import to_device
 from vllm_trie.tree import TokenTree, accept_all
 from vllm_trie.vllm_hooks.ledger.record import Symbols
 
