@@ -139,7 +139,7 @@ def path(scheme: str = "auto") -> str:
         canvas.lines(x + width / 2, y + 38, lines[1:], "small dim", "middle")
 
     part(20, 50, 190, ["arguments", "method → custom_class"], "green")
-    part(20, 130, 190, ["requests", "beam_width → n members"], "green")
+    part(20, 130, 190, ["requests", "options checked"], "green")
     part(20, 210, 190, ["outputs, metrics", "vllm:trie_*"], "green")
     part(300, 50, 210, ["scheduler", "a flat list of draft tokens"], "soft")
     part(300, 130, 210, ["beam groups", "fork, drop, share blocks"], "green")

@@ -44,7 +44,7 @@ STILL_WRAPPED = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.update_requests",
     "vllm.v1.worker.gpu.sample.sampler:Sampler.__call__",
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__",
-    "vllm.v1.request:Request.from_engine_core_request",
+    "vllm.v1.engine.output_processor:OutputProcessor.add_request",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
     "vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace",
     "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",

@@ -17,8 +17,7 @@ from tests.processes import run_python
 from vllm_trie.check import beams, doctor, identity, kernels, speed
 from vllm_trie.check.parts import Outcome, Settings
 from vllm_trie.tiny_model import model_path
-from vllm_trie.vllm_hooks.frontend.extension import BEAM_REQUESTS
-from vllm_trie.vllm_hooks.wire import SPEC_KEY
+from vllm_trie.vllm_hooks.frontend import hypotheses
 from vllm_trie.vllm_hooks.worker.verification import compaction, sampling
 
 
@@ -151,16 +150,12 @@ def worse(beam: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("broken", ["copies", "scores"])
 def test_beam_search_with_wrong_kv_or_wrong_scores(run, monkeypatch, broken: str) -> None:
-    stock = BEAM_REQUESTS.complete_output
+    stock = hypotheses._add_beam
     if broken == "copies":
         copy = "copy_kv_cache_blocks_inplace"
         monkeypatch.setattr(gpu_model_runner, copy, lambda *arguments: None)
     else:
-        monkeypatch.setattr(
-            BEAM_REQUESTS,
-            "complete_output",
-            lambda output, result: stock(output, {SPEC_KEY: worse(result[SPEC_KEY])}),
-        )
+        monkeypatch.setattr(hypotheses, "_add_beam", lambda out, beam: stock(out, worse(beam)))
     found = run(*BEAMS)
     assert found.status == "failed"
     assert found.measured["found"] > found.measured["allowed"]

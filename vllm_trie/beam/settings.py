@@ -21,7 +21,7 @@ MAX_LENGTH_PENALTY = 5.0
 
 MAX_WEIGHT_FACTOR = 1000.0
 MAX_RULES = 4096
-"""Entries of the lists of one request; they travel with each of its members."""
+"""Entries of the lists of one request."""
 
 EarlyStopping = bool | Literal["never"]
 

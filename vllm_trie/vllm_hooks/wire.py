@@ -5,12 +5,11 @@
     front end  -- extra_args of a request -->  scheduler, workers
     scheduler  -- attributes of SchedulerOutput -->  workers
     workers    -- attributes of ModelRunnerOutput -->  scheduler  -- SchedulerStats -->  front end
-    scheduler  -- result of a hypothesis, with the search's report -->  front end
+    scheduler  -- result of a search, with its report -->  front end
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
@@ -30,12 +29,9 @@ TRACE = "speculation_trace"
 CACHE_SALT = "vllm_trie_cache_salt"
 """Carries a request's cache salt to the worker."""
 SPEC_KEY = "vllm_trie_beam"
-"""Description of a search in a member's request, and its result in ``kv_transfer_params``."""
+"""Description of a search in its request, and its result in the request's output."""
 DECODING_KEY = "vllm_trie_item"
 """Options of an ordinary request that decodes an item."""
-
-REPORT = "report"
-"""Key of a result with the search's report: the labels, and amounts by the names of counters."""
 
 
 def extra_args_of(params: Any) -> Mapping[str, Any]:
@@ -47,50 +43,42 @@ class BeamSpec(NamedTuple):
     """Description of a search that the engine needs in addition to ``SamplingParams``.
 
     Attributes:
-        n: Members of the request.
+        n: Hypotheses to return. vLLM sees a request with one output.
         options: Options of the search.
-        seed: Seed of the search. vLLM gives each member its own seed, or none; but a short search
-            may end before its last member arrives, whose search must find the same.
     """
 
     n: int
     options: BeamOptions
-    seed: int
 
 
-def num_members(params: SamplingParams | None) -> int | None:
-    """Return the number of members of a member's request, None for an ordinary request.
-
-    It does not parse the options, which a wide search has once for each of its members.
-    """
-    spec = extra_args_of(params).get(SPEC_KEY)
-    return None if spec is None else int(spec["n"])
+def is_search(params: SamplingParams | None) -> bool:
+    """Return whether a request is a search."""
+    return SPEC_KEY in extra_args_of(params)
 
 
 def beam_spec(params: SamplingParams) -> BeamSpec:
-    """Return the description of a member request."""
+    """Return the description of a search."""
     spec = extra_args_of(params)[SPEC_KEY]
-    return BeamSpec(spec["n"], unpacked(spec["options"]), spec["seed"])
+    return BeamSpec(spec["n"], unpacked(spec["options"]))
 
 
 def packed(options: BeamOptions) -> str:
-    """Return options as they travel with each member: a text is copied and read at no cost."""
+    """Return options as they travel: a text is copied and read at no cost."""
     return options.model_dump_json(exclude_defaults=True)
 
 
 def packed_options(params: SamplingParams) -> str:
-    """Return the packed options of a member request."""
+    """Return the packed options of a search."""
     return str(extra_args_of(params)[SPEC_KEY]["options"])
 
 
-@functools.lru_cache(maxsize=64)
 def unpacked(options: str) -> BeamOptions:
-    """Return packed options; members of one request share them."""
+    """Return packed options."""
     return BeamOptions.model_validate_json(options)
 
 
 def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int) -> SearchSettings:
-    """Return the settings of the search that a member's parameters ask for."""
+    """Return the settings of the search that a request's parameters ask for."""
     stop_token_ids = [params.eos_token_id, *(params.stop_token_ids or ())]
     do_sample = spec.options.do_sample
     if spec.options.items is not None:  # only EOS, and only where it must follow an item
@@ -103,7 +91,8 @@ def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int)
         temperature=params.temperature if do_sample else 1.0,
         top_k=max(params.top_k, 0) if do_sample else 0,
         top_p=params.top_p if do_sample else 1.0,
-        seed=spec.seed if do_sample else None,
+        # NumPy's generators take no negative seeds.
+        seed=None if params.seed is None or not do_sample else params.seed % 2**64,
         min_tokens=params.min_tokens,
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
@@ -133,6 +122,39 @@ def proxy_params(max_new_tokens: int) -> SamplingParams:
         watermarking=False,  # it does not pass the front end, which would settle it
         extra_args={SPECULATION: False},
     )
+
+
+class SearchAnswer(NamedTuple):
+    """Result of a search; the tokens of its hypotheses are one behind another in its output.
+
+    Attributes:
+        hypotheses: Best first.
+        logprobs: Bytes of int32 [tokens, 1 + k] token ids, float32 [tokens, 1 + k] and int64
+            [tokens] ranks of all hypotheses, None if the request has no ``logprobs``.
+        shared: What all of them have in ``CompletionOutput.beam``.
+        report: Labels and amounts of the plugin's counters, None without statistics.
+    """
+
+    hypotheses: list[HypothesisAnswer]
+    logprobs: tuple[bytes, bytes, bytes] | None
+    shared: dict[str, Any]
+    report: dict[str, Any] | None
+
+
+class HypothesisAnswer(NamedTuple):
+    """One hypothesis of a :class:`SearchAnswer`.
+
+    Attributes:
+        num_tokens: Its length.
+        finish_reason: vLLM's ``FinishReason``.
+        stop_reason: As in ``CompletionOutput``.
+        beam: Its own part of ``CompletionOutput.beam``.
+    """
+
+    num_tokens: int
+    finish_reason: int
+    stop_reason: int | str | None
+    beam: dict[str, Any]
 
 
 class Decoding(NamedTuple):

@@ -15,6 +15,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -250,7 +251,7 @@ class Finished:
 
     token_ids: list[int] = field(default_factory=list)
     reason: str = ""
-    score: float = 0.0
+    hypotheses: list[tuple[list[int], float]] = field(default_factory=list)
 
 
 class Simulation:
@@ -306,8 +307,8 @@ class Simulation:
 
     def add_beam(
         self, name: str, prompt: list[int], width: int, n: int, priority: int = 0, **options: Any
-    ) -> list[str]:
-        """Add a beam request; returns the ids of its members."""
+    ) -> str:
+        """Add a beam request."""
         max_tokens = options.pop("max_tokens", 8)
         params = SamplingParams(
             n=n,
@@ -315,16 +316,11 @@ class Simulation:
             max_tokens=max_tokens,
             extra_args={"beam_width": width, **options},
         )
-        params = prepare_params(params)
-        member_ids = [f"{i}_{name}" for i in range(n)] if n > 1 else [name]
         self._clock += 1
-        for member_id in member_ids:
-            member_params = params.clone()
-            member_params.n = 1
-            self._add(member_id, prompt, member_params, priority)
+        self._add(name, prompt, prepare_params(params), priority)
         if self._overcommit and (group := self.scheduler.beam_groups.by_id.get(name)) is not None:
             group.expected_blocks = 0  # admit it whatever runs: groups will fight for blocks
-        return member_ids
+        return name
 
     def add_greedy(
         self,
@@ -357,11 +353,11 @@ class Simulation:
             )
         )
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_id: str) -> None:
         """Abort as the engine does when a client goes away."""
-        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
         self.scheduler.check_integrity()
-        self.open.difference_update(request_ids)
+        self.open.discard(request_id)
 
     def step(self) -> None:
         """One turn of the engine's loop."""
@@ -392,7 +388,11 @@ class Simulation:
             entry.reason = str(output.finish_reason)
             self.open.discard(output.request_id)
         if carried := getattr(output, RESULT_FIELD):
-            entry.score = carried[SPEC_KEY]["score"]
+            rest = iter(entry.token_ids)
+            for hypothesis in carried[SPEC_KEY].hypotheses:
+                token_ids = [*islice(rest, hypothesis.num_tokens)]
+                entry.hypotheses.append((token_ids, hypothesis.beam["score"]))
+            assert next(rest, None) is None
 
     def run(self, max_steps: int = 20_000) -> None:
         """Run until nothing is left.
@@ -467,8 +467,7 @@ def random_run(vllm_config: Any, seed: int, num_requests: int) -> Simulation:
         overcommit=rng.random() < 0.5,
     )
     room = simulation.scheduler.max_model_len
-    expected: dict[str, tuple[list[str], list[Any]]] = {}
-    alive: dict[str, list[str]] = {}
+    expected: dict[str, list[Any]] = {}  # tokens, or hypotheses
     for number in range(num_requests):
         name = f"r{number}"
         prompt = [rng.randint(1, 4) for _ in range(rng.randint(1, max(1, room // 3)))]
@@ -476,8 +475,7 @@ def random_run(vllm_config: Any, seed: int, num_requests: int) -> Simulation:
         priority = rng.randint(0, 2)
         if rng.random() < 0.35:
             simulation.add_greedy(name, prompt, max_tokens, priority)
-            expected[name] = ([name], [(expected_greedy(prompt, max_tokens), 0.0)])
-            alive[name] = [name]
+            expected[name] = expected_greedy(prompt, max_tokens)
         else:
             width = rng.randint(1, 6)
             n = rng.randint(1, width)
@@ -488,26 +486,22 @@ def random_run(vllm_config: Any, seed: int, num_requests: int) -> Simulation:
             }
             if rng.random() < 0.2 and width % 2 == 0:
                 options |= {"num_beam_groups": 2, "diversity_penalty": 0.5}
-            members = simulation.add_beam(name, prompt, width, n, priority, **options)
-            expected[name] = (members, expected_beam(prompt, width, **options)[:n])
-            alive[name] = members
+            simulation.add_beam(name, prompt, width, n, priority, **options)
+            expected[name] = expected_beam(prompt, width, **options)[:n]
         for _ in range(rng.choice([0, 0, 1, 2, 5, 9])):
             if simulation.scheduler.has_requests():
                 simulation.step()
         if rng.random() < 0.15:
-            victim = rng.choice(sorted(alive))
-            open_ids = [each for each in alive[victim] if each in simulation.open]
-            simulation.abort(open_ids)
-            del alive[victim], expected[victim]
+            victim = rng.choice(sorted(expected))
+            simulation.abort(victim)
+            del expected[victim]
         if rng.random() < 0.02 and not asynchronous:
             simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
     simulation.run(200_000)
-    for members, results in expected.values():
-        if simulation.finished[members[0]].reason == "error":
-            continue  # refused: it could never fit
-        for member, (token_ids, score) in zip(members, results, strict=False):
-            assert simulation.finished[member].token_ids == token_ids
-            assert simulation.finished[member].score == score
+    for name, result in expected.items():
+        answer = simulation.finished[name]
+        if answer.reason != "error":  # refused: it could never fit
+            assert (answer.hypotheses or answer.token_ids) == result
     simulation.check_clean()
     assert simulation.scheduler.beam_counters.groups_failed == 0
     return simulation

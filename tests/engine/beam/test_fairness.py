@@ -23,7 +23,7 @@ def request(name: str, max_tokens: int, **options: Any) -> Arrival:
 def group(name: str, width: int, max_tokens: int = 16, priority: int = 0) -> Arrival:
     return lambda simulation: simulation.add_beam(
         name, [7, 8, 9], width, 1, priority, max_tokens=max_tokens
-    )[0]
+    )
 
 
 def run(

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.beam.simulation import (
@@ -14,14 +13,13 @@ from tests.engine.beam.simulation import (
     expected_beam,
     expected_greedy,
 )
-from vllm_trie.vllm_hooks.frontend.requests import prepare_params
 
 
-def check_beam(simulation: Simulation, member_ids: list[str], expected: list[Any]) -> None:
-    for member_id, (token_ids, score) in zip(member_ids, expected, strict=False):
-        found = simulation.finished[member_id]
-        assert found.token_ids == token_ids
-        assert found.score == score
+def check_beam(simulation: Simulation, name: str, expected: list[Any]) -> None:
+    """Compare as many hypotheses as the request returns."""
+    hypotheses = simulation.finished[name].hypotheses
+    assert hypotheses
+    assert hypotheses == expected[: len(hypotheses)]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -29,9 +27,9 @@ def check_beam(simulation: Simulation, member_ids: list[str], expected: list[Any
 def test_one_group(vllm_config, width, asynchronous):
     simulation = Simulation(vllm_config, num_blocks=400, asynchronous=asynchronous)
     prompt = [1, 2, 3, 4, 5, 6, 7]
-    members = simulation.add_beam("a", prompt, width, width, max_tokens=12)
+    simulation.add_beam("a", prompt, width, width, max_tokens=12)
     simulation.run()
-    check_beam(simulation, members, expected_beam(prompt, width, max_tokens=12))
+    check_beam(simulation, "a", expected_beam(prompt, width, max_tokens=12))
     simulation.check_clean()
     counters = simulation.scheduler.beam_counters
     assert counters.beams_preempted == counters.beams_recomputed == 0
@@ -42,12 +40,13 @@ def test_one_group(vllm_config, width, asynchronous):
 def test_groups_share_batches_with_greedy_requests(vllm_config, asynchronous):
     simulation = Simulation(vllm_config, num_blocks=400, max_num_seqs=12, asynchronous=asynchronous)
     prompts = [[i + 1, 5, i + 2, 9, 9, i] for i in range(8)]
-    members = {i: simulation.add_beam(f"b{i}", prompts[i], 4, 2) for i in range(4)}
+    for i in range(4):
+        simulation.add_beam(f"b{i}", prompts[i], 4, 2)
     for i in range(8):
         simulation.add_greedy(f"g{i}", prompts[i])
     simulation.run()
-    for i, member_ids in members.items():
-        check_beam(simulation, member_ids, expected_beam(prompts[i], 4))
+    for i in range(4):
+        check_beam(simulation, f"b{i}", expected_beam(prompts[i], 4))
     for i in range(8):
         assert simulation.finished[f"g{i}"].token_ids == expected_greedy(prompts[i])
     simulation.check_clean()
@@ -101,9 +100,9 @@ def test_copies_leave_out_the_prompt_after_the_first_fork(vllm_config):
     """Later children take blocks of beams without children, which hold the prompt already."""
     simulation = Simulation(vllm_config, num_blocks=100, block_size=32)
     prompt = [i % 20 + 1 for i in range(20)]
-    members = simulation.add_beam("b", prompt, 8, 8, max_tokens=9)
+    simulation.add_beam("b", prompt, 8, 8, max_tokens=9)
     simulation.run()
-    check_beam(simulation, members, expected_beam(prompt, 8, max_tokens=9))
+    check_beam(simulation, "b", expected_beam(prompt, 8, max_tokens=9))
     counters = simulation.scheduler.beam_counters
     later = counters.beams_forked - 7
     assert later > 7
@@ -124,15 +123,13 @@ def crowd(
         overcommit=True,
     )
     prompts = [[i + 1, 3, i + 5, 2, 7] for i in range(num_groups)]
-    members = [
+    for i, prompt in enumerate(prompts):
         simulation.add_beam(f"b{i}", prompt, 6, 6, max_tokens=24)
-        for i, prompt in enumerate(prompts)
-    ]
 
     def finish() -> None:
         simulation.run()
-        for prompt, member_ids in zip(prompts, members, strict=True):
-            check_beam(simulation, member_ids, expected_beam(prompt, 6, max_tokens=24))
+        for i, prompt in enumerate(prompts):
+            check_beam(simulation, f"b{i}", expected_beam(prompt, 6, max_tokens=24))
 
     return simulation, finish
 
@@ -149,20 +146,6 @@ def test_pool_too_small_for_the_groups(vllm_config, prefix_caching, asynchronous
     simulation.check_clean()
 
 
-def test_abort_of_one_member_leaves_the_others(vllm_config):
-    simulation = Simulation(vllm_config, num_blocks=100)
-    prompt = [4, 4, 4]
-    members = simulation.add_beam("a", prompt, 4, 3)
-    simulation.step()
-    simulation.step()
-    simulation.abort(members[:1])
-    simulation.run()
-    expected = expected_beam(prompt, 4)
-    check_beam(simulation, members[1:], expected[1:])
-    assert members[0] not in simulation.finished
-    simulation.check_clean()
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_abort_in_every_state(vllm_config, asynchronous):
     for steps in range(12):
@@ -170,13 +153,13 @@ def test_abort_in_every_state(vllm_config, asynchronous):
             vllm_config, num_blocks=30, max_num_batched_tokens=8, asynchronous=asynchronous
         )
         prompt = list(range(1, 20))
-        gone = simulation.add_beam("gone", prompt, 4, 2)
-        waits = simulation.add_beam("waits", prompt[::-1], 14, 2)
+        simulation.add_beam("gone", prompt, 4, 2)
+        simulation.add_beam("waits", prompt[::-1], 14, 2)
         for _ in range(steps):
             simulation.step()
-        simulation.abort(gone)
+        simulation.abort("gone")
         simulation.run()
-        check_beam(simulation, waits, expected_beam(prompt[::-1], 14))
+        check_beam(simulation, "waits", expected_beam(prompt[::-1], 14))
         simulation.check_clean()
 
 
@@ -187,19 +170,18 @@ def test_group_that_can_never_fit_is_refused(vllm_config, caplog, width, prompt_
     # A prompt of 200 tokens takes 50 of the 60 blocks: no room for 16 tails.
     simulation = Simulation(vllm_config, num_blocks=61)
     with caplog.at_level("ERROR", logger="vllm_trie"):
-        members = simulation.add_beam("a", [1] * prompt_length, width, 3)
+        simulation.add_beam("a", [1] * prompt_length, width, 3)
     simulation.add_greedy("g", [1, 2, 3])
     simulation.run()
-    for member_id in members:
-        assert simulation.finished[member_id].reason == "error"
+    assert simulation.finished["a"].reason == "error"
     assert simulation.finished["g"].token_ids == expected_greedy([1, 2, 3])
     simulation.check_clean()
 
 
 def test_failure_inside_a_search_fails_its_request_only(vllm_config, monkeypatch):
     simulation = Simulation(vllm_config, num_blocks=100)
-    broken = simulation.add_beam("broken", [1, 2, 3], 4, 2)
-    sound = simulation.add_beam("sound", [3, 2, 1], 4, 2)
+    simulation.add_beam("broken", [1, 2, 3], 4, 2)
+    simulation.add_beam("sound", [3, 2, 1], 4, 2)
     simulation.step()
     simulation.step()
 
@@ -208,8 +190,8 @@ def test_failure_inside_a_search_fails_its_request_only(vllm_config, monkeypatch
 
     monkeypatch.setattr(simulation.scheduler.beam_groups.by_id["broken"].search, "advance", fail)
     simulation.run()
-    assert [simulation.finished[member].reason for member in broken] == ["error", "error"]
-    check_beam(simulation, sound, expected_beam([3, 2, 1], 4))
+    assert simulation.finished["broken"].reason == "error"
+    check_beam(simulation, "sound", expected_beam([3, 2, 1], 4))
     simulation.check_clean()
 
 
@@ -218,13 +200,13 @@ def test_wide_group_is_not_starved_by_a_stream_of_greedy_requests(vllm_config):
     for i in range(8):
         simulation.add_greedy(f"g{i}", [i + 1, 2])
     simulation.step()
-    members = simulation.add_beam("wide", [7, 8, 9], 8, 1)
+    simulation.add_beam("wide", [7, 8, 9], 8, 1)
     for i in range(8, 300):
-        if members[0] in simulation.finished:
+        if "wide" in simulation.finished:
             break
         simulation.add_greedy(f"g{i}", [i % 20 + 1, 2])
         simulation.step()
-    assert members[0] in simulation.finished
+    assert "wide" in simulation.finished
     simulation.run()
     simulation.check_clean()
 
@@ -232,12 +214,12 @@ def test_wide_group_is_not_starved_by_a_stream_of_greedy_requests(vllm_config):
 def test_reset_of_the_prefix_cache_with_rows_running(vllm_config):
     simulation = Simulation(vllm_config, num_blocks=100)
     prompt = [5, 6, 7, 8, 9]
-    members = simulation.add_beam("a", prompt, 4, 4, max_tokens=16)
+    simulation.add_beam("a", prompt, 4, 4, max_tokens=16)
     for _ in range(6):
         simulation.step()
     assert simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
     simulation.run()
-    check_beam(simulation, members, expected_beam(prompt, 4, max_tokens=16))
+    check_beam(simulation, "a", expected_beam(prompt, 4, max_tokens=16))
     simulation.check_clean()
 
 
@@ -247,10 +229,10 @@ def test_reset_of_the_prefix_cache_right_after_an_abort(vllm_config):
     counters = simulation.scheduler.beam_counters
     for reset_running_requests in (False, True):
         forked = counters.beams_forked
-        members = simulation.add_beam("a", [5, 6, 7, 8, 9], 4, 4, max_tokens=16)
+        simulation.add_beam("a", [5, 6, 7, 8, 9], 4, 4, max_tokens=16)
         while counters.beams_forked == forked:
             simulation.step()
-        simulation.abort(members)
+        simulation.abort("a")
         assert simulation.scheduler.reset_prefix_cache(reset_running_requests)
         assert simulation.pool.get_num_free_blocks() == simulation.pool.num_gpu_blocks - 1
         simulation.run()
@@ -279,32 +261,13 @@ def test_pause_that_waits_for_what_runs(vllm_config, asynchronous):
     assert paused_without_blocks
 
 
-def test_members_that_arrive_late_belong_to_the_same_search(vllm_config):
-    """A search of one step may be over before vLLM has sent all its members."""
-    simulation = Simulation(vllm_config, num_blocks=100)
-    params = SamplingParams(
-        n=4, temperature=1.0, max_tokens=1, extra_args={"beam_width": 4, "do_sample": True}
-    )
-    params = prepare_params(params)
-    for index in range(4):
-        member_params = params.clone()
-        member_params.n = 1
-        simulation._add(f"{index}_late", [1, 2, 3], member_params, 0)
-        simulation.run()
-    found = [simulation.finished[f"{index}_late"] for index in range(4)]
-    assert len({tuple(each.token_ids) for each in found}) == 4
-    scores = [each.score for each in found]
-    assert scores == sorted(scores, reverse=True)
-    simulation.check_clean()
-
-
 def test_groups_that_wait_are_counted(vllm_config):
     simulation = Simulation(vllm_config, num_blocks=100, max_num_seqs=8)
     for name in "abc":
         simulation.add_beam(name, [5, 6, 7], 6, 2)
     simulation.step()
-    assert simulation.scheduler.get_request_counts() == (6, 4)
-    assert simulation.scheduler.make_stats().num_waiting_reqs == 4
+    assert simulation.scheduler.get_request_counts() == (6, 12)
+    assert simulation.scheduler.make_stats().num_waiting_reqs == 12
     simulation.run()
     assert simulation.scheduler.get_request_counts() == (0, 0)
 
@@ -324,7 +287,7 @@ def tables(scheduler: Any) -> Any:
         pytest.param(lambda s: s.running.append(a_row(s)), id="a row runs twice"),
         pytest.param(lambda s: s.waiting.prepend_request(a_row(s)), id="a running row waits"),
         pytest.param(lambda s: s.requests.pop(a_row(s).request_id), id="vLLM forgets a row"),
-        pytest.param(lambda s: s.requests.pop("0_a"), id="vLLM forgets a member"),
+        pytest.param(lambda s: s.requests.pop("a"), id="vLLM forgets a search"),
         pytest.param(lambda s: s.beam_proxies.group_of.popitem(), id="a row without a group"),
         pytest.param(lambda s: tables(s).suffix[1].fill(0), id="a beam has another's blocks"),
         pytest.param(

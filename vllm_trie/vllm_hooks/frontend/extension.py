@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_trie.vllm_hooks.frontend.beam_api import ROUTE
 from vllm_trie.vllm_hooks.frontend.extra_args import check_speculation, refusing_what_fails
-from vllm_trie.vllm_hooks.frontend.metrics import record_search
 from vllm_trie.vllm_hooks.frontend.requests import (
     check_api_request,
     check_processed,
@@ -29,11 +28,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput
     from vllm.lora.request import LoRARequest
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import RequestOutput
     from vllm.sampling_params import BeamSearchParams, SamplingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
-    from vllm.v1.engine.output_processor import RequestState
 
 
 class SpeculationRequests:
@@ -55,12 +53,9 @@ class SpeculationRequests:
     def check_request(self, vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
         """Refuse a processed request that the engine cannot hold."""
 
-    def complete_output(self, output: CompletionOutput, result: dict[str, Any]) -> None:
-        """Add the scheduler's result of a request to its output."""
-
 
 class BeamRequests(SpeculationRequests):
-    """Checks beam requests, and attaches the search's result to their outputs."""
+    """Checks beam requests."""
 
     def check_api_request(self, request: Any) -> None:
         if not switched_off():
@@ -76,23 +71,6 @@ class BeamRequests(SpeculationRequests):
     def check_request(self, vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
         check_processed(vllm_config, request)
 
-    def complete_output(self, output: CompletionOutput, result: dict[str, Any]) -> None:
-        """Give a hypothesis its ``cumulative_logprob``, ``score`` and ``beam``.
-
-        ``beam`` is a dictionary: ``score``, ``cumulative_logprob``, ``steps`` of the search,
-        ``item``, the id of the item that was found, if the search was inside a catalogue, and
-        ``trace``, if asked for. The id is also the output's ``item``.
-        """
-        if (beam := result.get(SPEC_KEY)) is None:
-            return
-        record_search(beam)
-        hypothesis: Any = output
-        hypothesis.cumulative_logprob = beam["cumulative_logprob"]
-        hypothesis.score = beam["score"]
-        hypothesis.beam = beam
-        if "item" in beam:
-            hypothesis.item = beam["item"]
-
 
 SPECULATION_REQUESTS = SpeculationRequests()
 BEAM_REQUESTS = BeamRequests()
@@ -104,13 +82,6 @@ _processor = Symbols(
     "v1.engine.input_processor:InputProcessor.",
     "requests can opt out of speculation",
     point="request_extension",
-)
-_result = Symbols(
-    "v1.engine.output_processor:RequestState.",
-    SEARCH,
-    scope="native_search",
-    point="extension_result",
-    **_beam,
 )
 _samples_as_plain: ContextVar[bool] = ContextVar("samples_as_plain", default=False)
 """Whether the engine of the request that is being checked samples as without speculation."""
@@ -201,51 +172,6 @@ def verify_greedy_sampling(original: Callable[..., None], self: SamplingParams) 
     """Allow ``n > 1`` at temperature 0 for beam requests."""
     if not BEAM_REQUESTS.has_distinct_outputs(self):
         original(self)
-
-
-@_result.wraps(
-    "make_request_output",
-    "takes the score out of the field it travels in",
-    successor="`EngineCoreOutput.extension_result`",
-)
-def make_request_output(
-    original: Callable[..., Any],
-    self: RequestState,
-    new_token_ids: Any,
-    pooling_output: Any,
-    finish_reason: Any,
-    stop_reason: Any,
-    kv_transfer_params: dict[str, Any] | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Take the search's result out of the field it travels in."""
-    if kv_transfer_params is not None and SPEC_KEY in kv_transfer_params:
-        self._beam_result = kv_transfer_params  # type: ignore[attr-defined]
-        kv_transfer_params = None
-    outcome = (new_token_ids, pooling_output, finish_reason, stop_reason)
-    return original(self, *outcome, kv_transfer_params, *args, **kwargs)
-
-
-@_result.wraps(
-    "_new_completion_output",
-    "attaches score and cumulative log-probability",
-    successor="`RequestExtension.complete_output()`",
-)
-def new_completion_output(
-    original: Callable[..., Any],
-    self: RequestState,
-    token_ids: list[int],
-    finish_reason: Any,
-    stop_reason: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Attach the search's result to a hypothesis."""
-    output = original(self, token_ids, finish_reason, stop_reason, *args, **kwargs)
-    if (result := self.__dict__.get("_beam_result")) is not None:
-        BEAM_REQUESTS.complete_output(output, result)
-    return output
 
 
 _route = Symbols(

@@ -1,14 +1,14 @@
 """The plugin's metrics in vLLM's endpoint and in its log.
 
 The scheduler sends the workers' statistics with its own, see
-:mod:`vllm_trie.vllm_hooks.scheduler.speculation`. The report of a beam search travels with the
-result of one of its hypotheses.
+:mod:`vllm_trie.vllm_hooks.scheduler.speculation`. The report of a beam search travels with its
+result.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, Counter, Gauge
@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_trie.vllm_hooks.ledger.record import STATS, Symbols
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.wire import FAILURE_REASONS, REPORT, TreeStats
+from vllm_trie.vllm_hooks.wire import FAILURE_REASONS, TreeStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -96,14 +96,11 @@ def beam_counter(name: str) -> Any:
     return register_metric(Counter, f"vllm:trie_beam_{name}", BEAM_COUNTERS[name], _BEAM_LABELS)
 
 
-def record_search(result: dict[str, Any]) -> None:
-    """Count a search if this result has its report, and take the report out."""
-    report = result.pop(REPORT, None)
-    if report is None:
-        return
-    labels = [report.pop(label) for label in _BEAM_LABELS]
-    for name, amount in report.items():
-        beam_counter(name).labels(*labels).inc(amount)
+def record_search(report: Mapping[str, Any]) -> None:
+    """Count a search, whose report has labels and amounts."""
+    labels = [report[label] for label in _BEAM_LABELS]
+    for name in report.keys() & BEAM_COUNTERS.keys():
+        beam_counter(name).labels(*labels).inc(report[name])
 
 
 class _Metrics:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import random
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -179,8 +177,9 @@ def _prepare_search(
 def prepare_params(params: SamplingParams) -> SamplingParams:
     """Check a beam request by itself and return a copy that the engine understands.
 
-    A normalized description is under :data:`SPEC_KEY` of its ``extra_args``, which vLLM copies to
-    the ``n`` members that it makes of the request. In the engine, :func:`beam_spec` reads it back.
+    A normalized description is under :data:`SPEC_KEY` of its ``extra_args``, where
+    :func:`beam_spec` reads it back. It has the ``n`` of the request: vLLM makes ``n`` requests of
+    one that asks for ``n`` outputs, and a search is one request.
 
     Raises:
         BeamRequestError: An option is wrong, or a sampling parameter does not go with beam search.
@@ -205,10 +204,9 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
             f"beam search: {name}={getattr(params, name)!r:.200} is not supported with beam_width"
             f"; {what}"
         )
-    # NumPy's generators take no negative seeds.
-    seed = random.getrandbits(64) if params.seed is None else params.seed % 2**64
-    spec = {"n": params.n, "options": packed(options), "seed": seed}
+    spec = {"n": params.n, "options": packed(options)}
     prepared = _with_extra_args(params, options, {**extra_args, SPEC_KEY: spec})
+    prepared.n = 1
     prepared.watermarking = False
     return prepared
 
@@ -252,8 +250,6 @@ def _check_processors(params: SamplingParams, processors: Sequence[str]) -> None
 def check_processed(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
     """Refuse a processed request, with `beam_width` or `items`, that the engine cannot hold.
 
-    Keeps the members of a request on one engine: may set its ``data_parallel_rank``.
-
     Raises:
         BeamRequestError: Why it cannot be served.
     """
@@ -267,7 +263,7 @@ def check_processed(vllm_config: VllmConfig, request: EngineCoreRequest) -> None
 
 def _check_search(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
     check_inputs(request)
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    cache = vllm_config.cache_config
     params, prompt = request.sampling_params, request.prompt_token_ids
     assert params is not None
     assert prompt is not None
@@ -276,18 +272,10 @@ def _check_search(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
         _check_length(vllm_config, params, options, len(prompt))
     if cache.num_gpu_blocks:  # known here
         # Data-parallel engines report the sum of their blocks.
-        blocks = cache.num_gpu_blocks // parallel.data_parallel_size - 1
+        blocks = cache.num_gpu_blocks // vllm_config.parallel_config.data_parallel_size - 1
         room = vllm_config.model_config.max_model_len - len(prompt)
         max_new = room if params.max_tokens is None else min(params.max_tokens, room)
         check_blocks(len(prompt), options.beam_width, max_new, cache.block_size, blocks)
-    # One engine must get all members, to make them one group.
-    if parallel.data_parallel_size > 1 and params.n > 1 and request.data_parallel_rank is None:
-        ranks = (
-            parallel.data_parallel_size_local
-            if parallel.local_engines_only
-            else parallel.data_parallel_size
-        )
-        request.data_parallel_rank = zlib.crc32(request.request_id.encode()) % ranks
 
 
 # -- requests inside a catalogue -------------------------------------------------------------------

@@ -75,9 +75,9 @@ BEAM_PATCHES: tuple[Patch, ...] = (
     _any("v1.request:Request", "made", "its subclass stands for a group, the proxy",
         "request_id prompt_token_ids"),
     _any("v1.request:Request.update_block_hashes", "relied on",
-        "hashes with _block_hasher, which members keep for the proxy", ""),
-    _any("v1.engine:EngineCoreOutput", "made", "a hypothesis is a member's whole output",
-        "request_id new_token_ids new_logprobs"),
+        "writes block_hashes, which proxies share with their search", ""),
+    _any("v1.engine:EngineCoreOutput", "made", "the whole output of a search",
+        "request_id new_token_ids finish_reason"),
     *(
         _any(f"v1.structured_output.backend_types:StructuredOutputGrammar.{name}", "called",
             "one matcher walks the hypotheses of a search", parameters)
@@ -91,7 +91,7 @@ BEAM_PATCHES: tuple[Patch, ...] = (
     _any("v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask",
         "called", "the masks of a search's beams", "max_num_seqs"),
     _any("v1.structured_output.request:StructuredOutputRequest.grammar", "read",
-        "the grammar that vLLM has compiled for a member"),
+        "the grammar that vLLM has compiled for a search"),
     _any("v1.core.kv_cache_manager:KVCacheManager.allocate_slots", "wrapped",
         "takes blocks for all beams of a group where vLLM schedules the request that stands for it",
         "request num_new_tokens", wrapper="scheduler.proxies:wrap_allocate_slots",

@@ -22,7 +22,7 @@ EXTENSION_POINTS: dict[str, tuple[str, str]] = {
     "stat_loggers": ("0009", "v1.metrics.loggers:register_stat_loggers"),
     "request_extension": ("0010", "plugins.request_extension:register_request_extension"),
     "distinct_outputs": ("0011", "plugins.request_extension:RequestExtension.has_distinct_outputs"),
-    "extension_result": ("0012", "plugins.request_extension:RequestExtension.complete_output"),
+    "extension_result": ("0012", "v1.engine:EngineCoreOutput.extension_result"),
     "scheduler_provider": ("0013", "v1.core.sched.provider:register_scheduler_provider"),
     "beam_search_route": (
         "0014",

@@ -19,7 +19,8 @@ _HOOKS: dict[tuple[Feature, Platform], str] = {
     " worker.drafting_worker worker.runners.v1 worker.runners.v2 worker.verification.sampling",
     ("speculation", "cpu"): "worker.cpu_worker worker.attention.cpu",
     ("speculation", "cuda"): "worker.cuda_worker worker.attention.cuda",
-    ("beam", "any"): "frontend.answers frontend.extension scheduler.beam_scheduler",
+    ("beam", "any"): "frontend.answers frontend.extension frontend.hypotheses"
+    " scheduler.beam_scheduler",
 }
 """Modules with entries next to their code; a feature whose module cannot be imported steps aside.
 Those of another platform stay out: vLLM's CPU worker puts placeholders into ``torch.cuda``."""

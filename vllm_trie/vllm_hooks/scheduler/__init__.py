@@ -4,9 +4,6 @@ Glossary of native beam search:
 
 group
     One beam request, from its arrival to its hypotheses (:class:`group.BeamGroup`).
-member
-    One of the group's ``n`` requests that the front end waits for. It is never queued; at the end
-    it receives one hypothesis.
 beam
     A running hypothesis of the search: a row of the group's arrays, and of the worker's batch. A
     group has up to ``beam_width`` of them.

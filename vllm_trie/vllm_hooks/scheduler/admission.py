@@ -83,7 +83,7 @@ class Admission:
     def in_order(self, groups: Iterable[BeamGroup]) -> list[BeamGroup]:
         """Return the groups in the order in which they start, from their order of arrival."""
         if self._scheduler.policy == SchedulingPolicy.PRIORITY:
-            return sorted(groups, key=lambda group: group.prototype)
+            return sorted(groups, key=lambda group: group.request)
         return list(groups)
 
     # -- a step ------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Admission:
                 request not in scheduler.deferred_waiting
                 and request.request_id not in self._proxies.group_of
             ):
-                return request < group.prototype
+                return request < group.request
         return False
 
     def _claim_of(self, group: BeamGroup, ends: list[tuple[int, int]]) -> Claim | None:

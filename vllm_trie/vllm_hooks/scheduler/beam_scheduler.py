@@ -4,7 +4,7 @@ A search is one ordinary request to vLLM, its proxy, which vLLM batches, chunks,
 prefix-caches. Once its prompt is computed it stands for all beams of the search, which are arrays.
 Next to vLLM's own state there are two objects:
 
-- ``beam_groups``: which groups run (admission, parking), and the answers to members;
+- ``beam_groups``: which groups run (admission, parking), and their answers;
 - ``beam_proxies``: the proxies, and what becomes of beams and their KV in a step.
 
 The classes below only pass vLLM's calls on to them::
@@ -31,7 +31,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -40,7 +40,7 @@ from vllm_trie.vllm_hooks.scheduler.groups import BeamGroups, Outputs
 from vllm_trie.vllm_hooks.scheduler.items import decoded_items
 from vllm_trie.vllm_hooks.scheduler.proxies import BeamCounters, BeamProxies
 from vllm_trie.vllm_hooks.setup.beam_support import cache_reason, reason_off, say_where_untested
-from vllm_trie.vllm_hooks.wire import num_members
+from vllm_trie.vllm_hooks.wire import is_search
 
 logger = init_logger(__name__)
 
@@ -57,7 +57,7 @@ class TrieBeamScheduler(Scheduler):
         self.beam_groups = BeamGroups(self, self.beam_proxies, self.beam_counters)
 
     def add_request(self, request: Request) -> None:
-        if num_members(request.sampling_params) is not None:
+        if is_search(request.sampling_params):
             self.beam_groups.add(request, self.beam_off)
             return
         try:
@@ -146,7 +146,7 @@ class TrieBeamScheduler(Scheduler):
         # Metrics and the balance between data-parallel engines see groups that wait, too.
         running, waiting = super().get_request_counts()
         running += self.beam_proxies.num_further_beams()
-        return running, waiting + self.beam_groups.num_waiting_members()
+        return running, waiting + self.beam_groups.num_waiting_beams()
 
     def get_num_unfinished_requests(self) -> int:
         return super().get_num_unfinished_requests() + self.beam_groups.num_unfinished()
@@ -222,18 +222,3 @@ def get_scheduler_cls(original: Callable[..., Any], self: SchedulerConfig) -> An
         )
         return original(self)
     return scheduler_class(self)
-
-
-@_beam.wraps(
-    "v1.request:Request.from_engine_core_request",
-    "hashes the prompt of a search once, not for each member",
-)
-def from_engine_core_request(
-    original: Callable[..., Request], request: EngineCoreRequest, block_hasher: Any
-) -> Request:
-    """Do not hash the prompt of a member: its group hashes it once, for the row of the prompt."""
-    if num_members(request.sampling_params) is None:
-        return original(request, block_hasher)
-    member = original(request, None)
-    member._block_hasher = block_hasher
-    return member

@@ -96,7 +96,7 @@ class GroupBeams:
         """Make the beams of a group of which a step may compute `most_beams`."""
         self.group = group
         self._most_beams = most_beams
-        self.proxy = self._new_proxy(None)
+        self.proxy = self._new_proxy()
         self.num_passes = 1
         self.level: Level | None = None
         self.is_short = False
@@ -122,23 +122,21 @@ class GroupBeams:
         result: np.ndarray = np.array_split(rows, self.num_passes)[self._pass]
         return result
 
-    def _new_proxy(self, old: BeamProxy | None) -> BeamProxy:
-        member = self.group.prototype
+    def _new_proxy(self) -> BeamProxy:
+        request = self.group.request
         proxy = BeamProxy(
             self.group.new_proxy_id(),
-            member.prompt_token_ids,
+            request.prompt_token_ids,
             self.group.proxy_params,
             None,
-            client_index=member.client_index,
-            arrival_time=member.arrival_time,
-            lora_request=member.lora_request,
-            cache_salt=member.cache_salt,
-            priority=member.priority,
-            trace_headers=member.trace_headers,
-            block_hasher=member._block_hasher if old is None else None,
+            client_index=request.client_index,
+            arrival_time=request.arrival_time,
+            lora_request=request.lora_request,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            trace_headers=request.trace_headers,
         )
-        if old is not None:
-            proxy.block_hashes = old.block_hashes
+        proxy.block_hashes = request.block_hashes
         proxy.beams = self
         return proxy
 
@@ -213,7 +211,7 @@ class GroupBeams:
         """
         if halve:
             self.num_passes = min(2 * self.num_passes, max(1, self.group.search.num_rows))
-        self.proxy = self._new_proxy(self.proxy)
+        self.proxy = self._new_proxy()
         self.level, self._pass, self.is_short = None, 0, False
         self._tables, self._copies, self._replay = [], [], []
 

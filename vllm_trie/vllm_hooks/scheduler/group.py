@@ -1,4 +1,4 @@
-"""One beam request inside the scheduler: its search, and the answers to its members."""
+"""One beam request inside the scheduler: its search, and its answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
-from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.beam import BeamSearch, Children, Hypothesis, num_raw_candidates
@@ -27,27 +26,33 @@ from vllm_trie.vllm_hooks.scheduler.group_rules import GroupRules
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
 from vllm_trie.vllm_hooks.scheduler.items.group_items import GroupItems
 from vllm_trie.vllm_hooks.setup.beam_support import check_inputs, min_blocks
-from vllm_trie.vllm_hooks.wire import REPORT, SPEC_KEY, BeamSpec, proxy_params, search_settings
+from vllm_trie.vllm_hooks.wire import (
+    SPEC_KEY,
+    BeamSpec,
+    HypothesisAnswer,
+    SearchAnswer,
+    proxy_params,
+    search_settings,
+)
 
 RESULT_FIELD = "extension_result" if offered("extension_result") else "kv_transfer_params"
 """Field of an ``EngineCoreOutput`` in which a search's result travels to the front end."""
 
 MISSING = Hypothesis([], [], float("-inf"), 0.0, "length", None, np.zeros((0, 3), dtype=np.int64))
-"""Answer to a member for which the search found no hypothesis."""
+"""Takes the place of hypotheses that the search did not find."""
 
 
 class BeamGroup:
     """State of one beam request.
 
-    ``BeamGroups`` writes ``members``, ``parked`` and ``report``, ``Admission`` ``waited_steps``,
-    ``BeamProxies`` ``proxy``, ``candidates`` and ``prefill_stats``.
+    ``BeamGroups`` writes ``parked`` and ``report``, ``Admission`` ``waited_steps``, ``BeamProxies``
+    ``proxy``, ``candidates`` and ``prefill_stats``.
     """
 
     def __init__(
         self,
-        group_id: str,
+        request: Request,
         spec: BeamSpec,
-        member: Request,
         max_model_len: int,
         vocab_size: int,
         block_size: int,
@@ -55,17 +60,16 @@ class BeamGroup:
         catalogues: Catalogues,
         rules: GroupRules | None = None,
     ) -> None:
-        params = member.sampling_params
+        params = request.sampling_params
         assert params is not None
-        check_inputs(member)
-        prompt = member.prompt_token_ids
+        check_inputs(request)
+        prompt = request.prompt_token_ids
         assert prompt is not None
-        self.group_id = group_id
+        self.request = request
         self.beam_width = spec.options.beam_width
-        self.members: dict[int, Request] = {}
-        self.prototype = member
+        self._num_answers = spec.n
         self.prompt = np.asarray(prompt, dtype=np.int32)
-        max_new_tokens = min(member.max_tokens, max_model_len - len(prompt))
+        max_new_tokens = min(request.max_tokens, max_model_len - len(prompt))
         self.num_logprobs = params.logprobs
         self.num_candidates: int | None = None  # of each beam; None: of all beams together
         self.rules = rules
@@ -109,20 +113,15 @@ class BeamGroup:
         """Whether the group has KV, or gets some in the step that is scheduled."""
         return self.proxy is not None and self.proxy.status == RequestStatus.RUNNING
 
-    @property
-    def finished(self) -> bool:
-        """Whether no member waits for an answer."""
-        return all(member.is_finished() for member in self.members.values())
-
     def new_proxy_id(self) -> str:
         """Return an id that no proxy has had."""
         self._num_proxies += 1
-        return f"{self.group_id}~{self._num_proxies}"
+        return f"{self.request.request_id}~{self._num_proxies}"
 
     def advance(self) -> Children:
         """Take a step of the search with the candidates of all beams; return its next beams.
 
-        Keeps the candidates that members want as log-probabilities.
+        Keeps the candidates that the answer has as log-probabilities.
 
         Raises:
             RuntimeError: The worker had no candidates, as it could not map the catalogue.
@@ -149,10 +148,6 @@ class BeamGroup:
             self.rules.advance(self.search.generated.tolist())
         return children
 
-    def hypotheses(self) -> list[Hypothesis]:
-        """Return the best hypotheses of a search that is done, best first."""
-        return self.search.hypotheses() if self.items is None else self.items.hypotheses()
-
     def selection(self, proxy_id: str, rows: np.ndarray) -> ItemSelection | TokenSelection:
         """Return what the worker needs to select candidates.
 
@@ -168,71 +163,77 @@ class BeamGroup:
         settings = self.search.settings
         return TokenSelection(proxy_id, self.search.totals[rows], settings.num_candidates, rules)
 
-    def output(self, member: Request, hypothesis: Hypothesis) -> EngineCoreOutput:
-        """Return the whole output of a member. Takes the member's events."""
-        by_token = hypothesis.reason == "stop" and not isinstance(hypothesis.stop, str)
-        params = member.sampling_params
-        assert params is not None
-        result: dict[str, Any] = {
-            "score": hypothesis.score,
-            "cumulative_logprob": sum(hypothesis.logprobs),
-            "steps": self.search.steps,
-        }
-        stop = hypothesis.stop if by_token and hypothesis.stop != params.eos_token_id else None
-        if self.items is not None and len(hypothesis.places):
-            (stop,) = self.items.item_ids([hypothesis])
-            result["item"] = stop
-        if self.report is not None:  # with one of the results
-            result[REPORT] = {**self.report, "steps": self.search.steps}
+    def output(self) -> EngineCoreOutput:
+        """Return the whole answer of a search that is done. Takes the request's events."""
+        search = self.search if self.items is None else self.items
+        hypotheses = search.hypotheses()[: self._num_answers]
+        hypotheses += [MISSING] * (self._num_answers - len(hypotheses))
+        shared: dict[str, Any] = {"steps": self.search.steps}
+        report = self.report
+        if report is not None:
+            report |= shared
             if self.items is not None:
-                result[REPORT] |= {"item_steps": self.search.steps, **self.items.counts}
-            self.report = None
+                report |= {"item_steps": self.search.steps, **self.items.counts}
         if self.search.trace is not None:
-            result["trace"] = self.search.trace.to_dict()
+            shared["trace"] = self.search.trace.to_dict()
+        answers = [self._answer(hypothesis) for hypothesis in hypotheses]
+        answer = SearchAnswer(answers, self._logprobs_of(hypotheses), shared, report)
         output = EngineCoreOutput(
-            request_id=member.request_id,
-            new_token_ids=hypothesis.token_ids,
-            new_logprobs=self._logprobs_of(hypothesis),
-            # The front end finds a stop string itself, as for ordinary requests: it cuts the text
-            # and reports the string as the stop reason.
-            finish_reason=FinishReason.STOP if by_token else FinishReason.LENGTH,
-            stop_reason=stop,
-            events=member.take_events(),
+            request_id=self.request.request_id,
+            new_token_ids=[token for hypothesis in hypotheses for token in hypothesis.token_ids],
+            finish_reason=FinishReason(answers[0].finish_reason),
+            events=self.request.take_events(),
             prefill_stats=self.prefill_stats,
-            trace_headers=member.trace_headers,
+            trace_headers=self.request.trace_headers,
         )
-        setattr(output, RESULT_FIELD, {SPEC_KEY: result})
+        setattr(output, RESULT_FIELD, {SPEC_KEY: answer})
         return output
 
-    def _logprobs_of(self, hypothesis: Hypothesis) -> LogprobsLists | None:
+    def _answer(self, hypothesis: Hypothesis) -> HypothesisAnswer:
+        params = self.request.sampling_params
+        assert params is not None
+        by_token = hypothesis.reason == "stop" and not isinstance(hypothesis.stop, str)
+        stop = hypothesis.stop if by_token and hypothesis.stop != params.eos_token_id else None
+        beam: dict[str, Any] = {
+            "score": hypothesis.score,
+            "cumulative_logprob": sum(hypothesis.logprobs),
+        }
+        if self.items is not None and len(hypothesis.places):
+            (stop,) = self.items.item_ids([hypothesis])
+            beam["item"] = stop
+        # The front end finds a stop string itself, as for ordinary requests: it cuts the text and
+        # reports the string as the stop reason.
+        reason = FinishReason.STOP if by_token else FinishReason.LENGTH
+        return HypothesisAnswer(len(hypothesis.token_ids), reason, stop, beam)
+
+    def _logprobs_of(self, hypotheses: Sequence[Hypothesis]) -> tuple[bytes, bytes, bytes] | None:
         """Return the log-probabilities that the user asked for, None if none.
 
         Each token has 1 + ``num_logprobs`` columns: itself, then the best of its step.
         """
         if self.num_logprobs is None:
             return None
-        count = len(hypothesis.token_ids)
-        token_ids = np.empty((count, 1 + self.num_logprobs), dtype=np.int32)
-        values = np.empty((count, 1 + self.num_logprobs), dtype=np.float32)
-        token_ids[:, 0] = hypothesis.token_ids
-        values[:, 0] = hypothesis.logprobs
-        ranks = hypothesis.places[:, 2] + 1
-        if self.num_logprobs:
-            for index, (step, row, _) in enumerate(hypothesis.places):
-                step_token_ids, step_values = self._history[step]
-                token_ids[index, 1:] = step_token_ids[row]
-                values[index, 1:] = step_values[row]
-        return LogprobsLists(token_ids, values, ranks, None)
+        places = np.concatenate([hypothesis.places for hypothesis in hypotheses])
+        token_ids = np.empty((len(places), 1 + self.num_logprobs), dtype=np.int32)
+        values = np.empty((len(places), 1 + self.num_logprobs), dtype=np.float32)
+        token_ids[:, 0] = np.concatenate([hypothesis.token_ids for hypothesis in hypotheses])
+        values[:, 0] = np.concatenate([hypothesis.logprobs for hypothesis in hypotheses])
+        for step, (step_token_ids, step_values) in enumerate(self._history):
+            at = places[:, 0] == step
+            token_ids[at, 1:] = step_token_ids[places[at, 1]]
+            values[at, 1:] = step_values[places[at, 1]]
+        ranks = (places[:, 2] + 1).astype(np.int64)
+        return token_ids.tobytes(), values.tobytes(), ranks.tobytes()
 
 
-def error_output(member: Request) -> EngineCoreOutput:
-    """Return the output of a member whose request failed. Takes the member's events."""
+def error_output(request: Request) -> EngineCoreOutput:
+    """Return the output of a request that failed. Takes its events."""
     return EngineCoreOutput(
-        request_id=member.request_id,
+        request_id=request.request_id,
         new_token_ids=[],
         finish_reason=FinishReason.ERROR,
-        events=member.take_events(),
-        trace_headers=member.trace_headers,
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
     )
 
 

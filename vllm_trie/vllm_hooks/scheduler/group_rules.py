@@ -72,14 +72,14 @@ class GroupRules:
     :meth:`prepare` must have returned True before the proxy runs.
     """
 
-    def __init__(self, member: Request, manager: StructuredOutputManager, vocab_size: int) -> None:
-        params = member.sampling_params
+    def __init__(self, request: Request, manager: StructuredOutputManager, vocab_size: int) -> None:
+        params = request.sampling_params
         assert params is not None
         biases = sorted((params.logit_bias or {}).items())
         self._biased = np.array([token for token, _ in biases], dtype=np.int64)
         self._bias = np.array([bias for _, bias in biases], dtype=np.float32)
         self._allowed = _packed(params.allowed_token_ids, vocab_size)
-        self._structured = member.structured_output_request
+        self._structured = request.structured_output_request
         self._manager = manager
         self._grammar: GrammarMasks | None = None
         self._masks = self._allowed  # of the beams, or of all beams alike

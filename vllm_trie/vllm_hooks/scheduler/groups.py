@@ -19,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.vllm_hooks.beam_wire import SELECTIONS
 from vllm_trie.vllm_hooks.scheduler.admission import Admission
-from vllm_trie.vllm_hooks.scheduler.group import MISSING, BeamGroup, error_output
+from vllm_trie.vllm_hooks.scheduler.group import BeamGroup, error_output
 from vllm_trie.vllm_hooks.scheduler.group_rules import GroupRules, has_rules
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
 from vllm_trie.vllm_hooks.scheduler.proxies import BeamCounters, BeamProxies
@@ -31,7 +31,7 @@ from vllm_trie.vllm_hooks.setup.beam_support import (
     check_slots,
     unsupported_rule,
 )
-from vllm_trie.vllm_hooks.wire import beam_spec, num_members
+from vllm_trie.vllm_hooks.wire import beam_spec
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -49,9 +49,9 @@ _STATUS = {
 
 
 class BeamGroups:
-    """Owner of the groups: takes members in, parks groups, and answers members.
+    """Owner of the groups: takes searches in, parks groups, and answers.
 
-    It writes the ``groups*`` and ``steps`` counters and the members among the scheduler's
+    It writes the ``groups*`` and ``steps`` counters and the searches among the scheduler's
     ``requests``.
     """
 
@@ -62,27 +62,27 @@ class BeamGroups:
         self.admission = Admission(scheduler, proxies)
         self._refused: list[Request] = []
         self.by_id: dict[str, BeamGroup] = {}
-        """Group id to group, in order of arrival. Only this class writes it."""
+        """Request id to group, in order of arrival. Only this class writes it."""
         self.vocab_size = scheduler.vllm_config.model_config.get_vocab_size()
         self.catalogues = Catalogues(catalogue_paths(scheduler.vllm_config), self.vocab_size)
 
     @property
     def idle(self) -> bool:
-        """Whether no member waits for an answer."""
+        """Whether no search waits for an answer."""
         return not self.by_id and not self._refused
 
-    def num_waiting_members(self) -> int:
-        """Return the number of members of groups that have not started or are parked."""
+    def num_waiting_beams(self) -> int:
+        """Return the widths of the groups that have not started or are parked."""
         waiting = (group for group in self.by_id.values() if not group.started or group.parked)
-        return sum(len(group.members) for group in waiting)
+        return sum(group.beam_width for group in waiting)
 
     # -- intake ------------------------------------------------------------------------------------
 
     def add(self, request: Request, off: str | None) -> None:
-        """Add a member to its group, or refuse it; the first member makes the group.
+        """Make a group of a search, or refuse it.
 
         Args:
-            request: The member.
+            request: The search's request.
             off: Why this engine has no native beam search, None if it has.
         """
         if self._scheduler.log_stats:
@@ -91,20 +91,12 @@ class BeamGroups:
         try:
             if off is not None:
                 raise ValueError(f"native beam search is off: {off}")
-            index, group_id = 0, request.request_id
-            # "{index}_{parent request id}", see vLLM's ParentRequest
-            if num_members(request.sampling_params) != 1:
-                prefix, _, group_id = request.request_id.partition("_")
-                index = int(prefix)
-            if group_id not in self.by_id:
-                self.by_id[group_id] = self._new_group(group_id, request)
+            self.by_id[request.request_id] = self._new_group(request)
         except Exception as error:
             self.refuse(request, error)
-        else:
-            self.by_id[group_id].members[index] = request
 
     def refuse(self, request: Request, error: Exception) -> None:
-        """Answer a request, or a member, with an error: what it carries cannot be served."""
+        """Answer a request with an error: what it carries cannot be served."""
         is_foreseen = isinstance(error, ValueError)
         logger.error("Request %s refused: %s", request.request_id, error, exc_info=not is_foreseen)
         self._scheduler.requests[request.request_id] = request
@@ -112,35 +104,35 @@ class BeamGroups:
 
     @contextmanager
     def _failing_alone(self, group: BeamGroup) -> Iterator[None]:
-        """Have an error fail this group alone, whose members get an error as their answer."""
+        """Have an error fail this group alone, whose request gets an error as its answer."""
         try:
             yield
         except Exception:
-            logger.exception("Beam search failed for request %s", group.group_id)
+            request_id = group.request.request_id
+            logger.exception("Beam search failed for request %s", request_id)
             self._counters.groups_failed += 1
-            self._refused += group.members.values()
+            self._refused.append(group.request)
             self._proxies.free_group(group)
-            del self.by_id[group.group_id]
+            del self.by_id[request_id]
 
-    def _new_group(self, group_id: str, member: Request) -> BeamGroup:
-        """Make a member's group.
+    def _new_group(self, request: Request) -> BeamGroup:
+        """Make a search's group.
 
         Raises:
             ValueError: The group could not run even alone.
         """
         scheduler = self._scheduler
-        assert member.sampling_params is not None
-        spec = beam_spec(member.sampling_params)
+        params = request.sampling_params
+        assert params is not None
         group = BeamGroup(
-            group_id,
-            spec,
-            member,
+            request,
+            beam_spec(params),
             scheduler.max_model_len,
             self.vocab_size,
             scheduler.block_size,
-            make_stop_string_finder(scheduler.vllm_config.model_config, member.sampling_params),
+            make_stop_string_finder(scheduler.vllm_config.model_config, params),
             self.catalogues,
-            self._rules(member),
+            self._rules(request),
         )
         check_slots(group.beam_width, min(scheduler.max_num_running_reqs, self.admission.slots))
         check_blocks(
@@ -152,14 +144,14 @@ class BeamGroups:
         )
         return group
 
-    def _rules(self, member: Request) -> GroupRules | None:
-        assert member.sampling_params is not None
-        if not has_rules(member.sampling_params):
+    def _rules(self, request: Request) -> GroupRules | None:
+        assert request.sampling_params is not None
+        if not has_rules(request.sampling_params):
             return None
-        if reason := unsupported_rule(self._scheduler.vllm_config, member.sampling_params):
+        if reason := unsupported_rule(self._scheduler.vllm_config, request.sampling_params):
             raise ValueError(reason)
         manager = self._scheduler.structured_output_manager
-        return GroupRules(member, manager, self.vocab_size)
+        return GroupRules(request, manager, self.vocab_size)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -209,8 +201,7 @@ class BeamGroups:
                 "hypotheses": group.beam_width,
                 "waiting_seconds": now - group.arrival,
             }
-            for member in group.members.values():
-                member.record_event(EngineCoreEventType.SCHEDULED, now)
+            group.request.record_event(EngineCoreEventType.SCHEDULED, now)
         self._proxies.start(group)
 
     # -- parking -----------------------------------------------------------------------------------
@@ -250,66 +241,58 @@ class BeamGroups:
     # -- answers -----------------------------------------------------------------------------------
 
     def step(self, group: BeamGroup, outputs: Outputs) -> None:
-        """Take a step of a group's search; add the members' answers to `outputs` if it ends."""
+        """Take a step of a group's search; add its answer to `outputs` if it ends."""
         with self._failing_alone(group):
             children = group.advance()
             self._counters.steps += 1
             if not group.search.done:
                 self._proxies.follow(group, children)
                 return
-            hypotheses = group.hypotheses()
-            for index, member in sorted(group.members.items()):
-                if not member.is_finished():
-                    hypothesis = hypotheses[index] if index < len(hypotheses) else MISSING
-                    self._answer(member, group.output(member, hypothesis), outputs)
+            self._answer(group.request, group.output(), outputs)
             self._remove(group)
 
     def answer_refused(self, outputs: Outputs) -> None:
-        """Add the errors of refused members to `outputs`."""
-        for member in self._refused:
-            if not member.is_finished():
-                self._answer(member, error_output(member), outputs)
-            self._forget(member)
+        """Add the errors of refused requests to `outputs`."""
+        for request in self._refused:
+            self._answer(request, error_output(request), outputs)
+            self._forget(request)
         self._refused = []
 
     def drop_finished(self) -> None:
-        """Forget groups and refused members that no client waits for any more."""
-        for group in [group for group in self.by_id.values() if group.finished]:
+        """Forget groups and refused requests that no client waits for any more."""
+        for group in [group for group in self.by_id.values() if group.request.is_finished()]:
             self._remove(group)
-        self._refused = [member for member in self._refused if not member.is_finished()]
+        self._refused = [request for request in self._refused if not request.is_finished()]
 
-    def _answer(self, member: Request, output: EngineCoreOutput, outputs: Outputs) -> None:
+    def _answer(self, request: Request, output: EngineCoreOutput, outputs: Outputs) -> None:
         assert output.finish_reason is not None
-        member.status = _STATUS[output.finish_reason]
-        outputs.setdefault(member.client_index, []).append(output)
+        request.status = _STATUS[output.finish_reason]
+        outputs.setdefault(request.client_index, []).append(output)
 
     def _remove(self, group: BeamGroup) -> None:
         self._proxies.free_group(group)
-        for member in group.members.values():
-            self._forget(member)
-        del self.by_id[group.group_id]
+        self._forget(group.request)
+        del self.by_id[group.request.request_id]
 
-    def _forget(self, member: Request) -> None:
-        self._scheduler.requests.pop(member.request_id, None)
+    def _forget(self, request: Request) -> None:
+        self._scheduler.requests.pop(request.request_id, None)
         if self._scheduler.finished_req_ids_dict is not None:
-            self._scheduler.finished_req_ids_dict[member.client_index].add(member.request_id)
+            self._scheduler.finished_req_ids_dict[request.client_index].add(request.request_id)
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of the scheduler, for groups and their proxies.
 
-        - A member waits in each group, and vLLM's requests hold it; the same for refused members.
+        - A client waits for each group and each refused request, and vLLM's requests hold them.
         - Groups have at most ``beam_width`` beams; only started groups are parked.
         - No more requests run than there are slots.
         """
         scheduler = self._scheduler
-        waiting = [*self._refused]
-        for group_id, group in self.by_id.items():
-            waiting += group.members.values()
-            assert not group.finished, f"nobody waits for {group_id}"
-            assert group.search.num_rows <= group.beam_width, f"{group_id} is too wide"
-            assert group.started or not group.parked, f"{group_id}: parked before its start"
-        for member in waiting:
-            assert member.is_finished() or scheduler.requests[member.request_id] is member
+        for name, group in self.by_id.items():
+            assert group.search.num_rows <= group.beam_width, f"{name} is too wide"
+            assert group.started or not group.parked, f"{name}: parked before its start"
+        for request in (*self._refused, *(group.request for group in self.by_id.values())):
+            assert not request.is_finished(), f"nobody waits for {request.request_id}"
+            assert scheduler.requests[request.request_id] is request
         assert len(scheduler.running) <= scheduler.max_num_running_reqs
         self.admission.check_integrity(self.by_id.values())
         self._proxies.check_integrity(self.by_id.values())

@@ -26,7 +26,7 @@ class Catalogue(NamedTuple):
 
 
 MAX_SELECTIONS = 64
-"""Selections that are kept for further members of their requests, and for equal requests."""
+"""Selections that are kept for equal requests."""
 
 
 class Catalogues:
