@@ -134,7 +134,10 @@ SCHEMA = {
 
 STRUCTURED = StructuredOutputsParams(json=SCHEMA)
 # A model as small as this one would otherwise fill its output with white space.
-COMPACT = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
+COMPACT = {
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+    "logits_processors": ["tests.engine.logits_processors:Apart"],
+}
 
 
 def test_structured_outputs(engine):
@@ -150,6 +153,29 @@ def test_structured_beside_free_requests(engine):
     structured = SamplingParams(temperature=0.0, max_tokens=60, structured_outputs=STRUCTURED)
     free = SamplingParams(**GREEDY, ignore_eos=True)
     _compare(engine, [structured if i % 2 else free for i in range(12)], **COMPACT)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_custom_logits_processor(engine, temperature):
+    """Its rule reads the last output token, its state counts the output."""
+    apart = [
+        SamplingParams(
+            temperature=temperature,
+            seed=i,
+            max_tokens=60,
+            ignore_eos=True,
+            min_tokens=30,
+            extra_args={"apart": 16} if i % 3 else None,
+        )
+        for i in range(12)
+    ]
+    expected, _ = _compare(engine, apart, **COMPACT)
+    free = generate(
+        engine(**COMPACT),
+        prompts(12),
+        [SamplingParams(temperature=temperature, seed=i, max_tokens=60) for i in range(12)],
+    )
+    assert differences(expected, free)
 
 
 @pytest.mark.parametrize(

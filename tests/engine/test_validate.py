@@ -101,10 +101,10 @@ def test_chains_with_a_rejection_sampler_that_accepts_everything(run, monkeypatc
 
 
 def test_seeds_that_do_not_count(run, monkeypatch) -> None:
-    stock = sampling._metadata_at
+    stock = sampling._metadata_of
     monkeypatch.setattr(
         sampling,
-        "_metadata_at",
+        "_metadata_of",
         lambda *arguments: dataclasses.replace(stock(*arguments), generators={}),
     )
     found = run(*TREES)

@@ -68,6 +68,7 @@ def greedy(**options: Any) -> SamplingParams:
 
 MIXED = [greedy(max_tokens=6 + 2 * i, **(OPT_OUT if i % 3 == 1 else {})) for i in range(6)]
 SEEDS = [greedy(temperature=0.9, seed=i, top_p=0.95, max_tokens=5) for i in range(4)]
+SEEDS[3].min_p, SEEDS[3].logit_bias = 0.02, {210: 3.0, 13: -2.0}  # exact with trees only
 SEEDS_WITHOUT_DRAFTS = [
     greedy(temperature=0.9, seed=i, top_p=0.95, max_tokens=5, **(OPT_OUT if i < 3 else {}))
     for i in range(4)

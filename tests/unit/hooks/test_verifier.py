@@ -74,7 +74,7 @@ def trees() -> TreeVerifier:
     verifier = TreeVerifier(guard)
     verifier.start_step(0)
     verifier.begin_step(["a", "b"], {}, 9)
-    output = verifier.verify(one_hot([1, 2]), SAMPLER, GREEDY)
+    output = verifier.verify(one_hot([1, 2]), SAMPLER, GREEDY, [[], []])
     assert output.sampled_token_ids.tolist() == [[1], [2]]
     verifier.end_step([[1], [2]])
     requests = {i: make_request([0, 3, i], request_id) for i, request_id in enumerate("ab")}
@@ -100,7 +100,7 @@ def test_a_step_with_trees(trees: TreeVerifier) -> None:
 
     # "b": another token than its nodes'. "a": 6, then 8, then 9.
     logits = one_hot([4, 0, 0] + [6, 0, 8, 0, 9])
-    output = trees.verify(logits, SAMPLER, GREEDY)
+    output = trees.verify(logits, SAMPLER, GREEDY, [[], []])
     assert output.sampled_token_ids.tolist() == [[4, -1, -1], [6, 8, 9]]
 
     cache = torch.arange(8.0).repeat_interleave(2).view(1, 1, 8, 2)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,7 @@ from vllm.logprobs import Logprob
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 from vllm_trie.beam import ITEM_OPTIONS, MAX_LENGTH_PENALTY
+from vllm_trie.vllm_hooks.frontend.hypotheses import PROMPT_TAIL
 from vllm_trie.vllm_hooks.frontend.requests import check_api_request
 from vllm_trie.vllm_hooks.setup.beam_support import (
     BeamRequestError,
@@ -264,6 +266,14 @@ def _to_beam_output(
     tokenizer: TokenizerLike,
     params: BeamSearchParams,
 ) -> BeamSearchOutput:
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+    prompt = engine_input["prompt_token_ids"]
+    # Decoders look back a few tokens, and a long prompt takes longer than its search.
+    beginning, end = decode(prompt), prompt[-PROMPT_TAIL:]
+    if (end_text := decode(end)) and beginning.endswith(end_text):
+        beginning = beginning.removesuffix(end_text)
+    else:
+        beginning, end = "", prompt
     sequences = []
     for output in result.outputs:
         if output.finish_reason == "error":
@@ -271,14 +281,14 @@ def _to_beam_output(
                 f"beam search failed for request {result.request_id}; the engine's log says why"
             )
         # As in vLLM's own search, tokens and text begin with the prompt.
-        tokens = [*engine_input["prompt_token_ids"], *output.token_ids]
+        tokens = [*prompt, *output.token_ids]
         sequence = BeamSearchSequence(
             orig_prompt=engine_input,
             tokens=tokens,
             logprobs=cast(list[dict[int, Logprob]], list(output.logprobs or [])),
             lora_request=lora_request,
             cum_logprob=output.cumulative_logprob or 0.0,
-            text=tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens),
+            text=beginning + decode([*end, *output.token_ids]),
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
         )

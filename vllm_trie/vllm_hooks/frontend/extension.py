@@ -114,7 +114,6 @@ def process_speculation(
 def _walks_trees(vllm_config: VllmConfig) -> bool:
     return (
         config.read(vllm_config) is not None
-        and not vllm_config.use_v2_model_runner
         and not offered("draft_verifier")  # a patched runner has vLLM's list of processors
         and config.verification(vllm_config) == "tree"
     )

@@ -45,11 +45,12 @@ OTHER_NAMES = {
 """Names of options elsewhere, and what they are here."""
 
 NOT_SERVED = frozenset({
-    "begin_suppress_tokens", "constraints", "encoder_no_repeat_ngram_size",
+    "begin_suppress_tokens", "constraints", "dola_layers", "encoder_no_repeat_ngram_size",
     "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
     "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id",
-    "forced_eos_token_id", "guidance_scale", "prefix_allowed_tokens_fn", "renormalize_logits",
-    "sequence_bias", "suppress_tokens", "top_h", "typical_p",
+    "forced_decoder_ids", "forced_eos_token_id", "guidance_scale", "max_length", "max_time",
+    "min_length", "penalty_alpha", "prefix_allowed_tokens_fn", "renormalize_logits",
+    "sequence_bias", "stop_strings", "suppress_tokens", "token_healing", "top_h", "typical_p",
 })  # fmt: skip
 """Options of Hugging Face's ``generate`` that change a search and have no counterpart here."""
 

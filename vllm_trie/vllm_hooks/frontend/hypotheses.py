@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _engine = Symbols("v1.engine.", SEARCH, scope="native_search", feature="beam", upstream=UPSTREAM)
 _parent = Symbols("v1.engine.parallel_sampling:ParentRequest.", SEARCH, feature="beam")
 
-_TAIL = 64
-"""Tokens of the prompt before a text. Decoders look back a few; vLLM decodes the whole prompt."""
+PROMPT_TAIL = 64
+"""Tokens of the prompt that are decoded with each hypothesis. Decoders look back a few tokens."""
 
 
 class SearchOutputs(ParentRequest):
@@ -56,7 +56,7 @@ class SearchOutputs(ParentRequest):
         self._state = state
         self._tokenizer = tokenizer if params.detokenize else None
         self._request = copy(request)
-        size = _TAIL
+        size = PROMPT_TAIL
         if self._tokenizer is not None:
             while size < len(prompt) and not self._tokenizer.decode(
                 prompt[-size:], skip_special_tokens=params.skip_special_tokens

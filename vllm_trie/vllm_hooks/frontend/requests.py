@@ -159,7 +159,10 @@ def _prepare_search(
     vllm_config: VllmConfig, params: SamplingParams, processors: Sequence[str]
 ) -> SamplingParams:
     if reason := reason_off(vllm_config):
-        raise BeamRequestError(f"beam_width was given, but native beam search is off: {reason}")
+        raise BeamRequestError(
+            f"beam_width was given, but native beam search is off: {reason}. vLLM's own runs with "
+            "LLM.beam_search and use_beam_search"
+        )
     prepared = prepare_params(params)
     _check_processors(prepared, processors)
     options = beam_spec(prepared).options

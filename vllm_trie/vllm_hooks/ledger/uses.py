@@ -17,7 +17,11 @@ _v2 = Symbols("v1.worker.gpu.", TREE_DRAFTS)
 _verified("distributed.parallel_state:get_tp_group", "called",
     "sends rank 0's trees to all ranks", "")
 _verified("v1.sample.logits_processor.builtin:MinTokensLogitsProcessor", "read",
-    "min_tokens counts accepted nodes as output")
+    "without a request, greedy decoding is the argmax")
+_verified("v1.sample.logits_processor.interface:LogitsProcessor.update_state", "called",
+    "before each level of the walk, as before each step", "batch_update")
+_verified("v1.worker.gpu_input_batch:InputBatch.add_request", "relied on",
+    "its req_output_token_ids are the lists that logits processors hold", "request")
 _verified("v1.sample.rejection_sampler:RejectionSampler.parse_output", "relied on",
     "reads rows of sampled tokens padded with -1", "output_token_ids vocab_size")
 _verified("v1.sample.sampler:Sampler.forward", "called",
@@ -154,9 +158,6 @@ _other("v1.attention.backends.registry:AttentionBackendEnum.CUSTOM", "registered
     "tree attention as a backend of its own", until=TREE_MASKS, platform="cuda")
 _other("v1.core.sched.output:SchedulerOutput.num_invalid_spec_tokens", "set",
     "keeps fillers out of the count of draft tokens", until=STATS)
-_other("v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS", "read",
-    "the processors of an engine without speculation",
-    until="vLLM's rejection sampler applies logits processors")
 Symbols("v1.attention.backends.triton_attn:", TREE_MASKS, platform="cuda")(
     "TritonAttentionMetadataBuilder._cudagraph_support", "overridden",
     "CUDA graphs may capture any batch, as with vLLM's kernel")

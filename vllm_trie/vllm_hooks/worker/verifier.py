@@ -157,7 +157,11 @@ class TreeVerifier:
         self._stats.preparation_seconds += time.perf_counter() - start
 
     def verify(
-        self, logits: torch.Tensor | None, sampler: Sampler, metadata: SamplingMetadata
+        self,
+        logits: torch.Tensor | None,
+        sampler: Sampler,
+        metadata: SamplingMetadata,
+        outputs: Sequence[list[int]],
     ) -> SamplerOutput:
         """Sample the step's tokens: the accepted nodes' and one more for each request.
 
@@ -165,6 +169,7 @@ class TreeVerifier:
             logits: [logits rows, vocab_size], ``N + 1`` rows for a request with N nodes.
             sampler: vLLM's.
             metadata: of the batch.
+            outputs: see :func:`sample_levels`.
         """
         start = time.perf_counter()
         trees = self.step_trees
@@ -183,7 +188,7 @@ class TreeVerifier:
             assert argmax is not None
             sample = sample_greedy(argmax, trees)
         else:
-            sample = sample_levels(sampler, logits, first_rows, trees, metadata)
+            sample = sample_levels(sampler, logits, first_rows, trees, metadata, outputs)
         self._accepted = sample.accepted
         self._last_logits_rows = [
             first + (path[-1] + 1 if path else 0)

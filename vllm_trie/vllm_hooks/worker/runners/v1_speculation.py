@@ -165,7 +165,8 @@ class V1Speculation:
         runner, batch = self.runner, self.runner.input_batch
         output: SamplerOutput
         if not self.chain_only:
-            output = self.trees.verify(logits, runner.sampler, batch.sampling_metadata)
+            outputs = cast(list[list[int]], batch.req_output_token_ids)
+            output = self.trees.verify(logits, runner.sampler, batch.sampling_metadata, outputs)
             if self.trees.tree_batch is not None:
                 tables = batch.block_table
                 slot_mappings = [tables[g.group_id].slot_mapping.gpu for g in self._cache_groups]

@@ -10,6 +10,7 @@ section 4.3, with draft probabilities of one).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
     MinTokensLogitsProcessor,
@@ -29,6 +29,7 @@ from vllm_trie.vllm_hooks.ledger.record import Symbols
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
 
@@ -57,29 +58,6 @@ class TreeSample(NamedTuple):
         padded[np.arange(padded.shape[1]) < counts[:, None]] = [*chain(*self.token_ids)]
         token_ids = to_device(padded, device)
         return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=self.logprobs)
-
-
-class _MinTokensBelow:
-    """``min_tokens`` for the tokens ``level`` places behind the committed output."""
-
-    def __init__(self, base: MinTokensLogitsProcessor, level: int) -> None:
-        self._base = base
-        self._level = level
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        for index, (min_tokens, output, stop_ids, structured) in self._base.min_toks.items():
-            if len(output) + self._level >= min_tokens or not stop_ids:
-                continue
-            stops = torch.tensor(sorted(stop_ids), device=logits.device)
-            kept = logits[index, stops]
-            logits[index, stops] = -torch.inf
-            # A grammar may leave nothing but a stop token: vLLM then lets it pass.
-            if structured and torch.isneginf(logits[index]).all():
-                logits[index, stops] = kept
-        return logits
 
 
 def is_plain_greedy(metadata: SamplingMetadata) -> bool:
@@ -149,42 +127,50 @@ def sample_levels(
     first_rows: Sequence[int],
     trees: Sequence[TokenTree],
     metadata: SamplingMetadata,
+    outputs: Sequence[list[int]],
 ) -> TreeSample:
     """Walk all trees together, one call of vLLM's sampler per level.
 
-    A request's own generator is used only while its walk goes on, and its accepted tokens count as
-    output for penalties, bad words and ``min_tokens``: every random number is drawn and every
-    processor applied exactly as in plain decoding.
+    A request's own generator is used only while its walk goes on. Its accepted tokens are output
+    for the rest of the walk, and logits processors are told so before each level as before each
+    step: every random number is drawn and every processor applied exactly as in plain decoding.
 
     Args:
         logits: [logits rows, vocab_size] of the target.
         first_rows: the first row of each request.
         trees: as for :func:`sample_greedy`.
+        outputs: the requests' output tokens, the lists that vLLM and its logits processors hold;
+            they are longer during the call.
     """
     num_requests = len(trees)
+    lengths = [len(outputs[index]) for index in range(num_requests)]
     children = [_children(tree) for tree in trees]
     node = [-1] * num_requests
     token_ids: list[list[int]] = [[] for _ in trees]
     accepted: list[list[int]] = [[] for _ in trees]
     logprobs: list[LogprobsTensors | None] = []
     walking = set(range(num_requests))
-    while walking:
-        level = len(logprobs)
-        rows = to_device(np.array(first_rows) + np.array(node) + 1, logits.device)
-        output = sampler(
-            logits=logits[rows],
-            sampling_metadata=_metadata_at(metadata, level, walking, token_ids),
-        )
-        logprobs.append(output.logprobs_tensors)
-        sampled = output.sampled_token_ids.view(-1).tolist()
-        for index in sorted(walking):
-            token_ids[index].append(sampled[index])
-            child = children[index].get((node[index], sampled[index]))
-            if child is None:
-                walking.discard(index)
-            else:
-                accepted[index].append(child)
-                node[index] = child
+    try:
+        while walking:
+            rows = to_device(np.array(first_rows) + np.array(node) + 1, logits.device)
+            output = sampler(logits=logits[rows], sampling_metadata=_metadata_of(metadata, walking))
+            logprobs.append(output.logprobs_tensors)
+            sampled = output.sampled_token_ids.view(-1).tolist()
+            for index in sorted(walking):
+                token_ids[index].append(sampled[index])
+                child = children[index].get((node[index], sampled[index]))
+                if child is None:
+                    walking.discard(index)
+                else:
+                    accepted[index].append(child)
+                    outputs[index].append(sampled[index])
+                    node[index] = child
+            if walking:
+                for processor in metadata.logitsprocs.all:
+                    processor.update_state(None)
+    finally:
+        for index, length in enumerate(lengths):
+            del outputs[index][length:]
     return TreeSample(token_ids, accepted, _interleave(logprobs))
 
 
@@ -194,27 +180,10 @@ def _children(tree: TokenTree) -> dict[tuple[int, int], int]:
     return {edge: node for node, edge in enumerate(edges) if never is None or not never[node]}
 
 
-def _metadata_at(
-    metadata: SamplingMetadata, level: int, walking: set[int], token_ids: Sequence[list[int]]
-) -> SamplingMetadata:
-    """Return the batch's sampling metadata for the tokens ``level`` places behind the output."""
-    if level == 0:
-        return metadata
-    output = metadata.output_token_ids
-    if output:
-        output = [[*done, *new] for done, new in zip(output, token_ids, strict=True)]
-    processors: list[Any] = [
-        _MinTokensBelow(processor, level)
-        if isinstance(processor, MinTokensLogitsProcessor)
-        else processor
-        for processor in metadata.logitsprocs.all
-    ]
-    return replace(
-        metadata,
-        generators={i: g for i, g in metadata.generators.items() if i in walking},
-        output_token_ids=output,
-        logitsprocs=LogitsProcessors(processors),
-    )
+def _metadata_of(metadata: SamplingMetadata, walking: set[int]) -> SamplingMetadata:
+    """Return the batch's sampling metadata with the generators of the requests that walk."""
+    generators = {i: g for i, g in metadata.generators.items() if i in walking}
+    return replace(metadata, generators=generators)
 
 
 def _interleave(levels: list[LogprobsTensors | None]) -> LogprobsTensors | None:
@@ -248,7 +217,7 @@ def _tracks_thinking(metadata: SamplingMetadata) -> bool:
 
 @Symbols("v1.worker.gpu_model_runner:", "vLLM's rejection sampler applies logits processors").wraps(
     "build_logitsprocs",
-    "min_p and logit_bias, which vLLM leaves out with any speculation",
+    "min_p, logit_bias and custom processors, which vLLM leaves out with any speculation",
     scope="tree_runner",
 )
 def build_logitsprocs(
@@ -259,12 +228,10 @@ def build_logitsprocs(
     is_pooling_model: bool,
     custom_logitsprocs: Sequence[Any] = (),
 ) -> LogitsProcessors:
-    """Give an engine whose trees the sampler walks all of vLLM's own logits processors."""
-    if is_pooling_model or custom_logitsprocs:  # vLLM refuses the latter
-        return original(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
-    return LogitsProcessors(
-        make(vllm_config, device, is_pin_memory) for make in BUILTIN_LOGITS_PROCESSORS
-    )
+    """Give an engine whose trees the sampler walks the processors of one without speculation."""
+    without = copy(vllm_config)
+    without.speculative_config = None
+    return original(without, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
 
 
 @Symbols("v1.sample.rejection_sampler:", platform="cpu").wraps(
