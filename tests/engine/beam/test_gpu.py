@@ -82,18 +82,7 @@ def test_a_cache_that_cannot_be_shared_is_an_error_not_a_wrong_result(engine, mo
             id="default",
         ),
         pytest.param(["v2", "--asynchronous", "--constrained"], id="rules and catalogues"),
-        pytest.param(
-            [
-                "v2",
-                "--no-prefix-caching",
-                "--verification",
-                "chain",
-                "--num-blocks",
-                "12",
-                "--overcommit",
-            ],
-            id="beside chains, no prefix caching, synchronous",
-        ),
+        pytest.param(["v2", "--no-prefix-caching"], id="no prefix caching, synchronous"),
         pytest.param(
             [
                 "v2",
