@@ -23,8 +23,10 @@ def test_demo(tmp_path: Path) -> None:
         "-m", "vllm_trie.cli", "demo", "--model", str(model_path()), "--max-tokens", "40",
         "--repeats", "1", "--batch-size", "4",
         "--svg", str(svg), "--json", str(rows), "--html", str(html),
+        TTY_COMPATIBLE="1", TERM="dumb",
     )  # fmt: skip
     assert "outputs identical: yes\nngram_trie: " in done.stdout
+    assert "Loading safetensors" not in done.stdout  # nothing of vLLM's reaches a terminal
     assert "the one that ships with the project" in done.stdout
     assert done.stderr == ""
     assert re.search(r"^\W*[└├]─ .* ✓$", done.stdout, re.MULTILINE)

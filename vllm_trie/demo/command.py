@@ -156,10 +156,15 @@ def _measure(
 
     prompts = (prompts_about_code if settings.is_shipped else chat_prompts).chat_prompts()
     groups = local_engine.batches(range(len(prompts)), settings.batch_size)
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    # What vLLM writes meanwhile is silenced by its file descriptors, which Rich would go around.
-    unredirected = {"redirect_stdout": False, "redirect_stderr": False}
-    with Progress(*columns, console=console, transient=True, **unredirected) as progress:
+    progress = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        # What vLLM writes is silenced by its file descriptors, which Rich would go around.
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )  # fmt: skip
+    with progress:
         configs = _speculative_configs(settings)
         num_runs = len(groups) * len(configs) * settings.repeats
         task = progress.add_task("loading vLLM", total=2 * len(configs) + num_runs)
