@@ -47,9 +47,8 @@ class EngineOptions(BaseModel):
 
     verification: Verification = Field(
         default="auto",
-        description="'tree' verifies trees by the plugin's attention; 'chain' verifies drafts "
-        "without branches by vLLM's attention and rejection sampler, on every model that vLLM "
-        "speculates with; 'auto' takes trees where they are supported and chains elsewhere.",
+        description="'tree' verifies trees; 'chain' verifies drafts without branches by vLLM's own "
+        "rejection sampler; 'auto' takes trees where they are supported and chains elsewhere.",
     )
     node_budget: Literal["adaptive", "fixed"] = Field(
         default="adaptive",
@@ -80,11 +79,10 @@ class EngineOptions(BaseModel):
     )
     allow_untested_gpu: bool = Field(
         default=False,
-        description="Allow trees on an NVIDIA GPU, where they have never run. With "
-        "verification='tree' the engine compares tree attention with exact results on your device "
-        "at start-up and does not start if they differ. Switches native beam search on there too, "
-        "for which it may stand in additional_config without a method. Chains need no permission. "
-        "Does nothing on a CPU.",
+        description="Allow trees and native beam search on an NVIDIA GPU, where they have never "
+        "run. With verification='tree' the engine compares tree attention with exact results at "
+        "start-up and does not start if they differ. For beam search alone it may stand in "
+        "additional_config without a method. Does nothing on a CPU.",
     )
     trace_path: str | None = Field(
         default=None,
