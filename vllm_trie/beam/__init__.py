@@ -6,7 +6,7 @@ be read, is ``tests/unit/beam/reference.py``.
 
 from __future__ import annotations
 
-from vllm_trie.beam.candidates import Candidates, Outcomes, num_raw_candidates
+from vllm_trie.beam.candidates import Candidates, Draws, Outcomes, num_raw_candidates
 from vllm_trie.beam.search import BeamSearch, Children, Hypothesis
 from vllm_trie.beam.settings import (
     ITEM_OPTIONS,
@@ -26,6 +26,7 @@ __all__ = [
     "BeamSearch",
     "Candidates",
     "Children",
+    "Draws",
     "Hypothesis",
     "Outcomes",
     "SearchSettings",

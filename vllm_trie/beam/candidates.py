@@ -29,17 +29,31 @@ class Candidates(NamedTuple):
         token_ids: int [c], distinct within a row.
         logprobs: float32 [c], log-probabilities of the tokens, before rules; -inf for a token that
             cannot follow.
+        keys: float32 [c], largest for the first draw, if they were drawn from all continuations.
     """
 
     rows: np.ndarray
     token_ids: np.ndarray
     logprobs: np.ndarray
+    keys: np.ndarray | None = None
 
     @classmethod
     def of_rows(cls, token_ids: np.ndarray, logprobs: np.ndarray) -> Candidates:
         """Return the candidates of arrays [rows, k], each row's best first."""
         rows = np.repeat(np.arange(len(token_ids)), token_ids.shape[1])
         return cls(rows, token_ids.ravel(), logprobs.ravel())
+
+
+class Draws(NamedTuple):
+    """How a step of a search draws its candidates.
+
+    Attributes:
+        temperature: Divides the log-probabilities.
+        seed: Of the step, below 2**63.
+    """
+
+    temperature: float
+    seed: int
 
 
 class Outcomes(NamedTuple):
@@ -107,14 +121,15 @@ class CandidateRules:
         for word in settings.bad_words:
             self._bad_words.setdefault(word[:-1], []).append(word[-1])
         self._bad_lengths = sorted({len(beginning) for beginning in self._bad_words})
-        self.active = bool(
+        self.changes = bool(
             settings.repetition_penalty != 1.0
             or _penalizes_output(settings)
             or settings.min_tokens
             or settings.bad_words
             or settings.no_repeat_ngram_size
-            or settings.do_sample
         )
+        """Whether a rule depends on the hypothesis."""
+        self.active = self.changes or settings.do_sample
         """False if :meth:`apply` would change nothing."""
         self._followers: dict[tuple[int, ...], set[int]] = {}
         self._prompt_end: list[int] = []  # with it, sequences begin in the prompt

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.beam.candidates import CandidateRules, Candidates, Outcomes
+from vllm_trie.beam.candidates import CandidateRules, Candidates, Draws, Outcomes
 from vllm_trie.beam.finished import FinishedNode, FinishedSet
 from vllm_trie.beam.nodes import DROPPED, FATES, FINISHED, KEPT, NodeArrays, Nodes
 from vllm_trie.beam.settings import SearchSettings
@@ -110,7 +110,8 @@ class BeamSearch:
         self._rules = CandidateRules(settings, prompt_token_ids)
         self._find_stop_string = find_stop_string
         self._stop_token_ids = frozenset(settings.stop_token_ids)
-        self._random = np.random.default_rng(settings.seed) if settings.do_sample else None
+        self._seeds = np.random.SeedSequence(settings.seed)
+        self._random = np.random.default_rng(self._seeds) if settings.do_sample else None
         self._nodes = Nodes()
         # Every diverse group starts at the one row of the prompt.
         self._groups = [_DiverseGroup(settings) for _ in range(settings.num_beam_groups)]
@@ -134,6 +135,22 @@ class BeamSearch:
         """
         return not self._rules.active and len(self._groups) == 1
 
+    def draws(self, first_row: int) -> Draws | None:
+        """Return how to draw a step's candidates out of all continuations of rows together.
+
+        None if they are not drawn, or only out of some of each row.
+
+        Args:
+            first_row: The first of the rows. Each draw of a search has a seed of its own.
+        """
+        settings = self.settings
+        is_filtered = settings.top_k > 0 or settings.top_p < 1.0
+        if self._random is None or is_filtered or self._rules.changes:
+            return None
+        seeds = np.random.SeedSequence(self._seeds.entropy, spawn_key=(self.steps, first_row))
+        seed = int(seeds.generate_state(1, np.uint64)[0]) >> 1
+        return Draws(settings.temperature, seed)
+
     def advance(self, candidates: Candidates, outcomes: Outcomes | None = None) -> Children:
         """Take one step.
 
@@ -150,7 +167,7 @@ class BeamSearch:
         """
         if self.done:
             raise ValueError("the search is done; start a new one")
-        rows, token_ids, _ = candidates
+        rows, token_ids = candidates.rows, candidates.token_ids
         if rows.size and not 0 <= rows[0] <= rows[-1] < self.num_rows:
             raise ValueError(
                 f"candidates must extend rows 0 to {self.num_rows - 1} in ascending order, got "
@@ -221,6 +238,8 @@ class BeamSearch:
     def _adjust(self, candidates: Candidates, starts: np.ndarray) -> np.ndarray:
         token_ids = candidates.token_ids
         logprobs = self._rules.add_bias(token_ids, candidates.logprobs)
+        if candidates.keys is not None:
+            return logprobs / np.float32(self.settings.temperature)
         if not self._rules.active:
             return logprobs
         result = np.empty(len(logprobs), dtype=np.float32)
@@ -304,20 +323,22 @@ class BeamSearch:
         """Return the candidates that a group looks at, best first, their totals and outcomes."""
         mine = slice(starts[group.first_row], starts[group.first_row + group.num_rows])
         totals = adjusted[mine] + group.totals[candidates.rows[mine] - group.first_row]
+        # The k largest of log-probability + Gumbel noise are k draws without replacement.
+        if candidates.keys is not None:
+            keys = -candidates.keys[mine]
+        elif self._random is not None:
+            keys = -(totals + self._random.gumbel(size=totals.size))
+        else:
+            keys = -totals  # infinite if forbidden, NaN from a broken model
         if outcomes is None:
-            best = self._best(totals, None)
+            best = self._best(keys, None)
             return mine.start + best, totals[best], None
-        best = self._best(totals, Outcomes(outcomes.ends[mine], outcomes.goes_on[mine]))
+        best = self._best(keys, Outcomes(outcomes.ends[mine], outcomes.goes_on[mine]))
         chosen = mine.start + best
         return chosen, totals[best], Outcomes(outcomes.ends[chosen], outcomes.goes_on[chosen])
 
-    def _best(self, totals: np.ndarray, outcomes: Outcomes | None) -> np.ndarray:
-        """Return the places of a group's candidates: the best, or draws without replacement."""
-        if self._random is None:
-            keys = -totals  # infinite if forbidden, NaN from a broken model
-        else:
-            # The k largest of log-probability + Gumbel noise are k draws without replacement.
-            keys = -(totals + self._random.gumbel(size=totals.size))
+    def _best(self, keys: np.ndarray, outcomes: Outcomes | None) -> np.ndarray:
+        """Return the places of a group's candidates, those with the smallest keys."""
         if outcomes is None:
             places = _smallest(keys, self.settings.num_candidates)
         else:  # of two equal ones that end and go on, neither may push the other out

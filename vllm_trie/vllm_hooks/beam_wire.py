@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm_trie.beam import Candidates
+from vllm_trie.beam import Candidates, Draws
 from vllm_trie.beam.blocks import TokenRules
 from vllm_trie.items.selection import Selection
 from vllm_trie.items.step import Continuations, Normalize
@@ -46,12 +46,14 @@ class TokenSelection(NamedTuple):
             continuations of each beam, not of all beams together.
         num_candidates: Continuations to select.
         rules: They come before the selection; None if there are none.
+        draws: How to draw, None to take the best.
     """
 
     proxy_id: str
     totals: np.ndarray | None
     num_candidates: int
     rules: TokenRules | None = None
+    draws: Draws | None = None
 
 
 class BeamStep(NamedTuple):

@@ -113,8 +113,8 @@ def test_rules_come_before_the_choice(rows, vocab, count, masks, seed):
     launched = launch_best(torch.from_numpy(logits), totals, count, rules)
     assert all(map(np.array_equal, launched.fetch(), found))
 
-    _, token_ids, values = best_of_rows(torch.from_numpy(logits), min(count, vocab), rules).fetch()
-    token_ids, values = token_ids.reshape(rows, -1), values.reshape(rows, -1)
+    found = best_of_rows(torch.from_numpy(logits), min(count, vocab), rules).fetch()
+    token_ids, values = found.token_ids.reshape(rows, -1), found.logprobs.reshape(rows, -1)
     best = -np.sort(-ruled, axis=1)[:, : min(count, vocab)]
     assert np.array_equal(np.take_along_axis(ruled, token_ids, 1), best)
     raw = np.take_along_axis(logprobs, token_ids, 1)

@@ -77,7 +77,9 @@ class BeamGroup:
             settings = search_settings(params, spec, max_new_tokens)
             self.items: GroupItems | None = None
             self.search = BeamSearch(settings, prompt, find_stop_string)
-            if params.logprobs or not self.search.takes_best_of_all:
+            # The ranks of log-probabilities are places among the best of a beam.
+            draws_of_all = params.logprobs is None and self.search.draws(0) is not None
+            if params.logprobs or not (self.search.takes_best_of_all or draws_of_all):
                 self.num_candidates = max(
                     num_raw_candidates(settings, prompt, vocab_size),
                     min(params.logprobs or 0, vocab_size),
@@ -160,8 +162,9 @@ class BeamGroup:
         rules = None if self.rules is None else self.rules.of(rows)
         if self.num_candidates is not None:
             return TokenSelection(proxy_id, None, self.num_candidates, rules)
-        settings = self.search.settings
-        return TokenSelection(proxy_id, self.search.totals[rows], settings.num_candidates, rules)
+        search = self.search
+        count, draws = search.settings.num_candidates, search.draws(int(rows[0]))
+        return TokenSelection(proxy_id, search.totals[rows], count, rules, draws)
 
     def output(self) -> EngineCoreOutput:
         """Return the whole answer of a search that is done. Takes the request's events."""
@@ -241,4 +244,7 @@ def _merged(parts: Sequence[StepCandidates]) -> StepCandidates:
     """Return the candidates that were selected in several passes, by row of the search."""
     if len(parts) == 1:
         return parts[0]
-    return type(parts[0])(*map(np.concatenate, zip(*parts, strict=True)))
+    make: Any = type(parts[0])
+    columns = zip(*parts, strict=True)
+    merged: StepCandidates = make(*(c[0] if c[0] is None else np.concatenate(c) for c in columns))
+    return merged

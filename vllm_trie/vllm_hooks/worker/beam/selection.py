@@ -22,6 +22,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_trie.beam.device_top_k import launch_best
+from vllm_trie.beam.draws import launch_draws
 from vllm_trie.beam.top_k import best_of_rows, select_best
 from vllm_trie.beam.unfetched import Unfetched
 from vllm_trie.device_copy import to_device
@@ -116,6 +117,8 @@ class Selector:
         totals, count, rules = selection.totals, selection.num_candidates, selection.rules
         if totals is None:
             return best_of_rows(logits, count, rules)
+        if selection.draws is not None:
+            return launch_draws(logits, totals, count, rules, selection.draws)
         if not self._waits:
             return launch_best(logits, totals, count, rules)
         candidates = select_best(logits.cpu(), totals, count, rules)
