@@ -2,7 +2,7 @@
 
 /** Return bars as one shape, each step's from its low to its high value. */
 const bars = (name, spans) => svg("path", { class: `bar ${name}`,
-  d: spans.map(([low, high], index) => `M${index} ${-low}h.88V${-high}h-.88z`).join("") });
+  d: spans.map(([low, high], index) => `M${index} ${-low}h.94V${-high}h-.94z`).join("") });
 
 /** Fill an element with panels of bars over `count` steps, one below the other.
  *
