@@ -14,13 +14,17 @@ choice for a device.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
 from vllm_trie.beam.blocks import TokenRules, blocks_of
-from vllm_trie.beam.candidates import Candidates
+from vllm_trie.beam.candidates import Candidates, Draws
 from vllm_trie.beam.unfetched import Unfetched
+from vllm_trie.device_copy import to_device
 
+_TINY = torch.finfo(torch.float32).tiny
 _LEAST = np.float32(np.finfo(np.float32).min)
 
 
@@ -96,3 +100,42 @@ def _bound(scores: np.ndarray, count: int) -> np.float32:
         return _LEAST
     best = torch.from_numpy(scores).topk(count, sorted=False).values
     return np.float32(best.min().item())
+
+
+def launch_draws(
+    logits: torch.Tensor,
+    totals: np.ndarray,
+    count: int,
+    rules: TokenRules | None,
+    draws: Draws,
+) -> Unfetched[Candidates]:
+    """Draw `count` continuations without replacement, out of all rows together.
+
+    The ``k`` largest of log-probability plus Gumbel noise are ``k`` draws without replacement (Kool
+    et al., "Stochastic Beams and Where to Find Them"). Those that may not follow have a key of
+    ``-inf``.
+
+    Args:
+        logits: float [rows, vocabulary].
+        totals: float32 [rows], sums of the rows' divided log-probabilities.
+        count: At most as many.
+        rules: They come before the draw; None if there are none.
+        draws: How to draw.
+    """
+    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    scores = (logprobs if rules is None else rules.apply(logprobs)) / draws.temperature
+    scores += to_device(totals, logits.device)[:, None]
+    generator = torch.Generator(logits.device).manual_seed(draws.seed)
+    noise = torch.empty_like(scores).exponential_(generator=generator).clamp_min_(_TINY).log_()
+    scores = (scores - noise).masked_fill_(logprobs.isnan(), -torch.inf).flatten()
+    keys, places = scores.topk(min(count, len(scores)))
+    finish = functools.partial(_by_row, vocab_size=logits.shape[1])
+    return Unfetched((places, logprobs.flatten()[places], keys), finish)
+
+
+def _by_row(
+    places: np.ndarray, logprobs: np.ndarray, keys: np.ndarray, vocab_size: int
+) -> Candidates:
+    rows, token_ids = np.divmod(places, vocab_size)
+    order = np.lexsort((-logprobs, rows))
+    return Candidates(rows[order], token_ids[order], logprobs[order], keys[order])

@@ -12,7 +12,7 @@ import torch
 from tests.unit.beam.models import extended, random_model, run_search
 from vllm_trie.beam import BeamSearch, SearchSettings
 from vllm_trie.beam.blocks import TokenRules
-from vllm_trie.beam.draws import launch_draws
+from vllm_trie.beam.top_k import launch_draws
 
 VOCAB = 6
 NUM_SEARCHES = 3000

@@ -22,8 +22,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_trie.beam.device_top_k import launch_best
-from vllm_trie.beam.draws import launch_draws
-from vllm_trie.beam.top_k import best_of_rows, select_best
+from vllm_trie.beam.top_k import best_of_rows, launch_draws, select_best
 from vllm_trie.beam.unfetched import Unfetched
 from vllm_trie.device_copy import to_device
 from vllm_trie.items import ItemsError, ItemTrie, open_items
