@@ -17,6 +17,7 @@ prompts written by hand. `tokens_per_step` counts tokens for each verification o
 With `--questions`, first turns of Spec-Bench's questions as chats of `--model` take the prompts'
 place. In bfloat16 near-ties make answers differ; `ratio_to_plain` compares tokens per second.
 
+    python benchmarks/medusa.py --model smollm2 --dtype bfloat16 --questions Q.jsonl
     python benchmarks/medusa.py --model MODEL --heads HEADS --dtype bfloat16 --questions Q.jsonl
 
 `--draw N` draws the published and the dynamic tree of N nodes of one step next to each other.
@@ -37,7 +38,6 @@ each head's candidates are known, for several numbers of requests.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -139,9 +139,14 @@ def compare(options: Any) -> list[Row]:
     from support.fixed_trees import fit_paths
     from vllm import SamplingParams
 
-    from vllm_trie.tiny_model import medusa_path, model_path
+    from vllm_trie import smollm2, tiny_model
 
-    model = options.model or str(model_path())
+    model = options.model or str(tiny_model.model_path())
+    heads = options.heads or str(tiny_model.medusa_path())
+    if options.model and not options.heads:
+        if not Path(options.model).name.startswith(smollm2.NAME):
+            raise SystemExit("--model: name the model's Medusa heads with --heads")
+        heads = str(smollm2.medusa_path())
     prompts = choose_prompts(model, options)
     budget, size = max(options.nodes), options.batch_size
     llm = local_engine.start_engine(
@@ -152,7 +157,7 @@ def compare(options: Any) -> list[Row]:
         enforce_eager=not options.compiled,
         speculative_config={
             "method": "medusa_dynamic",
-            "model": options.heads or str(medusa_path()),
+            "model": heads,
             "num_speculative_tokens": budget,
             "node_budget": "fixed",  # every method verifies all of its nodes
         },
@@ -197,19 +202,14 @@ def compare(options: Any) -> list[Row]:
 
 def choose_prompts(model: str, options: Any) -> list[list[int]]:
     """Return the prompts that all methods answer."""
-    from support.prompts import held_out_tasks, spec_bench_chats, written_by_hand
+    from support.prompts import chats_by_category, held_out_tasks, written_by_hand
 
     if options.questions is None:
         prompts = held_out_tasks(model, options.per_kind)
         prompts += [prompt for prompts in written_by_hand(model).values() for prompt in prompts]
         return prompts[: options.prompts]
-    by_category: defaultdict[str, list[list[int]]] = defaultdict(list)
-    for chat in spec_bench_chats(model, options.questions):
-        by_category[chat.category].append(chat.prompt)
-    number = options.questions_per_category
-    return [
-        chats[i * len(chats) // number] for chats in by_category.values() for i in range(number)
-    ]
+    by_category = chats_by_category(model, options.questions, options.questions_per_category)
+    return [prompt for prompts in by_category.values() for prompt in prompts]
 
 
 def method_rows(
@@ -258,7 +258,7 @@ def main() -> None:
     """Measure and print."""
     parser = option_parser(__doc__)
     add_model_option(parser, "folder of a model; the shipped one if left out")
-    parser.add_argument("--heads", help="its Medusa heads; the shipped ones if left out")
+    parser.add_argument("--heads", help="its Medusa heads; without it those that ship")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--compiled", action="store_true", help="let vLLM compile the model")
     parser.add_argument("--questions", type=Path, help="Spec-Bench's questions; see above")

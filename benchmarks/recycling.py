@@ -53,18 +53,13 @@ def main() -> None:
 
 def prompts_by_set(model: str, options: Any) -> dict[str, list[list[int]]]:
     """Return the prompts that are decoded."""
-    from support.prompts import prompt_sets, spec_bench_chats
-    from support.replay_data import choose
+    from support.prompts import chats_by_category, prompt_sets
 
     if options.questions is None:
         sets = {name: chosen[options.half :: 2] for name, chosen in prompt_sets(model).items()}
         del sets["mixed"]
         return sets
-    chats = choose(spec_bench_chats(model, options.questions), options.per_category, None)
-    return {
-        category: [chat.prompt for chat in group]
-        for category, group in itertools.groupby(chats, lambda chat: chat.category)
-    }
+    return chats_by_category(model, options.questions, options.per_category)
 
 
 def run(options: Any) -> list[Row]:

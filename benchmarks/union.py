@@ -1,4 +1,4 @@
-"""A trained drafter, n-grams, and their union on the shipped model, at equal nodes.
+"""A trained drafter, n-grams, and their union, at equal nodes.
 
 One row for each prompt set and method:
 
@@ -16,6 +16,10 @@ also on a shared machine. `forward_calls` is the share of a batch's steps in whi
 drafter ran, `drafting` the share of the time that drafting takes.
 
     python benchmarks/union.py --json union.json
+
+On a model of your own a set holds one category of Spec-Bench's questions, as chats:
+
+    python benchmarks/union.py --model smollm2 --checkpoint HEAD --questions question.jsonl
 """
 
 from __future__ import annotations
@@ -23,11 +27,20 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from support.engines import Prompts, decode
-from support.harness import Row, finish, interleave, median_seconds, option_parser, run_quietly
+from support.harness import (
+    Row,
+    add_model_option,
+    finish,
+    interleave,
+    median_seconds,
+    option_parser,
+    run_quietly,
+)
 from support.stage import Stage
 
 from vllm_trie import local_engine
@@ -117,11 +130,11 @@ def set_rows(
 
 def run(options: Any) -> list[Row]:
     """Start both engines, then measure."""
-    from support.prompts import prompt_sets
+    from support.prompts import chats_by_category, prompt_sets
 
     from vllm_trie.tiny_model import draft_model_path, eagle_path, model_path
 
-    model = str(model_path())
+    model = options.model or str(model_path())
     shipped = {"eagle": eagle_path, "draft_model": draft_model_path}
     entry = {
         "method": options.method,
@@ -129,14 +142,18 @@ def run(options: Any) -> list[Row]:
         "num_speculative_tokens": options.length,
         "num_alternatives": options.alternatives,
     }
-    every = prompt_sets(model)
-    sets = {name: every[name][: options.prompts] for name in options.sets}
+    if options.questions is None:
+        every = prompt_sets(model)
+        sets = {name: every[name][: options.prompts] for name in options.sets}
+    else:
+        sets = chats_by_category(model, options.questions, options.prompts or 5)
     longest = max(len(prompt) for prompts in sets.values() for prompt in prompts)
     limits = {
         "max_model_len": local_engine.room_for(longest, options.max_tokens, options.nodes),
         "max_num_seqs": options.batch_size,
+        "dtype": options.dtype,
         # Room for the trained drafter's layers too.
-        "kv_cache_memory_bytes": 160 << 20,
+        "kv_cache_memory_bytes": (160 << 20) if options.model is None else (1 << 30),
     }
     plain = local_engine.start_engine(model, **limits)
     config = {
@@ -155,6 +172,9 @@ def run(options: Any) -> list[Row]:
 def main() -> None:
     """Measure and print."""
     parser = option_parser(__doc__, repeats=1)
+    add_model_option(parser, "in place of the shipped one, with --checkpoint and --questions")
+    parser.add_argument("--questions", type=Path, help="Spec-Bench's file")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--method", choices=["eagle", "draft_model"], default="eagle")
     parser.add_argument("--checkpoint", help="of the trained drafter; the shipped one if left out")
     parser.add_argument("--length", type=int, default=4, help="of the chain")
@@ -165,6 +185,8 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--prompts", type=int, help="largest number of prompts of a set")
     options = parser.parse_args()
+    if options.model and not (options.checkpoint and options.questions):
+        parser.error("--model needs --checkpoint, a drafter for it, and --questions")
     finish(run_quietly(run, options), options.json, COLUMNS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from support.replay_data import Recording, category_of, read_lines
+from support.replay_data import Recording, category_of, choose, read_lines
 
 MIXED_ROUNDS = 14
 
@@ -42,6 +42,15 @@ def spec_bench_chats(model: str, questions: Path) -> list[Recording]:
         )
         for question in read_lines(questions)
     ]
+
+
+def chats_by_category(model: str, questions: Path, number: int) -> dict[str, list[list[int]]]:
+    """Return the first turns of `number` questions of each category, as chats of `model`."""
+    chats = choose(spec_bench_chats(model, questions), number, None)
+    return {
+        category: [chat.prompt for chat in group]
+        for category, group in itertools.groupby(chats, lambda chat: chat.category)
+    }
 
 
 def held_out_tasks(model: str, per_kind: int) -> list[list[int]]:

@@ -12,6 +12,7 @@ from tests.engine.beam.cases import check_case, request_of
 from tests.engine.beam.oracle import Case, constrained_search
 from tests.engine.compare import accepted_tokens, differences, generate, speculation
 from tests.unit.items.catalogues import PlainTrie, random_items, write
+from vllm_trie import smollm2
 from vllm_trie.tiny_model.chat_prompts import chat_tokens
 
 LETTER = (
@@ -34,6 +35,7 @@ KINDS = (
     SamplingParams(temperature=0.7, top_p=0.9, top_k=40, seed=11, max_tokens=32),
     SamplingParams(temperature=0.0, repetition_penalty=1.2, logprobs=2, max_tokens=32),
 )
+HEADS = str(smollm2.medusa_path())
 ITEMS = random_items(1, 2_000, 0, (3, 3), branching=300)
 
 
@@ -66,9 +68,10 @@ def smollm2_engine(start, engine):
     [
         ("ngram_trie", {}),
         ("lookahead_trie", {}),
-        ("trie_union", {"drafters": ["ngram_trie", "lookahead"]}),
+        ("medusa_dynamic", {"model": HEADS}),
+        ("trie_union", {"drafters": ["ngram_trie", "lookahead", "medusa"], "model": HEADS}),
     ],
-    ids=str,
+    ids=["ngram_trie", "lookahead_trie", "medusa_dynamic", "trie_union"],
 )
 def test_a_mixed_batch_is_that_of_plain_vllm(smollm2_engine, chats, expected, method, options):
     params, outputs = expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,10 @@ def test_the_command_prints_the_folder(monkeypatch: pytest.MonkeyPatch, cache: P
     FakePrograms(monkeypatch)
     result = CliRunner().invoke(cli.app, ["fetch-model"])
     assert result.stdout == f"{smollm2.fetch()}\n"
+
+
+def test_the_command_prints_the_folder_of_the_heads_without_fetching(cache: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["fetch-model", "--medusa"])
+    heads = Path(result.stdout.strip())
+    assert json.loads((heads / "config.json").read_text())["model_type"] == "medusa"
+    assert folders(cache) == []
