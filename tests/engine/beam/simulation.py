@@ -242,7 +242,7 @@ def _selected(step: TokenSelection, logprobs: np.ndarray) -> Candidates:
     found = Candidates.of_rows(token_ids, values)
     scores = values.ravel() + step.totals[found.rows]
     best = np.sort(np.argsort(-scores, kind="stable")[: step.num_candidates])
-    return Candidates(*(each[best] for each in found))
+    return Candidates(*(each[best] for each in found[:3]))
 
 
 @dataclass
