@@ -156,15 +156,7 @@ def _measure(
 
     prompts = (prompts_about_code if settings.is_shipped else chat_prompts).chat_prompts()
     groups = local_engine.batches(range(len(prompts)), settings.batch_size)
-    progress = Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        # What vLLM writes is silenced by its file descriptors, which Rich would go around.
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )  # fmt: skip
-    with progress:
+    with _progress(console) as progress:
         configs = _speculative_configs(settings)
         num_runs = len(groups) * len(configs) * settings.repeats
         task = progress.add_task("loading vLLM", total=2 * len(configs) + num_runs)
@@ -206,6 +198,17 @@ def _measure(
                 content = _page(pair, token_ids[shown], params, decode, Path(folder))
                 settings.html.write_text(content, encoding="utf-8")
     return [*rows, measure.total(rows)], answers, drawn, decode
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        # What vLLM writes is silenced by its file descriptors, which Rich would go around.
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )  # fmt: skip
 
 
 def _start_engines(
