@@ -67,11 +67,6 @@ def packed(options: BeamOptions) -> str:
     return options.model_dump_json(exclude_defaults=True)
 
 
-def packed_options(params: SamplingParams) -> str:
-    """Return the packed options of a search."""
-    return str(extra_args_of(params)[SPEC_KEY]["options"])
-
-
 def unpacked(options: str) -> BeamOptions:
     """Return packed options."""
     return BeamOptions.model_validate_json(options)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.items.catalogues import write
+from vllm_trie.beam import BeamOptions
 from vllm_trie.vllm_hooks.scheduler.items import catalogues as module
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
 
@@ -38,13 +39,12 @@ def test_equal_rules_are_looked_up_once(tmp_path: Path, monkeypatch: pytest.Monk
     catalogue = catalogues.latest("a")
 
     def select(denied: int) -> object:
-        return catalogues.select(
-            catalogue, f'{{"beam_width": 1, "items": "a", "deny_items": [{denied}]}}'
-        )
+        options = BeamOptions(beam_width=1, items="a", deny_items=[denied])
+        return catalogues.select(catalogue, options)
 
     first = select(5)
     assert select(5) is first
     assert select(6) is not first
     select(7)  # there is room for two
     assert select(5) is not first
-    assert catalogues.select(catalogue, '{"beam_width": 1, "items": "a"}') is None
+    assert catalogues.select(catalogue, BeamOptions(beam_width=1, items="a")) is None

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_trie.beam import BeamOptions
 from vllm_trie.items import ItemTrie, open_items
 from vllm_trie.items.selection import Selection, select
-from vllm_trie.vllm_hooks.wire import rules_of, unpacked
+from vllm_trie.vllm_hooks.wire import packed, rules_of
 from vllm_trie.watched_file import WatchedFile
 
 
@@ -58,15 +59,12 @@ class Catalogues:
             raise ValueError(f"items={name!r} is no catalogue of this engine")
         return self._files[name].latest()
 
-    def select(self, catalogue: Catalogue, options: str) -> Selection | None:
-        """Return the part of a catalogue that a request with these packed options may generate.
-
-        None for all of it.
-        """
-        rules = rules_of(unpacked(options))
+    def select(self, catalogue: Catalogue, options: BeamOptions) -> Selection | None:
+        """Return the part of a catalogue that a request may generate, None for all of it."""
+        rules = rules_of(options)
         if not rules.restrict:
             return None
-        key = catalogue.trie.version, options
+        key = catalogue.trie.version, packed(options)
         selection = self._selections.get(key)
         if selection is None:
             selection = self._selections[key] = select(catalogue.trie, rules)

@@ -29,7 +29,7 @@ class _DecodedItem:
         assert params.eos_token_id is not None
         assert options.items is not None
         catalogue = catalogues.latest(options.items)
-        selection = catalogues.select(catalogue, packed)
+        selection = catalogues.select(catalogue, options)
         self._trie = view(catalogue.trie, selection)
         self._eos = params.eos_token_id
         self._wants_eos = options.items_end == "eos"

@@ -14,7 +14,7 @@ from vllm_trie.items.selection import view
 from vllm_trie.items.step import Continuations
 from vllm_trie.vllm_hooks.beam_wire import ItemSelection
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
-from vllm_trie.vllm_hooks.wire import BeamSpec, packed_options, search_settings
+from vllm_trie.vllm_hooks.wire import BeamSpec, search_settings
 
 
 class GroupItems:
@@ -34,7 +34,7 @@ class GroupItems:
         self._options = spec.options
         self._eos = params.eos_token_id if spec.options.items_end == "eos" else None
         options = spec.options
-        self._selection = catalogues.select(catalogue, packed_options(params))
+        self._selection = catalogues.select(catalogue, options)
         trie = view(catalogue.trie, self._selection)
         needed = catalogue.trie.max_length + (spec.options.items_end == "eos")
         if max_new_tokens < needed:
