@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def refuse(*arguments: Any) -> None:
 def test_whole_blocks(dtype: torch.dtype) -> None:
     found, expected = caches(dtype), caches(dtype)
     copy_kv_cache_blocks_inplace(expected, 6, COPIES)
-    block_copies.wrap_copy_blocks(refuse)(found, 6, COPIES)
+    block_copies.copy_kv_cache_blocks_inplace(refuse, found, 6, COPIES)
     assert all(map(torch.equal, found, expected))
 
 
@@ -39,7 +40,7 @@ def test_ranges_where_the_place_of_slots_is_known(known: bool, monkeypatch) -> N
     monkeypatch.setattr(block_copies, "_has_slots", lambda *arguments: known)
     found, before = caches(torch.float32), caches(torch.float32)
     ranged = RangedCopies(COPIES, [(3, 5), None])
-    block_copies.wrap_copy_blocks(refuse)(found, 6, ranged)
+    block_copies.copy_kv_cache_blocks_inplace(refuse, found, 6, ranged)
     for cache, old in zip(found, before, strict=True):
         assert torch.equal(cache[5], old[2])
         assert torch.equal(cache[4], old[1]) != known
@@ -50,7 +51,9 @@ def test_ranges_where_the_place_of_slots_is_known(known: bool, monkeypatch) -> N
 def test_vllm_copies_what_the_kernel_cannot(monkeypatch) -> None:
     """Blocks that the kernels see as several, and machines without a compiler."""
     called: list[Any] = []
-    copy = block_copies.wrap_copy_blocks(lambda *arguments: called.append(arguments))
+    copy = functools.partial(
+        block_copies.copy_kv_cache_blocks_inplace, lambda *arguments: called.append(arguments)
+    )
     copy(caches(torch.float32), 3, COPIES)
     monkeypatch.setattr(block_copies, "copy_slots", lambda *arguments: False)
     copy(caches(torch.float32), 6, COPIES)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_trie.vllm_hooks.ledger.record import SEARCH, STATS, UPSTREAM, Symbols
+from vllm_trie.vllm_hooks.ledger.record import STATS, Symbols, of_beams
 from vllm_trie.vllm_hooks.setup import config
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ logger = init_logger(__name__)
 _COUNTS = ("num_accepted_draft_tokens", "num_draft_tokens", "num_spec_steps")
 """Of vLLM's ``RequestSpecDecodeMetrics``."""
 
-_openai = Symbols(
-    "entrypoints.openai.", SEARCH, scope="native_search", feature="beam", upstream=UPSTREAM
-)
+_openai = of_beams("entrypoints.openai.")
 
 
 def _with_beams(response: Any, outputs: Iterable[CompletionOutput]) -> Any:

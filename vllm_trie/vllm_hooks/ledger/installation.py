@@ -93,11 +93,10 @@ class Installation:
         module_name, _, path = patch.target.partition(":")
         parents, _, name = path.rpartition(".")
         owner = resolve(f"{module_name}:{parents}")
-        wrapper = resolve(patch.wrapper) if isinstance(patch.wrapper, str) else patch.wrapper
-        assert wrapper is not None
+        assert patch.wrapper is not None
         original = vars(owner).get(name, _ABSENT)
         subclass = patch.kind == "subclassed"
-        replacement = wrapper if subclass else wrapper(getattr(owner, name))
+        replacement = patch.wrapper if subclass else patch.wrapper(getattr(owner, name))
         if isinstance(original, (staticmethod, classmethod)):  # a bound one was wrapped
             replacement = staticmethod(replacement)
         setattr(owner, name, replacement)

@@ -28,7 +28,7 @@ class Patch:
         parameters: Parameter names that the plugin passes or expects, without ``self``; all of
             them must exist under these names and in this order. None if it is not called.
         wrapper: A function that takes what the target was and returns what replaces it; for
-            ``subclassed`` the subclass. An import string is resolved when the patch is installed.
+            ``subclassed`` the subclass.
         feature: The part that steps aside when the symbol is missing or has changed.
         scope: When the patch is in place: as long as the process runs; the same, unless the
             environment switches native beam search off; or while a worker makes its model runner,
@@ -46,7 +46,7 @@ class Patch:
     kind: Kind
     why: str
     parameters: tuple[str, ...] | None = None
-    wrapper: str | Callable[[Any], Any] | None = None
+    wrapper: Callable[[Any], Any] | None = None
     feature: Feature = "speculation"
     scope: Scope = "process"
     platform: Platform = "any"

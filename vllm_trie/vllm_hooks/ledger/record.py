@@ -9,15 +9,17 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from vllm_trie.vllm_hooks.ledger.patch import Kind, Patch
+from vllm_trie.vllm_hooks.ledger.patch import Kind, Patch, Scope
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 PLUGGABLE = "speculative methods can be registered by plugins"
 TREE_DRAFTS = "vLLM verifies trees of drafts itself"
 TREE_MASKS = "attention metadata carries tree masks"
+TOKEN_LISTS = "the sampler returns the best of a list of tokens for each request"
+PREFIX = "vLLM's CPU attention reads a shared prefix once"
 STATS = "proposers can report statistics"
 TESTED = "tree attention has been run on enough devices"
 PARTS = "a proposer can be a part of another, and gets the accepted tokens of a tree"
@@ -27,6 +29,19 @@ UPSTREAM = "vllm-project/vllm issues 14426, 20316, 49197"
 
 ENTRIES: list[Patch] = []
 """The entries of all modules that were imported."""
+
+
+def around(function: Callable[..., Any]) -> Callable[[_Decorated], _Decorated]:
+    """Return a decorator that has a function called in place of another, its first argument."""
+
+    def decorate(original: _Decorated) -> _Decorated:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return cast(_Decorated, replacement)
+
+    return decorate
 
 
 class Symbols:
@@ -55,15 +70,8 @@ class Symbols:
         """Have a function take the place of vLLM's, which it gets as its first argument."""
 
         def record(function: _Decorated) -> _Decorated:
-            def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-                @functools.wraps(original)
-                def replacement(*args: Any, **kwargs: Any) -> Any:
-                    return function(original, *args, **kwargs)
-
-                return replacement
-
-            fields["wrapper"] = wrapper
-            self._add(name, "wrapped", why, _parameters(function)[1:], fields)
+            replacing = {"wrapper": around(function), **fields}
+            self._add(name, "wrapped", why, _parameters(function)[1:], replacing)
             return function
 
         return record
@@ -113,18 +121,8 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind not in rest and p.name not in ("self", "cls"))
 
 
-def group(prefix: str, **shared: Any) -> Callable[..., Patch]:
-    """Return a maker of entries whose targets begin with `prefix` and that share fields.
-
-    The maker takes name, kind, reason, parameters (one string, separated by spaces) and further
-    fields; a ``wrapper`` is given relative to ``vllm_trie.vllm_hooks``.
-    """
-
-    def make(name: str, kind: Kind, why: str, parameters: str | None = None, **own: Any) -> Patch:
-        if "wrapper" in own:
-            own["wrapper"] = f"vllm_trie.vllm_hooks.{own['wrapper']}"
-        names = None if parameters is None else tuple(parameters.split())
-        ENTRIES.append(Patch(prefix + name, kind, why, names, **(shared | own)))
-        return ENTRIES[-1]
-
-    return make
+def of_beams(
+    prefix: str = "", until: str = SEARCH, scope: Scope = "native_search", **fields: Any
+) -> Symbols:
+    """Return symbols that beam search needs."""
+    return Symbols(prefix, until, feature="beam", upstream=UPSTREAM, scope=scope, **fields)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_trie.vllm_hooks.ledger import beam, record, uses  # noqa: F401
+from vllm_trie.vllm_hooks.ledger import record, uses  # noqa: F401
 from vllm_trie.vllm_hooks.ledger.extension_points import offered
 from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, Platform, resolve
 
@@ -20,7 +20,8 @@ _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("speculation", "cpu"): "worker.cpu_worker worker.attention.cpu",
     ("speculation", "cuda"): "worker.cuda_worker worker.attention.cuda",
     ("beam", "any"): "frontend.answers frontend.extension frontend.hypotheses"
-    " scheduler.beam_scheduler",
+    " scheduler.beam_scheduler scheduler.proxies worker.beam.beams_v1 worker.beam.beams_v2",
+    ("beam", "cpu"): "worker.beam.block_copies worker.beam.shared_prompt",
 }
 """Modules with entries next to their code; a feature whose module cannot be imported steps aside.
 Those of another platform stay out: vLLM's CPU worker puts placeholders into ``torch.cuda``."""

@@ -35,7 +35,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.vllm_hooks.ledger.record import SEARCH, UPSTREAM, Symbols
+from vllm_trie.vllm_hooks.ledger.record import of_beams
 from vllm_trie.vllm_hooks.scheduler.groups import BeamGroups, Outputs
 from vllm_trie.vllm_hooks.scheduler.items import decoded_items
 from vllm_trie.vllm_hooks.scheduler.proxies import BeamCounters, BeamProxies
@@ -43,6 +43,8 @@ from vllm_trie.vllm_hooks.setup.beam_support import cache_reason, reason_off, sa
 from vllm_trie.vllm_hooks.wire import is_search
 
 logger = init_logger(__name__)
+
+_scheduler = of_beams("v1.core.sched.scheduler:Scheduler.")
 
 
 class TrieBeamScheduler(Scheduler):
@@ -56,6 +58,7 @@ class TrieBeamScheduler(Scheduler):
         self.beam_proxies = BeamProxies(self, self.beam_counters)
         self.beam_groups = BeamGroups(self, self.beam_proxies, self.beam_counters)
 
+    @_scheduler.overrides("takes beam requests in")
     def add_request(self, request: Request) -> None:
         if is_search(request.sampling_params):
             self.beam_groups.add(request, self.beam_off)
@@ -67,6 +70,7 @@ class TrieBeamScheduler(Scheduler):
         else:
             super().add_request(request)
 
+    @_scheduler.overrides("admits groups, sends beams to the worker")
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if not self.beam_groups.by_id:
             output = super().schedule(throttle_prefills)
@@ -80,6 +84,7 @@ class TrieBeamScheduler(Scheduler):
         self.beam_groups.send_selections(output)
         return output
 
+    @_scheduler.overrides("takes the candidates of beams and steps the searches")
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
@@ -97,6 +102,7 @@ class TrieBeamScheduler(Scheduler):
             own.outputs = [*own.outputs, *answers]
         return result
 
+    @_scheduler.overrides("a complete item ends its request")
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
@@ -105,17 +111,20 @@ class TrieBeamScheduler(Scheduler):
         )
         return new_token_ids, decoded_items.take_tokens(request, new_token_ids) or stopped
 
+    @_scheduler.overrides("ordinary requests leave the slots of groups free")
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if not super()._handle_blocked_waiting_request(request):
             return False
         return not self.beam_groups.by_id or self.beam_groups.admission.lets_start(request)
 
+    @_scheduler.overrides("proxies get no drafts")
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         super().update_draft_token_ids(draft_token_ids)
         for proxy_id in self.beam_proxies.group_of:
             # The worker drafted behind a prompt; the group goes on with the search's tokens.
             self.requests[proxy_id].spec_token_ids = []
 
+    @_scheduler.overrides("an aborted request takes its proxy along")
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
@@ -133,6 +142,7 @@ class TrieBeamScheduler(Scheduler):
         self.beam_groups.drop_finished()
         return finished
 
+    @_scheduler.overrides("a preempted group starts again with a new proxy")
     def _preempt_request(
         self, request: Request, timestamp: float, drop_stale_output: bool = False
     ) -> None:
@@ -142,12 +152,14 @@ class TrieBeamScheduler(Scheduler):
             self.beam_groups.park(group)
             self.beam_proxies.after_preemption(request, group)
 
+    @_scheduler.overrides("groups that wait count as waiting")
     def get_request_counts(self) -> tuple[int, int]:
         # Metrics and the balance between data-parallel engines see groups that wait, too.
         running, waiting = super().get_request_counts()
         running += self.beam_proxies.num_further_beams()
         return running, waiting + self.beam_groups.num_waiting_beams()
 
+    @_scheduler.overrides("groups that wait count as unfinished")
     def get_num_unfinished_requests(self) -> int:
         return super().get_num_unfinished_requests() + self.beam_groups.num_unfinished()
 
@@ -167,6 +179,9 @@ class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
         super().__init__(*args, **kwargs)
         self._last_scheduled: dict[str, int] = {}  # by the last step that was not empty
 
+    @of_beams("v1.core.sched.async_scheduler:AsyncScheduler.").overrides(
+        "beams do not run ahead of their outputs"
+    )
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
         if self.beam_off is not None:
@@ -203,10 +218,7 @@ def scheduler_class(scheduler_config: SchedulerConfig) -> type[TrieBeamScheduler
     return AsyncTrieBeamScheduler if scheduler_config.async_scheduling else TrieBeamScheduler
 
 
-_beam = Symbols(until=SEARCH, feature="beam", upstream=UPSTREAM, scope="native_search")
-
-
-@_beam.wraps(
+@of_beams().wraps(
     "config.scheduler:SchedulerConfig.get_scheduler_cls",
     "schedulers with beam search take the place of vLLM's own",
     point="scheduler_provider",

@@ -1,14 +1,13 @@
 """Proxies: one request in vLLM's scheduler for all beams of a group.
 
 vLLM computes a proxy's prompt, orders it, and preempts it as any other request. When it asks for
-the KV of the proxy's next token, the group takes that of all its beams (``wrap_allocate_slots``).
+the KV of the proxy's next token, the group takes that of all its beams (``allocate_slots``).
 The worker gets the group's arrays in place of the proxy. A group that is preempted gets a new
 proxy: outputs on their way to the old one are ignored.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Collection
 from copy import copy
@@ -23,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.beam import Children
 from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, CANDIDATES, SELECTIONS, BeamStep
+from vllm_trie.vllm_hooks.ledger.record import of_beams
 from vllm_trie.vllm_hooks.scheduler.beams import BeamProxy, GroupBeams
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
 from vllm_trie.vllm_hooks.scheduler.tables import (
@@ -305,17 +305,18 @@ def _drop(cached: CachedRequestData, places: set[int]) -> None:
     cached.__dict__.pop("_req_id_to_num_output_tokens", None)
 
 
-def wrap_allocate_slots(
+@of_beams("v1.core.kv_cache_manager:KVCacheManager.").wraps(
+    "allocate_slots",
+    "takes blocks for all beams of a group where vLLM schedules the request that stands for it",
+)
+def allocate_slots(
     original: Callable[..., KVCacheBlocks | None],
-) -> Callable[..., KVCacheBlocks | None]:
+    self: KVCacheManager,
+    request: Request,
+    *args: Any,
+    **kwargs: Any,
+) -> KVCacheBlocks | None:
     """Allocate the KV of all beams where vLLM schedules a token of their proxy."""
-
-    @functools.wraps(original)
-    def allocate_slots(
-        self: KVCacheManager, request: Request, *args: Any, **kwargs: Any
-    ) -> KVCacheBlocks | None:
-        if isinstance(request, BeamProxy) and request.beams.decodes:
-            return self.empty_kv_cache_blocks if request.beams.take_blocks(self) else None
-        return original(self, request, *args, **kwargs)
-
-    return allocate_slots
+    if isinstance(request, BeamProxy) and request.beams.decodes:
+        return self.empty_kv_cache_blocks if request.beams.take_blocks(self) else None
+    return original(self, request, *args, **kwargs)

@@ -10,7 +10,6 @@ when vLLM has updated these, and taken away when the step's logits are there::
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
@@ -21,6 +20,7 @@ import torch
 from vllm.v1.outputs import SamplerOutput
 
 from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, SELECTIONS, BeamStep
+from vllm_trie.vllm_hooks.ledger.record import PREFIX, TOKEN_LISTS, of_beams
 from vllm_trie.vllm_hooks.worker.beam.selection import Selector, send
 from vllm_trie.vllm_hooks.worker.beam.shared_prompt import share_prompts
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+_runner = of_beams("v1.worker.gpu_model_runner:GPUModelRunner.", TOKEN_LISTS)
 _ATTACHED, _SELECTOR = "_vllm_trie_attached", "_vllm_trie_selector"
 """Attributes of a model runner with its :class:`AttachedBeams` and :class:`Selector`."""
 
@@ -154,21 +155,19 @@ def with_own_counts(scheduler_output: SchedulerOutput) -> SchedulerOutput:
     return result
 
 
-def wrap_update_states(original: Callable[..., Any]) -> Callable[..., Any]:
+@_runner.wraps("_update_states", "attaches the beams of groups behind the requests")
+def _update_states(
+    original: Callable[..., Any], self: GPUModelRunner, scheduler_output: SchedulerOutput
+) -> Any:
     """Attach the beams of a step when its requests are up to date."""
-
-    @functools.wraps(original)
-    def _update_states(self: GPUModelRunner, scheduler_output: SchedulerOutput) -> Any:
-        beams: AttachedBeams | None = self.__dict__.get(_ATTACHED)
-        if beams is not None:
-            beams.forget(scheduler_output.finished_req_ids)
-        corrections = original(self, scheduler_output)
-        if steps := getattr(scheduler_output, BEAM_STEPS, ()):
-            beams = self.__dict__.setdefault(_ATTACHED, AttachedBeams(self))
-            beams.attach(steps, scheduler_output)
-        return corrections
-
-    return _update_states
+    beams: AttachedBeams | None = self.__dict__.get(_ATTACHED)
+    if beams is not None:
+        beams.forget(scheduler_output.finished_req_ids)
+    corrections = original(self, scheduler_output)
+    if steps := getattr(scheduler_output, BEAM_STEPS, ()):
+        beams = self.__dict__.setdefault(_ATTACHED, AttachedBeams(self))
+        beams.attach(steps, scheduler_output)
+    return corrections
 
 
 def without_beams(
@@ -196,83 +195,83 @@ def without_beams(
     )
 
 
-def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
+@_runner.wraps("execute_model", "takes what the scheduler asks for")
+def execute_model(
+    original: Callable[..., Any],
+    self: GPUModelRunner,
+    scheduler_output: SchedulerOutput,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Keep what the scheduler asks for until the step is sampled."""
-
-    @functools.wraps(original)
-    def execute_model(
-        self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
-    ) -> Any:
-        selections = getattr(scheduler_output, SELECTIONS, None)
-        if selections is not None or _SELECTOR in self.__dict__:
-            state = self.__dict__.setdefault(_SELECTOR, Selector(waits=True))
-            state.selections = selections or []
-            state.decoded.update(scheduler_output, self.input_batch)
-        return original(self, with_own_counts(scheduler_output), *args, **kwargs)
-
-    return execute_model
+    selections = getattr(scheduler_output, SELECTIONS, None)
+    if selections is not None or _SELECTOR in self.__dict__:
+        state = self.__dict__.setdefault(_SELECTOR, Selector(waits=True))
+        state.selections = selections or []
+        state.decoded.update(scheduler_output, self.input_batch)
+    return original(self, with_own_counts(scheduler_output), *args, **kwargs)
 
 
-def wrap_build_attention_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+@_runner.wraps(
+    "_build_attention_metadata",
+    "tells the layers which beams share the slots of a prompt",
+    until=PREFIX,
+    platform="cpu",
+)
+def _build_attention_metadata(
+    original: Callable[..., Any], self: GPUModelRunner, *args: Any, **kwargs: Any
+) -> Any:
     """Let the beams of searches share the attention to their prompts."""
-
-    @functools.wraps(original)
-    def _build_attention_metadata(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
-        built = original(self, *args, **kwargs)
-        beams = attached_to(self)
-        if beams is not None and beams.num_beams == self.input_batch.num_reqs:
-            share_prompts(built, beams.steps)
-        return built
-
-    return _build_attention_metadata
+    built = original(self, *args, **kwargs)
+    beams = attached_to(self)
+    if beams is not None and beams.num_beams == self.input_batch.num_reqs:
+        share_prompts(built, beams.steps)
+    return built
 
 
-def wrap_sample(original: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
+@_runner.wraps("_sample", "candidates of beams: out of all beams of a search, or items")
+def sample_and_select(
+    original: Callable[..., SamplerOutput],
+    self: GPUModelRunner,
+    logits: torch.Tensor,
+    spec_decode_metadata: Any,
+) -> SamplerOutput:
     """Select candidates next to the sampler, which sees requests only."""
-
-    @functools.wraps(original)
-    def _sample(
-        self: GPUModelRunner, logits: torch.Tensor, spec_decode_metadata: Any
-    ) -> SamplerOutput:
-        state: Selector | None = self.__dict__.get(_SELECTOR)
-        beams = attached_to(self)
-        if state is not None:
-            state.decoded.mask(logits, self.input_batch)
-        num_selected = 0
-        if state is not None and state.selections:
-            # Before the sampler, which may change logits in place.
-            row_of, rows_of_beams = self.input_batch.req_id_to_index, {}
-            if spec_decode_metadata is not None:  # a request has a row for each of its drafts, too
-                rows = np.cumsum([0, *(1 + n for n in spec_decode_metadata.num_draft_tokens)])
-                row_of = dict(zip(self.input_batch.req_ids, rows.tolist(), strict=False))
-            if beams is not None:
-                further = len(logits) - self.input_batch.num_reqs
-                rows_of_beams = {name: rows + further for name, rows in beams.places.items()}
-            num_selected = state.select(row_of, logits, rows_of_beams)
+    state: Selector | None = self.__dict__.get(_SELECTOR)
+    beams = attached_to(self)
+    if state is not None:
+        state.decoded.mask(logits, self.input_batch)
+    num_selected = 0
+    if state is not None and state.selections:
+        # Before the sampler, which may change logits in place.
+        row_of, rows_of_beams = self.input_batch.req_id_to_index, {}
+        if spec_decode_metadata is not None:  # a request has a row for each of its drafts, too
+            rows = np.cumsum([0, *(1 + n for n in spec_decode_metadata.num_draft_tokens)])
+            row_of = dict(zip(self.input_batch.req_ids, rows.tolist(), strict=False))
         if beams is not None:
-            logits, spec_decode_metadata = without_beams(beams, logits, spec_decode_metadata)
-            beams.detach()
-        needs_sampler = num_selected < len(logits) or self.speculative_config is not None
-        if len(logits) and needs_sampler:
-            return original(self, logits, spec_decode_metadata)
-        # Nobody else's tokens to sample.
-        tokens = torch.zeros((len(logits), 1), dtype=torch.int32, device=logits.device)
-        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
+            further = len(logits) - self.input_batch.num_reqs
+            rows_of_beams = {name: rows + further for name, rows in beams.places.items()}
+        num_selected = state.select(row_of, logits, rows_of_beams)
+    if beams is not None:
+        logits, spec_decode_metadata = without_beams(beams, logits, spec_decode_metadata)
+        beams.detach()
+    needs_sampler = num_selected < len(logits) or self.speculative_config is not None
+    if len(logits) and needs_sampler:
+        return original(self, logits, spec_decode_metadata)
+    # Nobody else's tokens to sample.
+    tokens = torch.zeros((len(logits), 1), dtype=torch.int32, device=logits.device)
+    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
 
-    return _sample
 
-
-def wrap_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+@_runner.wraps("sample_tokens", "sends the candidates to the scheduler")
+def sample_tokens(
+    original: Callable[..., Any], self: GPUModelRunner, *args: Any, **kwargs: Any
+) -> Any:
     """Send the candidates with the output of the step."""
-
-    @functools.wraps(original)
-    def sample_tokens(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
-        output = original(self, *args, **kwargs)
-        state: Selector | None = self.__dict__.get(_SELECTOR)
-        if state is not None and state.selected:
-            # Under asynchronous scheduling, inside the output that is still to be copied.
-            send(state.selected, getattr(output, "_model_runner_output", output))
-            state.selected = []
-        return output
-
-    return sample_tokens
+    output = original(self, *args, **kwargs)
+    state: Selector | None = self.__dict__.get(_SELECTOR)
+    if state is not None and state.selected:
+        # Under asynchronous scheduling, inside the output that is still to be copied.
+        send(state.selected, getattr(output, "_model_runner_output", output))
+        state.selected = []
+    return output

@@ -7,7 +7,6 @@ sends the beams' tokens and block tables, which are written into the slots at on
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.async_utils import stream
 
 from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, SELECTIONS, BeamStep
+from vllm_trie.vllm_hooks.ledger.record import TOKEN_LISTS, of_beams
 from vllm_trie.vllm_hooks.wire import proxy_params
 from vllm_trie.vllm_hooks.worker.beam.selection import Selector, send
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+_v2 = of_beams("v1.worker.gpu.", TOKEN_LISTS)
+_RUNNER = "model_runner:GPUModelRunner."
+_SELECTS = "candidates of beams, out of all beams of a search"
 _SLOTS = "_vllm_trie_slots"
 """Attribute of a model runner, and of its sampler, with its :class:`BeamSlots`."""
 _SELECTED = "_vllm_trie_selected"
@@ -152,72 +155,69 @@ def slots_of(runner: GPUModelRunner) -> BeamSlots:
     return slots
 
 
-def wrap_update_requests(original: Callable[..., None]) -> Callable[..., None]:
+@_v2.wraps(f"{_RUNNER}update_requests", "writes the tokens and block tables of beams")
+def update_requests(
+    original: Callable[..., None], self: GPUModelRunner, scheduler_output: SchedulerOutput
+) -> None:
     """Write the beams of a step when its requests are up to date."""
-
-    @functools.wraps(original)
-    def update_requests(self: GPUModelRunner, scheduler_output: SchedulerOutput) -> None:
-        original(self, scheduler_output)
-        slots_of(self).write()
-
-    return update_requests
+    original(self, scheduler_output)
+    slots_of(self).write()
 
 
-def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
+@_v2.wraps(f"{_RUNNER}execute_model", "adds the beams of groups, takes what the scheduler asks for")
+def execute_model(
+    original: Callable[..., Any],
+    self: GPUModelRunner,
+    scheduler_output: SchedulerOutput,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Add the beams of groups, and let the samplers know what to select."""
-
-    @functools.wraps(original)
-    def execute_model(
-        self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
-    ) -> Any:
-        slots = slots_of(self)
-        slots.selector.selections = getattr(scheduler_output, SELECTIONS, [])
-        if self.sampler is not None:
-            vars(self.sampler)[_SLOTS] = slots
-        return original(self, slots.add_to(scheduler_output), *args, **kwargs)
-
-    return execute_model
+    slots = slots_of(self)
+    slots.selector.selections = getattr(scheduler_output, SELECTIONS, [])
+    if self.sampler is not None:
+        vars(self.sampler)[_SLOTS] = slots
+    return original(self, slots.add_to(scheduler_output), *args, **kwargs)
 
 
-def wrap_sampler(original: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
+@_v2.wraps("sample.sampler:Sampler.__call__", _SELECTS)
+@_v2.wraps("spec_decode.rejection_sampler:RejectionSampler.__call__", _SELECTS)
+def sample_and_select(
+    original: Callable[..., SamplerOutput],
+    self: Any,
+    logits: torch.Tensor,
+    input_batch: InputBatch,
+    *args: Any,
+    **kwargs: Any,
+) -> SamplerOutput:
     """Select the candidates of searches next to a sampler, vLLM's own or one of drafts."""
-
-    @functools.wraps(original)
-    def call(
-        self: Any, logits: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any
-    ) -> SamplerOutput:
-        sampler = getattr(self, "sampler", self)  # one of drafts has vLLM's own
-        slots: BeamSlots | None = vars(sampler).get(_SLOTS)
-        if slots is not None:
-            slots.select(logits, input_batch)  # first: the sampler may change logits in place
-        return original(self, logits, input_batch, *args, **kwargs)
-
-    return call
+    sampler = getattr(self, "sampler", self)  # one of drafts has vLLM's own
+    slots: BeamSlots | None = vars(sampler).get(_SLOTS)
+    if slots is not None:
+        slots.select(logits, input_batch)  # first: the sampler may change logits in place
+    return original(self, logits, input_batch, *args, **kwargs)
 
 
-def wrap_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+@_v2.wraps(f"{_RUNNER}sample_tokens", "keeps the candidates with the output of the step")
+def sample_tokens(
+    original: Callable[..., Any], self: GPUModelRunner, *args: Any, **kwargs: Any
+) -> Any:
     """Send the candidates of searches with the output of the step."""
-
-    @functools.wraps(original)
-    def sample_tokens(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
-        output = original(self, *args, **kwargs)
-        selector = slots_of(self).selector
-        if selector.selected:
-            setattr(output, _SELECTED, selector.selected)
-            selector.selected = []
-        return output
-
-    return sample_tokens
+    output = original(self, *args, **kwargs)
+    selector = slots_of(self).selector
+    if selector.selected:
+        setattr(output, _SELECTED, selector.selected)
+        selector.selected = []
+    return output
 
 
-def wrap_get_output(original: Callable[..., ModelRunnerOutput]) -> Callable[..., ModelRunnerOutput]:
+@_v2.wraps(
+    "async_utils:AsyncOutput.get_output",
+    "sends the candidates, whose copies came before those of its own",
+)
+def get_output(original: Callable[..., ModelRunnerOutput], self: AsyncOutput) -> ModelRunnerOutput:
     """Send the candidates of searches when the output of their step is on the host."""
-
-    @functools.wraps(original)
-    def get_output(self: AsyncOutput) -> ModelRunnerOutput:
-        output = original(self)
-        if selected := vars(self).get(_SELECTED):
-            send(selected, output)
-        return output
-
-    return get_output
+    output = original(self)
+    if selected := vars(self).get(_SELECTED):
+        send(selected, output)
+    return output

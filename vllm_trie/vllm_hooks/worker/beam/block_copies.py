@@ -11,25 +11,29 @@ import torch
 
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.attention.slot_copies import copy_slots
+from vllm_trie.vllm_hooks.ledger.record import of_beams
 
 
-def wrap_copy_blocks(original: Callable[..., None]) -> Callable[..., None]:
+@of_beams("v1.worker.gpu_model_runner:").wraps(
+    "copy_kv_cache_blocks_inplace",
+    "copies the slots of tail blocks that differ; vLLM's copies whole blocks bytewise",
+    platform="cpu",
+)
+def copy_kv_cache_blocks_inplace(
+    original: Callable[..., None],
+    kv_caches: Iterable[torch.Tensor],
+    num_blocks: int,
+    kv_cache_block_copies: list[Any],
+) -> None:
     """Copy rows of memory, of the slots that are needed, where vLLM copies blocks bytewise."""
-
-    @functools.wraps(original)
-    def copy_kv_cache_blocks_inplace(
-        kv_caches: Iterable[torch.Tensor], num_blocks: int, kv_cache_block_copies: list[Any]
-    ) -> None:
-        caches = list({cache.data_ptr(): cache for cache in kv_caches}.values())
-        if not (
-            kv_cache_block_copies
-            and caches
-            and caches[0].shape[0] == num_blocks
-            and copy_slots(caches, _slots_to_copy(caches[0], kv_cache_block_copies))
-        ):
-            original(caches, num_blocks, kv_cache_block_copies)
-
-    return copy_kv_cache_blocks_inplace
+    caches = list({cache.data_ptr(): cache for cache in kv_caches}.values())
+    if not (
+        kv_cache_block_copies
+        and caches
+        and caches[0].shape[0] == num_blocks
+        and copy_slots(caches, _slots_to_copy(caches[0], kv_cache_block_copies))
+    ):
+        original(caches, num_blocks, kv_cache_block_copies)
 
 
 def _slots_to_copy(cache: torch.Tensor, copies: list[Any]) -> np.ndarray:

@@ -7,7 +7,6 @@ and each beam adds the slots that it has generated. The kernel is that of tree a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import torch
 from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch, choose_kernels
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.attention.tree_batch import NO_NODES
+from vllm_trie.vllm_hooks.ledger.record import PREFIX, of_beams
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -44,37 +44,36 @@ def share_prompts(built: Any, steps: Sequence[BeamStep]) -> None:
         setattr(metadata, _SEARCHES, batch)
 
 
-def wrap_forward(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+@of_beams("v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.", PREFIX, platform="cpu").wraps(
+    "forward", "attends to the beams of searches together"
+)
+def forward(
+    original: Callable[..., torch.Tensor],
+    self: CPUAttentionBackendImpl,
+    layer: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    attn_metadata: Any,
+    output: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
     """Attend to the rows of searches together, where the kernel takes the layer."""
-
-    @functools.wraps(original)
-    def forward(
-        self: CPUAttentionBackendImpl,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        rows: TreeBatch | None = getattr(attn_metadata, _SEARCHES, None)
-        if (
-            rows is not None
-            and _is_plain(self, layer)
-            and (kernels := choose_kernels()) is not None
-            and kernels.tree_attention(
-                query, kv_cache, attn_metadata.block_table, rows, self.scale, output
-            )
-        ):
-            return output
-        return original(
-            self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+    rows: TreeBatch | None = getattr(attn_metadata, _SEARCHES, None)
+    if (
+        rows is not None
+        and _is_plain(self, layer)
+        and (kernels := choose_kernels()) is not None
+        and kernels.tree_attention(
+            query, kv_cache, attn_metadata.block_table, rows, self.scale, output
         )
-
-    return forward
+    ):
+        return output
+    return original(
+        self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+    )
 
 
 def _is_plain(attention: CPUAttentionBackendImpl, layer: Any) -> bool:

@@ -16,9 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm_trie.vllm_hooks.ledger.record import PARTS, STATS, TREE_DRAFTS, TREE_MASKS, Symbols
+from vllm_trie.vllm_hooks.ledger.record import (
+    PARTS,
+    STATS,
+    TREE_DRAFTS,
+    TREE_MASKS,
+    Symbols,
+    around,
+)
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import hand_on
-from vllm_trie.vllm_hooks.worker.beam.beams_v1 import wrap_sample
+from vllm_trie.vllm_hooks.worker.beam.beams_v1 import sample_and_select
 from vllm_trie.vllm_hooks.worker.drafting.neural import StepStates
 from vllm_trie.vllm_hooks.worker.runners.v1_speculation import V1Speculation
 
@@ -212,7 +219,7 @@ class TreeRunnerMixin(ChainRunnerMixin):
         "walks down the trees losslessly and puts the KV of accepted nodes in place",
         successor="`DraftVerifier.verify()`",
     )
-    @wrap_sample
+    @around(sample_and_select)
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:

@@ -18,10 +18,10 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_trie.vllm_hooks.ledger.record import PLUGGABLE, STATS, TREE_DRAFTS, Symbols
+from vllm_trie.vllm_hooks.ledger.record import PLUGGABLE, STATS, TREE_DRAFTS, Symbols, around
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.draft_support import check_states
-from vllm_trie.vllm_hooks.worker.beam.beams_v2 import wrap_sampler
+from vllm_trie.vllm_hooks.worker.beam.beams_v2 import sample_and_select
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.verifier_setup import make_verifier
 
@@ -116,7 +116,7 @@ class DraftedOnly(RejectionSampler):
     @Symbols(
         "v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.", TREE_DRAFTS
     ).overrides("verifies drafts and no fillers, or trees")
-    @wrap_sampler
+    @around(sample_and_select)
     def __call__(
         self,
         logits: torch.Tensor,

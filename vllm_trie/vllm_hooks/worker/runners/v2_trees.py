@@ -31,9 +31,10 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 
 from vllm_trie.attention import prefers_chains
+from vllm_trie.vllm_hooks.ledger.record import around
 from vllm_trie.vllm_hooks.setup.draft_support import check_layers
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import hand_on
-from vllm_trie.vllm_hooks.worker.beam.beams_v2 import wrap_sampler
+from vllm_trie.vllm_hooks.worker.beam.beams_v2 import sample_and_select
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.verification.compaction import (
     CacheGroup,
@@ -75,7 +76,7 @@ class TreeSampler(RejectionSampler):
         self._adapter = adapter
         self._width = self.num_speculative_steps + 1
 
-    @wrap_sampler
+    @around(sample_and_select)
     def __call__(
         self,
         logits: torch.Tensor,
