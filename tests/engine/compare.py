@@ -52,6 +52,15 @@ def generate(
     return outputs
 
 
+def plain_outputs(
+    llm: Any, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+) -> list[Any]:
+    """Plain vLLM's outputs, which the oracle drafter then knows."""
+    outputs = generate(llm, prompts, params)
+    tell_oracle(outputs)
+    return outputs
+
+
 def tell_oracle(outputs: Iterable[Any]) -> None:
     """Let the oracle drafter know the right answers."""
     for output in outputs:

@@ -106,6 +106,16 @@ def engine(_engines: Engines) -> Iterator[Callable[..., Any]]:
     _engines.check_blocks()
 
 
+@pytest.fixture(scope="module")
+def expected(request: pytest.FixtureRequest, _engines: Engines) -> list[Any]:
+    """Plain vLLM's outputs for `COUNT` prompts with the parameters `GREEDY` of a file, which the
+    oracle drafter then knows."""
+    from tests.engine.compare import plain_outputs
+    from tests.engine.prompts import prompts
+
+    return plain_outputs(_engines(), prompts(request.module.COUNT), request.module.GREEDY)
+
+
 @pytest.fixture(scope="session")
 def smollm2_folder() -> str:
     """The real model, made on first use; tests that need it are skipped where it cannot be had."""

@@ -15,9 +15,9 @@ from tests.engine.compare import (
     check_same_outputs,
     differences,
     generate,
+    plain_outputs,
     preemptions,
     speculation,
-    tell_oracle,
 )
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.prompts import prompts
@@ -25,6 +25,7 @@ from vllm_trie.tiny_model import medusa_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, detokenize=False)
+COUNT = 16
 HEADS = {"model": str(medusa_path())}
 METHODS = {
     "test_oracle": {},
@@ -36,14 +37,6 @@ METHODS = {
 
 def chains(method: str, num_tokens: int = 8, **options):
     return speculation(method, num_tokens, verification="chain", **options)
-
-
-@pytest.fixture(scope="module")
-def expected(_engines):
-    """Plain vLLM's outputs, which the oracle drafter then knows."""
-    outputs = generate(_engines(), prompts(16), GREEDY)
-    tell_oracle(outputs)
-    return outputs
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -94,8 +87,7 @@ def test_length_limit_and_aborts(engine):
     limit = {"max_model_len": 160}
     some = [{"prompt_token_ids": p["prompt_token_ids"][:140]} for p in prompts(12)]
     endless = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
-    outputs = generate(engine(**limit), some, endless)
-    tell_oracle(outputs)
+    outputs = plain_outputs(engine(**limit), some, endless)
     llm = engine(**chains("test_oracle"), **limit)
     check_same_outputs(llm, outputs, endless)
     check_outputs_beside_aborts(llm, outputs, endless, {2: [1, 5], 3: [3, 7]})

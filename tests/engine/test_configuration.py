@@ -22,12 +22,12 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from tests.engine.compare import (
     generate,
     margins,
+    plain_outputs,
     register_test_drafters,
     speculation,
-    tell_oracle,
 )
 from tests.engine.conftest import trees_of
-from tests.engine.families import UNSUPPORTED, write_config
+from tests.engine.families import FAMILIES, stand_in_for_torchvision, write_config
 from tests.engine.prompts import prompts
 from tests.processes import environment, run_python
 from vllm_trie.drafters import available_methods
@@ -50,6 +50,11 @@ pytestmark = pytest.mark.usefixtures("inspect_models_here")
 @pytest.fixture(autouse=True)
 def _test_drafters(monkeypatch):
     register_test_drafters(monkeypatch)
+
+
+@pytest.fixture
+def _qwen_vl(monkeypatch):
+    stand_in_for_torchvision(monkeypatch)
 
 
 def engine_config(**options: Any) -> Any:
@@ -201,25 +206,27 @@ def test_one_option_in_two_places():
         assert words in message
 
 
-NEITHER = ("state space", "encoder and decoder", "embeddings")
-"""Families that no drafts can be verified for."""
+WITHOUT_TREES = [name for name, family in FAMILIES.items() if family.drafts != "tree"]
 
 
-@pytest.mark.parametrize("family", UNSUPPORTED)
-def test_models_without_trees(tmp_path: Path, family: str):
-    values, reason = UNSUPPORTED[family]
-    path = write_config(tmp_path / "model", values)
-    message = refusal(model=path, speculative_config={**TREES, "verification": "tree"})
+@pytest.mark.parametrize("name", WITHOUT_TREES)
+@pytest.mark.usefixtures("_qwen_vl")
+def test_models_without_trees(tmp_path: Path, name: str):
+    family = FAMILIES[name]
+    path = write_config(tmp_path / "model", family.config)
+    settings = {"model": path, **family.engine}
+    message = refusal(**settings, speculative_config={**TREES, "verification": "tree"})
     assert "'ngram_trie'" in message
-    assert reason in message
-    assert values["architectures"][0] in message or "runner_type" in message
-    assert ("verification='chain'" in message) == (family not in NEITHER)
-    if family in NEITHER:
-        assert reason in refusal(model=path)
-        assert reason in refusal(model=path, speculative_config=CHAINS)
+    assert family.reason in message
+    (architecture,) = json.loads((Path(path) / "config.json").read_text())["architectures"]
+    assert architecture in message or "runner_type" in message or family.engine
+    assert ("verification='chain'" in message) == (family.drafts == "chain")
+    if family.drafts == "none":
+        assert family.reason in refusal(**settings)
+        assert family.reason in refusal(**settings, speculative_config=CHAINS)
         return
     for asked in (TREES, CHAINS):
-        found = engine_config(model=path, speculative_config=asked)
+        found = engine_config(**settings, speculative_config=asked)
         assert config.verification(found) == "chain"
 
 
@@ -233,7 +240,7 @@ def test_trees_where_they_are_supported(caplog, monkeypatch):
 
 
 def test_a_model_without_trees_says_so_at_start_up(tmp_path: Path, caplog, monkeypatch):
-    path = write_config(tmp_path / "model", UNSUPPORTED["latent attention"][0])
+    path = write_config(tmp_path / "model", FAMILIES["DeepSeek V2"].config)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO):
         engine_config(model=path)
@@ -241,26 +248,20 @@ def test_a_model_without_trees_says_so_at_start_up(tmp_path: Path, caplog, monke
     assert "(MLA) is not supported" in caplog.text
 
 
-@pytest.mark.parametrize("family", UNSUPPORTED)
-def test_unsupported_models_and_beam_search(tmp_path: Path, family: str):
+@pytest.mark.parametrize("name", WITHOUT_TREES)
+@pytest.mark.usefixtures("_qwen_vl")
+def test_unsupported_models_and_beam_search(tmp_path: Path, name: str):
     """Forks copy whole blocks, which these models' caches do not allow, or do."""
-    values, _ = UNSUPPORTED[family]
-    path = write_config(tmp_path / "model", values)
-    found = engine_config(model=path, speculative_config=None)
-    served = family in ("latent attention", "multimodal positions")
+    family = FAMILIES[name]
+    path = write_config(tmp_path / "model", family.config)
+    found = engine_config(model=path, speculative_config=None, **family.engine)
+    served = name in ("DeepSeek V2", "Qwen 2.5 VL", "Qwen 3 VL", "fp8 KV cache")
     assert (reason_off(found) is None) == served
-
-
-@pytest.mark.parametrize("family", ["sliding window", "latent attention"])
-def test_the_same_models_without_trees(tmp_path: Path, family: str):
-    values, _ = UNSUPPORTED[family]
-    path = write_config(tmp_path / "model", values)
-    assert engine_config(model=path, speculative_config=None).speculative_config is None
+    assert found.speculative_config is None
 
 
 def test_a_sliding_window_that_is_switched_off(tmp_path: Path):
-    values, _ = UNSUPPORTED["sliding window"]
-    path = write_config(tmp_path / "model", values)
+    path = write_config(tmp_path / "model", FAMILIES["Mistral"].config)
     found = engine_config(model=path, disable_sliding_window=True, max_model_len=32)
     assert config.read(found).method == "ngram_trie"
 
@@ -539,8 +540,7 @@ def test_low_precision_differs_at_near_ties_only(engine, dtype: str):
         temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False, logprobs=2
     )
     some = prompts(12)
-    expected = generate(engine(dtype=dtype), some, params)
-    tell_oracle(expected)
+    expected = plain_outputs(engine(dtype=dtype), some, params)
     llm = engine(**speculation("test_oracle", 16), dtype=dtype)
     found = margins(expected, generate(llm, some, params))
     assert all(margin is None or margin < 0.15 for margin in found)

@@ -14,6 +14,7 @@ from tests.engine.compare import (
     check_same_outputs,
     differences,
     generate,
+    plain_outputs,
     preemptions,
     speculation,
     tell_oracle,
@@ -64,8 +65,7 @@ def test_prompts_with_one_token_to_compute(engine: Any, options: dict[str, Any])
     options = {**options, "block_size": 32, "max_num_seqs": 4}
     some = [{"prompt_token_ids": p["prompt_token_ids"][:33]} for p in prompts(4)]
     params = SamplingParams(**GREEDY)
-    plain = generate(engine(**options), some, params)
-    tell_oracle(plain)
+    plain = plain_outputs(engine(**options), some, params)
     llm = engine(**TREES, **options)
     check_same_outputs(llm, plain, params)
     # Again, next to a running request; all tokens but the last are in the prefix cache.
@@ -92,8 +92,7 @@ def test_short_length_limit(engine: Any, length: int) -> None:
         for i, p in enumerate(prompts(6))
     ]
     endless = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
-    plain = generate(engine(**options), some, endless)
-    tell_oracle(plain)
+    plain = plain_outputs(engine(**options), some, endless)
     check_same_outputs(engine(**TREES, **options), plain, endless)
 
 
@@ -140,8 +139,7 @@ def test_logprobs_of_prompt_and_output(engine: Any) -> None:
     some = [{"prompt_token_ids": p["prompt_token_ids"][:50]} for p in prompts(3)]
     short = {**GREEDY, "max_tokens": 20, "detokenize": False}
     params = SamplingParams(**short, prompt_logprobs=-1, logprobs=-1)
-    plain = generate(engine(**options), some, params)
-    tell_oracle(plain)
+    plain = plain_outputs(engine(**options), some, params)
     tree = engine(**TREES, **options)
     found = generate(tree, some, params)
     assert differences(plain, found) == []

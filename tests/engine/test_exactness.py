@@ -15,9 +15,9 @@ from tests.engine.compare import (
     check_same_outputs,
     differences,
     generate,
+    plain_outputs,
     preemptions,
     speculation,
-    tell_oracle,
 )
 from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.prompts import prompts
@@ -25,15 +25,7 @@ from vllm_trie.tiny_model import model_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True, detokenize=False)
-
-
-@pytest.fixture(scope="module")
-def expected(_engines):
-    """Plain vLLM's outputs, which the oracle drafter then knows."""
-    outputs = generate(_engines(), prompts(), GREEDY)
-    assert len(outputs) >= 24
-    tell_oracle(outputs)
-    return outputs
+COUNT = None  # all
 
 
 @pytest.mark.parametrize("num_nodes", [8, 32, 64])
@@ -169,8 +161,7 @@ def test_up_to_the_length_limit(engine, num_nodes):
     tree = engine(**speculation("test_oracle", num_nodes), max_model_len=160)
     some = [{"prompt_token_ids": p["prompt_token_ids"][:140]} for p in prompts()]
     endless = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
-    expected = generate(plain, some, endless)
-    tell_oracle(expected)
+    expected = plain_outputs(plain, some, endless)
     outputs = generate(tree, some, endless)
     assert differences(expected, outputs) == []
     assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
@@ -180,8 +171,7 @@ def test_up_to_the_length_limit(engine, num_nodes):
 def test_natural_end(engine):
     """Requests that end at EOS inside an accepted path."""
     params = SamplingParams(temperature=0.0, max_tokens=300)
-    expected = generate(engine(), prompts(12), params)
-    tell_oracle(expected)
+    expected = plain_outputs(engine(), prompts(12), params)
     outputs = generate(engine(**speculation("test_oracle", 32)), prompts(12), params)
     assert differences(expected, outputs) == []
     assert any(o.outputs[0].finish_reason == "stop" for o in outputs)
@@ -193,8 +183,7 @@ def test_compiled_mode(engine, expected):
     plain = engine(**options)
     tree = engine(**speculation("test_oracle", 32), **options)
     some = [p for p in prompts() if len(p["prompt_token_ids"]) <= 300][:12]
-    compiled = generate(plain, some, GREEDY)
-    tell_oracle(compiled)
+    compiled = plain_outputs(plain, some, GREEDY)
     assert differences(compiled, generate(tree, some, GREEDY)) == []
     # Compiling takes most of the time, so beam search comes here too.
     assert run_mixed(plain, str(model_path()), few_cases(), greedy_requests(6)) > 20

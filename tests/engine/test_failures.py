@@ -7,13 +7,7 @@ import logging
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.compare import (
-    accepted_tokens,
-    differences,
-    generate,
-    speculation,
-    tell_oracle,
-)
+from tests.engine.compare import accepted_tokens, differences, generate, speculation
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.drafters import HiddenStateDrafter
 from tests.engine.prompts import prompts
@@ -21,13 +15,7 @@ from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, detokenize=False)
-
-
-@pytest.fixture(scope="module")
-def expected(_engines):
-    outputs = generate(_engines(), prompts(16), GREEDY)
-    tell_oracle(outputs)
-    return outputs
+COUNT = 16
 
 
 def test_a_drafter_that_fails_at_random(engine, expected, caplog, monkeypatch):

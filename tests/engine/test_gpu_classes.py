@@ -124,7 +124,7 @@ def test_the_ledger_fits_the_gpus_symbols() -> None:
 @pytest.fixture(scope="module")
 def on_cuda() -> dict[str, Any]:
     """What the plugin does where vLLM's platform is CUDA."""
-    return run_program("tests.engine.beam.pretended_gpu_run")
+    return run_program("tests.engine.pretended_gpu")
 
 
 @pytest.fixture

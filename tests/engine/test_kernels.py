@@ -13,6 +13,7 @@ from tests.engine.compare import (
     check_same_outputs,
     differences,
     generate,
+    plain_outputs,
     speculation,
     tell_oracle,
 )
@@ -25,13 +26,7 @@ pytestmark = pytest.mark.usefixtures("test_drafters")
 KERNELS = {"torch": "torch", "x86-64-v3": "AVX2", "x86-64": "SSE2"}
 """Kernels other than the best one, which all other tests use."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
-
-
-@pytest.fixture(scope="module")
-def expected(_engines):
-    outputs = generate(_engines(), prompts(24), GREEDY)
-    tell_oracle(outputs)
-    return outputs
+COUNT = 24
 
 
 @pytest.fixture
@@ -107,8 +102,7 @@ def test_chains_take_the_tree_kernel(engine, dtype, monkeypatch):
 
     monkeypatch.setattr(cpu_attention, "tree_attention", tree_attention)
     monkeypatch.setattr(cpu_attention.CPUAttentionBackendImpl, "forward", stock_forward)
-    plain = generate(engine(dtype=dtype), prompts(12), GREEDY)
-    tell_oracle(plain)
+    plain = plain_outputs(engine(dtype=dtype), prompts(12), GREEDY)
     llm = engine(dtype=dtype, **speculation("test_oracle", 1))
     found = generate(llm, prompts(12), _some_without_drafts(), 6)
     assert len(differences(plain, found)) <= (0 if dtype == "float32" else 4)
@@ -215,7 +209,6 @@ def test_outputs_without_the_biases_are_others(engine, bloom, bloom_expected, mo
 def test_sixteen_bits(engine, dtype):
     """Rounding may turn a near tie, so most outputs are plain vLLM's, not all."""
     some = prompts(12)
-    plain = generate(engine(dtype=dtype), some, GREEDY)
-    tell_oracle(plain)
+    plain = plain_outputs(engine(dtype=dtype), some, GREEDY)
     found = generate(engine(dtype=dtype, **speculation("test_oracle", 24)), some, GREEDY, 6)
     assert len(differences(plain, found)) <= 4

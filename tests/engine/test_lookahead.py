@@ -28,11 +28,6 @@ LOOKAHEAD = speculation("lookahead_trie", 64)
 WINDOW_ONLY = speculation("lookahead_trie", 64, pool_from_text=False)
 
 
-@pytest.fixture(scope="module")
-def expected(_engines):
-    return generate(_engines(), prompts(COUNT), GREEDY)
-
-
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("config", [LOOKAHEAD, WINDOW_ONLY], ids=["with text", "window only"])
 def test_greedy(engine, expected, config, batch_size):

@@ -35,12 +35,6 @@ def medusa(num_nodes: int = 32, **options) -> dict:
     return speculation("medusa_dynamic", num_nodes, model=str(medusa_path()), **options)
 
 
-@pytest.fixture(scope="module")
-def expected(_engines):
-    """Plain vLLM's outputs."""
-    return generate(_engines(), prompts(COUNT), GREEDY)
-
-
 @pytest.mark.parametrize(
     ("options", "batch_size"),
     [({}, 8), ({"joint": "product"}, 8), ({"joint": "product"}, 1)],

@@ -14,7 +14,13 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from tests.engine.compare import generate, register_test_drafters, speculation, tell_oracle
+from tests.engine.compare import (
+    generate,
+    plain_outputs,
+    register_test_drafters,
+    speculation,
+    tell_oracle,
+)
 from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.tiny_model import model_path
@@ -36,8 +42,7 @@ def traffic(_engines) -> tuple[Any, list[Any]]:
 
     vLLM forgets the counters of earlier engines of a process when it starts another.
     """
-    expected = generate(_engines(), prompts(8), GREEDY)
-    tell_oracle(expected)
+    plain_outputs(_engines(), prompts(8), GREEDY)
     llm = _engines(**speculation("ngram_trie", 12), max_num_seqs=7)
     return llm, generate(llm, prompts(8), GREEDY)
 

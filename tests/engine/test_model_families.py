@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from vllm import SamplingParams
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -24,29 +24,19 @@ from tests.engine.compare import (
     tell_oracle,
 )
 from tests.engine.families import (
-    SUPPORTED,
+    FAMILIES,
+    TREES,
     UNKNOWN_TO_TRANSFORMERS,
     VARIANTS,
     WITHOUT_A_CHECKPOINT,
     write_config,
+    write_model,
 )
 
 pytestmark = pytest.mark.usefixtures("test_drafters", "inspect_models_here", "experts_group")
 
 NUM_TOKENS = 60
 GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False}
-
-
-def write_model(folder: Path, values: dict[str, Any]) -> str:
-    """Write a model whose weights make each token depend on those before it; return its folder."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=torch.float32)
-    for name, weight in model.named_parameters():
-        if weight.dim() >= 2:
-            # Small embeddings, so that the layers decide the output.
-            torch.nn.init.normal_(weight, std=0.04 if "embed" in name or "wte" in name else 0.25)
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 def random_weights(loader: Any, model: torch.nn.Module, model_config: Any) -> None:
@@ -86,9 +76,9 @@ def check(engine: Any, model: str, **options: Any) -> None:
     assert check_same_outputs(llm, expected, SamplingParams(**GREEDY)) > 0.2
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", TREES)
 def test_greedy(engine: Any, tmp_path: Path, family: str) -> None:
-    check(engine, write_model(tmp_path / "model", SUPPORTED[family]))
+    check(engine, write_model(tmp_path / "model", FAMILIES[family]))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.compare import (
-    differences,
-    generate,
-    speculation,
-    tell_oracle,
-)
+from tests.engine.compare import differences, generate, plain_outputs, speculation
 from tests.engine.prompts import prompts
 from vllm_trie.attention import move_slots_in_layers, split_cache
 from vllm_trie.vllm_hooks.worker import verifier
@@ -23,8 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detoken
 
 def _num_wrong(engine) -> int:
     some = prompts(12)
-    expected = generate(engine(), some, GREEDY)
-    tell_oracle(expected)
+    expected = plain_outputs(engine(), some, GREEDY)
     # No prefix cache: what a broken run wrote must not be found by a later one.
     tree = engine(**speculation("test_oracle", 24), enable_prefix_caching=False)
     return len(differences(expected, generate(tree, some, GREEDY)))

@@ -44,11 +44,6 @@ def checkpoints(tmp_path_factory):
     }
 
 
-@pytest.fixture(scope="module")
-def expected(_engines):
-    return generate(_engines(), prompts(COUNT), GREEDY)
-
-
 def expected_of(engine, expected, target, count):
     """Plain vLLM's outputs of the shipped model, or of another target."""
     return generate(engine(**target), prompts(count), GREEDY) if target else expected[:count]

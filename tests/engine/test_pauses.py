@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.compare import differences, generate, speculation, tell_oracle
+from tests.engine.compare import differences, generate, plain_outputs, speculation
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.budget import NodeBudget
@@ -49,8 +49,7 @@ def count_calls(monkeypatch, runner, *names: str) -> Counter[str]:
 
 
 def test_pausing_steps_do_nothing_for_drafts(engine, pauses, monkeypatch):
-    expected = generate(engine(), prompts(8), GREEDY)
-    tell_oracle(expected)
+    expected = plain_outputs(engine(), prompts(8), GREEDY)
     llm = engine(**speculation("test_oracle", 16, node_budget="adaptive"))
     runner = runner_of(llm)
     calls = count_calls(
@@ -76,8 +75,7 @@ def test_pausing_steps_do_nothing_for_drafts(engine, pauses, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 48}], ids=["whole", "chunked"])
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy(engine, pauses, method, options):
-    expected = generate(engine(**options), prompts(12), GREEDY)
-    tell_oracle(expected)
+    expected = plain_outputs(engine(**options), prompts(12), GREEDY)
     tree = engine(**speculation(method, 24, node_budget="adaptive", **METHODS[method]), **options)
     totals = trees_of(tree).totals
     before = totals.tokens - totals.steps
@@ -96,7 +94,6 @@ def test_greedy(engine, pauses, method, options):
 )
 def test_sampling_parameters(engine, pauses, params):
     params = SamplingParams(max_tokens=60, ignore_eos=True, **params)
-    expected = generate(engine(), prompts(10), params)
-    tell_oracle(expected)
+    expected = plain_outputs(engine(), prompts(10), params)
     tree = engine(**speculation("test_oracle", 24, node_budget="adaptive"))
     assert differences(expected, generate(tree, prompts(10), params)) == []

@@ -10,13 +10,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine.compare import (
-    accepted_tokens,
-    differences,
-    generate,
-    speculation,
-    tell_oracle,
-)
+from tests.engine.compare import accepted_tokens, differences, generate, plain_outputs, speculation
 from tests.engine.drafters import AnswerSetDrafter
 from tests.engine.prompts import prompts, tokenizer
 
@@ -26,8 +20,7 @@ pytestmark = pytest.mark.usefixtures("test_drafters")
 def _compare(engine, params, count=12, **options):
     """The same requests on both engines: equal outputs, and drafts that were accepted."""
     some = prompts(count)
-    expected = generate(engine(**options), some, params)
-    tell_oracle(expected)
+    expected = plain_outputs(engine(**options), some, params)
     tree = engine(**speculation("test_oracle", 24), **options)
     before = accepted_tokens(tree)
     found = generate(tree, some, params)

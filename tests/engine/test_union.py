@@ -11,7 +11,6 @@ from tests.engine.compare import (
     generate,
     preemptions,
     speculation,
-    tell_oracle,
 )
 from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
@@ -24,13 +23,6 @@ COUNT = 12
 UNION = speculation(
     "trie_union", 48, drafters=["test_oracle", "ngram_trie", "lookahead"], adaptive=False
 )
-
-
-@pytest.fixture(scope="module")
-def expected(_engines):
-    outputs = generate(_engines(), prompts(COUNT), GREEDY)
-    tell_oracle(outputs)
-    return outputs
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])

@@ -29,24 +29,13 @@ from vllm.config.mamba import MambaBackendEnum
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
-from tests.engine.chain_families import (
-    CYCLE,
-    FAMILIES,
-    RECURRENT,
-    VOCABULARY,
-    Family,
-    take_text_for_images,
-    write_model,
-)
 from tests.engine.compare import differences, generate
 from tests.engine.conftest import add_experts_group
+from tests.engine.families import CHAINS as FAMILIES_WITH_CHAINS
+from tests.engine.families import CYCLE, FAMILIES, VOCABULARY, take_text_for_images, write_model
 from vllm_trie.vllm_hooks.setup import limits
 
 CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4}
-ALL = FAMILIES | {
-    name: Family({key: value for key, value in config.items() if key != "architectures"})
-    for name, config in RECURRENT.items()
-}
 TESTED = ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL")
 """Windows and soft caps, sinks, attention in chunks, and positions of images."""
 
@@ -63,8 +52,8 @@ def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
     greedy = SamplingParams(
         temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
     )
-    family = ALL[name]
-    model = write_model(folder / name.replace(" ", "-"), family)
+    family = FAMILIES[name]
+    model = write_model(folder / name.replace(" ", "-"), family, repeats=True)
 
     def engine(**options: Any) -> LLM:
         return LLM(
@@ -138,8 +127,8 @@ def compare_families(names: Iterable[str], num_tokens: int) -> dict[str, Any]:
 def main() -> None:
     v2_on_cpu.schedule_as_on_a_gpu()
     v2_on_cpu.use_v2(True)
-    # Long enough that outputs leave the window of `chain_families.WINDOW` tokens.
-    print("RESULT " + json.dumps(compare_families(sys.argv[1:] or FAMILIES, 40)))
+    # Long enough that outputs leave the window of `families.WINDOW` tokens.
+    print("RESULT " + json.dumps(compare_families(sys.argv[1:] or FAMILIES_WITH_CHAINS, 40)))
 
 
 if __name__ == "__main__":

@@ -1,52 +1,32 @@
 """Beam search on the classes that run it on a GPU, on a CPU, with random load and aborts.
 
-A program of its own, as TRITON_INTERPRET=1 must be set before Triton is imported::
+A program of its own, see :mod:`tests.engine.v2_on_cpu`. Prints one JSON object by name of the
+`CASES` that it runs, by default all::
 
-    python -m tests.engine.beam.gpu_runners_run v2 --asynchronous --num-blocks 9
+    python -m tests.engine.beam.gpu_runners_run [CASE ...]
 
-``v2`` is Model Runner V2, vLLM's default on GPUs: the class is the GPU's own, its Triton kernels
-run in Triton's interpreter. ``v1`` is Model Runner V1 with its buffers on the host and on the
-device apart, as on a GPU. Asynchronous scheduling has stand-ins for streams and events. Attention
-is the CPU's. Prints one JSON object.
+Model Runner V2 is vLLM's default on GPUs: the class is the GPU's own, its Triton kernels run in
+Triton's interpreter. Model Runner V1 has its buffers on the host and on the device apart, as on a
+GPU. Asynchronous scheduling has stand-ins for streams and events. Attention is the CPU's.
 """
-
-# What is set up here must stand before the imports that it is for.
-# ruff: noqa: E402
 
 from __future__ import annotations
 
-import argparse
-import atexit
 import functools
 import json
-import os
 import random
-import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-parser = argparse.ArgumentParser()
-parser.add_argument("runner", choices=["v1", "v2"])
-parser.add_argument("--asynchronous", action="store_true")
-parser.add_argument("--num-blocks", type=int)
-parser.add_argument("--no-prefix-caching", action="store_true")
-parser.add_argument("--overcommit", action="store_true")
-parser.add_argument("--searches", type=int, default=8)
-parser.add_argument("--verification", choices=["chain", "tree"], help="beside ngram_trie's drafts")
-parser.add_argument("--constrained", action="store_true", help="rules and a catalogue, instead")
-arguments = parser.parse_args()
+from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(arguments.runner == "v2"))
-
-from tests.engine import v2_on_cpu  # prepares Triton's interpreter
-from tests.engine.beam.async_on_cpu import force_async_scheduling
-
-if arguments.asynchronous:
-    force_async_scheduling()
+# isort: split
 
 import pytest
-import torch
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.worker import gpu_model_runner
@@ -56,11 +36,43 @@ from vllm.v1.worker.gpu import model_runner as gpu_model_runner_v2
 from tests.engine.beam import test_token_rules as token_rules
 from tests.engine.beam.cases import check_case, greedy_requests, prompt, request_of
 from tests.engine.beam.oracle import Case, constrained_search
-from tests.engine.conftest import free_blocks, scheduler_of
+from tests.engine.conftest import free_blocks, runner_of, scheduler_of
 from tests.engine.v2_waits import Waits
 from tests.unit.items.catalogues import PlainTrie, random_items, write
 from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
+
+
+class Load(NamedTuple):
+    """What one engine is, and does.
+
+    Attributes:
+        engine: Options of the engine.
+        is_v2: Whether it has Model Runner V2.
+        overcommits: Whether groups are admitted whatever runs, and fight for blocks.
+        is_constrained: Whether searches have rules and a catalogue, instead of a random load.
+        searches: Their number.
+    """
+
+    engine: dict[str, Any]
+    is_v2: bool = True
+    overcommits: bool = False
+    is_constrained: bool = False
+    searches: int = 8
+
+
+TREES = {"method": "ngram_trie", "num_speculative_tokens": 4, "verification": "tree"}
+CASES = {
+    "default": Load({"num_gpu_blocks_override": 9}, overcommits=True, searches=14),
+    "rules and catalogues": Load({}, is_constrained=True),
+    "no prefix caching, synchronous": Load(
+        {"enable_prefix_caching": False, "async_scheduling": False}
+    ),
+    "beside trees": Load(
+        {"num_gpu_blocks_override": 12, "speculative_config": TREES}, overcommits=True
+    ),
+    "V1": Load({"num_gpu_blocks_override": 9}, is_v2=False, overcommits=True, searches=14),
+}
 
 
 def random_case(rng: random.Random, number: int) -> Case:
@@ -73,9 +85,10 @@ def random_case(rng: random.Random, number: int) -> Case:
     )
 
 
-def run(llm: LLM, rng: random.Random) -> dict[str, Any]:
+def run(llm: LLM, searches: int) -> dict[str, Any]:
     """Searches and ordinary requests come at random times, some searches are aborted."""
-    cases = {f"case {i}": random_case(rng, i) for i in range(arguments.searches)}
+    rng = random.Random(searches)
+    cases = {f"case {i}": random_case(rng, i) for i in range(searches)}
     victims = {f"victim {i}": random_case(rng, 30 + i) for i in range(3)}
     greedy = {f"greedy {i}": each for i, each in enumerate(greedy_requests(3, max_tokens=12))}
     alone = {
@@ -145,65 +158,75 @@ def run_constrained(llm: LLM) -> dict[str, Any]:
     return {"compared": sum(map(len, expected))}
 
 
-def main() -> None:
-    if arguments.runner == "v1":
-        # The CPU's runner makes one buffer of each pair; on a GPU they stay two.
-        CPUModelRunner._postprocess_tensors = lambda self: None
-    if arguments.overcommit:
-        # Groups are admitted whatever runs, and fight for blocks.
+@contextmanager
+def overcommitment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
         for name in ("expected_blocks", "min_blocks"):
-            setattr(BeamGroup, name, property(lambda self: 0, lambda self, value: None))
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder)
-    catalogues = {"shop": str(write(folder / "items", ITEMS))} if arguments.constrained else {}
-    drafts = {
-        "method": "ngram_trie",
-        "num_speculative_tokens": 4,
-        "verification": arguments.verification,
-    }
+            nothing = property(lambda self: 0, lambda self, value: None)
+            patch.setattr(BeamGroup, name, nothing, raising=False)
+        yield
+
+
+def run_load(load: Load, catalogue: str) -> dict[str, Any]:
+    """Start an engine, give it a load, and look at what it leaves behind."""
+    v2_on_cpu.use_v2(load.is_v2)
     llm = LLM(
-        speculative_config=drafts if arguments.verification else None,
-        model=str(model_path()),
-        additional_config={"vllm_trie": {"items": catalogues}},
-        dtype="float32",
-        enforce_eager=True,
-        kv_cache_memory_bytes=64 << 20,
-        num_gpu_blocks_override=arguments.num_blocks,
-        block_size=32,
-        max_model_len=160,
-        max_num_seqs=16,
-        max_num_batched_tokens=64,
-        enable_prefix_caching=not arguments.no_prefix_caching,
-        disable_log_stats=False,
-        seed=0,
+        **{
+            "model": str(model_path()),
+            "additional_config": {
+                "vllm_trie": {"items": {"shop": catalogue} if load.is_constrained else {}}
+            },
+            "dtype": "float32",
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 64 << 20,
+            "block_size": 32,
+            "max_model_len": 160,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 64,
+            "disable_log_stats": False,
+            "seed": 0,
+            **load.engine,
+        }
     )
-    scheduler = scheduler_of(llm)
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    expected = {"v1": gpu_model_runner, "v2": gpu_model_runner_v2}[arguments.runner]
+    _kept.append(llm)
+    scheduler, runner = scheduler_of(llm), runner_of(llm)
+    expected = gpu_model_runner_v2 if load.is_v2 else gpu_model_runner
     assert isinstance(runner, expected.GPUModelRunner)
-    assert type(scheduler).__name__.startswith("Async") == arguments.asynchronous
-    waits = None
-    if arguments.runner == "v2" and arguments.asynchronous:
-        torch.Event = torch.cuda.Event = v2_on_cpu.Event  # which counts who waits
-        waits = Waits(llm)
+    is_async = type(scheduler).__name__.startswith("Async")
+    assert is_async == load.engine.get("async_scheduling", True)
+    waits = Waits(llm) if load.is_v2 and is_async else None
     before = free_blocks(llm)
-    rng = random.Random(arguments.searches)
-    result = run_constrained(llm) if arguments.constrained else run(llm, rng)
+    result = run_constrained(llm) if load.is_constrained else run(llm, load.searches)
     for _ in range(3):  # let the worker hear of the last ones
         if scheduler.has_requests():
             llm.llm_engine.step()
     result["blocks_lost"] = before - free_blocks(llm)
-    result["requests_left"] = len(scheduler.requests) + len(runner_requests(runner))
+    of_worker = runner.req_states.req_id_to_index if load.is_v2 else runner.requests
+    result["requests_left"] = len(scheduler.requests) + len(of_worker)
     if waits is not None:
         result["waits"] = waits.summary()
     counters = scheduler.beam_counters
-    result |= {name: getattr(counters, name) for name in type(counters).__slots__}
-    print("RESULT " + json.dumps(result))
+    return result | {name: getattr(counters, name) for name in type(counters).__slots__}
 
 
-def runner_requests(runner: Any) -> Any:
-    """What the worker still knows."""
-    return runner.requests if arguments.runner == "v1" else runner.req_states.req_id_to_index
+_kept: list[LLM] = []
+"""An engine that is freed ends the process groups of the others."""
+
+
+def main() -> None:
+    v2_on_cpu.schedule_as_on_a_gpu()
+    v2_on_cpu.let_streams_idle()
+    # The CPU's runner makes one buffer of each pair; on a GPU they stay two.
+    CPUModelRunner._postprocess_tensors = lambda self: None
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        catalogue = str(write(Path(folder) / "items", ITEMS))
+        for name in sys.argv[1:] or CASES:
+            load = CASES[name]
+            with overcommitment() if load.overcommits else nullcontext():
+                results[name] = run_load(load, catalogue)
+            print(name, results[name], flush=True)
+    print("RESULT " + json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def sample_and_select(
 ) -> SamplerOutput:
     """Select the candidates of searches next to a sampler, vLLM's own or one of drafts."""
     sampler = getattr(self, "sampler", self)  # one of drafts has vLLM's own
-    slots: BeamSlots | None = vars(sampler).get(_SLOTS)
+    slots: BeamSlots | None = getattr(sampler, _SLOTS, None)
     if slots is not None:
         slots.select(logits, input_batch)  # first: the sampler may change logits in place
     return original(self, logits, input_batch, *args, **kwargs)

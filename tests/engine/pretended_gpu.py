@@ -1,8 +1,8 @@
-"""Configures engines on a machine that pretends to have an H100; nothing runs on it.
+"""Configures engines on a machine that pretends to have an H100: what is on, off and touched.
 
 A program of its own: vLLM decides once per process what its platform is. Its CUDA platform is the
-real one, with answers in place of the driver's; compiled extensions are stood in for. Importing
-this module makes the platform. `beam/pretended_gpu_run.py` is the program.
+real one, with answers in place of the driver's; compiled extensions are stood in for. Nothing runs
+on it. Prints one JSON object.
 """
 
 # What is set up here must stand before the imports that it is for.
@@ -10,7 +10,10 @@ this module makes the platform. `beam/pretended_gpu_run.py` is the program.
 
 from __future__ import annotations
 
+import json
+import logging
 import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -89,12 +92,24 @@ plugin.register()
 from vllm import envs
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_trie.tiny_model import model_path
+from vllm_trie.vllm_hooks.setup import beam_support
 from vllm_trie.vllm_hooks.setup.config import verification
 from vllm_trie.vllm_hooks.worker.cuda_worker import GPU_BACKEND_CLASS
 
@@ -124,6 +139,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "trees in stages": {**STAGES, "speculation": TREES},
     "synchronous stages": {**STAGES, "async_scheduling": False},
 }
+SHAPE: dict[str, Any] = {
+    "block_size": 16,
+    "num_kv_heads": 1,
+    "head_size": 8,
+    "dtype": torch.float32,
+}
+SPECS: dict[str, list[Any]] = {
+    "full": [FullAttentionSpec(**SHAPE)],
+    "mla": [MLAAttentionSpec(**SHAPE)],
+    "compressed": [MLAAttentionSpec(**SHAPE, tokens_per_state=4)],
+    "window": [FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=32)],
+}
+lines: list[str] = []
 
 
 def configure(
@@ -214,6 +242,69 @@ def speculation() -> dict[str, Any]:
     }
 
 
+def configured_for_beams(options: dict[str, Any] | None, **settings: Any) -> Any:
+    additional = {} if options is None else {"additional_config": {"vllm_trie": options}}
+    return EngineArgs(
+        model=str(model_path()), max_model_len=512, **additional, **settings
+    ).create_engine_config()
+
+
+def scheduler(config: Any, specs: list[Any]) -> Any:
+    """As vLLM's engine core makes it."""
+    init_none_hash(sha256)
+    config.cache_config.num_gpu_blocks = 32
+    groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
+    return config.scheduler_config.get_scheduler_cls()(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(32, [], groups),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=16,
+        hash_block_size=16,
+        log_stats=True,
+    )
+
+
+def described_beams(options: dict[str, Any] | None, **settings: Any) -> dict[str, Any]:
+    try:
+        config = configured_for_beams(options, **settings)
+    except ValueError as error:
+        return {"refused": str(error)}
+    lines.clear()
+    made = scheduler(config, SPECS["full"])
+    return {
+        "reason": beam_support.reason_off(config),
+        "scheduler": made.beam_off,
+        "asynchronous": isinstance(made, AsyncScheduler),
+        "v2": made.use_v2_model_runner,
+        "lines": [line for line in lines if "beam search" in line],
+    }
+
+
+def beams() -> dict[str, Any]:
+    """What the plugin does to beam search."""
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm_trie").addHandler(handler)
+    result: dict[str, Any] = {
+        "default": described_beams(None),
+        "allowed": described_beams({"allow_untested_gpu": True}),
+        "off": described_beams({"allow_untested_gpu": True, "beam_search": False}),
+        "yes": described_beams({"allow_untested_gpu": "yes"}),
+        "with_trees": described_beams(
+            None, speculative_config={"method": "ngram_trie", "allow_untested_gpu": True}
+        ),
+    }
+    allowed = configured_for_beams({"allow_untested_gpu": True})
+    result["caches"] = {name: scheduler(allowed, specs).beam_off for name, specs in SPECS.items()}
+    stock = PretendedCuda.is_cuda
+    PretendedCuda.is_cuda = classmethod(lambda cls: False)
+    config = SimpleNamespace(additional_config={"vllm_trie": {"allow_untested_gpu": True}})
+    config.scheduler_config = SimpleNamespace(scheduler_cls=None)
+    result["other"] = beam_support.reason_off(config)
+    PretendedCuda.is_cuda = stock
+    return result
+
+
 def touched() -> dict[str, Any]:
     """What is left of all that: starts of CUDA, and what of the CPU's took a place in torch."""
     torchs = (torch.Tensor.pin_memory, torch.cuda.Event, torch.cuda.current_stream)
@@ -222,3 +313,12 @@ def touched() -> dict[str, Any]:
         "torch_as_it_was": stock_torch == torchs,
         "cpu_modules": [name for name in sys.modules if name.startswith("vllm.v1.worker.cpu")],
     }
+
+
+def main() -> None:
+    result = {"beams": beams(), "speculation": speculation(), **touched()}
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
