@@ -17,9 +17,8 @@ independent verification, which accepts the same tokens in every step as the tri
 
 Rows of the second kind, one for each prompt set and method at `--nodes` nodes, decode the prompts
 to their end, at most `--max-tokens` tokens. Every run has new drafters, which know no finished
-requests. `union` merges ngram_trie, lookahead and medusa. `union_product` does the same with the
-heads as the paper has them, which read no text (`medusa_product`). `union_two` merges only
-ngram_trie and lookahead.
+requests. `union` merges ngram_trie and medusa. `union_product` does the same with the heads as the
+paper has them, which read no text (`medusa_product`).
 
     python benchmarks/lookahead.py --json lookahead.json
     python benchmarks/lookahead.py --only union
@@ -53,16 +52,14 @@ COLUMNS = (
     "tokens_per_s", "ratio_to_plain", "saved", "over_best_part", "identical",
 )  # fmt: skip
 BY_HAND = ("demo", "edit", "question", "write", "continue")
-PARTS = ["ngram_trie", "lookahead_trie", "medusa_dynamic"]
+PARTS = ["ngram_trie", "medusa_dynamic"]
 """Drafters that the engine is started with."""
 PRODUCT = {"joint": "product"}
 FORGET = {"ngram_trie": {"store_tokens": 0}}
 UNION_METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ngram_trie": ("ngram_trie", FORGET["ngram_trie"]),
-    "lookahead_trie": ("lookahead_trie", {}),
     "medusa_dynamic": ("medusa_dynamic", {}),
     "medusa_product": ("medusa_dynamic", PRODUCT),
-    "union_two": ("trie_union", {"drafters": PARTS[:2], "options": FORGET}),
     "union": ("trie_union", {"drafters": PARTS, "options": FORGET}),
     "union_product": (
         "trie_union",
@@ -71,9 +68,8 @@ UNION_METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name in the table -> method and its options."""
 UNION_PARTS = {
-    "union_two": ("ngram_trie", "lookahead_trie"),
-    "union": ("ngram_trie", "lookahead_trie", "medusa_dynamic"),
-    "union_product": ("ngram_trie", "lookahead_trie", "medusa_product"),
+    "union": ("ngram_trie", "medusa_dynamic"),
+    "union_product": ("ngram_trie", "medusa_product"),
 }
 
 
@@ -230,7 +226,7 @@ def run(options: Any) -> list[Row]:
     if options.model is None:
         sets, parts = prompt_sets(model), PARTS
     else:  # the shipped heads and most prompt sets belong to the shipped model
-        sets, parts = {"demo": list(demo_chats(model).values())}, PARTS[:2]
+        sets, parts = {"demo": list(demo_chats(model).values())}, PARTS[:1]
         options.only, options.sets = "lookahead", ["demo"]
     sets = {name: prompts[: options.prompts] for name, prompts in sets.items()}
     budget = max(lookahead_budget(options), options.nodes)

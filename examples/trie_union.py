@@ -1,10 +1,9 @@
-"""Three drafters in one tree, on the model and the Medusa heads that ship with the package.
+"""Two drafters in one tree, on the model and the Medusa heads that ship with the package.
 
     python examples/trie_union.py
 
-N-grams of the context, n-grams that the model generates itself, and trained heads predict different
-tokens. `trie_union` merges their candidates, verifies a token that several propose only once, and
-keeps the likeliest nodes.
+N-grams of the context and trained heads predict different tokens. `trie_union` merges their
+candidates, verifies a token that both propose only once, and keeps the likeliest nodes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def main() -> None:
         str(model_path()),  # any model that vLLM serves
         speculative_config={
             "method": "trie_union",
-            "drafters": ["ngram_trie", "lookahead", "medusa"],
+            "drafters": ["ngram_trie", "medusa"],
             "model": str(medusa_path()),  # Medusa heads trained for the model
             "num_speculative_tokens": 32,  # nodes of a request's tree, all drafters together
             # Options of a drafter go under its name; this is the default.

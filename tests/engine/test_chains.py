@@ -31,7 +31,7 @@ METHODS = {
     "test_oracle": {},
     "lookahead_trie": {},
     "medusa_dynamic": HEADS,
-    "trie_union": {**HEADS, "drafters": ["ngram", "lookahead", "medusa"]},
+    "trie_union": {**HEADS, "drafters": ["ngram", "medusa"]},
 }
 
 

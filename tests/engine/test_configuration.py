@@ -558,7 +558,7 @@ def test_files_are_checked_before_anything_starts(tmp_path: Path):
     named = {"ngram_trie": {"corpus": str(corpus)}}
     for options in (
         {**TREES, "corpus": str(corpus)},
-        {"method": "trie_union", "options": named},
+        {"method": "trie_union", "drafters": ["ngram"], "options": named},
     ):
         assert f"corpus {corpus}: it is truncated" in refusal(speculative_config=options)
     write_corpus(corpus, texts, vocab_size=4096, tokenizer="of another model")
@@ -577,7 +577,7 @@ def test_options_do_not_change_the_hash_of_the_compiled_model(tmp_path: Path):
     carried = dict(found.additional_config)
     assert found.compute_hash() == hashed
     assert found.additional_config == carried
-    union = {"method": "trie_union", "num_speculative_tokens": 8}
+    union = {"method": "trie_union", "drafters": ["ngram"], "num_speculative_tokens": 8}
     assert engine_config(speculative_config=union).compute_hash() == hashed
     # Other settings, and weights that take memory, still count.
     assert engine_config(additional_config={"other": 1}).compute_hash() != hashed

@@ -31,7 +31,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         speculation(
             "trie_union",
             12,
-            drafters=["ngram", "lookahead", "medusa"],
+            drafters=["ngram", "medusa"],
             model=HEADS,
             verification="chain",
         ),
@@ -42,7 +42,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "priorities": (
         {"scheduling_policy": "priority", "max_num_seqs": 3, "block_size": 32},
-        speculation("trie_union", 100, drafters=["ngram", "lookahead", "medusa"], model=HEADS),
+        speculation("trie_union", 100, drafters=["ngram", "medusa"], model=HEADS),
     ),
     "adaptive budget": (
         {"max_num_seqs": 16, "max_num_batched_tokens": 16384},

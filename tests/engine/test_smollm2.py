@@ -69,7 +69,7 @@ def smollm2_engine(start, engine):
         ("ngram_trie", {}),
         ("lookahead_trie", {}),
         ("medusa_dynamic", {"model": HEADS}),
-        ("trie_union", {"drafters": ["ngram_trie", "lookahead", "medusa"], "model": HEADS}),
+        ("trie_union", {"drafters": ["ngram_trie", "medusa"], "model": HEADS}),
     ],
     ids=["ngram_trie", "lookahead_trie", "medusa_dynamic", "trie_union"],
 )

@@ -14,14 +14,16 @@ from tests.engine.compare import (
 )
 from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
+from vllm_trie.tiny_model import medusa_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
 COUNT = 12
-# The oracle's trees put accepted nodes in all places; the others bring windows and long chains.
+# The oracle's trees put accepted nodes in all places; n-grams bring long chains.
 # Not adaptive, so that every part drafts in each step.
-UNION = speculation(
-    "trie_union", 48, drafters=["test_oracle", "ngram_trie", "lookahead"], adaptive=False
+UNION = speculation("trie_union", 48, drafters=["test_oracle", "ngram_trie"], adaptive=False)
+ADAPTIVE = speculation(
+    "trie_union", 32, drafters=["ngram_trie", "medusa"], model=str(medusa_path())
 )
 
 
@@ -33,23 +35,8 @@ def test_greedy(engine, expected, batch_size):
     assert not any(trees_of(llm).guard.failures.values())
 
 
-def test_the_window_moves_on_inside_the_union(engine, expected):
-    """The part gets its own nodes' argmax back, wherever they lie in the merged tree."""
-    config = {"drafters": ["ngram_trie", "lookahead"], "adaptive": False}
-    llm = engine(**speculation("trie_union", 64, **config))
-    union = trees_of(llm).guard.drafter
-    lookahead = union.parts[1]
-    core = llm.llm_engine
-    core.add_request("window", prompts()[0], GREEDY)
-    filled = False
-    while core.has_unfinished_requests():
-        core.step()
-        filled |= any(state.window.is_filled for state in lookahead._states.values())
-    assert filled
-
-
 def test_adaptive(engine, expected):
-    assert check_same_outputs(engine(**speculation("trie_union", 32)), expected, GREEDY) > 0.01
+    assert check_same_outputs(engine(**ADAPTIVE), expected, GREEDY) > 0.01
 
 
 def test_chunked_prefill(engine, expected):
@@ -76,11 +63,9 @@ def test_seeded_sampling(engine, expected):
 
 def test_abort_midway(engine, expected):
     llm = engine(**UNION)
-    check_outputs_beside_aborts(llm, expected[:8], GREEDY, {2: (1, 5), 4: (2, 6)})
+    check_outputs_beside_aborts(llm, expected[:8], GREEDY, {1: (1, 5), 2: (2, 6)})
     union = trees_of(llm).guard.drafter
     assert not [request for request in union._states if request.startswith("abort-")]
-    lookahead = union.parts[2]
-    assert not [request for request in lookahead._states if request.startswith("abort-")]
 
 
 def test_a_wrong_part_is_refused(engine):

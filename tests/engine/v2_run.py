@@ -75,8 +75,7 @@ SEEDS_WITHOUT_DRAFTS = [
 ]
 UNION = {
     "method": "trie_union",
-    "drafters": ["ngram", "lookahead", "medusa"],
-    "options": {"lookahead": {"ngram_size": 3}},  # fits into few nodes
+    "drafters": ["ngram", "medusa"],
     "model": str(medusa_path()),
 }
 LOOKAHEAD = {"method": "lookahead_trie", "ngram_size": 3}

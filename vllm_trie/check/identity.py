@@ -90,6 +90,8 @@ def compare_method(settings: Settings, dtype: str, method: str, verification: st
         if heads is None:
             return Outcome(status="not applicable", summary="no heads: --heads names them")
         config["model"] = heads
+    if method == "trie_union":
+        config["drafters"] = ["ngram_trie"]
     try:
         llm = _start(settings, dtype, texts, verification, speculative_config=config)
     except ValueError as error:

@@ -157,7 +157,7 @@ def _speculative_config(
         "num_speculative_tokens": nodes,
         "trace_path": trace_path,
     }
-    if method.startswith("medusa"):
+    if method in ("medusa_dynamic", "trie_union"):
         if not is_shipped:
             raise typer.BadParameter(
                 f"{method!r} needs heads of the model, which are there for the shipped model only",

@@ -109,7 +109,7 @@ class Drafter(ABC):
     reuses_arrays: ClassVar[bool] = True
     """Whether it may change the arrays of trees that it has returned; they are copied then."""
     has_window: ClassVar[bool] = False
-    """Whether its trees may hold nodes that are never accepted."""
+    """Whether its trees may hold nodes that are never accepted; it cannot be a part of a union."""
 
     def __init__(self, options: BaseModel, context: DrafterContext) -> None:
         self.options: Any = options

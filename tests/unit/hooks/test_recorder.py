@@ -129,11 +129,11 @@ def test_a_drafter_that_cannot_say_its_parts_ends_the_trace_only(
 
 
 def test_the_header_has_the_options(tmp_path: Path) -> None:
-    recorder = recorder_of(tmp_path, "trie_union", drafters=["ngram_trie", "lookahead_trie"])
+    recorder = recorder_of(tmp_path, "trie_union", drafters=["ngram_trie"])
     recorder.begin([asking("a")])
     (path,) = tmp_path.iterdir()
     header = read_trace(path).header
-    assert header.parts == ["ngram_trie", "lookahead_trie"]
+    assert header.parts == ["ngram_trie"]
     assert header.options["num_speculative_tokens"] == make_context().num_nodes
     assert "trace_path" not in header.options
     assert header.created is not None

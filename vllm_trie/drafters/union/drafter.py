@@ -31,7 +31,6 @@ from vllm_trie.drafters.union.merge import (
     UnionTree,
     build_tree,
     merge,
-    window_sizes,
 )
 from vllm_trie.drafters.union.options import METHOD, TrieUnionOptions
 from vllm_trie.drafters.union.selection import PartSelection
@@ -64,8 +63,7 @@ class _State:
 class TrieUnionDrafter(Drafter):
     """Merges the trees of its parts and keeps the likeliest nodes that fit.
 
-    All candidates are evaluated, including those that did not fit. Never-accepted nodes of a part
-    (the lookahead window) go into the tree whole or not at all, ahead of any candidates.
+    All candidates are evaluated, including those that did not fit.
 
     State: that of the parts, each request's candidates of the last steps, calibration, selection.
 
@@ -102,11 +100,9 @@ class TrieUnionDrafter(Drafter):
         self.needs_node_argmax = any(part.needs_node_argmax for part in self.parts)  # type: ignore[misc]
         self.calibrator = Calibrator()
         self.selection = PartSelection(
-            {
-                index: part.has_window
-                for index, part in enumerate(self.parts)
-                if self.gate is None or part is not self.neural
-            }
+            index
+            for index, part in enumerate(self.parts)
+            if self.gate is None or part is not self.neural
         )
         self._states: dict[str, _State] = {}
 
@@ -241,10 +237,10 @@ class TrieUnionDrafter(Drafter):
             continuation = tokens[draft.num_tokens :][:HORIZON].tolist()
             self._calibrate(draft, continuation)
             if self.options.adaptive:
-                evaluation = evaluate(draft, continuation)
-                self.selection.learn(request.request_id, evaluation)
-                if self.gate is not None and (neural := evaluation.get(self._neural_index)):
-                    self.gate.learn(draft.promised, neural.gain)
+                gains = evaluate(draft, continuation)
+                self.selection.learn(request.request_id, gains)
+                if self.gate is not None and self._neural_index in gains:
+                    self.gate.learn(draft.promised, gains[self._neural_index])
         state.tail = (len(tokens), tokens[-_TAIL:].tolist())
         return state
 
@@ -258,7 +254,7 @@ class TrieUnionDrafter(Drafter):
                 continue
             depth[node] = depth[parent] + 1
             if depth[node] <= len(continuation):
-                self.calibrator.learn(merged.edges[node], len(draft.windows), node in right)
+                self.calibrator.learn(merged.edges[node], len(draft.parts), node in right)
 
     def _merged_tree(
         self,
@@ -274,9 +270,8 @@ class TrieUnionDrafter(Drafter):
             above = 1.0 if parent < 0 else probabilities[parent]
             edge = self.calibrator.probability(merged.edges[node], len(trees))
             probabilities.append(above * edge)
-        windows = window_sizes(trees, request.max_nodes)
         num_tokens = len(request.token_ids)
-        draft = Draft(merged, probabilities, windows, request.max_nodes, num_tokens, promised)
+        draft = Draft(merged, probabilities, [*trees], request.max_nodes, num_tokens, promised)
         state.drafts.append(draft)
         state.union = build_tree(draft, trees, request.chain_only)
         return state.union.tree

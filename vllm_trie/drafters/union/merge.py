@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +23,7 @@ class MergedTrie:
         token_ids, parents: of the merged nodes.
         edges: for each node, the probability of its token given its parent, by the parts that
             propose the node.
-        node_of: the merged node of each node of each part's tree; -1 for never-accepted nodes,
-            which are not merged.
+        node_of: the merged node of each node of each part's tree.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -59,7 +58,7 @@ class Graft(NamedTuple):
 
 
 def merge(trees: Mapping[int, TokenTree], grafts: Sequence[Graft] = ()) -> MergedTrie:
-    """Merge the nodes that may be accepted.
+    """Merge the nodes of several trees.
 
     Args:
         trees: of each part that drafted.
@@ -89,22 +88,16 @@ def _add(
 ) -> list[int]:
     """Add a part's tree below a merged node; returns the merged node of each of its nodes."""
     node_of: list[int] = []
-    edges = edge_probabilities(tree)
-    flags = tree.never_accept
-    never = [False] * tree.num_nodes if flags is None else flags.tolist()
     tokens, parents = tree.token_ids.tolist(), tree.parents.tolist()
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+    for token, parent, edge in zip(tokens, parents, edge_probabilities(tree), strict=True):
         above = node_of[parent] if parent >= 0 else base
-        if never[node] or (parent >= 0 and above < 0):
-            node_of.append(-1)
-            continue
         target = child_of.get((above, token))
         if target is None:
             target = child_of[above, token] = merged.num_nodes
             merged.token_ids.append(token)
             merged.parents.append(above)
             merged.edges.append({})
-        merged.edges[target].setdefault(part, edges[node])
+        merged.edges[target].setdefault(part, edge)
         node_of.append(target)
     return node_of
 
@@ -131,7 +124,7 @@ class Draft:
     Attributes:
         merged: the candidates.
         probabilities: predicted probability that each merged node is accepted.
-        windows: never-accepted nodes of each part that drafted (the lookahead window).
+        parts: those that drafted.
         max_nodes: node limit of the step's tree.
         num_tokens: length of the text when the draft was made.
         promised: tokens that the parts without forward passes promised.
@@ -140,7 +133,7 @@ class Draft:
 
     merged: MergedTrie
     probabilities: list[float]
-    windows: dict[int, int]
+    parts: Collection[int]
     max_nodes: int
     num_tokens: int
     promised: float = 0.0
@@ -150,45 +143,20 @@ class Draft:
         negative = [-p for p in self.probabilities]
         self.order = sorted(range(len(negative)), key=negative.__getitem__)
 
-    @property
-    def num_candidates(self) -> int:
-        """Nodes left to candidates."""
-        return self.max_nodes - sum(self.windows.values())
-
     def selected(self) -> list[int]:
         """Return the likeliest merged nodes that fit, parents before children."""
-        return sorted(self.order[: self.num_candidates])
+        return sorted(self.order[: self.max_nodes])
 
     def parts_of(self, tree: TokenTree) -> list[int]:
         """Return a bit mask for each node of the step's tree, or of a part of it: the parts that
         proposed the node."""
-        merged, window = self.merged, _mask(part for part, size in self.windows.items() if size)
+        merged = self.merged
         edges = zip(merged.parents, merged.token_ids, strict=True)
         node_at = {edge: node for node, edge in enumerate(edges)}
-        flags = tree.never_accept
-        never = [False] * tree.num_nodes if flags is None else flags.tolist()
-        masks: list[int] = []
         nodes: list[int] = []  # merged ones
-        for token, parent, is_window in zip(tree.token_list, tree.parent_list, never, strict=True):
-            node = ROOT if is_window else node_at[ROOT if parent < 0 else nodes[parent], token]
-            nodes.append(node)
-            masks.append(window if is_window else _mask(merged.edges[node]))
-        return masks
-
-
-def _mask(parts: Iterable[int]) -> int:
-    return sum(1 << part for part in parts)
-
-
-def window_sizes(trees: Mapping[int, TokenTree], max_nodes: int) -> dict[int, int]:
-    """Return how many never-accepted nodes of each part go into the tree: all of them, or 0 where
-    they do not fit next to those of earlier parts."""
-    sizes = {}
-    for part, tree in trees.items():
-        size = 0 if tree.never_accept is None else int(tree.never_accept.sum())
-        sizes[part] = size if size <= max_nodes else 0
-        max_nodes -= sizes[part]
-    return sizes
+        for token, parent in zip(tree.token_list, tree.parent_list, strict=True):
+            nodes.append(node_at[ROOT if parent < 0 else nodes[parent], token])
+        return [sum(1 << part for part in merged.edges[node]) for node in nodes]
 
 
 @dataclass(slots=True)
@@ -196,8 +164,7 @@ class UnionTree:
     """The tree of a step and where the parts' nodes are in it.
 
     Attributes:
-        tree: candidates, depth-first with the likeliest child first, then the parts' never-accepted
-            nodes.
+        tree: candidates, depth-first with the likeliest child first.
         part_trees: the tree of each part that drafted.
         node_of: the node of `tree` for each node of each part's tree; -1 if it did not fit.
     """
@@ -230,35 +197,18 @@ class UnionTree:
 
 
 def build_tree(draft: Draft, trees: Mapping[int, TokenTree], chain_only: bool = False) -> UnionTree:
-    """Lay out the likeliest candidates that fit, then the parts' never-accepted nodes; of a chain
-    only the path with the most expected tokens. `draft` holds the merged candidates of `trees`, by
-    part."""
+    """Lay out the likeliest candidates that fit; of a chain only the path with the most expected
+    tokens. `draft` holds the merged candidates of `trees`, by part."""
     merged = draft.merged
     nodes = best_chain(draft) if chain_only else _depth_first(draft)
     place = {node: index for index, node in enumerate(nodes)}
     parents = [place.get(merged.parents[node], ROOT) for node in nodes]
     token_ids = [merged.token_ids[node] for node in nodes]
     probabilities = [draft.probabilities[node] for node in nodes]
-    node_of: dict[int, list[int]] = {}
-    for part, tree in trees.items():
-        targets = node_of[part] = [place.get(node, -1) for node in merged.node_of[part]]
-        if chain_only or tree.never_accept is None or not draft.windows[part]:
-            continue
-        for node in np.flatnonzero(tree.never_accept).tolist():
-            parent = int(tree.parents[node])
-            above = ROOT if parent < 0 else targets[parent]
-            if parent >= 0 and above < 0:
-                continue  # its parent did not fit
-            targets[node] = len(token_ids)
-            token_ids.append(int(tree.token_ids[node]))
-            parents.append(above)
-            probabilities.append(0.0)
+    node_of = {part: [place.get(n, -1) for n in of] for part, of in merged.node_of.items()}
     if not token_ids:
         return UnionTree(TokenTree.empty(), trees, node_of)
-    built = TokenTree.from_lists(token_ids, parents, probabilities)
-    if len(token_ids) > len(nodes):
-        built = replace(built, never_accept=np.arange(len(token_ids)) >= len(nodes))
-    return UnionTree(built, trees, node_of)
+    return UnionTree(TokenTree.from_lists(token_ids, parents, probabilities), trees, node_of)
 
 
 def best_chain(draft: Draft) -> list[int]:
@@ -271,7 +221,7 @@ def best_chain(draft: Draft) -> list[int]:
         depth.append(1 if parent < 0 else depth[parent] + 1)
         above = 0.0 if parent < 0 else promised[parent]
         promised.append(above + draft.probabilities[node])
-    fitting = [node for node in range(merged.num_nodes) if depth[node] <= draft.num_candidates]
+    fitting = [node for node in range(merged.num_nodes) if depth[node] <= draft.max_nodes]
     if not fitting:
         return []
     path = [max(fitting, key=lambda node: (promised[node], -node))]

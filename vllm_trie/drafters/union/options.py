@@ -11,19 +11,19 @@ from vllm_trie.drafters.base import DrafterOptions
 from vllm_trie.drafters.neural import NEURAL_METHODS, NeuralOptions
 
 METHOD = "trie_union"
-SHORT_NAMES = {"lookahead": "lookahead_trie", "medusa": "medusa_dynamic", "ngram": "ngram_trie"}
+SHORT_NAMES = {"medusa": "medusa_dynamic", "ngram": "ngram_trie"}
 
 
 class TrieUnionOptions(DrafterOptions):
     """Options of `trie_union`."""
 
     drafters: list[str | NeuralOptions] = Field(
-        default=["ngram_trie", "lookahead_trie"],
+        default=["ngram_trie", "medusa_dynamic"],
         min_length=1,
         max_length=8,
-        description="Methods whose candidates are merged; 'lookahead', 'medusa' and 'ngram' are "
-        "short for lookahead_trie, medusa_dynamic and ngram_trie. One entry may be a trained "
-        "drafter of vLLM's, a mapping as in {'method': 'eagle3', 'model': 'PATH'}.",
+        description="Methods whose candidates are merged; 'medusa' and 'ngram' are short for "
+        "medusa_dynamic and ngram_trie. One entry may be a trained drafter of vLLM's, a mapping as "
+        "in {'method': 'eagle3', 'model': 'PATH'}.",
     )
     options: dict[str, dict[str, Any]] = Field(
         default={},
@@ -58,11 +58,13 @@ class TrieUnionOptions(DrafterOptions):
     @classmethod
     def _check_drafters(cls, entries: list[str | NeuralOptions]) -> list[str | NeuralOptions]:
         full = [SHORT_NAMES.get(e, e) if isinstance(e, str) else e for e in entries]
-        allowed = [name for name in registry.available_methods() if name != METHOD]
+        methods = [name for name in registry.available_methods() if name != METHOD]
         for entry in full:
             if isinstance(entry, NeuralOptions):
                 continue
-            if entry not in allowed:
+            # Next to other parts a window takes the place of candidates that are worth more.
+            if entry not in methods or registry.get_drafter_class(entry).has_window:
+                allowed = [m for m in methods if not registry.get_drafter_class(m).has_window]
                 raise ValueError(f"{entry!r} cannot be a part; allowed: {', '.join(allowed)}")
             if full.count(entry) > 1:
                 raise ValueError(f"{entry!r} is named twice; name each part once")

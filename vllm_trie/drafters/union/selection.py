@@ -1,10 +1,8 @@
 """Part selection: which parts draft, of those without forward passes.
 
-Each part has a net gain: the tokens per step that only its candidates contribute, less those that
-its window takes from the others (see `evaluation`). A part whose net gain is too small is suspended
-and drafts again in trials, after a rest that doubles with each trial that fails. A trial takes
-place in one request, as parts may need to warm up, and ends early once it has cost too much. Parts
-with a window begin suspended and rest longer.
+Each part has a gain: the tokens per step that only its candidates contribute (see `evaluation`). A
+part whose gain is too small is suspended and drafts again in trials, after a rest that doubles with
+each trial that fails. A trial takes place in one request, as parts may need to warm up.
 
 Parts are suspended one at a time, and the others are evaluated anew afterwards: of two parts that
 propose the same, neither has a gain next to the other.
@@ -12,37 +10,30 @@ propose the same, neither has a gain next to the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from vllm_trie.drafters.union.evaluation import PartEvaluation
-
-MIN_NET_GAIN = 0.02
-"""Net gain in tokens per step below which a part is suspended."""
+MIN_GAIN = 0.02
+"""Gain in tokens per step below which a part is suspended."""
 PRIOR_GAIN = 0.3
-"""Net gain in tokens per step that is expected of a part without evaluated steps."""
+"""Gain in tokens per step that is expected of a part without evaluated steps."""
 PRIOR_STEPS = 8
 """Evaluated steps that it counts for."""
 MEMORY = 256
-"""Evaluated steps over which a net gain is averaged."""
+"""Evaluated steps over which a gain is averaged."""
 TRIAL_STEPS = 24
 """Evaluated steps of a trial. The first third does not count."""
-TRIAL_LOSS = 8.0
-"""Tokens at whose loss a trial ends early."""
 RESTS = 32, 512
 """First and longest rest between trials, in steps of requests."""
-WINDOW_RESTS = 512, 8192
-"""Those of a part with a window, whose trials cost tokens."""
 
 
 @dataclass(slots=True)
 class _Trial:
-    """Sums over the evaluated steps of a trial, in tokens; `net_gain` without the warm-up."""
+    """Sums over the evaluated steps of a trial; `gain`, in tokens, without the warm-up."""
 
     request_id: str
     steps: int = 0
-    lost: float = 0.0
-    net_gain: float = 0.0
+    gain: float = 0.0
 
 
 class Part:
@@ -50,15 +41,14 @@ class Part:
 
     Attributes:
         active: Whether it drafts outside of trials.
-        net_gain: In tokens per step.
+        gain: In tokens per step.
     """
 
-    def __init__(self, has_window: bool) -> None:
-        self._first_rest, self._longest_rest = WINDOW_RESTS if has_window else RESTS
-        self.active = not has_window
-        self.net_gain = PRIOR_GAIN
+    def __init__(self) -> None:
+        self.active = True
+        self.gain = PRIOR_GAIN
         self._weight = PRIOR_STEPS
-        self._rest = self._first_rest
+        self._rest = RESTS[0]
         self._rested = 0
         self._trial: _Trial | None = None
 
@@ -71,30 +61,29 @@ class Part:
             self._rested, self._trial = 0, _Trial(request_id)
         return self._trial is not None and self._trial.request_id == request_id
 
-    def learn(self, request_id: str, net_gain: float) -> None:
+    def learn(self, request_id: str, gain: float) -> None:
         """Take in an evaluated step in which it drafted."""
         if self.active:
             self._weight = min(self._weight + 1, MEMORY)
-            self.net_gain += (net_gain - self.net_gain) / self._weight
+            self.gain += (gain - self.gain) / self._weight
             return
         trial = self._trial
         if trial is None or trial.request_id != request_id:
             return
         trial.steps += 1
-        trial.lost -= net_gain
-        trial.net_gain += net_gain if trial.steps > TRIAL_STEPS // 3 else 0.0
-        if trial.lost > TRIAL_LOSS or trial.steps == TRIAL_STEPS:
-            mean = trial.net_gain / (TRIAL_STEPS - TRIAL_STEPS // 3)
+        trial.gain += gain if trial.steps > TRIAL_STEPS // 3 else 0.0
+        if trial.steps == TRIAL_STEPS:
+            mean = trial.gain / (TRIAL_STEPS - TRIAL_STEPS // 3)
             self._trial = None
-            if trial.lost > TRIAL_LOSS or mean < MIN_NET_GAIN:
-                self._rest = min(2 * self._rest, self._longest_rest)
+            if mean < MIN_GAIN:
+                self._rest = min(2 * self._rest, RESTS[1])
             else:
-                self.active, self._rest = True, self._first_rest
+                self.active, self._rest = True, RESTS[0]
                 self.evaluate_anew(mean)
 
     def evaluate_anew(self, expected: float) -> None:
         """Forget what was evaluated, because the parts that draft have changed."""
-        self.net_gain, self._weight = expected, PRIOR_STEPS
+        self.gain, self._weight = expected, PRIOR_STEPS
 
     def end(self, request_id: str) -> None:
         """Let another request have the trial of one that has ended."""
@@ -103,16 +92,10 @@ class Part:
 
 
 class PartSelection:
-    """The parts over all requests.
+    """The parts over all requests, by their indices."""
 
-    Args:
-        has_window: Of each part, by its index. If all have one, the first of them is active.
-    """
-
-    def __init__(self, has_window: Mapping[int, bool]) -> None:
-        self.parts = {index: Part(window) for index, window in has_window.items()}
-        if all(has_window.values()):
-            next(iter(self.parts.values())).active = True
+    def __init__(self, indices: Iterable[int]) -> None:
+        self.parts = {index: Part() for index in indices}
 
     @property
     def active(self) -> list[int]:
@@ -123,17 +106,17 @@ class PartSelection:
         """Return the parts that draft in the next step of a request."""
         return [index for index, part in self.parts.items() if part.drafts(request_id)]
 
-    def learn(self, request_id: str, evaluation: Mapping[int, PartEvaluation]) -> None:
+    def learn(self, request_id: str, gains: Mapping[int, float]) -> None:
         """Take in an evaluated step of a request."""
         for index, part in self.parts.items():
-            if index in evaluation:
-                part.learn(request_id, evaluation[index].net_gain)
+            if index in gains:
+                part.learn(request_id, gains[index])
         active = [part for part in self.parts.values() if part.active]
-        worst = min(reversed(active), key=lambda part: part.net_gain)
-        if len(active) > 1 and worst.net_gain < MIN_NET_GAIN:
+        worst = min(reversed(active), key=lambda part: part.gain)
+        if len(active) > 1 and worst.gain < MIN_GAIN:
             worst.active = False
             for part in active:
-                part.evaluate_anew(max(part.net_gain, PRIOR_GAIN))
+                part.evaluate_anew(max(part.gain, PRIOR_GAIN))
 
     def end(self, request_id: str) -> None:
         """Forget a request that has ended."""

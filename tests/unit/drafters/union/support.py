@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 from hypothesis import strategies as st
 
 from tests.unit.drafters.support import make_context
@@ -18,44 +17,23 @@ VOCAB = 40
 
 
 @st.composite
-def trees(draw: st.DrawFn, max_nodes: int = 8, with_window: bool = True) -> TokenTree:
-    """A trie over few tokens with path probabilities, perhaps with a window behind it."""
+def trees(draw: st.DrawFn, max_nodes: int = 8) -> TokenTree:
+    """A trie over few tokens with path probabilities."""
     paths = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=5))
     tree = TokenTree.from_paths(paths, max_nodes)
     edges = draw(st.lists(st.floats(0.01, 0.99), min_size=tree.num_nodes, max_size=tree.num_nodes))
     probabilities: list[float] = []
     for parent, edge in zip(tree.parents.tolist(), edges, strict=True):
         probabilities.append(edge * (probabilities[parent] if parent >= 0 else 1.0))
-    num_window = draw(st.integers(0, 4)) if with_window else 0
-    return window_behind(
-        TokenTree.from_lists(tree.token_ids.tolist(), tree.parents.tolist(), probabilities),
-        num_window,
-    )
+    return TokenTree.from_lists(tree.token_ids.tolist(), tree.parents.tolist(), probabilities)
 
 
-def window_behind(tree: TokenTree, num_window: int) -> TokenTree:
-    """The tree and a chain of nodes that are never accepted."""
-    if not num_window:
-        return tree
-    size = tree.num_nodes
-    chain = [-1, *range(size, size + num_window - 1)]
-    known = [] if tree.probabilities is None else tree.probabilities.tolist()
-    built = TokenTree.from_lists(
-        [*tree.token_ids.tolist(), *[7] * num_window],
-        [*tree.parents.tolist(), *chain],
-        [*known, *[0.0] * num_window],
-    )
-    never = np.arange(size + num_window) >= size
-    return TokenTree(built.token_ids, built.parents, built.probabilities, never)
-
-
-def prefixes(tree: TokenTree) -> set[tuple[int, ...]]:
-    """The token sequences that its nodes stand for, those that are never accepted left out."""
+def paths(tree: TokenTree) -> list[tuple[int, ...]]:
+    """The token sequences that its nodes stand for."""
     found: list[tuple[int, ...]] = []
     for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
         found.append((*found[parent], token) if parent >= 0 else (token,))
-    never = tree.never_accept
-    return {path for node, path in enumerate(found) if never is None or not never[node]}
+    return found
 
 
 class NoOptions(DrafterOptions):
@@ -73,7 +51,7 @@ class Scripted(Drafter):
     ) -> None:
         super().__init__(NoOptions(), make_context(vocab_size=VOCAB))
         self.script = script
-        self.needs_node_argmax = self.has_window = needs_node_argmax  # type: ignore[misc]
+        self.needs_node_argmax = needs_node_argmax  # type: ignore[misc]
         self.calls: list[str] = []
         self.released: list[str] = []
         self.last_requests: dict[str, DraftRequest] = {}

@@ -5,23 +5,28 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.drafters.lookahead.driver import Decoding, verify
 from tests.unit.drafters.lookahead.reference import toy_target
 from tests.unit.drafters.support import make_context, make_request
-from tests.unit.drafters.union.support import VOCAB, Scripted, make_union, trees, window_behind
+from tests.unit.drafters.union.support import VOCAB, Scripted, make_union, trees
 from vllm_trie.drafters import VerifiedStep
-from vllm_trie.drafters.lookahead import LookaheadDrafter
+from vllm_trie.drafters.ngram_trie import NgramTrieDrafter
+from vllm_trie.drafters.registry import parse_options
 from vllm_trie.drafters.union import TrieUnionDrafter, TrieUnionOptions
 from vllm_trie.drafters.union.evaluation import HORIZON
 from vllm_trie.tree import TokenTree
 
 
 def _real_union(num_nodes: int = 48, **options: object) -> TrieUnionDrafter:
+    """N-grams of the text, which learn from the argmax of nodes, and a token that is a guess."""
     context = make_context(num_nodes=num_nodes, vocab_size=VOCAB)
-    return TrieUnionDrafter(TrieUnionOptions.model_validate(options), context)
+    guesses = Scripted(lambda request: TokenTree.from_paths([[3]], 1))
+    ngrams = NgramTrieDrafter(NgramTrieDrafter.Options(), context)
+    return TrieUnionDrafter(TrieUnionOptions.model_validate(options), context, [ngrams, guesses])
 
 
 @settings(max_examples=25)
@@ -147,15 +152,13 @@ def test_release_reaches_all_parts_and_unknown_requests_are_fine() -> None:
 
 
 def test_thousands_of_requests_leave_nothing_behind() -> None:
-    """Lookahead's pools and the union's states: bounded while requests run, gone afterwards."""
+    """The union's states: bounded while requests run, gone afterwards."""
     rng = random.Random(0)
-    window = TokenTree.from_lists([3, 4], [-1, 0], [0.4, 0.2])
-    cheap = Scripted(lambda request: window_behind(window, 3), True)
-    lookahead = LookaheadDrafter(
-        LookaheadDrafter.Options(window_size=2, ngram_size=3, pool_size=20),
-        make_context(num_nodes=16, vocab_size=VOCAB),
-    )
-    union = make_union([lookahead, cheap], num_nodes=16, adaptive=False)
+    guess = TokenTree.from_lists([3, 4], [-1, 0], [0.4, 0.2])
+    scripted = Scripted(lambda request: guess, True)
+    context = make_context(num_nodes=16, vocab_size=VOCAB)
+    ngrams = NgramTrieDrafter(NgramTrieDrafter.Options(), context)
+    union = make_union([ngrams, scripted], num_nodes=16, adaptive=False)
     running: dict[str, tuple[list[int], VerifiedStep | None]] = {}
     most_drafts = 0
     for number in range(3000):
@@ -174,24 +177,25 @@ def test_thousands_of_requests_leave_nothing_behind() -> None:
             running[request_id] = (tokens, VerifiedStep(tree, (), argmax))
         most_drafts = max(most_drafts, *(len(s.drafts) for s in union._states.values()))
         assert set(union._states) <= set(running)
-        assert set(lookahead._states) <= set(running)
-        assert lookahead.num_ngrams <= 20 * len(running)
     for request_id in running:
         union.release(request_id)
     assert 0 < most_drafts <= HORIZON
     assert not union._states
-    assert not lookahead._states
-    assert lookahead.num_ngrams == 0
     # One small regression for each set of parts that proposes a node.
-    assert len(union.calibrator._models) <= 3
+    assert len(union.calibrator._models) <= 6
 
 
 def test_states_stay_small_in_a_long_request() -> None:
-    union = _real_union(options={"lookahead": {"pool_size": 100}})
+    union = _real_union()
     decoding = Decoding(union, [1, 2, 3], toy_target(VOCAB, 3))
     for _ in range(400):
         decoding.step()
     state = union._states["a"]
     assert len(state.drafts) <= HORIZON
     assert len(state.tail[1]) <= 8
-    assert union.parts[1].num_ngrams <= 100  # type: ignore[attr-defined]
+
+
+def test_a_window_cannot_be_a_part() -> None:
+    allowed = "'lookahead_trie' cannot be a part; allowed: medusa_dynamic, ngram_trie"
+    with pytest.raises(ValueError, match=allowed):
+        parse_options("trie_union", {"drafters": ["ngram", "lookahead_trie"]})
