@@ -45,7 +45,7 @@ HeaderT = TypeVar("HeaderT", bound=SizedHeader)
 
 
 class MappedFile(NamedTuple, Generic[HeaderT]):
-    """A file whose content matches its digest: the header, the digest, uint8[body_size]."""
+    """A file whose content matches its digest: the header, the digest, uint8 [body_size]."""
 
     header: HeaderT
     digest: bytes

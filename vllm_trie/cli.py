@@ -83,8 +83,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         typer.echo(__version__)
         raise typer.Exit
 

@@ -13,11 +13,15 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from vllm_trie.tree import TokenTree, accept_greedy
 
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
 Key = TypeVar("Key", bound=Hashable)
+T = TypeVar("T")
 
 ENVIRONMENT = {
     # Puts the model runner, and with it the trees of each step, within reach.
@@ -105,8 +109,8 @@ def start_engine(
     max_model_len: int,
     max_num_seqs: int,
     speculative_config: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Any:
+    **options: object,
+) -> LLM:
     """Start a `vllm.LLM` in this process; engines that are compared differ only in their method.
 
     `max_model_len` includes the nodes of a tree; `options` are further options of `vllm.LLM`.
@@ -134,7 +138,7 @@ def start_engine(
 
 
 @contextmanager
-def engine(model: str, **settings: Any) -> Iterator[Any]:
+def engine(model: str, **settings: Any) -> Iterator[LLM]:
     """Start an engine as :func:`start_engine` does; free it at the end of the block."""
     llm = start_engine(model, **settings)
     try:
@@ -203,12 +207,12 @@ def load_tokenizer(name: str, option: str = "--model") -> Any:
         ) from None
 
 
-def runner_of(llm: Any) -> Any:
+def runner_of(llm: LLM) -> Any:
     """Return the model runner of an engine in this process."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
-def trees_of(llm: Any) -> Any | None:
+def trees_of(llm: LLM) -> Any | None:
     """Return the `TreeVerifier` of an engine in this process; None without draft trees."""
     runner = runner_of(llm)
     # A patched vLLM keeps it in the drafter, Model Runner V2 in its adapter.
@@ -216,21 +220,20 @@ def trees_of(llm: Any) -> Any | None:
     return next((holder.trees for holder in holders if hasattr(holder, "trees")), None)
 
 
-def batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+def batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
     """Split `items` into batches of `size`; the last may be smaller."""
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def generate(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[list[int]]:
+def generate(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
     """Return the output tokens of each prompt, all in one batch."""
-    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    outputs = llm.generate(inputs, params, use_tqdm=False)
+    outputs = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def interleave(
-    runs: Mapping[Key, Callable[[], Any]], repeats: int
-) -> dict[Key, list[tuple[float, Any]]]:
+    runs: Mapping[Key, Callable[[], T]], repeats: int
+) -> dict[Key, list[tuple[float, T]]]:
     """Time every run once, `repeats` times over, so that a slow minute affects all of them.
 
     The order is reversed in every other repeat.
@@ -238,7 +241,7 @@ def interleave(
     Returns:
         Seconds and result of each repeat, by the run's key.
     """
-    timed: dict[Key, list[tuple[float, Any]]] = {key: [] for key in runs}
+    timed: dict[Key, list[tuple[float, T]]] = {key: [] for key in runs}
     for repeat in range(repeats):
         for key in list(runs) if repeat % 2 == 0 else reversed(list(runs)):
             start = time.perf_counter()
@@ -272,13 +275,17 @@ class RequestStep(NamedTuple):
 
 
 def decode_steps(
-    llm: Any, prompts: Sequence[Sequence[int]], params: Any, cache_salt: str | None = None
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    cache_salt: str | None = None,
 ) -> Iterator[list[RequestStep]]:
     """Decode one batch of prompts; yield the requests that got tokens after each engine step.
 
     The engine is one in this process, with or without draft trees. `cache_salt` separates what
     drafters and the prefix cache remember.
     """
+    from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
     engine, runner, trees = llm.llm_engine, runner_of(llm), trees_of(llm)
@@ -286,7 +293,7 @@ def decode_steps(
     params = params.clone()
     params.output_kind = RequestOutputKind.DELTA
     for index, prompt in enumerate(prompts):
-        inputs: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        inputs = TokensPrompt(prompt_token_ids=list(prompt))
         if cache_salt is not None:
             inputs["cache_salt"] = cache_salt
         engine.add_request(f"prompt-{index}", inputs, params)
@@ -298,7 +305,7 @@ def decode_steps(
             indices = (int(name.split("-")[1]) for name in runner.input_batch.req_ids)
             verified = dict(zip(indices, trees.step_trees, strict=False))
         steps = []
-        for output in outputs:
+        for output in cast("list[RequestOutput]", outputs):
             index = int(output.request_id.split("-")[1])
             tokens = tuple(output.outputs[0].token_ids)
             steps.append(RequestStep(index, tokens, verified.get(index, empty)))

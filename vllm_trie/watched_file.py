@@ -31,10 +31,10 @@ class WatchedFile(Generic[_Content]):
     used or the file is gone, the version before serves on.
 
     Args:
-        path: of the file.
-        open_file: opens and checks it; raises what it likes.
-        name: of the file in messages.
-        interval: seconds between two looks at the file, which may be on a network, at least.
+        path: Of the file.
+        open_file: Opens and checks it; raises what it likes.
+        name: Of the file in messages.
+        interval: Seconds between two looks at the file, which may be on a network, at least.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
 
     Returns:
-        keys [num_blocks, num_kv_heads, head_size, block_size] and
+        Keys [num_blocks, num_kv_heads, head_size, block_size] and
         values [num_blocks, num_kv_heads, block_size, head_size].
     """
     num_blocks, num_kv_heads, block_size, double_head_size = kv_cache.shape
@@ -64,8 +64,8 @@ def move_rows_in_layers(
     """Copy the keys and values of slots to other slots of every layer's GPU cache, in place.
 
     Args:
-        kv_caches: one tensor as for `move_slots` per layer, changed; of equal block size.
-        source, target: as for `move_slots`, on the caches' device.
+        kv_caches: One tensor as for `move_slots` per layer, changed; of equal block size.
+        source, target: As for `move_slots`, on the caches' device.
     """
     if not kv_caches:
         return

@@ -64,7 +64,7 @@ def choose_launch(max_queries: int, group: int, head_size: int, dtype: torch.dty
     of 64 rows or the largest below, as more would be wasted.
 
     Raises:
-        ValueError: a KV head has more query heads than any launch has rows.
+        ValueError: A KV head has more query heads than any launch has rows.
     """
     choices = launches(head_size, dtype)
     fits = [launch for launch in choices if launch.rows >= max_queries * group]
@@ -81,18 +81,18 @@ class TreeBuffers:
     """Device memory that the kernels of all layers and steps share, at addresses that stay.
 
     Args:
-        max_requests: of a step.
-        max_words: ancestor words of a step.
-        head_size: of the layers.
-        num_processors: multiprocessors of the device.
-        device: of the cache.
+        max_requests: Of a step.
+        max_words: Ancestor words of a step.
+        head_size: Of the layers.
+        num_processors: Multiprocessors of the device.
+        device: Of the cache.
 
     Attributes:
         trees: int64 [2 * max_requests + max_words], for each request its number of nodes and the
             index of its first word in this tensor; then the words.
         partial: float32 [rows, padded head_size], weighted values of programs that share slots.
         state: float32 [rows, 2], their maxima and sums.
-        num_processors: as given.
+        num_processors: As given.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TreeBuffers:
         """Replace the trees by those of a step, in one copy that does not wait for the device.
 
         Raises:
-            ValueError: the ancestor words exceed the memory.
+            ValueError: The ancestor words exceed the memory.
         """
         if trees is None:
             if self._has_trees:
@@ -144,9 +144,9 @@ class TreeBuffers:
         """Return how many programs may share a request's slots to fill the device.
 
         Args:
-            needed: programs that have work, without sharing.
-            rows: of a program.
-            launched: programs, with those that end at once, as all have their place in memory; as
+            needed: Programs that have work, without sharing.
+            rows: Of a program.
+            launched: Programs, with those that end at once, as all have their place in memory; as
                 many as have work by default.
         """
         most = self.num_processors * programs_at_once(rows) // needed

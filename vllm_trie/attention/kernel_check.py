@@ -105,9 +105,9 @@ class Step:
         block_table: int32 [num_requests, max_blocks].
         starts: int32 [num_requests + 1], first query row of each request.
         seq_lens: int32 [num_requests].
-        trees: of the requests that have one.
+        trees: Of the requests that have one.
         tree_rows: bool [num_tokens], query rows that belong to them.
-        scale: of the scores.
+        scale: Of the scores.
     """
 
     query: torch.Tensor
@@ -284,11 +284,11 @@ def check_kernel(
     Each step runs with every number of rows that a program can have.
 
     Args:
-        splits: numbers of programs that share a request's slots, checked one after another;
+        splits: Numbers of programs that share a request's slots, checked one after another;
             ``NUM_SPLITS`` of the kernel if empty.
 
     Raises:
-        Exception: whatever the kernel's compiler or the device raises.
+        Exception: Whatever the kernel's compiler or the device raises.
     """
     from vllm_trie.attention import gpu_launch, triton_kernel
 
@@ -316,10 +316,10 @@ def run_kernel(step: Step, kv_cache: torch.Tensor, num_rows: int, num_splits: in
     """Return what the GPU kernel gives for a step.
 
     Args:
-        step: see :func:`random_step`.
-        kv_cache: filled by :func:`fill_cache`.
-        num_rows: queries times heads of a KV head that a program takes at a time.
-        num_splits: programs that share a request's slots.
+        step: See :func:`random_step`.
+        kv_cache: Filled by :func:`fill_cache`.
+        num_rows: Queries times heads of a KV head that a program takes at a time.
+        num_splits: Programs that share a request's slots.
     """
     from vllm_trie.attention import gpu_launch, triton_kernel
 

@@ -32,7 +32,7 @@ def choose_kernels() -> NativeKernels | None:
 
 
 def prefers_chains(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
-    """Whether this kernel should verify chains too, which vLLM's kernel could verify.
+    """Return whether this kernel should verify chains too, which vLLM's kernel could verify.
 
     The native kernel is faster for chains in every dtype; the others are slower. `dtype` is that of
     the queries.
@@ -57,8 +57,8 @@ def tree_attention(
             :mod:`vllm_trie.attention.cache_layout`; holds this step's keys and values. Slots that
             no row sees may hold anything, NaN included.
         block_table: int32 [num_requests, max_blocks].
-        trees: the slots that each row sees.
-        scale: positive factor on the scores.
+        trees: The slots that each row sees.
+        scale: Positive factor on the scores.
         output: [num_tokens, num_heads, head_size], written.
         alibi_slopes: float32 [num_heads] of a model with linear biases (Press et al., "Train Short,
             Test Long", 2022): the slope times the key's position in the text is added to the scaled

@@ -22,7 +22,7 @@ def load_kernels(march: str = "native") -> NativeKernels | None:
     """Load the kernels, compiled if needed; ``None`` where that fails, with the reason logged.
 
     Args:
-        march: instruction set, as the compiler's ``-march`` takes it.
+        march: Instruction set, as the compiler's ``-march`` takes it.
     """
     native = library(march)
     return NativeKernels(native) if native.is_available() else None
@@ -62,7 +62,7 @@ class _Layers:
         self.pointers = (ctypes.c_void_p * len(caches))(*[cache.data_ptr() for cache in caches])
 
     def are(self, caches: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the very tensors."""
+        """Return whether these are the very tensors."""
         return len(self._caches) == len(caches) and all(
             kept() is cache for kept, cache in zip(self._caches, caches, strict=True)
         )

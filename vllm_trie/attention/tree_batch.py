@@ -55,7 +55,7 @@ class TreeBatch:
         row_array: int64 [num_rows, 6], the fields of the :class:`TreeRow` of each request with a
             tree, in batch order.
         word_array: uint64, the ancestor words of all requests, one after another.
-        covers_batch: every scheduled token of the step belongs to one of these requests, so the
+        covers_batch: Every scheduled token of the step belongs to one of these requests, so the
             stock kernel has nothing to do.
     """
 
@@ -118,7 +118,7 @@ def query_mask(ancestor_words: np.ndarray, num_queries: int) -> np.ndarray:
 
     Args:
         ancestor_words: uint64 [N, ceil(N / 64)], N <= num_queries.
-        num_queries: committed tokens of the step and nodes.
+        num_queries: Committed tokens of the step and nodes.
     """
     num_nodes = len(ancestor_words)
     committed = num_queries - num_nodes

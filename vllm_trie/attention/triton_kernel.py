@@ -60,16 +60,16 @@ def tree_attention_triton(
         block_table: int32 [num_requests, max_blocks].
         query_starts: int32 [num_requests + 1], the first query token of each request, and the end.
         seq_lens: int32 [num_requests], KV slots in use, this step's included.
-        buffers: holds the trees and is written to.
-        scale: positive factor on the scores.
+        buffers: Holds the trees and is written to.
+        scale: Positive factor on the scores.
         output: [num_tokens, num_heads, head_size], written.
-        max_queries: query tokens of the longest request that is served, or more.
-        longest: requests without a tree and with more query tokens than this are left out.
+        max_queries: Query tokens of the longest request that is served, or more.
+        longest: Requests without a tree and with more query tokens than this are left out.
         kv_scales: float32 [1] each, the factors on float8 keys and values.
-        num_splits: programs that share a request's slots; 0 fills the device.
+        num_splits: Programs that share a request's slots; 0 fills the device.
 
     Raises:
-        ValueError: the cache or the queries have another layout or dtype.
+        ValueError: The cache or the queries have another layout or dtype.
 
     Scores and sums are float32. Weights are rounded to the queries' dtype for the product with the
     values, as vLLM's Triton kernel does.
@@ -134,13 +134,13 @@ def _check_layout(
     query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, is_scaled: bool
 ) -> None:
     head_size = query.shape[2]
-    wanted = (torch.float8_e4m3fn, torch.float8_e5m2) if is_scaled else (query.dtype,)
+    cache_dtypes = (torch.float8_e4m3fn, torch.float8_e5m2) if is_scaled else (query.dtype,)
     if (
         kv_cache.shape[3] != 2 * head_size
         or kv_cache.stride(3) != 1
-        or kv_cache.dtype not in wanted
+        or kv_cache.dtype not in cache_dtypes
     ):
-        names = " or ".join(map(str, wanted))
+        names = " or ".join(map(str, cache_dtypes))
         raise ValueError(
             f"the KV cache is {kv_cache.dtype} {tuple(kv_cache.shape)} with strides "
             f"{kv_cache.stride()}; tree attention reads {names} [num_blocks, num_kv_heads, "

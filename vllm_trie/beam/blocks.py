@@ -30,10 +30,10 @@ class TokenRules(NamedTuple):
     change them without a new normalization.
 
     Attributes:
-        biased: int64[n], distinct tokens.
-        bias: float32[n], what is added to their log-probabilities.
-        allowed: int32[rows, words] or int32[1, words] for all rows alike: token ``t`` may follow if
-            bit ``t % 32`` of word ``t // 32`` is set. None if every token may.
+        biased: int64 [n], distinct tokens.
+        bias: float32 [n], what is added to their log-probabilities.
+        allowed: int32 [rows, words] or int32 [1, words] for all rows alike: token ``t`` may follow
+            if bit ``t % 32`` of word ``t // 32`` is set. None if every token may.
     """
 
     biased: np.ndarray
@@ -41,7 +41,7 @@ class TokenRules(NamedTuple):
     allowed: np.ndarray | None
 
     def apply(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """Return float32[rows, vocabulary], a new tensor; ``-inf`` for what may not follow."""
+        """Return float32 [rows, vocabulary], a new tensor; ``-inf`` for what may not follow."""
         result = logprobs.clone()
         result[:, to_device(self.biased, result.device)] += to_device(self.bias, result.device)
         if self.allowed is not None:

@@ -155,12 +155,12 @@ class CandidateRules:
         """Return the log-probabilities of one row after the rules.
 
         Args:
-            token_ids: int[k], distinct candidate tokens.
-            logprobs: float32[k], their log-probabilities with the bias.
+            token_ids: int [k], distinct candidate tokens.
+            logprobs: float32 [k], their log-probabilities with the bias.
             generated: Tokens of the row's hypothesis so far.
 
         Returns:
-            float32[k], a new array; ``-inf`` for forbidden tokens.
+            float32 [k], a new array; ``-inf`` for forbidden tokens.
         """
         settings = self._settings
         result = logprobs.astype(np.float32, copy=True)

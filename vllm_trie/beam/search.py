@@ -210,12 +210,12 @@ class BeamSearch:
                 parents=nodes.parents.tolist(),
                 sums=nodes.totals.tolist(),
                 fates=[str(FATES[fate]) for fate in nodes.fates],
-                returned=[each.node for each in finished],
-                scores=[float(each.score) for each in finished],
+                returned=[ending.node for ending in finished],
+                scores=[float(ending.score) for ending in finished],
                 steps=self.steps,
                 beam_width=self.settings.beam_width,
             )
-        ends = np.array([each.node for each in finished], dtype=np.int64)
+        ends = np.array([ending.node for ending in finished], dtype=np.int64)
         paths = self._nodes.paths(ends)
         places = np.stack([nodes.steps, nodes.rows, nodes.positions], axis=1)[paths]
         lengths = (nodes.steps[ends] + 1).tolist()
@@ -224,13 +224,13 @@ class BeamSearch:
             Hypothesis(
                 token_ids[i][:length],
                 logprobs[i][:length],
-                float(each.score),
+                float(ending.score),
                 total,
-                each.reason,
-                each.stop,
+                ending.reason,
+                ending.stop,
                 places[i][:length],
             )
-            for i, (each, length, total) in enumerate(
+            for i, (ending, length, total) in enumerate(
                 zip(finished, lengths, nodes.totals[ends].tolist(), strict=True)
             )
         ]

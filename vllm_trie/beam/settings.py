@@ -26,14 +26,14 @@ MAX_RULES = 4096
 EarlyStopping = bool | Literal["never"]
 
 
-def _as_bool(value: Any) -> Any:
+def _as_bool(value: object) -> object:
     # vLLM's HTTP field for extra arguments has strings and numbers, but no booleans.
     if isinstance(value, (int, str)):
         return {"0": False, "1": True, "false": False, "true": True}.get(str(value).lower(), value)
     return value
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: object) -> object:
     # The same field has lists of strings and numbers, but no lists of lists.
     if isinstance(value, str):
         try:

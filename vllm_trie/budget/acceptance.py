@@ -24,8 +24,8 @@ class AcceptanceCalibration:
     turns out to be too modest.
 
     Args:
-        prior_weight: verified nodes that the predicted probability counts for in each bin.
-        memory: verified nodes that a bin remembers.
+        prior_weight: Verified nodes that the predicted probability counts for in each bin.
+        memory: Verified nodes that a bin remembers.
     """
 
     def __init__(self, prior_weight: float = 30.0, memory: float = 1000.0) -> None:

@@ -31,7 +31,7 @@ def best_allocation(probabilities: np.ndarray, num_rows: int, seconds: np.ndarra
     Args:
         probabilities: float [num_nodes], acceptance probabilities, one request after another;
             never larger than the parent's, and parents come first.
-        num_rows: requests that get a token from the step, with or without a tree.
+        num_rows: Requests that get a token from the step, with or without a tree.
         seconds: float [num_rows + num_nodes + 1], step time by number of tokens.
     """
     num_nodes = len(probabilities)
@@ -68,9 +68,9 @@ def choose_nodes(
 
     Args:
         predicted: float32, the probabilities of each tree's nodes.
-        factors: of each tree, multiply the acceptance rates.
-        points: predicted probabilities and their acceptance rates, to interpolate in.
-        num_rows, seconds: see there.
+        factors: Of each tree, multiply the acceptance rates.
+        points: Predicted probabilities and their acceptance rates, to interpolate in.
+        num_rows, seconds: See there.
     """
     sizes = np.array(list(map(len, predicted)), dtype=np.int32)
     joined = np.concatenate(predicted)

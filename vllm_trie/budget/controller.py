@@ -38,7 +38,7 @@ class _RequestStatistics:
 
     Attributes:
         expected, accepted: tokens.
-        in_flight: expected accepted tokens of the tree that is being verified.
+        in_flight: Expected accepted tokens of the tree that is being verified.
     """
 
     expected: float = 0.0
@@ -77,10 +77,10 @@ class NodeBudget:
         self._next_pause = 1
 
     def should_draft(self, num_rows: int) -> bool:
-        """Whether to draft for the next step; counts steps, and counts down a pause.
+        """Return whether to draft for the next step; counts steps, and counts down a pause.
 
         Args:
-            num_rows: requests in the batch. A pause ends early when they are half or twice as many
+            num_rows: Requests in the batch. A pause ends early when they are half or twice as many
                 as at its beginning.
         """
         self._steps += 1
@@ -99,8 +99,8 @@ class NodeBudget:
         time. A margin remains, because it is not known yet how many nodes the step will have.
 
         Args:
-            request_ids: requests that will be drafted for.
-            num_rows: requests that get a token from the next step.
+            request_ids: Requests that will be drafted for.
+            num_rows: Requests that get a token from the next step.
         """
         if not self.cost.known:
             return [0.0] * len(request_ids)

@@ -31,7 +31,7 @@ class StepCost:
     What is not measured becomes cheaper with time (:meth:`fade`).
 
     Args:
-        memory: measurements that a knot's value is averaged over.
+        memory: Measurements that a knot's value is averaged over.
     """
 
     def __init__(self, memory: float = 20.0) -> None:
@@ -112,7 +112,7 @@ class StepCost:
         until it is tried again.
 
         Args:
-            keep: share that stays of what such a size costs more than the next smaller one that was
+            keep: Share that stays of what such a size costs more than the next smaller one that was
                 measured, and of its weight.
         """
         base = None

@@ -32,13 +32,13 @@ def validate(
     """Run the parts, print the report and return whether all passed.
 
     Args:
-        model: folder or name; None for the model that ships.
-        heads: of the model; None without.
-        json_path: also write the report here, after each part.
-        quick: fewer parts, and shorter ones.
-        dtypes: of the engines; empty for float32 and, unless `quick`, the model's own.
-        names: run only parts whose names begin so; empty for all.
-        limit_s: seconds for each part.
+        model: Folder or name; None for the model that ships.
+        heads: Of the model; None without.
+        json_path: Also write the report here, after each part.
+        quick: Fewer parts, and shorter ones.
+        dtypes: Of the engines; empty for float32 and, unless `quick`, the model's own.
+        names: Run only parts whose names begin so; empty for all.
+        limit_s: Seconds for each part.
 
     Raises:
         typer.BadParameter: an argument that cannot be used.

@@ -84,9 +84,9 @@ def collect(
     """Look at this environment.
 
     Args:
-        quick: leave out the device and the ledger. Importing torch and vLLM takes most of the time.
-        run_kernel: let a GPU run tree attention on random trees.
-        say: is told what takes time.
+        quick: Leave out the device and the ledger. Importing torch and vLLM takes most of the time.
+        run_kernel: Let a GPU run tree attention on random trees.
+        say: Is told what takes time.
     """
     # Its log would otherwise mix with the report: vLLM logs to standard output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -156,10 +156,10 @@ def _has_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def in_series(found: str, series: str) -> bool:
+def in_series(version: str, series: str) -> bool:
     """Return whether a version belongs to a release series: 0.32.1+cpu to 0.32, not to 0.3."""
     release = Version(series).release
-    return Version(found).release[: len(release)] == release
+    return Version(version).release[: len(release)] == release
 
 
 def check_torch(distributions: dict[str, str], torch: str | None) -> Iterator[Problem]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from vllm_trie import local_engine
 from vllm_trie.check.parts import Settings
 from vllm_trie.tiny_model.chat_prompts import chat_prompts, chat_tokens
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
 
 NODES = 32
 """Nodes of a draft tree; chains take as many tokens at most."""
@@ -23,14 +26,16 @@ def prompts(settings: Settings) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    encode = chat_tokens if tokenizer.chat_template else lambda each, text: each.encode(text)
+    encode = (
+        chat_tokens if tokenizer.chat_template else lambda tokenizer, text: tokenizer.encode(text)
+    )
     encoded = [list(encode(tokenizer, prompt.message)) for prompt in chat_prompts()]
     return encoded[::2] if settings.quick else encoded
 
 
 def start_engine(
-    settings: Settings, dtype: str, longest: int, max_tokens: int, **options: Any
-) -> Any:
+    settings: Settings, dtype: str, longest: int, max_tokens: int, **options: object
+) -> LLM:
     """Start an engine in this process, with vLLM's defaults on a GPU and uncompiled on a CPU.
 
     `longest` is the longest prompt's length.
@@ -51,7 +56,9 @@ def start_engine(
     return local_engine.start_engine(settings.model, **common | options)
 
 
-def decode(llm: Any, texts: Sequence[Sequence[int]], params: Sequence[Any]) -> tuple[Any, float]:
+def decode(
+    llm: LLM, texts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> tuple[list[list[int]], float]:
     """Decode one batch.
 
     Returns:
@@ -69,7 +76,7 @@ def decode(llm: Any, texts: Sequence[Sequence[int]], params: Sequence[Any]) -> t
             f"prompt-{index}", {"prompt_token_ids": list(text)}, request_params
         )
     while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
+        for output in cast("list[RequestOutput]", llm.llm_engine.step()):
             new = output.outputs[0].token_ids
             outputs[int(output.request_id.split("-")[1])] += new
             steps += bool(new)

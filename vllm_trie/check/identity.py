@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel
@@ -13,6 +13,9 @@ from vllm_trie.check.engines import ALLOWED, CHAIN_TOKENS, NODES, decode, prompt
 from vllm_trie.check.parts import Outcome, Settings
 from vllm_trie.local_engine import without_memory
 from vllm_trie.tiny_model import medusa_path
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
 
 NEAR_TIE = 0.15
 """Difference of log-probabilities below which 16-bit rounding may decide between two tokens."""
@@ -123,20 +126,20 @@ def compare_method(settings: Settings, dtype: str, method: str, verification: st
 
 
 def judge(
-    plain: Sequence[PlainOutput], found: Sequence[Sequence[int]], exact: bool
+    plain: Sequence[PlainOutput], outputs: Sequence[Sequence[int]], exact: bool
 ) -> tuple[list[str], list[float]]:
     """Compare greedy outputs.
 
     Args:
-        plain: plain vLLM's.
-        found: of the same prompts.
-        exact: whether a near-tie is no excuse.
+        plain: Plain vLLM's.
+        outputs: Of the same prompts.
+        exact: Whether a near-tie is no excuse.
 
     Returns:
         What is wrong, and the margins of the near-ties that explain the other differences.
     """
     problems, ties = [], []
-    for index, (expected, tokens) in enumerate(zip(plain, found, strict=True)):
+    for index, (expected, tokens) in enumerate(zip(plain, outputs, strict=True)):
         if list(tokens) == expected.greedy:
             continue
         pairs = enumerate(zip(expected.greedy, tokens, strict=False))
@@ -154,20 +157,18 @@ def judge(
 
 
 def unlikely(
-    llm: Any, texts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+    llm: LLM, texts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
 ) -> list[int]:
     """Compute sampled outputs again as prompts; return the indices of those with a token that
     sampling does not give: see :data:`TOO_UNLIKELY`."""
     from vllm import SamplingParams
 
-    inputs = [
-        {"prompt_token_ids": [*text, *output]} for text, output in zip(texts, outputs, strict=True)
-    ]
+    inputs = [[*text, *output] for text, output in zip(texts, outputs, strict=True)]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     results = llm.generate(inputs, params, use_tqdm=False)
     indices = []
     for index, (output, result) in enumerate(zip(outputs, results, strict=True)):
-        every = map(_margins, result.prompt_logprobs[len(texts[index]) :])
+        every = map(_margins, (result.prompt_logprobs or [])[len(texts[index]) :])
         # Written so that NaN is too unlikely.
         if not all(
             margins[token] < TOO_UNLIKELY for token, margins in zip(output, every, strict=True)
@@ -181,7 +182,7 @@ def _start(
     dtype: str,
     texts: Sequence[Sequence[int]],
     verification: str = "tree",
-    **options: Any,
+    **options: object,
 ) -> Any:
     if torch.cuda.is_available() and verification == "tree":
         # The stock attention of trees: less differs by rounding. Chains run on vLLM's default.
@@ -200,7 +201,9 @@ def _max_tokens(settings: Settings) -> int:
     return 48 if settings.quick else 128
 
 
-def _params(settings: Settings, number: int, seeded: bool = False, **options: Any) -> list[Any]:
+def _params(
+    settings: Settings, number: int, seeded: bool = False, **options: Any
+) -> list[SamplingParams]:
     from vllm import SamplingParams
 
     common = {"max_tokens": _max_tokens(settings), "detokenize": False, **options}

@@ -33,11 +33,11 @@ def run_parts(
     """Run the parts one after another and yield what became of each.
 
     Args:
-        parts: in this order.
-        settings: of all parts.
-        limit_s: seconds that a part may take; its process and all that it started end then.
-        child: the program, as arguments of this Python.
-        starting: called before each part.
+        parts: In this order.
+        settings: Of all parts.
+        limit_s: Seconds that a part may take; its process and all that it started end then.
+        child: The program, as arguments of this Python.
+        starting: Called before each part.
     """
     failed: set[str] = set()
     for part in parts:

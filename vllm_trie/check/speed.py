@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from vllm_trie.check.engines import ALLOWED, NODES, prompts, start_engine
 from vllm_trie.check.parts import Outcome, Settings
 from vllm_trie.demo.report import num_parameters
 from vllm_trie.local_engine import generate, interleave, without_memory
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 BATCH_SIZES = (1, 8, 32)
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -71,7 +74,7 @@ def measure(settings: Settings, dtype: str) -> Outcome:
 
 
 def _speeds(
-    engines: dict[str, Any], queue: Sequence[Sequence[int]], max_tokens: int, repeats: int
+    engines: dict[str, LLM], queue: Sequence[Sequence[int]], max_tokens: int, repeats: int
 ) -> tuple[float, dict[str, float]]:
     """Return plain vLLM's tokens per second, and each engine's speed over it."""
     from vllm import SamplingParams

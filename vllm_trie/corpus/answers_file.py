@@ -41,7 +41,7 @@ class AnswersFile:
         """Read a file, or begin one.
 
         Raises:
-            ValueError: the file is of other settings, or not of this kind.
+            ValueError: The file is of other settings, or not of this kind.
         """
         self.path = path
         self.answers: list[Answer] = []

@@ -45,7 +45,8 @@ def measure(answers: Sequence[Answer], prompts: PromptFormat, vocab_size: int) -
             (np.array(prompts.answer_prompt(answer.question), dtype=np.int32), answer.tokens)
             for answer in held_out
         ]
-        without, with_corpus = (tokens_per_step(texts, each) for each in (None, corpus))
+        without = tokens_per_step(texts, None)
+        with_corpus = tokens_per_step(texts, corpus)
     return Gain(len(held_out), without, with_corpus)
 
 
@@ -61,12 +62,12 @@ def tokens_per_step(
     backend = NativeBackend(BLEND)
     num_tokens = num_steps = 0
     for prompt, answer in texts:
-        own = backend.new_index(MAX_ORDER)
+        index = backend.new_index(MAX_ORDER)
         text = np.concatenate((prompt, answer))
         position = len(prompt) + 1
         num_tokens += len(answer) - 1
         while position < len(text):
-            job = Job(own, None, corpus, text[:position], position, NODES, NODES, False)
+            job = Job(index, None, corpus, text[:position], position, NODES, NODES, False)
             [draft] = backend.draft_batch([job])
             position += 1 + len(accepted_nodes(draft.tree, text[position:].tolist()))
             num_steps += 1

@@ -54,7 +54,7 @@ def prompt_format(tokenizer: Any) -> PromptFormat:
     """Return the format of a Hugging Face tokenizer's model.
 
     Raises:
-        ValueError: the chat template changes the question, or the model has neither a chat template
+        ValueError: The chat template changes the question, or the model has neither a chat template
             nor a token that begins a text.
     """
     if not tokenizer.chat_template:
@@ -67,8 +67,8 @@ def prompt_format(tokenizer: Any) -> PromptFormat:
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": _QUESTION}], tokenize=False, add_generation_prompt=True
     )
-    head, found, tail = text.partition(_QUESTION)
-    if not found:
+    head, separator, tail = text.partition(_QUESTION)
+    if not separator:
         raise ValueError(
             "the model's chat template does not show the user's message as it is; build a corpus "
             "from recorded answers with `vllm-trie corpus build`"

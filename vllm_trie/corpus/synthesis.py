@@ -99,7 +99,7 @@ def _own_questions(
     """Yield batches of questions that the model writes, without end.
 
     Raises:
-        ValueError: the model ended none of a batch.
+        ValueError: The model ended none of a batch.
     """
     for start in itertools.count(first, plan.questions_at_once):
         written = list(_write_questions(engine, prompts, plan, start))
@@ -156,7 +156,7 @@ def read_questions(path: Path) -> list[str]:
     'text', or the first of 'turns'.
 
     Raises:
-        ValueError: the file has no question, or a line without one.
+        ValueError: The file has no question, or a line without one.
     """
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if path.suffix == ".jsonl":

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +20,9 @@ from vllm_trie.corpus.prompt_format import PromptFormat, prompt_format
 from vllm_trie.corpus.synthesis import Completion, Plan
 from vllm_trie.ngrams.corpus_file import CorpusHeader, fingerprint, write_corpus
 from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
+
+if TYPE_CHECKING:
+    pass
 
 _SECONDS_BETWEEN_LINES = 30.0
 
@@ -67,7 +70,7 @@ def run(
     """Synthesize answers next to `output`, say what a held-out tenth gains, write the corpus.
 
     Raises:
-        ValueError: a setting or a file cannot be used.
+        ValueError: A setting or a file cannot be used.
     """
     questions = None if prompts is None else synthesis.read_questions(prompts)
     loaded = load_corpus_tokenizer(model)

@@ -100,8 +100,8 @@ def _run(settings: Settings, reason: str) -> list[Row]:
     """Measure, print and draw; return the rows of the table.
 
     Args:
-        settings: what is measured.
-        reason: why the model is not the one that was meant.
+        settings: What is measured.
+        reason: Why the model is not the one that was meant.
     """
     from vllm_trie.demo import report
 

@@ -34,12 +34,12 @@ class Row:
     """Results of one batch of prompts, or of all.
 
     Attributes:
-        name: of the prompts.
-        tokens: output tokens.
-        seconds: by engine: plain vLLM first, the method with trees last.
-        steps: of the method, those that gave tokens, summed over the requests; the prefill's count.
-        nodes: draft tokens of the method that were verified.
-        identical: whether the method's output was plain vLLM's in every repeat.
+        name: Of the prompts.
+        tokens: Output tokens.
+        seconds: By engine: plain vLLM first, the method with trees last.
+        steps: Of the method, those that gave tokens, summed over the requests; the prefill's count.
+        nodes: Draft tokens of the method that were verified.
+        identical: Whether the method's output was plain vLLM's in every repeat.
     """
 
     name: str
@@ -114,12 +114,12 @@ def compare(
     """Run one batch on all engines in turns.
 
     Args:
-        engines: by name, warm; plain vLLM first, the method with trees last.
-        names: of the prompts.
-        prompts: token ids.
+        engines: By name, warm; plain vLLM first, the method with trees last.
+        names: Of the prompts.
+        prompts: Token ids.
         params: vLLM's sampling parameters.
-        repeats: timed runs of each engine; the row has their medians.
-        advance: is told before each run what runs.
+        repeats: Timed runs of each engine; the row has their medians.
+        advance: Is told before each run what runs.
 
     Returns:
         The row, plain vLLM's outputs, and the method's steps with trees.

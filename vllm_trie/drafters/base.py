@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from vllm_trie.store import Saved
 from vllm_trie.tree import TokenTree
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class DrafterOptions(BaseModel):
@@ -25,16 +28,16 @@ class DrafterContext:
     """The engine that a drafter runs in; the defaults are for a drafter without one.
 
     Attributes:
-        vocab_size: token ids are in [0, vocab_size).
-        max_model_len: the longest sequence, prompt and output, in tokens.
-        max_num_seqs: the largest batch.
-        num_nodes: node budget N of one request's tree (`num_speculative_tokens`).
-        hidden_size: width of the target model's hidden states.
-        dtype, device: of the target model, as PyTorch spells them ("bfloat16", "cpu").
-        tensor_parallel_size, rank: every rank builds the same tree for itself.
-        model, tokenizer: names or paths of the target model and its tokenizer.
-        eos_token_ids: tokens that end a sequence.
-        draft_model: name or path of the drafter's own weights, for methods that have weights.
+        vocab_size: Token ids are in [0, vocab_size).
+        max_model_len: The longest sequence, prompt and output, in tokens.
+        max_num_seqs: The largest batch.
+        num_nodes: Node budget N of one request's tree (`num_speculative_tokens`).
+        hidden_size: Width of the target model's hidden states.
+        dtype, device: Of the target model, as PyTorch spells them ("bfloat16", "cpu").
+        tensor_parallel_size, rank: Every rank builds the same tree for itself.
+        model, tokenizer: Names or paths of the target model and its tokenizer.
+        eos_token_ids: Tokens that end a sequence.
+        draft_model: Name or path of the drafter's own weights, for methods that have weights.
     """
 
     vocab_size: int
@@ -69,18 +72,18 @@ class DraftRequest:
     """One request of a batch that wants a tree.
 
     Attributes:
-        request_id: the engine's id of the request.
+        request_id: The engine's id of the request.
         token_ids: int32 [num_tokens], prompt and output; a view, valid during the call only.
-        num_prompt_tokens: leading tokens of `token_ids` that are the prompt.
-        max_nodes: node limit of the tree, at least 1.
-        max_depth: depth limit of the tree (the room left to the model's length limit), at least 1.
-        chain_only: the tree must be a chain (structured outputs).
+        num_prompt_tokens: Leading tokens of `token_ids` that are the prompt.
+        max_nodes: Node limit of the tree, at least 1.
+        max_depth: Depth limit of the tree (the room left to the model's length limit), at least 1.
+        chain_only: The tree must be a chain (structured outputs).
         hidden_state: torch tensor [hidden_size] of the last accepted position, only for drafters
             with `needs_hidden_states`.
-        last_step: the last verification of this request, None before the first.
-        cache_salt: only requests with the same salt may profit from one another's text.
-        sample_of: the same for all samples of one prompt; None for a request that is no sample.
-        min_probability: nodes whose path is less likely are not verified; a drafter that knows
+        last_step: The last verification of this request, None before the first.
+        cache_salt: Only requests with the same salt may profit from one another's text.
+        sample_of: The same for all samples of one prompt; None for a request that is no sample.
+        min_probability: Nodes whose path is less likely are not verified; a drafter that knows
             probabilities may leave them out to save time.
     """
 
@@ -90,7 +93,7 @@ class DraftRequest:
     max_nodes: int
     max_depth: int
     chain_only: bool = False
-    hidden_state: Any | None = None
+    hidden_state: Tensor | None = None
     last_step: VerifiedStep | None = None
     cache_salt: str | None = None
     min_probability: float = 0.0
@@ -122,15 +125,15 @@ class Drafter(ABC):
         Reads no more than headers: the drafter itself checks the content where it runs.
 
         Args:
-            options: of type `Options`.
-            vocab_size: of the target model.
-            draft_model: as in `DrafterContext`.
+            options: Of type `Options`.
+            vocab_size: Of the target model.
+            draft_model: As in `DrafterContext`.
 
         Raises:
-            ValueError: naming the file, what is wrong with it and what to do.
+            ValueError: Naming the file, what is wrong with it and what to do.
         """
 
-    def load_model(self, target_model: Any) -> None:  # noqa: B027 - optional, not abstract
+    def load_model(self, target_model: nn.Module) -> None:  # noqa: B027 - optional, not abstract
         """Load the drafter's own weights, if it has any, once `target_model` is loaded."""
 
     def read_prompts(self, requests: Sequence[DraftRequest]) -> None:  # noqa: B027 - optional
@@ -172,8 +175,8 @@ class Drafter(ABC):
         """Return which parts proposed each node of a request's last tree, for a trace.
 
         Args:
-            request_id: of a request that was drafted for.
-            tree: the tree that `propose` returned, or that tree without some nodes.
+            request_id: Of a request that was drafted for.
+            tree: The tree that `propose` returned, or that tree without some nodes.
 
         Returns:
             A bit mask for each node, bit i for part i; nothing if there are no parts.

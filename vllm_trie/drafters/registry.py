@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pydantic import BaseModel, ValidationError
 
 from vllm_trie.drafters.base import Drafter
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 ENTRY_POINT_GROUP = "vllm_trie.drafters"
 """Entry points in this group, `name = "module:DrafterClass"`, become methods."""
@@ -61,7 +64,7 @@ def get_drafter_class(method: str) -> type[Drafter]:
     """Return the drafter class of a method; built-in names cannot be overridden.
 
     Raises:
-        ValueError: the method is unknown, or its entry point is not a `Drafter`.
+        ValueError: The method is unknown, or its entry point is not a `Drafter`.
     """
     if method in _registered:
         return _registered[method]
@@ -82,7 +85,7 @@ def parse_options(method: str, mapping: Mapping[str, Any]) -> BaseModel:
     """Check a method's options and fill in defaults.
 
     Raises:
-        ValueError: naming each wrong option, the value received and what is allowed.
+        ValueError: Naming each wrong option, the value received and what is allowed.
     """
     options = get_drafter_class(method).Options
     try:
@@ -95,17 +98,17 @@ def parse_options(method: str, mapping: Mapping[str, Any]) -> BaseModel:
         raise ValueError(f"options of method {method!r}: {'; '.join(problems)}") from None
 
 
-def _describe_problem(options: type[BaseModel], name: str, found: Any) -> str:
-    if found["type"] == "extra_forbidden":
+def _describe_problem(options: type[BaseModel], name: str, problem: ErrorDetails) -> str:
+    if problem["type"] == "extra_forbidden":
         allowed = ", ".join(options.model_fields) or "none"
         return f"{name} is not an option; allowed: {allowed}"
     if not name:
-        return str(found["msg"])
-    return f"{name}={found['input']!r}: {found['msg']}"
+        return str(problem["msg"])
+    return f"{name}={problem['input']!r}: {problem['msg']}"
 
 
-def _is_drafter(found: object) -> TypeGuard[type[Drafter]]:
-    return isinstance(found, type) and issubclass(found, Drafter)
+def _is_drafter(candidate: object) -> TypeGuard[type[Drafter]]:
+    return isinstance(candidate, type) and issubclass(candidate, Drafter)
 
 
 def _entry_points() -> dict[str, EntryPoint]:

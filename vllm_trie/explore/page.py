@@ -41,9 +41,9 @@ class Beams(NamedTuple):
     """A beam search to show.
 
     Attributes:
-        search: with dropped candidates.
-        num_prompt_tokens: of the prompt.
-        block_size: tokens of a KV block.
+        search: With dropped candidates.
+        num_prompt_tokens: Of the prompt.
+        block_size: Tokens of a KV block.
     """
 
     search: SearchTrace
@@ -57,11 +57,11 @@ def page(
     """Return the page of some generations, side by side, and of a beam search.
 
     Args:
-        traces: of one prompt where they are to be compared. Those of one method are told apart by
+        traces: Of one prompt where they are to be compared. Those of one method are told apart by
             their requests' ids.
-        decode: of the model's tokenizer, special tokens included.
-        beams: shown in a view of its own.
-        title: of the page; the model's name if left out.
+        decode: Of the model's tokenizer, special tokens included.
+        beams: Shown in a view of its own.
+        title: Of the page; the model's name if left out.
     """
     token_ids: set[int] = set()
     for trace in traces:
@@ -191,9 +191,9 @@ def pieces(parts: Sequence[Sequence[int]], decode: Decode) -> Iterator[str]:
     begin = read = 0
     for number, part in enumerate(parts):
         token_ids += part
-        known, text = decode(token_ids[begin:read]), decode(token_ids[begin:])
+        read_text, text = decode(token_ids[begin:read]), decode(token_ids[begin:])
         if text.endswith("\ufffd") and number < len(parts) - 1:
             yield ""
             continue
-        yield text[len(known) :]
+        yield text[len(read_text) :]
         begin, read = read, len(token_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_trie.beam.trace import SearchTrace
 from vllm_trie.explore.page import Beams
@@ -13,16 +13,21 @@ from vllm_trie.explore.trace import Header, Step, Trace, read_trace
 from vllm_trie.local_engine import decode_steps, generate, trees_of
 from vllm_trie.tree import TokenTree
 
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
 
-def record(llm: Any, method: str, prompt: Sequence[int], params: Any, folder: Path) -> Trace:
+
+def record(
+    llm: LLM, method: str, prompt: Sequence[int], params: SamplingParams, folder: Path
+) -> Trace:
     """Decode one prompt and return its trace.
 
     Args:
-        llm: an engine in this process; one with drafts writes traces to `folder`.
-        method: its name for the page.
-        prompt: token ids.
+        llm: An engine in this process; one with drafts writes traces to `folder`.
+        method: Its name for the page.
+        prompt: Token ids.
         params: vLLM's sampling parameters.
-        folder: empty before and after.
+        folder: Empty before and after.
     """
     if trees_of(llm) is None:
         return _without_drafts(llm, method, prompt, params)
@@ -37,7 +42,7 @@ def record(llm: Any, method: str, prompt: Sequence[int], params: Any, folder: Pa
     return trace._replace(header=trace.header.model_copy(update={"request_id": ""}), end=end)
 
 
-def _without_drafts(llm: Any, method: str, prompt: Sequence[int], params: Any) -> Trace:
+def _without_drafts(llm: LLM, method: str, prompt: Sequence[int], params: SamplingParams) -> Trace:
     model, none = llm.llm_engine.model_config, TokenTree.empty()
     steps: list[Step] = []
     last = time.perf_counter()
@@ -51,11 +56,11 @@ def _without_drafts(llm: Any, method: str, prompt: Sequence[int], params: Any) -
     return Trace(header, steps, "complete")
 
 
-def record_beams(llm: Any, beam_width: int, prompt: Sequence[int], max_tokens: int) -> Beams:
+def record_beams(llm: LLM, beam_width: int, prompt: Sequence[int], max_tokens: int) -> Beams:
     """Search one prompt and return what there is to draw.
 
     Raises:
-        RuntimeError: native beam search is off.
+        RuntimeError: Native beam search is off.
     """
     from vllm import SamplingParams
 
@@ -63,7 +68,7 @@ def record_beams(llm: Any, beam_width: int, prompt: Sequence[int], max_tokens: i
     params = SamplingParams(
         n=beam_width, temperature=0.0, max_tokens=max_tokens, extra_args=options
     )
-    (result,) = llm.generate([{"prompt_token_ids": list(prompt)}], params, use_tqdm=False)
+    (result,) = llm.generate([list(prompt)], params, use_tqdm=False)
     output = result.outputs[0]
     if not hasattr(output, "beam"):
         raise RuntimeError("native beam search is off; see `vllm-trie doctor`")

@@ -41,15 +41,15 @@ class Header(_Line):
     """The first line of a trace.
 
     Attributes:
-        format, version: of the file.
-        request_id: the engine's.
-        method: of the speculation, or "plain".
-        model, tokenizer: as the engine was given them.
-        prompt: token ids, the last :data:`MAX_PROMPT` of them.
-        num_prompt_tokens: all of them.
-        created: when the request began.
-        options: of the speculation, those that differ from their defaults.
-        parts: names of the drafter's parts, for `Step.parts`.
+        format, version: Of the file.
+        request_id: The engine's.
+        method: Of the speculation, or "plain".
+        model, tokenizer: As the engine was given them.
+        prompt: Token ids, the last :data:`MAX_PROMPT` of them.
+        num_prompt_tokens: All of them.
+        created: When the request began.
+        options: Of the speculation, those that differ from their defaults.
+        parts: Names of the drafter's parts, for `Step.parts`.
     """
 
     format: Literal["vllm-trie trace"]
@@ -95,16 +95,16 @@ class Step(_Line):
     """One step that gave the request tokens.
 
     Attributes:
-        seconds: since the request's step before it, or since its start.
-        tokens: new tokens: the accepted ones and the bonus token. Without the latter where the
+        seconds: Since the request's step before it, or since its start.
+        tokens: New tokens: the accepted ones and the bonus token. Without the latter where the
             output ends inside the accepted path.
-        nodes, parents: the verified tree, see :class:`~vllm_trie.tree.TokenTree`.
-        probabilities: predicted probability of each node; empty if the drafter gives none.
-        never_accept: nodes of a lookahead window.
-        accepted: nodes whose tokens were taken, root first.
-        parts: for each node the parts that proposed it, bit i for the header's part i; empty if the
+        nodes, parents: The verified tree, see :class:`~vllm_trie.tree.TokenTree`.
+        probabilities: Predicted probability of each node; empty if the drafter gives none.
+        never_accept: Nodes of a lookahead window.
+        accepted: Nodes whose tokens were taken, root first.
+        parts: For each node the parts that proposed it, bit i for the header's part i; empty if the
             drafter has no parts.
-        no_draft: why there are no nodes.
+        no_draft: Why there are no nodes.
     """
 
     seconds: float = Field(ge=0)
@@ -181,9 +181,9 @@ class TraceWriter:
     """Writes one bounded trace into a file opened for binary writing.
 
     Args:
-        file: receives the lines; the caller owns it.
-        header: of the trace.
-        max_steps, max_bytes: the bounds. What comes after them is dropped.
+        file: Receives the lines; the caller owns it.
+        header: Of the trace.
+        max_steps, max_bytes: The bounds. What comes after them is dropped.
     """
 
     def __init__(
@@ -223,8 +223,8 @@ def read_trace(path: Path) -> Trace:
     """Read a trace file.
 
     Raises:
-        ValueError: the file is no trace, or is damaged; names the line.
-        OSError: it cannot be read.
+        ValueError: The file is no trace, or is damaged; names the line.
+        OSError: It cannot be read.
     """
     with path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
@@ -237,7 +237,7 @@ def parse_trace(lines: Iterable[bytes], name: str) -> Trace:
     """Return the trace of a file's lines; a last line without its end is left out.
 
     Raises:
-        ValueError: naming the line.
+        ValueError: Naming the line.
     """
     header: Header | None = None
     end: _EndReason | None = None

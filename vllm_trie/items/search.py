@@ -21,7 +21,7 @@ class ItemSearch:
         trie: The catalogue.
         search: The search over tokens.
         eos_token_id: Token that must follow a complete item; None if an item ends the hypothesis.
-        nodes: int32[rows], the node of each row.
+        nodes: int32 [rows], the node of each row.
     """
 
     def __init__(

@@ -46,11 +46,11 @@ class Selection(NamedTuple):
     """The valid part of a trie.
 
     Attributes:
-        bounds: int64[2 * k], ascending; nodes in ``bounds[0] .. bounds[1]`` and so on are valid
+        bounds: int64 [2 * k], ascending; nodes in ``bounds[0] .. bounds[1]`` and so on are valid
             with all that is below them, unless `nodes` has them.
-        nodes: int32[m], ascending; nodes at which something named by the rules ends or begins.
-        ends: bool[m], whether an item that ends at the node is valid.
-        goes_on: bool[m], whether there are valid items below the node.
+        nodes: int32 [m], ascending; nodes at which something named by the rules ends or begins.
+        ends: bool [m], whether an item that ends at the node is valid.
+        goes_on: bool [m], whether there are valid items below the node.
     """
 
     bounds: np.ndarray
@@ -69,14 +69,14 @@ class SelectedTrie:
         self.weight_range = trie.weight_range
 
     def children(self, nodes: np.ndarray) -> Children:
-        """Return the children of int[n] nodes that may be entered."""
+        """Return the children of int [n] nodes that may be entered."""
         children = self.trie.children(nodes)
         ends, goes_on = self._lookup(children.nodes)
         kept = ends | goes_on
         return children if kept.all() else Children(*(array[kept] for array in children))
 
     def num_children(self, nodes: np.ndarray) -> np.ndarray:
-        """Return int[n], the number of children of int[n] nodes that may be entered."""
+        """Return int [n], the number of children of int [n] nodes that may be entered."""
         return np.bincount(self.children(nodes).parents, minlength=len(nodes))
 
     def has_children(self, nodes: np.ndarray) -> np.ndarray:
@@ -92,7 +92,7 @@ class SelectedTrie:
         return self.trie.find(token_ids)
 
     def item_ids(self, nodes: np.ndarray) -> list[ItemId]:
-        """Return the ids of the items that end at int[n] nodes."""
+        """Return the ids of the items that end at int [n] nodes."""
         return self.trie.item_ids(nodes)
 
     def item_weights(self, nodes: np.ndarray) -> np.ndarray:

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     Attributes:
         rows: >u4[n, width], token + 1, zeros behind the last token.
         ids: Their ids, all of one type.
-        weights: float32[n], None if all are 0.
+        weights: float32 [n], None if all are 0.
     """
 
     rows: np.ndarray
@@ -215,7 +215,7 @@ def _read_parquet(path: Path, encode: Encode | None, max_token: int) -> Iterator
 
 
 def _read_array(path: Path, encode: Encode | None, max_token: int) -> Iterator[Batch]:
-    """Yield the rows of int[items, width], negative behind the last token; ids are row numbers."""
+    """Yield the rows of int [items, width], negative behind the last token; ids are row numbers."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:

@@ -26,10 +26,10 @@ class Continuations(NamedTuple):
     """Candidates of one step, by row, best first within a row.
 
     Attributes:
-        rows: int64[c].
-        targets: int32[c]. ``node`` extends the row's hypothesis to a node below which items go on;
+        rows: int64 [c].
+        targets: int32 [c]. ``node`` extends the row's hypothesis to a node below which items go on;
             ``~node``, a negative number, completes the item that ends at the node.
-        logprobs: float32[c], log-probabilities of the candidates' tokens, and the item's share of
+        logprobs: float32 [c], log-probabilities of the candidates' tokens, and the item's share of
             the score if it is completed.
     """
 
@@ -66,9 +66,9 @@ def best_continuations(
 
     Args:
         trie: The catalogue.
-        logits: float[rows, vocabulary]; log-probabilities serve as well.
-        nodes: int[rows], where each row's hypothesis is in the trie.
-        totals: float32[rows], its cumulative log-probability.
+        logits: float [rows, vocabulary]; log-probabilities serve as well.
+        nodes: int [rows], where each row's hypothesis is in the trie.
+        totals: float32 [rows], its cumulative log-probability.
         width: The beam width.
         eos_token_id: Token that completes an item; None: its last token does.
         normalize: Make probabilities over the whole vocabulary or over the valid tokens.
@@ -121,7 +121,7 @@ def _in_order(
 def _segment_logsumexp(
     values: torch.Tensor, segments: torch.Tensor, num_segments: int
 ) -> torch.Tensor:
-    """Return float[num_segments], the logarithm of each segment's sum of exponentials."""
+    """Return float [num_segments], the logarithm of each segment's sum of exponentials."""
     largest = values.new_full((num_segments,), -torch.inf)
     largest.scatter_reduce_(0, segments, values, "amax")
     sums = values.new_zeros(num_segments)

@@ -3,13 +3,13 @@
 Nodes are numbered level by level from the root, node 0; within a level by their paths. The children
 of a node are therefore consecutive, in the order of their tokens::
 
-    first_child   int32[nodes + 1]   children of node i: first_child[i] .. first_child[i + 1]
-    tokens        int32[nodes]       last token of the path to each node; -1 for the root
-    terminals     int32[items]       nodes at which an item ends, ascending
-    values        int64[items]       id of each item, or the place of its text among the ids
-    id_keys       int64[items]       ascending: ids, or checksums of their texts
-    id_order      int32[items]       the items in the order of their keys
-    weights       float32[items]     weight of each item, if they have some
+    first_child   int32 [nodes + 1]   children of node i: first_child[i] .. first_child[i + 1]
+    tokens        int32 [nodes]       last token of the path to each node; -1 for the root
+    terminals     int32 [items]       nodes at which an item ends, ascending
+    values        int64 [items]       id of each item, or the place of its text among the ids
+    id_keys       int64 [items]       ascending: ids, or checksums of their texts
+    id_order      int32 [items]       the items in the order of their keys
+    weights       float32 [items]     weight of each item, if they have some
 
 An item may be the beginning of another: its node then has children. A leaf always ends an item.
 
@@ -35,7 +35,7 @@ _CHECK_CHUNK = 1 << 22
 
 
 def _crc_table() -> np.ndarray:
-    """Return uint32[256], the checksums' table of :func:`zlib.crc32`."""
+    """Return uint32 [256], the checksums' table of :func:`zlib.crc32`."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(0xEDB88320), table >> 1)
@@ -49,9 +49,9 @@ class Children(NamedTuple):
     """Children of several nodes, parent by parent.
 
     Attributes:
-        parents: int64[c], index of the parent among the nodes that were asked for.
-        nodes: int32[c], the children.
-        token_ids: int32[c], their tokens, ascending for each parent.
+        parents: int64 [c], index of the parent among the nodes that were asked for.
+        nodes: int32 [c], the children.
+        token_ids: int32 [c], their tokens, ascending for each parent.
     """
 
     parents: np.ndarray
@@ -60,7 +60,7 @@ class Children(NamedTuple):
 
 
 class IdTexts(NamedTuple):
-    """Ids that are strings: offsets int64[n + 1] into UTF-8 text uint8[...]."""
+    """Ids that are strings: offsets int64 [n + 1] into UTF-8 text uint8[...]."""
 
     offsets: np.ndarray
     text: np.ndarray
@@ -71,13 +71,13 @@ class ItemTrie:
     """A catalogue; the arrays are those of this module's layout and may be memory-mapped.
 
     Attributes:
-        first_child: int32[nodes + 1].
-        tokens: int32[nodes].
-        terminals: int32[items].
-        values: int64[items].
-        id_keys: int64[items].
-        id_order: int32[items].
-        weights: float32[items], None if all are 0.
+        first_child: int32 [nodes + 1].
+        tokens: int32 [nodes].
+        terminals: int32 [items].
+        values: int64 [items].
+        id_keys: int64 [items].
+        id_order: int32 [items].
+        weights: float32 [items], None if all are 0.
         id_texts: Ids that are strings; None if they are integers.
         max_length: Tokens of the longest item.
         version: Identifies the content.
@@ -113,7 +113,7 @@ class ItemTrie:
         return sum(array.nbytes for array in arrays)
 
     def children(self, nodes: np.ndarray) -> Children:
-        """Return the children of int[n] nodes."""
+        """Return the children of int [n] nodes."""
         starts = self.first_child[nodes].astype(np.int64)
         counts = self.first_child[np.asarray(nodes) + 1] - starts
         ends = np.cumsum(counts)
@@ -123,7 +123,7 @@ class ItemTrie:
         return Children(parents, places.astype(np.int32), self.tokens[places])
 
     def num_children(self, nodes: np.ndarray) -> np.ndarray:
-        """Return int[n], the number of children of int[n] nodes."""
+        """Return int [n], the number of children of int [n] nodes."""
         return np.asarray(self.first_child[nodes + 1] - self.first_child[nodes])
 
     def has_children(self, nodes: np.ndarray) -> np.ndarray:
@@ -141,7 +141,7 @@ class ItemTrie:
         return result
 
     def item_ids(self, nodes: np.ndarray) -> list[ItemId]:
-        """Return the ids of the items that end at int[n] nodes.
+        """Return the ids of the items that end at int [n] nodes.
 
         Raises:
             ValueError: No item ends at one of them.
@@ -207,7 +207,7 @@ class ItemTrie:
         return np.concatenate(ends)
 
     def _child(self, nodes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return int32[n], the child of each node with this token, the root where there is none."""
+        """Return int32 [n], the child of each node with this token, the root where there is none."""
         low, end = self.first_child[nodes], self.first_child[nodes + 1]
         high = end
         while (low < high).any():  # a binary search in all nodes' children at once
@@ -227,7 +227,7 @@ class ItemTrie:
         return reverse[::-1]
 
     def parents(self, nodes: np.ndarray) -> np.ndarray:
-        """Return int32[n], the parents of int[n] nodes other than the root."""
+        """Return int32 [n], the parents of int [n] nodes other than the root."""
         # The last node whose children begin at or before this one.
         sought = np.asarray(nodes, dtype=self.first_child.dtype)
         places = np.searchsorted(self.first_child, sought, side="right") - 1
@@ -252,7 +252,7 @@ def text_key(text: bytes) -> int:
 
 
 def text_keys(texts: IdTexts, numbers: np.ndarray) -> np.ndarray:
-    """Return int64[n], :func:`text_key` of the texts with int64[n] numbers."""
+    """Return int64 [n], :func:`text_key` of the texts with int64 [n] numbers."""
     begins, ends = texts.offsets[numbers], texts.offsets[numbers + 1]
     order = np.argsort(begins - ends, kind="stable")  # the longest first
     places, lengths = begins[order], (ends - begins)[order]

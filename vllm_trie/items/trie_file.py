@@ -3,14 +3,14 @@
 The body of the file (see :mod:`vllm_trie.checked_file`) holds the arrays of
 :mod:`vllm_trie.items.trie`, all numbers little-endian, the wide ones first:
 
-    values        int64[items]
-    id offsets    int64[ids + 1]    only if ids are strings
-    id_keys       int64[items]
-    first_child   int32[nodes + 1]
-    tokens        int32[nodes]
-    terminals     int32[items]
-    id_order      int32[items]
-    weights       float32[items]    only if items have some
+    values        int64 [items]
+    id offsets    int64 [ids + 1]    only if ids are strings
+    id_keys       int64 [items]
+    first_child   int32 [nodes + 1]
+    tokens        int32 [nodes]
+    terminals     int32 [items]
+    id_order      int32 [items]
+    weights       float32 [items]    only if items have some
     id text       uint8[...]        UTF-8, only if ids are strings
 
 The digest shows damage. The trie is checked in addition: a file made to deceive is refused.

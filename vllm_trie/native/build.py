@@ -52,11 +52,11 @@ def load_library(
     A library that cannot be loaded, or that lacks a function, is compiled once more.
 
     Args:
-        name: of the library, for the file and the log.
+        name: Of the library, for the file and the log.
         sources: C++ files to compile together; they export C functions.
-        flags: compiler flags in addition to `-shared -fPIC`.
-        headers: files that the sources include; a change in one rebuilds the library.
-        functions: names of functions that it must export.
+        flags: Compiler flags in addition to `-shared -fPIC`.
+        headers: Files that the sources include; a change in one rebuilds the library.
+        functions: Names of functions that it must export.
 
     Returns:
         The library, or None if there is none; the reason is then logged, once per name. Setting
@@ -109,7 +109,7 @@ def build_library(
     end the process with a signal, without a message, when it is loaded or called.
 
     Raises:
-        NativeBuildError: no compiler, or it failed (its message is included).
+        NativeBuildError: No compiler, or it failed (its message is included).
     """
     compiler = find_compiler()
     digest = _digest(compiler, [*sources, *headers], flags)
@@ -141,7 +141,7 @@ def damaged_libraries() -> list[Path]:
     """Return the libraries in the cache folder that do not match their digests.
 
     Raises:
-        NativeBuildError: there is no folder that can be used.
+        NativeBuildError: There is no folder that can be used.
     """
     damaged = sorted(cache_folder().glob("*.so"))
     return [
@@ -194,7 +194,7 @@ def find_compiler() -> tuple[str, ...]:
     Links are not followed: `g++` may be one to ccache, and clang goes by the name it is called.
 
     Raises:
-        NativeBuildError: there is none.
+        NativeBuildError: There is none.
     """
     chosen = os.environ.get("CXX")
     if chosen:

@@ -21,9 +21,9 @@ class NativeLibrary:
     :mod:`vllm_trie.native.interface` for how to write them.
 
     Attributes:
-        name: of the library, for the file and the log.
-        subject: what it holds, for messages.
-        sources, headers, flags: as for :func:`load_library`.
+        name: Of the library, for the file and the log.
+        subject: What it holds, for messages.
+        sources, headers, flags: As for :func:`load_library`.
     """
 
     name: str
@@ -33,14 +33,14 @@ class NativeLibrary:
     flags: Sequence[str] = DEFAULT_FLAGS
 
     def is_available(self) -> bool:
-        """Whether the library can be used; compiles it at the first call."""
+        """Return whether the library can be used; compiles it at the first call."""
         return self._loaded is not None
 
     def require(self) -> ctypes.CDLL:
         """Return the library.
 
         Raises:
-            RuntimeError: it is not available on this machine.
+            RuntimeError: It is not available on this machine.
         """
         library = self._loaded
         if library is None:

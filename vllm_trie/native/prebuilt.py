@@ -25,8 +25,8 @@ def find_prebuilt(name: str, folder: Path | None = None) -> Path | None:
     """Return the core called `name` for the best instruction set that this machine has.
 
     Args:
-        name: of the core.
-        folder: of the libraries; the package's own by default.
+        name: Of the core.
+        folder: Of the libraries; the package's own by default.
 
     Returns:
         None if there is none: in a checkout, in a wheel without compiled cores, or on a processor

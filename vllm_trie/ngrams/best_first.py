@@ -28,9 +28,9 @@ class BestFirstTree:
     """The likeliest guesses within the limits of a tree.
 
     Args:
-        max_nodes, max_depth: limits of the tree.
-        chain_only: whether a node has at most one child.
-        min_probability: of a node's path; what is less likely is left out.
+        max_nodes, max_depth: Limits of the tree.
+        chain_only: Whether a node has at most one child.
+        min_probability: Of a node's path; what is less likely is left out.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class BestFirstTree:
         return guess
 
     def may_grow(self) -> bool:
-        """Whether the guess chosen last may have children in the tree."""
+        """Return whether the guess chosen last may have children in the tree."""
         return self.chosen[-1].depth < self._max_depth and len(self.chosen) < self._max_nodes
 
     def lay_out(self) -> TokenTree:

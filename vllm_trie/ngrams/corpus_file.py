@@ -78,12 +78,12 @@ def write_corpus(
 
     Args:
         documents: int32 token ids of each document.
-        vocab_size: token ids are in [0, vocab_size).
-        tokenizer: fingerprint of the tokenizer that the ids come from.
-        max_order: longest context that is indexed.
+        vocab_size: Token ids are in [0, vocab_size).
+        tokenizer: Fingerprint of the tokenizer that the ids come from.
+        max_order: Longest context that is indexed.
 
     Raises:
-        CorpusError: a token is outside the vocabulary, or there is no text.
+        CorpusError: A token is outside the vocabulary, or there is no text.
     """
     tokens, num_documents = _join(documents, vocab_size)
     index = native.NativeIndex(max_order)
@@ -125,7 +125,7 @@ def read_header(path: Path) -> CorpusHeader:
     """Return the header of a corpus file; its content is not checked against the digest.
 
     Raises:
-        CorpusError: not a corpus file, of another version, or truncated.
+        CorpusError: Not a corpus file, of another version, or truncated.
     """
     return FORMAT.read_header(path)
 
@@ -134,7 +134,7 @@ def check_vocabulary(path: Path, header: CorpusHeader, vocab_size: int) -> None:
     """Refuse a corpus with tokens that a model does not have.
 
     Raises:
-        CorpusError: the corpus' vocabulary is larger than `vocab_size`.
+        CorpusError: The corpus' vocabulary is larger than `vocab_size`.
     """
     if header.vocab_size > vocab_size:
         raise FORMAT.problem(
@@ -148,11 +148,11 @@ def open_corpus(
     """Check a whole corpus file and map it into memory.
 
     Args:
-        vocab_size: of the target model; the corpus may not have tokens beyond it.
-        tokenizer: fingerprint of the target model's tokenizer.
+        vocab_size: Of the target model; the corpus may not have tokens beyond it.
+        tokenizer: Fingerprint of the target model's tokenizer.
 
     Raises:
-        CorpusError: the file is missing, not a corpus, of another version, truncated, changed
+        CorpusError: The file is missing, not a corpus, of another version, truncated, changed
             since it was written, made with another tokenizer, or not a sound index.
     """
     header, _, body = FORMAT.map(path)

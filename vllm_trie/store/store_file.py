@@ -2,11 +2,11 @@
 
 The body of the file (see :mod:`vllm_trie.checked_file`), all integers little-endian:
 
-    lengths     int32[texts]        least recently used first; then those of the successors
-    salts       int32[texts]        number of the salt's digest, -1 for texts without a salt
-    tokens      int32[tokens]       of all texts and successors
-    digests     uint8[salts, 32]
-    prompts     uint8[prompts, 8]   of each text; or none
+    lengths     int32 [texts]        least recently used first; then those of the successors
+    salts       int32 [texts]        number of the salt's digest, -1 for texts without a salt
+    tokens      int32 [tokens]       of all texts and successors
+    digests     uint8 [salts, 32]
+    prompts     uint8 [prompts, 8]   of each text; or none
 
 The digest shows damage. The content is checked in addition, so that a file made to deceive costs
 drafts at most. It holds text of users, readable by whoever may read the file.

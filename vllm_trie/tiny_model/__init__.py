@@ -28,7 +28,7 @@ def model_path() -> Path:
     """Folder of the shipped model in Hugging Face format.
 
     Raises:
-        FileNotFoundError: the weights are not installed.
+        FileNotFoundError: The weights are not installed.
     """
     return _folder("weights", "the shipped model")
 
@@ -37,7 +37,7 @@ def medusa_path() -> Path:
     """Folder of the Medusa heads trained on the shipped model.
 
     Raises:
-        FileNotFoundError: the heads are not installed.
+        FileNotFoundError: The heads are not installed.
     """
     return _folder("weights-medusa", "the shipped model's Medusa heads")
 
@@ -46,7 +46,7 @@ def eagle_path() -> Path:
     """Folder of the EAGLE head trained on the shipped model.
 
     Raises:
-        FileNotFoundError: the head is not installed.
+        FileNotFoundError: The head is not installed.
     """
     return _folder("weights-eagle", "the shipped model's EAGLE head")
 
@@ -55,6 +55,6 @@ def draft_model_path() -> Path:
     """Folder of the one-layer draft model for the shipped model.
 
     Raises:
-        FileNotFoundError: the draft model is not installed.
+        FileNotFoundError: The draft model is not installed.
     """
     return _folder("weights-draft", "the shipped model's draft model")

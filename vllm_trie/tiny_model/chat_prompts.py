@@ -99,7 +99,7 @@ def chat_tokens(tokenizer: Any, message: str) -> list[int]:
 
     Args:
         tokenizer: Hugging Face's, with a chat template.
-        message: the user's turn.
+        message: The user's turn.
     """
     token_ids: list[int] = tokenizer.apply_chat_template(
         [{"role": "user", "content": message}], add_generation_prompt=True, return_dict=False

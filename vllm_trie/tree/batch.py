@@ -23,9 +23,9 @@ def check_all(trees: Sequence[TokenTree], vocab_size: int, copies: bool) -> list
     """Return all trees if they are valid.
 
     Args:
-        trees: of a batch.
-        vocab_size: of the target model.
-        copies: whether to return copies, in arrays that they share.
+        trees: Of a batch.
+        vocab_size: Of the target model.
+        copies: Whether to return copies, in arrays that they share.
 
     Returns:
         None if a tree breaks a rule of :meth:`TokenTree.validate` or has nodes that are never
@@ -33,7 +33,7 @@ def check_all(trees: Sequence[TokenTree], vocab_size: int, copies: bool) -> list
         is checked.
 
     Raises:
-        AttributeError, TypeError, ValueError: an element is no tree.
+        AttributeError, TypeError, ValueError: An element is no tree.
     """
     full = [tree for tree in trees if tree is not _EMPTY]
     if not full:
@@ -66,7 +66,7 @@ def place(trees: Sequence[TokenTree], rows: np.ndarray) -> tuple[np.ndarray, np.
     """Return the place of each node in a step, and which nodes it sees.
 
     Args:
-        trees: with nodes.
+        trees: With nodes.
         rows: int64 [num_trees, 6], batch index, first query token, number of query tokens, number
             of nodes, KV slots in use; the last number does not matter.
 
@@ -101,7 +101,7 @@ def accept_all(
     """Walk down all trees, see :func:`accept_greedy`.
 
     Args:
-        trees: of the batch, empty ones included.
+        trees: Of the batch, empty ones included.
         target: int64 [N + 1 for each tree], the target's token after the last committed token and
             after each node.
 
@@ -141,7 +141,7 @@ def select_all(trees: Sequence[TokenTree], keep: np.ndarray) -> list[TokenTree]:
     """Return each tree's nodes that are kept, in arrays that the trees share.
 
     Args:
-        trees: with probabilities.
+        trees: With probabilities.
         keep: bool [nodes of all trees], one tree after another; a kept node's parent is kept too.
     """
     predicted = [tree.probabilities for tree in trees if tree.probabilities is not None]
@@ -224,9 +224,9 @@ def _accept_each(
     outputs, paths, first = [], [], 0
     for tree in trees:
         tokens = tree.token_list
-        wanted = target[first : first + len(tokens) + 1]
-        first += len(wanted)
-        path = accept_greedy(tokens, tree.parent_list, wanted, tree.never_accept)
+        sampled = target[first : first + len(tokens) + 1]
+        first += len(sampled)
+        path = accept_greedy(tokens, tree.parent_list, sampled, tree.never_accept)
         paths.append(path)
-        outputs.append([*(tokens[node] for node in path), wanted[path[-1] + 1 if path else 0]])
+        outputs.append([*(tokens[node] for node in path), sampled[path[-1] + 1 if path else 0]])
     return outputs, paths

@@ -43,7 +43,7 @@ def depth_first_layout(tree: TokenTree) -> TokenTree:
 
 
 def is_prefix(prefix: TokenTree, tree: TokenTree) -> bool:
-    """Whether the first nodes of `tree` are those of `prefix`, in the same order."""
+    """Return whether the first nodes of `tree` are those of `prefix`, in the same order."""
     size = prefix.num_nodes
     return prefix is tree or (
         np.array_equal(prefix.token_ids, tree.token_ids[:size])

@@ -229,7 +229,7 @@ class TokenTree:
         """Check every rule of the class docstring.
 
         Raises:
-            MalformedTreeError: naming the first rule that is broken, the node and the value.
+            MalformedTreeError: Naming the first rule that is broken, the node and the value.
         """
         self._validate_array("token_ids", self.token_ids, np.int32)
         self._validate_array("parents", self.parents, np.int32)
@@ -284,7 +284,7 @@ class TokenTree:
 def _obeys_all(
     tokens: list[int], parents: list[int], probabilities: list[float] | None, vocab_size: int
 ) -> bool:
-    """Whether a tree of at least one node passes all checks, found without a loop in Python."""
+    """Return whether a tree of at least one node passes all checks, found without a loop in Python."""
     num_nodes = len(tokens)
     return (
         min(parents) >= ROOT
@@ -297,7 +297,7 @@ def _obeys_all(
 
 
 def _fall(probabilities: list[float], parents: list[int]) -> bool:
-    """Whether all are at least 0 and none is larger than its parent's; False for NaN."""
+    """Return whether all are at least 0 and none is larger than its parent's; False for NaN."""
     above = [*probabilities, 1.0]  # the root, -1, finds the last one
     return all(map(le, probabilities, map(above.__getitem__, parents))) and min(above) >= 0.0
 

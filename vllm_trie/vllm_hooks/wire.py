@@ -184,13 +184,13 @@ class TreeStats:
     """A worker's statistics of tree speculation: sums since the last report.
 
     Attributes:
-        steps: times that a request got new tokens, steps without a draft included.
-        tokens: output tokens, accepted and bonus ones.
-        drafting_seconds: time in the drafter.
-        verification_seconds: time in the tree walk and the KV moves, without the forward pass.
-        preparation_seconds: time to place the trees into the batch (positions, masks).
-        bookkeeping_seconds: time around the drafter: requests built, trees checked and kept.
-        draft_failures: failed drafts, by reasons that had any.
+        steps: Times that a request got new tokens, steps without a draft included.
+        tokens: Output tokens, accepted and bonus ones.
+        drafting_seconds: Time in the drafter.
+        verification_seconds: Time in the tree walk and the KV moves, without the forward pass.
+        preparation_seconds: Time to place the trees into the batch (positions, masks).
+        bookkeeping_seconds: Time around the drafter: requests built, trees checked and kept.
+        draft_failures: Failed drafts, by reasons that had any.
     """
 
     steps: int = 0

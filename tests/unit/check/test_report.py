@@ -143,9 +143,8 @@ def test_unlikely_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     below = {7: 0.0, 1: 3.0, 2: 20.0, 3: float("nan")}
 
     def generate(inputs: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
-        prompts = [each["prompt_token_ids"] for each in inputs]
         logprobs = {token: SimpleNamespace(logprob=-by) for token, by in below.items()}
-        entries = [[None, *({7: logprobs[7], t: logprobs[t]} for t in p[1:])] for p in prompts]
+        entries = [[None, *({7: logprobs[7], t: logprobs[t]} for t in p[1:])] for p in inputs]
         return [SimpleNamespace(prompt_logprobs=each) for each in entries]
 
     vllm = SimpleNamespace(SamplingParams=lambda **options: options)

@@ -16,12 +16,12 @@ class CandidateTrie:
     of its whole path.
 
     Args:
-        candidates: the best first, as `NgramPool.after` returns them.
+        candidates: The best first, as `NgramPool.after` returns them.
         max_depth: D, depth limit.
-        rates: acceptance rates, updated by `learn`.
+        rates: Acceptance rates, updated by `learn`.
 
     Attributes:
-        token_ids, parents, probabilities: of the nodes, parents before children and better
+        token_ids, parents, probabilities: Of the nodes, parents before children and better
             candidates' nodes first.
     """
 
@@ -68,7 +68,7 @@ class CandidateTrie:
 
         Args:
             max_nodes: B, node limit.
-            min_probability: nodes that are less likely are left out.
+            min_probability: Nodes that are less likely are left out.
         """
         probabilities = self.probabilities
         kept = [
@@ -91,7 +91,7 @@ class CandidateTrie:
         """Count the nodes that were right, verified or not.
 
         Args:
-            continuation: the tokens that followed. Deeper nodes are not counted.
+            continuation: The tokens that followed. Deeper nodes are not counted.
         """
         depth = {ROOT: 0}  # of the nodes that were right
         for node, parent in enumerate(self.parents):

@@ -29,10 +29,10 @@ class _State:
     """One request.
 
     Attributes:
-        window, pool: the request's own.
+        window, pool: The request's own.
         seen: int32, a copy of the tokens of the last call.
-        proposed: the last tree, if it contains the window.
-        drafted: candidates whose continuation is not known yet and the length of the text that they
+        proposed: The last tree, if it contains the window.
+        drafted: Candidates whose continuation is not known yet and the length of the text that they
             were drafted after; at most one for each token of their depth.
     """
 

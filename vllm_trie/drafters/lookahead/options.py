@@ -101,7 +101,7 @@ def fit(options: LookaheadOptions, num_nodes: int) -> Shape:
     """Divide a budget of `num_nodes` nodes between window and candidates.
 
     Raises:
-        ValueError: the window does not fit.
+        ValueError: The window does not fit.
     """
     ngram_size = options.ngram_size
     depth = options.max_candidate_depth or ngram_size - 1

@@ -23,8 +23,8 @@ class NgramPool:
     """N-grams by their first token, bounded per token and in all.
 
     Args:
-        max_per_token: limit for one first token; the oldest n-gram is dropped.
-        max_ngrams: limit for all; the oldest n-gram of the first token that has gone longest
+        max_per_token: Limit for one first token; the oldest n-gram is dropped.
+        max_ngrams: Limit for all; the oldest n-gram of the first token that has gone longest
             without a new one is dropped.
     """
 

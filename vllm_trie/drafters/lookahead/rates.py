@@ -75,9 +75,9 @@ class Rates:
         """Return the rate of a candidate's first token.
 
         Args:
-            rank: number of other first tokens that better candidates have.
-            num_matched: length of the context that the candidate shares with the text.
-            best_matched: that of the best candidate.
+            rank: Number of other first tokens that better candidates have.
+            num_matched: Length of the context that the candidate shares with the text.
+            best_matched: That of the best candidate.
         """
         return self._first[best_matched][num_matched][min(rank, _MAX_RANKS - 1)]
 

@@ -34,7 +34,7 @@ class Window:
     by one position: it begins as level 0 alone with `window_size + ngram_size - 3` tokens.
 
     Args:
-        first_level: tokens to begin with, `start_size(window_size, ngram_size)` of them.
+        first_level: Tokens to begin with, `start_size(window_size, ngram_size)` of them.
         ngram_size: L; a filled window has L - 1 levels.
     """
 
@@ -92,8 +92,8 @@ class Window:
         """Move the window by one position.
 
         Args:
-            last_token: the committed token that the window was verified after.
-            argmax: the target's token after each node of the highest level.
+            last_token: The committed token that the window was verified after.
+            argmax: The target's token after each node of the highest level.
 
         Returns:
             The columns' n-grams, none while the window fills.

@@ -76,7 +76,7 @@ def write_candidates(shape: tuple[int, int, int], find: Callable[[int, int], int
     writes.
 
     Raises:
-        MemoryError: by its status it had no memory.
+        MemoryError: By its status it had no memory.
     """
     candidates = Candidates(np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float32))
     if find(candidates.tokens.ctypes.data, candidates.probabilities.ctypes.data) == _NONE:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from pydantic import BaseModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
 from vllm_trie.drafters.medusa.candidates import BLEND, HeadLogits, reads, top_candidates
@@ -37,9 +37,9 @@ class MedusaDrafter(Drafter):
     every tensor-parallel rank: hidden states are whole on each of them.
 
     Attributes:
-        heads: the heads, None until they are loaded.
+        heads: The heads, None until they are loaded.
         temperatures: float32 [K], one for each head that is used; None until they are loaded.
-        timing: of the last call of `propose`.
+        timing: Of the last call of `propose`.
     """
 
     name: ClassVar[str] = "medusa_dynamic"
@@ -71,11 +71,11 @@ class MedusaDrafter(Drafter):
             raise ValueError(_NO_HEADS)
         check_file(draft_model)
 
-    def load_model(self, target_model: Any) -> None:
+    def load_model(self, target_model: nn.Module) -> None:
         """Load the heads onto the target's device, in its dtype.
 
         Raises:
-            CheckpointError: the checkpoint is missing or damaged, or does not fit the target or
+            CheckpointError: The checkpoint is missing or damaged, or does not fit the target or
                 the options.
         """
         context = self.context
@@ -108,7 +108,7 @@ class MedusaDrafter(Drafter):
         self.temperatures = torch.as_tensor(temperatures, dtype=torch.float32, device=self._device)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        states: list[Any] = [request.hidden_state for request in requests]
+        states = [request.hidden_state for request in requests if request.hidden_state is not None]
         jobs = self._jobs(requests)
         if (compiled_rows := self._compiled_rows(states)) is not None:
             compiled, rows = compiled_rows

@@ -29,12 +29,12 @@ class HeadsShape:
 
     Attributes:
         num_heads: K; head k guesses the token k + 2 places after the hidden state's own token.
-        num_layers: residual blocks of each head.
-        hidden_size: width of the target model's hidden states.
-        vocab_size: tokens of the target model.
-        num_outputs: tokens that the heads can guess; fewer than `vocab_size` with a token map.
-        has_bias: whether the residual blocks have a bias.
-        shares_output: all heads use one output layer.
+        num_layers: Residual blocks of each head.
+        hidden_size: Width of the target model's hidden states.
+        vocab_size: Tokens of the target model.
+        num_outputs: Tokens that the heads can guess; fewer than `vocab_size` with a token map.
+        has_bias: Whether the residual blocks have a bias.
+        shares_output: All heads use one output layer.
     """
 
     num_heads: int

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_trie.drafters.base import DrafterContext
 from vllm_trie.drafters.medusa.checkpoint import CheckpointError
@@ -15,14 +14,14 @@ _NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 """Tied output layers are stored as the embedding alone."""
 
 
-def target_output_layer(target_model: Any, context: DrafterContext) -> Tensor:
+def target_output_layer(target_model: nn.Module, context: DrafterContext) -> Tensor:
     """Return the target's output layer, [vocab_size, hidden_size], on the CPU.
 
     It comes from the loaded model; with tensor parallelism, where each rank holds a part, from the
     model's files.
 
     Raises:
-        CheckpointError: neither has it.
+        CheckpointError: Neither has it.
     """
     if context.tensor_parallel_size == 1:
         weight = getattr(getattr(target_model, "lm_head", None), "weight", None)

@@ -40,7 +40,7 @@ class NeuralDrafter(Drafter):
     which vLLM does for its own methods.
 
     Attributes:
-        source: the drafter's model, set where it is loaded.
+        source: The drafter's model, set where it is loaded.
     """
 
     name: ClassVar[str] = "neural"

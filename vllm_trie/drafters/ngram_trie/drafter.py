@@ -204,8 +204,8 @@ def watch_corpus(path: str | None, context: DrafterContext) -> Callable[[], Nati
     the first one.
 
     Raises:
-        ValueError: the file cannot be used, or was not built with the model's tokenizer.
-        RuntimeError: the compiled core, which alone reads corpora, is not available.
+        ValueError: The file cannot be used, or was not built with the model's tokenizer.
+        RuntimeError: The compiled core, which alone reads corpora, is not available.
     """
     if path is None:
         return lambda: None

@@ -35,8 +35,8 @@ class Calibrator:
         """Return the probability of a node, given its parent.
 
         Args:
-            edges: the probability that each part predicts, of the parts that propose the node.
-            num_drafting: number of parts that drafted in this step.
+            edges: The probability that each part predicts, of the parts that propose the node.
+            num_drafting: Number of parts that drafted in this step.
         """
         model = self._model(edges, num_drafting)
         return _sigmoid(model.log_odds([_log_odds(p) for p in edges.values()]))

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from pydantic import BaseModel
@@ -37,6 +37,9 @@ from vllm_trie.drafters.union.selection import PartSelection
 from vllm_trie.store import Saved
 from vllm_trie.tree import ROOT, TokenTree
 
+if TYPE_CHECKING:
+    from torch import nn
+
 _TAIL = 8  # tokens
 
 
@@ -44,9 +47,9 @@ class _State:
     """One request.
 
     Attributes:
-        drafts: those that are not evaluated yet, at most `HORIZON`.
-        tail: length and last tokens of the text at the last call.
-        union: the last tree.
+        drafts: Those that are not evaluated yet, at most `HORIZON`.
+        tail: Length and last tokens of the text at the last call.
+        union: The last tree.
     """
 
     def __init__(self) -> None:
@@ -55,7 +58,7 @@ class _State:
         self.union: UnionTree | None = None
 
     def is_continued_by(self, tokens: np.ndarray) -> bool:
-        """Whether these tokens extend those of the last call."""
+        """Return whether these tokens extend those of the last call."""
         length, last = self.tail
         return length <= len(tokens) and tokens[max(0, length - _TAIL) : length].tolist() == last
 
@@ -68,12 +71,12 @@ class TrieUnionDrafter(Drafter):
     State: that of the parts, each request's candidates of the last steps, calibration, selection.
 
     Args:
-        options, context: as for every drafter.
-        parts: drafters to use in place of those that the options name.
+        options, context: As for every drafter.
+        parts: Drafters to use in place of those that the options name.
 
     Attributes:
-        neural: the trained drafter among the parts, whose weights the engine loads.
-        gate: forgoes its forward passes where they do not pay; None where it drafts in each step:
+        neural: The trained drafter among the parts, whose weights the engine loads.
+        gate: Forgoes its forward passes where they do not pay; None where it drafts in each step:
             alone, and in a union that is not adaptive.
     """
 
@@ -117,7 +120,7 @@ class TrieUnionDrafter(Drafter):
             part_class = registry.get_drafter_class(name)
             part_class.check_files(part_options, vocab_size, draft_model)
 
-    def load_model(self, target_model: Any) -> None:
+    def load_model(self, target_model: nn.Module) -> None:
         for part in self.parts:
             part.load_model(target_model)
 

@@ -86,7 +86,7 @@ class ForwardGate:
         """Return the requests to draft for: all, some or none.
 
         Args:
-            promised: for each request, the tokens that the other parts' trees promise.
+            promised: For each request, the tokens that the other parts' trees promise.
         """
         rows = range(len(promised))
         offset, slope = self._call_seconds.fit()

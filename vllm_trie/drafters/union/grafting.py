@@ -20,10 +20,10 @@ def graft(
     """Return a part's candidates after each token of some chains, by request.
 
     Args:
-        part: asked once for all of them.
-        index: of the part.
-        requests: as of the step.
-        trees: of the trained drafter, whose first branch is the chain.
+        part: Asked once for all of them.
+        index: Of the part.
+        requests: As of the step.
+        trees: Of the trained drafter, whose first branch is the chain.
     """
     grafts: list[list[Graft]] = [[] for _ in requests]
     asked, added, owners = [], [], []

@@ -20,10 +20,10 @@ class MergedTrie:
     """Nodes of several trees, each distinct prefix once, parents before children.
 
     Attributes:
-        token_ids, parents: of the merged nodes.
-        edges: for each node, the probability of its token given its parent, by the parts that
+        token_ids, parents: Of the merged nodes.
+        edges: For each node, the probability of its token given its parent, by the parts that
             propose the node.
-        node_of: the merged node of each node of each part's tree.
+        node_of: The merged node of each node of each part's tree.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -61,8 +61,8 @@ def merge(trees: Mapping[int, TokenTree], grafts: Sequence[Graft] = ()) -> Merge
     """Merge the nodes of several trees.
 
     Args:
-        trees: of each part that drafted.
-        grafts: more candidates of these parts, below nodes of `trees`.
+        trees: Of each part that drafted.
+        grafts: More candidates of these parts, below nodes of `trees`.
     """
     merged = MergedTrie()
     child_of: dict[tuple[int, int], int] = {}
@@ -122,13 +122,13 @@ class Draft:
     """A step's candidates, including those that do not fit into the tree.
 
     Attributes:
-        merged: the candidates.
-        probabilities: predicted probability that each merged node is accepted.
-        parts: those that drafted.
-        max_nodes: node limit of the step's tree.
-        num_tokens: length of the text when the draft was made.
-        promised: tokens that the parts without forward passes promised.
-        order: merged nodes, the likeliest first; parents come before children.
+        merged: The candidates.
+        probabilities: Predicted probability that each merged node is accepted.
+        parts: Those that drafted.
+        max_nodes: Node limit of the step's tree.
+        num_tokens: Length of the text when the draft was made.
+        promised: Tokens that the parts without forward passes promised.
+        order: Merged nodes, the likeliest first; parents come before children.
     """
 
     merged: MergedTrie
@@ -164,9 +164,9 @@ class UnionTree:
     """The tree of a step and where the parts' nodes are in it.
 
     Attributes:
-        tree: candidates, depth-first with the likeliest child first.
-        part_trees: the tree of each part that drafted.
-        node_of: the node of `tree` for each node of each part's tree; -1 if it did not fit.
+        tree: Candidates, depth-first with the likeliest child first.
+        part_trees: The tree of each part that drafted.
+        node_of: The node of `tree` for each node of each part's tree; -1 if it did not fit.
     """
 
     tree: TokenTree

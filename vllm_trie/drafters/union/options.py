@@ -37,7 +37,7 @@ class TrieUnionOptions(DrafterOptions):
 
     @field_validator("drafters", mode="before")
     @classmethod
-    def _check_entries(cls, entries: Any) -> Any:
+    def _check_entries(cls, entries: object) -> object:
         """Refuse a trained drafter's name without its checkpoint, with a better message."""
         for entry in entries if isinstance(entries, list) else ():
             if entry in NEURAL_METHODS:

@@ -47,7 +47,7 @@ class Installation:
     @property
     def patches(self) -> tuple[Patch, ...]:
         """The patches in place."""
-        return tuple(each.patch for each in self._replacements)
+        return tuple(replacement.patch for replacement in self._replacements)
 
     def install(self, feature: Feature, native_search: bool = True) -> None:
         """Put a feature's patches in place, and register where vLLM has extension points for it.
@@ -55,8 +55,8 @@ class Installation:
         Leaves alone what an earlier call did. If a patch fails, none of this call's stays.
 
         Args:
-            feature: the feature.
-            native_search: whether the environment leaves native beam search on.
+            feature: The feature.
+            native_search: Whether the environment leaves native beam search on.
         """
         present = self.patches
         before = len(present)

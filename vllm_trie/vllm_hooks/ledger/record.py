@@ -36,7 +36,7 @@ def around(function: Callable[..., Any]) -> Callable[[_Decorated], _Decorated]:
 
     def decorate(original: _Decorated) -> _Decorated:
         @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
+        def replacement(*args: object, **kwargs: object) -> Any:
             return function(original, *args, **kwargs)
 
         return cast(_Decorated, replacement)
@@ -48,16 +48,16 @@ class Symbols:
     """Symbols of vLLM whose names begin alike, and the fields that their entries share.
 
     Args:
-        prefix: the beginning of the targets, behind ``vllm.``.
-        until: what would make the entries unnecessary.
-        fields: further fields of :class:`Patch`.
+        prefix: The beginning of the targets, behind ``vllm.``.
+        until: What would make the entries unnecessary.
+        fields: Further fields of :class:`Patch`.
     """
 
-    def __init__(self, prefix: str = "", until: str = "", **fields: Any) -> None:
+    def __init__(self, prefix: str = "", until: str = "", **fields: object) -> None:
         self._prefix = f"vllm.{prefix}"
         self._fields = {"until": until, **fields}
 
-    def overrides(self, why: str, **fields: Any) -> Callable[[_Decorated], _Decorated]:
+    def overrides(self, why: str, **fields: object) -> Callable[[_Decorated], _Decorated]:
         """Record a method of a subclass under the name of vLLM's, with the parameters it names."""
 
         def record(method: _Decorated) -> _Decorated:
@@ -66,7 +66,7 @@ class Symbols:
 
         return record
 
-    def wraps(self, name: str, why: str, **fields: Any) -> Callable[[_Decorated], _Decorated]:
+    def wraps(self, name: str, why: str, **fields: object) -> Callable[[_Decorated], _Decorated]:
         """Have a function take the place of vLLM's, which it gets as its first argument."""
 
         def record(function: _Decorated) -> _Decorated:
@@ -76,7 +76,7 @@ class Symbols:
 
         return record
 
-    def replaces(self, name: str, why: str, **fields: Any) -> Callable[[_Decorated], _Decorated]:
+    def replaces(self, name: str, why: str, **fields: object) -> Callable[[_Decorated], _Decorated]:
         """Have what a function returns take the place of vLLM's value, its only argument."""
 
         def record(function: _Decorated) -> _Decorated:
@@ -85,7 +85,9 @@ class Symbols:
 
         return record
 
-    def subclasses(self, name: str, why: str, parameters: str, **fields: Any) -> Callable[..., Any]:
+    def subclasses(
+        self, name: str, why: str, parameters: str, **fields: object
+    ) -> Callable[..., Any]:
         """Have a subclass take the place of vLLM's class in the module that uses it."""
 
         def record(subclass: type) -> type:
@@ -96,7 +98,7 @@ class Symbols:
         return record
 
     def __call__(
-        self, name: str, kind: Kind, why: str, parameters: str | None = None, **fields: Any
+        self, name: str, kind: Kind, why: str, parameters: str | None = None, **fields: object
     ) -> None:
         """Record a use without code of its own; parameters are separated by spaces."""
         names = None if parameters is None else tuple(parameters.split())
@@ -122,7 +124,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def of_beams(
-    prefix: str = "", until: str = SEARCH, scope: Scope = "native_search", **fields: Any
+    prefix: str = "", until: str = SEARCH, scope: Scope = "native_search", **fields: object
 ) -> Symbols:
     """Return symbols that beam search needs."""
     return Symbols(prefix, until, feature="beam", upstream=UPSTREAM, scope=scope, **fields)

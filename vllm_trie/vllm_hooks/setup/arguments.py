@@ -54,31 +54,31 @@ def add_methods(parser: Any) -> None:
         )
 
 
-def _checked(convert: Callable[[str], Any], known: Sequence[Any]) -> Callable[[str], Any]:
+def _checked(convert: Callable[[str], Any], methods: Sequence[Any]) -> Callable[[str], Any]:
     """Make a type of ``--spec-method`` that names the method meant, before argparse lists all."""
 
     def checked(text: str) -> Any:
         value = convert(text)
-        if method := meant(value, known):
+        if method := meant(value, methods):
             raise argparse.ArgumentTypeError(_question(value, method))
         return value
 
     return checked
 
 
-def meant(name: Any, known: Iterable[Any] = (), similarity: float = _SIMILAR) -> str:
+def meant(name: Any, methods: Iterable[Any] = (), similarity: float = _SIMILAR) -> str:
     """Return the method of vllm-trie that an unknown name probably stands for.
 
     Args:
-        name: what was asked for.
-        known: what vLLM knows.
-        similarity: smallest ratio of :class:`difflib.SequenceMatcher`.
+        name: What was asked for.
+        methods: What vLLM knows.
+        similarity: Smallest ratio of :class:`difflib.SequenceMatcher`.
 
     Returns:
-        The method; empty for names that are known, or nearest to another or to none.
+        The method; empty for names that are methods, or nearest to another or to none.
     """
     ours = available_methods()
-    theirs = [one for one in known if isinstance(one, str) and one not in ours]
+    theirs = [one for one in methods if isinstance(one, str) and one not in ours]
     if not isinstance(name, str) or name in ours or name in theirs:
         return ""
     plain = name.lower().replace("-", "_")
@@ -98,7 +98,7 @@ def refuse_misspelled_method(engine_args: Any) -> None:
     """Refuse engine arguments that misspell a method of vllm-trie.
 
     Raises:
-        ValueError: naming the method that was probably meant, and all others.
+        ValueError: Naming the method that was probably meant, and all others.
     """
     speculative = engine_args.speculative_config or {}
     if not isinstance(speculative, Mapping):

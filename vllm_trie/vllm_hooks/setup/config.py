@@ -111,11 +111,11 @@ def spelled(key: str) -> str:
     return f"additional_config[{CONFIG_KEY!r}][{key!r}]"
 
 
-def own_part(additional_config: Any) -> Mapping[str, Any]:
+def own_part(additional_config: object) -> Mapping[str, Any]:
     """Return the plugin's part, empty if there is none.
 
     Raises:
-        ValueError: it is no mapping, its key is misspelled, a switch in it is neither True nor
+        ValueError: It is no mapping, its key is misspelled, a switch in it is neither True nor
             False or stands outside of it, or catalogues are not paths by name.
     """
     everything = additional_config if isinstance(additional_config, Mapping) else {}
@@ -143,7 +143,7 @@ def own_part(additional_config: Any) -> Mapping[str, Any]:
     return given
 
 
-def switch(vllm_config: Any, key: str) -> bool | None:
+def switch(vllm_config: VllmConfig, key: str) -> bool | None:
     """Return one of the two switches of a complete configuration, None if it is not set."""
     value = own_part(vllm_config.additional_config).get(key)
     return value if isinstance(value, bool) else None

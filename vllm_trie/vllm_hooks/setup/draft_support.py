@@ -35,12 +35,12 @@ def choose_verification(
     """Return how the engine verifies drafts.
 
     Args:
-        vllm_config: the engine's configuration.
-        method: the method's name, for the messages.
-        asked: the option; ``"auto"`` takes trees where they are supported, chains elsewhere.
+        vllm_config: The engine's configuration.
+        method: The method's name, for the messages.
+        asked: The option; ``"auto"`` takes trees where they are supported, chains elsewhere.
 
     Raises:
-        ValueError: the configuration serves neither, or not the one that was asked for; every
+        ValueError: The configuration serves neither, or not the one that was asked for; every
             reason at once, each with what to do.
     """
     against_trees = list(problems("trees", vllm_config))
@@ -83,11 +83,11 @@ def check_layers(vllm_config: VllmConfig, layers: Mapping[str, Any]) -> None:
     Such layers would give wrong output without any error.
 
     Args:
-        vllm_config: the engine's configuration.
-        layers: the model's layers by name (``static_forward_context``).
+        vllm_config: The engine's configuration.
+        layers: The model's layers by name (``static_forward_context``).
 
     Raises:
-        ValueError: naming the layers.
+        ValueError: Naming the layers.
     """
     attention = {name: layer for name, layer in layers.items() if hasattr(layer, "impl")}
     unaware = [
@@ -119,7 +119,7 @@ def check_states(kv_cache_config: KVCacheConfig) -> None:
     Model Runner V2 tells the numbers of accepted tokens to the layers of these kinds alone.
 
     Raises:
-        ValueError: naming the layers and the kind of their state.
+        ValueError: Naming the layers and the kind of their state.
     """
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
@@ -149,12 +149,12 @@ def check_trained_drafter(
     """Refuse a complete configuration that the trained drafter cannot draft in.
 
     Args:
-        vllm_config: of the engine.
-        neural: the trained drafter.
-        asked: the option `verification`.
+        vllm_config: Of the engine.
+        neural: The trained drafter.
+        asked: The option `verification`.
 
     Raises:
-        ValueError: every reason at once.
+        ValueError: Every reason at once.
     """
     if reasons := [
         *_runner_problems(vllm_config, asked),

@@ -25,7 +25,7 @@ from vllm_trie.vllm_hooks.setup.refusal import refusing_start
 from vllm_trie.vllm_hooks.setup.translate import requested_method, translate
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 logger = init_logger(__name__)
@@ -44,7 +44,7 @@ def configure(engine_args: EngineArgs, parallel_config: ParallelConfig) -> None:
     """Rewrite the engine arguments, in place, if they ask for a method of vllm-trie.
 
     Raises:
-        StartRefusedError: an option or a combination is not allowed, or options are set without a
+        StartRefusedError: An option or a combination is not allowed, or options are set without a
             method.
     """
     method = requested_method(engine_args)
@@ -94,7 +94,7 @@ def verify(vllm_config: VllmConfig) -> None:
     Refuses catalogues that cannot serve, and other files that options name, by their headers.
 
     Raises:
-        StartRefusedError: every reason at once.
+        StartRefusedError: Every reason at once.
     """
     tree_config = config.read(vllm_config)
     if tree_config is not None:
@@ -177,7 +177,7 @@ _arguments = Symbols("engine.arg_utils:EngineArgs.", PLUGGABLE, point="speculati
 def create_speculative_config(
     original: Callable[..., Any],
     self: EngineArgs,
-    target_model_config: Any,
+    target_model_config: ModelConfig,
     target_parallel_config: ParallelConfig,
 ) -> Any:
     """Rewrite the engine arguments before vLLM reads its speculative configuration from them."""
@@ -203,7 +203,7 @@ def environment_variables(original: Mapping[str, Any]) -> dict[str, Any]:
     successor="`SpeculativeMethods.verify()`",
 )
 def create_engine_config(
-    original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, **kwargs: Any
+    original: Callable[..., VllmConfig], self: EngineArgs, *args: object, **kwargs: object
 ) -> VllmConfig:
     """Verify each configuration that vLLM has completed."""
     given = copy.copy(vars(self))
@@ -231,7 +231,9 @@ def _count_drafts(vllm_config: VllmConfig) -> None:
 @Symbols("config.vllm:VllmConfig.", "vLLM does not hash additional_config").wraps(
     "compute_hash", "options of the plugin do not make vLLM compile the model again"
 )
-def compute_hash(original: Callable[..., str], self: VllmConfig, *args: Any, **kwargs: Any) -> str:
+def compute_hash(
+    original: Callable[..., str], self: VllmConfig, *args: object, **kwargs: object
+) -> str:
     """Leave the plugin's options out of the hash of what vLLM compiles.
 
     Drafters, trees and traces are outside of the compiled graph. The draft model stays: its weights

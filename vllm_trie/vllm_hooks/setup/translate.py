@@ -48,7 +48,7 @@ def requested_method(engine_args: EngineArgs) -> str | None:
     """Return the tree method that the engine arguments ask for, None if they ask for another.
 
     Raises:
-        ValueError: a method's name stands where a dictionary is expected.
+        ValueError: A method's name stands where a dictionary is expected.
     """
     speculative: Any = engine_args.speculative_config or {}
     methods = available_methods()
@@ -80,7 +80,7 @@ def translate(engine_args: EngineArgs) -> None:
     Does nothing if they ask for no method of vllm-trie; may be called again on its own result.
 
     Raises:
-        ValueError: an option or a combination is not allowed, or a method is misspelled.
+        ValueError: An option or a combination is not allowed, or a method is misspelled.
     """
     method = requested_method(engine_args)
     if method is None:
@@ -148,7 +148,7 @@ def _refuse_other_methods_options(method: str, passed_on: Mapping[str, Any]) -> 
         )
 
 
-def _add(asked: dict[str, Any], key: str, value: Any, place: str) -> None:
+def _add(asked: dict[str, Any], key: str, value: object, place: str) -> None:
     """Add a setting from another place; where both have it, they must agree."""
     if asked.setdefault(key, value) != value:
         raise ValueError(
@@ -188,7 +188,7 @@ def _own_options(engine_args: EngineArgs, method: str) -> dict[str, Any]:
     return given
 
 
-def _check_method(method: str, named: Any) -> None:
+def _check_method(method: str, named: object) -> None:
     if named not in (None, method, runner_choice.V1_METHOD, runner_choice.V2_METHOD):
         raise ValueError(
             f"the speculative model {method!r} is a method of vllm-trie, but method={named!r} was "
@@ -196,7 +196,7 @@ def _check_method(method: str, named: Any) -> None:
         )
 
 
-def _draft_model(method: str, model: Any) -> Any:
+def _draft_model(method: str, model: object) -> object:
     """Return the model that the drafter should load, None if the name is only the method's."""
     if model in (method, PROPOSER_CLASS, VERIFIER_CLASS):
         return None
@@ -208,7 +208,7 @@ def _draft_model(method: str, model: Any) -> Any:
     return model
 
 
-def _check_num_nodes(value: Any, default: int) -> int:
+def _check_num_nodes(value: object, default: int) -> int:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:

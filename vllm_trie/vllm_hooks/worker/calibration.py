@@ -32,11 +32,11 @@ def calibrate_step_cost(
 
     Args:
         budget: changed.
-        run_step: runs a forward pass of a number of tokens and waits for its end.
-        max_num_tokens: most tokens of a step.
-        num_ranks: ranks that run together. Several do the same number of passes whatever their
+        run_step: Runs a forward pass of a number of tokens and waits for its end.
+        max_num_tokens: Most tokens of a step.
+        num_ranks: Ranks that run together. Several do the same number of passes whatever their
             clocks say: a rank that stopped alone would leave the others waiting for it.
-        seconds: about the longest time to spend, for one rank.
+        seconds: About the longest time to spend, for one rank.
     """
     if budget is None:
         return

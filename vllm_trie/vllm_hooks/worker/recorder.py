@@ -37,7 +37,7 @@ class _Followed:
     """A request that is being recorded.
 
     Attributes:
-        parts, no_draft: of its next step, see :class:`Step`.
+        parts, no_draft: Of its next step, see :class:`Step`.
     """
 
     file: BinaryIO
@@ -55,9 +55,9 @@ class TraceRecorder:
     A fault, of the disk or in what is recorded, ends the trace and never the request.
 
     Args:
-        folder: exists, writable.
-        tree_config: the engine's speculation.
-        drafter: of this rank.
+        folder: Exists, writable.
+        tree_config: The engine's speculation.
+        drafter: Of this rank.
     """
 
     def __init__(self, folder: Path, tree_config: TreeConfig, drafter: Drafter) -> None:
@@ -93,9 +93,9 @@ class TraceRecorder:
         """Write a step of each followed request that got tokens.
 
         Args:
-            request_ids: of the batch.
-            results: tree and accepted nodes, by request id.
-            new_tokens: of each request of the batch.
+            request_ids: Of the batch.
+            results: Tree and accepted nodes, by request id.
+            new_tokens: Of each request of the batch.
         """
         if not self._followed:
             return
@@ -124,9 +124,9 @@ class TraceRecorder:
         """Take in where the drafts of the next step are from, and why there are none.
 
         Args:
-            request_ids: of the batch.
-            drafts: the tree as it was proposed and as it is to be verified, by request id.
-            has_failed: whether the drafter failed for a request.
+            request_ids: Of the batch.
+            drafts: The tree as it was proposed and as it is to be verified, by request id.
+            has_failed: Whether the drafter failed for a request.
         """
         if not self._followed:
             return

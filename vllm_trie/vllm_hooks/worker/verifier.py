@@ -61,19 +61,19 @@ class TreeVerifier:
     """Draft trees of an engine's requests: proposed, placed, verified, released.
 
     Args:
-        guard: the drafter of this rank.
-        budget: chooses the nodes that are verified; ``None`` verifies all.
-        share_trees: for several tensor-parallel ranks. They measure different times, so the
+        guard: The drafter of this rank.
+        budget: Chooses the nodes that are verified; ``None`` verifies all.
+        share_trees: For several tensor-parallel ranks. They measure different times, so the
             budget's pauses and least probabilities are for one rank only.
-        warm_start: saves what is learned; None saves nothing.
-        recorder: writes the traces that requests ask for; ``None`` where the operator wants none.
+        warm_start: Saves what is learned; None saves nothing.
+        recorder: Writes the traces that requests ask for; ``None`` where the operator wants none.
 
     Attributes:
-        step_trees: trees of the step that runs, by batch index.
-        tree_batch: those of them that need tree attention.
-        has_drafts: whether the step that runs verifies drafts.
-        is_pausing: whether no drafts are wanted after the step that runs.
-        totals: statistics over the engine's lifetime.
+        step_trees: Trees of the step that runs, by batch index.
+        tree_batch: Those of them that need tree attention.
+        has_drafts: Whether the step that runs verifies drafts.
+        is_pausing: Whether no drafts are wanted after the step that runs.
+        totals: Statistics over the engine's lifetime.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class TreeVerifier:
         """Find the trees that the scheduled drafts stand for.
 
         Args:
-            request_ids: of the batch, in its order.
-            drafts: draft tokens by request id, as the scheduler sends them.
-            num_tokens: scheduled tokens of all requests.
+            request_ids: Of the batch, in its order.
+            drafts: Draft tokens by request id, as the scheduler sends them.
+            num_tokens: Scheduled tokens of all requests.
         """
         start = time.perf_counter()
         num_decode_tokens = len(request_ids) + sum(map(len, drafts.values()))
@@ -149,7 +149,7 @@ class TreeVerifier:
         """Set the nodes' positions and the tree batch, see :func:`place_trees`.
 
         Args:
-            tokens, takes_chains: see there.
+            tokens, takes_chains: See there.
             trees: ``step_trees``, with fillers where the step has any.
         """
         start = time.perf_counter()
@@ -168,8 +168,8 @@ class TreeVerifier:
         Args:
             logits: [logits rows, vocab_size], ``N + 1`` rows for a request with N nodes.
             sampler: vLLM's.
-            metadata: of the batch.
-            outputs: see :func:`sample_levels`.
+            metadata: Of the batch.
+            outputs: See :func:`sample_levels`.
         """
         start = time.perf_counter()
         trees = self.step_trees
@@ -207,9 +207,9 @@ class TreeVerifier:
         """Take in what was accepted of the step's drafts, as the output tokens show it.
 
         Args:
-            new_tokens: of each request of the batch: the accepted ones and one more; none while its
+            new_tokens: Of each request of the batch: the accepted ones and one more; none while its
                 prefill goes on.
-            argmax: of every logits row, ``N + 1`` for a request with N nodes, where it is known.
+            argmax: Of every logits row, ``N + 1`` for a request with N nodes, where it is known.
         """
         accepted = [
             tree.path_of(tokens[:-1])
@@ -267,7 +267,7 @@ class TreeVerifier:
         Trees of requests outside the batch stay: the scheduler may still send their drafts.
 
         Args:
-            new_tokens: of each request of the batch; none while its prefill goes on.
+            new_tokens: Of each request of the batch; none while its prefill goes on.
         """
         start = time.perf_counter()
         if self.budget is not None and self._num_decode_tokens:
@@ -292,10 +292,10 @@ class TreeVerifier:
         """Draft the trees of the next step.
 
         Args:
-            requests: those that get a tree, by batch index.
-            num_requests: in the batch.
+            requests: Those that get a tree, by batch index.
+            num_requests: In the batch.
             sample_hidden_states: [logits rows, hidden_size].
-            since: when the requests began to be read, by ``time.perf_counter``.
+            since: When the requests began to be read, by ``time.perf_counter``.
 
         Returns:
             The draft tokens of each request of the batch.

@@ -30,7 +30,7 @@ def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
     """Return the verifier of this rank, with its drafter.
 
     Args:
-        vllm_config: as written by :func:`vllm_trie.vllm_hooks.setup.translate.translate`.
+        vllm_config: As written by :func:`vllm_trie.vllm_hooks.setup.translate.translate`.
     """
     tree_config = config.read(vllm_config)
     if tree_config is None:

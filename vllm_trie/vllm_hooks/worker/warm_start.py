@@ -55,11 +55,11 @@ class WarmStart:
     and the engine goes on.
 
     Args:
-        folder: of the files of all engines.
+        folder: Of the files of all engines.
         identity: Of this engine's model and tokenizer.
         drafter: Whose texts are saved and restored.
-        interval: seconds between two saves, at least.
-        reload_interval: seconds between two readings of the other engines' files, None for none
+        interval: Seconds between two saves, at least.
+        reload_interval: Seconds between two readings of the other engines' files, None for none
             after the start.
     """
 

@@ -33,10 +33,10 @@ def locate(path: str | Path) -> tuple[Path, Path]:
     """Return the checkpoint's folder and its file of weights.
 
     Args:
-        path: a folder, a file of weights in it, or a repository's name on the Hugging Face hub.
+        path: A folder, a file of weights in it, or a repository's name on the Hugging Face hub.
 
     Raises:
-        CheckpointError: there is no such file.
+        CheckpointError: There is no such file.
     """
     given = Path(path).expanduser()
     if given.is_file():
@@ -58,7 +58,7 @@ def check_file(path: str) -> None:
     The name of a repository is not looked up.
 
     Raises:
-        CheckpointError: there are none, or the file is truncated or of another kind.
+        CheckpointError: There are none, or the file is truncated or of another kind.
     """
     if _REPOSITORY.fullmatch(path) and not Path(path).expanduser().exists():
         return
@@ -98,7 +98,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the folder's `config.json`, empty if there is none.
 
     Raises:
-        CheckpointError: it does not hold an object.
+        CheckpointError: It does not hold an object.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -116,7 +116,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     """Return all tensors of a file by name, on the CPU.
 
     Raises:
-        CheckpointError: the file is damaged, or holds something else.
+        CheckpointError: The file is damaged, or holds something else.
     """
     try:
         if file.suffix == ".safetensors":

@@ -51,13 +51,13 @@ def load_checkpoint(
     """Read heads in either layout.
 
     Args:
-        path: a folder, a file of weights in it, or a repository's name on the Hugging Face hub.
-        hidden_size, vocab_size: of the target model, which the heads must fit.
-        target_output: returns the target's own output layer [vocab_size, hidden_size]; called only
+        path: A folder, a file of weights in it, or a repository's name on the Hugging Face hub.
+        hidden_size, vocab_size: Of the target model, which the heads must fit.
+        target_output: Returns the target's own output layer [vocab_size, hidden_size]; called only
             if the checkpoint says `original_lm_head` and does not hold that layer.
 
     Raises:
-        CheckpointError: files are missing or damaged, or the heads do not fit the model.
+        CheckpointError: Files are missing or damaged, or the heads do not fit the model.
     """
     reader = _Reader(path, hidden_size, vocab_size)
     blocks = reader.blocks()

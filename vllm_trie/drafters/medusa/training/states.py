@@ -34,8 +34,8 @@ class StateCache:
         """Open or make the files.
 
         Args:
-            folder: theirs; must exist.
-            model: stays as it is.
+            folder: Theirs; must exist.
+            model: Stays as it is.
             rows: int32 [rows, length], as in `TokenRows`.
         """
         self._model = model

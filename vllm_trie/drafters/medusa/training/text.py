@@ -30,7 +30,7 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
     """Return the files named, and all those below the folders named, in sorted order.
 
     Raises:
-        FileNotFoundError: a path does not exist, or nothing was found.
+        FileNotFoundError: A path does not exist, or nothing was found.
     """
     files: list[Path] = []
     for path in paths:
@@ -54,7 +54,7 @@ def read_tokens(files: Sequence[Path], encoder: Encoder) -> np.ndarray:
     stored as their complements.
 
     Raises:
-        ValueError: a line of a `.jsonl` file is something else, or the model has no chat template.
+        ValueError: A line of a `.jsonl` file is something else, or the model has no chat template.
     """
     end = [] if encoder.eos_token_id is None else [encoder.eos_token_id]
     parts = []

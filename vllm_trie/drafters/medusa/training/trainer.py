@@ -25,9 +25,9 @@ class TrainingPlan:
     """Everything that decides the result besides the model and the text.
 
     Attributes:
-        steps, batch_rows: optimizer steps, and rows of text in each.
-        learning_rate: its peak; it rises over `warmup_steps` and falls to 0 along a cosine.
-        targets: what the heads learn. "model": the token that the model itself would take after
+        steps, batch_rows: Optimizer steps, and rows of text in each.
+        learning_rate: Its peak; it rises over `warmup_steps` and falls to 0 along a cosine.
+        targets: What the heads learn. "model": the token that the model itself would take after
             the text up to there, which is what a draft is checked against. "text": the text's.
     """
 
@@ -92,7 +92,7 @@ class Trainer:
         """Copy the weights of other heads.
 
         Raises:
-            ValueError: they have another shape.
+            ValueError: They have another shape.
         """
         if heads.shape != self.heads.shape:
             raise ValueError(
@@ -205,7 +205,7 @@ class Trainer:
         """Go on from a state.
 
         Raises:
-            ValueError: it belongs to another plan or another shape of heads.
+            ValueError: It belongs to another plan or another shape of heads.
         """
         plan = asdict(self.plan)
         different = [name for name in plan if state["plan"].get(name) != plan[name]]

@@ -24,8 +24,8 @@ def save_vllm(
     An output layer that the heads share is the target's own, and left out.
 
     Args:
-        folder: made if it is missing.
-        temperatures: one a head; left out of the configuration if None.
+        folder: Made if it is missing.
+        temperatures: One a head; left out of the configuration if None.
     """
     shape = heads.shape
     tensors: dict[str, Tensor] = {}
@@ -63,11 +63,11 @@ def save_fasterdecoding(
     """Write `medusa_lm_head.pt`, in bfloat16, and `config.json`.
 
     Args:
-        folder, temperatures: as in :func:`save_vllm`.
-        base_model: name of the target model, for the configuration.
+        folder, temperatures: As in :func:`save_vllm`.
+        base_model: Name of the target model, for the configuration.
 
     Raises:
-        CheckpointError: the heads have a token map, which this layout lacks.
+        CheckpointError: The heads have a token map, which this layout lacks.
     """
     shape = heads.shape
     if heads.token_map is not None:

@@ -8,7 +8,7 @@ unless the user allows them, and :mod:`vllm_trie.vllm_hooks.worker.gpu_check` ch
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config.cache import CacheDType
@@ -28,6 +28,12 @@ from vllm_trie.tree import words_per_node
 from vllm_trie.vllm_hooks.ledger.record import TREE_MASKS, Symbols
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import TreeAttention
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
 _TRITON = "v1.attention.backends.triton_attn:TritonAttention"
 _backend = Symbols(f"{_TRITON}Backend.", TREE_MASKS, platform="cuda")
 _builder = Symbols(f"{_TRITON}MetadataBuilder.", TREE_MASKS, platform="cuda")
@@ -43,10 +49,10 @@ class TreeTritonMetadata(TritonAttentionMetadata):
     Setting ``draft_trees`` writes them to the device: a CUDA graph that is replayed calls no layer.
 
     Attributes:
-        buffers: of the builder.
-        longest_decode: query tokens of the longest request that is no prefill chunk.
-        is_captured: a CUDA graph captures the step, and serves any step of its size later.
-        has_trees: whether any request of the step has one.
+        buffers: Of the builder.
+        longest_decode: Query tokens of the longest request that is no prefill chunk.
+        is_captured: A CUDA graph captures the step, and serves any step of its size later.
+        has_trees: Whether any request of the step has one.
     """
 
     buffers: TreeBuffers
@@ -75,7 +81,11 @@ class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         max_requests = vllm_config.scheduler_config.max_num_seqs
@@ -91,7 +101,10 @@ class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
 
     @_builder.overrides("adds the buffers that hold the step's trees")
     def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> TreeTritonMetadata:
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = TreeTritonMetadata(**vars(stock))
@@ -101,7 +114,9 @@ class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
         return metadata
 
     @_builder.overrides("marks the step; a graph of the tree kernel serves every row")
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> TreeTritonMetadata:
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> TreeTritonMetadata:
         metadata = self.build(0, common_attn_metadata)
         metadata.is_captured = True
         # Short, as capturing runs the kernels, and no less than a request's query tokens.
@@ -132,7 +147,7 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):
         }
         self.refuse(unsupported)
 
-    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         return False
 
     @Symbols(f"{_TRITON}Impl.", TREE_MASKS, platform="cuda").overrides(

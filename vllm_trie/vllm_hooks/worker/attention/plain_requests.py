@@ -29,10 +29,10 @@ class PlainRequests:
         """Return what belongs to these requests: a view where they are neighbours, else a copy."""
         return batch[self.tokens]
 
-    def put_back(self, own: torch.Tensor, batch: torch.Tensor) -> None:
+    def put_back(self, taken: torch.Tensor, batch: torch.Tensor) -> None:
         """Write what :meth:`take` returned to where it came from, if it was a copy."""
         if not isinstance(self.tokens, slice):
-            batch[self.tokens] = own
+            batch[self.tokens] = taken
 
 
 def plain_requests(
@@ -41,9 +41,9 @@ def plain_requests(
     """Leave the requests with trees out of a step's metadata.
 
     Args:
-        metadata: a dataclass with vLLM's fields for lengths and blocks of each request. Its other
+        metadata: A dataclass with vLLM's fields for lengths and blocks of each request. Its other
             fields are taken over.
-        trees: the requests to leave out; at least one request must remain.
+        trees: The requests to leave out; at least one request must remain.
         starts: int32 [num_requests + 1], a copy of ``metadata.query_start_loc`` on the CPU; read
             from the metadata if left out, which waits for the device.
     """

@@ -25,10 +25,10 @@ class TreeAttention(_Impl):
         """Refuse a layer that an engine with tree speculation cannot run.
 
         Args:
-            unsupported: by feature, whether the layer has it.
+            unsupported: By feature, whether the layer has it.
 
         Raises:
-            ValueError: naming the kinds that it has.
+            ValueError: Naming the kinds that it has.
         """
         kinds = [name for name, present in unsupported.items() if present]
         if kinds and config.read(get_current_vllm_config()) is not None:

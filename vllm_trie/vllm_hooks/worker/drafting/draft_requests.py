@@ -35,11 +35,11 @@ def draft_requests(
     """Return the requests of Model Runner V1 that get a draft, by batch index.
 
     Args:
-        batch: with the new tokens.
-        states: of each request, by its id.
-        new_tokens: of each request of the batch; none while its prefill goes on. The newest is
+        batch: With the new tokens.
+        states: Of each request, by its id.
+        new_tokens: Of each request of the batch; none while its prefill goes on. The newest is
             committed, its KV is not computed yet.
-        max_model_len, max_nodes, chain_only: see :func:`draft_request`.
+        max_model_len, max_nodes, chain_only: See :func:`draft_request`.
     """
     requests = {}
     texts = batch.token_ids_cpu.view()
@@ -80,14 +80,14 @@ def draft_request(
     """Return a request that has just got new tokens as drafters see it, None if it gets no draft.
 
     Args:
-        request_id: the engine's.
-        data: of the request.
+        request_id: The engine's.
+        data: Of the request.
         token_ids: int32 [num_tokens], prompt and output; a read-only view.
-        num_prompt_tokens, num_output_tokens: of the request.
-        max_model_len: length limit. Nodes take slots up to it, except for the slot of the next
+        num_prompt_tokens, num_output_tokens: Of the request.
+        max_model_len: Length limit. Nodes take slots up to it, except for the slot of the next
             step's bonus token.
-        max_nodes: the scheduler's limit on a draft.
-        chain_only: whether all drafts are chains; those of structured outputs always are.
+        max_nodes: The scheduler's limit on a draft.
+        chain_only: Whether all drafts are chains; those of structured outputs always are.
     """
     params = data.sampling_params
     if params is None or not _may_draft(data, params, int(token_ids[-1]), num_output_tokens):
@@ -112,7 +112,7 @@ def draft_request(
 def _may_draft(
     data: RequestData, params: SamplingParams, last_token: int, num_output_tokens: int
 ) -> bool:
-    """Whether a request that has just got new tokens may have a draft."""
+    """Return whether a request that has just got new tokens may have a draft."""
     if data.prompt_token_ids is None:  # a prompt of embeddings
         return False
     if params.extra_args and not params.extra_args.get(SPECULATION, True):
@@ -123,11 +123,11 @@ def _may_draft(
 
 
 def ends_with(params: SamplingParams, token: int, num_output_tokens: int) -> bool:
-    """Whether the scheduler ends a request after a token.
+    """Return whether the scheduler ends a request after a token.
 
     Args:
-        params: of the request. Its `all_stop_token_ids` name EOS even where `ignore_eos` is set.
-        token: the newest of `num_output_tokens` tokens.
+        params: Of the request. Its `all_stop_token_ids` name EOS even where `ignore_eos` is set.
+        token: The newest of `num_output_tokens` tokens.
     """
     stops = token == params.eos_token_id or token in (params.stop_token_ids or ())
     return stops and num_output_tokens >= params.min_tokens

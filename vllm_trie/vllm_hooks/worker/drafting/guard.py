@@ -33,9 +33,9 @@ class GuardedDrafter:
     the call: a call that never returns blocks the engine.
 
     Attributes:
-        drafter: the drafter; may be replaced.
-        seconds: time spent in the drafter.
-        failures: number of failures by reason, since the start.
+        drafter: The drafter; may be replaced.
+        seconds: Time spent in the drafter.
+        failures: Number of failures by reason, since the start.
     """
 
     def __init__(

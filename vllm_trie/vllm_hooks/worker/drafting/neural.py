@@ -46,9 +46,9 @@ class _Waiting:
     """Rows of a request that are not in the proposer's cache.
 
     Attributes:
-        start, end: their positions.
-        states: hidden states of the rows, in parts; empty for proposers that read none.
-        is_due: whether they are to be fed in this step whatever is drafted.
+        start, end: Their positions.
+        states: Hidden states of the rows, in parts; empty for proposers that read none.
+        is_due: Whether they are to be fed in this step whatever is drafted.
     """
 
     def __init__(self, start: int) -> None:
@@ -90,11 +90,11 @@ class NeuralChains:
     """The source of a :class:`~vllm_trie.drafters.neural.NeuralDrafter`'s chains.
 
     Args:
-        runner: of the engine.
+        runner: Of the engine.
         proposer: vLLM's, with weights. Its greedy sampling is replaced by one that keeps
             probabilities.
-        length: tokens of a chain.
-        num_alternatives: further tokens at each depth.
+        length: Tokens of a chain.
+        num_alternatives: Further tokens at each depth.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class NeuralChains:
         """Note the rows that a step has committed.
 
         Args:
-            states: of the step.
-            new_tokens: of each request of the batch; none while its prefill goes on.
-            last_step: returns what was accepted of a request in the step.
+            states: Of the step.
+            new_tokens: Of each request of the batch; none while its prefill goes on.
+            last_step: Returns what was accepted of a request in the step.
         """
         batch = self._runner.input_batch
         ids = batch.req_ids
@@ -190,7 +190,7 @@ class NeuralChains:
         return parts
 
     def _fits(self, index: int) -> bool:
-        """Whether a request's chain stays within the drafter's length limit."""
+        """Return whether a request's chain stays within the drafter's length limit."""
         request_id = self._runner.input_batch.req_ids[index]
         if self._runner.requests[request_id].prompt_token_ids is None:  # embeddings
             return False

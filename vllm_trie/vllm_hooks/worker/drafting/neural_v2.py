@@ -33,8 +33,8 @@ class V2Chains:
     Args:
         speculator: vLLM's, as made. Its ``propose`` is replaced by one that returns the union's
             drafts, and its estimate of acceptance by one that keeps probabilities.
-        length: tokens of a chain, at most N.
-        propose: the union, which calls :meth:`draft`.
+        length: Tokens of a chain, at most N.
+        propose: The union, which calls :meth:`draft`.
     """
 
     def __init__(self, speculator: Any, length: int, propose: Propose) -> None:
@@ -64,7 +64,7 @@ class V2Chains:
         self._copied.synchronize()
         assert self._chains is not None
         rows = [self._rows[request_id] for request_id in request_ids]
-        tokens, probabilities = (each[rows, :, None] for each in self._chains)
+        tokens, probabilities = (chains[rows, :, None] for chains in self._chains)
         return Chains(tokens.astype(np.int32), probabilities)
 
     def _propose(
@@ -73,10 +73,10 @@ class V2Chains:
         attn_metadata: Any,
         slot_mappings: Any,
         last_hidden_states: torch.Tensor,
-        *rest: Any,
+        *rest: object,
         dummy_run: bool = False,
         num_speculative_tokens: int | None = None,
-        **more: Any,
+        **more: object,
     ) -> torch.Tensor:
         """Run the speculator, then the union; see ``BaseSpeculator.propose``."""
         drafted = self._draft_step(

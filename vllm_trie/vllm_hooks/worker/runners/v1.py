@@ -76,7 +76,7 @@ class ChainRunnerMixin(_Runner):
         "hands a trained drafter to its union",
         successor="nothing; a patched vLLM refuses trained drafters",
     )
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
+    def load_model(self, *args: object, **kwargs: object) -> None:
         super().load_model(*args, **kwargs)
         if self.has_neural_drafter:
             self.adapter.load_model(self.get_model())
@@ -149,8 +149,8 @@ class ChainRunnerMixin(_Runner):
         aux_hidden_states: list[torch.Tensor] | None = None,
         spec_decode_metadata: SpecDecodeMetadata | None = None,
         common_attn_metadata: Any = None,
-        *unused: Any,
-        **unused_too: Any,
+        *unused: object,
+        **unused_too: object,
     ) -> list[list[int]]:
         self.adapter.end_step(sampled_token_ids)
         draft = partial(

@@ -33,7 +33,7 @@ from vllm_trie.vllm_hooks.worker.verifier_setup import make_verifier
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, SamplerOutput
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from vllm_trie.attention import TreeBatch
@@ -44,9 +44,9 @@ class V1Speculation:
     """The proposer of the plugin's methods, and what else a step does for speculation.
 
     Attributes:
-        trees: the verifier of this rank.
-        chain_only: whether vLLM verifies the drafts, as chains.
-        neural: chains of vLLM's own proposer, where a trained drafter is a part of a union.
+        trees: The verifier of this rank.
+        chain_only: Whether vLLM verifies the drafts, as chains.
+        neural: Chains of vLLM's own proposer, where a trained drafter is a part of a union.
     """
 
     runner: GPUModelRunner
@@ -57,7 +57,7 @@ class V1Speculation:
         self.neural: NeuralChains | None = None
         self._has_ended = False  # whether this step's tokens were taken in
 
-    def propose(self, *unused: Any, **unused_too: Any) -> None:
+    def propose(self, *unused: object, **unused_too: object) -> None:
         """Refuse a model runner that expects chains of drafts from a proposer.
 
         Raises:
@@ -72,7 +72,9 @@ class V1Speculation:
         """Learn of the runner, which is being made."""
         self.runner = runner
 
-    def load_model(self, target_model: Any, *unused: Any, **unused_too: Any) -> None:
+    def load_model(
+        self, target_model: torch.nn.Module, *unused: object, **unused_too: object
+    ) -> None:
         """Load the drafter's own weights, if it has any; refuse a model that verifies no trees."""
         self.trees.guard.drafter.load_model(target_model)
         if not self.chain_only:
@@ -204,7 +206,7 @@ class V1Speculation:
         """Take in the step's tokens.
 
         Args:
-            new_tokens: of each request; none while its prefill goes on.
+            new_tokens: Of each request; none while its prefill goes on.
         """
         if self.chain_only:
             self.trees.observe_outputs(new_tokens)
@@ -221,10 +223,10 @@ class V1Speculation:
         """Return the draft tokens of each request of the batch for the next step.
 
         Args:
-            scheduler_output: of the step that has ended.
-            new_tokens: of each request; none while its prefill goes on.
+            scheduler_output: Of the step that has ended.
+            new_tokens: Of each request; none while its prefill goes on.
             sample_hidden_states: [logits rows, hidden_size].
-            states: what a trained drafter reads.
+            states: What a trained drafter reads.
         """
         start = time.perf_counter()
         runner = self.runner
@@ -245,7 +247,7 @@ class V1Speculation:
             self.neural.catch_up()
         return drafts
 
-    def finish(self, output: Any) -> None:
+    def finish(self, output: ModelRunnerOutput | AsyncModelRunnerOutput) -> None:
         """Attach the step's statistics to vLLM's output of the step."""
         new_tokens = getattr(output, "sampled_token_ids", None)
         if self.trees.is_pausing and new_tokens and not self._has_ended:  # vLLM did not ask

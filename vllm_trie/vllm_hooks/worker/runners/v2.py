@@ -26,7 +26,7 @@ from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.verifier_setup import make_verifier
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.config import CUDAGraphMode, SpeculativeConfig, VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -64,13 +64,13 @@ class HostSpeculator(BaseSpeculator):
             req_states.max_num_reqs, self._num_tokens, device=device
         )
 
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Do nothing: drafters run on the host."""
 
     def capture(self) -> None:
         """Do nothing: drafters run on the host."""
 
-    def prepare_watermarking(self, *unused: Any) -> None:
+    def prepare_watermarking(self, *unused: object) -> None:
         """Do nothing: drafts carry no watermark, the target's tokens do."""
 
     @Symbols(f"{_SPECULATION}speculator:BaseSpeculator.", TREE_DRAFTS).overrides(
@@ -82,10 +82,10 @@ class HostSpeculator(BaseSpeculator):
         attn_metadata: Any,
         slot_mappings: Any,
         last_hidden_states: torch.Tensor,
-        *unused: Any,
+        *unused: object,
         dummy_run: bool = False,
         num_speculative_tokens: int | None = None,
-        **unused_too: Any,
+        **unused_too: object,
     ) -> torch.Tensor:
         """Return the draft tokens of each request, int64 [requests, N]."""
         if dummy_run:
@@ -101,9 +101,9 @@ class DraftedOnly(RejectionSampler):
     gets the token that it would get without speculation, sampled ones with a seed included.
 
     Args:
-        stock: in whose place this goes.
-        spec_config: of the engine.
-        adapter: knows how many tokens were drafted. Before it drafts, this is vLLM's sampler.
+        stock: In whose place this goes.
+        spec_config: Of the engine.
+        adapter: Knows how many tokens were drafted. Before it drafts, this is vLLM's sampler.
     """
 
     def __init__(
@@ -282,8 +282,8 @@ class RunnerV2Mixin(_Runner):
         hidden_states: torch.Tensor,
         input_batch: InputBatch,
         grammar_output: GrammarOutput | None,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         sampled = super().sample(hidden_states, input_batch, grammar_output, *args, **kwargs)
         self.adapter.keep_sampled(sampled[0].sampled_token_ids, sampled[1])

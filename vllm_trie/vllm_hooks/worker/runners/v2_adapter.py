@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -37,9 +37,11 @@ from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
     from vllm.v1.worker.gpu.states import RequestState
 
     from vllm_trie.drafters.union import TrieUnionDrafter
@@ -62,9 +64,9 @@ class V2Adapter:
     """Follows a model runner for its verifier and turns drafts into rows of draft tokens.
 
     Args:
-        trees: the verifier.
-        req_states: the runner's.
-        device: of the model.
+        trees: The verifier.
+        req_states: The runner's.
+        device: Of the model.
 
     Attributes:
         num_drafted: int64 [max_num_seqs] on the device, drafted tokens of each request, by the
@@ -97,7 +99,7 @@ class V2Adapter:
 
     # -- start-up ----------------------------------------------------------------------------------
 
-    def take_neural_drafter(self, speculator: Any) -> None:
+    def take_neural_drafter(self, speculator: DraftModelSpeculator) -> None:
         """Hand vLLM's speculator to the union that it is a part of."""
         union = cast("TrieUnionDrafter", self.trees.guard.drafter)
         assert union.neural is not None
@@ -215,7 +217,7 @@ class V2Adapter:
         """Put the step's trees in place, once the KV slots follow from flat positions.
 
         Args:
-            batch: of the step; positions of nodes are changed.
+            batch: Of the step; positions of nodes are changed.
             slot_mappings: int64 [cache groups, tokens of the step].
         """
 
@@ -240,9 +242,9 @@ class V2Adapter:
         :meth:`draft` replaces them before the next launch. With pipeline stages they are drafts.
 
         Args:
-            batch: of the step.
+            batch: Of the step.
             hidden_states: [tokens of the step, hidden_size].
-            max_nodes: the scheduler's limit on a draft.
+            max_nodes: The scheduler's limit on a draft.
         """
         if self.is_drafting:
             self._launched = _Launched(batch, hidden_states, max_nodes)
@@ -258,7 +260,7 @@ class V2Adapter:
         unread = [name for name in request_ids if name in self._unread]
         self._unread.difference_update(unread)
         requests = [self._draft_request(self._requests[name], max_nodes) for name in unread]
-        self.trees.guard.read_prompts([each for each in requests if each is not None])
+        self.trees.guard.read_prompts([request for request in requests if request is not None])
 
     def draft(self) -> None:
         """Draft after the step that was launched last; the one wait of a step for the device."""
@@ -324,7 +326,7 @@ class V2Adapter:
         return request.draft_request(max_model_len, max_nodes, self._needs_chain)
 
     def _needs_chain(self, params: SamplingParams) -> bool:
-        """Whether a request's draft must be a chain; those of structured outputs always are."""
+        """Return whether a request's draft must be a chain; those of structured outputs always are."""
         return True
 
     def _verified_rows(self, batch: InputBatch, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -361,7 +363,7 @@ class V2Adapter:
         self._stats = None
         self.trees.totals = TreeStats()
 
-    def finish(self, output: Any) -> None:
+    def finish(self, output: AsyncOutput) -> None:
         """Attach statistics to the output that vLLM sends to the scheduler.
 
         The fillers are those of the output's step, the others of the steps before.

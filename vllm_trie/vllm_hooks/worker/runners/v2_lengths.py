@@ -32,9 +32,9 @@ def draft_lengths(
     """Return how many tokens each scheduled draft verifies.
 
     Args:
-        output: as scheduled.
-        drafted: tokens drafted, by request id.
-        graph_lengths: lengths of drafts that CUDA graphs were captured for, where these take one
+        output: As scheduled.
+        drafted: Tokens drafted, by request id.
+        graph_lengths: Lengths of drafts that CUDA graphs were captured for, where these take one
             length for all requests of a batch; empty where they take any.
     """
     places = output.scheduled_spec_decode_tokens
@@ -73,8 +73,8 @@ def shortened_masks(
     """Return the grammar's masks without those of places that are not verified.
 
     Args:
-        grammar: one row for each request's last token and each of its places.
-        places, lengths: scheduled and verified draft tokens, by request id.
+        grammar: One row for each request's last token and each of its places.
+        places, lengths: Scheduled and verified draft tokens, by request id.
     """
     kept, first = [], 0
     for name in grammar.structured_output_request_ids:

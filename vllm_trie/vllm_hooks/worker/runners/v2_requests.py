@@ -22,11 +22,11 @@ class RequestText:
     """A request's text on the host, where drafters read it; the runner's own is on the device.
 
     Attributes:
-        data: as the scheduler sent it.
+        data: As the scheduler sent it.
         token_ids: int32 [capacity], the text so far and room for the rest of it.
-        num_tokens: length of the text.
-        has_ended: whether the text ends here. Scheduled ahead, the request may run once more.
-        drafted: the draft tokens of the next step.
+        num_tokens: Length of the text.
+        has_ended: Whether the text ends here. Scheduled ahead, the request may run once more.
+        drafted: The draft tokens of the next step.
     """
 
     data: NewRequestData

@@ -64,9 +64,9 @@ class TreeSampler(RejectionSampler):
     """Verifies a step's trees in place of vLLM's rejection sampler.
 
     Args:
-        stock: in whose place this goes.
-        spec_config: of the engine.
-        adapter: knows the step's trees, and moves the accepted nodes' KV afterwards.
+        stock: In whose place this goes.
+        spec_config: Of the engine.
+        adapter: Knows the step's trees, and moves the accepted nodes' KV afterwards.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class V2TreeAdapter(V2Adapter):
     """Verifies trees in place of vLLM.
 
     Attributes:
-        draft_rows: token and parent of each row of logits of the step, see :func:`walk_trees`.
+        draft_rows: Token and parent of each row of logits of the step, see :func:`walk_trees`.
     """
 
     sampler_class = TreeSampler
@@ -195,7 +195,7 @@ class V2TreeAdapter(V2Adapter):
         """Return a model state's method whose metadata carries the step's trees."""
 
         @functools.wraps(prepare_attn)
-        def with_trees(*args: Any, **kwargs: Any) -> Any:
+        def with_trees(*args: object, **kwargs: object) -> Any:
             by_layer = prepare_attn(*args, **kwargs)
             hand_on(self.trees.tree_batch, by_layer)
             return by_layer

@@ -34,8 +34,8 @@ def cache_groups(kv_cache_config: KVCacheConfig, layers: dict[str, Any]) -> list
     """Return the cache tensors of every group; layers that share another's cache add nothing.
 
     Args:
-        kv_cache_config: of the engine.
-        layers: by name (``static_forward_context``); others are left out, and groups without any.
+        kv_cache_config: Of the engine.
+        layers: By name (``static_forward_context``); others are left out, and groups without any.
     """
     seen: set[int] = set()
     groups = []
@@ -62,8 +62,8 @@ def moved_tokens(
     first, so most often nothing moves.
 
     Args:
-        rows: requests with trees.
-        accepted: accepted node indices of every request of the batch.
+        rows: Requests with trees.
+        accepted: Accepted node indices of every request of the batch.
     """
     sources, targets = [], []
     for row in rows:
@@ -84,9 +84,9 @@ def compact(
     """Move KV between slots in all layers, in place.
 
     Args:
-        groups: cache tensors, changed.
+        groups: Cache tensors, changed.
         slot_mappings: int64 [num_tokens] by group id, the slot of each query token.
-        sources, targets: query tokens as :func:`moved_tokens` returns them.
+        sources, targets: Query tokens as :func:`moved_tokens` returns them.
     """
     if not sources:
         return
@@ -106,7 +106,7 @@ def compact_on_device(
     """Move KV between slots in all layers, in place, without waiting for the device.
 
     Args:
-        groups: cache tensors, changed.
+        groups: Cache tensors, changed.
         slot_mappings: int64 [num_tokens] by group id, the slot of each query token.
         tokens: int64 [logits rows], the query token of each row of logits.
         rows: int64 [logits rows], the row whose KV belongs into each row's slot; most are the row

@@ -56,9 +56,9 @@ def place_trees(
     """Set the nodes' positions and return the trees that need tree attention, if any does.
 
     Args:
-        trees: of each request of the batch, empty ones included.
-        tokens: the batch; positions are changed, and token ids where they are placeholders.
-        takes_chains: whether chains belong to tree attention too; vLLM's kernel gets them if not.
+        trees: Of each request of the batch, empty ones included.
+        tokens: The batch; positions are changed, and token ids where they are placeholders.
+        takes_chains: Whether chains belong to tree attention too; vLLM's kernel gets them if not.
     """
     for index, tree in enumerate(trees):
         if tree.num_nodes and tree.token_list[-1] < 0:

@@ -61,7 +61,7 @@ class TreeSample(NamedTuple):
 
 
 def is_plain_greedy(metadata: SamplingMetadata) -> bool:
-    """Whether every request's next token is the argmax of the raw logits."""
+    """Return whether every request's next token is the argmax of the raw logits."""
     return (
         metadata.all_greedy
         and metadata.max_num_logprobs is None
@@ -116,7 +116,7 @@ def sample_greedy(argmax: np.ndarray, trees: Sequence[TokenTree]) -> TreeSample:
     Args:
         argmax: int64, of every logits row. A request owns ``N + 1`` of them: for its last committed
             token and for each node.
-        trees: of each request.
+        trees: Of each request.
     """
     return TreeSample(*accept_all(trees, argmax), None)
 
@@ -137,9 +137,9 @@ def sample_levels(
 
     Args:
         logits: [logits rows, vocab_size] of the target.
-        first_rows: the first row of each request.
-        trees: as for :func:`sample_greedy`.
-        outputs: the requests' output tokens, the lists that vLLM and its logits processors hold;
+        first_rows: The first row of each request.
+        trees: As for :func:`sample_greedy`.
+        outputs: The requests' output tokens, the lists that vLLM and its logits processors hold;
             they are longer during the call.
     """
     num_requests = len(trees)

@@ -44,7 +44,7 @@ def walk_trees(
             first row, which is that of its last committed token; :data:`NO_PARENT` for none.
         first_rows: int32 [num_requests + 1], the first row of each request; the last entry is
             their number.
-        width: the largest number of rows of a request.
+        width: The largest number of rows of a request.
     """
     num_requests = len(first_rows) - 1
     rows = torch.empty_like(sampled)
