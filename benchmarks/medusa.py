@@ -23,17 +23,11 @@ place. In bfloat16 near-ties make answers differ; `ratio_to_plain` compares toke
 `--draw N` draws the published and the dynamic tree of N nodes of one step next to each other.
 
 `--cost` compares drafting with the steps of a model of 0.4 B parameters with random weights (hidden
-size 1024, 24 layers, 32,000 tokens). `draft_ms` is all of it. `choose_us` is the time between the
-heads' products and the trees, for one request: likeliest tokens, softmax, choice of the nodes,
-tree. `select_us` adds all Python before the products: everything but the products.
+size 1024, 24 layers, 32,000 tokens). `draft_ms` is all of it. `select_us` is the time for one
+request of all but the heads' products: likeliest tokens, softmax, choice of the nodes, tree.
 
     python benchmarks/medusa.py --json medusa.json
     python benchmarks/medusa.py --cost
-
-`--heads-alone` runs such heads without a model: the time of torch's and of the compiled heads until
-each head's candidates are known, for several numbers of requests.
-
-    OMP_NUM_THREADS=4 python benchmarks/medusa.py --heads-alone
 """
 
 from __future__ import annotations
@@ -54,7 +48,7 @@ from support.harness import (
     option_parser,
     run_quietly,
 )
-from support.medusa_cost import TimedTurns, cost, heads_alone, time_model
+from support.medusa_cost import TimedTurns, cost, time_model
 from support.stage import Stage
 from support.tree_pairs import PairedDrafters, draw_widest_gap
 
@@ -62,7 +56,7 @@ from vllm_trie import local_engine
 
 COLUMNS = (
     "method", "nodes", "batch_size", "tokens_per_step", "ratio_to_fixed", "tokens_per_s",
-    "ratio_to_plain", "draft_ms", "select_us", "choose_us", "model_ms", "draft_over_model",
+    "ratio_to_plain", "draft_ms", "select_us", "model_ms", "draft_over_model",
     "predicted_over_accepted", "identical", "select_over_model", "heads_ms",
 )  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {
@@ -89,7 +83,7 @@ def new_drafter(first: Any, method: str, options: dict[str, Any]) -> Any:
     from support.fixed_trees import FixedTreeDrafter, FixedTreeOptions
 
     from vllm_trie.drafters import get_drafter_class, parse_options
-    from vllm_trie.drafters.medusa import HeadTiming, MedusaDrafter
+    from vllm_trie.drafters.medusa import MedusaDrafter
 
     if method in _FIXED:
         drafter: Any = FixedTreeDrafter(FixedTreeOptions.model_validate(options), first.context)
@@ -99,7 +93,6 @@ def new_drafter(first: Any, method: str, options: dict[str, Any]) -> Any:
     for part in getattr(drafter, "parts", [drafter]):
         if isinstance(part, MedusaDrafter):
             part.set_heads(first.heads, first.temperatures)
-            part.timing = HeadTiming()
     return drafter
 
 
@@ -164,6 +157,7 @@ def compare(options: Any) -> list[Row]:
     )
     turns = TimedTurns()
     stage = Stage(llm, turns)
+    turns.time_heads(stage.own.heads)
     model_seconds = time_model(local_engine.runner_of(llm))
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, detokenize=False)
     if options.draw:
@@ -240,7 +234,7 @@ def method_rows(
         }
         if method == "plain":
             continue
-        row |= {key: median(each[key] for each in times) for key in ("select_us", "choose_us")}
+        row["select_us"] = median(each["select_us"] for each in times)
         row["draft_over_model"] = row["draft_ms"] / row["model_ms"]
         row["predicted_over_accepted"] = times[0]["predicted_over_accepted"]
     for (_, nodes), row in rows.items():
@@ -271,10 +265,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=None, help="use only the first prompts")
     parser.add_argument("--draw", type=int, metavar="N", help="see above; nothing is measured")
     parser.add_argument("--cost", action="store_true", help="cost for a 0.4 B model instead")
-    parser.add_argument("--heads-alone", action="store_true", help="the heads without a model")
     options = parser.parse_args()
-    measure = heads_alone if options.heads_alone else cost if options.cost else compare
-    rows = run_quietly(measure, options)
+    rows = run_quietly(cost if options.cost else compare, options)
     if options.draw:
         print(rows[0]["drawing"])
     else:

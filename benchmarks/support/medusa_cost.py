@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from support.harness import Row, interleave, median_seconds
+from support.harness import Row
 from support.stage import Stage, Turns
 from vllm_trie import local_engine
 
@@ -23,21 +22,31 @@ class TimedTurns(Turns):
 
     Attributes:
         select: seconds for one request of all but the products, for each call.
-        choose: the part of them after the heads were asked.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.select: list[float] = []
-        self.choose: list[float] = []
+        self._products = 0.0
+
+    def time_heads(self, heads: Any) -> None:
+        """Time the calls of these heads, a module of torch, from now on."""
+
+        def begin(*unused: Any) -> None:
+            self._products -= time.perf_counter()
+
+        def end(*unused: Any) -> None:
+            self._products += time.perf_counter()
+
+        heads.register_forward_pre_hook(begin)
+        heads.register_forward_hook(end)
 
     def propose(self, requests: Sequence[Any]) -> Any:
-        start = time.perf_counter()
+        start, self._products = time.perf_counter(), 0.0
         trees = super().propose(requests)
-        if hasattr(self.drafter, "timing"):
-            timing, end = self.drafter.timing, time.perf_counter() - self.drafter.timing.products
-            self.select.append((end - start) / len(requests))
-            self.choose.append((end - timing.asked) / len(requests))
+        if self._products:
+            seconds = time.perf_counter() - start - self._products
+            self.select.append(seconds / len(requests))
         return trees
 
     def take(self, skip: int = 0) -> Row:
@@ -45,9 +54,8 @@ class TimedTurns(Turns):
         row = {
             "draft_ms": 1e3 * _median(self.seconds[skip:]),
             "select_us": 1e6 * _median(self.select[skip:]),
-            "choose_us": 1e6 * _median(self.choose[skip:]),
         }
-        for values in (self.seconds, self.select, self.choose):
+        for values in (self.seconds, self.select):
             values.clear()
         return row
 
@@ -101,8 +109,6 @@ def cost(options: Any) -> list[Row]:
     """Compare drafting with a step of a model of 0.4 B parameters, in bfloat16."""
     from vllm import SamplingParams
 
-    from vllm_trie.drafters.medusa import HeadTiming
-
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         model, heads = write_cost_model(Path(folder))
@@ -123,7 +129,7 @@ def cost(options: Any) -> list[Row]:
             )
             turns = TimedTurns()
             stage = Stage(llm, turns)
-            stage.own.timing = HeadTiming()
+            turns.time_heads(stage.own.heads)
             model_seconds = time_model(local_engine.runner_of(llm))
             rng = np.random.default_rng(0)
             prompts = [rng.integers(0, 32_000, 512).tolist() for _ in range(options.batch_size)]
@@ -146,37 +152,4 @@ def cost(options: Any) -> list[Row]:
             row["select_over_model"] /= row["model_ms"]
             rows.append(row)
             del llm, stage, turns
-    return rows
-
-
-def heads_alone(options: Any) -> list[Row]:
-    """Compare torch's heads with the compiled ones, from hidden states to candidates."""
-    import torch
-
-    from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
-    from vllm_trie.drafters.medusa.compiled_heads import MAX_ROWS, CompiledHeads, in_huge_pages
-    from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
-
-    heads = MedusaHeads(HeadsShape(4, 1, 1024, 32_000, 32_000), torch.bfloat16)
-    for parameter in heads.requires_grad_(False).parameters():
-        parameter.normal_(std=0.05)
-        parameter.data = in_huge_pages(parameter.data)
-    temperatures = torch.ones(4)
-    compiled = CompiledHeads(heads, temperatures, 32)
-    rows: list[Row] = []
-    for number in (1, 2, 4, 8, 16, MAX_ROWS):
-        states = torch.randn(number, 1024).bfloat16()
-        addresses = compiled.rows(states)
-
-        def with_torch(states: Any = states) -> Any:
-            return top_candidates(HeadLogits(heads(states), temperatures, None, 32))
-
-        runs: dict[str, Callable[[], Any]] = {
-            "torch": with_torch,
-            "compiled": partial(compiled.top_candidates, addresses),
-        }
-        timed = interleave(runs, options.repeats + 1)
-        for method, repeats in timed.items():
-            milliseconds = 1e3 * median_seconds(repeats[1:])
-            rows.append({"method": method, "batch_size": number, "heads_ms": milliseconds})
     return rows

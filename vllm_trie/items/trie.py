@@ -207,7 +207,7 @@ class ItemTrie:
         return np.concatenate(ends)
 
     def _child(self, nodes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return int32 [n], the child of each node with this token, the root where there is none."""
+        """Return int32 [n], the child of each node with this token; the root if there is none."""
         low, end = self.first_child[nodes], self.first_child[nodes + 1]
         high = end
         while (low < high).any():  # a binary search in all nodes' children at once

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64
+from ctypes import c_int64
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ index.cpp and draft.cpp. Indexes of this library may be passed to it."""
 NODE_BYTES = 32
 """Size of a node in memory and in a corpus file."""
 _NONE = -1
-_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 LIBRARY = NativeLibrary("ngrams", "n-gram core", sorted(CORE.glob("*.cpp")), HEADERS)
 is_available = LIBRARY.is_available
 require_library = LIBRARY.require
@@ -154,96 +153,52 @@ class NativeRecycled:
         self._library.recycled_observe(self.handle, scope, rows.ctypes.data, len(rows))
 
 
-class DraftBatch:
-    """A batch as compiled code reads it, and room for the trees that it writes.
-
-    A model's heads push everything else out of the caches, and then each new line of Python and
-    each object costs its way there. The trees are therefore made before the call, as large as they
-    may become; what is left to do is to cut those that have not become that large.
-
-    Args:
-        blend: Made by :func:`pack_blend`.
-
-    Attributes:
-        parts: Join them to the bytes that `draft_batch` in core/draft.hpp reads.
-        rows: Where it writes.
-    """
-
-    __slots__ = ("_end", "_step", "_stride", "_trees", "parts", "rows")
-
-    def __init__(
-        self, jobs: Sequence[Job], blend: bytes, candidates: Candidates | None = None
-    ) -> None:
-        parts: list[Any] = [b"", blend]
-        stride = 0
-        for job in jobs:
-            own_text, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least = job[
-                :9
-            ]
-            recycled, scope, first, text, answer, output_begin = job[9:]
-            packed = _PACK_JOB(
-                0 if own_text is None else own_text.handle,
-                0 if store is None else store.handle,
-                0 if corpus is None else corpus.handle,
-                *(least, max_nodes, max_depth, chain, len(tokens), num_indexed, first),
-                *(0 if recycled is None else recycled.handle, scope, text, answer, output_begin),
-            )
-            parts += (packed, tokens)
-            if max_nodes > stride:
-                stride = max_nodes
-        predicted = (0, 0, 0, 0)
-        if candidates is not None:
-            predicted = (*(a.ctypes.data for a in candidates), *candidates.tokens.shape[1:])
-        parts[0] = _PACK_BATCH(len(jobs), stride, *predicted)
-        self.parts = parts
-        self._stride, self._step = stride, 2 + 3 * stride
-        self._end = end = len(jobs) * self._step
-        # ctypes makes a type for each length: with powers of two there are few.
-        self.rows = rows = (c_int32 * (1 << end.bit_length()))()
-        size = 4 * stride
-        read: Any = np.frombuffer  # its annotation lacks ctypes' arrays
-        self._trees = (
-            [
-                TokenTree(
-                    read(rows, _INT32, stride, start),
-                    read(rows, _INT32, stride, start + size),
-                    read(rows, _FLOAT32, stride, start + 2 * size),
-                )
-                for start in range(8, 4 * end, 8 + 3 * size)
-            ]
-            if stride
-            else [TokenTree.empty()] * len(jobs)
-        )
-
-    def used_texts(self) -> list[int]:
-        """Return the text of each job's store that matched, -1 where none did."""
-        return self.rows[1 : self._end : self._step]
-
-    def trees(self, status: int) -> list[TokenTree]:
-        """Return the trees that a native function has written.
-
-        Raises:
-            MemoryError: By its status it had no memory.
-        """
-        if status == 0:  # all of them fill their room
-            return self._trees
-        if status == _NONE:
-            raise MemoryError("no memory to draft a tree")
-        trees = self._trees
-        for i, size in enumerate(self.rows[: self._end : self._step]):
-            if size != self._stride:
-                trees[i] = trees[i].prefix(size) if size else TokenTree.empty()
-        return trees
-
-
 def draft_batch(
     jobs: Sequence[Job], blend: bytes, candidates: Candidates | None = None
 ) -> list[Draft]:
-    """Draft for every job in one native call; updates the jobs' own indexes."""
-    batch = DraftBatch(jobs, blend, candidates)
-    status = require_library().ngram_draft(b"".join(batch.parts), batch.rows)
-    trees = batch.trees(status)
-    return [Draft(*draft) for draft in zip(trees, batch.used_texts(), strict=True)]
+    """Draft for every job in one native call; updates the jobs' own indexes.
+
+    Args:
+        jobs: Of the batch.
+        blend: Made by :func:`pack_blend`.
+        candidates: Of heads, for each job.
+
+    Raises:
+        MemoryError: There is no memory to draft a tree.
+    """
+    parts: list[Any] = [b"", blend]
+    stride = max((job.max_nodes for job in jobs), default=0)
+    for job in jobs:
+        own_text, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
+        recycled, scope, first, text, answer, output_begin = job[9:]
+        packed = _PACK_JOB(
+            0 if own_text is None else own_text.handle,
+            0 if store is None else store.handle,
+            0 if corpus is None else corpus.handle,
+            *(least, max_nodes, max_depth, chain, len(tokens), num_indexed, first),
+            *(0 if recycled is None else recycled.handle, scope, text, answer, output_begin),
+        )
+        parts += (packed, tokens)
+    predicted = (0, 0, 0, 0)
+    if candidates is not None:
+        predicted = (*(a.ctypes.data for a in candidates), *candidates.tokens.shape[1:])
+    parts[0] = _PACK_BATCH(len(jobs), stride, *predicted)
+    rows = np.empty((len(jobs), 2 + 3 * max(stride, 0)), dtype=np.int32)
+    if require_library().ngram_draft(b"".join(parts), rows.ctypes.data) == _NONE:
+        raise MemoryError("no memory to draft a tree")
+    return [
+        Draft(
+            TokenTree(
+                row[2 : 2 + size],
+                row[2 + stride : 2 + stride + size],
+                row[2 + 2 * stride : 2 + 2 * stride + size].view(np.float32),
+            )
+            if size > 0
+            else TokenTree.empty(),
+            used_text,
+        )
+        for row, size, used_text in zip(rows, *rows[:, :2].T.tolist(), strict=True)
+    ]
 
 
 def pack_blend(blend: Blend) -> bytes:

@@ -284,7 +284,7 @@ class TokenTree:
 def _obeys_all(
     tokens: list[int], parents: list[int], probabilities: list[float] | None, vocab_size: int
 ) -> bool:
-    """Return whether a tree of at least one node passes all checks, found without a loop in Python."""
+    """Return whether a tree of at least one node passes all checks, without a loop in Python."""
     num_nodes = len(tokens)
     return (
         min(parents) >= ROOT

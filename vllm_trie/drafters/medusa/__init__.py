@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from vllm_trie.drafters.medusa.drafter import MedusaDrafter
-from vllm_trie.drafters.medusa.heads import HeadTiming
 from vllm_trie.drafters.medusa.options import MedusaOptions
 
-__all__ = ["HeadTiming", "MedusaDrafter", "MedusaOptions"]
+__all__ = ["MedusaDrafter", "MedusaOptions"]

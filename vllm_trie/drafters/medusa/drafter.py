@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import ClassVar
 
 import numpy as np
@@ -13,14 +12,13 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
-from vllm_trie.drafters.medusa.candidates import BLEND, HeadLogits, reads, top_candidates
+from vllm_trie.drafters.medusa.candidates import BLEND, top_candidates
 from vllm_trie.drafters.medusa.checkpoint import CheckpointError, check_file, load_checkpoint
-from vllm_trie.drafters.medusa.compiled_heads import CompiledHeads, in_huge_pages
-from vllm_trie.drafters.medusa.heads import HeadTiming, MedusaHeads
+from vllm_trie.drafters.medusa.heads import MedusaHeads
 from vllm_trie.drafters.medusa.options import MedusaOptions
 from vllm_trie.drafters.medusa.output_layer import target_output_layer
 from vllm_trie.drafters.request_texts import INDEX_TOKENS, IndexedText, RequestTexts
-from vllm_trie.ngrams import Candidates, Job, NativeBackend, choose_backend
+from vllm_trie.ngrams import Candidates, Job, choose_backend
 from vllm_trie.tree import TokenTree
 
 _NO_HEADS = (
@@ -39,7 +37,6 @@ class MedusaDrafter(Drafter):
     Attributes:
         heads: The heads, None until they are loaded.
         temperatures: float32 [K], one for each head that is used; None until they are loaded.
-        timing: Of the last call of `propose`.
     """
 
     name: ClassVar[str] = "medusa_dynamic"
@@ -53,17 +50,12 @@ class MedusaDrafter(Drafter):
         self._device = torch.device(context.device)
         self._dtype = getattr(torch, context.dtype)
         self._backend = choose_backend(BLEND)
-        self._has_native = isinstance(self._backend, NativeBackend) and reads(
-            self._device, self._dtype
-        )
         self._texts: RequestTexts | None = None
         if options.joint == "context":
             self._texts = RequestTexts(self._backend, options.max_context_len, INDEX_TOKENS)
         self._max_depth = options.max_depth or context.max_model_len
         self.heads: MedusaHeads | None = None
         self.temperatures: Tensor | None = None
-        self.timing = HeadTiming()
-        self._compiled: CompiledHeads | None = None
 
     @classmethod
     def check_files(cls, options: MedusaOptions, vocab_size: int, draft_model: str | None) -> None:
@@ -98,54 +90,23 @@ class MedusaDrafter(Drafter):
         """Use these heads, as many as there are temperatures; moves them to the target's device
         and dtype."""
         self.heads = heads.to(self._device, self._dtype).requires_grad_(False)
-        self._compiled = None
-        if self._has_native:
-            heads.block_weight.data = in_huge_pages(heads.block_weight.data)
-            if not heads.shape.shares_output:
-                heads.output_weight.data = in_huge_pages(heads.output_weight.data)
         if not self.options.calibrate:
             temperatures = [1.0] * len(temperatures)
         self.temperatures = torch.as_tensor(temperatures, dtype=torch.float32, device=self._device)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         states = [request.hidden_state for request in requests if request.hidden_state is not None]
-        jobs = self._jobs(requests)
-        if (compiled_rows := self._compiled_rows(states)) is not None:
-            compiled, rows = compiled_rows
-            return compiled.draft_batch(jobs, rows, self.timing)
-        drafts = self._backend.draft_batch(jobs, self.top_candidates(states))
+        drafts = self._backend.draft_batch(self._jobs(requests), self.top_candidates(states))
         return [draft.tree for draft in drafts]
 
     def top_candidates(self, states: Sequence[Tensor]) -> Candidates:
         """Return each head's candidates, [states, K, m], after hidden states [hidden_size]."""
-        compiled_rows = self._compiled_rows(states)
-        self.timing.asked = perf_counter()
-        if compiled_rows is not None:
-            compiled, rows = compiled_rows
-            candidates = compiled.top_candidates(rows)
-            self.timing.products = compiled.product_seconds
-            return candidates
-        heads, temperatures = self._loaded()
-        logits = heads(torch.stack(list(states)).to(self._dtype), len(temperatures))
-        self.timing.products = perf_counter() - self.timing.asked
-        return top_candidates(
-            HeadLogits(logits, temperatures, heads.token_map, self.options.top_tokens)
-        )
-
-    def _loaded(self) -> tuple[MedusaHeads, Tensor]:
         if self.heads is None or self.temperatures is None:
             raise RuntimeError("the Medusa heads are not loaded: call load_model first")
-        return self.heads, self.temperatures
-
-    def _compiled_rows(self, states: Sequence[Tensor]) -> tuple[CompiledHeads, list[int]] | None:
-        """Return the heads in compiled code and the addresses of the states for them; None if these
-        are heads or states for torch."""
-        if not self._has_native:
-            return None
-        if self._compiled is None:
-            self._compiled = CompiledHeads(*self._loaded(), self.options.top_tokens)
-        rows = self._compiled.rows(states)
-        return None if rows is None else (self._compiled, rows)
+        logits = self.heads(torch.stack(list(states)).to(self._dtype), len(self.temperatures))
+        return top_candidates(
+            logits, self.temperatures, self.heads.token_map, self.options.top_tokens
+        )
 
     def release(self, request_id: str) -> None:
         if self._texts is not None:

@@ -13,16 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@dataclass(slots=True)
-class HeadTiming:
-    """Timing of the heads in the last step, to tell their cost from that of everything else."""
-
-    asked: float = 0.0
-    """`time.perf_counter()` when the heads were asked."""
-    products: float = 0.0
-    """Seconds that the heads themselves took."""
-
-
 @dataclass(frozen=True)
 class HeadsShape:
     """Shape of a set of heads.

@@ -1,9 +1,9 @@
 // The C interface that native.py calls through ctypes.
 
+#include <exception>
 #include <new>
 
 #include "draft.hpp"
-#include "no_throw.hpp"
 
 using ngram::Corpus;
 using ngram::Index;
@@ -12,6 +12,17 @@ using ngram::Node;
 using ngram::View;
 
 namespace {
+
+// Returns the result of `work`, or kNone if it throws (out of memory, or a size that cannot be):
+// nothing may throw across a C interface.
+template <typename Work>
+int32_t without_throwing(const Work& work) noexcept {
+    try {
+        return work();
+    } catch (const std::exception&) {
+        return kNone;
+    }
+}
 
 bool in_range(int64_t value, int64_t low, int64_t high) { return low <= value && value < high; }
 
@@ -50,7 +61,7 @@ bool is_sound(const View& view, int64_t num_nodes, int64_t table_size, int64_t n
 extern "C" Index* ngram_index_new(int32_t max_order) {
     if (max_order < 1 || max_order > ngram::kMaxOrder) return nullptr;
     Index* index = nullptr;
-    ngram::without_throwing([&] {
+    without_throwing([&] {
         index = new Index(max_order);
         return 0;
     });
@@ -64,7 +75,7 @@ extern "C" int64_t ngram_index_num_nodes(const Index* index) { return index->num
 
 // Add a text; negative tokens separate. Returns its number, or kNone without memory.
 extern "C" int32_t ngram_index_add(Index* index, const int32_t* tokens, int64_t num_tokens) {
-    return ngram::without_throwing([&] {
+    return without_throwing([&] {
         const int32_t doc = index->begin_text();
         index->reserve(doc, num_tokens);
         for (int64_t i = 0; i < num_tokens; ++i) index->append(doc, tokens[i]);
@@ -75,7 +86,7 @@ extern "C" int32_t ngram_index_add(Index* index, const int32_t* tokens, int64_t 
 // Give text 0 these tokens: append what is new. Returns 0, or kNone without memory.
 extern "C" int32_t ngram_index_synchronize(Index* index, const int32_t* tokens,
                                            int64_t num_tokens) {
-    return ngram::without_throwing([&] {
+    return without_throwing([&] {
         index->synchronize(0, 0, tokens, num_tokens);
         return 0;
     });
@@ -84,12 +95,12 @@ extern "C" int32_t ngram_index_synchronize(Index* index, const int32_t* tokens,
 // Begin a text after text 0, which ends with these tokens. Returns its number, or kNone without
 // memory.
 extern "C" int32_t ngram_index_branch(Index* index, const int32_t* context, int32_t size) {
-    return ngram::without_throwing([&] { return index->begin_branch(context, size); });
+    return without_throwing([&] { return index->begin_branch(context, size); });
 }
 
 extern "C" int32_t ngram_index_remove(Index* index, int32_t doc) {
     if (!index->has_text(doc)) return kNone;
-    return ngram::without_throwing([&] {
+    return without_throwing([&] {
         index->remove_text(doc);
         return 0;
     });
@@ -108,7 +119,7 @@ extern "C" void ngram_index_arrays(const Index* index, int64_t* found) {
 extern "C" ngram::RecycledTable* recycled_new(int32_t size_log2) {
     if (size_log2 < 2 || size_log2 > 30) return nullptr;
     ngram::RecycledTable* table = nullptr;
-    ngram::without_throwing([&] {
+    without_throwing([&] {
         table = new ngram::RecycledTable(size_log2);
         return 0;
     });
@@ -146,10 +157,10 @@ extern "C" Corpus* ngram_corpus_open(const void* nodes, int64_t num_nodes, const
 
 extern "C" void ngram_corpus_close(Corpus* corpus) { delete corpus; }
 
-// Runs draft_batch(). Returns 0, 1 if any tree has less than `stride` nodes, or kNone without
-// memory.
+// Runs draft_batch(). Returns 0, or kNone without memory.
 extern "C" int32_t ngram_draft(const char* batch, int32_t* rows) {
-    return ngram::without_throwing([&] {
-        return ngram::draft_batch(batch, ngram::read_batch(batch).candidates, rows);
+    return without_throwing([&] {
+        ngram::draft_batch(batch, rows);
+        return 0;
     });
 }

@@ -15,12 +15,11 @@ T take(const char*& bytes) {
 
 }  // namespace
 
-bool draft_batch(const char* batch, const Candidates& candidates, int32_t* rows) {
+void draft_batch(const char* batch, int32_t* rows) {
     static thread_local Drafter drafter;
     const DraftBatch head = take<DraftBatch>(batch);
     const Blend blend = take<Blend>(batch);
-    Candidates predicted = candidates;
-    bool any_smaller = false;
+    Candidates predicted = head.candidates;
     for (int64_t i = 0; i < head.num_jobs; ++i) {
         const DraftJob job = take<DraftJob>(batch);
         const auto* tokens = reinterpret_cast<const int32_t*>(batch);
@@ -28,7 +27,6 @@ bool draft_batch(const char* batch, const Candidates& candidates, int32_t* rows)
         BestFirstTree& tree = drafter.draft(job, tokens, predicted, blend);
         rows[0] = tree.size();
         rows[1] = drafter.used_text(job, blend.use_length);
-        any_smaller |= tree.size() < head.stride;
         int32_t* nodes = rows + 2;
         tree.lay_out(nodes, nodes + head.stride,
                      reinterpret_cast<float*>(nodes + 2 * head.stride));
@@ -36,7 +34,6 @@ bool draft_batch(const char* batch, const Candidates& candidates, int32_t* rows)
         predicted.tokens += predicted.num_heads * predicted.num_candidates;
         predicted.probabilities += predicted.num_heads * predicted.num_candidates;
     }
-    return any_smaller;
 }
 
 BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,

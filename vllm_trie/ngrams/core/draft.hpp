@@ -84,14 +84,8 @@ struct DraftBatch {
 
 // Draft for every job. Row i of `rows` becomes the tree of job i: its number of nodes, the text of
 // its store that matched (kNone if none did), then tokens, parents and probabilities (floats),
-// `stride` entries each. Returns whether any tree has less than `stride` nodes.
-bool draft_batch(const char* batch, const Candidates& candidates, int32_t* rows);
-
-inline DraftBatch read_batch(const char* bytes) {
-    DraftBatch batch;
-    std::memcpy(&batch, bytes, sizeof(batch));
-    return batch;
-}
+// `stride` entries each.
+void draft_batch(const char* batch, int32_t* rows);
 
 class Drafter {
    public:

@@ -16,9 +16,7 @@ from tests.unit.drafters.medusa.support import (
 )
 from tests.unit.drafters.support import make_context
 from vllm_trie import ngrams
-from vllm_trie.drafters.medusa import candidates as candidates_module
-from vllm_trie.drafters.medusa import drafter as drafter_module
-from vllm_trie.drafters.medusa.candidates import HeadLogits, top_candidates
+from vllm_trie.drafters.medusa.candidates import top_candidates
 from vllm_trie.drafters.medusa.checkpoint import CheckpointError
 from vllm_trie.drafters.medusa.drafter import MedusaDrafter
 from vllm_trie.drafters.medusa.training.writing import save_vllm
@@ -44,9 +42,7 @@ def test_heads_compute_what_the_paper_says(has_bias, shares_output):
 def test_candidates_are_the_calibrated_softmax():
     heads, hidden = random_heads(), torch.randn(4, 16)
     temperatures = torch.tensor([0.7, 1.5])
-    tokens, shares = map(
-        torch.from_numpy, top_candidates(HeadLogits(heads(hidden, 2), temperatures, None, 8))
-    )
+    tokens, shares = map(torch.from_numpy, top_candidates(heads(hidden, 2), temperatures, None, 8))
     assert tokens.shape == shares.shape == (4, 2, 8)
     expected = torch.softmax(heads(hidden, 2).transpose(0, 1) / temperatures[:, None], dim=-1)
     torch.testing.assert_close(shares, expected.gather(-1, tokens.long()))
@@ -102,8 +98,6 @@ def test_limits_of_the_request(joint):
 def test_without_a_compiler_the_trees_are_the_same(monkeypatch):
     heads = random_heads()
     expected = describe(make_medusa(heads).propose(make_requests()))
-    monkeypatch.setattr(drafter_module, "reads", lambda device, dtype: False)
-    monkeypatch.setattr(candidates_module, "reads", lambda device, dtype: False)
     monkeypatch.setattr(ngrams.native, "is_available", lambda: False)
     slow = make_medusa(heads)
     assert isinstance(slow._backend, ngrams.PythonBackend)

@@ -12,18 +12,14 @@ from hypothesis import strategies as st
 from tests.unit.drafters.medusa.support import make_medusa, make_requests, random_heads
 from vllm_trie.drafters.medusa.candidates import (
     BLEND,
-    LIBRARY,
-    HeadLogits,
     top_candidates,
-    top_candidates_torch,
 )
-from vllm_trie.ngrams import Candidates, Job, NativeBackend, PythonBackend
+from vllm_trie.ngrams import Candidates, Job, NativeBackend, PythonBackend, native
 from vllm_trie.tree import TokenTree
 
-pytestmark = pytest.mark.skipif(not LIBRARY.is_available(), reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
 
 BACKENDS = [NativeBackend, PythonBackend]
-FIND = {NativeBackend: top_candidates, PythonBackend: top_candidates_torch}
 NO_TEXT = np.empty(0, dtype=np.int32)
 
 
@@ -37,8 +33,8 @@ def draft(backend_class: type, logits: torch.Tensor, *jobs: tuple, m: int = 8) -
         )
         for text, nodes, depth in jobs
     ]
-    reading = HeadLogits(logits, torch.ones(len(logits)), None, m)
-    return [draft.tree for draft in backend.draft_batch(made, FIND[backend_class](reading))]
+    candidates = top_candidates(logits, torch.ones(len(logits)), None, m)
+    return [draft.tree for draft in backend.draft_batch(made, candidates)]
 
 
 values = st.one_of(
@@ -88,7 +84,6 @@ def test_more_nodes_than_there_are_paths():
 
 
 def test_ties_are_broken_alike():
-    """The candidates of equal logits are the first ones for the compiled code, any for torch."""
     tokens = np.arange(12, dtype=np.int32).reshape(1, 3, 4)
     shares = np.full((1, 3, 4), 0.25, dtype=np.float32)
     found = []

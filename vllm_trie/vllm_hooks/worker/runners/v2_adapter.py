@@ -326,7 +326,7 @@ class V2Adapter:
         return request.draft_request(max_model_len, max_nodes, self._needs_chain)
 
     def _needs_chain(self, params: SamplingParams) -> bool:
-        """Return whether a request's draft must be a chain; those of structured outputs always are."""
+        """Return whether a request's draft must be a chain, as structured outputs always do."""
         return True
 
     def _verified_rows(self, batch: InputBatch, hidden_states: torch.Tensor) -> torch.Tensor:
