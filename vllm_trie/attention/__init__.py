@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm_trie.attention.cache_layout import move_slots, split_cache
 from vllm_trie.attention.kernels import (
     choose_kernels,
+    copy_slots,
     move_slots_in_layers,
     prefers_chains,
     tree_attention,
@@ -17,6 +18,7 @@ __all__ = [
     "TreeRow",
     "build_tree_batch",
     "choose_kernels",
+    "copy_slots",
     "move_slots",
     "move_slots_in_layers",
     "prefers_chains",

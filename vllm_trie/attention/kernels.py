@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -136,3 +137,19 @@ def move_slots_in_layers(
     if native is None or not native.move_slots(kv_caches, source, target):
         for kv_cache in kv_caches:
             move_slots(kv_cache, source, target)
+
+
+def copy_slots(caches: Sequence[torch.Tensor], copies: np.ndarray) -> bool:
+    """Copy slots of blocks to the same slots of other blocks in every layer's CPU cache, in place.
+
+    Args:
+        caches: One tensor per layer, in the layout of :mod:`~vllm_trie.attention.cache_layout`;
+            ranges of whole blocks need only its strides.
+        copies: int64 [n, 4], source block, target block, first slot and end of the range. No
+            target is the source of another copy.
+
+    Returns:
+        False, with nothing done, if the caches are none of vLLM's or there is no native kernel.
+    """
+    native = choose_kernels()
+    return native is not None and native.copy_slots(caches, copies)

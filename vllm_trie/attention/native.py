@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_trie.attention.tree_batch import TreeBatch
@@ -33,7 +34,7 @@ def library(march: str = "native") -> NativeLibrary:
     return NativeLibrary(
         "attention" if march == "native" else f"attention-{march}",
         "attention kernels",
-        [_FOLDER / "tree_attention.cpp", _FOLDER / "move_slots.cpp"],
+        [_FOLDER / "tree_attention.cpp", _FOLDER / "slots.cpp"],
         [*sorted(_FOLDER.glob("*.hpp")), *SHARED_HEADERS],
         flags=(
             "-O3",
@@ -46,28 +47,6 @@ def library(march: str = "native") -> NativeLibrary:
     )
 
 
-class _Layers:
-    """Caches that were found to be alike, for one call after another: looking at every tensor of
-    32 layers takes a fifth as long as the move itself."""
-
-    def __init__(self, caches: Sequence[torch.Tensor]) -> None:
-        self._caches = [weakref.ref(cache) for cache in caches]
-        first = caches[0]
-        self.alike = first.stride()[2:] == (first.shape[3], 1) and all(
-            cache.shape == first.shape
-            and cache.stride() == first.stride()
-            and cache.dtype == first.dtype
-            for cache in caches[1:]
-        )
-        self.pointers = (ctypes.c_void_p * len(caches))(*[cache.data_ptr() for cache in caches])
-
-    def are(self, caches: Sequence[torch.Tensor]) -> bool:
-        """Return whether these are the very tensors."""
-        return len(self._caches) == len(caches) and all(
-            kept() is cache for kept, cache in zip(self._caches, caches, strict=True)
-        )
-
-
 class NativeKernels:
     """Typed access to one compiled library. Any thread may call it."""
 
@@ -76,7 +55,7 @@ class NativeKernels:
         self._tree_attention = library.vllm_trie_tree_attention
         self._pack_attention = native.layout("Arguments").pack
         self._move_slots = library.vllm_trie_move_slots
-        self._layers: dict[int, _Layers] = {}
+        self._copy_slots = library.vllm_trie_copy_slots
         lanes = library.vllm_trie_lanes()
         self.instructions: str = {16: "AVX-512", 8: "AVX2"}.get(lanes, "SSE2")
         """What the products are computed with."""
@@ -145,31 +124,62 @@ class NativeKernels:
         """Do what :func:`vllm_trie.attention.move_slots` does, with the same arguments.
 
         Returns:
-            False, with nothing done, if the caches differ in shape or their strides are not vLLM's.
+            False, with nothing done, if the caches differ or are none of vLLM's.
         """
-        first = caches[0]
-        layers = self._layers.get(id(first))
-        if layers is None or not layers.are(caches):
-            layers = self._layers[id(first)] = _Layers(caches)
-        if first.element_size() not in (2, 4) or not layers.alike:
+        if not _are_alike(caches):
             return False
-        _, num_kv_heads, block_size, double_head_size = first.shape
         source, target = source.contiguous(), target.contiguous()
-        status = self._move_slots(
-            first.element_size(),
-            layers.pointers,
-            len(caches),
-            first.stride(0),
-            first.stride(1),
-            num_kv_heads,
-            block_size,
-            double_head_size // 2,
+        self._move_slots(
+            *_described(caches),
             source.data_ptr(),
             target.data_ptr(),
             len(source),
             torch.get_num_threads(),
         )
-        return bool(status == 0)
+        return True
+
+    def copy_slots(self, caches: Sequence[torch.Tensor], copies: np.ndarray) -> bool:
+        """Do what :func:`vllm_trie.attention.copy_slots` does, with the same arguments.
+
+        Returns:
+            False, with nothing done, if the caches differ or are none of vLLM's.
+        """
+        if not _are_alike(caches):
+            return False
+        copies = np.ascontiguousarray(copies, dtype=np.int64)
+        self._copy_slots(
+            *_described(caches), copies.ctypes.data, len(copies), torch.get_num_threads()
+        )
+        return True
+
+
+def _are_alike(caches: Sequence[torch.Tensor]) -> bool:
+    first = caches[0]
+    return (
+        first.ndim == 4
+        and first.device.type == "cpu"
+        and first.dtype in _DTYPES
+        and first.stride()[2:] == (first.shape[3], 1)
+        and all(
+            cache.shape == first.shape
+            and cache.dtype == first.dtype
+            and cache.stride() == first.stride()
+            for cache in caches[1:]
+        )
+    )
+
+
+def _described(caches: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Return the first arguments of what moves slots."""
+    first = caches[0]
+    _, num_kv_heads, block_size, double_head_size = first.shape
+    return (
+        first.element_size(),
+        (ctypes.c_void_p * len(caches))(*[cache.data_ptr() for cache in caches]),
+        len(caches),
+        *(first.stride(0), first.stride(1)),
+        *(num_kv_heads, block_size, double_head_size // 2),
+    )
 
 
 def _is_plain(alibi_slopes: torch.Tensor | None, num_heads: int) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_trie.attention import copy_slots
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
-from vllm_trie.attention.slot_copies import copy_slots
 from vllm_trie.vllm_hooks.ledger.record import of_beams
 
 
