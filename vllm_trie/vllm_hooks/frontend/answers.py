@@ -41,8 +41,8 @@ def completion_response(
     original: Callable[..., Any],
     self: Any,
     final_res_batch: Sequence[RequestOutput],
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     """Add the scores to an answer of ``/v1/completions``."""
     response = original(self, final_res_batch, *args, **kwargs)
@@ -58,8 +58,8 @@ async def chat_response(
     self: Any,
     request: Any,
     result_generator: AsyncIterator[RequestOutput],
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     """Add the scores to an answer of ``/v1/chat/completions``."""
     last: list[RequestOutput] = []

@@ -43,8 +43,8 @@ def init_stat_loggers(
     vllm_config: VllmConfig,
     engine_idxs: Any = None,
     custom_stat_loggers: Any = None,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     """Have every stat logger manager start a :class:`TreeStatLogger` for tree engines."""
     if ours := stat_loggers(vllm_config):
@@ -129,7 +129,7 @@ class _Metrics:
 
 
 def register_metric(
-    kind: Any, name: str, text: str, labels: tuple[str, ...], **options: Any
+    kind: Any, name: str, text: str, labels: tuple[str, ...], **options: object
 ) -> Any:
     """Return the metric of this name, made at the first call."""
     metric = REGISTRY._names_to_collectors.get(name)
@@ -157,8 +157,8 @@ class TreeStatLogger(StatLoggerBase):
         self,
         scheduler_stats: SchedulerStats | None,
         iteration_stats: Any,
-        *unused: Any,
-        **unused_too: Any,
+        *unused: object,
+        **unused_too: object,
     ) -> None:
         if scheduler_stats is None:
             return

@@ -175,7 +175,7 @@ class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
     compute next. They therefore take part in every other step.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._last_scheduled: dict[str, int] = {}  # by the last step that was not empty
 

@@ -313,8 +313,8 @@ def allocate_slots(
     original: Callable[..., KVCacheBlocks | None],
     self: KVCacheManager,
     request: Request,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> KVCacheBlocks | None:
     """Allocate the KV of all beams where vLLM schedules a token of their proxy."""
     if isinstance(request, BeamProxy) and request.beams.decodes:

@@ -110,8 +110,8 @@ def make_stats(
     original: Callable[..., Any],
     self: Scheduler,
     spec_decoding_stats: SpecDecodingStats | None = None,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     """Add what was kept to the statistics of a step with drafts; vLLM divides by their number."""
     stats = original(self, spec_decoding_stats, *args, **kwargs)

@@ -200,8 +200,8 @@ def execute_model(
     original: Callable[..., Any],
     self: GPUModelRunner,
     scheduler_output: SchedulerOutput,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     """Keep what the scheduler asks for until the step is sampled."""
     selections = getattr(scheduler_output, SELECTIONS, None)
@@ -219,7 +219,7 @@ def execute_model(
     platform="cpu",
 )
 def _build_attention_metadata(
-    original: Callable[..., Any], self: GPUModelRunner, *args: Any, **kwargs: Any
+    original: Callable[..., Any], self: GPUModelRunner, *args: object, **kwargs: object
 ) -> Any:
     """Let the beams of searches share the attention to their prompts."""
     built = original(self, *args, **kwargs)
@@ -265,7 +265,7 @@ def sample_and_select(
 
 @_runner.wraps("sample_tokens", "sends the candidates to the scheduler")
 def sample_tokens(
-    original: Callable[..., Any], self: GPUModelRunner, *args: Any, **kwargs: Any
+    original: Callable[..., Any], self: GPUModelRunner, *args: object, **kwargs: object
 ) -> Any:
     """Send the candidates with the output of the step."""
     output = original(self, *args, **kwargs)

@@ -169,8 +169,8 @@ def execute_model(
     original: Callable[..., Any],
     self: GPUModelRunner,
     scheduler_output: SchedulerOutput,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     """Add the beams of groups, and let the samplers know what to select."""
     slots = slots_of(self)
@@ -187,8 +187,8 @@ def sample_and_select(
     self: Any,
     logits: torch.Tensor,
     input_batch: InputBatch,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> SamplerOutput:
     """Select the candidates of searches next to a sampler, vLLM's own or one of drafts."""
     sampler = getattr(self, "sampler", self)  # one of drafts has vLLM's own
@@ -200,7 +200,7 @@ def sample_and_select(
 
 @_v2.wraps(f"{_RUNNER}sample_tokens", "keeps the candidates with the output of the step")
 def sample_tokens(
-    original: Callable[..., Any], self: GPUModelRunner, *args: Any, **kwargs: Any
+    original: Callable[..., Any], self: GPUModelRunner, *args: object, **kwargs: object
 ) -> Any:
     """Send the candidates of searches with the output of the step."""
     output = original(self, *args, **kwargs)

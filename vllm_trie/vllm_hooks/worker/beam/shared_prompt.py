@@ -57,8 +57,8 @@ def forward(
     kv_cache: torch.Tensor,
     attn_metadata: Any,
     output: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> torch.Tensor:
     """Attend to the rows of searches together, where the kernel takes the layer."""
     rows: TreeBatch | None = getattr(attn_metadata, _SEARCHES, None)
