@@ -14,6 +14,8 @@ from typing import Any, TypeVar, cast
 from vllm_trie.vllm_hooks.ledger.patch import Kind, Patch, Scope
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
+Result = TypeVar("Result")
+"""What a wrapped function returns, and its wrapper too."""
 
 PLUGGABLE = "speculative methods can be registered by plugins"
 TREE_DRAFTS = "vLLM verifies trees of drafts itself"

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_trie.vllm_hooks.ledger.record import STATS, Symbols
+from vllm_trie.vllm_hooks.ledger.record import STATS, Result, Symbols
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.wire import CACHE_SALT, FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
@@ -63,7 +64,7 @@ def stats_annotations(original: dict[str, Any]) -> dict[str, Any]:
     point="cache_salt",
     successor="`NewRequestData.cache_salt`",
 )
-def add_request(original: Callable[..., Any], self: Scheduler, request: Request) -> Any:
+def add_request(original: Callable[..., Result], self: Scheduler, request: Request) -> Result:
     """Send cache salts to the workers."""
     if request.cache_salt and request.sampling_params is not None:
         extra = request.sampling_params.extra_args or {}
@@ -77,11 +78,11 @@ def add_request(original: Callable[..., Any], self: Scheduler, request: Request)
     successor="`ModelRunnerOutput.proposer_stats`",
 )
 def update_from_output(
-    original: Callable[..., Any],
+    original: Callable[..., Result],
     self: Scheduler,
     scheduler_output: SchedulerOutput,
     model_runner_output: ModelRunnerOutput,
-) -> Any:
+) -> Result:
     """Keep the workers' statistics until the scheduler makes its own; count no fillers."""
     report = getattr(model_runner_output, STATS_ATTRIBUTE, None)
     if report is not None:
@@ -107,12 +108,12 @@ def update_from_output(
     successor="`SchedulerStats.proposer_stats`",
 )
 def make_stats(
-    original: Callable[..., Any],
+    original: Callable[..., SchedulerStats | None],
     self: Scheduler,
     spec_decoding_stats: SpecDecodingStats | None = None,
     *args: object,
     **kwargs: object,
-) -> Any:
+) -> SchedulerStats | None:
     """Add what was kept to the statistics of a step with drafts; vLLM divides by their number."""
     stats = original(self, spec_decoding_stats, *args, **kwargs)
     pending = getattr(self, STATS_ATTRIBUTE, None)
@@ -169,7 +170,9 @@ class FirstTokens:
 @Symbols("v1.core.sched.scheduler:Scheduler.", "proposers learn that a request waits").wraps(
     "schedule", "removes the drafts of steps that start a stream"
 )
-def schedule(original: Callable[..., Any], self: Scheduler, throttle_prefills: bool = False) -> Any:
+def schedule(
+    original: Callable[..., Result], self: Scheduler, throttle_prefills: bool = False
+) -> Result:
     """Let drafts give way to streams that can start."""
     first_tokens = getattr(self, _FIRST_TOKENS, None)
     if first_tokens is None:

@@ -16,7 +16,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from vllm_trie.drafters import available_methods, get_drafter_class
 from vllm_trie.vllm_hooks.ledger import offered
-from vllm_trie.vllm_hooks.ledger.record import PLUGGABLE, Symbols
+from vllm_trie.vllm_hooks.ledger.record import PLUGGABLE, Result, Symbols
 from vllm_trie.vllm_hooks.setup import config, cpu_memory, runner_choice
 from vllm_trie.vllm_hooks.setup.beam_support import check_catalogues
 from vllm_trie.vllm_hooks.setup.draft_support import check_trained_drafter, choose_verification
@@ -175,11 +175,11 @@ _arguments = Symbols("engine.arg_utils:EngineArgs.", PLUGGABLE, point="speculati
     successor="`SpeculativeMethods.configure()`",
 )
 def create_speculative_config(
-    original: Callable[..., Any],
+    original: Callable[..., Result],
     self: EngineArgs,
     target_model_config: ModelConfig,
     target_parallel_config: ParallelConfig,
-) -> Any:
+) -> Result:
     """Rewrite the engine arguments before vLLM reads its speculative configuration from them."""
     configure(self, target_parallel_config)
     return original(self, target_model_config, target_parallel_config)

@@ -20,7 +20,7 @@ import torch
 from vllm.v1.outputs import SamplerOutput
 
 from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, SELECTIONS, BeamStep
-from vllm_trie.vllm_hooks.ledger.record import PREFIX, TOKEN_LISTS, of_beams
+from vllm_trie.vllm_hooks.ledger.record import PREFIX, TOKEN_LISTS, Result, of_beams
 from vllm_trie.vllm_hooks.worker.beam.selection import Selector, send
 from vllm_trie.vllm_hooks.worker.beam.shared_prompt import share_prompts
 
@@ -157,8 +157,8 @@ def with_own_counts(scheduler_output: SchedulerOutput) -> SchedulerOutput:
 
 @_runner.wraps("_update_states", "attaches the beams of groups behind the requests")
 def _update_states(
-    original: Callable[..., Any], self: GPUModelRunner, scheduler_output: SchedulerOutput
-) -> Any:
+    original: Callable[..., Result], self: GPUModelRunner, scheduler_output: SchedulerOutput
+) -> Result:
     """Attach the beams of a step when its requests are up to date."""
     beams: AttachedBeams | None = self.__dict__.get(_ATTACHED)
     if beams is not None:
@@ -197,12 +197,12 @@ def without_beams(
 
 @_runner.wraps("execute_model", "takes what the scheduler asks for")
 def execute_model(
-    original: Callable[..., Any],
+    original: Callable[..., Result],
     self: GPUModelRunner,
     scheduler_output: SchedulerOutput,
     *args: object,
     **kwargs: object,
-) -> Any:
+) -> Result:
     """Keep what the scheduler asks for until the step is sampled."""
     selections = getattr(scheduler_output, SELECTIONS, None)
     if selections is not None or _SELECTOR in self.__dict__:
@@ -219,8 +219,8 @@ def execute_model(
     platform="cpu",
 )
 def _build_attention_metadata(
-    original: Callable[..., Any], self: GPUModelRunner, *args: object, **kwargs: object
-) -> Any:
+    original: Callable[..., Result], self: GPUModelRunner, *args: object, **kwargs: object
+) -> Result:
     """Let the beams of searches share the attention to their prompts."""
     built = original(self, *args, **kwargs)
     beams = attached_to(self)
@@ -265,8 +265,8 @@ def sample_and_select(
 
 @_runner.wraps("sample_tokens", "sends the candidates to the scheduler")
 def sample_tokens(
-    original: Callable[..., Any], self: GPUModelRunner, *args: object, **kwargs: object
-) -> Any:
+    original: Callable[..., Result], self: GPUModelRunner, *args: object, **kwargs: object
+) -> Result:
     """Send the candidates with the output of the step."""
     output = original(self, *args, **kwargs)
     state: Selector | None = self.__dict__.get(_SELECTOR)

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.async_utils import stream
 
 from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, SELECTIONS, BeamStep
-from vllm_trie.vllm_hooks.ledger.record import TOKEN_LISTS, of_beams
+from vllm_trie.vllm_hooks.ledger.record import TOKEN_LISTS, Result, of_beams
 from vllm_trie.vllm_hooks.wire import proxy_params
 from vllm_trie.vllm_hooks.worker.beam.selection import Selector, send
 
@@ -166,12 +166,12 @@ def update_requests(
 
 @_v2.wraps(f"{_RUNNER}execute_model", "adds the beams of groups, takes what the scheduler asks for")
 def execute_model(
-    original: Callable[..., Any],
+    original: Callable[..., Result],
     self: GPUModelRunner,
     scheduler_output: SchedulerOutput,
     *args: object,
     **kwargs: object,
-) -> Any:
+) -> Result:
     """Add the beams of groups, and let the samplers know what to select."""
     slots = slots_of(self)
     slots.selector.selections = getattr(scheduler_output, SELECTIONS, [])
@@ -200,8 +200,8 @@ def sample_and_select(
 
 @_v2.wraps(f"{_RUNNER}sample_tokens", "keeps the candidates with the output of the step")
 def sample_tokens(
-    original: Callable[..., Any], self: GPUModelRunner, *args: object, **kwargs: object
-) -> Any:
+    original: Callable[..., Result], self: GPUModelRunner, *args: object, **kwargs: object
+) -> Result:
     """Send the candidates of searches with the output of the step."""
     output = original(self, *args, **kwargs)
     selector = slots_of(self).selector
