@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.config import CUDAGraphMode, SpeculativeConfig, VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import DraftTokenIds
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Runner
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -237,12 +238,14 @@ class RunnerV2Mixin(_Runner):
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     @_runner.overrides("drafts before the scheduler asks")
-    def take_draft_token_ids(self) -> Any:
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
         self.adapter.draft()
         return super().take_draft_token_ids()
 
     @_runner.overrides("finds the step's drafts")
-    def prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+    def prepare_inputs(
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> InputBatch:
         batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
         manager = self.cudagraph_manager
         if manager is not None and manager.varlen_decode and not batch.has_prefill:
@@ -256,7 +259,9 @@ class RunnerV2Mixin(_Runner):
     @_runner.overrides(
         "positions of tree nodes follow their depth, once the KV slots follow from flat ones"
     )
-    def prepare_attn(self, input_batch: InputBatch) -> Any:
+    def prepare_attn(
+        self, input_batch: InputBatch
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         prepared = super().prepare_attn(input_batch)
         if self.adapter.is_drafting:
             self.adapter.place(input_batch, prepared[1])
@@ -284,7 +289,7 @@ class RunnerV2Mixin(_Runner):
         grammar_output: GrammarOutput | None,
         *args: object,
         **kwargs: object,
-    ) -> Any:
+    ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         sampled = super().sample(hidden_states, input_batch, grammar_output, *args, **kwargs)
         self.adapter.keep_sampled(sampled[0].sampled_token_ids, sampled[1])
         return sampled
