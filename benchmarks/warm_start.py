@@ -35,7 +35,7 @@ from support.replay_data import (
 )
 from support.replay_methods import OwnDrafter, Setting
 
-from vllm_trie.store import Saved, StoreHeader, read_store, write_store
+from vllm_trie.store import StoreHeader, read_store, write_store
 
 NODES = 32
 STORE_TOKENS = 262_144
@@ -61,7 +61,7 @@ def answer(drafter: OwnDrafter, requests: list[Recording]) -> None:
 def measure_stall(drafter: OwnDrafter, path: Path, header: StoreHeader, one: Recording) -> Row:
     """Return milliseconds: of a snapshot, of a write, and of drafting next to a write and alone."""
     begin = time.perf_counter()
-    texts = drafter.drafter.save().texts
+    texts = drafter.drafter.save()
     row: Row = {"snapshot_ms": 1e3 * (time.perf_counter() - begin)}
     texts = list(texts) * (STORE_TOKENS // sum(len(text.token_ids) for text in texts))
     row["texts"] = len(texts)
@@ -124,7 +124,7 @@ def main(
             rng.shuffle(seen)
             before = new_drafter()
             answer(before, seen)
-            write_store(path, header, before.drafter.save().texts)
+            write_store(path, header, before.drafter.save())
             for share in SHARES:
                 repeated = round(share * first)
                 requests = [*seen[:repeated], *new[repeated:]]
@@ -132,7 +132,7 @@ def main(
                 for state in ("cold", "warm"):
                     drafter = new_drafter()
                     if state == "warm":
-                        drafter.drafter.restore(Saved(read_store(path).texts))
+                        drafter.drafter.restore(read_store(path).texts)
                     rate = tokens_per_step(drafter, requests)
                     found.setdefault((share, state), []).append(rate)
         stall = measure_stall(before, path, header, recordings[0])

@@ -54,7 +54,7 @@ def take_up_anothers_text(folder: Path, llm: Any) -> None:
     write_store(folder / "other.store", header, [FOREIGN])
     drafter = trees_of(llm).guard.drafter
     deadline = time.monotonic() + 20
-    while not any(np.array_equal(t.token_ids, FOREIGN.token_ids) for t in drafter.save().texts):
+    while not any(np.array_equal(t.token_ids, FOREIGN.token_ids) for t in drafter.save()):
         assert time.monotonic() < deadline, "the folder is not read again"
         llm.generate(PROMPTS[:1], SamplingParams(max_tokens=4), use_tqdm=False)
 

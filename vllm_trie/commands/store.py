@@ -35,7 +35,7 @@ def info(files: _Files) -> None:
     failed = False
     for path in files:
         try:
-            header, texts, successors = read_store(path)
+            header, texts = read_store(path)
         except StoreError as error:
             typer.echo(f"error: {error}", err=True)
             failed = True
@@ -43,8 +43,6 @@ def info(files: _Files) -> None:
         salted = sum(bool(text.salt) for text in texts)
         _describe(path, header)
         typer.echo(f"  {salted} texts of {header.num_salts} cache salts or adapters")
-        num_successors = sum(len(observed.token_ids) for observed in successors) // 3
-        typer.echo(f"  {num_successors} successors after nodes of trees (recycle)")
     raise typer.Exit(int(failed))
 
 
@@ -58,12 +56,12 @@ def merge(
         int, typer.Option(min=1, max=MAX_TOKENS, help="Tokens to keep, those used last.")
     ] = MAX_TOKENS,
 ) -> None:
-    """Merge store files of one model; successors come from the newest of them."""
+    """Merge store files of one model."""
     with errors_end_the_command():
         stores = sorted(map(read_store, files), key=lambda store: -store.header.saved_at)
         _check_same_model(stores)
         texts = merge_texts([store.texts for store in stores], max_tokens)
-        _describe(output, write_store(output, stores[0].header, texts, stores[0].successors))
+        _describe(output, write_store(output, stores[0].header, texts))
 
 
 @app.command()

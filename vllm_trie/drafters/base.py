@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from vllm_trie.store import Saved
+from vllm_trie.store import StoredText
 from vllm_trie.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -183,18 +183,18 @@ class Drafter(ABC):
         """
         return []
 
-    def save(self) -> Saved:
-        """Return what is worth keeping for other engines; called between two steps.
+    def save(self) -> Sequence[StoredText]:
+        """Return the outputs that are worth keeping for other engines, least recently used first.
 
-        The arrays must not change afterwards.
+        Called between two steps. The arrays must not change afterwards.
         """
-        return Saved()
+        return ()
 
-    def restore(self, saved: Saved) -> None:  # noqa: B027 - optional, not abstract
-        """Take up what other engines saved; a drafter ignores what it does not draft from.
+    def restore(self, texts: Sequence[StoredText]) -> None:  # noqa: B027 - optional, not abstract
+        """Take up outputs that other engines saved, least recently used first.
 
         Called before the first call of `propose` with what earlier engines saved, and with
-        `store_reload_minutes` also between two steps, with the texts that engines saved meanwhile.
+        `store_reload_minutes` also between two steps, with what engines saved meanwhile.
         """
 
     def set_prompt_key(self, key: bytes) -> None:  # noqa: B027 - optional

@@ -13,7 +13,6 @@ from vllm_trie.store.folder import (
 from vllm_trie.store.store_file import (
     MAX_TOKENS,
     PROMPT_BYTES,
-    Saved,
     Store,
     StoredText,
     StoreError,
@@ -30,7 +29,6 @@ __all__ = [
     "MAX_TOKENS",
     "PROMPT_BYTES",
     "Identity",
-    "Saved",
     "SharedFolder",
     "Slot",
     "Store",

@@ -2,9 +2,9 @@
 
 The body of the file (see :mod:`vllm_trie.checked_file`), all integers little-endian:
 
-    lengths     int32 [texts]        least recently used first; then those of the successors
+    lengths     int32 [texts]        least recently used first
     salts       int32 [texts]        number of the salt's digest, -1 for texts without a salt
-    tokens      int32 [tokens]       of all texts and successors
+    tokens      int32 [tokens]       of all texts
     digests     uint8 [salts, 32]
     prompts     uint8 [prompts, 8]   of each text; or none
 
@@ -50,16 +50,6 @@ class StoredText(NamedTuple):
     """Fingerprint of the end of the prompt that it answered, empty if it is not known."""
 
 
-class Saved(NamedTuple):
-    """What a drafter leaves to other engines."""
-
-    texts: Sequence[StoredText] = ()
-    """Outputs of finished requests, least recently used first."""
-    successors: Sequence[StoredText] = ()
-    """What the model named after nodes of earlier trees, oldest first: sequences of threes, two
-    tokens and the one that the model named after them."""
-
-
 class StoreHeader(SizedHeader):
     """Contents of a store file. Fields of other versions of this package are ignored."""
 
@@ -70,15 +60,13 @@ class StoreHeader(SizedHeader):
     vocab_size: int = Field(ge=1, le=2**31 - 1)
     saved_at: float = Field(allow_inf_nan=False, description="Seconds since 1970.")
     num_texts: int = Field(default=0, ge=0, le=MAX_TOKENS)
-    num_successors: int = Field(default=0, ge=0, le=MAX_TOKENS)
     num_salts: int = Field(default=0, ge=0, le=MAX_TOKENS)
     num_prompts: int = Field(default=0, ge=0, le=MAX_TOKENS, description="None, or num_texts.")
     num_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
 
     @property
     def body_size(self) -> int:
-        num_lengths = self.num_texts + self.num_successors
-        integers = 4 * (2 * num_lengths + self.num_tokens)
+        integers = 4 * (2 * self.num_texts + self.num_tokens)
         return integers + _SALT_BYTES * self.num_salts + PROMPT_BYTES * self.num_prompts
 
 
@@ -94,11 +82,11 @@ FORMAT = CheckedFormat(
 
 
 class Store(NamedTuple):
-    """Content of a file; its texts and successors are those of :class:`Saved`."""
+    """Content of a file."""
 
     header: StoreHeader
     texts: list[StoredText]
-    successors: list[StoredText]
+    """Least recently used first."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -110,19 +98,13 @@ def salt_digest(cache_salt: str | None) -> bytes:
     return hashlib.sha256(b"vllm-trie cache salt\0" + salt).digest()
 
 
-def write_store(
-    path: Path,
-    header: StoreHeader,
-    texts: Sequence[StoredText],
-    successors: Sequence[StoredText] = (),
-) -> StoreHeader:
+def write_store(path: Path, header: StoreHeader, texts: Sequence[StoredText]) -> StoreHeader:
     """Write a file of mode 0600; an older one is replaced once the new one is complete.
 
     Args:
         path: The file.
-        header: Its header; the numbers of texts, successors, salts and tokens are filled in.
+        header: Its header; the numbers of texts, salts and tokens are filled in.
         texts: Least recently used first. Of too many, the last ones are kept.
-        successors: As in :class:`Store`; at most a quarter of the tokens is theirs.
 
     Returns:
         The header as written.
@@ -130,19 +112,15 @@ def write_store(
     Raises:
         OSError: The file cannot be written.
     """
-    successors = newest(successors, MAX_TOKENS // 4)
-    room = MAX_TOKENS - sum(len(observed.token_ids) for observed in successors)
-    num_successors, num_texts = len(successors), len(texts := newest(texts, room))
+    texts = newest(texts, MAX_TOKENS)
     prompts = [text.prompt or _NO_PROMPT for text in texts]
     if all(prompt == _NO_PROMPT for prompt in prompts):
         prompts = []
-    texts = [*texts, *successors]
     salts = {salt: i for i, salt in enumerate(dict.fromkeys(t.salt for t in texts if t.salt))}
     lengths = np.array([len(text.token_ids) for text in texts], dtype="<i4")
     numbers = np.array([salts.get(text.salt, -1) for text in texts], dtype="<i4")
     counts = {
-        "num_texts": num_texts,
-        "num_successors": num_successors,
+        "num_texts": len(texts),
         "num_salts": len(salts),
         "num_prompts": len(prompts),
         "num_tokens": int(lengths.sum()),
@@ -190,15 +168,12 @@ def read_store(path: Path) -> Store:
             written, or not sound.
     """
     header, _, body = FORMAT.read(path)
-    num_lengths = header.num_texts + header.num_successors
     salt_bytes = _SALT_BYTES * header.num_salts
-    sizes = [4 * num_lengths, 4 * num_lengths, 4 * header.num_tokens, salt_bytes]
+    sizes = [4 * header.num_texts, 4 * header.num_texts, 4 * header.num_tokens, salt_bytes]
     *parts, digests, prompts = np.split(body, np.cumsum(sizes))
     lengths, numbers, tokens = (part.view("<i4") for part in parts)
     if (lengths < 1).any() or lengths.sum(dtype=np.int64) != header.num_tokens:
         raise FORMAT.problem(path, "the lengths of its texts are not those of its tokens")
-    if (lengths[header.num_texts :] % 3).any():
-        raise FORMAT.problem(path, "its successors do not come in threes")
     if ((numbers < -1) | (numbers >= header.num_salts)).any():
         raise FORMAT.problem(path, "it names salts that it does not have")
     if ((tokens < 0) | (tokens >= header.vocab_size)).any():
@@ -216,11 +191,10 @@ def read_store(path: Path) -> Store:
             numbers.tolist(), lengths.tolist(), ends.tolist(), strict=True
         )
     ]
-    texts, successors = texts[: header.num_texts], texts[header.num_texts :]
     if header.num_prompts:
         marks = map(bytes, prompts.reshape(-1, PROMPT_BYTES))
         texts = [
             text._replace(prompt=mark if mark != _NO_PROMPT else b"")
             for text, mark in zip(texts, marks, strict=True)
         ]
-    return Store(header, texts, successors)
+    return Store(header, texts)

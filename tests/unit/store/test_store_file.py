@@ -63,22 +63,18 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_what_is_read_is_what_was_written(file: Path) -> None:
-    header, texts, successors = read_store(file)
+    header, texts = read_store(file)
     assert as_lists(texts) == as_lists(TEXTS)
-    assert successors == []
     assert (header.num_texts, header.num_salts, header.num_tokens) == (4, 1, 8)
     assert oct(file.stat().st_mode & 0o777) == "0o600"
     assert b"tenant" not in file.read_bytes()
-    write_store(file, header, TEXTS[:1], [make_text(4, 5, 6, salt=TENANT)])
-    _, texts, successors = read_store(file)
-    assert (as_lists(texts), as_lists(successors)) == ([(b"", [1, 2, 3])], [(TENANT, [4, 5, 6])])
     write_store(file, header, [])
     assert read_store(file).texts == []
 
 
 def test_prompts_are_kept_with_their_answers(file: Path) -> None:
     texts = [TEXTS[0]._replace(prompt=b"12345678"), TEXTS[1]]
-    header = write_store(file, make_header(), texts, [make_text(4, 5, 6)])
+    header = write_store(file, make_header(), texts)
     assert header.num_prompts == 2
     assert [text.prompt for text in read_store(file).texts] == [b"12345678", b""]
     assert write_store(file, make_header(), TEXTS).num_prompts == 0
@@ -99,9 +95,6 @@ def test_a_file_is_bounded(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_trie.store.store_file.MAX_TOKENS", 5)
     write_store(file, make_header(), TEXTS)
     assert as_lists(read_store(file).texts) == as_lists(TEXTS[1:])
-    monkeypatch.setattr("vllm_trie.store.store_file.MAX_TOKENS", 16)
-    write_store(file, make_header(), [make_text(*range(9))], [make_text(1, 2, 3)] * 2)
-    assert [len(found) for found in read_store(file)[1:]] == [1, 1]
 
 
 def forge(file: Path, header: dict[str, Any], body: bytes) -> None:
@@ -131,10 +124,6 @@ FORGED: dict[str, tuple[dict[str, Any], bytes]] = {
     "negative length": ({"num_texts": 2, "num_tokens": 1}, ints(-1, 2, -1, -1, 5)),
     "overflowing lengths": ({"num_texts": 2, "num_tokens": 0}, ints(2**31 - 1, 2**31 - 1, -1, -1)),
     "salt that is not there": ({"num_texts": 1, "num_tokens": 1}, ints(1, 0, 5)),
-    "successors that are not in threes": (
-        {"num_successors": 1, "num_tokens": 2},
-        ints(2, -1, 5, 6),
-    ),
     "negative token": ({"num_texts": 1, "num_tokens": 1}, ints(1, -1, -5)),
     "token beyond the vocabulary": ({"num_texts": 1, "num_tokens": 1}, ints(1, -1, 1000)),
     "numbers beyond the bounds": ({"num_tokens": 2**40}, b""),
@@ -367,7 +356,7 @@ def test_merge(file: Path) -> None:
     other, output = file.with_name("b.store"), file.with_name("c.store")
     write_store(other, make_header(saved_at=2.0), [make_text(9)])
     assert run("merge", file, other, "-o", output, "--max-tokens", 4).exit_code == 0
-    header, texts, _ = read_store(output)
+    header, texts = read_store(output)
     assert header.saved_at == 2.0
     assert as_lists(texts) == as_lists([make_text(7, 8), make_text(9)])
     write_store(other, make_header(Identity("other", "", 1000)), [])

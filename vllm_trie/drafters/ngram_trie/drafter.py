@@ -25,7 +25,7 @@ from vllm_trie.ngrams.corpus_file import (
 )
 from vllm_trie.ngrams.native import NativeCorpus
 from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
-from vllm_trie.store import Saved
+from vllm_trie.store import StoredText
 from vllm_trie.tree import TokenTree
 from vllm_trie.watched_file import WatchedFile
 
@@ -147,17 +147,12 @@ class NgramTrieDrafter(Drafter):
         if state is not None and self.store is not None:
             self.store.add(state.cache_salt, state.output, state.prompt)
 
-    def save(self) -> Saved:
-        return Saved(
-            () if self.store is None else self.store.texts(),
-            () if self.recycling is None else self.recycling.successors(),
-        )
+    def save(self) -> Sequence[StoredText]:
+        return () if self.store is None else self.store.texts()
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, texts: Sequence[StoredText]) -> None:
         if self.store is not None:
-            self.store.restore(saved.texts)
-        if self.recycling is not None:
-            self.recycling.restore(saved.successors)
+            self.store.restore(texts)
 
     def set_prompt_key(self, key: bytes) -> None:
         if self.store is not None:

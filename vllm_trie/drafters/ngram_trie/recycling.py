@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from itertools import count
 
@@ -10,13 +10,11 @@ import numpy as np
 
 from vllm_trie.drafters.base import DraftRequest
 from vllm_trie.ngrams import Backend
-from vllm_trie.store import StoredText, newest, salt_digest
+from vllm_trie.store import salt_digest
 
 SIZE_LOG2 = 18
 """Of the table's number of contexts; a context takes 32 bytes."""
 MAX_SCOPES = 1 << 16
-MAX_KEPT_TOKENS = 3 << 17
-"""Tokens of the last observations, which a file keeps: three for each counted successor."""
 
 
 class Recycling:
@@ -30,12 +28,17 @@ class Recycling:
         self.table = backend.new_recycled(SIZE_LOG2)
         self._scopes: OrderedDict[bytes, int] = OrderedDict()  # by the salt's digest
         self._numbers = count()  # a scope that was forgotten is never used again
-        self._kept: deque[StoredText] = deque()
-        self._num_kept = 0
 
     def scope(self, cache_salt: str | None) -> int:
         """Return the scope of a salt."""
-        return self._scope(salt_digest(cache_salt))
+        salt = salt_digest(cache_salt)
+        scope = self._scopes.get(salt)
+        if scope is None:
+            scope = self._scopes[salt] = next(self._numbers)
+            if len(self._scopes) > MAX_SCOPES:
+                self._scopes.popitem(last=False)
+        self._scopes.move_to_end(salt)
+        return scope
 
     def observe(self, requests: Sequence[DraftRequest], num_tokens: Sequence[int]) -> None:
         """Take in the last verification of each request; its draft continued `num_tokens` tokens.
@@ -48,32 +51,7 @@ class Recycling:
             if rows is not None and len(rows):
                 by_salt[request.cache_salt].append(rows)
         for salt, of_salt in by_salt.items():
-            self._observe(StoredText(salt_digest(salt), np.concatenate(of_salt).ravel()))
-
-    def successors(self) -> list[StoredText]:
-        """Return the last observations, the rows of :func:`observed_rows` one after another."""
-        return list(self._kept)
-
-    def restore(self, successors: Sequence[StoredText]) -> None:
-        """Take in the observations of an earlier engine, the oldest first."""
-        for observed in newest(successors, MAX_KEPT_TOKENS):
-            self._observe(observed)
-
-    def _observe(self, observed: StoredText) -> None:
-        self.table.observe(self._scope(observed.salt), observed.token_ids.reshape(-1, 3))
-        self._kept.append(observed)
-        self._num_kept += len(observed.token_ids)
-        while self._num_kept > MAX_KEPT_TOKENS:
-            self._num_kept -= len(self._kept.popleft().token_ids)
-
-    def _scope(self, salt: bytes) -> int:
-        scope = self._scopes.get(salt)
-        if scope is None:
-            scope = self._scopes[salt] = next(self._numbers)
-            if len(self._scopes) > MAX_SCOPES:
-                self._scopes.popitem(last=False)
-        self._scopes.move_to_end(salt)
-        return scope
+            self.table.observe(self.scope(salt), np.concatenate(of_salt))
 
 
 def observed_rows(request: DraftRequest, num_tokens: int) -> np.ndarray | None:

@@ -34,7 +34,7 @@ from vllm_trie.drafters.union.merge import (
 )
 from vllm_trie.drafters.union.options import METHOD, TrieUnionOptions
 from vllm_trie.drafters.union.selection import PartSelection
-from vllm_trie.store import Saved
+from vllm_trie.store import StoredText
 from vllm_trie.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
@@ -138,16 +138,12 @@ class TrieUnionDrafter(Drafter):
         for part in self.parts:
             part.set_prompt_key(key)
 
-    def save(self) -> Saved:
-        saved = [part.save() for part in self.parts]
-        return Saved(
-            [text for of_part in saved for text in of_part.texts],
-            [observed for of_part in saved for observed in of_part.successors],
-        )
+    def save(self) -> list[StoredText]:
+        return [text for part in self.parts for text in part.save()]
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, texts: Sequence[StoredText]) -> None:
         for part in self.parts:
-            part.restore(saved)
+            part.restore(texts)
 
     @property
     def part_names(self) -> Sequence[str]:

@@ -19,7 +19,6 @@ from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
 from vllm_trie.store import (
     MAX_TOKENS,
     Identity,
-    Saved,
     SharedFolder,
     Slot,
     Store,
@@ -151,39 +150,38 @@ class WarmStart:
             texts.append(self._arrived.popleft())
             num_tokens += len(texts[-1].token_ids)
         try:
-            self._drafter.restore(Saved(texts))
+            self._drafter.restore(texts)
         except Exception:  # a drafter of somebody else's
             logger.warning("texts of other engines are not taken up any more", exc_info=True)
             self._arrived.clear()
             self._next_reload = math.inf
 
-    def _snapshot(self) -> tuple[StoreHeader, Saved]:
-        saved = Saved()
+    def _snapshot(self) -> tuple[StoreHeader, Sequence[StoredText]]:
+        saved: Sequence[StoredText] = ()
         try:
             saved = self._drafter.save()
         except Exception:  # a drafter of somebody else's
             logger.warning("drafter %r has nothing to save", self._drafter.name, exc_info=True)
         return StoreHeader(**self._identity._asdict(), saved_at=time.time()), saved
 
-    def _write(self, header: StoreHeader, saved: Saved) -> None:
+    def _write(self, header: StoreHeader, texts: Sequence[StoredText]) -> None:
         slot = self._slot
         if slot is None:
             return
         try:
-            write_store(slot.path, header, *saved)
+            write_store(slot.path, header, texts)
         except Exception as error:  # a full disk, a folder that is gone
             level = logging.DEBUG if self._failed else logging.WARNING
             logger.log(level, "%s could not be saved: %s; the engine goes on", slot.path, error)
             self._failed = True
 
     def _restore(self, stores: Sequence[Store]) -> None:
-        """Take up texts of all files, and the successors of the newest that has any."""
+        """Take up texts of all files."""
         if not stores:
             logger.info("cold start: %s has no file of this model", self._folder)
             return
         texts = merge_texts([store.texts for store in stores], MAX_TOKENS)
-        successors = next((store.successors for store in stores if store.successors), ())
-        self._drafter.restore(Saved(texts, successors))
+        self._drafter.restore(texts)
         logger.info(
             "warm start from %s: %d texts of %d files", self._folder, len(texts), len(stores)
         )
