@@ -108,7 +108,7 @@ def start_engine(
     *,
     max_model_len: int,
     max_num_seqs: int,
-    speculative_config: Mapping[str, Any] | None = None,
+    speculative_config: Mapping[str, object] | None = None,
     **options: object,
 ) -> LLM:
     """Start a `vllm.LLM` in this process; engines that are compared differ only in their method.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class AnswersFile:
         next_number: Of the first question that was not asked yet.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, path: Path, settings: dict[str, object]) -> None:
         """Read a file, or begin one.
 
         Raises:
@@ -60,7 +60,7 @@ class AnswersFile:
         self.num_tokens += len(answer.token_ids)
         self.next_number = max(self.next_number, answer.number + 1)
 
-    def _read(self, settings: dict[str, Any]) -> Iterator[Answer]:
+    def _read(self, settings: dict[str, object]) -> Iterator[Answer]:
         content = self.path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):

@@ -32,7 +32,7 @@ class Engine(Protocol):
     """Continues prompts in full batches."""
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]]
+        self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, object]]
     ) -> Iterator[Completion]:
         """Yield each completion as soon as it is whole; `params` are vLLM's sampling parameters."""
         ...

@@ -65,7 +65,7 @@ def run(
     plan: Plan,
     prompts: Path | None,
     batch_size: int,
-    engine_args: dict[str, Any],
+    engine_args: dict[str, object],
 ) -> CorpusHeader:
     """Synthesize answers next to `output`, say what a held-out tenth gains, write the corpus.
 

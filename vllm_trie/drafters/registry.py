@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from pydantic import BaseModel, ValidationError
 
@@ -81,7 +81,7 @@ def get_drafter_class(method: str) -> type[Drafter]:
     return loaded
 
 
-def parse_options(method: str, mapping: Mapping[str, Any]) -> BaseModel:
+def parse_options(method: str, mapping: Mapping[str, object]) -> BaseModel:
     """Check a method's options and fill in defaults.
 
     Raises:

@@ -90,7 +90,7 @@ def page(
     return assemble(document)
 
 
-def assemble(document: dict[str, Any]) -> str:
+def assemble(document: dict[str, object]) -> str:
     """Return the page that shows a document, whose form `tools.js` describes."""
     folder = files("vllm_trie.explore") / "assets"
     script = "\n".join((folder / f"{n}.js").read_text(encoding="utf-8") for n in _SCRIPTS)

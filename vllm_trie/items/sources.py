@@ -125,7 +125,9 @@ def _weights(items: list[Any], where: _Where) -> np.ndarray | None:
     return np.array([value or 0.0 for value in values], dtype=np.float32)
 
 
-def _encoded(item: dict[str, Any], encode: Encode | None, where: _Where, index: int) -> list[int]:
+def _encoded(
+    item: dict[str, object], encode: Encode | None, where: _Where, index: int
+) -> list[int]:
     text = item.get("text")
     if not isinstance(text, str):
         raise where.error(index, "the item has neither 'tokens' (integers) nor 'text' (a string)")

@@ -34,7 +34,7 @@ DECODING_KEY = "vllm_trie_item"
 """Options of an ordinary request that decodes an item."""
 
 
-def extra_args_of(params: Any) -> Mapping[str, Any]:
+def extra_args_of(params: object) -> Mapping[str, Any]:
     """Return the extra arguments of a request's parameters, of any kind."""
     return getattr(params, "extra_args", None) or {}
 

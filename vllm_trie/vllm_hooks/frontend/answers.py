@@ -39,7 +39,7 @@ def _with_beams(response: Any, outputs: Iterable[CompletionOutput]) -> Any:
 )
 def completion_response(
     original: Callable[..., Any],
-    self: Any,
+    self: object,
     final_res_batch: Sequence[RequestOutput],
     *args: object,
     **kwargs: object,
@@ -55,8 +55,8 @@ def completion_response(
 )
 async def chat_response(
     original: Callable[..., Any],
-    self: Any,
-    request: Any,
+    self: object,
+    request: object,
     result_generator: AsyncIterator[RequestOutput],
     *args: object,
     **kwargs: object,
@@ -87,7 +87,7 @@ def run_engine(
     return results
 
 
-def _log_counts(method: str, results: Iterable[Any]) -> None:
+def _log_counts(method: str, results: Iterable[object]) -> None:
     outputs = [out for result in results for out in getattr(result, "outputs", ())]
     metrics = (getattr(out, "spec_decode_metrics", None) for out in outputs)
     counts = Counter[str]()

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
@@ -85,7 +85,7 @@ def refusing_what_fails() -> Iterator[None]:
         ) from error
 
 
-def check_speculation(vllm_config: VllmConfig, params: Any) -> None:
+def check_speculation(vllm_config: VllmConfig, params: object) -> None:
     """Refuse a request with a speculation option that is not allowed.
 
     Raises:
@@ -121,7 +121,7 @@ def _is_switch(value: object) -> bool:
     return isinstance(value, int | float) and value in (0, 1)
 
 
-def check_extra_args(vllm_config: VllmConfig, params: Any, processors: Sequence[str]) -> None:
+def check_extra_args(vllm_config: VllmConfig, params: object, processors: Sequence[str]) -> None:
     """Refuse keys of the plugin's own, keys that are too large, and options without their leader.
 
     An engine with custom logits processors may read keys of any name and size: there, only the
@@ -157,7 +157,7 @@ def check_extra_args(vllm_config: VllmConfig, params: Any, processors: Sequence[
         _refuse_without_width(extra_args)
 
 
-def _refuse_without_width(extra_args: Mapping[str, Any]) -> None:
+def _refuse_without_width(extra_args: Mapping[str, object]) -> None:
     """Refuse what would be ignored: the request would be decoded without a beam search."""
     for name, value in extra_args.items():
         if name in OPTION_NAMES:
@@ -189,7 +189,7 @@ def refuse_misspelled(names: Iterable[str]) -> None:
             raise BeamRequestError(f"beam search: {name!r} is unknown; did you mean {meant!r}?")
 
 
-def refuse_misplaced(fields: Mapping[str, Any], is_beam: bool) -> None:
+def refuse_misplaced(fields: Mapping[str, object], is_beam: bool) -> None:
     """Refuse options among the fields of an HTTP request that vLLM does not know and ignores.
 
     Of a beam search all options; of another request those that work alone, as clients of other
@@ -203,7 +203,7 @@ def refuse_misplaced(fields: Mapping[str, Any], is_beam: bool) -> None:
             )
 
 
-def _size(value: Any) -> int:
+def _size(value: object) -> int:
     """Return the characters and numbers of a value; containers are followed."""
     size, pending = 0, [value]
     while pending and size <= MAX_SIZE:

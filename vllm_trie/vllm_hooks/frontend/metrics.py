@@ -96,7 +96,7 @@ def beam_counter(name: str) -> Any:
     return register_metric(Counter, f"vllm:trie_beam_{name}", BEAM_COUNTERS[name], _BEAM_LABELS)
 
 
-def record_search(report: Mapping[str, Any]) -> None:
+def record_search(report: Mapping[str, object]) -> None:
     """Count a search, whose report has labels and amounts."""
     labels = [report[label] for label in _BEAM_LABELS]
     for name in report.keys() & BEAM_COUNTERS.keys():
@@ -156,7 +156,7 @@ class TreeStatLogger(StatLoggerBase):
     def record(
         self,
         scheduler_stats: SchedulerStats | None,
-        iteration_stats: Any,
+        iteration_stats: object,
         *unused: object,
         **unused_too: object,
     ) -> None:

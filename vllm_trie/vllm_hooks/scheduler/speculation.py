@@ -52,7 +52,7 @@ _scheduler = Symbols("v1.core.sched.scheduler:Scheduler.", STATS, point="propose
     "lets the front end decode the plugin's part of spec_decoding_stats",
     successor="`SchedulerStats.proposer_stats`",
 )
-def stats_annotations(original: dict[str, Any]) -> dict[str, Any]:
+def stats_annotations(original: dict[str, object]) -> dict[str, Any]:
     """Have the front end's decoder, which is built from them, decode the plugin's part."""
     return {**original, "spec_decoding_stats": TreeSpecDecodingStats | None}
 

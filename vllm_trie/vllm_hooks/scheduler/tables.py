@@ -36,7 +36,7 @@ class RangedCopies(list[Any]):
         ranges: First slot and end of each copy; None for the whole block.
     """
 
-    def __init__(self, copies: Iterable[Any], ranges: list[tuple[int, int] | None]) -> None:
+    def __init__(self, copies: Iterable[object], ranges: list[tuple[int, int] | None]) -> None:
         super().__init__(copies)
         self.ranges = ranges
 

@@ -26,7 +26,7 @@ _SIMILAR_MODEL = 0.85
     "the methods as choices of --spec-method, --speculative-model as an alias",
     successor="`SpeculativeMethods.names()`; the alias is 0002",
 )
-def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
+def add_cli_args(original: Callable[..., Any], parser: object) -> Any:
     """Add the plugin's methods to each parser that vLLM fills."""
     parser = original(parser)
     add_methods(parser)
@@ -54,7 +54,7 @@ def add_methods(parser: Any) -> None:
         )
 
 
-def _checked(convert: Callable[[str], Any], methods: Sequence[Any]) -> Callable[[str], Any]:
+def _checked(convert: Callable[[str], Any], methods: Sequence[object]) -> Callable[[str], Any]:
     """Make a type of ``--spec-method`` that names the method meant, before argparse lists all."""
 
     def checked(text: str) -> Any:
@@ -66,7 +66,7 @@ def _checked(convert: Callable[[str], Any], methods: Sequence[Any]) -> Callable[
     return checked
 
 
-def meant(name: Any, methods: Iterable[Any] = (), similarity: float = _SIMILAR) -> str:
+def meant(name: object, methods: Iterable[Any] = (), similarity: float = _SIMILAR) -> str:
     """Return the method of vllm-trie that an unknown name probably stands for.
 
     Args:

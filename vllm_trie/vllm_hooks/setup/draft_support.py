@@ -77,7 +77,7 @@ def choose_verification(
     return chosen
 
 
-def check_layers(vllm_config: VllmConfig, layers: Mapping[str, Any]) -> None:
+def check_layers(vllm_config: VllmConfig, layers: Mapping[str, object]) -> None:
     """Refuse a model with attention layers that would ignore the trees or mask them wrongly.
 
     Such layers would give wrong output without any error.

@@ -188,7 +188,7 @@ def create_speculative_config(
 @Symbols("envs:", "plugins can register environment variables").replaces(
     "environment_variables", "vLLM knows the plugin's environment variables"
 )
-def environment_variables(original: Mapping[str, Any]) -> dict[str, Any]:
+def environment_variables(original: Mapping[str, object]) -> dict[str, Any]:
     """Add those of the plugin's variables that are set, which vLLM would call unknown.
 
     Not the others: vLLM's compilation caches depend on the whole table.

@@ -138,7 +138,7 @@ def _refuse_options_without_method(engine_args: EngineArgs) -> None:
         )
 
 
-def _refuse_other_methods_options(method: str, passed_on: Mapping[str, Any]) -> None:
+def _refuse_other_methods_options(method: str, passed_on: Mapping[str, object]) -> None:
     """Refuse fields of vLLM's that only its own `ngram` and `suffix` read."""
     foreign = [key for key in passed_on if key.startswith(("prompt_lookup_", "suffix_decoding_"))]
     if foreign:
@@ -148,7 +148,7 @@ def _refuse_other_methods_options(method: str, passed_on: Mapping[str, Any]) -> 
         )
 
 
-def _add(asked: dict[str, Any], key: str, value: object, place: str) -> None:
+def _add(asked: dict[str, object], key: str, value: object, place: str) -> None:
     """Add a setting from another place; where both have it, they must agree."""
     if asked.setdefault(key, value) != value:
         raise ValueError(

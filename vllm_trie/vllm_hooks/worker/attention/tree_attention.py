@@ -38,7 +38,7 @@ class TreeAttention(_Impl):
             )
 
 
-def hand_on(trees: TreeBatch | None, by_layer: Mapping[str, Any]) -> None:
+def hand_on(trees: TreeBatch | None, by_layer: Mapping[str, object]) -> None:
     """Let the layers' metadata of a step carry its trees."""
     if trees is not None:
         for metadata in {id(m): m for m in by_layer.values()}.values():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -184,7 +184,7 @@ def execute_model(
 @_v2.wraps("spec_decode.rejection_sampler:RejectionSampler.__call__", _SELECTS)
 def sample_and_select(
     original: Callable[..., SamplerOutput],
-    self: Any,
+    self: object,
     logits: torch.Tensor,
     input_batch: InputBatch,
     *args: object,

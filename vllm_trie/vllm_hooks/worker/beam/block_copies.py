@@ -23,7 +23,7 @@ def copy_kv_cache_blocks_inplace(
     original: Callable[..., None],
     kv_caches: Iterable[torch.Tensor],
     num_blocks: int,
-    kv_cache_block_copies: list[Any],
+    kv_cache_block_copies: list[object],
 ) -> None:
     """Copy rows of memory, of the slots that are needed, where vLLM copies blocks bytewise."""
     caches = list({cache.data_ptr(): cache for cache in kv_caches}.values())

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -138,7 +137,7 @@ class Selector:
         return self._tries[key]
 
 
-def send(selected: Sequence[Unfetched[StepCandidates] | None], output: Any) -> None:
+def send(selected: Sequence[Unfetched[StepCandidates] | None], output: object) -> None:
     """Attach candidates to the output of their step; waits for the device."""
     candidates: list[StepCandidates | None] = []
     for each in selected:

@@ -70,8 +70,8 @@ class V2Chains:
     def _propose(
         self,
         input_batch: InputBatch,
-        attn_metadata: Any,
-        slot_mappings: Any,
+        attn_metadata: object,
+        slot_mappings: object,
         last_hidden_states: torch.Tensor,
         *rest: object,
         dummy_run: bool = False,

@@ -192,7 +192,7 @@ class V1Speculation:
 
     # -- the steps of a stock runner ---------------------------------------------------------------
 
-    def take_neural_drafter(self, proposer: Any) -> None:
+    def take_neural_drafter(self, proposer: object) -> None:
         """Hand vLLM's proposer, whose weights are loaded, to the union that it is a part of."""
         part = cast("TrieUnionDrafter", self.trees.guard.drafter).neural
         assert part is not None

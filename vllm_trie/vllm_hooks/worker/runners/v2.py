@@ -80,8 +80,8 @@ class HostSpeculator(BaseSpeculator):
     def propose(
         self,
         input_batch: InputBatch,
-        attn_metadata: Any,
-        slot_mappings: Any,
+        attn_metadata: object,
+        slot_mappings: object,
         last_hidden_states: torch.Tensor,
         *unused: object,
         dummy_run: bool = False,

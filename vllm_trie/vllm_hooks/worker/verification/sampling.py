@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -202,7 +202,7 @@ def _interleave(levels: list[LogprobsTensors | None]) -> LogprobsTensors | None:
     )
 
 
-def _is_idle(processor: Any) -> bool:
+def _is_idle(processor: object) -> bool:
     if isinstance(processor, MinTokensLogitsProcessor):
         return not processor.min_toks
     if isinstance(processor, LogitBiasLogitsProcessor):
@@ -226,7 +226,7 @@ def build_logitsprocs(
     device: torch.device,
     is_pin_memory: bool,
     is_pooling_model: bool,
-    custom_logitsprocs: Sequence[Any] = (),
+    custom_logitsprocs: Sequence[object] = (),
 ) -> LogitsProcessors:
     """Give an engine whose trees the sampler walks the processors of one without speculation."""
     without = copy(vllm_config)
