@@ -18,7 +18,7 @@ from vllm_trie.vllm_hooks.frontend.requests import (
     prepare_request,
 )
 from vllm_trie.vllm_hooks.ledger import offered
-from vllm_trie.vllm_hooks.ledger.record import SEARCH, UPSTREAM, Symbols
+from vllm_trie.vllm_hooks.ledger.record import SEARCH, UPSTREAM, Result, Symbols, of_beams
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.limits import switched_off
 from vllm_trie.vllm_hooks.wire import SPEC_KEY, extra_args_of
@@ -77,7 +77,6 @@ BEAM_REQUESTS = BeamRequests()
 
 # -- a stock vLLM ----------------------------------------------------------------------------------
 
-_beam = {"feature": "beam", "upstream": UPSTREAM}
 _processor = Symbols(
     "v1.engine.input_processor:InputProcessor.",
     "requests can opt out of speculation",
@@ -93,14 +92,14 @@ _samples_as_plain: ContextVar[bool] = ContextVar("samples_as_plain", default=Fal
     successor="`RequestExtension.prepare_params()`",
 )
 def process_speculation(
-    original: Callable[..., Any],
+    original: Callable[..., Result],
     self: InputProcessor,
     request_id: str,
     prompt: Any,
     params: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> Result:
     """Check speculation options where every request of every front end passes."""
     params = SPECULATION_REQUESTS.prepare_params(self.vllm_config, params)
     with refusing_what_fails():
@@ -143,17 +142,18 @@ def validate_spec_decode(
     "checks beam requests before they reach the engine",
     until=SEARCH,
     successor="`RequestExtension.prepare_params()`, `check_request()`",
-    **_beam,
+    feature="beam",
+    upstream=UPSTREAM,
 )
 def process_beams(
-    original: Callable[..., Any],
+    original: Callable[..., EngineCoreRequest],
     self: InputProcessor,
     request_id: str,
     prompt: Any,
     params: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> EngineCoreRequest:
     """Check beam requests where every request of every front end passes."""
     prepared = BEAM_REQUESTS.prepare_params(self.vllm_config, params)
     request = original(self, request_id, prompt, prepared, *args, **kwargs)
@@ -161,7 +161,7 @@ def process_beams(
     return request
 
 
-@Symbols("sampling_params:SamplingParams.", SEARCH, **_beam).wraps(
+@of_beams("sampling_params:SamplingParams.", scope="process").wraps(
     "_verify_greedy_sampling",
     "allows n above 1 at temperature 0 for beam requests",
     point="distinct_outputs",
@@ -173,13 +173,7 @@ def verify_greedy_sampling(original: Callable[..., None], self: SamplingParams) 
         original(self)
 
 
-_route = Symbols(
-    "entrypoints.",
-    SEARCH,
-    scope="native_search",
-    point="beam_search_route",
-    **_beam,
-)
+_route = of_beams("entrypoints.", point="beam_search_route")
 
 
 @_route.wraps(
@@ -226,14 +220,16 @@ def beam_search_online(
     return original(self, *arguments, **options) if outputs is None else outputs
 
 
-def _keep_request(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _keep_request(original: Callable[..., Any], self: Any, *args: object, **kwargs: object) -> Any:
     """Keep the request, for the fields that a ``BeamSearchParams`` lacks."""
     params = original(self, *args, **kwargs)
     params.openai_request = self
     return params
 
 
-def _check_request(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _check_request(
+    original: Callable[..., Result], self: Any, *args: object, **kwargs: object
+) -> Result:
     """Check a beam request that came as ``vllm_xargs``."""
     BEAM_REQUESTS.check_api_request(self)
     return original(self, *args, **kwargs)

@@ -21,7 +21,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
 
 from vllm_trie.vllm_hooks.frontend.metrics import record_search
-from vllm_trie.vllm_hooks.ledger.record import SEARCH, UPSTREAM, Symbols
+from vllm_trie.vllm_hooks.ledger.record import Result, of_beams
 from vllm_trie.vllm_hooks.wire import (
     SPEC_KEY,
     HypothesisAnswer,
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-_engine = Symbols("v1.engine.", SEARCH, scope="native_search", feature="beam", upstream=UPSTREAM)
-_parent = Symbols("v1.engine.parallel_sampling:ParentRequest.", SEARCH, feature="beam")
+_engine = of_beams("v1.engine.")
+_parent = of_beams("v1.engine.parallel_sampling:ParentRequest.")
 
 PROMPT_TAIL = 64
 """Tokens of the prompt that are decoded with each hypothesis. Decoders look back a few tokens."""
@@ -151,8 +151,8 @@ def add_request(
     original: Callable[..., None],
     self: OutputProcessor,
     request: EngineCoreRequest,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     """Have :class:`SearchOutputs` make the outputs of a search."""
     original(self, request, *args, **kwargs)
@@ -170,16 +170,16 @@ def add_request(
     successor="`RequestState.extension_result`",
 )
 def make_request_output(
-    original: Callable[..., Any],
+    original: Callable[..., Result],
     self: RequestState,
     new_token_ids: Any,
     pooling_output: Any,
     finish_reason: Any,
     stop_reason: Any,
     kv_transfer_params: dict[str, Any] | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> Result:
     """Take the search's result out of the field it travels in."""
     if kv_transfer_params is not None and SPEC_KEY in kv_transfer_params:
         self.extension_result = kv_transfer_params  # type: ignore[attr-defined]

@@ -215,7 +215,7 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
 
 
 def _parsed(
-    params: SamplingParams, names: frozenset[str], **defaults: Any
+    params: SamplingParams, names: frozenset[str], **defaults: object
 ) -> tuple[BeamOptions, dict[str, Any]]:
     """Return the options of a request, and its other extra arguments, none of them misspelled."""
     extra_args = dict(extra_args_of(params))
