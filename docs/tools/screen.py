@@ -1,7 +1,7 @@
 """Draw the output of a command as a terminal: its first and its last lines.
 
 FORCE_COLOR=1 TTY_INTERACTIVE=0 COLUMNS=92 make -s demo |
-    .venv/bin/python -m docs.tools.screen "make demo" 16 20 > docs/img/demo.svg
+    .venv/bin/python -m docs.tools.screen "make demo" 17 24 > docs/img/demo.svg
 """
 
 from __future__ import annotations
