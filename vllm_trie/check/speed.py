@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 BATCH_SIZES = (1, 8, 32)
-METHODS: dict[str, dict[str, Any] | None] = {
+METHODS: dict[str, dict[str, object] | None] = {
     "plain": None,
     "ngram_trie": {
         "method": "ngram_trie",

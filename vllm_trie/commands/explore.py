@@ -152,7 +152,7 @@ def _speculative_config(
 ) -> dict[str, Any] | None:
     if method == PLAIN:
         return None
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "method": method,
         "num_speculative_tokens": nodes,
         "trace_path": trace_path,

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from vllm_trie import local_engine
 from vllm_trie.corpus.answers_file import Answer, AnswersFile
@@ -137,7 +137,7 @@ def _write_questions(
 def _answer(
     engine: Engine, prompts: PromptFormat, plan: Plan, questions: Sequence[tuple[int, str]]
 ) -> Iterator[Answer]:
-    params: list[dict[str, Any]] = [
+    params: list[dict[str, object]] = [
         {
             "temperature": plan.temperature,
             "max_tokens": plan.answer_tokens,

@@ -95,8 +95,8 @@ def process_speculation(
     original: Callable[..., Result],
     self: InputProcessor,
     request_id: str,
-    prompt: Any,
-    params: Any,
+    prompt: object,
+    params: object,
     *args: object,
     **kwargs: object,
 ) -> Result:
@@ -126,7 +126,7 @@ def _walks_trees(vllm_config: VllmConfig) -> bool:
     successor="nothing; vLLM's rule stays",
 )
 def validate_spec_decode(
-    original: Callable[..., None], self: SamplingParams, speculative_config: Any
+    original: Callable[..., None], self: SamplingParams, speculative_config: object
 ) -> None:
     """Allow ``min_p`` and ``logit_bias`` where trees verify drafts.
 
@@ -149,8 +149,8 @@ def process_beams(
     original: Callable[..., EngineCoreRequest],
     self: InputProcessor,
     request_id: str,
-    prompt: Any,
-    params: Any,
+    prompt: object,
+    params: object,
     *args: object,
     **kwargs: object,
 ) -> EngineCoreRequest:
@@ -228,7 +228,7 @@ def _keep_request(original: Callable[..., Any], self: Any, *args: object, **kwar
 
 
 def _check_request(
-    original: Callable[..., Result], self: Any, *args: object, **kwargs: object
+    original: Callable[..., Result], self: object, *args: object, **kwargs: object
 ) -> Result:
     """Check a beam request that came as ``vllm_xargs``."""
     BEAM_REQUESTS.check_api_request(self)

@@ -172,11 +172,11 @@ def add_request(
 def make_request_output(
     original: Callable[..., Result],
     self: RequestState,
-    new_token_ids: Any,
-    pooling_output: Any,
-    finish_reason: Any,
-    stop_reason: Any,
-    kv_transfer_params: dict[str, Any] | None = None,
+    new_token_ids: object,
+    pooling_output: object,
+    finish_reason: object,
+    stop_reason: object,
+    kv_transfer_params: dict[str, object] | None = None,
     *args: object,
     **kwargs: object,
 ) -> Result:

@@ -228,7 +228,7 @@ def _parsed(
 
 
 def _with_extra_args(
-    params: SamplingParams, options: BeamOptions, extra_args: dict[str, Any]
+    params: SamplingParams, options: BeamOptions, extra_args: dict[str, object]
 ) -> SamplingParams:
     prepared = params.clone()
     prepared.detokenize &= options.detokenize

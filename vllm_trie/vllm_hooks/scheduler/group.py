@@ -93,7 +93,7 @@ class BeamGroup:
         # The trie is little larger than its longest path: hypotheses meet a few tokens back.
         self.expected_blocks = cdiv(len(prompt) + max_new_tokens, block_size) + 2 * self.beam_width
 
-        self.report: dict[str, Any] | None = None
+        self.report: dict[str, object] | None = None
         self.arrival = time.monotonic()
         self.waited_steps = 0
         self.parked = False
@@ -171,7 +171,7 @@ class BeamGroup:
         search = self.search if self.items is None else self.items
         hypotheses = search.hypotheses()[: self._num_answers]
         hypotheses += [MISSING] * (self._num_answers - len(hypotheses))
-        shared: dict[str, Any] = {"steps": self.search.steps}
+        shared: dict[str, object] = {"steps": self.search.steps}
         report = self.report
         if report is not None:
             report |= shared
@@ -197,7 +197,7 @@ class BeamGroup:
         assert params is not None
         by_token = hypothesis.reason == "stop" and not isinstance(hypothesis.stop, str)
         stop = hypothesis.stop if by_token and hypothesis.stop != params.eos_token_id else None
-        beam: dict[str, Any] = {
+        beam: dict[str, object] = {
             "score": hypothesis.score,
             "cumulative_logprob": sum(hypothesis.logprobs),
         }

@@ -181,7 +181,7 @@ class BeamTables:
 
 def ranged(copies: Iterable[TailCopies]) -> RangedCopies:
     """Return copies as a worker takes them."""
-    pairs: list[Any] = []
+    pairs: list[object] = []
     slots: list[tuple[int, int] | None] = []
     for part in copies:
         pairs += map(KVCacheBlockCopy, part.sources.tolist(), part.targets.tolist())
