@@ -124,7 +124,7 @@ def _logprobs_of(answer: SearchAnswer) -> LogprobsLists | None:
     if answer.logprobs is None:
         return None
     token_ids, values, ranks = map(np.frombuffer, answer.logprobs, (np.int32, np.float32, np.int64))
-    shape = len(ranks), -1
+    shape = len(ranks), len(token_ids) // max(len(ranks), 1)  # a search may end without any
     return LogprobsLists(token_ids.reshape(shape), values.reshape(shape), ranks)
 
 
