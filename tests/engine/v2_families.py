@@ -38,6 +38,8 @@ from vllm_trie.vllm_hooks.setup import limits
 CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4}
 TESTED = ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL")
 """Windows and soft caps, sinks, attention in chunks, and positions of images."""
+SEARCHED = ("Qwen 3 VL",)
+"""Beams have positions of images, too (M-RoPE); the others have none."""
 
 
 def prompts() -> list[dict[str, list[int]]]:
@@ -84,7 +86,29 @@ def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
         "differences": differences(expected, found),
         "accepted": accepted,
         "rejected": drafted - accepted,
+        "score_error": largest_score_error(plain) if name in SEARCHED else None,
     }
+
+
+def largest_score_error(llm: LLM) -> float:
+    """Search, and compute each hypothesis at once; the greatest difference of log-probabilities."""
+    search = SamplingParams(
+        n=3, temperature=0.0, max_tokens=9, ignore_eos=True, detokenize=False,
+        extra_args={"beam_width": 3},
+    )  # fmt: skip
+    results = llm.generate(prompts(), search, use_tqdm=False)
+    hypotheses = [(result.prompt_token_ids, out) for result in results for out in result.outputs]
+    texts = [{"prompt_token_ids": [*source, *out.token_ids]} for source, out in hypotheses]
+    at_once = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    errors = []
+    for (source, out), scored in zip(
+        hypotheses, llm.generate(texts, at_once, use_tqdm=False), strict=True
+    ):
+        places = scored.prompt_logprobs[len(source) :]
+        pairs = zip(places, out.token_ids, strict=True)
+        total = sum(logprobs[token_id].logprob for logprobs, token_id in pairs)
+        errors.append(abs(total - out.cumulative_logprob))
+    return max(errors)
 
 
 def take_the_devices_recurrent_kernels() -> None:

@@ -151,6 +151,11 @@ class BeamSearch:
         seed = int(seeds.generate_state(1, np.uint64)[0]) >> 1
         return Draws(settings.temperature, seed)
 
+    @property
+    def finds_stop_strings(self) -> bool:
+        """Whether the text of a hypothesis can end it."""
+        return self._find_stop_string is not None
+
     def advance(self, candidates: Candidates, outcomes: Outcomes | None = None) -> Children:
         """Take one step.
 

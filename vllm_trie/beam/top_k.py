@@ -8,7 +8,7 @@ block of neighbouring tokens::
     row 0   [ block max | block max | ... ]     the k-th largest of all maxima is a bound:
     row 1   [ block max | block max | ... ]     k scores reach it, so the best k do, too
 
-Only blocks that reach the bound are looked into: about k of them. ``device_top_k.py`` is the same
+Only blocks that reach the bound are looked into: about k of them. ``device_step.py`` is the same
 choice for a device.
 """
 

@@ -1,6 +1,8 @@
 """What passes between the scheduler and the workers about the beams of groups.
 
-The workers keep no state of beams: their tokens and block tables come with every step. A search
+The workers keep no state of beams: their tokens and block tables come with every step. Plain
+searches under asynchronous scheduling are the exception: the device chooses the children, and the
+next step begins before the scheduler hears of them. A search
 without rules of its own needs the best continuations of all its beams together, which are hundreds
 of times fewer than the best of each beam. vLLM's sampler would give the same number of
 log-probabilities to all requests of the batch. The workers therefore select candidates next to the
@@ -47,6 +49,9 @@ class TokenSelection(NamedTuple):
         num_candidates: Continuations to select.
         rules: They come before the selection; None if there are none.
         draws: How to draw, None to take the best.
+        stop_token_ids: The device chooses the children, none of which ends with these tokens, so
+            that it can begin the next step. None if the scheduler chooses. Without `totals` the
+            step is one that the device has begun.
     """
 
     proxy_id: str
@@ -54,6 +59,7 @@ class TokenSelection(NamedTuple):
     num_candidates: int
     rules: TokenRules | None = None
     draws: Draws | None = None
+    stop_token_ids: tuple[int, ...] | None = None
 
 
 class BeamStep(NamedTuple):
@@ -63,19 +69,25 @@ class BeamStep(NamedTuple):
         proxy_id: The request that stands for the group.
         prompt_len: Tokens that all beams share.
         num_computed: Tokens of each beam whose KV is computed: the position of its token.
-        token_ids: int32 [beams].
+        token_ids: int32 [beams]; None for the children that the device has chosen.
         shared: By KV cache group int32 [blocks], the full blocks of the prompt.
-        suffix: By KV cache group int32 [beams, blocks], those behind them.
+        suffix: By KV cache group int32 [beams, blocks], those behind them; of children that the
+            device has chosen their fresh tail blocks, [beams, 0] or [beams, 1].
         lora_request: Of the group.
     """
 
     proxy_id: str
     prompt_len: int
     num_computed: int
-    token_ids: np.ndarray
+    token_ids: np.ndarray | None
     shared: tuple[np.ndarray, ...]
     suffix: tuple[np.ndarray, ...]
     lora_request: LoRARequest | None
+
+    @property
+    def num_beams(self) -> int:
+        """The number of beams."""
+        return len(self.suffix[0])
 
 
 class ItemSelection(NamedTuple):

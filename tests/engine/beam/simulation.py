@@ -77,6 +77,25 @@ class WorkerRequest:
     in_batch: bool = False
 
 
+@dataclass
+class Chain:
+    """Beams of a group whose children the worker chooses, by place.
+
+    Attributes:
+        tokens: what they compute.
+        blocks: their block tables behind the prompt's full blocks.
+        places: the place of each beam in the order of the search.
+        totals: float32 [beams], in that order.
+        children: in that order, token, place, and place of the parent.
+    """
+
+    tokens: list[int]
+    blocks: list[list[int]]
+    places: list[int]
+    totals: np.ndarray | None = None
+    children: list[tuple[int, int, int]] = field(default_factory=list)
+
+
 class Worker:
     """Checks what a scheduler sends, and answers."""
 
@@ -89,6 +108,7 @@ class Worker:
         self.requests: dict[str, WorkerRequest] = {}
         self.slots: dict[int, int] = {}
         self.before: dict[int, int] = {}  # fingerprint -> that of one token less
+        self.chains: dict[str, Chain] = {}
         self.computed_tokens = 0
         self.copied_slots = 0
 
@@ -96,6 +116,7 @@ class Worker:
         """Run one step."""
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
+            self.chains.pop(request_id, None)
         copies = output.kv_cache_block_copies or []
         ranges = getattr(copies, "ranges", [None] * len(copies))
         for copied, slots in zip(copies, ranges, strict=True):
@@ -182,7 +203,10 @@ class Worker:
             logprobs = beams.get(step.proxy_id)
             if logprobs is None:
                 logprobs = rows[places[step.proxy_id]][None]
-            selected.append(_selected(step, logprobs))
+            if step.stop_token_ids is None:
+                selected.append(_selected(step, logprobs))
+            else:
+                selected.append(self._choose(step, logprobs))
         setattr(result, CANDIDATES, selected)
         return result
 
@@ -195,8 +219,14 @@ class Worker:
         assert state.token_ids[: step.prompt_len] == state.token_ids[: state.num_prompt_tokens]
         prompt = fingerprints(state.token_ids[: step.prompt_len])[-1]
         (shared,), (suffix,) = step.shared, step.suffix
+        if step.token_ids is None:
+            self._go_on(self.chains[step.proxy_id], suffix.tolist())
+        else:
+            tokens, blocks = step.token_ids.tolist(), suffix.tolist()
+            self.chains[step.proxy_id] = Chain(tokens, blocks, [*range(len(tokens))])
+        chain = self.chains[step.proxy_id]
         logprobs, written = [], set()
-        for token, blocks in zip(step.token_ids.tolist(), suffix.tolist(), strict=True):
+        for token, blocks in zip(chain.tokens, chain.blocks, strict=True):
             blocks = [*shared.tolist(), *blocks]
             value = START
             for position in range(step.num_computed):
@@ -215,6 +245,43 @@ class Worker:
             logprobs.append(next_logprobs(after))
         self.computed_tokens += len(logprobs)
         return np.stack(logprobs)
+
+    def _choose(self, step: TokenSelection, logprobs: np.ndarray) -> Candidates:
+        """Choose the children of a group, before the scheduler hears of the candidates."""
+        chain = self.chains[step.proxy_id]
+        totals = chain.totals if step.totals is None else step.totals
+        found = _selected(step._replace(totals=totals), logprobs[chain.places])
+        scores = found.logprobs + totals[found.rows]
+        order = [
+            i
+            for i in np.argsort(-scores, kind="stable")
+            if found.token_ids[i] not in step.stop_token_ids
+        ]
+        chosen = order[: len(chain.places)]
+        assert len(chosen) == len(chain.places)
+        parents = found.rows[chosen].tolist()
+        spare = [place for rank, place in enumerate(chain.places) if rank not in parents]
+        children, stayed = [], set()
+        for parent, token in zip(parents, found.token_ids[chosen].tolist(), strict=True):
+            source = chain.places[parent]
+            children.append((token, spare.pop(0) if parent in stayed else source, source))
+            stayed.add(parent)
+        chain.children, chain.totals = children, scores[chosen]
+        return found
+
+    def _go_on(self, chain: Chain, fresh: list[list[int]]) -> None:
+        """Put the children of a group in the place of the beams."""
+        old = [*chain.blocks]
+        for (token, place, source), tail in zip(chain.children, fresh, strict=True):
+            for offset in range(0 if tail or place == source else self.block_size):
+                content = self.slots.get(old[source][-1] * self.block_size + offset)
+                if content is not None:
+                    self.slots[old[place][-1] * self.block_size + offset] = content
+            chain.blocks[place] = (
+                [*old[source], *tail] if tail else [*old[source][:-1], old[place][-1]]
+            )
+            chain.tokens[place] = token
+        chain.places = [place for _, place, _ in chain.children]
 
     def _logprobs(
         self, request_ids: list[str], sampled: list[list[int]], rows: list[np.ndarray]
@@ -255,7 +322,11 @@ class Finished:
 
 
 class Simulation:
-    """A scheduler, a worker and vLLM's engine loop, with or without asynchronous scheduling."""
+    """A scheduler, a worker and vLLM's engine loop, with or without asynchronous scheduling.
+
+    With ``asynchronous="device"`` the worker chooses the children of plain searches, as on Model
+    Runner V2.
+    """
 
     def __init__(
         self,
@@ -266,7 +337,7 @@ class Simulation:
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 64,
         prefix_caching: bool = True,
-        asynchronous: bool = False,
+        asynchronous: bool | str = False,
         policy: str = "fcfs",
         overcommit: bool = False,
     ) -> None:
@@ -275,7 +346,7 @@ class Simulation:
         config.scheduler_config.max_num_batched_tokens = max_num_batched_tokens
         config.scheduler_config.max_num_scheduled_tokens = max_num_batched_tokens
         config.scheduler_config.policy = policy
-        config.scheduler_config.async_scheduling = asynchronous
+        config.scheduler_config.async_scheduling = bool(asynchronous)
         config.cache_config.enable_prefix_caching = prefix_caching
         config.cache_config.num_gpu_blocks = num_blocks
         config.cache_config.block_size = block_size
@@ -293,11 +364,12 @@ class Simulation:
             block_size=block_size,
             log_stats=True,
         )
+        self.scheduler.beam_proxies._on_device = asynchronous == "device"
         self.scheduler.beam_groups.vocab_size = VOCAB
         self._hasher = get_request_block_hasher(block_size, sha256) if prefix_caching else None
         self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._depth = 2 if asynchronous else 1
-        self.worker = Worker(block_size, asynchronous)
+        self.worker = Worker(block_size, bool(asynchronous))
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.finished: dict[str, Finished] = {}
         self.open: set[str] = set()
@@ -423,6 +495,7 @@ class Simulation:
         assert not manager._pending_cow_copies
         assert scheduler.max_num_active_reqs == scheduler.beam_groups.admission.slots
         assert not self.worker.requests
+        assert not self.worker.chains
 
 
 def expected_beam(prompt: list[int], width: int, **options: Any) -> list[tuple[list[int], float]]:
@@ -454,7 +527,7 @@ def expected_greedy(prompt: list[int], max_tokens: int = 8) -> list[int]:
 def random_run(vllm_config: Any, seed: int, num_requests: int) -> Simulation:
     """A random engine under random load, with aborts; every result is compared."""
     rng = random.Random(seed)
-    asynchronous = rng.random() < 0.5
+    asynchronous = rng.choice([False, True, "device", "device"])
     simulation = Simulation(
         vllm_config,
         num_blocks=rng.choice([16, 24, 40, 120]),

@@ -22,7 +22,7 @@ def check_beam(simulation: Simulation, name: str, expected: list[Any]) -> None:
     assert hypotheses == expected[: len(hypotheses)]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True, "device"])
 @pytest.mark.parametrize("width", [1, 2, 5, 16])
 def test_one_group(vllm_config, width, asynchronous):
     simulation = Simulation(vllm_config, num_blocks=400, asynchronous=asynchronous)
@@ -34,9 +34,10 @@ def test_one_group(vllm_config, width, asynchronous):
     counters = simulation.scheduler.beam_counters
     assert counters.beams_preempted == counters.beams_recomputed == 0
     assert counters.groups == 1
+    assert (counters.steps_ahead > 4) == (asynchronous == "device")
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True, "device"])
 def test_groups_share_batches_with_greedy_requests(vllm_config, asynchronous):
     simulation = Simulation(vllm_config, num_blocks=400, max_num_seqs=12, asynchronous=asynchronous)
     prompts = [[i + 1, 5, i + 2, 9, 9, i] for i in range(8)]
@@ -134,7 +135,7 @@ def crowd(
     return simulation, finish
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True, "device"])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_pool_too_small_for_the_groups(vllm_config, prefix_caching, asynchronous):
     """Groups that together need far more than the pool finish nevertheless, and correctly."""
@@ -146,7 +147,7 @@ def test_pool_too_small_for_the_groups(vllm_config, prefix_caching, asynchronous
     simulation.check_clean()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True, "device"])
 def test_abort_in_every_state(vllm_config, asynchronous):
     for steps in range(12):
         simulation = Simulation(
@@ -239,7 +240,7 @@ def test_reset_of_the_prefix_cache_right_after_an_abort(vllm_config):
         simulation.check_clean()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True, "device"])
 def test_pause_that_waits_for_what_runs(vllm_config, asynchronous):
     """It ends where a group has lost its blocks, and the search goes on later."""
     paused_without_blocks = 0

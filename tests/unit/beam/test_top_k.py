@@ -14,7 +14,7 @@ from tests.unit.beam.models import PROMPT, extended, random_model, run_search
 from tests.unit.beam.reference import reference_search
 from vllm_trie.beam import BeamSearch, SearchSettings, blocks
 from vllm_trie.beam.blocks import BLOCK, TokenRules
-from vllm_trie.beam.device_top_k import launch_best
+from vllm_trie.beam.device_step import launch_best
 from vllm_trie.beam.top_k import best_of_rows, select_best
 
 STEP = 1 / 8

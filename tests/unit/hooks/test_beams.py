@@ -8,11 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_trie.beam import BeamSearch, SearchSettings
+from vllm_trie.beam.top_k import select_best
+from vllm_trie.vllm_hooks.beam_wire import BeamStep, TokenSelection
 from vllm_trie.vllm_hooks.scheduler.beams import replay_levels
 from vllm_trie.vllm_hooks.scheduler.tables import BeamTables, ranged
+from vllm_trie.vllm_hooks.worker.beam.device_beams import DeviceBeams
 
 
 class Pool:
@@ -93,6 +98,90 @@ def test_each_beam_has_the_kv_of_its_text(
             cache.tables.check_integrity()
             texts = [texts[0][:prompt_len]]
             assert cache.pool.num_used == -(-prompt_len // block_size)
+
+
+@given(
+    block_size=st.integers(1, 4),
+    prompt_len=st.integers(1, 6),
+    width=st.integers(1, 6),
+    vocab=st.sampled_from([3, 12, 1000]),
+    spread=st.sampled_from([0.0, 0.3, 1.0, 3.0]),
+    forbidden=st.sampled_from([0.0, 0.3, 0.9]),
+    num_stops=st.integers(0, 2),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_device_makes_the_transitions_of_the_search(
+    block_size: int,
+    prompt_len: int,
+    width: int,
+    vocab: int,
+    spread: float,
+    forbidden: float,
+    num_stops: int,
+    seed: int,
+) -> None:
+    """Children, tables and copied tails, with ties; the search hears of each choice later."""
+    random = np.random.default_rng(seed)
+    stops = tuple(random.permutation(vocab)[:num_stops].tolist())
+    wanted = SearchSettings(width, 8, stop_token_ids=stops, early_stopping="never")
+    search = BeamSearch(wanted)
+    prompt = tuple(range(-prompt_len, 0))
+    cache = Cache(block_size, prompt, 0)
+    kv = torch.zeros((500, block_size), dtype=torch.int64)
+
+    def next_logits(rows: int) -> np.ndarray:
+        logits = (random.normal(scale=8 * spread, size=(rows, vocab)).round() / 8).astype(
+            np.float32
+        )
+        logits = logits[random.integers(rows, size=rows)]
+        logits[random.random(logits.shape) < forbidden] = -np.inf
+        return logits
+
+    def text_of(rank: int) -> tuple[int, ...]:
+        return (*prompt, *search.generated[rank].tolist())
+
+    count = wanted.num_candidates
+    first = torch.from_numpy(next_logits(1))
+    children = search.advance(select_best(first, search.totals, count))
+    if len(children) < width:
+        return
+    cache.take_step(children.parents, [text_of(rank) for rank in range(width)])
+    for (block, offset), text in cache.slots.items():
+        kv[block, offset] = hash(text)
+    tables, num_computed = cache.tables, prompt_len
+    token_ids = children.token_ids.astype(np.int32)
+    step = BeamStep(
+        "p", prompt_len, num_computed, token_ids, (tables.shared,), (tables.suffix,), None
+    )
+    beams = DeviceBeams(step, torch.device("cpu"))
+    totals: np.ndarray | None = search.totals
+    while len(children) == width:
+        by_rank = torch.from_numpy(next_logits(width))
+        by_place = torch.empty_like(by_rank).index_copy_(0, beams.places, by_rank)
+        expected = select_best(by_rank, search.totals, count)
+        selection = TokenSelection("p", totals, count, None, stops)
+        candidates = beams.launch(by_place, selection)
+        totals, num_computed = None, num_computed + 1
+        fresh = tables.take_fresh(width * tables.starts_block(num_computed))
+        beams.go_on([fresh.reshape(width, -1)], [kv, kv], len(kv))
+        assert all(map(np.array_equal, candidates.fetch(), expected))
+        children = search.advance(expected)
+        if search.done:
+            return
+        tables.apply(tables.plan(children.parents, num_computed), num_computed, fresh)
+        tables.check_integrity()
+        places = beams.places.tolist()
+        assert sorted(places) == list(range(width))
+        for rank, place in enumerate(places[: len(children)]):
+            assert beams.token_ids[place] == children.token_ids[rank]
+            assert beams.suffix[0][place].tolist() == tables.suffix[rank].tolist()
+            text = text_of(rank)
+            table = [*tables.shared.tolist(), *tables.suffix[rank].tolist()]
+            kv[table[num_computed // block_size], num_computed % block_size] = hash(text)
+            for position in range(num_computed):
+                block, offset = divmod(position, block_size)
+                assert kv[table[block], offset] == hash(text[: position + 1])
 
 
 @given(

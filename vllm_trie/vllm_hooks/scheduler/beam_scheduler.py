@@ -17,8 +17,9 @@ The classes below only pass vLLM's calls on to them::
     _preempt_request     -> vLLM's own, beam_groups.park, beam_proxies.after_preemption
     finish_requests      -> vLLM's own, beam_groups.drop_finished
 
-A search step happens outside ``schedule``, so no beam of the group is in flight then, also under
-asynchronous scheduling: a proxy is scheduled again only after its group's step.
+A search step happens outside ``schedule``. A proxy is scheduled again only after its group's step,
+also under asynchronous scheduling, unless the device chooses the children of a plain search: then
+one step is in flight whose beams the search hears of later.
 """
 
 from __future__ import annotations
@@ -171,8 +172,8 @@ class TrieBeamScheduler(Scheduler):
 class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
     """vLLM's asynchronous scheduler with native beam search.
 
-    Ordinary requests run ahead of their outputs. Beams cannot: their outputs decide what they
-    compute next. They therefore take part in every other step.
+    Ordinary requests run ahead of their outputs. Outputs of beams decide what they compute next:
+    a search takes part in every other step, unless the device can choose for it.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -189,11 +190,7 @@ class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
         scheduled = scheduler_output.num_scheduled_tokens
         for proxy_id in self.beam_proxies.group_of:
             if proxy_id in scheduled:
-                # Without a placeholder for its next token, the proxy has nothing to compute until
-                # its group has taken its step.
-                proxy = self.requests[proxy_id]
-                proxy.num_output_placeholders = 0
-                proxy.spec_token_ids = []
+                self.beam_proxies.settle(proxy_id)
         if not self.use_v2_model_runner:
             self._recompute_last_token(scheduler_output)
         if scheduled:

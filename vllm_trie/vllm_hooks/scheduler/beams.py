@@ -89,16 +89,26 @@ class GroupBeams:
         proxy: Its request in vLLM's scheduler.
         num_passes: Passes of a step.
         level: What the beams compute next, None while they wait for the search or the prompt.
+        ahead: By KV cache group the fresh blocks of a step behind `level`, which the device has
+            begun with the children that it has chosen; None if there is no such step.
         is_short: Whether the last step found too few blocks.
     """
 
-    def __init__(self, group: BeamGroup, most_beams: int) -> None:
-        """Make the beams of a group of which a step may compute `most_beams`."""
+    def __init__(self, group: BeamGroup, most_beams: int, on_device: bool) -> None:
+        """Make the beams of a group.
+
+        Args:
+            group: The group.
+            most_beams: As many as a step may compute.
+            on_device: Whether the device may choose the children of plain searches.
+        """
         self.group = group
         self._most_beams = most_beams
+        self._on_device = on_device and group.is_plain
         self.proxy = self._new_proxy()
         self.num_passes = 1
         self.level: Level | None = None
+        self.ahead: list[np.ndarray] | None = None
         self.is_short = False
         self._pass = 0
         self._replay: list[Level] = []  # behind `level`
@@ -114,6 +124,54 @@ class GroupBeams:
     def num_beams(self) -> int:
         """The number of beams that have KV."""
         return len(self._tables[0].suffix) if self._tables else 0
+
+    @property
+    def device_chooses(self) -> bool:
+        """Whether the device chooses the children of the step in flight, or of the next one."""
+        level, group = self.level, self.group
+        return (
+            self._on_device
+            and self.num_passes == 1
+            and level is not None
+            and level.selects
+            and len(level.parents) == group.beam_width <= self._most_beams
+        )
+
+    def num_to_schedule(self) -> int:
+        """Return the number of beams that the next step can compute, 0 if none."""
+        proxy = self.proxy
+        if self.level is None or proxy.num_computed_tokens == (
+            proxy.num_tokens + proxy.num_output_placeholders
+        ):
+            return 0
+        return len(self.level.parents)
+
+    def lacks_blocks_ahead(self, manager: KVCacheManager) -> bool:
+        """Return whether the device cannot go on ahead of the search, as blocks are few."""
+        return bool(
+            self.proxy.num_in_flight_tokens
+            and self._num_fresh_ahead() > manager.block_pool.get_num_free_blocks()
+        )
+
+    def _num_fresh_ahead(self) -> int:
+        num_computed = self.proxy.num_computed_tokens
+        return sum(
+            self.group.beam_width for table in self._tables if table.starts_block(num_computed)
+        )
+
+    def settle(self) -> None:
+        """Let vLLM schedule what comes next, after a step was scheduled or taken.
+
+        The proxy has a placeholder for each token that is scheduled and that it does not have, and
+        one more if the device can begin a step with the children that it chooses.
+        """
+        proxy = self.proxy
+        in_flight = proxy.num_in_flight_tokens > 0
+        placeholders = max(0, proxy.num_computed_tokens - proxy.num_tokens) if self.decodes else 0
+        if in_flight and self.ahead is None and self.device_chooses:
+            num_tokens = proxy.num_computed_tokens - self.group.prompt.size + 1  # that it selects
+            placeholders += num_tokens < self.group.search.settings.max_new_tokens
+        proxy.num_output_placeholders = placeholders
 
     @property
     def rows(self) -> np.ndarray:
@@ -152,6 +210,17 @@ class GroupBeams:
         """Take the blocks of the next level from the pool; return whether it has enough."""
         assert self.level is not None
         num_computed = self.proxy.num_computed_tokens
+        if self.proxy.num_in_flight_tokens:
+            self.is_short = self.lacks_blocks_ahead(manager)
+            if self.is_short:
+                return False
+            counts = [
+                self.group.beam_width * table.starts_block(num_computed) for table in self._tables
+            ]
+            self.ahead = [
+                table.take_fresh(count) for table, count in zip(self._tables, counts, strict=True)
+            ]
+            return True
         plans = [table.plan(self.level.parents, num_computed) for table in self._tables]
         needed = sum(map(BeamTables.num_fresh, plans))
         self.is_short = manager.block_pool.get_num_free_blocks() < needed
@@ -170,13 +239,19 @@ class GroupBeams:
     def step(self) -> BeamStep:
         """Return the level that vLLM has scheduled, for the worker."""
         assert self.level is not None
+        token_ids: np.ndarray | None = None
+        if self.ahead is None:
+            token_ids = self.level.token_ids.astype(np.int32)
+            suffix = tuple(table.suffix for table in self._tables)
+        else:
+            suffix = tuple(fresh.reshape(self.group.beam_width, -1) for fresh in self.ahead)
         return BeamStep(
             self.proxy.request_id,
             self.group.prompt.size,
             self.proxy.num_computed_tokens - 1,
-            self.level.token_ids.astype(np.int32),
+            token_ids,
             tuple(table.shared for table in self._tables),
-            tuple(table.suffix for table in self._tables),
+            suffix,
             self.proxy.lora_request,
         )
 
@@ -196,12 +271,19 @@ class GroupBeams:
 
     def follow(self, children: Children) -> None:
         """Go on with the children that the search has chosen."""
-        if self.num_passes == 1 and len(children) <= self._most_beams:
+        if self.ahead is not None:  # as the device has, which has copied their tails
+            num_computed = self.proxy.num_computed_tokens - 1
+            for table, fresh in zip(self._tables, self.ahead, strict=True):
+                table.apply(table.plan(children.parents, num_computed), num_computed, fresh)
+            self.ahead = None
+            self._go_on(Level(children.parents, children.token_ids, True))
+        elif self.num_passes == 1 and len(children) <= self._most_beams:
             self._go_on(Level(children.parents, children.token_ids, True))
         else:
             self._pass = 0
             self._back_to_prompt()
             self._begin_pass()
+        self.settle()
 
     def restart(self, halve: bool) -> None:
         """Take a new proxy, as the old one has lost its KV.
@@ -212,7 +294,7 @@ class GroupBeams:
         if halve:
             self.num_passes = min(2 * self.num_passes, max(1, self.group.search.num_rows))
         self.proxy = self._new_proxy()
-        self.level, self._pass, self.is_short = None, 0, False
+        self.level, self.ahead, self._pass, self.is_short = None, None, 0, False
         self._tables, self._copies, self._replay = [], [], []
 
     def _begin_pass(self) -> None:
@@ -234,13 +316,14 @@ class GroupBeams:
     def check_integrity(self) -> None:
         """Assert what holds between two calls of the scheduler."""
         proxy, prompt_len = self.proxy, self.group.prompt.size
-        for table in self._tables:
-            table.check_integrity()
+        for i, table in enumerate(self._tables):
+            table.check_integrity(() if self.ahead is None else self.ahead[i].tolist())
         assert len({len(table.suffix) for table in self._tables}) <= 1
         assert self.decodes or self.level is None, "a level without the prompt's KV"
         if self.decodes:
             ahead = proxy.num_tokens - proxy.num_computed_tokens
             assert proxy.num_computed_tokens >= prompt_len
-            assert ahead == (self.level is not None and not proxy.num_in_flight_tokens), (
+            waits = self.level is not None and not proxy.num_in_flight_tokens
+            assert ahead == waits - (self.ahead is not None), (
                 f"{proxy.request_id}: {ahead} tokens to compute"
             )

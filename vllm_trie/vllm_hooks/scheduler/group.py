@@ -106,6 +106,14 @@ class BeamGroup:
         self._history: list[tuple[np.ndarray, np.ndarray]] = []
 
     @property
+    def is_plain(self) -> bool:
+        """Whether tokens and their probabilities alone decide what the search does."""
+        search = self.search
+        is_constrained = self.items is not None or self.rules is not None
+        takes_best_of_all = self.num_candidates is None and not search.settings.do_sample
+        return takes_best_of_all and not is_constrained and not search.finds_stop_strings
+
+    @property
     def started(self) -> bool:
         """Whether vLLM's scheduler knows of this group."""
         return self.proxy is not None

@@ -21,7 +21,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.beam import Children
-from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, CANDIDATES, SELECTIONS, BeamStep
+from vllm_trie.vllm_hooks.beam_wire import (
+    BEAM_STEPS,
+    CANDIDATES,
+    SELECTIONS,
+    BeamStep,
+    TokenSelection,
+)
 from vllm_trie.vllm_hooks.ledger.record import of_beams
 from vllm_trie.vllm_hooks.scheduler.beams import BeamProxy, GroupBeams
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
@@ -43,6 +49,7 @@ class BeamCounters:
 
     groups: int = 0
     steps: int = 0
+    steps_ahead: int = 0  # that the device has begun before the search heard of its choice
     beams_forked: int = 0
     beams_recomputed: int = 0
     beams_preempted: int = 0
@@ -61,6 +68,11 @@ class BeamProxies:
         self._scheduler = scheduler
         self._counters = counters
         self._budget = scheduler.max_num_scheduled_tokens
+        self._on_device = bool(
+            scheduler.use_v2_model_runner
+            and scheduler.scheduler_config.async_scheduling
+            and scheduler.parallel_config.pipeline_parallel_size == 1
+        )
         self._beams: dict[BeamGroup, GroupBeams] = {}
         self.group_of: dict[str, BeamGroup] = {}
         """Proxy id to group. Only this class writes it."""
@@ -70,7 +82,7 @@ class BeamProxies:
 
         A priority queue has an order of its own.
         """
-        beams = self._beams[group] = GroupBeams(group, self._budget)
+        beams = self._beams[group] = GroupBeams(group, self._budget, self._on_device)
         group.proxy = beams.proxy
         self.group_of[beams.proxy.request_id] = group
         self._scheduler.add_request(beams.proxy)
@@ -87,13 +99,10 @@ class BeamProxies:
         scheduler = self._scheduler
         budget = self._budget
         for proxy in scheduler.running:
-            if not isinstance(proxy, BeamProxy) or proxy.num_in_flight_tokens:
+            if not isinstance(proxy, BeamProxy) or not (count := proxy.beams.num_to_schedule()):
                 continue
-            if (level := proxy.beams.level) is None:
-                continue
-            extra = len(level.parents) - 1
-            if extra < budget:
-                budget -= extra
+            if count <= budget and not proxy.beams.lacks_blocks_ahead(scheduler.kv_cache_manager):
+                budget -= count - 1
             else:
                 proxy.next_decode_eligible_step = scheduler.current_step + 2
         scheduler.max_num_scheduled_tokens = budget
@@ -111,7 +120,8 @@ class BeamProxies:
         for proxy_id, beams in decoding.items():
             steps.append(beams.step())
             del scheduled[proxy_id]
-            output.total_num_scheduled_tokens += beams.num_beams - 1
+            output.total_num_scheduled_tokens += steps[-1].num_beams - 1
+            self._counters.steps_ahead += beams.ahead is not None
             assert beams.level is not None
             if beams.level.selects and beams.num_passes == 1:
                 continue
@@ -141,7 +151,13 @@ class BeamProxies:
         if beams.level is None or not beams.level.selects:
             return None
         if any(step.proxy_id == proxy_id for step in getattr(output, BEAM_STEPS, ())):
-            return group.selection(proxy_id, beams.rows)
+            selection = group.selection(proxy_id, beams.rows)
+            if beams.device_chooses and isinstance(selection, TokenSelection):
+                stop_token_ids = group.search.settings.stop_token_ids
+                selection = selection._replace(stop_token_ids=stop_token_ids)
+                if beams.ahead is not None:
+                    selection = selection._replace(totals=None)
+            return selection
         return None
 
     def take_outputs(
@@ -202,6 +218,15 @@ class BeamProxies:
         """Go on with the children that a group's search has chosen."""
         self._counters.beams_forked += len(children) - len(set(children.parents.tolist()))
         self._beams[group].follow(children)
+
+    def settle(self, proxy_id: str) -> None:
+        """Let a proxy that was scheduled under asynchronous scheduling wait for its group's step.
+
+        Without a placeholder it has nothing to compute until then.
+        """
+        beams = self._beams[self.group_of[proxy_id]]
+        beams.proxy.spec_token_ids = []
+        beams.settle()
 
     # -- preemption --------------------------------------------------------------------------------
 

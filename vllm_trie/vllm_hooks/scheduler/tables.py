@@ -18,7 +18,7 @@ blocks are full, every child gets a fresh tail, and nothing is copied.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -108,7 +108,7 @@ class BeamTables:
         """
         none = np.zeros(0, dtype=np.int64)
         suffix = self.suffix[parents]
-        if num_computed % self._block_size == 0:
+        if self.starts_block(num_computed):
             fresh = np.full((len(parents), 1), -1, dtype=np.int32)
             return _Plan(np.concatenate([suffix, fresh], axis=1), none, none, none.astype(bool))
         kept, first = np.unique(parents, return_index=True)
@@ -127,19 +127,34 @@ class BeamTables:
         """Return the number of blocks that a transition takes from the pool."""
         return int((plan.suffix[:, -1:] < 0).sum())
 
-    def apply(self, plan: _Plan, num_computed: int) -> TailCopies:
-        """Take the blocks of a transition from the pool, and give back those that nobody needs.
+    def starts_block(self, num_computed: int) -> bool:
+        """Return whether beams of `num_computed` tokens need a fresh tail block each."""
+        return bool(num_computed % self._block_size == 0)
 
-        The pool has :meth:`num_fresh` blocks. Returns the copies that must run before the beams'
-        next step.
+    def take_fresh(self, count: int) -> np.ndarray:
+        """Take blocks from the pool, which has them; return int32 [count], their ids."""
+        fresh = self._pool.get_new_blocks(count)
+        self._blocks += fresh
+        block_ids = [block.block_id for block in fresh]
+        if self._manager.records_new_block_ids:
+            self._manager.new_block_ids += block_ids
+        return np.array(block_ids, dtype=np.int32)
+
+    def apply(self, plan: _Plan, num_computed: int, fresh: np.ndarray | None = None) -> TailCopies:
+        """Take the blocks of a transition, and give back those that nobody needs.
+
+        Args:
+            plan: The transition.
+            num_computed: As in :meth:`plan`.
+            fresh: Ids of blocks that were taken for it, at least :meth:`num_fresh`; None to take
+                them from the pool, which has them.
+
+        Returns:
+            The copies that must run before the beams' next step.
         """
         suffix = plan.suffix
         if count := self.num_fresh(plan):
-            fresh = self._pool.get_new_blocks(count)
-            self._blocks += fresh
-            block_ids = [block.block_id for block in fresh]
-            if self._manager.records_new_block_ids:
-                self._manager.new_block_ids += block_ids
+            block_ids = self.take_fresh(count) if fresh is None else fresh[:count]
             suffix[suffix[:, -1] < 0, -1] = block_ids
         used = set(np.unique(suffix).tolist())
         held = self._blocks[self._num_shared :]
@@ -169,11 +184,15 @@ class BeamTables:
         del self._blocks[kept:]
         self.suffix = np.array([[b.block_id for b in self._blocks[full:]]], dtype=np.int32)
 
-    def check_integrity(self) -> None:
-        """Assert that the tables hold exactly the group's blocks, each beam with its own tail."""
+    def check_integrity(self, fresh: Sequence[int] = ()) -> None:
+        """Assert that the tables hold exactly the group's blocks, each beam with its own tail.
+
+        Args:
+            fresh: Ids of blocks that were taken for a step whose beams the device chooses.
+        """
         held = [block.block_id for block in self._blocks]
         assert len(held) == len(set(held)), "a group holds a block twice"
-        in_tables = {*self.shared.tolist(), *self.suffix.ravel().tolist()}
+        in_tables = {*self.shared.tolist(), *self.suffix.ravel().tolist(), *fresh}
         assert set(held) == in_tables, f"held {sorted(held)}, in tables {sorted(in_tables)}"
         tails = self.suffix[:, -1:].ravel().tolist()
         assert len(tails) == len(set(tails)), "two beams have one tail"

@@ -88,14 +88,14 @@ class AttachedBeams:
             self.places[step.proxy_id] = np.arange(first, first + len(names))
 
     def _names_of(self, step: BeamStep) -> list[str]:
-        count = len(step.token_ids)
+        count = step.num_beams
         names = self._names.setdefault(step.proxy_id, [])
         names += [f"{step.proxy_id}#{i}" for i in range(len(names), count)]
         return names[:count]
 
     def _write(self, step: BeamStep, state: CachedRequestState, first: int) -> None:
         batch: InputBatch = self._runner.input_batch
-        rows = slice(first, first + len(step.token_ids))
+        rows = slice(first, first + step.num_beams)
         batch.token_ids_cpu[rows, step.num_computed] = step.token_ids
         batch.is_token_ids[rows, step.num_computed] = True
         batch.num_computed_tokens_cpu[rows] = step.num_computed

@@ -1,8 +1,9 @@
 """Beams of groups in Model Runner V2: slots of its request states that stand for no request.
 
 The runner keeps tokens, lengths and block tables of requests on the device. A group gets a slot for
-each beam with its first step, and gives the slot of its proxy back. With every step the scheduler
-sends the beams' tokens and block tables, which are written into the slots at once.
+each beam with its first step, and gives the slot of its proxy back. With every step the beams'
+tokens and block tables are written into the slots at once: those that the scheduler sends, or those
+of the children that the device has chosen.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.async_utils import stream
 
+from vllm_trie.device_copy import to_device
 from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, SELECTIONS, BeamStep
 from vllm_trie.vllm_hooks.ledger.record import TOKEN_LISTS, Result, of_beams
 from vllm_trie.vllm_hooks.wire import proxy_params
+from vllm_trie.vllm_hooks.worker.beam.device_beams import DeviceBeams
 from vllm_trie.vllm_hooks.worker.beam.selection import Selector, send
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class BeamSlots:
         self.selector = Selector(waits=False)
         self._names: dict[str, list[str]] = {}  # by proxy id
         self._indices: dict[str, np.ndarray] = {}
+        self._on_device: dict[str, DeviceBeams] = {}
         self._steps: Sequence[BeamStep] = ()
 
     def add_to(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
@@ -68,13 +71,14 @@ class BeamSlots:
         for proxy_id in ended:
             result.finished_req_ids.update(self._names.pop(proxy_id))
             self._indices.pop(proxy_id, None)
+            self._on_device.pop(proxy_id, None)
         for step in steps:
             if step.proxy_id not in self._names:
                 self._names[step.proxy_id] = []
                 result.finished_req_ids.add(step.proxy_id)
             names = self._names[step.proxy_id]
             num_groups = len(step.shared)
-            for i in range(len(names), len(step.token_ids)):
+            for i in range(len(names), step.num_beams):
                 names.append(f"{step.proxy_id}#{i}")
                 result.scheduled_new_reqs.append(
                     NewRequestData(
@@ -90,36 +94,45 @@ class BeamSlots:
                     )
                 )
                 self._indices.pop(step.proxy_id, None)
-            names = names[: len(step.token_ids)]
+            names = names[: step.num_beams]
             result.num_scheduled_tokens.update(dict.fromkeys(names, 1))
         return result
 
     def write(self) -> None:
         """Write the beams of the step into their slots, when the runner's requests are updated."""
-        if not self._steps:
-            return
         states, tables = self._runner.req_states, self._runner.block_tables
         device = self._runner.device
         for step in self._steps:
-            count = len(step.token_ids)
-            indices = self._indices.get(step.proxy_id)
-            if indices is None:
-                names = self._names[step.proxy_id]
-                indices = np.array([states.req_id_to_index[name] for name in names])
-                self._indices[step.proxy_id] = indices
-            indices = indices[:count]
+            indices = self._indices_of(step)
+            slots = to_device(indices, device)
+            if step.token_ids is None:
+                beams = self._on_device[step.proxy_id]
+                beams.go_on(step.suffix, self._runner.kv_caches, self._num_blocks)
+            else:
+                beams = self._on_device[step.proxy_id] = DeviceBeams(step, device)
             states.num_computed_tokens_np[indices] = step.num_computed
-            slots = async_tensor_h2d(indices, device=device)
             states.num_computed_tokens.gpu.index_fill_(0, slots, step.num_computed)
             states.total_len.gpu.index_fill_(0, slots, len(_PREFILLED))
-            states.last_sampled_tokens[slots, 0] = async_tensor_h2d(
-                step.token_ids.astype(np.int64), device=device
-            )
-            for i, (shared, suffix) in enumerate(zip(step.shared, step.suffix, strict=True)):
-                rows = np.concatenate([np.broadcast_to(shared, (count, len(shared))), suffix], 1)
+            states.last_sampled_tokens[slots, 0] = beams.token_ids
+            for i, (shared, suffix) in enumerate(zip(step.shared, beams.suffix, strict=True)):
+                first, end = len(shared), len(shared) + suffix.shape[1]
                 table = tables.block_tables[i].gpu
-                table[slots, : rows.shape[1]] = async_tensor_h2d(rows, device=device)
-                tables.num_blocks.np[i, indices] = rows.shape[1]
+                if step.token_ids is not None:
+                    table[slots, :first] = to_device(shared, device)
+                table[slots, first:end] = suffix
+                tables.num_blocks.np[i, indices] = end
+
+    def _indices_of(self, step: BeamStep) -> np.ndarray:
+        """Return int64 [beams], the slots of a group's beams."""
+        indices = self._indices.get(step.proxy_id)
+        if indices is None:
+            names, index_of = self._names[step.proxy_id], self._runner.req_states.req_id_to_index
+            indices = self._indices[step.proxy_id] = np.array([index_of[name] for name in names])
+        return indices[: step.num_beams]
+
+    @property
+    def _num_blocks(self) -> int:
+        return self._runner.kv_cache_config.num_blocks
 
     def select(self, logits: torch.Tensor, batch: InputBatch) -> None:
         """Start the selection of the step's candidates, and their copies to the host.
@@ -136,11 +149,11 @@ class BeamSlots:
         first_rows = dict(zip(batch.req_ids, batch.cu_num_logits_np.tolist(), strict=False))
         rows_of_beams = {
             step.proxy_id: np.array(
-                [first_rows[name] for name in self._names[step.proxy_id][: len(step.token_ids)]]
+                [first_rows[name] for name in self._names[step.proxy_id][: step.num_beams]]
             )
             for step in self._steps
         }
-        self.selector.select(first_rows, logits, rows_of_beams)
+        self.selector.select(first_rows, logits, rows_of_beams, self._on_device)
         main, copies = self._runner.main_stream, self._runner.output_copy_stream
         with stream(copies, main):
             copies.wait_stream(main)

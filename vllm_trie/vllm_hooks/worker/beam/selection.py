@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_trie.beam.device_top_k import launch_best
+from vllm_trie.beam.device_step import launch_best
 from vllm_trie.beam.top_k import best_of_rows, launch_draws, select_best
 from vllm_trie.beam.unfetched import Unfetched
 from vllm_trie.device_copy import to_device
@@ -33,6 +33,7 @@ from vllm_trie.vllm_hooks.beam_wire import (
     StepCandidates,
     TokenSelection,
 )
+from vllm_trie.vllm_hooks.worker.beam.device_beams import DeviceBeams
 from vllm_trie.vllm_hooks.worker.beam.item_masks import DecodedItems
 
 logger = init_logger(__name__)
@@ -65,6 +66,7 @@ class Selector:
         row_of: Mapping[str, int],
         logits: torch.Tensor,
         rows_of_beams: Mapping[str, np.ndarray],
+        on_device: Mapping[str, DeviceBeams] | None = None,
     ) -> int:
         """Select the candidates of the step; return how many requests they are of.
 
@@ -73,6 +75,7 @@ class Selector:
             logits: float [logits rows, vocab], before sampling.
             rows_of_beams: Id of a group's proxy to the rows of its beams, which are no requests. A
                 group that is not there has one beam, its proxy.
+            on_device: Proxy id to the beams of groups whose children the device may choose.
         """
         selections, self.selections, self.selected = self.selections, [], []
         num_requests = 0
@@ -83,11 +86,15 @@ class Selector:
                 rows = np.array([row_of[selection.proxy_id]])
             self.selected.append(None)
             with _failing_alone():
-                self.selected[-1] = self._launched(selection, rows, logits)
+                self.selected[-1] = self._launched(selection, rows, logits, on_device or {})
         return num_requests
 
     def _launched(
-        self, selection: ItemSelection | TokenSelection, rows: np.ndarray, logits: torch.Tensor
+        self,
+        selection: ItemSelection | TokenSelection,
+        rows: np.ndarray,
+        logits: torch.Tensor,
+        on_device: Mapping[str, DeviceBeams],
     ) -> Unfetched[StepCandidates]:
         """Start the selection of one group's candidates.
 
@@ -95,6 +102,7 @@ class Selector:
             selection: Of the group.
             rows: int64 [beams], the beams' rows of logits.
             logits: float [logits rows, vocab].
+            on_device: As for :meth:`select`.
         """
         first, count = int(rows[0]), len(rows)
         if np.array_equal(rows, np.arange(first, first + count)):
@@ -112,6 +120,8 @@ class Selector:
                 selection.normalize,
                 selection.weight_factor,
             )
+        if selection.stop_token_ids is not None:
+            return on_device[selection.proxy_id].launch(logits, selection)
         totals, count, rules = selection.totals, selection.num_candidates, selection.rules
         if totals is None:
             return best_of_rows(logits, count, rules)

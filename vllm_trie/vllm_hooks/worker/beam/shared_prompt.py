@@ -36,7 +36,7 @@ def share_prompts(built: Any, steps: Sequence[BeamStep]) -> None:
     rows: list[TreeRow] = []
     first = 0
     for step in steps:
-        count = len(step.token_ids)
+        count = step.num_beams
         rows.append(TreeRow(first, first, count, 0, step.num_computed + 1, step.prompt_len))
         first += count
     batch = build_tree_batch(rows, [NO_NODES] * len(rows), first)
