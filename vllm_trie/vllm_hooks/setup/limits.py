@@ -267,7 +267,7 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: c.parallel_config.decode_context_parallel_size > 1
         or c.parallel_config.prefill_context_parallel_size > 1,
         "context parallelism is not supported; leave its sizes at 1"),
-    Limit(TREES, "dual batch overlap",
+    Limit(TREES + BEAMS, "dual batch overlap",
         lambda c: c.parallel_config.use_ubatching,
         "dual batch overlap is not supported; switch it off"),
     Limit(BEAMS, "`enable_batch_sharded_sampling`",
