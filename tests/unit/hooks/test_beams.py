@@ -160,7 +160,7 @@ def test_the_device_makes_the_transitions_of_the_search(
         by_rank = torch.from_numpy(next_logits(width))
         by_place = torch.empty_like(by_rank).index_copy_(0, beams.places, by_rank)
         expected = select_best(by_rank, search.totals, count)
-        selection = TokenSelection("p", totals, count, None, stops)
+        selection = TokenSelection("p", totals, count, stop_token_ids=stops)
         candidates = beams.launch(by_place, selection)
         totals, num_computed = None, num_computed + 1
         fresh = tables.take_fresh(width * tables.starts_block(num_computed))
