@@ -156,7 +156,7 @@ def test_families_that_trees_cannot_serve(results) -> None:
     }
     assert all(found["rejected"] > 0 for found in results["families"].values())
     assert sum(found["accepted"] for found in results["families"].values()) > 0
-    assert 0 < results["families"]["Qwen 3 VL"]["score_error"] < 1e-4  # of native beams
+    assert results["families"]["Qwen 3 VL"]["score_error"] < 1e-4  # of native beams
 
 
 def test_vllms_own_ngrams_draft_beside_the_plugin(results) -> None:

@@ -13,7 +13,7 @@ import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +24,14 @@ from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 
 import numpy as np
 import pytest
+import torch
 from vllm import LLM, SamplingParams
 from vllm.config.mamba import MambaBackendEnum
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
 from tests.engine.compare import differences, generate
-from tests.engine.conftest import add_experts_group
+from tests.engine.conftest import add_experts_group, runner_of
 from tests.engine.families import CHAINS as FAMILIES_WITH_CHAINS
 from tests.engine.families import CYCLE, FAMILIES, VOCABULARY, take_text_for_images, write_model
 from vllm_trie.vllm_hooks.setup import limits
@@ -39,7 +40,7 @@ CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4}
 TESTED = ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL")
 """Windows and soft caps, sinks, attention in chunks, and positions of images."""
 SEARCHED = ("Qwen 3 VL",)
-"""Beams have positions of images, too (M-RoPE); the others have none."""
+"""Its beams have positions in three dimensions (M-RoPE); the others have no native search."""
 
 
 def prompts() -> list[dict[str, list[int]]]:
@@ -90,8 +91,15 @@ def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
     }
 
 
+def text_positions(input_tokens: Sequence[int], mm_features: Any) -> tuple[torch.Tensor, int]:
+    """Positions in time, height and width of text, which is all that a search can begin with."""
+    return torch.arange(len(input_tokens)).expand(3, -1), 0
+
+
 def largest_score_error(llm: LLM) -> float:
     """Search, and compute each hypothesis at once; the greatest difference of log-probabilities."""
+    runner_of(llm).model.get_mrope_input_positions = text_positions
+    llm.reset_prefix_cache()  # of prompts with the positions of images
     search = SamplingParams(
         n=3, temperature=0.0, max_tokens=9, ignore_eos=True, detokenize=False,
         extra_args={"beam_width": 3},
