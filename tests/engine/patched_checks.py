@@ -40,7 +40,6 @@ STILL_WRAPPED = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",
-    "vllm.v1.worker.gpu.async_utils:AsyncOutput.get_output",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.update_requests",

@@ -44,13 +44,14 @@ def engine(**options: Any) -> LLM:
 
 
 def union(entry: dict[str, Any], num_nodes: int, *others: str) -> dict[str, Any]:
-    """Engine options of a union in which nothing is suspended."""
+    """Engine options of a union in which nothing is suspended or left out."""
     return {
         "speculative_config": {
             "method": "trie_union",
             "drafters": [*others, entry],
             "num_speculative_tokens": num_nodes,
             "adaptive": False,
+            "node_budget": "fixed",  # the adaptive one goes by the time of steps
         }
     }
 
