@@ -64,6 +64,11 @@ class Node:
         self.child_types = 0
         """Sum of `types` over the children."""
 
+    @property
+    def length(self) -> int:
+        """The number of its tokens."""
+        return 0 if self.parent is None else 1 + self.parent.length
+
     def one_more_type(self) -> None:
         """Count a token that had not come before, and move up among the siblings."""
         assert self.parent is not None
@@ -215,14 +220,22 @@ class NgramIndex:
         text.open = [*still_open, self.root]
 
     def _enter_successor(self, node: Node) -> None:
-        """Make the successor of an n-gram that occurs again a node."""
+        """Make the successor of an n-gram that occurs again a node.
+
+        Where its text ends with it, another text has met it first: the next token of the text will
+        be its successor.
+        """
         if node.once is None:
             return
         place = Place(node.once.text, node.once.position + 1)
         node.once = None
         token = self.token_at(place)
+        text = self._texts[place.text]
         if token >= 0:
             self._add_child(node, token, place)
+        elif place.position == len(text.token_ids):
+            longer = sum(context.length > node.length for context in text.open)
+            text.open.insert(longer, node)
 
     def _add_child(self, parent: Node, token: int, once: Place) -> None:
         child = parent.children[token] = Node(parent, token, once)

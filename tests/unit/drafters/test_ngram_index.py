@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
@@ -108,11 +108,19 @@ def test_counts_are_those_of_the_texts_that_are_left(
     assert index.num_tokens == sum(item >= 0 for text in texts for item in text)
 
 
-@given(st.lists(token, min_size=1, max_size=20), edits, st.integers(1, 4))
+@given(
+    st.lists(token, min_size=1, max_size=20),
+    st.lists(st.one_of(texts, st.integers(0, 5), st.tuples(st.integers(0, 5), texts)), max_size=12),
+    st.integers(1, 4),
+)
+@example([0], [[1], [1], (0, [2]), (1, [2]), (0, [3])], 2)
 def test_branches_count_from_the_end_of_the_prompt(
-    prompt: list[int], edits: list[list[int] | int], max_order: int
+    prompt: list[int], edits: list[list[int] | int | tuple[int, list[int]]], max_order: int
 ) -> None:
-    """Each n-gram is counted where it ends: once for the prompt, and in each branch left."""
+    """Each n-gram is counted where it ends: once for the prompt, and in each branch left.
+
+    A pair gives more tokens to a branch that is left: they grow in turns.
+    """
     index = NgramIndex(max_order)
     index.synchronize(0, 0, prompt)
     context = prompt[-max_order:]
@@ -121,7 +129,11 @@ def test_branches_count_from_the_end_of_the_prompt(
         if isinstance(edit, list):
             number = index.begin_branch(np.array(context, dtype=np.int32))
             index.synchronize(number, len(prompt) - len(context), context + edit)
-            left.append((number, edit))
+            left.append((number, [*edit]))
+        elif left and isinstance(edit, tuple):
+            number, output = left[edit[0] % len(left)]
+            output += edit[1]
+            index.synchronize(number, len(prompt) - len(context), context + output)
         elif left:
             index.remove_text(left.pop(edit % len(left))[0])
     occurrences = Counter(
@@ -131,8 +143,11 @@ def test_branches_count_from_the_end_of_the_prompt(
         for end in range(len(prompt) + 1, len(prompt) + len(output) + 1):
             for start in range(max(0, end - max_order - 1), end):
                 occurrences[tuple([*prompt, *output][start:end])] += 1
-    for gram, node in nodes_of(index).items():
+    nodes = nodes_of(index)
+    for gram, node in nodes.items():
         assert node.count == occurrences[gram]
+    for gram, count in occurrences.items():
+        assert gram in nodes or count == 1 or any(t < 0 for t in gram)
     assert index.num_tokens == sum(t >= 0 for text in (prompt, *(o for _, o in left)) for t in text)
 
 

@@ -111,13 +111,29 @@ void Index::append(int32_t doc, int32_t token) {
     open.swap(next_open_);
 }
 
-// The n-gram `id` is about to occur again: from now on its successors are nodes.
+// The n-gram `id` is about to occur again: from now on its successors are nodes. Where its text ends
+// with it, another text has met it first: the next token of the text will be its successor.
 void Index::enter_successor(int32_t id) {
     const int32_t doc = nodes_[id].doc, pos = nodes_[id].pos;
     nodes_[id].pos = kNone;
     nodes_[id].child_types = 0;
     const int32_t token = view().token_after(doc, pos);
-    if (token >= 0) add_child(id, token, doc, pos + 1);
+    if (token >= 0) {
+        add_child(id, token, doc, pos + 1);
+    } else if (pos + 1 == texts_[doc].size) {
+        std::vector<int32_t>& open = states_[doc].open;
+        const int32_t size = length(id);
+        open.insert(std::find_if(open.begin(), open.end(),
+                                 [&](int32_t context) { return length(context) <= size; }),
+                    id);
+    }
+}
+
+// Tokens of the n-gram `id`.
+int32_t Index::length(int32_t id) const {
+    int32_t size = 0;
+    for (; id != kRoot; id = nodes_[id].parent) ++size;
+    return size;
 }
 
 void Index::remove_text(int32_t doc) {

@@ -160,6 +160,7 @@ class Index {
     void one_more_type(int32_t id);
     void one_type_less(int32_t id);
     void enter_successor(int32_t id);
+    int32_t length(int32_t id) const;
 
     int32_t max_order_;
     std::vector<Node> nodes_;
