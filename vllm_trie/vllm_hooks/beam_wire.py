@@ -2,9 +2,10 @@
 
 The workers keep no state of beams: their tokens and block tables come with every step. Plain
 searches under asynchronous scheduling are the exception: the device chooses the children, and the
-next step begins before the scheduler hears of them. A search
-without rules of its own needs the best continuations of all its beams together, which are hundreds
-of times fewer than the best of each beam. vLLM's sampler would give the same number of
+next step begins before the scheduler hears of them.
+
+A search without rules of its own needs the best continuations of all its beams together, which are
+hundreds of times fewer than the best of each beam. vLLM's sampler would give the same number of
 log-probabilities to all requests of the batch. The workers therefore select candidates next to the
 sampler, with the beams' cumulative log-probabilities or from a catalogue, and send them with the
 step's output.

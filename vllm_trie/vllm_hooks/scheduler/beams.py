@@ -150,14 +150,13 @@ class GroupBeams:
         """Return whether the device cannot go on ahead of the search, as blocks are few."""
         return bool(
             self.proxy.num_in_flight_tokens
-            and self._num_fresh_ahead() > manager.block_pool.get_num_free_blocks()
+            and sum(self._num_fresh_ahead()) > manager.block_pool.get_num_free_blocks()
         )
 
-    def _num_fresh_ahead(self) -> int:
-        num_computed = self.proxy.num_computed_tokens
-        return sum(
-            self.group.beam_width for table in self._tables if table.starts_block(num_computed)
-        )
+    def _num_fresh_ahead(self) -> list[int]:
+        """Return by KV cache group the blocks of a step that the device begins."""
+        num_computed, width = self.proxy.num_computed_tokens, self.group.beam_width
+        return [width * table.starts_block(num_computed) for table in self._tables]
 
     def settle(self) -> None:
         """Let vLLM schedule what comes next, after a step was scheduled or taken.
@@ -214,12 +213,8 @@ class GroupBeams:
             self.is_short = self.lacks_blocks_ahead(manager)
             if self.is_short:
                 return False
-            counts = [
-                self.group.beam_width * table.starts_block(num_computed) for table in self._tables
-            ]
-            self.ahead = [
-                table.take_fresh(count) for table, count in zip(self._tables, counts, strict=True)
-            ]
+            pairs = zip(self._tables, self._num_fresh_ahead(), strict=True)
+            self.ahead = [table.take_fresh(count) for table, count in pairs]
             return True
         plans = [table.plan(self.level.parents, num_computed) for table in self._tables]
         needed = sum(map(BeamTables.num_fresh, plans))
@@ -276,8 +271,7 @@ class GroupBeams:
             for table, fresh in zip(self._tables, self.ahead, strict=True):
                 table.apply(table.plan(children.parents, num_computed), num_computed, fresh)
             self.ahead = None
-            self._go_on(Level(children.parents, children.token_ids, True))
-        elif self.num_passes == 1 and len(children) <= self._most_beams:
+        if self.num_passes == 1 and len(children) <= self._most_beams:
             self._go_on(Level(children.parents, children.token_ids, True))
         else:
             self._pass = 0

@@ -107,7 +107,8 @@ class BeamSlots:
             slots = to_device(indices, device)
             if step.token_ids is None:
                 beams = self._on_device[step.proxy_id]
-                beams.go_on(step.suffix, self._runner.kv_caches, self._num_blocks)
+                num_blocks = self._runner.kv_cache_config.num_blocks
+                beams.go_on(step.suffix, self._runner.kv_caches, num_blocks)
             else:
                 beams = self._on_device[step.proxy_id] = DeviceBeams(step, device)
             states.num_computed_tokens_np[indices] = step.num_computed
@@ -129,10 +130,6 @@ class BeamSlots:
             names, index_of = self._names[step.proxy_id], self._runner.req_states.req_id_to_index
             indices = self._indices[step.proxy_id] = np.array([index_of[name] for name in names])
         return indices[: step.num_beams]
-
-    @property
-    def _num_blocks(self) -> int:
-        return self._runner.kv_cache_config.num_blocks
 
     def select(self, logits: torch.Tensor, batch: InputBatch) -> None:
         """Start the selection of the step's candidates, and their copies to the host.

@@ -12,9 +12,10 @@ trie of a catalogue.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ from vllm_trie.vllm_hooks.worker.beam.item_masks import DecodedItems
 
 logger = init_logger(__name__)
 
+_Result = TypeVar("_Result")
 _MAX_VERSIONS = 4
 """Versions of a catalogue that stay mapped."""
 
@@ -84,12 +86,11 @@ class Selector:
             if rows is None:
                 num_requests += 1
                 rows = np.array([row_of[selection.proxy_id]])
-            self.selected.append(None)
-            with _failing_alone():
-                self.selected[-1] = self._launched(selection, rows, logits, on_device or {})
+            launch = functools.partial(self._launch, selection, rows, logits, on_device or {})
+            self.selected.append(_unless_it_fails(launch))
         return num_requests
 
-    def _launched(
+    def _launch(
         self,
         selection: ItemSelection | TokenSelection,
         rows: np.ndarray,
@@ -149,20 +150,15 @@ class Selector:
 
 def send(selected: Sequence[Unfetched[StepCandidates] | None], output: object) -> None:
     """Attach candidates to the output of their step; waits for the device."""
-    candidates: list[StepCandidates | None] = []
-    for each in selected:
-        candidates.append(None)
-        if each is not None:
-            with _failing_alone():
-                candidates[-1] = each.fetch()
+    candidates = [unfetched and _unless_it_fails(unfetched.fetch) for unfetched in selected]
     setattr(output, CANDIDATES, candidates)
 
 
-@contextmanager
-def _failing_alone() -> Iterator[None]:
-    """Have an error fail one search, which has no candidates; the scheduler sees that."""
+def _unless_it_fails(work: Callable[[], _Result]) -> _Result | None:
+    """Return what work for one search returns, None if it fails; the scheduler sees that."""
     try:
-        yield
+        return work()
     except Exception as error:
         is_foreseen = isinstance(error, ItemsError)
         logger.error("A beam search fails: %s", error, exc_info=not is_foreseen)
+        return None
