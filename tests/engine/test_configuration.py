@@ -93,11 +93,11 @@ def test_all_ways_lead_to_the_same_configuration():
         {"speculative_config": None, "spec_model": "ngram_trie"},
     ]
     for way in ways:
-        found = engine_config(**way)
-        assert found.speculative_config.num_speculative_tokens == DEFAULT_NODES
-        assert found.speculative_config.method == "custom_class"
-        assert found.parallel_config.worker_cls == config.CPU_WORKER_CLASS
-        assert config.read(found).method == "ngram_trie"
+        vllm_config = engine_config(**way)
+        assert vllm_config.speculative_config.num_speculative_tokens == DEFAULT_NODES
+        assert vllm_config.speculative_config.method == "custom_class"
+        assert vllm_config.parallel_config.worker_cls == config.CPU_WORKER_CLASS
+        assert config.read(vllm_config).method == "ngram_trie"
 
 
 @pytest.mark.parametrize(
@@ -142,19 +142,19 @@ def from_command_line(*words: str, arguments: type = AsyncEngineArgs) -> Any:
     ],
 )
 def test_command_line(words, arguments):
-    found = from_command_line(*words, "--spec-tokens", "12", arguments=arguments)
-    assert config.read(found).method == "ngram_trie"
-    assert found.speculative_config.num_speculative_tokens == 12
+    vllm_config = from_command_line(*words, "--spec-tokens", "12", arguments=arguments)
+    assert config.read(vllm_config).method == "ngram_trie"
+    assert vllm_config.speculative_config.num_speculative_tokens == 12
 
 
 def test_options_on_the_command_line():
     as_json = json.dumps({**TREES, "max_context_len": 9})
     assert options_of(from_command_line("--speculative-config", as_json)).max_context_len == 9
-    found = from_command_line(
+    vllm_config = from_command_line(
         *("--spec-method", "ngram_trie"),
         *("--additional-config", '{"vllm_trie": {"index_tokens": 2}}'),
     )
-    assert options_of(found).index_tokens == 2
+    assert options_of(vllm_config).index_tokens == 2
 
 
 def test_unknown_method_on_the_command_line(capsys):
@@ -226,8 +226,8 @@ def test_models_without_trees(tmp_path: Path, name: str):
         assert family.reason in refusal(**settings, speculative_config=CHAINS)
         return
     for asked in (TREES, CHAINS):
-        found = engine_config(**settings, speculative_config=asked)
-        assert config.verification(found) == "chain"
+        vllm_config = engine_config(**settings, speculative_config=asked)
+        assert config.verification(vllm_config) == "chain"
 
 
 def test_trees_where_they_are_supported(caplog, monkeypatch):
@@ -254,16 +254,16 @@ def test_unsupported_models_and_beam_search(tmp_path: Path, name: str):
     """Forks copy whole blocks, which these models' caches do not allow, or do."""
     family = FAMILIES[name]
     path = write_config(tmp_path / "model", family.config)
-    found = engine_config(model=path, speculative_config=None, **family.engine)
+    vllm_config = engine_config(model=path, speculative_config=None, **family.engine)
     served = name in ("DeepSeek V2", "Qwen 2.5 VL", "Qwen 3 VL", "fp8 KV cache")
-    assert (reason_off(found) is None) == served
-    assert found.speculative_config is None
+    assert (reason_off(vllm_config) is None) == served
+    assert vllm_config.speculative_config is None
 
 
 def test_a_sliding_window_that_is_switched_off(tmp_path: Path):
     path = write_config(tmp_path / "model", FAMILIES["Mistral"].config)
-    found = engine_config(model=path, disable_sliding_window=True, max_model_len=32)
-    assert config.read(found).method == "ngram_trie"
+    vllm_config = engine_config(model=path, disable_sliding_window=True, max_model_len=32)
+    assert config.read(vllm_config).method == "ngram_trie"
 
 
 @pytest.mark.parametrize(
@@ -307,10 +307,10 @@ def test_model_runner_v2(monkeypatch):
     monkeypatch.setitem(vars(envs), "VLLM_USE_V2_MODEL_RUNNER", True)
     assert "Model Runner V2" in refusal()  # without Triton vLLM itself is the first to refuse
     monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)
-    found = engine_config(speculative_config={"method": "ngram_trie"}, async_scheduling=None)
-    assert found.use_v2_model_runner
-    assert config.verification(found) == "chain"
-    assert found.speculative_config.num_speculative_tokens == 8
+    vllm_config = engine_config(speculative_config={"method": "ngram_trie"}, async_scheduling=None)
+    assert vllm_config.use_v2_model_runner
+    assert config.verification(vllm_config) == "chain"
+    assert vllm_config.speculative_config.num_speculative_tokens == 8
     trees = {**TREES, "verification": "tree"}
     assert config.verification(engine_config(speculative_config=trees)) == "tree"
     message = refusal(speculative_config=trees, enable_trace_replay=True)
@@ -345,10 +345,10 @@ def test_every_method_of_vllm_is_known():
 
 
 def test_methods_of_vllm_stay_as_they_are():
-    found = engine_config(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
-    assert found.speculative_config.method == "ngram"
-    assert found.parallel_config.worker_cls != config.CPU_WORKER_CLASS
-    assert config.read(found) is None
+    vllm_config = engine_config(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    assert vllm_config.speculative_config.method == "ngram"
+    assert vllm_config.parallel_config.worker_cls != config.CPU_WORKER_CLASS
+    assert config.read(vllm_config) is None
 
 
 # -- the plugin in a process ----------------------------------------------------------------------
@@ -573,10 +573,10 @@ def test_files_are_checked_before_anything_starts(tmp_path: Path):
 def test_options_do_not_change_the_hash_of_the_compiled_model(tmp_path: Path):
     hashed = engine_config().compute_hash()
     options = {"trace_path": str(tmp_path), "node_budget": "fixed", "store_tokens": 0}
-    found = engine_config(speculative_config={**TREES, **options})
-    carried = dict(found.additional_config)
-    assert found.compute_hash() == hashed
-    assert found.additional_config == carried
+    vllm_config = engine_config(speculative_config={**TREES, **options})
+    carried = dict(vllm_config.additional_config)
+    assert vllm_config.compute_hash() == hashed
+    assert vllm_config.additional_config == carried
     union = {"method": "trie_union", "drafters": ["ngram"], "num_speculative_tokens": 8}
     assert engine_config(speculative_config=union).compute_hash() == hashed
     # Other settings, and weights that take memory, still count.

@@ -17,13 +17,12 @@ from vllm_trie.ngrams.job import Candidates, Draft, Job
 from vllm_trie.tree import TokenTree
 
 CORE = Path(__file__).parent / "core"
-HEADERS = tuple(sorted(CORE.glob("*.hpp")))
-"""For a library that drafts from n-grams too: its sources include these, and are compiled with
-index.cpp and draft.cpp. Indexes of this library may be passed to it."""
 NODE_BYTES = 32
 """Size of a node in memory and in a corpus file."""
 _NONE = -1
-LIBRARY = NativeLibrary("ngrams", "n-gram core", sorted(CORE.glob("*.cpp")), HEADERS)
+LIBRARY = NativeLibrary(
+    "ngrams", "n-gram core", sorted(CORE.glob("*.cpp")), sorted(CORE.glob("*.hpp"))
+)
 is_available = LIBRARY.is_available
 require_library = LIBRARY.require
 _PACK_BATCH = LIBRARY.layout("DraftBatch").pack

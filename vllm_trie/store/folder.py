@@ -125,10 +125,10 @@ class SharedFolder:
         return sorted(saved, reverse=True)[:MAX_FILES]
 
 
-def _without(store: Store, known_keys: frozenset[int]) -> Store:
-    """Return a store with those of its recent texts that are not known_keys."""
+def _without(store: Store, keys: frozenset[int]) -> Store:
+    """Return a store with its recent texts but those with one of these keys."""
     recent = store.texts[-_RECENT_TEXTS:]
-    return store._replace(texts=[text for text in recent if _key(text) not in known_keys])
+    return store._replace(texts=[text for text in recent if _key(text) not in keys])
 
 
 def _key(text: StoredText) -> int:

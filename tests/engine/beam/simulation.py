@@ -250,24 +250,24 @@ class Worker:
         """Choose the children of a group, before the scheduler hears of the candidates."""
         chain = self.chains[step.proxy_id]
         totals = chain.totals if step.totals is None else step.totals
-        found = _selected(step._replace(totals=totals), logprobs[chain.places])
-        scores = found.logprobs + totals[found.rows]
+        candidates = _selected(step._replace(totals=totals), logprobs[chain.places])
+        scores = candidates.logprobs + totals[candidates.rows]
         order = [
             i
             for i in np.argsort(-scores, kind="stable")
-            if found.token_ids[i] not in step.stop_token_ids
+            if candidates.token_ids[i] not in step.stop_token_ids
         ]
         chosen = order[: len(chain.places)]
         assert len(chosen) == len(chain.places)
-        parents = found.rows[chosen].tolist()
+        parents = candidates.rows[chosen].tolist()
         spare = [place for rank, place in enumerate(chain.places) if rank not in parents]
         children, stayed = [], set()
-        for parent, token in zip(parents, found.token_ids[chosen].tolist(), strict=True):
+        for parent, token in zip(parents, candidates.token_ids[chosen].tolist(), strict=True):
             source = chain.places[parent]
             children.append((token, spare.pop(0) if parent in stayed else source, source))
             stayed.add(parent)
         chain.children, chain.totals = children, scores[chosen]
-        return found
+        return candidates
 
     def _go_on(self, chain: Chain, fresh: list[list[int]]) -> None:
         """Put the children of a group in the place of the beams."""
@@ -306,10 +306,10 @@ def _selected(step: TokenSelection, logprobs: np.ndarray) -> Candidates:
     if step.totals is None:
         kept = slice(0, step.num_candidates)
         return Candidates.of_rows(token_ids[:, kept], values[:, kept])
-    found = Candidates.of_rows(token_ids, values)
-    scores = values.ravel() + step.totals[found.rows]
+    candidates = Candidates.of_rows(token_ids, values)
+    scores = values.ravel() + step.totals[candidates.rows]
     best = np.sort(np.argsort(-scores, kind="stable")[: step.num_candidates])
-    return Candidates(*(each[best] for each in found[:3]))
+    return Candidates(*(each[best] for each in candidates[:3]))
 
 
 @dataclass

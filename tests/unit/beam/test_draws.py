@@ -20,17 +20,19 @@ NUM_SEARCHES = 3000
 
 def run_drawn(
     next_logprobs: Callable[[list[int]], np.ndarray],
-    wanted: SearchSettings,
+    search_settings: SearchSettings,
     rules: TokenRules | None = None,
 ) -> BeamSearch:
     """Drive a search whose candidates are drawn out of all rows together."""
-    search = BeamSearch(wanted)
+    search = BeamSearch(search_settings)
     rows: list[list[int]] = [[]]
     while not search.done:
         logits = torch.from_numpy(np.stack([next_logprobs(row) for row in rows]))
         draws = search.draws(0)
         assert draws is not None
-        drawn = launch_draws(logits, search.totals, wanted.num_candidates, rules, draws).fetch()
+        drawn = launch_draws(
+            logits, search.totals, search_settings.num_candidates, rules, draws
+        ).fetch()
         rows = extended(rows, search.advance(drawn))
     return search
 
@@ -65,10 +67,13 @@ def test_distribution(width: int, temperature: float) -> None:
 
 def test_a_search_is_reproducible_and_its_steps_differ() -> None:
     model = random_model(4)
-    wanted = SearchSettings(4, 5, do_sample=True, seed=11)
-    first, second = run_drawn(model, wanted).hypotheses(), run_drawn(model, wanted).hypotheses()
+    search_settings = SearchSettings(4, 5, do_sample=True, seed=11)
+    first, second = (
+        run_drawn(model, search_settings).hypotheses(),
+        run_drawn(model, search_settings).hypotheses(),
+    )
     assert [each.token_ids for each in first] == [each.token_ids for each in second]
-    search = BeamSearch(wanted)
+    search = BeamSearch(search_settings)
     seeds = {search.draws(row).seed for row in range(3)}
     assert len(seeds) == 3
 
@@ -92,5 +97,7 @@ def test_rules_and_rows_that_are_no_numbers() -> None:
     [{"do_sample": False}, {"top_k": 5}, {"top_p": 0.9}, {"min_tokens": 1}, {"bad_words": ((3,),)}],
 )
 def test_what_is_not_drawn_out_of_all(options: dict[str, object]) -> None:
-    wanted = SearchSettings(**{"beam_width": 2, "max_new_tokens": 3, "do_sample": True, **options})
-    assert BeamSearch(wanted).draws(0) is None
+    search_settings = SearchSettings(
+        **{"beam_width": 2, "max_new_tokens": 3, "do_sample": True, **options}
+    )
+    assert BeamSearch(search_settings).draws(0) is None

@@ -38,12 +38,16 @@ search_settings = st.builds(
 )
 
 
-@given(wanted=search_settings, seed=st.integers(0, 10**6), peaked=st.sampled_from([0.5, 1.5, 4.0]))
+@given(
+    search_settings=search_settings,
+    seed=st.integers(0, 10**6),
+    peaked=st.sampled_from([0.5, 1.5, 4.0]),
+)
 @settings(max_examples=120, deadline=None)
-def test_equals_reference(wanted, seed, peaked):
+def test_equals_reference(search_settings, seed, peaked):
     model = random_model(seed, peaked)
-    found = run_search(model, wanted).hypotheses()
-    expected = reference_search(model, wanted, PROMPT)
+    found = run_search(model, search_settings).hypotheses()
+    expected = reference_search(model, search_settings, PROMPT)
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
     assert [each.score for each in found] == [each.score for each in expected]
 
@@ -57,7 +61,7 @@ def test_equals_reference(wanted, seed, peaked):
 )
 @settings(max_examples=40, deadline=None)
 def test_diverse_groups_equal_reference(groups, per_group, penalty, early_stopping, seed):
-    wanted = SearchSettings(
+    search_settings = SearchSettings(
         beam_width=groups * per_group,
         max_new_tokens=5,
         stop_token_ids=(0,),
@@ -66,8 +70,8 @@ def test_diverse_groups_equal_reference(groups, per_group, penalty, early_stoppi
         early_stopping=early_stopping,
     )
     model = random_model(seed)
-    found = run_search(model, wanted).hypotheses()
-    expected = reference_search(model, wanted, PROMPT)
+    found = run_search(model, search_settings).hypotheses()
+    expected = reference_search(model, search_settings, PROMPT)
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
 
 
@@ -78,22 +82,24 @@ def test_diverse_groups_equal_reference(groups, per_group, penalty, early_stoppi
 )
 def test_no_sequence_repeats(prompt, generated, size):
     """Against every sequence of prompt and hypothesis, and within the candidates asked for."""
-    wanted = SearchSettings(2, 7, no_repeat_ngram_size=size)
-    logprobs = CandidateRules(wanted, prompt).apply(
+    search_settings = SearchSettings(2, 7, no_repeat_ngram_size=size)
+    logprobs = CandidateRules(search_settings, prompt).apply(
         np.arange(4), np.zeros(4, dtype=np.float32), generated
     )
     tokens = [*prompt, *generated]
     sequences = [tokens[start : start + size] for start in range(len(tokens) - size + 1)]
     repeating = [[*tokens, token][-size:] in sequences for token in range(4)]
     assert np.isneginf(logprobs).tolist() == repeating
-    assert num_raw_candidates(wanted, prompt, 100) >= wanted.num_candidates + sum(repeating)
+    assert num_raw_candidates(search_settings, prompt, 100) >= search_settings.num_candidates + sum(
+        repeating
+    )
 
 
 def test_large_diversity_penalty_separates_first_tokens():
-    wanted = SearchSettings(
+    search_settings = SearchSettings(
         beam_width=4, max_new_tokens=3, num_beam_groups=4, diversity_penalty=100.0
     )
-    found = run_search(random_model(3), wanted).hypotheses()
+    found = run_search(random_model(3), search_settings).hypotheses()
     assert len({each.token_ids[0] for each in found}) == 4
 
 
@@ -105,10 +111,10 @@ def test_stop_strings_equal_reference(seed, width):
         text = "".join("abcdefghijkl"[token] for token in token_ids)
         return next((stop for stop in ("bc", "d") if text.endswith(stop)), None)
 
-    wanted = SearchSettings(beam_width=width, max_new_tokens=6, min_tokens=1)
+    search_settings = SearchSettings(beam_width=width, max_new_tokens=6, min_tokens=1)
     model = random_model(seed)
-    found = run_search(model, wanted, find_stop_string=find).hypotheses()
-    expected = reference_search(model, wanted, PROMPT, find)
+    found = run_search(model, search_settings, find_stop_string=find).hypotheses()
+    expected = reference_search(model, search_settings, PROMPT, find)
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
     for each in found:
         stop = find(each.token_ids) if len(each.token_ids) > 1 else None
@@ -119,18 +125,20 @@ def test_stop_strings_equal_reference(seed, width):
 def test_width_one_is_greedy_whatever_early_stopping_says():
     model = random_model(11, peaked=0.7)
     for early_stopping in (True, False, "never"):
-        wanted = SearchSettings(1, 30, (0,), length_penalty=2.0, early_stopping=early_stopping)
+        search_settings = SearchSettings(
+            1, 30, (0,), length_penalty=2.0, early_stopping=early_stopping
+        )
         greedy = []
         while len(greedy) < 30 and (not greedy or greedy[-1] != 0):
             greedy.append(int(model(greedy).argmax()))
-        (found,) = run_search(model, wanted).hypotheses()
+        (found,) = run_search(model, search_settings).hypotheses()
         assert found.token_ids == greedy
 
 
 def test_logprobs_and_places_describe_the_path():
-    wanted = SearchSettings(3, 5, (0,))
+    search_settings = SearchSettings(3, 5, (0,))
     model = random_model(5)
-    for each in run_search(model, wanted).hypotheses():
+    for each in run_search(model, search_settings).hypotheses():
         for length, (token, logprob) in enumerate(zip(each.token_ids, each.logprobs, strict=True)):
             expected = model(each.token_ids[:length])
             assert logprob == expected[token]
@@ -141,8 +149,8 @@ def test_logprobs_and_places_describe_the_path():
 
 
 def test_trace_holds_the_whole_search():
-    wanted = SearchSettings(3, 6, (0,), trace=True)
-    search = run_search(random_model(8), wanted)
+    search_settings = SearchSettings(3, 6, (0,), trace=True)
+    search = run_search(random_model(8), search_settings)
     found = search.hypotheses()
     trace = search.trace
     assert type(trace).from_dict(trace.to_dict()) == trace
@@ -165,8 +173,8 @@ def test_first_sampled_token_follows_the_model():
     counts = Counter()
     draws = 3000
     for seed in range(draws):
-        wanted = SearchSettings(1, 1, do_sample=True, seed=seed)
-        (found,) = run_search(model, wanted).hypotheses()
+        search_settings = SearchSettings(1, 1, do_sample=True, seed=seed)
+        (found,) = run_search(model, search_settings).hypotheses()
         counts[found.token_ids[0]] += 1
     observed = np.array([counts[token] for token in range(VOCAB)])
     chi_square = ((observed - draws * expected) ** 2 / (draws * expected)).sum()
@@ -179,8 +187,8 @@ def test_sampled_pairs_are_drawn_without_replacement():
     draws = 4000
     counts = Counter()
     for seed in range(draws):
-        wanted = SearchSettings(2, 1, do_sample=True, seed=seed)
-        found = run_search(lambda tokens: logprobs, wanted, vocab=4).hypotheses()
+        search_settings = SearchSettings(2, 1, do_sample=True, seed=seed)
+        found = run_search(lambda tokens: logprobs, search_settings, vocab=4).hypotheses()
         counts[frozenset(each.token_ids[0] for each in found)] += 1
     for pair, count in counts.items():
         first, second = (probabilities[token] for token in pair)
@@ -190,9 +198,9 @@ def test_sampled_pairs_are_drawn_without_replacement():
 
 def test_sampling_is_reproducible_and_filtered():
     model = random_model(4)
-    wanted = SearchSettings(3, 4, (0,), do_sample=True, seed=7, top_k=4, temperature=0.8)
-    first = run_search(model, wanted).hypotheses()
-    second = run_search(model, wanted).hypotheses()
+    search_settings = SearchSettings(3, 4, (0,), do_sample=True, seed=7, top_k=4, temperature=0.8)
+    first = run_search(model, search_settings).hypotheses()
+    second = run_search(model, search_settings).hypotheses()
     assert [each[:6] for each in first] == [each[:6] for each in second]
     for each in first:
         for length, token in enumerate(each.token_ids):

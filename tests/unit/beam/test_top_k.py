@@ -66,11 +66,11 @@ def test_equals_sorting_everything(
     logits = torch.from_numpy(values).to(dtype)
     logprobs = log_softmax(logits.float().numpy())
     with patch.object(blocks, "_CHUNK", chunk):
-        found = select_best(logits, totals, count)
-    pairs = list(zip(found.rows.tolist(), found.token_ids.tolist(), strict=True))
+        candidates = select_best(logits, totals, count)
+    pairs = list(zip(candidates.rows.tolist(), candidates.token_ids.tolist(), strict=True))
     assert sorted(pairs) == ranked(logprobs, totals, count)
-    assert np.array_equal(found.logprobs, logprobs[found.rows, found.token_ids])
-    assert all(map(np.array_equal, launch_best(logits, totals, count).fetch(), found))
+    assert np.array_equal(candidates.logprobs, logprobs[candidates.rows, candidates.token_ids])
+    assert all(map(np.array_equal, launch_best(logits, totals, count).fetch(), candidates))
     # By row, best first within a row; the smaller token of two equal ones.
     keys = [(row, -logprobs[row, token], token) for row, token in pairs]
     assert keys == sorted(keys)
@@ -104,17 +104,20 @@ def test_rules_come_before_the_choice(rows, vocab, count, masks, seed):
         ruled[~allowed] = -np.inf
     totals = -STEP * random.integers(30, size=rows).astype(np.float32)
 
-    found = select_best(torch.from_numpy(logits), totals, count, rules)
-    pairs = list(zip(found.rows.tolist(), found.token_ids.tolist(), strict=True))
+    candidates = select_best(torch.from_numpy(logits), totals, count, rules)
+    pairs = list(zip(candidates.rows.tolist(), candidates.token_ids.tolist(), strict=True))
     assert sorted(pairs) == ranked(ruled, totals, count)
-    assert np.array_equal(found.logprobs, logprobs[found.rows, found.token_ids])
+    assert np.array_equal(candidates.logprobs, logprobs[candidates.rows, candidates.token_ids])
     keys = [(row, -ruled[row, token], token) for row, token in pairs]
     assert keys == sorted(keys)
     launched = launch_best(torch.from_numpy(logits), totals, count, rules)
-    assert all(map(np.array_equal, launched.fetch(), found))
+    assert all(map(np.array_equal, launched.fetch(), candidates))
 
-    found = best_of_rows(torch.from_numpy(logits), min(count, vocab), rules).fetch()
-    token_ids, values = found.token_ids.reshape(rows, -1), found.logprobs.reshape(rows, -1)
+    candidates = best_of_rows(torch.from_numpy(logits), min(count, vocab), rules).fetch()
+    token_ids, values = (
+        candidates.token_ids.reshape(rows, -1),
+        candidates.logprobs.reshape(rows, -1),
+    )
     best = -np.sort(-ruled, axis=1)[:, : min(count, vocab)]
     assert np.array_equal(np.take_along_axis(ruled, token_ids, 1), best)
     raw = np.take_along_axis(logprobs, token_ids, 1)
@@ -124,13 +127,13 @@ def test_rules_come_before_the_choice(rows, vocab, count, masks, seed):
 def test_rows_with_nan_have_no_continuations():
     logits = torch.randn(3, 100)
     logits[1, 7] = torch.nan
-    found = select_best(logits, np.zeros(3, np.float32), 250)
-    assert np.bincount(found.rows, minlength=3).tolist() == [100, 0, 100]
+    candidates = select_best(logits, np.zeros(3, np.float32), 250)
+    assert np.bincount(candidates.rows, minlength=3).tolist() == [100, 0, 100]
     assert len(select_best(logits[1:2], np.zeros(1, np.float32), 5).rows) == 0
 
 
 @given(
-    wanted=st.builds(
+    search_settings=st.builds(
         SearchSettings,
         beam_width=st.integers(1, 9),
         max_new_tokens=st.integers(1, 6),
@@ -142,7 +145,7 @@ def test_rows_with_nan_have_no_continuations():
     tied=st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
-def test_search_equals_the_best_of_every_row_and_the_reference(wanted, seed, tied):
+def test_search_equals_the_best_of_every_row_and_the_reference(search_settings, seed, tied):
     model = random_model(seed)
 
     def next_logits(token_ids):
@@ -152,20 +155,22 @@ def test_search_equals_the_best_of_every_row_and_the_reference(wanted, seed, tie
     def next_logprobs(token_ids):
         return log_softmax(next_logits(token_ids))
 
-    search = BeamSearch(wanted, PROMPT)
+    search = BeamSearch(search_settings, PROMPT)
     assert search.takes_best_of_all
     rows: list[list[int]] = [[]]
     while not search.done:
         logits = torch.from_numpy(np.stack([next_logits(row) for row in rows]))
-        found = select_best(logits, search.totals, wanted.num_candidates)
-        rows = extended(rows, search.advance(found))
-    found = search.hypotheses()
-    assert [(each.token_ids, each.places.tolist()) for each in found] == [
+        candidates = select_best(logits, search.totals, search_settings.num_candidates)
+        rows = extended(rows, search.advance(candidates))
+    hypotheses = search.hypotheses()
+    assert [(each.token_ids, each.places.tolist()) for each in hypotheses] == [
         (each.token_ids, each.places.tolist())
-        for each in run_search(next_logprobs, wanted).hypotheses()
+        for each in run_search(next_logprobs, search_settings).hypotheses()
     ]
-    expected = reference_search(next_logprobs, wanted, PROMPT)
-    assert [(each.token_ids, each.score) for each in found] == [tuple(each) for each in expected]
+    expected = reference_search(next_logprobs, search_settings, PROMPT)
+    assert [(each.token_ids, each.score) for each in hypotheses] == [
+        tuple(each) for each in expected
+    ]
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,8 @@ def test_the_device_makes_the_transitions_of_the_search(
     """Children, tables and copied tails, with ties; the search hears of each choice later."""
     random = np.random.default_rng(seed)
     stops = tuple(random.permutation(vocab)[:num_stops].tolist())
-    wanted = SearchSettings(width, 8, stop_token_ids=stops, early_stopping="never")
-    search = BeamSearch(wanted)
+    search_settings = SearchSettings(width, 8, stop_token_ids=stops, early_stopping="never")
+    search = BeamSearch(search_settings)
     prompt = tuple(range(-prompt_len, 0))
     cache = Cache(block_size, prompt, 0)
     kv = torch.zeros((500, block_size), dtype=torch.int64)
@@ -141,7 +141,7 @@ def test_the_device_makes_the_transitions_of_the_search(
     def text_of(rank: int) -> tuple[int, ...]:
         return (*prompt, *search.generated[rank].tolist())
 
-    count = wanted.num_candidates
+    count = search_settings.num_candidates
     first = torch.from_numpy(next_logits(1))
     children = search.advance(select_best(first, search.totals, count))
     if len(children) < width:

@@ -31,14 +31,14 @@ RULES = [Rules(deny_prefixes=[[3], [1, 2]]), Rules(allow_items=range(999, 1050))
 
 
 def run_items(
-    next_logits, trie, wanted, eos=None, normalize="vocabulary", weight_factor=0.0
+    next_logits, trie, search_settings, eos=None, normalize="vocabulary", weight_factor=0.0
 ) -> ItemSearch:
     """Drive a search as the engine does: all rows' logits, then the valid candidates only."""
-    search = ItemSearch(trie, wanted, eos, weight_factor)
+    search = ItemSearch(trie, search_settings, eos, weight_factor)
     rows = [[]]
     while not search.search.done:
         found = best_continuations(
-            trie, next_logits(rows), search.nodes, search.search.totals, wanted.beam_width,
+            trie, next_logits(rows), search.nodes, search.search.totals, search_settings.beam_width,
             eos, normalize, weight_factor,
         ).fetch()  # fmt: skip
         rows = extended(rows, search.advance(found))
@@ -98,7 +98,7 @@ def test_equals_reference(
         plain = PlainTrie(selected_items(plain.items, plain.items, rules))
         trie = SelectedTrie(trie, select(trie, rules))
     weights = {tokens: weight_factor * weight_of(value) for tokens, value in plain.items.items()}
-    wanted = SearchSettings(
+    search_settings = SearchSettings(
         beam_width=width,
         max_new_tokens=catalogues[number][0].max_length + (eos is not None),
         stop_token_ids=() if eos is None else (eos,),
@@ -108,7 +108,7 @@ def test_equals_reference(
     model = random_model(seed, vocab=VOCAB)
     search = run_items(
         lambda rows: torch.from_numpy(np.stack([model(row) for row in rows])),
-        trie, wanted, eos, normalize, weight_factor,
+        trie, search_settings, eos, normalize, weight_factor,
     )  # fmt: skip
     found = search.hypotheses()
     outcome = None
@@ -136,10 +136,10 @@ def test_equals_reference(
 
 def test_fewer_items_than_the_width(catalogues):
     trie, plain = catalogues[0]
-    wanted = SearchSettings(beam_width=50, max_new_tokens=trie.max_length)
+    search_settings = SearchSettings(beam_width=50, max_new_tokens=trie.max_length)
     model = random_model(0, vocab=VOCAB)
     search = run_items(
-        lambda rows: torch.from_numpy(np.stack([model(row) for row in rows])), trie, wanted
+        lambda rows: torch.from_numpy(np.stack([model(row) for row in rows])), trie, search_settings
     )
     found = search.item_ids(search.search.hypotheses())
     assert sorted(found) == sorted(plain.items.values())
@@ -174,7 +174,7 @@ def test_equals_hugging_face(tmp_path, width, count, lengths, eos, early_stoppin
     items = random_items(width, count, 0, lengths, branching=200)
     trie, plain = trie_of(tmp_path / "items.trie", items), PlainTrie(items)
     prompt = [100, 20, 30, 44, 5, 600, 7]
-    wanted = SearchSettings(
+    search_settings = SearchSettings(
         beam_width=width,
         max_new_tokens=trie.max_length + (eos is not None),
         stop_token_ids=() if eos is None else (eos,),
@@ -185,10 +185,10 @@ def test_equals_hugging_face(tmp_path, width, count, lengths, eos, early_stoppin
         with torch.no_grad():
             return model(torch.tensor([[*prompt, *row] for row in rows])).logits[:, -1]
 
-    search = run_items(next_logits, trie, wanted, eos)
+    search = run_items(next_logits, trie, search_settings, eos)
     found = search.search.hypotheses()
     expected = constrained_search(
-        str(model_path()), prompt, width, wanted.max_new_tokens,
+        str(model_path()), prompt, width, search_settings.max_new_tokens,
         lambda path: plain.allowed(path, eos), eos, early_stopping,
     )  # fmt: skip
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
