@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -295,7 +296,9 @@ def beams() -> dict[str, Any]:
         ),
     }
     allowed = configured_for_beams({"allow_untested_gpu": True})
-    result["caches"] = {name: scheduler(allowed, specs).beam_off for name, specs in SPECS.items()}
+    result["caches"] = {
+        name: scheduler(copy(allowed), specs).beam_off for name, specs in SPECS.items()
+    }
     stock = PretendedCuda.is_cuda
     PretendedCuda.is_cuda = classmethod(lambda cls: False)
     config = SimpleNamespace(additional_config={"vllm_trie": {"allow_untested_gpu": True}})

@@ -18,13 +18,10 @@ from vllm.inputs import TokensPrompt
 
 from vllm_trie.check.engines import ALLOWED, start_engine
 from vllm_trie.check.parts import Outcome, Settings
+from vllm_trie.vllm_hooks.scheduler.search_check import SMALLEST, TOLERATED
 from vllm_trie.vllm_hooks.setup.beam_support import reason_off
 
 _LONGEST_PROMPT = 200
-TOLERATED = 4.0
-"""Largest difference allowed, as a multiple of the difference that ordinary requests show."""
-SMALLEST = 2e-3
-"""A difference per token that always passes: float32 kernels differ by less."""
 
 
 class BeamCheck(NamedTuple):

@@ -6,6 +6,7 @@
     scheduler  -- attributes of SchedulerOutput -->  workers
     workers    -- attributes of ModelRunnerOutput -->  scheduler  -- SchedulerStats -->  front end
     scheduler  -- result of a search, with its report -->  front end
+    engine's process  -- ReadyResponse -->  front end
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreReadyResponse
 
 from vllm_trie.beam import ITEM_OPTIONS, BeamOptions, SearchSettings
 from vllm_trie.items import Rules
@@ -166,6 +168,20 @@ class Decoding(NamedTuple):
     version: str
     selection: Selection | None
     eos_token_id: int
+
+
+# -- the end of a start ---------------------------------------------------------------------------
+
+
+@dataclass
+class ReadyResponse(EngineCoreReadyResponse):
+    """What the front end hears of an engine that has started.
+
+    Attributes:
+        beams_off: Why the engine has no native beam search, None if it has.
+    """
+
+    beams_off: str | None = None
 
 
 # -- statistics: of the workers, on their way to the front end -------------------------------------

@@ -40,7 +40,9 @@ from tests.engine.conftest import free_blocks, runner_of, scheduler_of
 from tests.engine.v2_waits import Waits
 from tests.unit.items.catalogues import PlainTrie, random_items, write
 from vllm_trie.tiny_model import model_path
+from vllm_trie.vllm_hooks.scheduler import search_check
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
+from vllm_trie.vllm_hooks.worker.beam import device_beams
 
 
 class Load(NamedTuple):
@@ -158,6 +160,17 @@ def run_constrained(llm: LLM) -> dict[str, Any]:
     return {"compared": sum(map(len, expected))}
 
 
+def check_at_start(llm: LLM) -> tuple[str | None, bool, str | None]:
+    """What the check at a start says, whether the device began steps, and what the check says to a
+    device that copies no tails."""
+    core, counters = llm.llm_engine.engine_core.engine_core, scheduler_of(llm).beam_counters
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search_check, "_WIDTHS", (2, 4))  # the interpreter is slow
+        reason, ahead = search_check.reason_against_searches(core), counters.steps_ahead > 20
+        patch.setattr(device_beams, "_copy_blocks", lambda *arguments: None)
+        return reason, ahead, search_check.reason_against_searches(core)
+
+
 @contextmanager
 def overcommitment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -206,6 +219,8 @@ def run_load(load: Load, catalogue: str) -> dict[str, Any]:
     if waits is not None:
         result["waits"] = waits.summary()
     counters = scheduler.beam_counters
+    if load.is_constrained:
+        result["start"] = check_at_start(llm)
     return result | {name: getattr(counters, name) for name in type(counters).__slots__}
 
 

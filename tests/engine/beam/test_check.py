@@ -1,15 +1,19 @@
-"""``vllm-trie beam check``: passes what works, and finds KV that is wrong."""
+"""``vllm-trie beam check`` and the check at a start: both pass what works, and find wrong KV."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from vllm.v1.worker import gpu_model_runner
 
+from tests.engine.beam.cases import greedy_requests
+from tests.engine.conftest import scheduler_of
+from tests.processes import run_python
 from vllm_trie.beam import Candidates
 from vllm_trie.check.beams import BeamCheck, check
-from vllm_trie.vllm_hooks.scheduler import group
+from vllm_trie.vllm_hooks.scheduler import group, search_check
 
 
 def small_check(llm: Any) -> BeamCheck:
@@ -21,30 +25,74 @@ def llm(engine) -> Any:
     return engine(block_size=32, max_model_len=512, max_num_seqs=16)
 
 
-def test_what_works_passes(llm):
-    found = small_check(llm)
-    assert found.passed
-    assert found.num_hypotheses == 18
-    assert found.num_pairs > 5
-    assert found.found < 1e-4
+def at_start(llm: Any) -> str | None:
+    """What the check at a start has against an engine that has started."""
+    return search_check.reason_against_searches(llm.llm_engine.engine_core.engine_core)
 
 
-def test_forks_without_their_copies_are_found(llm, monkeypatch):
-    """The worker does not copy the tail block: rows attend to what was there before."""
-    monkeypatch.setattr(gpu_model_runner, "copy_kv_cache_blocks_inplace", lambda *arguments: None)
-    found = small_check(llm)
-    llm.reset_prefix_cache()
-    assert not found.passed
-    assert found.found > found.allowed
-    assert found.ordinary < 1e-4
+def without_tails(patch: pytest.MonkeyPatch) -> None:
+    """Have the worker not copy tail blocks: rows attend to what was there before."""
+    patch.setattr(gpu_model_runner, "copy_kv_cache_blocks_inplace", lambda *arguments: None)
 
 
-def test_log_probabilities_of_another_row_are_found(llm, monkeypatch):
+def with_rows_of_others(patch: pytest.MonkeyPatch) -> None:
     stock = group._merged
 
     def rolled(parts):
         rows, *values = stock(parts)[:3]
-        return Candidates(rows, *(found[::-1] for found in values))
+        return Candidates(rows, *(value[::-1] for value in values))
 
-    monkeypatch.setattr(group, "_merged", rolled)
+    patch.setattr(group, "_merged", rolled)
+
+
+def test_what_works_passes(llm):
+    outcome = small_check(llm)
+    assert outcome.passed
+    assert outcome.num_hypotheses == 18
+    assert outcome.num_pairs > 5
+    assert outcome.found < 1e-4
+    before = scheduler_of(llm).beam_counters.groups
+    assert at_start(llm) is None
+    assert scheduler_of(llm).beam_counters.groups == before + 6  # 2, 9 and 16 wide, and 3 of 9
+
+
+def test_forks_without_their_copies_are_found(llm, monkeypatch):
+    without_tails(monkeypatch)
+    outcome = small_check(llm)
+    llm.reset_prefix_cache()
+    assert not outcome.passed
+    assert outcome.found > outcome.allowed
+    assert outcome.ordinary < 1e-4
+    assert "differ by" in at_start(llm)
+
+
+def test_log_probabilities_of_another_row_are_found(llm, monkeypatch):
+    with_rows_of_others(monkeypatch)
     assert not small_check(llm).passed
+    assert "differ by" in at_start(llm)
+
+
+def test_a_check_that_sees_nothing_is_found(llm, monkeypatch):
+    monkeypatch.setattr(search_check, "_without_copies", nullcontext)
+    assert at_start(llm) == "the check does not see missing copies of KV"
+
+
+def test_an_engine_whose_searches_raise_goes_on(llm, monkeypatch):
+    texts, params = zip(*greedy_requests(2, max_tokens=5), strict=True)
+    expected = llm.generate(list(texts), list(params), use_tqdm=False)
+
+    def fault(*arguments: Any) -> None:
+        raise RuntimeError("a fault of the device")
+
+    monkeypatch.setattr(gpu_model_runner, "copy_kv_cache_blocks_inplace", fault)
+    assert at_start(llm) == "RuntimeError: a fault of the device"
+    results = llm.generate(list(texts), list(params), use_tqdm=False)
+    assert [r.outputs[0].token_ids for r in results] == [r.outputs[0].token_ids for r in expected]
+
+
+@pytest.mark.slow
+def test_a_refusal_reaches_a_front_end_of_its_own_process():
+    done = run_python(
+        "-m", "tests.engine.beam.search_check_run", VLLM_ENABLE_V1_MULTIPROCESSING="1"
+    )
+    assert "checked 3 starts" in done.stdout, done.stderr[-3000:]

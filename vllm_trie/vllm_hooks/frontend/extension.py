@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from vllm_trie.vllm_hooks.frontend.beam_api import ROUTE
 from vllm_trie.vllm_hooks.frontend.extra_args import check_speculation, refusing_what_fails
 from vllm_trie.vllm_hooks.frontend.requests import (
@@ -20,8 +22,9 @@ from vllm_trie.vllm_hooks.frontend.requests import (
 from vllm_trie.vllm_hooks.ledger import offered
 from vllm_trie.vllm_hooks.ledger.record import SEARCH, UPSTREAM, Result, Symbols, of_beams
 from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.setup.beam_support import switch_off
 from vllm_trie.vllm_hooks.setup.limits import switched_off
-from vllm_trie.vllm_hooks.wire import SPEC_KEY, extra_args_of
+from vllm_trie.vllm_hooks.wire import SPEC_KEY, ReadyResponse, extra_args_of
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import BeamSearchParams, SamplingParams
     from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.core_client import MPClient
     from vllm.v1.engine.input_processor import InputProcessor
 
 
@@ -171,6 +175,17 @@ def verify_greedy_sampling(original: Callable[..., None], self: SamplingParams) 
     """Allow ``n > 1`` at temperature 0 for beam requests."""
     if not BEAM_REQUESTS.has_distinct_outputs(self):
         original(self)
+
+
+@of_beams("v1.engine.core_client:MPClient.").wraps(
+    "_apply_ready_response", "hears why the engine has no native beam search"
+)
+def apply_ready_response(original: Callable[..., None], self: MPClient, payload: bytes) -> None:
+    """Take over from an engine that has started why native searches are off."""
+    original(self, payload)
+    if payload:
+        response = msgspec.msgpack.decode(payload, type=ReadyResponse)
+        switch_off(self.vllm_config, response.beams_off)
 
 
 _route = of_beams("entrypoints.", point="beam_search_route")

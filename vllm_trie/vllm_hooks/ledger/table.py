@@ -20,7 +20,8 @@ _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("speculation", "cpu"): "worker.cpu_worker worker.attention.cpu",
     ("speculation", "cuda"): "worker.cuda_worker worker.attention.cuda",
     ("beam", "any"): "frontend.answers frontend.extension frontend.hypotheses"
-    " scheduler.beam_scheduler scheduler.proxies worker.beam.beams_v1 worker.beam.beams_v2",
+    " scheduler.beam_scheduler scheduler.proxies scheduler.search_check"
+    " worker.beam.beams_v1 worker.beam.beams_v2",
     ("beam", "cpu"): "worker.beam.block_copies worker.beam.shared_prompt",
 }
 """Modules with entries next to their code; a feature whose module cannot be imported steps aside.

@@ -40,7 +40,12 @@ from vllm_trie.vllm_hooks.ledger.record import of_beams
 from vllm_trie.vllm_hooks.scheduler.groups import BeamGroups, Outputs
 from vllm_trie.vllm_hooks.scheduler.items import decoded_items
 from vllm_trie.vllm_hooks.scheduler.proxies import BeamCounters, BeamProxies
-from vllm_trie.vllm_hooks.setup.beam_support import cache_reason, reason_off, say_where_untested
+from vllm_trie.vllm_hooks.setup.beam_support import (
+    cache_reason,
+    reason_off,
+    say_where_untested,
+    switch_off,
+)
 from vllm_trie.vllm_hooks.wire import is_search
 
 logger = init_logger(__name__)
@@ -53,11 +58,19 @@ class TrieBeamScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.beam_off = reason_off(self.vllm_config) or cache_reason(self.kv_cache_config)
+        self.beam_off = reason_off(self.vllm_config)
         say_where_untested(self.vllm_config)
+        if self.beam_off is None and (reason := cache_reason(self.kv_cache_config)):
+            self.switch_off(reason)
         self.beam_counters = BeamCounters()
         self.beam_proxies = BeamProxies(self, self.beam_counters)
         self.beam_groups = BeamGroups(self, self.beam_proxies, self.beam_counters)
+
+    def switch_off(self, reason: str) -> None:
+        """Serve no native searches, as something showed at the start; log why."""
+        logger.error("Native beam search is off, vLLM's own serves: %s", reason)
+        switch_off(self.vllm_config, reason)
+        self.beam_off = reason
 
     @_scheduler.overrides("takes beam requests in")
     def add_request(self, request: Request) -> None:

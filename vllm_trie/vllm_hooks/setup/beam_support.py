@@ -26,16 +26,24 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+_OFF = "_vllm_trie_beams_off"
+"""Attribute of a ``VllmConfig``: why the check at start-up has switched native searches off."""
+
 # -- engines ---------------------------------------------------------------------------------------
 
 
 def reason_off(vllm_config: VllmConfig) -> str | None:
     """Return why native beam search does not serve this engine, None if it does.
 
-    A pure function of the configuration: the front end and the engine's process come to the same
-    answer.
+    The front end and the engine's process come to the same answer: from the configuration, and
+    from what :func:`switch_off` has written into it in both.
     """
-    return next(problems("beams", vllm_config), None)
+    return getattr(vllm_config, _OFF, None) or next(problems("beams", vllm_config), None)
+
+
+def switch_off(vllm_config: VllmConfig, reason: str | None) -> None:
+    """Have native beam search not serve this engine, for what showed at its start."""
+    setattr(vllm_config, _OFF, reason)
 
 
 def reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -> str | None:
@@ -77,8 +85,8 @@ def say_where_untested(vllm_config: VllmConfig) -> None:
     reason = reason_off(vllm_config)
     if reason is None:
         logger.warning(
-            "Native beam search is on by %s=True. It has never run on a GPU: before you rely on "
-            "it, run `vllm-trie beam check MODEL --%s`.",
+            "Native beam search is on by %s=True, after a check. It has never run on a GPU: before "
+            "you rely on it, run `vllm-trie beam check MODEL --%s`.",
             ALLOW_GPU,
             ALLOW_GPU.replace("_", "-"),
         )

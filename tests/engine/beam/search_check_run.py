@@ -1,0 +1,73 @@
+"""The check of native searches at the start of engines that are processes of their own.
+
+``python -m tests.engine.beam.search_check_run`` pretends a GPU to the check, which forked engines
+inherit. It compares what the front end does after a check that passes, after one that fails, and
+in an engine whose KV cache cannot be shared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm import LLM
+from vllm.sampling_params import BeamSearchParams
+
+from tests.engine.beam.cases import prompt
+from tests.engine.beam.test_check import without_tails
+from tests.engine.beam.test_entrances import beam_params
+from vllm_trie.tiny_model import model_path
+from vllm_trie.vllm_hooks.frontend import beam_api
+from vllm_trie.vllm_hooks.scheduler import beam_scheduler, search_check
+from vllm_trie.vllm_hooks.setup.beam_support import reason_off
+
+SOURCE: list[Any] = [{"prompt_token_ids": list(prompt(2, 40))}]
+
+
+def started(break_it: Callable[[pytest.MonkeyPatch], None] | None) -> tuple[str | None, list[Any]]:
+    """Start an engine; return why its front end has searches off, and what a search finds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search_check, "is_cuda", lambda: True)
+        if break_it is not None:
+            break_it(patch)
+        llm = LLM(
+            str(model_path()),
+            dtype="float32",
+            enforce_eager=True,
+            kv_cache_memory_bytes=64 << 20,
+            block_size=32,
+            max_model_len=256,
+            max_num_seqs=16,
+        )
+    reason = reason_off(llm.llm_engine.vllm_config)
+    if reason is not None:
+        with pytest.raises(ValueError, match="native beam search is off"):
+            llm.generate(SOURCE, beam_params(3), use_tqdm=False)
+    [result] = llm.beam_search(SOURCE, BeamSearchParams(beam_width=3, max_tokens=6))
+    llm.llm_engine.engine_core.shutdown()
+    return reason, [(sequence.tokens, sequence.cum_logprob) for sequence in result.sequences]
+
+
+def main() -> None:
+    said = []
+    beam_api.logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    native = started(None)
+    assert native[0] is None
+    assert not said
+    refused = started(without_tails)
+    assert "differ by" in str(refused[0])
+    assert str(refused[0]) in said[-1], said
+    strange = started(lambda patch: patch.setattr(beam_scheduler, "cache_reason", lambda _: "X"))
+    assert strange[0] == "X"
+    for _, hypotheses in (refused, strange):
+        for (tokens, total), (expected, expected_total) in zip(hypotheses, native[1], strict=True):
+            assert tokens == expected
+            assert abs(total - expected_total) < 1e-4
+    print("checked 3 starts")
+
+
+if __name__ == "__main__":
+    main()
