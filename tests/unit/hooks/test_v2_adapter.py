@@ -323,6 +323,8 @@ def test_only_drafted_tokens_are_valid(
         num_speculative_tokens=WIDTH,
         enable_adaptive_verification=False,
         rejection_sample_method="standard",
+        fly_entropy_threshold=0.3,  # this and the next since vLLM 0.33
+        fly_entropy_top_k=3,
     )
     adapter: Any = SimpleNamespace(num_drafted=num_drafted, is_drafting=True)
     sampler = DraftedOnly(stock, config, adapter)

@@ -79,6 +79,8 @@ def spec_config() -> Any:
         num_speculative_tokens=4,
         enable_adaptive_verification=False,
         rejection_sample_method="standard",
+        fly_entropy_threshold=0.3,  # this and the next since vLLM 0.33
+        fly_entropy_top_k=3,
     )
 
 
