@@ -11,7 +11,8 @@ of items, an answer the best `width` items.
 
 `--concurrency` requests run at a time, the next one begins when another has ended; methods take
 turns. `vllm` and `hf` take their requests together and one by one, so that their latency is that of
-the call. `invalid` is the share of hypotheses that are no items.
+the call. `invalid` is the share of hypotheses that are no items. `host_ms`, on a CPU, is a step's
+processor time in this project's searches, without forward passes, logits and copies of KV.
 
     python benchmarks/recommend.py --items 1000000 --widths 50 100
     python benchmarks/recommend.py --device cuda --shape 1.7b --items 10000000 \
@@ -21,6 +22,7 @@ the call. `invalid` is the share of hypotheses that are no items.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -32,6 +34,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from support.beam_parts import part_seconds
 from support.device import CUDA_OPTIONS, add_device_options, check_device
 from support.harness import Row, finish, option_parser, run_quietly
 from support.wide_beams import allowed_tokens, random_items
@@ -41,7 +44,7 @@ from vllm_trie.items import build_items, read_items
 
 COLUMNS = (
     "method", "width", "concurrency", "requests_per_s", "ratio_to_items", "p50_ms", "p99_ms",
-    "invalid",
+    "invalid", "host_ms",
 )  # fmt: skip
 METHODS = ("items", "free", "vllm", "hf")
 CODEBOOKS, CODES = 3, 8192
@@ -191,6 +194,11 @@ class Bench:
                     "shape": options.shape,
                 }
             )
+            if method in ("items", "free") and options.device == "cpu":
+                search = functools.partial(self._search, prompts, width, 1, method)
+                model_class = type(local_engine.runner_of(self._llm).model)
+                seconds = part_seconds(search, model_class)["host"]
+                rows[-1]["host_ms"] = 1e3 * seconds / (CODEBOOKS * len(prompts))
         for row in rows:
             row["ratio_to_items"] = row["requests_per_s"] / rows[0]["requests_per_s"]
         return rows

@@ -36,11 +36,7 @@ PARTS_COLUMNS = (
 
 @contextmanager
 def timed_functions(model_class: type) -> Iterator[Counter[str]]:
-    """Time the functions that the parts are named after; the counter has their seconds.
-
-    Args:
-        model_class: Class of the model, whose ``compute_logits`` is ``logits_ms``.
-    """
+    """Time the functions that the parts are named after; the counter has their seconds."""
     seconds: Counter[str] = Counter()
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,19 +60,28 @@ def timed_functions(model_class: type) -> Iterator[Counter[str]]:
         yield seconds
 
 
+def part_seconds(search: Callable[[], object], model_class: type) -> Counter[str]:
+    """Return the processor time of a search, of its parts, and of what is not the model's: `host`.
+
+    Args:
+        search: Runs it.
+        model_class: Class of the model, whose ``compute_logits`` is ``logits_ms``.
+    """
+    with timed_functions(model_class) as seconds:
+        start = time.process_time()
+        search()
+        seconds["total_ms"] = time.process_time() - start
+    seconds["host"] = seconds["total_ms"] - sum(seconds[name] for name in _MODEL_PARTS)
+    return seconds
+
+
 def measure_parts(bench: Any, options: Namespace, load: Any) -> list[Row]:
     """Return the row of one load of `--parts`: medians of the repeats, in processor time."""
-    bench.run("trie", load)  # warms up
-    model_class = bench.model_class()
-    runs: list[Counter[str]] = []
-    for _ in range(options.repeats):
-        with timed_functions(model_class) as seconds:
-            start = time.process_time()
-            bench.run("trie", load)
-            seconds["total_ms"] = time.process_time() - start
-        host = seconds["total_ms"] - sum(seconds[name] for name in _MODEL_PARTS)
-        seconds["host_ms_per_step"] = host / load.new_tokens
-        runs.append(seconds)
+    search = functools.partial(bench.run, "trie", load)
+    search()  # warms up
+    runs = [part_seconds(search, bench.model_class()) for _ in range(options.repeats)]
+    for seconds in runs:
+        seconds["host_ms_per_step"] = seconds["host"] / load.new_tokens
     return [
         {
             "method": "trie",
