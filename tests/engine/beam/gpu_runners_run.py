@@ -160,15 +160,21 @@ def run_constrained(llm: LLM) -> dict[str, Any]:
     return {"compared": sum(map(len, expected))}
 
 
-def check_at_start(llm: LLM) -> tuple[str | None, bool, str | None]:
+def check_at_start(llm: LLM) -> tuple[str | None, bool, str | None, str | None]:
     """What the check at a start says, whether the device began steps, and what the check says to a
-    device that copies no tails."""
+    device that copies no tails, and to one that raises."""
+
+    def fault(*arguments: Any) -> None:
+        raise RuntimeError("a fault of the device")
+
     core, counters = llm.llm_engine.engine_core.engine_core, scheduler_of(llm).beam_counters
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search_check, "_WIDTHS", (2, 4))  # the interpreter is slow
         reason, ahead = search_check.reason_against_searches(core), counters.steps_ahead > 20
         patch.setattr(device_beams, "_copy_blocks", lambda *arguments: None)
-        return reason, ahead, search_check.reason_against_searches(core)
+        without_copies = search_check.reason_against_searches(core)
+        patch.setattr(device_beams, "_copy_blocks", fault)
+        return reason, ahead, without_copies, search_check.reason_against_searches(core)
 
 
 @contextmanager
@@ -213,14 +219,14 @@ def run_load(load: Load, catalogue: str) -> dict[str, Any]:
     for _ in range(3):  # let the worker hear of the last ones
         if scheduler.has_requests():
             llm.llm_engine.step()
+    if waits is not None:
+        result["waits"] = waits.summary()
+    if load.is_constrained:
+        result["start"] = check_at_start(llm)
     result["blocks_lost"] = before - free_blocks(llm)
     of_worker = runner.req_states.req_id_to_index if load.is_v2 else runner.requests
     result["requests_left"] = len(scheduler.requests) + len(of_worker)
-    if waits is not None:
-        result["waits"] = waits.summary()
     counters = scheduler.beam_counters
-    if load.is_constrained:
-        result["start"] = check_at_start(llm)
     return result | {name: getattr(counters, name) for name in type(counters).__slots__}
 
 

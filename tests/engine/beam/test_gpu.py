@@ -81,6 +81,7 @@ def test_hypotheses_are_those_of_transformers_on_a_gpus_runner(
     if case == "rules and catalogues":  # whose check searches ahead, too
         assert result["start"][:2] == [None, True]
         assert "differ by" in result["start"][2]
+        assert result["start"][3] == "RuntimeError: a fault of the device"
     assert result["groups_failed"] == result["blocks_lost"] == result["requests_left"] == 0
     if case in ("default", "beside trees", "V1"):  # whose groups fight for blocks
         assert result["beams_preempted"] > 0
