@@ -172,7 +172,10 @@ def attention_rows(options: argparse.Namespace, dtype_name: str) -> list[Row]:
             runs["torch"] = partial(pass_over, tree_attention_portable, query, caches, tree)
         interleave(runs, 1)
         timed = interleave(runs, options.repeats)
-        ms = {name: 1e3 * median_seconds(each) / options.layers for name, each in timed.items()}
+        ms = {
+            name: 1e3 * median_seconds(timed_runs) / options.layers
+            for name, timed_runs in timed.items()
+        }
         rows += [row_of(options, name, context, nodes, dtype_name, ms, ms["stock"]) for name in ms]
     return rows
 
@@ -205,7 +208,7 @@ def compaction_rows(options: argparse.Namespace, dtype_name: str) -> list[Row]:
     }
     interleave(runs, 1)
     timed = interleave(runs, 3 * options.repeats)
-    ms = {name: 1e3 * median_seconds(each) for name, each in timed.items()}
+    ms = {name: 1e3 * median_seconds(timed_runs) for name, timed_runs in timed.items()}
     weights = torch.ones(FLUSHED_BYTES // 8, dtype=torch.int64)
     for name, run in runs.items():
         seconds = []

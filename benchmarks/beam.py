@@ -175,9 +175,11 @@ class Bench:
     def _generate(self, load: Load, params: Any) -> list[list[list[int]]]:
         self._llm.reset_prefix_cache()
         results = self._llm.generate(
-            [{"prompt_token_ids": each} for each in self.prompts(load)], params, use_tqdm=False
+            [{"prompt_token_ids": token_ids} for token_ids in self.prompts(load)],
+            params,
+            use_tqdm=False,
         )
-        return [[list(each.token_ids) for each in result.outputs] for result in results]
+        return [[list(output.token_ids) for output in result.outputs] for result in results]
 
     def _run_trie(self, load: Load) -> list[list[list[int]]]:
         extra_args: dict[str, Any] = {"beam_width": load.beam_width}
@@ -199,11 +201,14 @@ class Bench:
         os.environ["VLLM_TRIE_BEAM"] = "0"
         try:
             results = self._llm.beam_search(
-                [{"prompt_token_ids": each} for each in self.prompts(load)], params
+                [{"prompt_token_ids": token_ids} for token_ids in self.prompts(load)], params
             )
         finally:
             del os.environ["VLLM_TRIE_BEAM"]
-        return [[each.tokens[load.prompt_len :] for each in result.sequences] for result in results]
+        return [
+            [sequence.tokens[load.prompt_len :] for sequence in result.sequences]
+            for result in results
+        ]
 
     def _run_hf(self, load: Load) -> list[list[list[int]]]:
         prompts = self._torch.tensor(self.prompts(load), device=self._hf.device)
@@ -273,7 +278,7 @@ def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
     block_bytes = bench.block_size * bench.kv_bytes
     rows = []
     for name in methods:
-        found = timed[name][0][1]
+        hypotheses = timed[name][0][1]
         peak = usage[name].peak_blocks
         rows.append(
             {
@@ -289,7 +294,7 @@ def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
                 "greedy_blocks": load.num_prompts * -(-length // bench.block_size),
                 "kv_bytes_per_token": peak * block_bytes / (load.num_prompts * length),
                 "identical_to_hf": (
-                    found == timed["hf"][0][1] if name == "trie" and "hf" in timed else None
+                    hypotheses == timed["hf"][0][1] if name == "trie" and "hf" in timed else None
                 ),
             }
         )

@@ -46,9 +46,9 @@ def synthetic_text(size: int, seed: int) -> np.ndarray:
     return np.concatenate(pieces)[:size]
 
 
-def draft(backend: NativeBackend, own: Index, tokens: np.ndarray, store: Index | None) -> float:
+def draft(backend: NativeBackend, index: Index, tokens: np.ndarray, store: Index | None) -> float:
     """Return the microseconds of one draft of an indexed text."""
-    job = Job(own, store, None, tokens, len(tokens), NUM_NODES, 1 << 20, False)
+    job = Job(index, store, None, tokens, len(tokens), NUM_NODES, 1 << 20, False)
     begin = time.perf_counter()
     backend.draft_batch([job])
     return 1e6 * (time.perf_counter() - begin)
@@ -59,21 +59,21 @@ def measure(texts: list[np.ndarray], store_text: np.ndarray) -> tuple[dict[str, 
     backend = NativeBackend(BLEND)
     store = backend.new_index(MAX_ORDER)
     store.add_text(store_text)
-    own = backend.new_index(MAX_ORDER)
+    index = backend.new_index(MAX_ORDER)
     begin = time.perf_counter()
-    own.add_text(texts[0])
+    index.add_text(texts[0])
     times = {"index_prompt_ms": 1e3 * (time.perf_counter() - begin)}
 
     # Append five tokens a step, as speculation does; the draft is timed without them.
-    own = backend.new_index(MAX_ORDER)
+    index = backend.new_index(MAX_ORDER)
     size = NUM_TOKENS - 500
-    draft(backend, own, texts[0][:size], None)
+    draft(backend, index, texts[0][:size], None)
     appends, drafts, drafts_with_store = [], [], []
     while size < NUM_TOKENS:
         size += 5
-        with_append = draft(backend, own, texts[0][:size], None)
-        drafts.append(draft(backend, own, texts[0][:size], None))
-        drafts_with_store.append(draft(backend, own, texts[0][:size], store))
+        with_append = draft(backend, index, texts[0][:size], None)
+        drafts.append(draft(backend, index, texts[0][:size], None))
+        drafts_with_store.append(draft(backend, index, texts[0][:size], store))
         appends.append((with_append - drafts[-1]) / 5)
     times["append_token_us"] = statistics.median(appends)
     times["draft_us"] = statistics.median(drafts)
@@ -90,7 +90,7 @@ def measure(texts: list[np.ndarray], store_text: np.ndarray) -> tuple[dict[str, 
         begin = time.perf_counter()
         backend.draft_batch(jobs)
         times[name] = 1e3 * (time.perf_counter() - begin)
-    return times, own
+    return times, index
 
 
 def main(
@@ -115,14 +115,14 @@ def main(
         store_text = array[NUM_TOKENS:]
     times: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(repeats):
-        found, own = measure(texts, store_text)
-        for name, value in found.items():
+        measured, index = measure(texts, store_text)
+        for name, value in measured.items():
             times[name].append(value)
     rows: list[Row] = [
         {"measure": name, "value": statistics.median(values), "limit": LIMITS.get(name)}
         for name, values in times.items()
     ]
-    size = own.num_bytes / own.num_tokens
+    size = index.num_bytes / index.num_tokens
     rows.append({"measure": "bytes_per_token", "value": size, "limit": None})
     print_table(("measure", "value", "limit"), (row.values() for row in rows))
     write_json(rows, json_out)

@@ -172,10 +172,10 @@ def measure_searches(path: Path, widths: list[int], repeats: int) -> list[Row]:
         runs = {items: lambda w=width, i=items: search(w, i) for items in (True, False)}
         interleave(runs, 1)
         timed = interleave(runs, repeats)
-        found, free = (1e3 * median_seconds(timed[items]) for items in (True, False))
+        constrained, free = (1e3 * median_seconds(timed[items]) for items in (True, False))
         rows.append(
-            {"measure": "search", "beam_width": width, "items_ms": found, "free_ms": free,
-             "ratio": found / free}
+            {"measure": "search", "beam_width": width, "items_ms": constrained, "free_ms": free,
+             "ratio": constrained / free}
         )  # fmt: skip
     return rows
 

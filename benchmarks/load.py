@@ -236,7 +236,9 @@ def cpu_ratios(plain: Sequence[Work], ours: Sequence[Work]) -> Row:
     steps = [np.array([s for turn in turns for s in turn.full_steps]) for turns in (plain, ours)]
     if all(map(len, steps)):
         rng = np.random.default_rng(0)
-        medians = [np.median(rng.choice(each, (BOOTSTRAP, len(each))), axis=1) for each in steps]
+        medians = [
+            np.median(rng.choice(seconds, (BOOTSTRAP, len(seconds))), axis=1) for seconds in steps
+        ]
         low, high = np.quantile(medians[0] / medians[1], [0.025, 0.975])
         row["step_ratio"] = float(np.median(steps[0]) / np.median(steps[1]))
         row |= {"step_ratio_low": float(low), "step_ratio_high": float(high)}

@@ -101,7 +101,7 @@ def row_of(method: str, timed: Timed, expected: list[list[int]]) -> Row:
         "computed_tokens": counts.steps + counts.nodes,
         "tokens_per_step": num_tokens / counts.steps,
         "tokens_per_s": num_tokens / median_seconds(timed),
-        "identical": all(found == expected for _, (found, _) in timed),
+        "identical": all(answers == expected for _, (answers, _) in timed),
     }
 
 
@@ -142,7 +142,7 @@ def lookahead_rows(plain: Any, stage: Stage, prompts: Prompts, options: Any) -> 
             runs[f"{key}_{limit}"] = partial(run, CountedLookahead, settings)
     timed = interleave(runs, options.repeats)
     expected = timed["plain"][0][1][0]
-    rows = {method: row_of(method, each, expected) for method, each in timed.items()}
+    rows = {method: row_of(method, timed_runs, expected) for method, timed_runs in timed.items()}
     independent = rows["lookahead_independent"]["verification_tokens"]
     plain_speed = rows["plain"]["tokens_per_s"]
     for row in rows.values():
@@ -177,7 +177,7 @@ def union_rows(plain: Any, stage: Stage, name: str, prompts: Prompts, options: A
     runs = {key: lambda value=value: run(*value) for key, value in UNION_METHODS.items()}
     expected = decode(plain, prompts, params, size)
     timed = interleave(runs, options.repeats)
-    rows = {method: row_of(method, each, expected) for method, each in timed.items()}
+    rows = {method: row_of(method, timed_runs, expected) for method, timed_runs in timed.items()}
     for method, row in rows.items():
         row["prompt_set"], row["nodes"] = name, nodes
         if method in UNION_PARTS:

@@ -111,7 +111,7 @@ def rank_accuracies(first: Any, prompts: list[list[int]], outputs: list[list[int
 
     model = AutoModelForCausalLM.from_pretrained(first.context.model, dtype=torch.float32).eval()
     num_heads = len(first.temperatures)
-    found = np.zeros((num_heads, 32))
+    hits = np.zeros((num_heads, 32))
     places = 0
     for prompt, output in zip(prompts, outputs, strict=True):
         count = len(output) - num_heads - 1
@@ -123,8 +123,8 @@ def rank_accuracies(first: Any, prompts: list[list[int]], outputs: list[list[int
         places += count
         for head in range(num_heads):
             right = np.array(output[head + 1 : head + 1 + count])
-            found[head] += (tokens[:count, head] == right[:, None]).sum(axis=0)
-    return found / max(places, 1)
+            hits[head] += (tokens[:count, head] == right[:, None]).sum(axis=0)
+    return hits / max(places, 1)
 
 
 def compare(options: Any) -> list[Row]:
@@ -228,13 +228,13 @@ def method_rows(
             "tokens_per_step": times[0]["tokens_per_step"],
             "tokens_per_s": speed,
             "ratio_to_plain": speed / plain_speed,
-            "model_ms": median(each["model_ms"] for each in times),
-            "draft_ms": median(each["draft_ms"] for each in times),
+            "model_ms": median(turn["model_ms"] for turn in times),
+            "draft_ms": median(turn["draft_ms"] for turn in times),
             "identical": all(outputs == plain for _, (outputs, _) in repeats),
         }
         if method == "plain":
             continue
-        row["select_us"] = median(each["select_us"] for each in times)
+        row["select_us"] = median(turn["select_us"] for turn in times)
         row["draft_over_model"] = row["draft_ms"] / row["model_ms"]
         row["predicted_over_accepted"] = times[0]["predicted_over_accepted"]
     for (_, nodes), row in rows.items():

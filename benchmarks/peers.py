@@ -221,9 +221,9 @@ def print_curve(options: argparse.Namespace) -> None:
         replaying(options.shape, 32_000, 1 << 13) as model,
     ):
         contestant = Contestant(PLAIN, model, max_model_len=2048, **settings)
-        found = step_milliseconds(contestant, CURVE)
+        curve = step_milliseconds(contestant, CURVE)
     print(machine())
-    for size, milliseconds in found.items():
+    for size, milliseconds in curve.items():
         print(f"{size:3} tokens {milliseconds:7.1f} ms")
 
 
@@ -294,7 +294,7 @@ def measure(
     """Start all engines, ask them all questions, and return the rows."""
     methods, missing = available([*options.methods, *(LLAMA_CPP if options.llama_cpp else ())])
     print(*missing, sep="\n", end="\n" if missing else "", flush=True)
-    longest = max(len(each.prompt) + each.max_tokens for each in questions)
+    longest = max(len(question.prompt) + question.max_tokens for question in questions)
     settings |= {
         "max_model_len": local_engine.room_for(longest, 0, MOST_NODES),
         "enforce_eager": options.eager,
@@ -317,12 +317,12 @@ def measure(
             progress.advance(starting)
         warm_up(contestants, works[-1], prepare)
         asking = progress.add_task(workload, total=options.repeats * len(works))
-        found: dict[tuple[int, str], list[Measured]] = defaultdict(list)
+        measurements: dict[tuple[int, str], list[Measured]] = defaultdict(list)
         for index, method, measured in run_in_turns(
             contestants, works, options.repeats, prepare, lambda: progress.advance(asking)
         ):
-            found[index, method].append(measured)
-    return with_means(summarize(workload, methods, works, found))
+            measurements[index, method].append(measured)
+    return with_means(summarize(workload, methods, works, measurements))
 
 
 def together(questions: Sequence[Question], at_once: int) -> Load:
@@ -336,7 +336,7 @@ def play_answers(work: Question | Load) -> None:
     from support.replay_model import Recorded
 
     questions = [work] if isinstance(work, Question) else work.questions
-    Recorded.play([[*each.prompt, *(each.answer or ())] for each in questions])
+    Recorded.play([[*question.prompt, *(question.answer or ())] for question in questions])
 
 
 def warm_up(contestants: Sequence[Any], work: Question | Load, prepare: Any) -> None:
@@ -365,8 +365,8 @@ def run_beam(options: argparse.Namespace) -> list[Row]:
         command += ["--device", options.device, "--load-format", options.load_format]
         command += ["--model", options.model] if options.model else []
         subprocess.run([*command, *["--eager"] * options.eager], check=True)
-        found = json.loads(out.read_text())
-    plain = {_load(row): row["total_ms"] for row in found if row["method"] == PLAIN}
+        measured = json.loads(out.read_text())
+    plain = {_load(row): row["total_ms"] for row in measured if row["method"] == PLAIN}
     return [
         {
             **row,
@@ -375,7 +375,7 @@ def run_beam(options: argparse.Namespace) -> list[Row]:
             "tokens_per_step": None,
             "ratio_to_plain": plain[_load(row)] / row["total_ms"],
         }
-        for row in found
+        for row in measured
     ]
 
 

@@ -72,14 +72,14 @@ def step_parts(num_requests: int, num_nodes: int, drafts: str, num_steps: int) -
 
     parts = Parts()
     step = PluginStep(num_requests, num_nodes, drafts, parts)
-    found: defaultdict[str, list[float]] = defaultdict(list)
+    samples: defaultdict[str, list[float]] = defaultdict(list)
     for number in range(WARM_UP + num_steps):
         parts.seconds.clear()
         step.run()
         if number >= WARM_UP:
             for part, seconds in parts.seconds.items():
-                found[part].append(seconds)
-    return {part: _lower_decile(seconds) for part, seconds in found.items()}
+                samples[part].append(seconds)
+    return {part: _lower_decile(seconds) for part, seconds in samples.items()}
 
 
 def _lower_decile(seconds: list[float]) -> float:

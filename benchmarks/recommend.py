@@ -228,7 +228,7 @@ class Bench:
             for output in engine.step():
                 if output.finished:
                     latencies.append(time.perf_counter() - begun.pop(output.request_id))
-                    answers.append([list(each.token_ids) for each in output.outputs])
+                    answers.append([list(hypothesis.token_ids) for hypothesis in output.outputs])
         return latencies, answers
 
     def _vllm(

@@ -78,16 +78,16 @@ def expected_tokens(tree: TokenTree) -> float | None:
 def summarize(method: str, nodes: int, steps: dict[str, list[Step]]) -> list[Row]:
     """Return a row for each category, and one for the mean over the categories."""
     rows: list[Row] = []
-    for category, found in sorted(steps.items()):
+    for category, replayed in sorted(steps.items()):
         rows.append(
             {
                 "method": method,
                 "category": category,
                 "nodes": nodes,
-                "tokens_per_step": sum(s.num_tokens for s in found) / max(len(found), 1),
-                "nodes_per_step": sum(s.num_nodes for s in found) / max(len(found), 1),
-                "draft_us": statistics.median(s.draft_us for s in found) if found else 0.0,
-                "expected_tokens_per_step": _mean([s.expected_tokens for s in found]),
+                "tokens_per_step": sum(s.num_tokens for s in replayed) / max(len(replayed), 1),
+                "nodes_per_step": sum(s.num_nodes for s in replayed) / max(len(replayed), 1),
+                "draft_us": statistics.median(s.draft_us for s in replayed) if replayed else 0.0,
+                "expected_tokens_per_step": _mean([s.expected_tokens for s in replayed]),
             }
         )
     keys = ("tokens_per_step", "nodes_per_step", "draft_us", "expected_tokens_per_step")
@@ -97,8 +97,8 @@ def summarize(method: str, nodes: int, steps: dict[str, list[Step]]) -> list[Row
 
 def _mean(values: list[float | None]) -> float | None:
     """Return the mean; None if the method leaves a value out."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known and len(known) == len(values) else None
+    numbers = [value for value in values if value is not None]
+    return statistics.fmean(numbers) if numbers and len(numbers) == len(values) else None
 
 
 def print_rows(rows: list[Row]) -> None:
@@ -110,10 +110,10 @@ def print_rows(rows: list[Row]) -> None:
     lines = [
         [
             *(method, nodes),
-            *(f"{found[category]['tokens_per_step']:.3f}" for category in categories),
-            *(found["mean"]["nodes_per_step"], found["mean"]["draft_us"]),
+            *(f"{by_category[category]['tokens_per_step']:.3f}" for category in categories),
+            *(by_category["mean"]["nodes_per_step"], by_category["mean"]["draft_us"]),
         ]
-        for (method, nodes), found in groups.items()
+        for (method, nodes), by_category in groups.items()
     ]
     print_table(("method", "nodes", *categories, "nodes/step", "draft µs"), lines)
 

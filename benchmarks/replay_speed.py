@@ -210,7 +210,8 @@ def decode(
     waiting = deque(enumerate(recordings))
     running: dict[int, int] = {}  # index of the recording -> tokens so far
     texts = [
-        np.array(each.prompt + each.output[:max_tokens], dtype=np.int32) for each in recordings
+        np.array(answered.prompt + answered.output[:max_tokens], dtype=np.int32)
+        for answered in recordings
     ]
 
     def text_of(index: int) -> Text:
@@ -244,12 +245,12 @@ def decode(
 
 
 def rows_of(
-    method: str, at_once: int, found: dict[str, Totals], plain: dict[str, Totals]
+    method: str, at_once: int, totals_of: dict[str, Totals], plain: dict[str, Totals]
 ) -> list[Row]:
     """Return a row for each category, one for their mean and one for all tokens."""
     rows: list[Row] = []
     every, every_plain = Totals(), Totals()
-    for category, totals in sorted(found.items()):
+    for category, totals in sorted(totals_of.items()):
         rows.append(_row(method, at_once, category, totals, plain[category]))
         every.add(*astuple(totals))
         every_plain.add(*astuple(plain[category]))
@@ -281,10 +282,10 @@ def print_rows(rows: Sequence[Row]) -> None:
         [
             [
                 *key,
-                *(f"{found[category]['speed']:.3f}" for category in categories),
-                *(found["all"]["tokens_per_step"], found["all"]["nodes_per_step"]),
+                *(f"{by_category[category]['speed']:.3f}" for category in categories),
+                *(by_category["all"]["tokens_per_step"], by_category["all"]["nodes_per_step"]),
             ]
-            for key, found in lines.items()
+            for key, by_category in lines.items()
         ],
     )
 
@@ -321,8 +322,8 @@ def main(
         work = recordings, together, max_tokens, costs
         plain = decode(Method(), *work)
         for name in track(method or METHODS, f"{together} at once", transient=True):
-            found = decode(METHODS[name](encoder.vocab_size, costs), *work)
-            rows += rows_of(name, together, found, plain)
+            totals = decode(METHODS[name](encoder.vocab_size, costs), *work)
+            rows += rows_of(name, together, totals, plain)
     print_rows(rows)
     write_json(rows, json_out)
 

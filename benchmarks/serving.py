@@ -138,14 +138,14 @@ def choose_prompts(model: str, questions: Path | None, number: int) -> list[list
 
     if questions is None:
         sets = prompt_sets(model)
-        found = [prompt for name in sets if name != "mixed" for prompt in sets[name]]
+        prompts = [prompt for name in sets if name != "mixed" for prompt in sets[name]]
     else:
         tokenizer = AutoTokenizer.from_pretrained(model)
         lines = questions.read_text(encoding="utf-8").splitlines()
         turns = [json.loads(line)["turns"][0] for line in lines if line.strip()]
-        found = [tokenizer.encode(text)[: MAX_MODEL_LEN // 2] for text in turns]
-    random.Random(0).shuffle(found)
-    return [found[i % len(found)] for i in range(number)]
+        prompts = [tokenizer.encode(text)[: MAX_MODEL_LEN // 2] for text in turns]
+    random.Random(0).shuffle(prompts)
+    return [prompts[i % len(prompts)] for i in range(number)]
 
 
 def start_server(model: str, config: Mapping[str, Any] | None, log: Path, options: Any) -> Any:
@@ -210,13 +210,13 @@ def compare(
     runs: Mapping[str, Callable[[Load], dict[str, float]]], load: Load, repeats: int
 ) -> list[Row]:
     """Return a row for each method, after measuring all in turns."""
-    found: dict[str, list[dict[str, float]]] = {method: [] for method in runs}
+    measured: dict[str, list[dict[str, float]]] = {method: [] for method in runs}
     for turn in range(repeats):
         for method in list(runs) if turn % 2 == 0 else reversed(list(runs)):
-            found[method].append(runs[method](load))
-    base = found.get(PLAIN)
+            measured[method].append(runs[method](load))
+    base = measured.get(PLAIN)
     rows: list[Row] = []
-    for method, turns in found.items():
+    for method, turns in measured.items():
         row: Row = {"method": method, "concurrency": load.concurrency, "rate": load.rate}
         row |= {name: median(turn[name] for turn in turns) for name in turns[0]}
         if base is not None:

@@ -147,16 +147,19 @@ def compare(
     contestants: Sequence[Contestant], prompts: Prompts, params: Any, batch_size: int, repeats: int
 ) -> list[Row]:
     """Return the rows of all contestants at one batch size; the first is the baseline."""
-    counted = [each.count(prompts, params, batch_size) for each in contestants]
-    runs = {i: each.measure(prompts, params, batch_size) for i, each in enumerate(contestants)}
+    counted = [contestant.count(prompts, params, batch_size) for contestant in contestants]
+    runs = {
+        i: contestant.measure(prompts, params, batch_size)
+        for i, contestant in enumerate(contestants)
+    }
     timed = interleave(runs, repeats)
     plain_seconds, expected = median_seconds(timed[0]), timed[0][0][1]
     return [
-        each.row(batch_size, timed[index], expected)
+        contestant.row(batch_size, timed[index], expected)
         | {"ratio_to_plain": plain_seconds / median_seconds(timed[index])}
         | counted[index]
-        | each.hook_times()
-        for index, each in enumerate(contestants)
+        | contestant.hook_times()
+        for index, contestant in enumerate(contestants)
     ]
 
 
@@ -176,14 +179,14 @@ def full_tree_rows(
         {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
     )
     rows = []
-    for each in contestants:
-        counted = each.count(prompts, params, batch_size)
-        timed = interleave({0: each.measure(prompts, params, batch_size)}, repeats)[0]
+    for contestant in contestants:
+        counted = contestant.count(prompts, params, batch_size)
+        timed = interleave({0: contestant.measure(prompts, params, batch_size)}, repeats)[0]
         rows.append(
-            each.row(batch_size, timed, answers)
+            contestant.row(batch_size, timed, answers)
             | {"ratio_to_plain": None}
             | counted
-            | each.hook_times(batch_size)
+            | contestant.hook_times(batch_size)
         )
     return rows
 

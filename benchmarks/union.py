@@ -102,28 +102,30 @@ def set_rows(
     expected = decode(plain, prompts, params, options.batch_size)
     timed = interleave({key: lambda key=key: run(key) for key in methods}, options.repeats)
     rows = []
-    for key, each in timed.items():
-        outputs, counts, drafting, calls = each[0][1]
+    for key, runs in timed.items():
+        outputs, counts, drafting, calls = runs[0][1]
         num_tokens = sum(map(len, outputs))
         rows.append(
             {
                 "set": name,
                 "method": key,
                 "tokens_per_step": num_tokens / counts.steps,
-                "tokens_per_s": num_tokens / median_seconds(each),
+                "tokens_per_s": num_tokens / median_seconds(runs),
                 "tokens_per_cpu_s": num_tokens / median(cpu_seconds[key]),
                 "drafting": drafting,
                 "forward_calls": calls,
                 "nodes": options.nodes,
-                "identical": all(result[0] == expected for _, result in each),
+                "identical": all(result[0] == expected for _, result in runs),
             }
         )
     best = max(row["tokens_per_step"] for row in rows[:2])
     of_parts = [cpu_seconds[row["method"]] for row in rows[:2]]
     for row in rows[2:]:
         row["over_best_part"] = row["tokens_per_step"] / best - 1
-        own = cpu_seconds[row["method"]]
-        ratios = (median(a / b for a, b in zip(part, own, strict=True)) for part in of_parts)
+        union_seconds = cpu_seconds[row["method"]]
+        ratios = (
+            median(a / b for a, b in zip(part, union_seconds, strict=True)) for part in of_parts
+        )
         row["speed_over_best_part"] = min(ratios) - 1
     return rows
 

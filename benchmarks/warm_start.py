@@ -46,16 +46,16 @@ SHARES = (0.0, 0.25, 1.0)
 
 def tokens_per_step(drafter: OwnDrafter, requests: list[Recording]) -> float:
     """Answer the requests in order; return their tokens over their steps."""
-    steps = [step for i, each in enumerate(requests) for step in replay(drafter, f"r{i}", each)]
+    steps = [step for i, asked in enumerate(requests) for step in replay(drafter, f"r{i}", asked)]
     return sum(step.num_tokens for step in steps) / len(steps)
 
 
 def answer(drafter: OwnDrafter, requests: list[Recording]) -> None:
     """Let the drafter see the requests' ends only: nothing of it depends on the steps."""
-    for i, each in enumerate(requests):
-        tokens = np.array(each.prompt + each.output, dtype=np.int32)
-        drafter.draft(f"a{i}", tokens, len(each.prompt))
-        drafter.finish(f"a{i}", tokens, len(each.prompt))
+    for i, request in enumerate(requests):
+        tokens = np.array(request.prompt + request.output, dtype=np.int32)
+        drafter.draft(f"a{i}", tokens, len(request.prompt))
+        drafter.finish(f"a{i}", tokens, len(request.prompt))
 
 
 def measure_stall(drafter: OwnDrafter, path: Path, header: StoreHeader, one: Recording) -> Row:
@@ -111,16 +111,16 @@ def main(
     def new_drafter() -> OwnDrafter:
         return OwnDrafter("ngram_trie", Setting(NODES, encoder.vocab_size))
 
-    found: dict[tuple[float, str], list[float]] = {}
+    rates_of: dict[tuple[float, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "replay.store"
         for repeat in range(repeats):
             rng = random.Random(repeat)
             # Whole questions: a later turn repeats the earlier ones.
-            numbers = sorted({each.question_id for each in recordings})
+            numbers = sorted({recording.question_id for recording in recordings})
             held_out = set(rng.sample(numbers, first))
-            new = [each for each in recordings if each.question_id in held_out][:first]
-            seen = [each for each in recordings if each.question_id not in held_out]
+            new = [one for one in recordings if one.question_id in held_out][:first]
+            seen = [recording for recording in recordings if recording.question_id not in held_out]
             rng.shuffle(seen)
             before = new_drafter()
             answer(before, seen)
@@ -134,11 +134,11 @@ def main(
                     if state == "warm":
                         drafter.drafter.restore(read_store(path).texts)
                     rate = tokens_per_step(drafter, requests)
-                    found.setdefault((share, state), []).append(rate)
+                    rates_of.setdefault((share, state), []).append(rate)
         stall = measure_stall(before, path, header, recordings[0])
     rows: list[Row] = [
         {"asked_before": share, "start": state, "tokens_per_step": statistics.fmean(rates)}
-        for (share, state), rates in found.items()
+        for (share, state), rates in rates_of.items()
     ]
     lines = [[f"{r['asked_before']:.0%}", r["start"], r["tokens_per_step"]] for r in rows]
     print_table(("asked before", "start", "tokens per step"), lines)

@@ -96,19 +96,19 @@ class Tab:
     def press(self, key: str) -> None:
         """Press and release a key."""
         code, number = _KEYS.get(key, (f"Key{key.upper()}", ord(key[0].upper())))
-        known = {"key": key, "code": code, "windowsVirtualKeyCode": number}
+        fields = {"key": key, "code": code, "windowsVirtualKeyCode": number}
         text = {"text": key} if len(key) == 1 else {}
-        self.call("Input.dispatchKeyEvent", type="keyDown", **known, **text)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **known)
+        self.call("Input.dispatchKeyEvent", type="keyDown", **fields, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **fields)
 
     def point(self, selector: str, x: float = 0.5, y: float = 0.5) -> tuple[float, float]:
         """Return a point of an element's first line, as shares of its width and height."""
-        found = self.run(
+        box = self.run(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             "e.scrollIntoView({block: 'center'}); const b = e.getClientRects()[0];"
             "return [b.left, b.top, b.width, b.height]; })()"
         )
-        return found[0] + x * found[2], found[1] + y * found[3]
+        return box[0] + x * box[2], box[1] + y * box[3]
 
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         """Press the mouse button at one point and release it at another."""

@@ -36,10 +36,10 @@ def environment(spawns: bool = False, **variables: str) -> dict[str, str]:
             one.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    found = {**inherited, **variables}
+    merged = {**inherited, **variables}
     if not spawns:
-        found["PYTHONPATH"] = os.pathsep.join([str(FORKED), found.get("PYTHONPATH", "")])
-    return found
+        merged["PYTHONPATH"] = os.pathsep.join([str(FORKED), merged.get("PYTHONPATH", "")])
+    return merged
 
 
 @contextlib.contextmanager
@@ -56,9 +56,9 @@ def cpu_seconds(leader: int) -> float:
     seconds = 0.0
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(leader)
-        for each in (process, *process.children(recursive=True)):
+        for member in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                times = each.cpu_times()
+                times = member.cpu_times()
                 seconds += times.user + times.system + times.children_user + times.children_system
     return seconds
 
@@ -85,9 +85,9 @@ def wait_for(
         if ready():
             return
         now = time.monotonic()
-        found = (int(5 * cpu_seconds(process.pid)), log.stat().st_size)
-        if found != seen:
-            seen, last_progress = found, now
+        progress = (int(5 * cpu_seconds(process.pid)), log.stat().st_size)
+        if progress != seen:
+            seen, last_progress = progress, now
         if ended:
             problem = f"the process ended with status {process.returncode}"
         elif now - start > limit:
@@ -112,9 +112,9 @@ def end(process: subprocess.Popen[bytes], patience: float = 20.0) -> None:
             process.wait(timeout=patience)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    for each in descendants:
+    for descendant in descendants:
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
+            descendant.kill()
     psutil.wait_procs(descendants, patience)
 
 

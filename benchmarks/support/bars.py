@@ -43,7 +43,7 @@ def draw_bars(
         bars = axes.bar(places, heights, width * 0.92, label=method, color=colour)
         axes.bar_label(bars, fmt="%.2f", fontsize=6)
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(categories)), [each.replace("_", " ") for each in categories])
+    axes.set_xticks(range(len(categories)), [name.replace("_", " ") for name in categories])
     axes.tick_params(axis="x", labelsize=7)
     axes.set_ylabel(ylabel)
     axes.set_title(title, fontsize=9)

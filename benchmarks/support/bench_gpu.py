@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [each.name for each in BENCHMARKS]
+    names = [benchmark.name for benchmark in BENCHMARKS]
     parser.add_argument("--model", default="", help="folder or name; random weights if left out")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
@@ -98,15 +98,15 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         folder = write_dummy_model(options.out / "dummy-8b")
         model = ["--model", str(folder), "--load-format", "dummy"]
     return {
-        each.name: [
+        benchmark.name: [
             sys.executable,
-            str(FOLDER / f"{each.name}.py"),
-            *each.options,
-            *("--device", options.device, "--json", str(options.out / f"{each.name}.json")),
-            *(model if each.takes_model else ()),
+            str(FOLDER / f"{benchmark.name}.py"),
+            *benchmark.options,
+            *("--device", options.device, "--json", str(options.out / f"{benchmark.name}.json")),
+            *(model if benchmark.takes_model else ()),
         ]
-        for each in BENCHMARKS
-        if each.name in options.only
+        for benchmark in BENCHMARKS
+        if benchmark.name in options.only
     }
 
 
@@ -141,7 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if done.returncode:
             failed.append(f"{name} (status {done.returncode})")
         elif has_plots:
-            chart(next(each for each in BENCHMARKS if each.name == name), options.out)
+            chart(
+                next(benchmark for benchmark in BENCHMARKS if benchmark.name == name), options.out
+            )
     if not has_plots:
         print("no charts: matplotlib is not installed", file=sys.stderr)
     if failed:

@@ -78,12 +78,12 @@ def runs(step: Step, device: torch.device) -> dict[str, Run]:
     cache = torch.empty(size, dtype=step.keys.dtype, device=device).transpose(1, 2)
     fill_cache(cache, step)
     on_device = step.query.to(device), cache, torch.from_numpy(step.block_table).to(device)
-    found = {"triton": tree_run(step, *on_device), "torch": masked_run(step, device)}
+    functions = {"triton": tree_run(step, *on_device), "torch": masked_run(step, device)}
     if device.type == "cuda" and step.keys.dtype != torch.float32:
-        found["stock"] = chain_run(step, *on_device)
+        functions["stock"] = chain_run(step, *on_device)
     if why_no_xformers() is None:
-        found["xformers"] = xformers_run(step, device)
-    return found
+        functions["xformers"] = xformers_run(step, device)
+    return functions
 
 
 def tree_run(
@@ -168,8 +168,8 @@ def xformers_run(step: Step, device: torch.device) -> Run:
         for part in (step.keys, step.values)
     )
     (mask,) = step.trees.masks
-    own = mask[:, context:].to(device)  # the token before the tree, and the tree
-    bias = torch.zeros(own.shape, dtype=query.dtype, device=device).masked_fill_(~own, -torch.inf)
+    seen = mask[:, context:].to(device)  # the token before the tree, and the tree
+    bias = torch.zeros(seen.shape, dtype=query.dtype, device=device).masked_fill_(~seen, -torch.inf)
     prefix = BlockDiagonalPaddedKeysMask.from_seqlens([num_queries], context, [context])
     parts = keys[:, context:], values[:, context:], keys[:, :context], values[:, :context]
     return lambda: tree_attention(query, *parts, bias, prefix, prefix_op=triton_splitk.FwOp)[

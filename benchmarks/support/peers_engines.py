@@ -89,7 +89,10 @@ class Load(NamedTuple):
     @property
     def answer(self) -> list[int] | None:
         """The recorded answers, one behind the other; None if they are free."""
-        answers = [(each.answer or [])[: each.max_tokens] for each in self.questions]
+        answers = [
+            (contestanttion.answer or [])[: contestanttion.max_tokens]
+            for contestanttion in self.questions
+        ]
         return [token for answer in answers for token in answer] or None
 
 
@@ -238,12 +241,12 @@ class Contestant:
                     }
                     engine.add_request(f"prompt-{index}", prompt, _params_of(question))
                     running += 1
-                for found in engine.step():
-                    output, new = outputs[_index_of(found.request_id)], found.outputs[0].token_ids
+                for result in engine.step():
+                    output, new = outputs[_index_of(result.request_id)], result.outputs[0].token_ids
                     steps += bool(output and new)
                     output.extend(new)
                     num_tokens += len(new)
-                    running -= found.finished
+                    running -= result.finished
                 seconds += time.perf_counter() - start
                 yield Progress(seconds, num_tokens)
         after = self._part_seconds()
@@ -322,9 +325,9 @@ def answer(contestants: Sequence[Any], work: Question | Load) -> Iterator[Measur
         A measurement of each engine, in their order.
     """
     if isinstance(work, Question):
-        yield from (each.run(work) for each in contestants)
+        yield from (contestant.run(work) for contestant in contestants)
     else:
-        yield from take_turns([each.serve(work) for each in contestants])
+        yield from take_turns([contestant.serve(work) for contestant in contestants])
 
 
 def run_in_turns(
@@ -349,13 +352,13 @@ def run_in_turns(
     for repeat in range(repeats):
         for index, question in enumerate(questions):
             if index == 0 or isinstance(question, Load):
-                for each in contestants:
-                    each.forget()
+                for contestant in contestants:
+                    contestant.forget()
             prepare(question)
             first = (index + repeat) % len(contestants)
             order = [*contestants[first:], *contestants[:first]]
-            for each, measured in zip(order, answer(order, question), strict=True):
-                yield index, each.method, measured
+            for contestant, measured in zip(order, answer(order, question), strict=True):
+                yield index, contestant.method, measured
             advance()
 
 

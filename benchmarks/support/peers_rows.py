@@ -16,7 +16,7 @@ def summarize(
     workload: str,
     methods: Sequence[str],
     questions: Sequence[Question | Load],
-    found: dict[tuple[int, str], list[Measured]],
+    measurements: dict[tuple[int, str], list[Measured]],
 ) -> list[Row]:
     """Return a row for each category and method; a category's figure pools its questions.
 
@@ -29,10 +29,10 @@ def summarize(
     rows = []
     for category in dict.fromkeys(question.category for question in questions):
         indices = [i for i, question in enumerate(questions) if question.category == category]
-        totals = {method: _total(found, indices, method) for method in methods}
+        totals = {method: _total(measurements, indices, method) for method in methods}
         plain = totals.get(PLAIN)
         expected = {
-            i: questions[i].answer or (found[i, PLAIN][0].output if plain else None)
+            i: questions[i].answer or (measurements[i, PLAIN][0].output if plain else None)
             for i in indices
         }
         for method, total in totals.items():
@@ -41,7 +41,7 @@ def summarize(
             same = [
                 measured.output == (expected[i] or [])[: len(measured.output)]
                 for i in indices
-                for measured in found[i, method]
+                for measured in measurements[i, method]
             ]
             has_answers = all(answer is not None for answer in expected.values())
             rows.append(
@@ -81,22 +81,22 @@ def _ratio(
 
 
 def _total(
-    found: dict[tuple[int, str], list[Measured]], indices: Sequence[int], method: str
+    measurements: dict[tuple[int, str], list[Measured]], indices: Sequence[int], method: str
 ) -> dict[str, float]:
     """Sum over the questions; times are medians over the repeats, the rest is from the first."""
     total: dict[str, float] = dict.fromkeys(
         ("seconds", "decode", "tokens", "steps", "nodes", "requests", *PARTS), 0.0
     )
     for index in indices:
-        repeats = found[index, method]
+        repeats = measurements[index, method]
         total["tokens"] += len(repeats[0].output)
         total["steps"] += repeats[0].steps
         total["nodes"] += repeats[0].nodes
         total["requests"] += repeats[0].requests
-        total["seconds"] += median(each.seconds for each in repeats)
-        total["decode"] += median(each.seconds - each.first_token_seconds for each in repeats)
+        total["seconds"] += median(repeat.seconds for repeat in repeats)
+        total["decode"] += median(repeat.seconds - repeat.first_token_seconds for repeat in repeats)
         for part in PARTS:
-            total[part] += median(each.parts[part] for each in repeats)
+            total[part] += median(repeat.parts[part] for repeat in repeats)
     return total
 
 
@@ -134,8 +134,8 @@ def with_means(rows: Sequence[Row]) -> list[Row]:
             best[place] = max(best.get(place, 0.0), row["ratio_to_plain"])
     for row in rows:
         ratio, peer = row["ratio_to_plain"], best.get((row["workload"], row["category"]))
-        own = row["method"] not in (PLAIN, *PEERS)
-        row["ratio_to_best_peer"] = ratio / peer if own and ratio and peer else None
+        is_ours = row["method"] not in (PLAIN, *PEERS)
+        row["ratio_to_best_peer"] = ratio / peer if is_ours and ratio and peer else None
     return rows
 
 

@@ -200,7 +200,7 @@ class PluginStep:
     def _logits(self, num_rows: int) -> torch.Tensor:
         """Return logits that follow a path of each tree for some nodes, not always the leading."""
         logits = torch.zeros(num_rows, VOCAB)
-        wanted = self._rng.integers(0, VOCAB, num_rows)
+        next_tokens = self._rng.integers(0, VOCAB, num_rows)
         row = 0
         for request_id, draft in zip(self._ids, self._drafts, strict=True):
             tree = self.verifier._stored_trees.get(request_id)
@@ -211,10 +211,10 @@ class PluginStep:
                     if not len(children):
                         break
                     child = int(children[0 if self._rng.random() < 0.7 else -1])
-                    wanted[row + node + 1] = tree.token_ids[child]
+                    next_tokens[row + node + 1] = tree.token_ids[child]
                     node = child
             row += len(draft) + 1
-        logits[torch.arange(num_rows), torch.from_numpy(wanted)] = 1.0
+        logits[torch.arange(num_rows), torch.from_numpy(next_tokens)] = 1.0
         return logits
 
     def _append(self, new_tokens: list[list[int]]) -> None:

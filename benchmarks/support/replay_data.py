@@ -163,14 +163,16 @@ def choose(
         per_category: about how many recordings of each category.
         categories: those wanted; None for all.
     """
-    found: dict[str, dict[int, list[Recording]]] = defaultdict(dict)
+    by_category: dict[str, dict[int, list[Recording]]] = defaultdict(dict)
     for recording in recordings:
-        found[recording.category].setdefault(recording.question_id, []).append(recording)
-    unknown = set(categories or ()) - set(found)
+        by_category[recording.category].setdefault(recording.question_id, []).append(recording)
+    unknown = set(categories or ()) - set(by_category)
     if unknown:
-        raise SystemExit(f"--categories {', '.join(sorted(unknown))}: there are {', '.join(found)}")
+        raise SystemExit(
+            f"--categories {', '.join(sorted(unknown))}: there are {', '.join(by_category)}"
+        )
     chosen: list[Recording] = []
-    for category, by_question in found.items():
+    for category, by_question in by_category.items():
         if categories and category not in categories:
             continue
         turns = list(by_question.values())

@@ -81,9 +81,9 @@ class PromptLookup:
             if len(tokens) <= length:
                 continue
             windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
-            found = np.flatnonzero((windows == tokens[-length:]).all(axis=1))
-            if len(found):
-                start = int(found[0]) + length
+            starts = np.flatnonzero((windows == tokens[-length:]).all(axis=1))
+            if len(starts):
+                start = int(starts[0]) + length
                 chain = tokens[start : start + self._num_nodes]
                 return TokenTree.from_paths([chain.tolist()], self._num_nodes)
         return TokenTree.empty()

@@ -44,8 +44,8 @@ class Turns:
         start = time.perf_counter()
         trees = self.drafter.propose(requests)
         self.seconds.append(time.perf_counter() - start)
-        known = (tree.probabilities for tree in trees if tree.probabilities is not None)
-        self.predicted += float(sum(probabilities.sum() for probabilities in known))
+        estimates = (tree.probabilities for tree in trees if tree.probabilities is not None)
+        self.predicted += float(sum(probabilities.sum() for probabilities in estimates))
         return trees
 
     def release(self, request_id: str) -> None:

@@ -49,8 +49,8 @@ def allowed_tokens(catalogue: str, prompt_len: int) -> Callable[[int, Any], list
         node = children(prefix[:-1]).get(prefix[-1], -1) if prefix else 0
         if node < 0:  # a beam of probability 0, for which some token must be allowed, too
             return {0: -1}
-        found = trie.children(np.array([node], dtype=np.int32))
-        return dict(zip(found.token_ids.tolist(), found.nodes.tolist(), strict=True))
+        edges = trie.children(np.array([node], dtype=np.int32))
+        return dict(zip(edges.token_ids.tolist(), edges.nodes.tolist(), strict=True))
 
     return lambda _, tokens: list(children(tuple(tokens[prompt_len:].tolist())))
 
@@ -65,15 +65,15 @@ def measure_wide(bench: Any, options: Namespace, load: Any) -> list[Row]:
 
     def run(name: str) -> tuple[float, list[list[list[int]]]]:
         start = time.process_time()
-        found = bench.run(name, load)
-        return time.process_time() - start, found
+        answers = bench.run(name, load)
+        return time.process_time() - start, answers
 
     if "trie" in methods:
         bench.run("trie", load)  # warms up
     timed = interleave({name: functools.partial(run, name) for name in methods}, options.repeats)
     seconds = {name: median_seconds(timed[name]) for name in methods}
     cpu = {name: median(result[0] for _, result in timed[name]) for name in methods}
-    found = {name: timed[name][0][1][1] for name in methods}
+    answers = {name: timed[name][0][1][1] for name in methods}
     return [
         {
             "method": name,
@@ -87,7 +87,7 @@ def measure_wide(bench: Any, options: Namespace, load: Any) -> list[Row]:
             "requests_per_s": load.num_prompts / seconds[name],
             "repeats": options.repeats,
             "compiled": not options.eager,
-            **(compared(name, timed, cpu, found) if "trie" in methods else {}),
+            **(compared(name, timed, cpu, answers) if "trie" in methods else {}),
         }
         for name in methods
     ]
@@ -122,22 +122,22 @@ def measure_selection(width: int, vocab_size: int, repeats: int) -> Row:
         "log_softmax_ms": lambda: logits.log_softmax(dim=-1),
     }
     timed = interleave(runs, repeats)
-    found = timed["blocks_ms"][0][1]
-    scores = found.logprobs + totals.numpy()[found.rows]
+    candidates = timed["blocks_ms"][0][1]
+    scores = candidates.logprobs + totals.numpy()[candidates.rows]
     if not np.array_equal(np.sort(scores), np.sort(timed["flat_ms"][0][1].numpy())):
         raise SystemExit("the selections differ")
-    times = {name: 1e3 * median_seconds(each) for name, each in timed.items()}
+    times = {name: 1e3 * median_seconds(timed_runs) for name, timed_runs in timed.items()}
     return {"rows": width, "vocabulary": vocab_size, **times}
 
 
 def compared(
-    name: str, timed: dict[str, Timed], cpu: dict[str, float], found: dict[str, Any]
+    name: str, timed: dict[str, Timed], cpu: dict[str, float], answers: dict[str, Any]
 ) -> Row:
     """Return a method's time and results next to those of `trie`."""
     pairs = [
         (theirs, ours)
-        for prompt, own in zip(found[name], found["trie"], strict=True)
-        for theirs, ours in zip(prompt, own, strict=True)
+        for prompt, of_trie in zip(answers[name], answers["trie"], strict=True)
+        for theirs, ours in zip(prompt, of_trie, strict=True)
     ]
     return {
         "ratio_to_trie": median_ratio(timed[name], timed["trie"]),

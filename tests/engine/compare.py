@@ -67,10 +67,10 @@ def tell_oracle(outputs: Iterable[Any]) -> None:
         OracleDrafter.answers[tuple(output.prompt_token_ids)] = list(output.outputs[0].token_ids)
 
 
-def differences(expected: Sequence[Any], found: Sequence[Any]) -> list[str]:
+def differences(expected: Sequence[Any], outputs: Sequence[Any]) -> list[str]:
     """Where two lists of request outputs differ in tokens, text or reason to stop."""
     problems = []
-    for index, (left, right) in enumerate(zip(expected, found, strict=True)):
+    for index, (left, right) in enumerate(zip(expected, outputs, strict=True)):
         for a, b in zip(left.outputs, right.outputs, strict=True):
             if list(a.token_ids) != list(b.token_ids):
                 pairs = enumerate(zip(a.token_ids, b.token_ids, strict=False))
@@ -85,7 +85,7 @@ def differences(expected: Sequence[Any], found: Sequence[Any]) -> list[str]:
     return problems
 
 
-def margins(expected: Sequence[Any], found: Sequence[Any]) -> list[float | None]:
+def margins(expected: Sequence[Any], outputs: Sequence[Any]) -> list[float | None]:
     """How close a call the first token that differs was, for each request; None if none differs.
 
     In low precision a tree step rounds otherwise than a plain one, which may only decide near-ties.
@@ -96,7 +96,7 @@ def margins(expected: Sequence[Any], found: Sequence[Any]) -> list[float | None]
         found: outputs for the same prompts.
     """
     close_calls: list[float | None] = []
-    for left, right in zip(expected, found, strict=True):
+    for left, right in zip(expected, outputs, strict=True):
         a, b = left.outputs[0], right.outputs[0]
         pairs = enumerate(zip(a.token_ids, b.token_ids, strict=True))
         at = next((i for i, (x, y) in pairs if x != y), None)

@@ -72,11 +72,11 @@ def broken_parts(patch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def refusals(runner: Any) -> dict[str, str]:
     """What the check says to each broken part; empty where it lets one pass."""
-    found = {}
+    messages = {}
     for number, part in enumerate(broken_parts(pytest.MonkeyPatch())):
         try:
             gpu_check.check_device(runner, CHECKED[:1], splits=(1,))
-            found[f"{number} {part}"] = ""
+            messages[f"{number} {part}"] = ""
         except RuntimeError as error:
-            found[f"{number} {part}"] = str(error)
-    return found
+            messages[f"{number} {part}"] = str(error)
+    return messages

@@ -75,12 +75,12 @@ def run_drafts(name: str, plain: list[Any]) -> dict[str, Any]:
     assert differences(plain, outputs) == []
     assert start.Graph.replays > replays
     assert totals.tokens > totals.steps
-    found = {"replays": start.Graph.replays - replays}
+    result = {"replays": start.Graph.replays - replays}
     if start.device_checks and name == "trees":
         (check,) = start.device_checks
-        found |= {"checked_steps": check.num_steps, "largest_error": check.largest_error}
-        found["refusals"] = refusals(runner_of(llm))
-    return found
+        result |= {"checked_steps": check.num_steps, "largest_error": check.largest_error}
+        result["refusals"] = refusals(runner_of(llm))
+    return result
 
 
 def run_broken(plain: list[Any]) -> dict[str, Any]:

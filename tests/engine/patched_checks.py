@@ -87,17 +87,17 @@ def test_what_is_replaced_all_the_same() -> None:
 
 @pytest.mark.parametrize("hook", CALLABLES, ids=lambda hook: f"{hook.feature} {hook.target}")
 def test_nothing_is_replaced_at_run_time(hook: ledger.Patch) -> None:
-    found = ledger.resolve(hook.target)
+    symbol = ledger.resolve(hook.target)
     if hook.target.endswith("cache_clear"):  # built-in, of a function of vLLM's
-        found = ledger.resolve(hook.target.rpartition(".")[0])
-    if hasattr(found, "cache_info"):
-        found = found.__wrapped__  # by functools.cache
+        symbol = ledger.resolve(hook.target.rpartition(".")[0])
+    if hasattr(symbol, "cache_info"):
+        symbol = symbol.__wrapped__  # by functools.cache
     assert hook not in ledger.patches_in_place()
-    original = inspect.unwrap(found)  # vLLM decorates some of its functions itself
+    original = inspect.unwrap(symbol)  # vLLM decorates some of its functions itself
     assert defined_in(original).is_relative_to(FOLDER / "vllm")
-    while found is not original:
-        assert not defined_in(found).is_relative_to(Path(plugin.__file__).parents[1])
-        found = found.__wrapped__
+    while symbol is not original:
+        assert not defined_in(symbol).is_relative_to(Path(plugin.__file__).parents[1])
+        symbol = symbol.__wrapped__
 
 
 def test_statistics_keep_vllms_type() -> None:

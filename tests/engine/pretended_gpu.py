@@ -206,7 +206,7 @@ def dispatched(asked: str, backend: Any) -> dict[str, list[str]]:
     """The kinds of graphs that serve a step of full drafts and one of other lengths, by runner."""
     config = configure(True, compilation_config={"cudagraph_mode": asked})
     length = 1 + config.num_speculative_tokens
-    found = {}
+    modes = {}
     for is_v2 in (False, True):
         mode = config.compilation_config.resolve_cudagraph_mode_and_sizes(
             backend.get_builder_cls().get_cudagraph_support(config, None),
@@ -228,8 +228,8 @@ def dispatched(asked: str, backend: Any) -> dict[str, list[str]]:
                 dispatcher.dispatch(2 * length, uniform_decode=True)[0],
                 dispatcher.dispatch(2 * length - 3)[0],
             ]
-        found["V2" if is_v2 else "V1"] = [mode.name, *(kind.name for kind in kinds)]
-    return found
+        modes["V2" if is_v2 else "V1"] = [mode.name, *(kind.name for kind in kinds)]
+    return modes
 
 
 def speculation() -> dict[str, Any]:

@@ -45,11 +45,11 @@ def generate(job: dict[str, Any], speculative_config: dict[str, Any]) -> dict[st
 def main(file: Path) -> None:
     let_ranks_sleep()
     job = json.loads(file.read_text())
-    found = {}
+    results = {}
     for name, speculative_config in job["engines"].items():
-        found[name] = generate(job, speculative_config)
+        results[name] = generate(job, speculative_config)
         gc.collect()  # ends the engine and its ranks
-    file.write_text(json.dumps(found))
+    file.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -67,15 +67,15 @@ def generate_with_preemptions(llm: Any, prompts: Sequence[Prompt]) -> list[Any]:
 
 def draft_tokens(llm: Any) -> tuple[int, int]:
     """Accepted and rejected draft tokens of the engine that was started last."""
-    found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-    accepted = found["vllm:spec_decode_num_accepted_tokens"]
-    return accepted, found["vllm:spec_decode_num_draft_tokens"] - accepted
+    counters = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    accepted = counters["vllm:spec_decode_num_accepted_tokens"]
+    return accepted, counters["vllm:spec_decode_num_draft_tokens"] - accepted
 
 
-def largest_gap(expected: Sequence[Any], found: Sequence[Any]) -> float:
+def largest_gap(expected: Sequence[Any], outputs: Sequence[Any]) -> float:
     """Largest difference between the log-probabilities of outputs with the same tokens."""
     gaps = []
-    for left, right in zip(expected, found, strict=True):
+    for left, right in zip(expected, outputs, strict=True):
         a, b = left.outputs[0], right.outputs[0]
         for token, p, q in zip(a.token_ids, a.logprobs, b.logprobs, strict=True):
             gaps.append(abs(p[token].logprob - q[token].logprob))
@@ -109,13 +109,13 @@ def test_greedy(engine: Any, tmp_path: Path, request: pytest.FixtureRequest, nam
         max_num_batched_tokens=48,
         **speculation("ngram_trie", 8, verification="chain"),
     )
-    for found in (
+    for outputs in (
         generate_with_preemptions(chains, prompts),
         again := generate(chains, prompts, GREEDY),
     ):
-        assert differences(expected, found) == []
+        assert differences(expected, outputs) == []
         # Damage to the KV shows here before it changes a token.
-        assert largest_gap(expected, found) < 1e-4
+        assert largest_gap(expected, outputs) < 1e-4
     assert sum(output.num_cached_tokens for output in again) > 0
     accepted, rejected = draft_tokens(chains)
     assert accepted > 40

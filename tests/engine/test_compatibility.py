@@ -63,13 +63,13 @@ def rows() -> dict[str, tuple[str, str]]:
     """The cells V1 and V2 of each row, by the words of `CONFIGURATIONS`."""
     text = PAGE.read_text(encoding="utf-8")
     table = text.partition("| family | V1 | V2 |")[2].partition("\n\n")[0]
-    found: dict[str, tuple[str, str]] = {}
+    cells: dict[str, tuple[str, str]] = {}
     for line in table.splitlines()[2:]:
         family, v1, v2, _ = (cell.strip() for cell in line.strip("|").split("|"))
         # One of them begins like another.
         name = max((n for n in CONFIGURATIONS if family.startswith(n)), key=len, default=family)
-        found[name] = v1, v2
-    return found
+        cells[name] = v1, v2
+    return cells
 
 
 def chosen(model: str, verification: str) -> str:
@@ -101,7 +101,7 @@ def test_cells(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         for cell, is_v2 in zip(rows()[family], (False, True), strict=True):
             # Where an engine has run, vLLM reads no environment variable any more.
             monkeypatch.setitem(vars(envs), "VLLM_USE_V2_MODEL_RUNNER", is_v2)
-            found = chosen(model, "auto")
-            if found == "chain" and chosen(model, "tree") == "tree":
-                found += ", tree on request"
-            assert found == cell, values
+            verification = chosen(model, "auto")
+            if verification == "chain" and chosen(model, "tree") == "tree":
+                verification += ", tree on request"
+            assert verification == cell, values

@@ -542,9 +542,9 @@ def test_low_precision_differs_at_near_ties_only(engine, dtype: str):
     some = prompts(12)
     expected = plain_outputs(engine(dtype=dtype), some, params)
     llm = engine(**speculation("test_oracle", 16), dtype=dtype)
-    found = margins(expected, generate(llm, some, params))
-    assert all(margin is None or margin < 0.15 for margin in found)
-    assert found.count(None) >= 6
+    margin_of = margins(expected, generate(llm, some, params))
+    assert all(margin is None or margin < 0.15 for margin in margin_of)
+    assert margin_of.count(None) >= 6
 
 
 # -- files that options name, and what vLLM need not warn of ---------------------------------------
@@ -636,8 +636,8 @@ def test_a_default_start_warns_of_nothing_that_the_plugin_answers_for():
         "EngineArgs(str(model_path()), dtype='float32', kv_cache_memory_bytes=10 << 20,\n"
         "    speculative_config={'method': 'ngram_trie'}).create_engine_config()"
     )
-    known = {"VLLM_TRIE_BEAM": "1", "VLLM_TRIE_NATIVE": "1"}
-    result = run_python("-c", code, VLLM_TRIE_NOT_OURS="1", VLLM_LOGGING_LEVEL="INFO", **known)
+    ours = {"VLLM_TRIE_BEAM": "1", "VLLM_TRIE_NATIVE": "1"}
+    result = run_python("-c", code, VLLM_TRIE_NOT_OURS="1", VLLM_LOGGING_LEVEL="INFO", **ours)
     said = result.stdout + result.stderr
     assert said.count("Unknown vLLM environment variable detected: VLLM_TRIE_") == 1, said
     assert "Unknown vLLM environment variable detected: VLLM_TRIE_NOT_OURS" in said

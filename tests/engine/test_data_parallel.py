@@ -49,8 +49,8 @@ def test_speculation(engine: Any, server: Server) -> None:
     prompts = [{"prompt_token_ids": tokenizer().encode(text)} for text in TEXTS]
     plain = generate(engine(), prompts, SamplingParams(temperature=0.0, max_tokens=60))
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda text: complete(server, text), TEXTS))
-    assert found == [[output.outputs[0].text] for output in plain]
+        texts = list(pool.map(lambda text: complete(server, text), TEXTS))
+    assert texts == [[output.outputs[0].text] for output in plain]
 
     accepted: dict[str, float] = {}
     for family in text_string_to_metric_families(server.http.get("/metrics").text):
@@ -69,9 +69,9 @@ def test_beam_search(server: Server) -> None:
         return complete(server, list(case.prompt_token_ids), **options)
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(ask, cases))
-    for case, hypotheses in zip(cases, found, strict=True):
-        expected = [each.token_ids for each in search(str(model_path()), case)]
+        answers = list(pool.map(ask, cases))
+    for case, hypotheses in zip(cases, answers, strict=True):
+        expected = [hypothesis.token_ids for hypothesis in search(str(model_path()), case)]
         assert hypotheses == tokenizer().batch_decode(expected, skip_special_tokens=True)
 
 

@@ -36,13 +36,13 @@ def test_demo(tmp_path: Path) -> None:
     plain, trees = json.loads(shown[1])["runs"]
     assert "".join(s["text"] for s in plain["steps"]) == "".join(s["text"] for s in trees["steps"])
     assert len(trees["steps"]) < len(plain["steps"])
-    found = json.loads(rows.read_text())
-    methods = [row["method"] for row in found]
+    measured = json.loads(rows.read_text())
+    methods = [row["method"] for row in measured]
     assert methods[:2] == ["plain", "ngram"]
     assert methods == methods[: len(methods) // 3] * 3
-    total = found[-1]
+    total = measured[-1]
     assert total["identical"] is True
-    trees = [row for row in found if row["method"] == "ngram_trie"]
+    trees = [row for row in measured if row["method"] == "ngram_trie"]
     assert total["tokens"] == sum(row["tokens"] for row in trees[:-1])
     assert 1.1 < total["tokens_per_step"] < 33
     assert 0 < total["nodes_per_step"] <= 32

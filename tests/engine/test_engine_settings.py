@@ -78,9 +78,9 @@ def test_prompts_with_one_token_to_compute(engine: Any, options: dict[str, Any])
         finished |= {o.request_id: o for o in core.step() if o.finished}
         if not core.has_unfinished_requests():
             break
-    found = [finished[f"cached-{index}"] for index in range(4)]
-    assert differences(plain, found) == []
-    assert found[0].num_cached_tokens == 32
+    cached = [finished[f"cached-{index}"] for index in range(4)]
+    assert differences(plain, cached) == []
+    assert cached[0].num_cached_tokens == 32
 
 
 @pytest.mark.parametrize("length", [6, 33])
@@ -108,8 +108,8 @@ def test_priorities(engine: Any, expected: list[Any]) -> None:
     priorities = [2, 1, 0, 2, 1, 0, 2, 1]
     params = SamplingParams(**GREEDY)
     with preemptions(llm) as preempted:
-        found = llm.generate(prompts(COUNT), params, use_tqdm=False, priority=priorities)
-    assert differences(expected, found) == []
+        outputs = llm.generate(prompts(COUNT), params, use_tqdm=False, priority=priorities)
+    assert differences(expected, outputs) == []
     assert preempted
 
 
@@ -141,10 +141,10 @@ def test_logprobs_of_prompt_and_output(engine: Any) -> None:
     params = SamplingParams(**short, prompt_logprobs=-1, logprobs=-1)
     plain = plain_outputs(engine(**options), some, params)
     tree = engine(**TREES, **options)
-    found = generate(tree, some, params)
-    assert differences(plain, found) == []
+    outputs = generate(tree, some, params)
+    assert differences(plain, outputs) == []
     assert accepted_tokens(tree) > 20
-    for left, right in zip(plain, found, strict=True):
+    for left, right in zip(plain, outputs, strict=True):
         assert left.prompt_logprobs[0] is right.prompt_logprobs[0] is None
         for a, b in zip(
             [*left.prompt_logprobs[1:], *left.outputs[0].logprobs],

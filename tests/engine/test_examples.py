@@ -69,9 +69,9 @@ def printed(site: str) -> dict[str, str]:
 def test_every_example_is_run_somewhere() -> None:
     tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
     readme = (EXAMPLES / "README.md").read_text()
-    found = [path for path in EXAMPLES.rglob("*.py") if path.name != f"{OWN_METHOD}.py"]
-    assert len(found) >= 7
-    for path in found:
+    paths = [path for path in EXAMPLES.rglob("*.py") if path.name != f"{OWN_METHOD}.py"]
+    assert len(paths) >= 7
+    for path in paths:
         name = path.relative_to(EXAMPLES).as_posix()
         assert name in tests, f"no test runs examples/{name}"
         assert path.parent != EXAMPLES or name in readme, f"examples/README.md misses {name}"
@@ -168,9 +168,9 @@ def test_serve_openai_client() -> None:
     assert chat.strip() in streamed
     assert "equal: yes" in streamed
     assert len(completion.strip()) > len("def main():")
-    found = re.findall(r"^  (\d)\. (.*)$", beams, re.MULTILINE)
-    assert [rank for rank, _ in found] == ["1", "2", "3"]
-    assert len({hypothesis for _, hypothesis in found}) == 3
+    ranked = re.findall(r"^  (\d)\. (.*)$", beams, re.MULTILINE)
+    assert [rank for rank, _ in ranked] == ["1", "2", "3"]
+    assert len({hypothesis for _, hypothesis in ranked}) == 3
 
 
 def test_medusa_train_and_serve() -> None:
@@ -184,8 +184,8 @@ def test_medusa_train_and_serve() -> None:
 
 def test_tensor_parallel() -> None:
     text = run("examples/tensor_parallel.py", VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    found = re.findall(r"on 2 ranks: (\d+) of (\d+) tokens came from drafts", text)
-    accepted, tokens = map(int, found[0])
+    counts = re.findall(r"on 2 ranks: (\d+) of (\d+) tokens came from drafts", text)
+    accepted, tokens = map(int, counts[0])
     assert tokens / 4 < accepted < tokens
     assert "same as without drafts: yes" in text
 

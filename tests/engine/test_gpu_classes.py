@@ -77,14 +77,14 @@ def gpu_config(allow_untested_gpu: bool = True) -> Any:
 
 
 def test_trees_are_refused_on_a_gpu_unless_the_user_allows_them(monkeypatch) -> None:
-    found, allowed = gpu_config(allow_untested_gpu=False), gpu_config()
+    default, allowed = gpu_config(allow_untested_gpu=False), gpu_config()
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     with pytest.raises(ValueError, match="allow_untested_gpu=True") as caught:
-        draft_support.choose_verification(found, "ngram_trie", "tree")
+        draft_support.choose_verification(default, "ngram_trie", "tree")
     assert "never run on a GPU" in str(caught.value)
     assert draft_support.choose_verification(allowed, "ngram_trie", "tree") == "tree"
-    for config in (found, allowed):
+    for config in (default, allowed):
         assert draft_support.choose_verification(config, "ngram_trie", "auto") == "chain"
 
 
@@ -97,27 +97,27 @@ def test_trees_are_refused_on_a_gpu_unless_the_user_allows_them(monkeypatch) -> 
     ],
 )
 def test_settings_that_a_gpu_cannot_have(monkeypatch, changes, said) -> None:
-    found = gpu_config()
+    config = gpu_config()
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     for name, value in changes.items():
-        part = found.attention_config if name == "backend" else found.cache_config
+        part = config.attention_config if name == "backend" else config.cache_config
         object.__setattr__(part, name, value)
     with pytest.raises(ValueError, match=said) as caught:
-        draft_support.choose_verification(found, "ngram_trie", "tree")
+        draft_support.choose_verification(config, "ngram_trie", "tree")
     assert str(caught.value).count("\n- ") == 2  # and that chains run
 
 
 def test_other_accelerators_are_refused(monkeypatch) -> None:
-    found = gpu_config()
+    config = gpu_config()
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     with pytest.raises(ValueError, match="neither a CPU nor an NVIDIA GPU"):
-        draft_support.choose_verification(found, "ngram_trie", "tree")
+        draft_support.choose_verification(config, "ngram_trie", "tree")
 
 
 def test_the_ledger_fits_the_gpus_symbols() -> None:
     findings = ledger.check(patch for patch in ledger.entries() if patch.platform == "cuda")
-    assert [found for found in findings if found.status != "ok"] == []
+    assert [finding for finding in findings if finding.status != "ok"] == []
     assert len(findings) > 10
 
 
@@ -182,18 +182,18 @@ def test_configurations_on_a_gpu(pretended) -> None:
 def test_chains_run_on_the_runner_that_vllm_prefers(
     pretended, name: str, v2: bool, asynchronous: bool, tokens: int
 ) -> None:
-    found = pretended["allowed"][name]
-    assert found["verification"] == "chain"
-    assert (found["v2"], found["async"], found["tokens"]) == (v2, asynchronous, tokens)
-    assert found["worker"].endswith("TreeGPUWorker")
+    chains = pretended["allowed"][name]
+    assert chains["verification"] == "chain"
+    assert (chains["v2"], chains["async"], chains["tokens"]) == (v2, asynchronous, tokens)
+    assert chains["worker"].endswith("TreeGPUWorker")
 
 
 @needs_triton
 def test_chains_are_the_default_without_a_flag(pretended) -> None:
-    found = pretended["without a flag"]
-    assert found == pretended["allowed"]["default"]
+    default = pretended["without a flag"]
+    assert default == pretended["allowed"]["default"]
     # One draft length for all batch sizes, which keeps requests unpadded.
-    assert [tokens for _, _, tokens in found["tiers"]] == [8]
+    assert [tokens for _, _, tokens in default["tiers"]] == [8]
 
 
 @needs_triton

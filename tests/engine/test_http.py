@@ -219,7 +219,7 @@ def trace_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory, trace_folder: Path) -> dict[str, Answers]:
     """The answers of each server; one runs at a time, for their memory."""
-    folder, found = tmp_path_factory.mktemp("servers"), {}
+    folder, answers_of = tmp_path_factory.mktemp("servers"), {}
     tracing = ["--additional-config", json.dumps({"vllm_trie": {"trace_path": str(trace_folder)}})]
     for name, options in COMMANDS.items():
         traced = name == TRACED
@@ -227,28 +227,28 @@ def answers(tmp_path_factory: pytest.TempPathFactory, trace_folder: Path) -> dic
         with running(
             folder / name, *options, *extra, worker_process=traced, spawns=traced
         ) as server:
-            found[name] = interview(server)
+            answers_of[name] = interview(server)
             if name == PLAIN:
-                found[name].beams = server_off.ask_for_beams(server)
-    return found
+                answers_of[name].beams = server_off.ask_for_beams(server)
+    return answers_of
 
 
 @pytest.mark.parametrize("name", WITH_TREES)
 def test_same_replies(answers: dict[str, Answers], name: str) -> None:
-    expected, found = answers[PLAIN].replies, answers[name].replies
-    assert found.keys() == expected.keys()
+    expected, replies = answers[PLAIN].replies, answers[name].replies
+    assert replies.keys() == expected.keys()
     for kind in expected:
         if "logprobs" not in kind:
-            assert found[kind] == expected[kind], kind
+            assert replies[kind] == expected[kind], kind
 
 
 @pytest.mark.parametrize("name", WITH_TREES)
 @pytest.mark.parametrize("kind", ["logprobs", "chat logprobs"])
 def test_same_logprobs(answers: dict[str, Answers], name: str, kind: str) -> None:
-    for expected, found in zip(
+    for expected, logprobs in zip(
         answers[PLAIN].replies[kind], answers[name].replies[kind], strict=True
     ):
-        assert found == pytest.approx(expected, abs=1e-3)
+        assert logprobs == pytest.approx(expected, abs=1e-3)
 
 
 def test_the_requests_cover_what_they_should(answers: dict[str, Answers]) -> None:
@@ -268,22 +268,22 @@ def test_the_requests_cover_what_they_should(answers: dict[str, Answers]) -> Non
 
 @pytest.mark.parametrize("name", WITH_TREES)
 def test_metrics_endpoint(answers: dict[str, Answers], name: str) -> None:
-    found = answers[name].metrics
-    nodes = found["vllm:trie_draft_nodes_total"]
-    accepted = found["vllm:trie_accepted_tokens_total"]
-    assert nodes == found["vllm:spec_decode_num_draft_tokens_total"] > 100
-    assert accepted == found["vllm:spec_decode_num_accepted_tokens_total"] > 100
-    assert found["vllm:trie_verified_trees_total"] == found["vllm:spec_decode_num_drafts_total"]
-    assert nodes <= NODES * found["vllm:trie_verified_trees_total"]
-    tokens, steps = found["vllm:trie_tokens_total"], found["vllm:trie_steps_total"]
+    metrics = answers[name].metrics
+    nodes = metrics["vllm:trie_draft_nodes_total"]
+    accepted = metrics["vllm:trie_accepted_tokens_total"]
+    assert nodes == metrics["vllm:spec_decode_num_draft_tokens_total"] > 100
+    assert accepted == metrics["vllm:spec_decode_num_accepted_tokens_total"] > 100
+    assert metrics["vllm:trie_verified_trees_total"] == metrics["vllm:spec_decode_num_drafts_total"]
+    assert nodes <= NODES * metrics["vllm:trie_verified_trees_total"]
+    tokens, steps = metrics["vllm:trie_tokens_total"], metrics["vllm:trie_steps_total"]
     assert tokens / steps > 1.1
     # The next report counts the tokens of the last steps without drafts. Tokens after a stop string
     # are generated and discarded, until the front end's word that it was found arrives.
-    generated = found["vllm:generation_tokens_total"]
+    generated = metrics["vllm:generation_tokens_total"]
     assert 0.9 * generated <= tokens <= generated + STOPPED_TOKENS * NUM_STOPPED
     for part in ("drafting", "verification", "overhead"):
-        assert found[f"vllm:trie_{part}_seconds_total"] > 0
-    assert found["vllm:trie_draft_failures_total"] == 0
+        assert metrics[f"vllm:trie_{part}_seconds_total"] > 0
+    assert metrics["vllm:trie_draft_failures_total"] == 0
 
 
 def test_plain_server_has_no_counters_of_ours(answers: dict[str, Answers]) -> None:

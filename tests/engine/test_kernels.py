@@ -104,8 +104,8 @@ def test_chains_take_the_tree_kernel(engine, dtype, monkeypatch):
     monkeypatch.setattr(cpu_attention.CPUAttentionBackendImpl, "forward", stock_forward)
     plain = plain_outputs(engine(dtype=dtype), prompts(12), GREEDY)
     llm = engine(dtype=dtype, **speculation("test_oracle", 1))
-    found = generate(llm, prompts(12), _some_without_drafts(), 6)
-    assert len(differences(plain, found)) <= (0 if dtype == "float32" else 4)
+    outputs = generate(llm, prompts(12), _some_without_drafts(), 6)
+    assert len(differences(plain, outputs)) <= (0 if dtype == "float32" else 4)
     assert seen["chains"] > 100
     assert seen["plain"] > 0
 
@@ -137,12 +137,12 @@ def test_no_row_is_computed_twice(engine, expected, monkeypatch):
         return stock(self, layer, query, key, value, kv_cache, metadata, output, *scales)
 
     def tree_attention(query, kv_cache, block_table, trees, scale, output, *biases):
-        own = sum(row.num_queries for row in trees.rows)
+        num_queries = sum(row.num_queries for row in trees.rows)
         if trees.covers_batch:
-            assert own == len(query)
+            assert num_queries == len(query)
         else:
             counts["mixed"] += 1
-            assert own + pending[-1] == len(query)
+            assert num_queries + pending[-1] == len(query)
         ours(query, kv_cache, block_table, trees, scale, output, *biases)
 
     def plain_requests(metadata, trees):
@@ -188,21 +188,21 @@ def bloom_expected(engine, bloom):
 
 
 def test_linear_biases(engine, bloom, bloom_expected):
-    found = _bloom_outputs(engine, bloom, **speculation("test_oracle", 24))
-    assert differences(bloom_expected, found) == []
+    outputs = _bloom_outputs(engine, bloom, **speculation("test_oracle", 24))
+    assert differences(bloom_expected, outputs) == []
 
 
 def test_linear_biases_without_a_compiler(engine, bloom, bloom_expected, use_kernel):
     use_kernel("torch")
-    found = _bloom_outputs(engine, bloom, **speculation("test_oracle", 24))
-    assert differences(bloom_expected, found) == []
+    outputs = _bloom_outputs(engine, bloom, **speculation("test_oracle", 24))
+    assert differences(bloom_expected, outputs) == []
 
 
 def test_outputs_without_the_biases_are_others(engine, bloom, bloom_expected, monkeypatch):
     ours = cpu_attention.tree_attention
     monkeypatch.setattr(cpu_attention, "tree_attention", lambda *args: ours(*args[:6]))
-    found = _bloom_outputs(engine, bloom, **speculation("test_oracle", 24))
-    assert len(differences(bloom_expected, found)) > 4
+    outputs = _bloom_outputs(engine, bloom, **speculation("test_oracle", 24))
+    assert len(differences(bloom_expected, outputs)) > 4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -210,5 +210,5 @@ def test_sixteen_bits(engine, dtype):
     """Rounding may turn a near tie, so most outputs are plain vLLM's, not all."""
     some = prompts(12)
     plain = plain_outputs(engine(dtype=dtype), some, GREEDY)
-    found = generate(engine(dtype=dtype, **speculation("test_oracle", 24)), some, GREEDY, 6)
-    assert len(differences(plain, found)) <= 4
+    outputs = generate(engine(dtype=dtype, **speculation("test_oracle", 24)), some, GREEDY, 6)
+    assert len(differences(plain, outputs)) <= 4

@@ -62,12 +62,12 @@ def test_preemption(engine, expected):
 
 
 def test_seeded_sampling(engine, expected):
-    each = [
+    params = [
         SamplingParams(temperature=0.8, top_p=0.95, seed=100 + i, max_tokens=40, ignore_eos=True)
         for i in range(COUNT)
     ]
-    plain = generate(engine(), prompts(COUNT), each)
-    assert check_same_outputs(engine(**LOOKAHEAD), plain, each) > 0.03
+    plain = generate(engine(), prompts(COUNT), params)
+    assert check_same_outputs(engine(**LOOKAHEAD), plain, params) > 0.03
 
 
 def test_up_to_the_length_limit(engine):

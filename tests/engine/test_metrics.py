@@ -121,9 +121,9 @@ def test_no_failures_without_failures(traffic):
 
 def test_labels(traffic):
     llm, _ = traffic
-    found = [m.labels for m in llm.get_metrics() if m.name.startswith("vllm:trie_")]
-    assert len(found) >= 10
-    for labels in found:
+    labels_of_metrics = [m.labels for m in llm.get_metrics() if m.name.startswith("vllm:trie_")]
+    assert len(labels_of_metrics) >= 10
+    for labels in labels_of_metrics:
         assert labels["method"] == "ngram_trie"
         assert labels["engine"] == "0"
         assert labels["model_name"] == str(model_path())
@@ -178,8 +178,8 @@ def test_generate_logs_drafted_and_accepted_tokens(traffic, monkeypatch, caplog)
         f"drafts; {sum(len(result.outputs[0].token_ids) for result in results)} output tokens"
     ]
     counts = [result.outputs[0].spec_decode_metrics.to_dict() for result in results]
-    assert sum(each["num_draft_tokens"] for each in counts) == drafted > 0
-    assert sum(each["num_accepted_draft_tokens"] for each in counts) == accepted > 0
+    assert sum(count["num_draft_tokens"] for count in counts) == drafted > 0
+    assert sum(count["num_accepted_draft_tokens"] for count in counts) == accepted > 0
     caplog.clear()
     outputs += llm.generate(prompts(1), GREEDY, use_tqdm=False)
     assert caplog.messages == []
@@ -191,13 +191,13 @@ def test_failures_by_reason(engine, traffic):
     llm = engine(**speculation("test_faulty", 12), max_num_seqs=7)
     generate(llm, prompts(8), GREEDY)
     failures = trees_of(llm).guard.failures
-    found = {
+    counted = {
         metric.labels["reason"]: metric.value
         for metric in llm.get_metrics()
         if metric.name == "vllm:trie_draft_failures" and metric.labels["method"] == "test_faulty"
     }
     waiting = pending(llm).draft_failures
-    assert {reason: n + waiting.get(reason, 0) for reason, n in found.items()} == failures
+    assert {reason: n + waiting.get(reason, 0) for reason, n in counted.items()} == failures
     assert failures["error"] > 0
     assert failures["malformed"] > 0
 
@@ -226,9 +226,9 @@ def test_the_way_to_another_process(sent):
     outputs = EngineCoreOutputs(scheduler_stats=SchedulerStats(spec_decoding_stats=sent))
     buffers = MsgpackEncoder().encode(outputs)
     received = MsgpackDecoder(EngineCoreOutputs).decode(buffers).scheduler_stats
-    found = received.spec_decoding_stats
+    stats = received.spec_decoding_stats
     if sent is None:
-        assert found is None
+        assert stats is None
         return
-    assert {key: getattr(found, key) for key in STATS} == STATS
-    assert found.tree == getattr(sent, "tree", TreeStats())
+    assert {key: getattr(stats, key) for key in STATS} == STATS
+    assert stats.tree == getattr(sent, "tree", TreeStats())

@@ -102,8 +102,8 @@ def test_images(engine: Any, model: str, chunked: bool) -> None:
     # Prompts that differ in the image only have the same tokens: the oracle learns one at a time.
     for prompt, output in zip(prompts(), expected, strict=True):
         tell_oracle([output])
-        found = llm.generate([prompt], SamplingParams(**GREEDY), use_tqdm=False)
-        assert differences([output], found) == []
-    found = llm.generate(prompts(), SamplingParams(**GREEDY), use_tqdm=False)
-    assert differences(expected, found) == []
+        outputs = llm.generate([prompt], SamplingParams(**GREEDY), use_tqdm=False)
+        assert differences([output], outputs) == []
+    outputs = llm.generate(prompts(), SamplingParams(**GREEDY), use_tqdm=False)
+    assert differences(expected, outputs) == []
     assert accepted_tokens(llm) - before > 0.2 * len(expected) * NUM_TOKENS

@@ -79,13 +79,13 @@ def test_little_room(engine, checkpoints, expected, method):
 
 
 def test_seeded_sampling(engine, checkpoints):
-    each = [
+    params = [
         SamplingParams(temperature=0.8, top_p=0.95, seed=100 + i, max_tokens=24, ignore_eos=True)
         for i in range(6)
     ]
-    plain = generate(engine(), prompts(6), each)
+    plain = generate(engine(), prompts(6), params)
     llm = engine(**union(checkpoints, "draft_model", "ngram_trie"))
-    assert check_same_outputs(llm, plain, each) > 0.1
+    assert check_same_outputs(llm, plain, params) > 0.1
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp"])
@@ -94,11 +94,11 @@ def test_chains_accept_what_vllms_own_method_accepts(engine, checkpoints, expect
     the second time the prefix cache serves the prompts."""
     entry, target = part(checkpoints, method, 3)
     plain = expected_of(engine, expected, target, 6)
-    own = engine(speculative_config=entry, **target)
+    vllms = engine(speculative_config=entry, **target)
     ours = engine(**union(checkpoints, method, num_nodes=3, verification="chain"))
-    accepted = count_accepted(own), count_accepted(ours)
+    accepted = count_accepted(vllms), count_accepted(ours)
     for _ in range(2):
-        outputs = generate(own, prompts(6), GREEDY)
+        outputs = generate(vllms, prompts(6), GREEDY)
         assert differences(plain, outputs) == []
         check_same_outputs(ours, plain, GREEDY)
         assert sum(accepted[0]) == sum(accepted[1])
@@ -130,13 +130,13 @@ def test_drafts_are_those_after_a_prefill(engine, checkpoints, expected, method,
     monkeypatch.setattr(neural, "draft", noted)
     monkeypatch.setattr(budget, "should_draft", lambda _: next(turns) % 4 < 2)
     assert check_same_outputs(llm, plain, GREEDY) > 0.01
-    found = dict(list(drafts.items())[::-2][:16])
-    assert len(found) >= 8
+    chosen = dict(list(drafts.items())[::-2][:16])
+    assert len(chosen) >= 8
     monkeypatch.setattr(budget, "should_draft", lambda _: True)
     drafts.clear()
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, detokenize=False)
-    generate(llm, [{"prompt_token_ids": list(text[:-1])} for text in found], params)
-    assert {text: drafts[text] for text in found} == found
+    generate(llm, [{"prompt_token_ids": list(text[:-1])} for text in chosen], params)
+    assert {text: drafts[text] for text in chosen} == chosen
 
 
 def count_accepted(llm) -> list[int]:
@@ -149,9 +149,11 @@ def count_accepted(llm) -> list[int]:
     stock = core.get_output
 
     def get_output():
-        found = stock()
-        accepted.extend(len(each.new_token_ids) - 1 for each in found.outputs if each.new_token_ids)
-        return found
+        result = stock()
+        accepted.extend(
+            len(output.new_token_ids) - 1 for output in result.outputs if output.new_token_ids
+        )
+        return result
 
     core.get_output = get_output
     return accepted

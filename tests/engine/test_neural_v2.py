@@ -19,20 +19,20 @@ def results() -> dict[str, Any]:
 
 def test_greedy_tokens_are_those_of_plain_v2(results) -> None:
     """With prompts in parts, preemptions, a prefix cache and aborts, scheduled asynchronously."""
-    found = results["union"]
-    assert found["own"]
-    assert found["async"]
-    assert found["greedy"] == []
-    assert found["preempted"] > 0
-    assert found["accepted"] > 0
-    assert not any(found["failures"].values())
-    assert found["blocks_lost"] == 0
+    union = results["union"]
+    assert union["own"]
+    assert union["async"]
+    assert union["greedy"] == []
+    assert union["preempted"] > 0
+    assert union["accepted"] > 0
+    assert not any(union["failures"].values())
+    assert union["blocks_lost"] == 0
 
 
 def test_chains_accept_what_vllms_own_method_accepts(results) -> None:
-    own, ours = results["alone"]["own"], results["alone"]["ours"]
-    assert own["differences"] == ours["differences"] == []
-    assert own["accepted"] == ours["accepted"] > 0
+    vllms, ours = results["alone"]["own"], results["alone"]["ours"]
+    assert vllms["differences"] == ours["differences"] == []
+    assert vllms["accepted"] == ours["accepted"] > 0
 
 
 def test_waits_for_the_device(results) -> None:

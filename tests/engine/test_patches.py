@@ -58,15 +58,15 @@ def touched(patch: Path) -> set[str]:
 
 def test_every_patch_changes_what_it_says_and_nothing_is_left_over(patched: Path) -> None:
     expected = set().union(*map(touched, series()))
-    found = set()
+    changed = set()
     for path in (patched / "vllm").rglob("*"):
         stock = INSTALLED / path.relative_to(patched / "vllm")
         if path.is_symlink() or path.is_dir():
             continue
         if not stock.exists() or stock.read_bytes() != path.read_bytes():
-            found.add(str(path.relative_to(patched)))
-    assert found == expected
-    for name in sorted(found):
+            changed.add(str(path.relative_to(patched)))
+    assert changed == expected
+    for name in sorted(changed):
         assert compileall.compile_file(patched / name, quiet=2), name
 
 

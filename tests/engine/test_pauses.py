@@ -27,8 +27,8 @@ METHODS = {
 @pytest.fixture
 def pauses(monkeypatch):
     """Drafting is wanted after some steps and not after others, and every node is verified."""
-    wanted = itertools.cycle([True] * 3 + [False] * 4 + [True] + [False])
-    monkeypatch.setattr(NodeBudget, "should_draft", lambda self, num_rows: next(wanted))
+    answers = itertools.cycle([True] * 3 + [False] * 4 + [True] + [False])
+    monkeypatch.setattr(NodeBudget, "should_draft", lambda self, num_rows: next(answers))
     monkeypatch.setattr(NodeBudget, "cut", lambda self, request_ids, trees, num_rows: list(trees))
 
 

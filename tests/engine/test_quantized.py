@@ -42,7 +42,7 @@ def test_greedy(
     medusa = {"model": str(medusa_path())}
     for method, more in (("test_oracle", {}), ("medusa_dynamic", medusa)):
         llm = engine(**speculation(method, 16, **more), **options)
-        found = margins(expected, generate(llm, prompts(COUNT), GREEDY))
-        assert found.count(None) > COUNT // 2
-        assert all(margin is None or margin < 0.15 for margin in found)
+        margin_of = margins(expected, generate(llm, prompts(COUNT), GREEDY))
+        assert margin_of.count(None) > COUNT // 2
+        assert all(margin is None or margin < 0.15 for margin in margin_of)
         assert accepted_tokens(llm) > 0.2 * COUNT * NUM_TOKENS

@@ -153,10 +153,10 @@ def test_random_requests(engine: Any, name: str) -> None:
     llm = engine(**options, **trees)
     before = accepted_tokens(llm)
     with preemptions(llm) as preempted:
-        found = run(llm, requests, with_priorities)
-    assert found.keys() == expected.keys()
+        answers = run(llm, requests, with_priorities)
+    assert answers.keys() == expected.keys()
     for index in expected:
-        for left, right in zip(expected[index], found[index], strict=True):
+        for left, right in zip(expected[index], answers[index], strict=True):
             assert right.token_ids == left.token_ids, requests[index]
             assert (right.text, right.ended) == (left.text, left.ended), requests[index]
             for a, b in zip(left.logprobs, right.logprobs, strict=True):

@@ -23,10 +23,10 @@ def _compare(engine, params, count=12, **options):
     expected = plain_outputs(engine(**options), some, params)
     tree = engine(**speculation("test_oracle", 24), **options)
     before = accepted_tokens(tree)
-    found = generate(tree, some, params)
-    assert differences(expected, found) == []
+    outputs = generate(tree, some, params)
+    assert differences(expected, outputs) == []
     assert accepted_tokens(tree) > before + count
-    return expected, found
+    return expected, outputs
 
 
 GREEDY = {"temperature": 0.0, "max_tokens": 80}
@@ -90,16 +90,16 @@ def test_requests_of_every_kind_in_one_batch(engine):
 )
 def test_seeded(engine, params):
     """A seeded request draws the same random numbers, and so the same tokens, one by one."""
-    each = [
+    seeded = [
         SamplingParams(**params, seed=100 + i, max_tokens=80, ignore_eos=True) for i in range(12)
     ]
-    _compare(engine, each)
+    _compare(engine, seeded)
 
 
 def test_logprobs(engine):
     params = SamplingParams(**GREEDY, logprobs=4, ignore_eos=True)
-    expected, found = _compare(engine, params)
-    for left, right in zip(expected, found, strict=True):
+    expected, outputs = _compare(engine, params)
+    for left, right in zip(expected, outputs, strict=True):
         assert left.outputs[0].cumulative_logprob == pytest.approx(
             right.outputs[0].cumulative_logprob, abs=1e-3
         )
@@ -135,8 +135,8 @@ COMPACT = {
 
 def test_structured_outputs(engine):
     params = SamplingParams(temperature=0.0, max_tokens=200, structured_outputs=STRUCTURED)
-    _, found = _compare(engine, params, count=8, **COMPACT)
-    complete = [o.outputs[0].text for o in found if o.outputs[0].finish_reason == "stop"]
+    _, outputs = _compare(engine, params, count=8, **COMPACT)
+    complete = [o.outputs[0].text for o in outputs if o.outputs[0].finish_reason == "stop"]
     assert complete
     for text in complete:
         assert set(json.loads(text)) == {"name", "count", "tags"}
@@ -190,9 +190,9 @@ def test_unseeded_distribution(engine, temperature, verification):
     reference = sample(plain)
     AnswerSetDrafter.outputs = [list(o) for o, _ in reference.most_common(40)]
     before = accepted_tokens(llm)
-    found = sample(llm)
+    drawn = sample(llm)
     assert accepted_tokens(llm) - before > 700
-    assert _chi_square_p_value(reference, found) > 1e-4
+    assert _chi_square_p_value(reference, drawn) > 1e-4
 
 
 def _chi_square_p_value(left: Counter, right: Counter) -> float:

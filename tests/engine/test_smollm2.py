@@ -85,7 +85,7 @@ def test_chains_are_those_of_plain_vllm(smollm2_engine, chats, expected):
     """vLLM verifies them, and its samples of chains have other random numbers: greedily only."""
     params, outputs = expected
     llm = smollm2_engine(**speculation("ngram_trie", 8, verification="chain"))
-    is_greedy = [each.temperature == 0.0 for each in params]
+    is_greedy = [sampling.temperature == 0.0 for sampling in params]
     chosen = list(compress(zip([*chats, *chats], params, outputs, strict=True), is_greedy))
     prompts, params, outputs = zip(*chosen, strict=True)
     assert differences(outputs, generate(llm, prompts, list(params))) == []
@@ -128,7 +128,9 @@ def test_searches_in_a_catalogue_equal_hugging_face(
             lambda path: plain.allowed(path, None),
             None,
         )
-        assert [list(each.token_ids) for each in result.outputs] == [e.token_ids for e in expected]
-        assert [each.item for each in result.outputs] == [
+        assert [list(output.token_ids) for output in result.outputs] == [
+            e.token_ids for e in expected
+        ]
+        assert [output.item for output in result.outputs] == [
             ITEMS[tuple(e.token_ids)] for e in expected
         ]

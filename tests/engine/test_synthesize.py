@@ -39,7 +39,10 @@ def test_a_corpus_of_the_models_own_answers(tmp_path: Path) -> None:
     plain = engines()
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     outputs = [
-        [each.outputs[0].token_ids for each in engine.generate(prompts(4), params, use_tqdm=False)]
+        [
+            result.outputs[0].token_ids
+            for result in engine.generate(prompts(4), params, use_tqdm=False)
+        ]
         for engine in (llm, plain)
     ]
     totals = trees_of(llm).totals

@@ -61,11 +61,11 @@ def test_traces_are_the_outputs(engine, folder, verification):
     sampled = SamplingParams(temperature=0.8, max_tokens=40, extra_args={"speculation_trace": 1})
     stopped = greedy(stop_token_ids=list(range(200, 260)))
     params = [greedy(), greedy(False), stopped, greedy(), greedy(False), sampled]
-    outputs = [list(each.outputs[0].token_ids) for each in generate(llm, some, params)]
-    found = traces(llm, folder)
-    assert sorted(map(output, found)) == sorted(outputs[index] for index in (0, 2, 3, 5))
-    assert {trace.end for trace in found} == {"complete"}
-    steps = [step for trace in found for step in trace.steps]
+    outputs = [list(result.outputs[0].token_ids) for result in generate(llm, some, params)]
+    recorded = traces(llm, folder)
+    assert sorted(map(output, recorded)) == sorted(outputs[index] for index in (0, 2, 3, 5))
+    assert {trace.end for trace in recorded} == {"complete"}
+    steps = [step for trace in recorded for step in trace.steps]
     assert sum(len(step.accepted) for step in steps) > 10
     assert all(len(step.probabilities) == len(step.nodes) <= 16 for step in steps)
     branched = [step for step in steps if step.parents != list(range(-1, len(step.nodes) - 1))]
@@ -94,7 +94,7 @@ def test_requests_without_a_folder_are_refused(engine):
 
 def test_a_beam_search_is_recorded(engine):
     (prompt,) = prompts(1)
-    found = record_beams(engine(), 3, prompt["prompt_token_ids"], 12)
-    assert found.search.beam_width == 3
-    assert len(found.search.returned) == 3
-    assert found.num_prompt_tokens == len(prompt["prompt_token_ids"])
+    recorded = record_beams(engine(), 3, prompt["prompt_token_ids"], 12)
+    assert recorded.search.beam_width == 3
+    assert len(recorded.search.returned) == 3
+    assert recorded.num_prompt_tokens == len(prompt["prompt_token_ids"])

@@ -67,8 +67,8 @@ def test_trees_leave_nothing(trees) -> None:
 
 
 def test_asynchronous_scheduling_is_the_default_and_can_be_switched_off(results) -> None:
-    found = {name: results[name]["async"] for name in results if "async" in results[name]}
-    assert found == {
+    is_async = {name: results[name]["async"] for name in results if "async" in results[name]}
+    assert is_async == {
         "asynchronous": True,
         "synchronous": False,
         "trees": True,
@@ -123,22 +123,22 @@ def test_drafters_see_the_hidden_state_of_the_last_committed_token(results) -> N
 
 def test_waits_for_the_device(results) -> None:
     """Counted in whole steps; documented in docs/lab_engine.md."""
-    found = {
+    waits_of = {
         "plain": results["vllm"]["plain"],
         "ngram": results["vllm"]["ngram"],
         "chains": results["asynchronous"]["waits"],
         "trees": results["trees"]["waits"],
     }
-    assert {name: waits["step"][:2] for name, waits in found.items()} == {
+    assert {name: waits["step"][:2] for name, waits in waits_of.items()} == {
         "plain": [0, 3],  # with LoRA, where the adapters of a batch change
         "ngram": [0, 0],
         "chains": [0, 1],  # the first step has none before it
         "trees": [0, 1],
     }
     # Those of the random requests with log-probabilities, which only `trees` has, wait for more.
-    assert all(waits["output"][0] == 1 for waits in found.values())
-    assert all(found[name]["output"][1] == 1 for name in ("plain", "ngram", "chains"))
-    assert all(waits["step"][2] > 10 for waits in found.values())
+    assert all(waits["output"][0] == 1 for waits in waits_of.values())
+    assert all(waits_of[name]["output"][1] == 1 for name in ("plain", "ngram", "chains"))
+    assert all(waits["step"][2] > 10 for waits in waits_of.values())
 
 
 def test_a_step_verifies_what_was_drafted(result) -> None:
@@ -151,11 +151,11 @@ def test_a_step_verifies_what_was_drafted(result) -> None:
 
 def test_families_that_trees_cannot_serve(results) -> None:
     """Windows, soft caps, sinks, attention in chunks, positions of images."""
-    assert {name: found["differences"] for name, found in results["families"].items()} == {
+    assert {name: family["differences"] for name, family in results["families"].items()} == {
         name: [] for name in ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL")
     }
-    assert all(found["rejected"] > 0 for found in results["families"].values())
-    assert sum(found["accepted"] for found in results["families"].values()) > 0
+    assert all(family["rejected"] > 0 for family in results["families"].values())
+    assert sum(family["accepted"] for family in results["families"].values()) > 0
     assert results["families"]["Qwen 3 VL"]["score_error"] < 1e-4  # of native beams
 
 
@@ -166,10 +166,10 @@ def test_vllms_own_ngrams_draft_beside_the_plugin(results) -> None:
 @pytest.mark.parametrize("name", ["synchronous", "synchronous trees"])
 def test_adapters_cache_salts_and_the_prefix_cache(results, name) -> None:
     """LoRA adapters in one batch; a request's draft may come from its adapter's and salt's text."""
-    found = results[name]
-    assert found["adapters"] == []
-    assert found["salts"] == ["\x003:one", "\x003:two", "\x003:twomine", "mine"]
-    plain, drafting = found["cached"]
+    result = results[name]
+    assert result["adapters"] == []
+    assert result["salts"] == ["\x003:one", "\x003:two", "\x003:twomine", "mine"]
+    plain, drafting = result["cached"]
     assert plain > 0
     assert drafting > 0
 
@@ -190,9 +190,9 @@ def test_nothing_is_left_and_the_text_stays_off_the_device(result) -> None:
 @pytest.mark.parametrize("executor", ["uni", "mp"])
 def test_a_steps_output_leaves_before_the_next_wait(executor) -> None:
     name = f"chains, {executor}"
-    found = run_program("tests.engine.v2_ranks", name)[name]
-    assert found["differences"] == []
-    order = found["order"]
+    result = run_program("tests.engine.v2_ranks", name)[name]
+    assert result["differences"] == []
+    order = result["order"]
     steps = order["steps"]
     assert steps > 20
     assert order["launched before sent"] == steps
@@ -205,8 +205,8 @@ def test_a_steps_output_leaves_before_the_next_wait(executor) -> None:
 
 @pytest.mark.slow
 def test_two_pipeline_stages_give_the_tokens_of_one() -> None:
-    found = run_program("tests.engine.v2_ranks", "chains, stages")["chains, stages"]
-    assert found["differences"] == []
-    assert found["async"]
-    assert found["accepted"] > 5
-    assert found["preempted"] > 0
+    result = run_program("tests.engine.v2_ranks", "chains, stages")["chains, stages"]
+    assert result["differences"] == []
+    assert result["async"]
+    assert result["accepted"] > 5
+    assert result["preempted"] > 0

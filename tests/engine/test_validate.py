@@ -29,15 +29,15 @@ def test_a_quick_run_of_some_parts(tmp_path: Path) -> None:
     done = run_python("-m", "vllm_trie.cli", "validate", "--quick", "--json", str(path), *options)
     assert done.stdout.startswith("# vllm-trie validate: passed\n")
     assert done.stderr.count(": passed") == 4
-    found = json.loads(path.read_text())
-    assert found["passed"] is True
-    assert found["finished"] is True
-    parts = {part["name"]: part for part in found["parts"]}
+    report = json.loads(path.read_text())
+    assert report["passed"] is True
+    assert report["finished"] is True
+    parts = {part["name"]: part for part in report["parts"]}
     assert parts["CUDA graphs"]["status"] == "not applicable"
     assert {part["status"] for name, part in parts.items() if name != "CUDA graphs"} == {"passed"}
     assert len(parts["attention kernel"]["measured"]) == 6
     assert parts["ngram_trie, trees, float32"]["measured"]["tokens_per_step"] > 1.5
-    assert any('"verification": "tree"' in line for line in found["safe"])
+    assert any('"verification": "tree"' in line for line in report["safe"])
 
 
 # -- broken on purpose, in this process -----------------------------------------------------------
@@ -75,15 +75,15 @@ BEAMS = (beams.check_beams, "float32")
 
 @pytest.mark.parametrize("work", [TREES, CHAINS, BEAMS], ids=["trees", "chains", "beams"])
 def test_what_works_passes(run, work) -> None:
-    found = run(*work)
-    assert found.status == "passed", found.summary
+    outcome = run(*work)
+    assert outcome.status == "passed", outcome.summary
 
 
 def test_greedy_trees_without_moves_of_kv(run, monkeypatch) -> None:
     monkeypatch.setattr(compaction, "compact", lambda *_: None)
-    found = run(*TREES)
-    assert found.status == "failed"
-    assert "greedy token" in found.summary
+    outcome = run(*TREES)
+    assert outcome.status == "failed"
+    assert "greedy token" in outcome.summary
 
 
 def test_chains_with_a_rejection_sampler_that_accepts_everything(run, monkeypatch) -> None:
@@ -95,9 +95,9 @@ def test_chains_with_a_rejection_sampler_that_accepts_everything(run, monkeypatc
         return stock(drafted, *others, likeliest, bonus, metadata, **options)
 
     monkeypatch.setattr(rejection_sampler, "rejection_sample", accept_all)
-    found = run(*CHAINS)
-    assert found.status == "failed"
-    assert "greedy token" in found.summary
+    outcome = run(*CHAINS)
+    assert outcome.status == "failed"
+    assert "greedy token" in outcome.summary
 
 
 def test_seeds_that_do_not_count(run, monkeypatch) -> None:
@@ -107,17 +107,17 @@ def test_seeds_that_do_not_count(run, monkeypatch) -> None:
         "_metadata_of",
         lambda *arguments: dataclasses.replace(stock(*arguments), generators={}),
     )
-    found = run(*TREES)
-    assert found.status == "failed"
-    assert found.summary.startswith("seeded output is not plain vLLM's")
+    outcome = run(*TREES)
+    assert outcome.status == "failed"
+    assert outcome.summary.startswith("seeded output is not plain vLLM's")
 
 
 def test_a_drafter_that_drafts_nothing_shows_nothing(run, monkeypatch) -> None:
     monkeypatch.setattr(identity, "decode", lambda llm, texts, params: ([], 1.0))
     monkeypatch.setattr(identity, "judge", lambda *arguments: ([], []))
     monkeypatch.setattr(identity, "unlikely", lambda *arguments: [])
-    found = run(*CHAINS)
-    assert (found.status, found.summary) == (
+    outcome = run(*CHAINS)
+    assert (outcome.status, outcome.summary) == (
         "failed",
         "no drafted token was accepted, so nothing was verified",
     )
@@ -125,13 +125,13 @@ def test_a_drafter_that_drafts_nothing_shows_nothing(run, monkeypatch) -> None:
 
 def test_what_is_refused_does_not_apply(run, settings, monkeypatch) -> None:
     monkeypatch.setenv("VLLM_TRIE_BEAM", "0")
-    found = run(*BEAMS)
-    assert found.status == "not applicable"
-    assert "VLLM_TRIE_BEAM=0" in found.summary
+    outcome = run(*BEAMS)
+    assert outcome.status == "not applicable"
+    assert "VLLM_TRIE_BEAM=0" in outcome.summary
 
     without_heads = settings.model_copy(update={"shipped": False})
-    found = identity.compare_method(without_heads, "float32", "medusa_dynamic", "tree")
-    assert (found.status, found.summary) == ("not applicable", "no heads: --heads names them")
+    outcome = identity.compare_method(without_heads, "float32", "medusa_dynamic", "tree")
+    assert (outcome.status, outcome.summary) == ("not applicable", "no heads: --heads names them")
 
     shared = identity.start_engine
     monkeypatch.setattr(
@@ -139,9 +139,9 @@ def test_what_is_refused_does_not_apply(run, settings, monkeypatch) -> None:
         "start_engine",
         lambda *arguments, **options: shared(*arguments, **options, kv_sharing_fast_prefill=True),
     )
-    found = run(*TREES)
-    assert found.status == "not applicable"
-    assert "kv_sharing_fast_prefill is not supported" in found.summary
+    outcome = run(*TREES)
+    assert outcome.status == "not applicable"
+    assert "kv_sharing_fast_prefill is not supported" in outcome.summary
 
 
 def worse(beam: dict[str, Any]) -> dict[str, Any]:
@@ -156,9 +156,9 @@ def test_beam_search_with_wrong_kv_or_wrong_scores(run, monkeypatch, broken: str
         monkeypatch.setattr(gpu_model_runner, copy, lambda *arguments: None)
     else:
         monkeypatch.setattr(hypotheses, "_add_beam", lambda out, beam: stock(out, worse(beam)))
-    found = run(*BEAMS)
-    assert found.status == "failed"
-    assert found.measured["found"] > found.measured["allowed"]
+    outcome = run(*BEAMS)
+    assert outcome.status == "failed"
+    assert outcome.measured["found"] > outcome.measured["allowed"]
 
 
 def test_speed_of_an_engine_that_fails(run, monkeypatch) -> None:
@@ -185,10 +185,10 @@ def test_a_kernel_that_ignores_the_trees(settings, monkeypatch) -> None:
         stock(query, cache, table, dataclasses.replace(trees, word_array=seen), *rest)
 
     monkeypatch.setattr(kernels, "tree_attention", causal)
-    found = kernels.check_attention(settings)
-    assert found.status == "failed"
-    assert "wrong for 4 heads" in found.summary
-    assert len(found.details) == 2 + 6
+    outcome = kernels.check_attention(settings)
+    assert outcome.status == "failed"
+    assert "wrong for 4 heads" in outcome.summary
+    assert len(outcome.details) == 2 + 6
 
 
 def test_a_kernel_that_raises_and_moves_that_do_not_happen(settings, monkeypatch) -> None:
@@ -197,9 +197,9 @@ def test_a_kernel_that_raises_and_moves_that_do_not_happen(settings, monkeypatch
 
     with monkeypatch.context() as context:
         context.setattr(kernels, "tree_attention", fault)
-        found = kernels.check_attention(settings)
-        assert found.status == "failed"
-        assert found.details[2].count("RuntimeError: illegal instruction") == 1
+        outcome = kernels.check_attention(settings)
+        assert outcome.status == "failed"
+        assert outcome.details[2].count("RuntimeError: illegal instruction") == 1
     monkeypatch.setattr(kernels, "move_slots_in_layers", lambda *arguments: None)
     assert kernels.wrong_moves() == "float32, float16, bfloat16"
 
@@ -208,9 +208,9 @@ def test_replays_with_the_trees_of_the_capture() -> None:
     good = {1: [1e-3, 2e-3], 2: [1e-3, 1e-3]}
     assert kernels.graph_outcome(kernels.GRAPH_LAYER, good).status == "passed"
     for wrong in (0.4, float("inf"), float("nan")):
-        found = kernels.graph_outcome(kernels.GRAPH_LAYER, good | {4: [1e-3, wrong]})
-        assert found.status == "failed"
-        assert "replays are wrong with 4 programs a request" in found.summary
+        outcome = kernels.graph_outcome(kernels.GRAPH_LAYER, good | {4: [1e-3, wrong]})
+        assert outcome.status == "failed"
+        assert "replays are wrong with 4 programs a request" in outcome.summary
 
 
 def test_a_vllm_that_does_not_fit(settings, monkeypatch) -> None:

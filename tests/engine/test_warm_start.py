@@ -73,7 +73,7 @@ def test_a_restart_is_warm_and_gives_the_same_tokens(
     assert len(texts) == len(PROMPTS)
     # Up to the last draft.
     assert all(len(text.token_ids) >= 20 for text in texts)
-    answers = sorted(tuple(each) for each in tokens)
+    answers = sorted(tuple(answer) for answer in tokens)
     stored = sorted(tuple(text.token_ids.tolist()) for text in texts)
     assert all(a[: len(s)] == s for a, s in zip(answers, stored, strict=True))
     again, warm, said = run(folder, caplog, lambda llm: take_up_anothers_text(folder, llm))

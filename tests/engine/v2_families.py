@@ -78,13 +78,13 @@ def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
     expected = generate(plain, prompts(), greedy)
     chains = engine(speculative_config=CHAINS)
     assert chains.llm_engine.vllm_config.scheduler_config.async_scheduling
-    found = generate(chains, prompts(), greedy)
+    outputs = generate(chains, prompts(), greedy)
     counted = {m.name: m.value for m in chains.get_metrics() if hasattr(m, "value")}
     accepted = counted["vllm:spec_decode_num_accepted_tokens"]
     drafted = counted["vllm:spec_decode_num_draft_tokens"]
     _kept.extend((plain, chains))
     return {
-        "differences": differences(expected, found),
+        "differences": differences(expected, outputs),
         "accepted": accepted,
         "rejected": drafted - accepted,
         "score_error": largest_score_error(plain) if name in SEARCHED else None,

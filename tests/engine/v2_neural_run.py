@@ -79,13 +79,13 @@ def run_alone(entry: dict[str, Any], plain: list[Any]) -> dict[str, Any]:
     """vLLM's method and the part alone: what differs from plain outputs, what is accepted, and how
     often steps wait for the device."""
     engines = {"own": engine(speculative_config=entry), "ours": engine(**union(entry, LENGTH))}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, llm in engines.items():
         waits, accepted = Waits(llm), count_accepted(llm)
         outputs = generate(llm, PROMPTS, greedy())
-        found[name] = {"differences": differences(plain, outputs), "accepted": sum(accepted)}
-        found[name]["waits"] = waits.summary()
-    return found
+        results[name] = {"differences": differences(plain, outputs), "accepted": sum(accepted)}
+        results[name]["waits"] = waits.summary()
+    return results
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ shuffle_programs()
 
 @functools.cache
 def _builtins_of(package: Any) -> list[tuple[str, Any]]:
-    return [each for each in inspect.getmembers(package) if core.is_builtin(each[1])]
+    return [member for member in inspect.getmembers(package) if core.is_builtin(member[1])]
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:

@@ -55,8 +55,8 @@ LONG = 10
 OPT_OUT = {"extra_args": {"speculation": False}}
 LENGTHS = (110, 7, 64, 33, 90, 15)
 TEXTS = [
-    {"prompt_token_ids": each["prompt_token_ids"][:length]}
-    for each, length in zip(prompts(len(LENGTHS)), LENGTHS, strict=True)
+    {"prompt_token_ids": prompt["prompt_token_ids"][:length]}
+    for prompt, length in zip(prompts(len(LENGTHS)), LENGTHS, strict=True)
 ]
 
 
@@ -228,7 +228,7 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     result["greedy"] = differences(plain["greedy"], outputs)
     result["preempted"] = len(preempted)
     result["lengths"] = lengths.summary()
-    result["tokens"] = sum(len(each.outputs[0].token_ids) for each in outputs)
+    result["tokens"] = sum(len(output.outputs[0].token_ids) for output in outputs)
     result["stats"] = dataclasses.asdict(totals)
     seeded = generate(llm, TEXTS[:4], SEEDS_WITHOUT_DRAFTS)
     result["seeds"] = differences(plain["seeds"][:3], seeded[:3])
@@ -281,8 +281,8 @@ def run_trees(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
         result["structured"] = differences(plain["structured"], structured(llm))
         check_outputs_beside_aborts(llm, plain["long"], greedy(), {2: [0], 5: [3]})
         tell_oracle_of(plain["requests"], plain["answers"])
-        found = answers_of(llm, plain["requests"], with_priorities=False)
-        result["random"] = differing(plain["requests"], plain["answers"], found)
+        answers = answers_of(llm, plain["requests"], with_priorities=False)
+        result["random"] = differing(plain["requests"], plain["answers"], answers)
     result["waits"] = waits.summary()
     if not is_async:
         result |= run_adapters(llm, plain)
@@ -310,7 +310,7 @@ def run_other_drafters(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     result["failures"] = trees_of(llm).totals.draft_failures
     seen = hidden_states(llm, OracleDrafter.answers), hidden_states(llm, {})
     common = seen[0].keys() & seen[1].keys()
-    result["hidden_states"] = [len(each) for each in (*seen, common)]
+    result["hidden_states"] = [len(texts) for texts in (*seen, common)]
     errors = [(seen[0][text] - seen[1][text]).abs().max().item() for text in common]
     seen_in_trees = plain["seen"].keys() & seen[1].keys()
     errors += [(plain["seen"][t] - seen[1][t]).abs().max().item() for t in seen_in_trees]
@@ -324,7 +324,7 @@ def run_adapters(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
     stock = guard.propose
 
     def propose(requests: list[DraftRequest]) -> list[TokenTree]:
-        salts.update({each.request_id: each.cache_salt for each in requests})
+        salts.update({request.request_id: request.cache_salt for request in requests})
         return stock(requests)
 
     guard.propose = propose
@@ -376,17 +376,17 @@ def compare_random_requests(count: int, seed: int, method: str) -> dict[str, Any
     if method == "oracle":
         put_in(llm, OracleDrafter)
     with preemptions(llm) as preempted:
-        found = answers_of(llm, requests, with_priorities=False)
+        answers = answers_of(llm, requests, with_priorities=False)
     if "verification" not in METHODS[method]:
         # With chains a seed gives other tokens, and another text to structured outputs.
-        greedy_ones = {i for i, each in enumerate(requests) if each.params.temperature == 0.0}
+        greedy_ones = {i for i, request in enumerate(requests) if request.params.temperature == 0.0}
         expected = {i: a for i, a in expected.items() if i in greedy_ones}
-        found = {i: a for i, a in found.items() if i in greedy_ones}
+        answers = {i: a for i, a in answers.items() if i in greedy_ones}
     totals = trees_of(llm).totals
     return {
         "method": method,
-        "random": differing(requests, expected, found),
-        "compared": len(found),
+        "random": differing(requests, expected, answers),
+        "compared": len(answers),
         "preempted": len(preempted),
         "steps": [totals.steps, totals.tokens],
     }
@@ -425,11 +425,11 @@ def compare_all(folder: Path) -> dict[str, Any]:
     result["asynchronous"] = run(engine(speculative_config=CHAINS), plain)
     ngram = engine(speculative_config=NGRAM)
     waits = Waits(ngram)
-    found = generate(ngram, TEXTS[:3], greedy())
+    outputs = generate(ngram, TEXTS[:3], greedy())
     result["vllm"] = {
         "plain": plain["waits"],
         "ngram": waits.summary(),
-        "differences": differences(plain["long"][:3], found),
+        "differences": differences(plain["long"][:3], outputs),
     }
     result["families"] = compare_families(TESTED, LONG)
     return {**result, "walks": differing_walks(20)}

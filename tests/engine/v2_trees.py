@@ -48,12 +48,12 @@ def tell_oracle_of(requests: Sequence[Request], answers: dict[int, list[Answer]]
 
 
 def differing(
-    requests: Sequence[Request], expected: dict[int, list[Answer]], found: dict[int, list[Answer]]
+    requests: Sequence[Request], expected: dict[int, list[Answer]], answers: dict[int, list[Answer]]
 ) -> list[str]:
     """Random requests whose answers differ."""
-    problems = [] if expected.keys() == found.keys() else [f"{expected.keys() ^ found.keys()}"]
-    for index in expected.keys() & found.keys():
-        for left, right in zip(expected[index], found[index], strict=True):
+    problems = [] if expected.keys() == answers.keys() else [f"{expected.keys() ^ answers.keys()}"]
+    for index in expected.keys() & answers.keys():
+        for left, right in zip(expected[index], answers[index], strict=True):
             same = (left.token_ids, left.text, left.ended) == (
                 right.token_ids,
                 right.text,
@@ -64,12 +64,12 @@ def differing(
     return problems
 
 
-def _close(expected: list[dict[int, float]], found: list[dict[int, float]]) -> bool:
-    return len(expected) == len(found) and all(
+def _close(expected: list[dict[int, float]], logprobs: list[dict[int, float]]) -> bool:
+    return len(expected) == len(logprobs) and all(
         a.keys() == b.keys()
         # Masked tokens have -inf on both sides.
         and all(a[token] == b[token] or abs(a[token] - b[token]) < 1e-4 for token in a)
-        for a, b in zip(expected, found, strict=True)
+        for a, b in zip(expected, logprobs, strict=True)
     )
 
 
@@ -90,19 +90,19 @@ def differing_walks(num_batches: int) -> list[str]:
             parents[rows] = np.where(tree.never_accept, NO_PARENT, tree.parents + 1)
         walked = walk_trees(*map(torch.from_numpy, (sampled, tokens, parents, first_rows)), 13)
         for index, (first, tree) in enumerate(zip(first_rows, trees, strict=False)):
-            own = sampled[first : first + tree.num_nodes + 1].tolist()
-            path = accept_greedy(tree.token_list, tree.parent_list, own, tree.never_accept)
+            rows_sampled = sampled[first : first + tree.num_nodes + 1].tolist()
+            path = accept_greedy(tree.token_list, tree.parent_list, rows_sampled, tree.never_accept)
             rows = [0, *(node + 1 for node in path), *range(len(path) + 1, tree.num_nodes + 1)]
             count = int(walked.num_tokens[index])
-            found = (
-                walked.rows[first : first + len(own)].tolist(),
+            walk = (
+                walked.rows[first : first + len(rows_sampled)].tolist(),
                 walked.tokens[index, :count].tolist(),
             )
-            if found != (
+            if walk != (
                 [first + row for row in rows],
-                [own[row] for row in rows[: len(path) + 1]],
+                [rows_sampled[row] for row in rows[: len(path) + 1]],
             ):
-                problems.append(f"batch {batch}, request {index}: {found}")
+                problems.append(f"batch {batch}, request {index}: {walk}")
     return problems
 
 

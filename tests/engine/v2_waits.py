@@ -45,7 +45,7 @@ class HostReads(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
         on_host = bool(tensors) and _is_on_host(tensors[0])
         if name in _READS:
             self.count += bool(tensors) and not on_host
@@ -65,7 +65,7 @@ class HostReads(TorchFunctionMode):
 
 
 def _device_in(arguments: Any) -> Any:
-    return next((each for each in arguments if isinstance(each, str | torch.device)), None)
+    return next((value for value in arguments if isinstance(value, str | torch.device)), None)
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
@@ -114,8 +114,8 @@ class Waits:
 
     def summary(self) -> dict[str, list[int]]:
         """Least and most waits of a step and of an output, and how many there were."""
-        found = {"step": self.of_steps, "output": self.of_outputs}
-        return {name: [min(each), max(each), len(each)] for name, each in found.items()}
+        waits = {"step": self.of_steps, "output": self.of_outputs}
+        return {name: [min(counts), max(counts), len(counts)] for name, counts in waits.items()}
 
 
 def _counted(call: Any, *args: Any, **kwargs: Any) -> tuple[int, Any]:

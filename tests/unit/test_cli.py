@@ -124,8 +124,8 @@ def test_model_path_without_weights_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
 def add_group(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType | None) -> None:
     monkeypatch.setattr(cli, "GROUPS", {"extra": "vllm_trie_extra_cli"})
-    found = None if module is None else object()
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: found)
+    spec = None if module is None else object()
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: spec)
     if module is not None:
         monkeypatch.setitem(sys.modules, "vllm_trie_extra_cli", module)
 
@@ -181,9 +181,9 @@ def test_doctor_tells_of_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("CXX", "no-such-compiler")
     machine, problems = doctor.describe_platform()
     assert machine["cxx"] is None
-    [found] = [one for one in problems if "no-such-compiler" in one.text]
-    assert found.level == "warning"
-    assert "enforce_eager=True" in found.text
+    [problem] = [one for one in problems if "no-such-compiler" in one.text]
+    assert problem.level == "warning"
+    assert "enforce_eager=True" in problem.text
     monkeypatch.setenv("CXX", f"env {sys.executable}")
     machine, problems = doctor.describe_platform()
     assert machine["cxx"].endswith(sys.executable)
@@ -231,12 +231,12 @@ def test_doctor_tells_of_damaged_compiled_code(
     (tmp_path / "ngrams-0.so").write_bytes(b"cut")
     assert list(doctor.check_compiled_code()) == []  # of a version that wrote no digests
     (tmp_path / "ngrams-0.sha256").write_text("0")
-    [found] = doctor.check_compiled_code()
-    assert found.level == "warning"
-    assert f"{tmp_path / 'ngrams-0.so'} does not match its digest" in found.text
+    [problem] = doctor.check_compiled_code()
+    assert problem.level == "warning"
+    assert f"{tmp_path / 'ngrams-0.so'} does not match its digest" in problem.text
     monkeypatch.setenv("VLLM_TRIE_CACHE_DIR", str(tmp_path / "ngrams-0.so" / "below"))
-    [found] = doctor.check_compiled_code()
-    assert "no folder to keep compiled code in" in found.text
+    [problem] = doctor.check_compiled_code()
+    assert "no folder to keep compiled code in" in problem.text
 
 
 def test_doctor_json_is_the_whole_report(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_what_a_platform_lacks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("found", "series", "expected"),
+    ("version", "series", "expected"),
     [
         ("0.32.0+cpu", "0.32", True),
         ("0.32.1", "0.32", True),
@@ -286,8 +286,8 @@ def test_what_a_platform_lacks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> 
         ("0.32.0rc1", "0.32", True),
     ],
 )
-def test_release_series(found: str, series: str, expected: bool) -> None:
-    assert doctor.in_series(found, series) is expected
+def test_release_series(version: str, series: str, expected: bool) -> None:
+    assert doctor.in_series(version, series) is expected
 
 
 @pytest.mark.parametrize(

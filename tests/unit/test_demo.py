@@ -31,8 +31,8 @@ BAD = Row("second", 100, SECONDS, 25, 750, False)
 
 def rendered(*shown: Any) -> str:
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    for each in shown:
-        console.print(each)
+    for renderable in shown:
+        console.print(renderable)
     return console.export_text()
 
 

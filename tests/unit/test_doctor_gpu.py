@@ -19,9 +19,9 @@ def test_a_gpu_that_passes_is_warned_of() -> None:
         seen.append(str(shape))
         return KernelCheck(30, 1e-3, 1e-2)
 
-    found, problems = check_gpu("cuda:0", (9, 0), check)
+    summary, problems = check_gpu("cuda:0", (9, 0), check)
     assert len(seen) == 3
-    assert all(shape in found for shape in seen)
+    assert all(shape in summary for shape in seen)
     assert levels(problems) == ["warning"]
     assert "allow_untested_gpu" in problems[0].text
 
@@ -48,7 +48,7 @@ def test_a_crash_is_an_error() -> None:
     def check(shape: Any, device: Any) -> KernelCheck:
         raise OSError("no ptxas")
 
-    found, problems = check_gpu("cuda:0", (9, 0), check)
-    assert found == "failed"
+    summary, problems = check_gpu("cuda:0", (9, 0), check)
+    assert summary == "failed"
     assert levels(problems) == ["warning", "error"]
     assert "OSError: no ptxas" in problems[1].text

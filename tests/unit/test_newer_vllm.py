@@ -43,8 +43,8 @@ def test_python_of_one_and_compiled_files_of_the_other(
     (installed / "__init__.py").write_text("version = 8\n")
     folder = tmp_path / "new" / "folder"
     assert script.lay_over(wheel, installed, folder) == (2, 1)
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert found == {"vllm/__init__.py", "vllm/v1/core.py", "vllm/_C.abi3.so"}
+    paths = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert paths == {"vllm/__init__.py", "vllm/v1/core.py", "vllm/_C.abi3.so"}
     assert (folder / "vllm" / "__init__.py").read_text() == "version = 9\n"
     assert (folder / "vllm" / "_C.abi3.so").read_text() == "for CPUs"
     with pytest.raises(SystemExit, match="exists"):

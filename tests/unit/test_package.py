@@ -153,8 +153,8 @@ def test_no_machine_paths_and_no_registry_hosts() -> None:
         except UnicodeDecodeError:
             continue
         for number, line in enumerate(text.splitlines(), 1):
-            if found := pattern.search(line):
-                offenders.append(f"{path.relative_to(ROOT)}:{number}: {found.group()}")
+            if match := pattern.search(line):
+                offenders.append(f"{path.relative_to(ROOT)}:{number}: {match.group()}")
     assert not offenders, "\n".join(offenders[:20])
 
 

@@ -65,9 +65,9 @@ def test_uvs_own_variables_win(setup_cpu: ModuleType) -> None:
 
 
 def fake_versions(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, found: dict[str, tuple[int, int]]
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, versions: dict[str, tuple[int, int]]
 ) -> None:
-    monkeypatch.setattr(module, "interpreter_version", found.get)
+    monkeypatch.setattr(module, "interpreter_version", versions.get)
 
 
 def test_python_of_the_lock_is_preferred(

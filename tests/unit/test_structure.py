@@ -195,13 +195,13 @@ def test_no_two_hook_files_have_one_name() -> None:
 
 
 def test_the_layers_below_do_not_know_vllm() -> None:
-    found = [
+    imports = [
         f"{path}: {name}"
         for path, source in SOURCES.items()
         if path.parts[1] not in KNOWING_VLLM
         for node in source.body
         if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in (getattr(node, "module", None), *(each.name for each in node.names))
+        for name in (getattr(node, "module", None), *(alias.name for alias in node.names))
         if str(name).partition(".")[0] == "vllm"
     ]
-    assert found == []
+    assert imports == []

@@ -61,16 +61,16 @@ def files(library: Path) -> list[SourceFile]:
 
 def edits(files: list[SourceFile], kind: str, count: int = 25) -> list[tuple[Excerpt, Edit]]:
     """Real excerpts with what one builder makes of them."""
-    rng, sampler, found = random.Random(kind), ExcerptSampler(files), []
+    rng, sampler, pairs = random.Random(kind), ExcerptSampler(files), []
     for _ in range(2000):
         excerpt = sampler.draw(rng, 900)
         edit = excerpt and EDITS[kind][0](excerpt, rng, ["alpha", "other_name"])
         if excerpt and edit:
-            found.append((excerpt, edit))
-            if len(found) == count:
+            pairs.append((excerpt, edit))
+            if len(pairs) == count:
                 break
-    assert len(found) >= 3, f"{kind} fits almost nothing"
-    return found
+    assert len(pairs) >= 3, f"{kind} fits almost nothing"
+    return pairs
 
 
 def body_without_docstring(source: str) -> str:
@@ -381,10 +381,10 @@ def test_training_resumes_where_it_was(tmp_path: Path) -> None:
     torch.save(broken.state(), tmp_path / "state.pt")
     resumed = trainer()
     resumed.resume(torch.load(tmp_path / "state.pt", weights_only=False))
-    for each in (straight, resumed):
-        each.run_step(each.model)
-        each.run_step(each.model)
-        assert each.progress == 1.0
+    for training in (straight, resumed):
+        training.run_step(training.model)
+        training.run_step(training.model)
+        assert training.progress == 1.0
     for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, other)
     export(resumed, tmp_path / "model")

@@ -92,7 +92,7 @@ def run_cases(llm: Any, path: str, cases: list[Case]) -> int:
     """Run cases together and compare all of them; the number of hypotheses compared."""
     requests = [request_of(case) for case in cases]
     results = llm.generate(
-        [each[0] for each in requests], [each[1] for each in requests], use_tqdm=False
+        [text for text, _ in requests], [params for _, params in requests], use_tqdm=False
     )
     return sum(check_case(path, case, result) for case, result in zip(cases, results, strict=True))
 
@@ -119,10 +119,10 @@ def run_mixed(
     ]
     beams = [request_of(case) for case in cases]
     # One of each kind in turn, then what is left of the longer list.
-    requests = [each for pair in zip(greedy, beams, strict=False) for each in pair]
+    requests = [request for pair in zip(greedy, beams, strict=False) for request in pair]
     requests += greedy[len(beams) :] + beams[len(greedy) :]
     results = llm.generate(
-        [each[0] for each in requests], [each[1] for each in requests], use_tqdm=False
+        [text for text, _ in requests], [params for _, params in requests], use_tqdm=False
     )
     searched = [result for result in results if hasattr(result.outputs[0], "score")]
     others = [result for result in results if not hasattr(result.outputs[0], "score")]

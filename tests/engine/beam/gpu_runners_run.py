@@ -92,7 +92,7 @@ def run(llm: LLM, searches: int) -> dict[str, Any]:
     rng = random.Random(searches)
     cases = {f"case {i}": random_case(rng, i) for i in range(searches)}
     victims = {f"victim {i}": random_case(rng, 30 + i) for i in range(3)}
-    greedy = {f"greedy {i}": each for i, each in enumerate(greedy_requests(3, max_tokens=12))}
+    greedy = {f"greedy {i}": request for i, request in enumerate(greedy_requests(3, max_tokens=12))}
     alone = {
         name: llm.generate([text], params, use_tqdm=False)[0].outputs[0].token_ids
         for name, (text, params) in greedy.items()
@@ -126,9 +126,9 @@ ITEMS = random_items(3, 300, 0, (4, 4), branching=40)
 
 def run_constrained(llm: LLM) -> dict[str, Any]:
     """Biases, masks, grammars and a catalogue next to ordinary requests."""
-    wanted = dict(list(enumerate(token_rules.WANTED))[::2])
-    requests = [token_rules.request_of(number, each) for number, each in wanted.items()]
-    expected = [token_rules.expected(number) for number in wanted]
+    rules = dict(list(enumerate(token_rules.RULES))[::2])
+    requests = [token_rules.request_of(number, rule) for number, rule in rules.items()]
+    expected = [token_rules.expected(number) for number in rules]
     items = PlainTrie(ITEMS)
     for width, end in ((7, "complete"), (5, "eos")):
         eos = 0 if end == "eos" else None
@@ -151,8 +151,8 @@ def run_constrained(llm: LLM) -> dict[str, Any]:
         assert result.outputs[0].token_ids == before.outputs[0].token_ids
     for number, (result, hypotheses) in enumerate(zip(results, expected, strict=False)):
         outputs = result.outputs[: len(hypotheses)]
-        found = [list(each.token_ids) for each in outputs]
-        assert found == [each.token_ids for each in hypotheses], (number, found, hypotheses)
+        tokens = [list(output.token_ids) for output in outputs]
+        assert tokens == [one.token_ids for one in hypotheses], (number, tokens, hypotheses)
         for output, hypothesis in zip(outputs, hypotheses, strict=True):
             assert abs(output.score - hypothesis.score) < 1e-4
     with pytest.raises(ValueError, match="'beam_width' is not supported with Model Runner V2"):

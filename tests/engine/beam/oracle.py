@@ -107,13 +107,13 @@ def _generate(model: Any, prompt: torch.Tensor, num_beams: int, **options: Any) 
             output_scores=True,
             **options,
         )
-    found = []
+    hypotheses = []
     for i, sequence in enumerate(result.sequences[:, prompt.shape[1] :].tolist()):
         while sequence and sequence[-1] == pad:
             sequence.pop()
         score = float(result.sequences_scores[i]) if num_beams > 1 else None
-        found.append(Expected(sequence, score))
-    return found
+        hypotheses.append(Expected(sequence, score))
+    return hypotheses
 
 
 def constrained_search(
@@ -141,7 +141,7 @@ def constrained_search(
         # Beams of probability 0 may be anywhere; Hugging Face wants some token for them, too.
         return allowed(tuple(token_ids[prompt.shape[1] :].tolist())) or [pad]
 
-    found = _generate(
+    hypotheses = _generate(
         model,
         prompt,
         num_beams=beam_width,
@@ -151,4 +151,4 @@ def constrained_search(
         prefix_allowed_tokens_fn=allowed_tokens,
         **options,
     )
-    return [each for each in found if each.score > -1e6]
+    return [hypothesis for hypothesis in hypotheses if hypothesis.score > -1e6]

@@ -47,7 +47,7 @@ def check_beam_replies(replies: dict[str, httpx.Response]) -> None:
             for choice in json.loads(data)["choices"]:
                 texts[choice["index"]] += choice["delta"].get("content") or ""
     whole = replies["chat"].json()["choices"]
-    expected = {each["index"]: each["message"]["content"] for each in whole}
+    expected = {answer["index"]: answer["message"]["content"] for answer in whole}
     assert all(expected.values())
     assert texts == expected
 

@@ -172,8 +172,8 @@ class Worker:
                 block = state.block_ids[position // self.block_size]
                 slot = block * self.block_size + position % self.block_size
                 if position < start:
-                    found = self.slots.get(slot)
-                    assert found == prints[position], f"{request_id}: wrong KV at {position}"
+                    stored = self.slots.get(slot)
+                    assert stored == prints[position], f"{request_id}: wrong KV at {position}"
                 else:
                     self.slots[slot] = prints[position]
                 self.before[prints[position]] = prints[position - 1] if position else START
@@ -309,7 +309,7 @@ def _selected(step: TokenSelection, logprobs: np.ndarray) -> Candidates:
     candidates = Candidates.of_rows(token_ids, values)
     scores = values.ravel() + step.totals[candidates.rows]
     best = np.sort(np.argsort(-scores, kind="stable")[: step.num_candidates])
-    return Candidates(*(each[best] for each in candidates[:3]))
+    return Candidates(*(column[best] for column in candidates[:3]))
 
 
 @dataclass
@@ -448,8 +448,8 @@ class Simulation:
                 return
         output, result = self._queue.popleft()
         for outputs in self.scheduler.update_from_output(output, result).values():
-            for each in outputs.outputs:
-                self._take(each)
+            for request_output in outputs.outputs:
+                self._take(request_output)
         self.scheduler.check_integrity()
 
     def _take(self, output: Any) -> None:
@@ -513,7 +513,7 @@ def expected_beam(prompt: list[int], width: int, **options: Any) -> list[tuple[l
         logprobs = np.take_along_axis(logprobs, token_ids, axis=1)
         search.advance(Candidates.of_rows(token_ids, logprobs))
         rows = search.generated.tolist()
-    return [(each.token_ids, each.score) for each in search.hypotheses()]
+    return [(hypothesis.token_ids, hypothesis.score) for hypothesis in search.hypotheses()]
 
 
 def expected_greedy(prompt: list[int], max_tokens: int = 8) -> list[int]:

@@ -35,7 +35,7 @@ def test_model_with_a_likely_eos(engine, eos_heavy_model):
     """All searches at once, on a model that ends most hypotheses early: 576 hypotheses."""
     path = str(eos_heavy_model)
     cases = all_cases()
-    lengths = [len(each.token_ids) for case in cases for each in search(path, case)]
+    lengths = [len(hypothesis.token_ids) for case in cases for hypothesis in search(path, case)]
     assert sum(length < 16 for length in lengths) > len(lengths) / 3
     assert len(set(lengths)) > 8
     assert run_cases(engine(model=path, **SMALL_BLOCKS), path, cases) == 576

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.beam import test_token_rules as token_rules
 from tests.engine.beam.cases import check_case, few_cases, request_of
-from tests.engine.beam.test_token_rules import WANTED
+from tests.engine.beam.test_token_rules import RULES
 from tests.engine.conftest import scheduler_of
 from vllm_trie.tiny_model import model_path
 from vllm_trie.vllm_hooks.ledger import offered
@@ -42,14 +42,14 @@ def test_beams_get_no_drafts_and_others_keep_theirs(engine, pool):
         cases = few_cases()
         requests = [(text, greedy) for text in repetitive] + [request_of(case) for case in cases]
         rules = [
-            (number, wanted)
-            for number, wanted in enumerate(WANTED)
+            (number, rule)
+            for number, rule in enumerate(RULES)
             # A patched vLLM refuses the bias with any speculation.
-            if not (offered("draft_verifier") and "logit_bias" in wanted)
+            if not (offered("draft_verifier") and "logit_bias" in rule)
         ]
-        requests += [token_rules.request_of(number, wanted) for number, wanted in rules]
+        requests += [token_rules.request_of(number, rule) for number, rule in rules]
         results = llm.generate(
-            [each[0] for each in requests], [each[1] for each in requests], use_tqdm=False
+            [text for text, _ in requests], [params for _, params in requests], use_tqdm=False
         )
     finally:
         del scheduler.update_draft_token_ids
@@ -57,8 +57,10 @@ def test_beams_get_no_drafts_and_others_keep_theirs(engine, pool):
     for case, result in zip(cases, results[6 : 6 + len(cases)], strict=True):
         check_case(SHIPPED, case, result)
     for (number, _), result in zip(rules, results[6 + len(cases) :], strict=True):
-        hypotheses = [each.token_ids for each in token_rules.expected(number)]
-        assert [list(each.token_ids) for each in result.outputs][: len(hypotheses)] == hypotheses
+        hypotheses = [hypothesis.token_ids for hypothesis in token_rules.expected(number)]
+        assert [list(output.token_ids) for output in result.outputs][
+            : len(hypotheses)
+        ] == hypotheses
     proxies = [count for request_id, count in drafted.items() if "~" in request_id]
     others = [count for request_id, count in drafted.items() if "~" not in request_id]
     assert proxies

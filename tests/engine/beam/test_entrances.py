@@ -57,8 +57,8 @@ def test_llm_beam_search(engine, concurrency_limit, use_tqdm, capsys):
             assert sequence.cum_logprob / len(token_ids) ** 0.6 == pytest.approx(score, abs=2e-4)
             assert len(sequence.logprobs) == len(token_ids)
             assert sum(
-                each[token].logprob
-                for each, token in zip(sequence.logprobs, token_ids, strict=True)
+                logprobs[token].logprob
+                for logprobs, token in zip(sequence.logprobs, token_ids, strict=True)
             ) == pytest.approx(sequence.cum_logprob, abs=1e-4)
             assert sequence.finish_reason in ("length", "stop")
 
@@ -72,8 +72,8 @@ def test_llm_beam_search_takes_text_and_more_options(engine):
     (result,) = llm.beam_search([{"prompt": "def main():\n"}], params)
     token_ids = llm.get_tokenizer().encode("def main():\n")
     expected = search(SHIPPED, Case(tuple(token_ids), 3, "never"))
-    assert [each.tokens[len(token_ids) :] for each in result.sequences] == [
-        each.token_ids for each in expected
+    assert [sequence.tokens[len(token_ids) :] for sequence in result.sequences] == [
+        hypothesis.token_ids for hypothesis in expected
     ]
 
 
@@ -81,10 +81,10 @@ def test_n_best_of_a_wider_search(engine):
     case = Case(prompt(5, 40), 9)
     text, params = request_of(case, n=2)
     (result,) = engine(**OPTIONS).generate([text], params, use_tqdm=False)
-    assert [list(each.token_ids) for each in result.outputs] == [
-        each.token_ids for each in search(SHIPPED, case)[:2]
+    assert [list(output.token_ids) for output in result.outputs] == [
+        hypothesis.token_ids for hypothesis in search(SHIPPED, case)[:2]
     ]
-    assert [each.index for each in result.outputs] == [0, 1]
+    assert [output.index for output in result.outputs] == [0, 1]
 
 
 def test_logprobs_when_asked(engine, eos_heavy_model):
@@ -139,9 +139,9 @@ def test_ignore_eos(engine, eos_heavy_model):
     sources = [{"prompt_token_ids": list(prompt(i, 40))} for i in range(6)]
     results = llm.generate(sources, beam_params(4, ignore_eos=True), use_tqdm=False)
     outputs = [output for result in results for output in result.outputs]
-    assert all(len(each.token_ids) == 12 for each in outputs)
-    assert all(each.finish_reason == "length" for each in outputs)
-    assert any(0 in each.token_ids[:-1] for each in outputs)
+    assert all(len(hypothesis.token_ids) == 12 for hypothesis in outputs)
+    assert all(hypothesis.finish_reason == "length" for hypothesis in outputs)
+    assert any(0 in hypothesis.token_ids[:-1] for hypothesis in outputs)
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -157,7 +157,7 @@ def test_stop_strings_end_hypotheses(engine, include):
         beam_params(6, stop=stops, include_stop_str_in_output=include, **search_options),
         use_tqdm=False,
     )
-    stopped = [each for each in result.outputs if each.finish_reason == "stop"]
+    stopped = [output for output in result.outputs if output.finish_reason == "stop"]
     assert stopped
     tokenizer = llm.get_tokenizer()
     for output in stopped:
@@ -170,7 +170,7 @@ def test_stop_strings_end_hypotheses(engine, include):
     for output in result.outputs:
         if output.finish_reason == "length":
             assert not any(stop in output.text for stop in stops)
-    scores = [each.score for each in result.outputs]
+    scores = [output.score for output in result.outputs]
     assert scores == sorted(scores, reverse=True)
 
 
@@ -179,7 +179,7 @@ def test_bad_words_do_not_appear(engine):
     tokenizer = llm.get_tokenizer()
     source = {"prompt": "class Stack:\n    def push(self, item):\n"}
     (free,) = llm.generate([source], beam_params(4), use_tqdm=False)
-    used = {token for each in free.outputs for token in each.token_ids}
+    used = {token for output in free.outputs for token in output.token_ids}
     words = {tokenizer.decode([token]).strip() for token in used}
     words = {word for word in words if word.isalpha()}
     banned = {
@@ -190,7 +190,7 @@ def test_bad_words_do_not_appear(engine):
     }
     assert banned & used
     (result,) = llm.generate([source], beam_params(4, bad_words=sorted(words)), use_tqdm=False)
-    assert not banned & {token for each in result.outputs for token in each.token_ids}
+    assert not banned & {token for output in result.outputs for token in output.token_ids}
 
 
 def test_sampled_and_diverse_searches(engine):
@@ -199,7 +199,7 @@ def test_sampled_and_diverse_searches(engine):
 
     def run(**options):
         (result,) = llm.generate([source], beam_params(4, **options), use_tqdm=False)
-        return [tuple(each.token_ids) for each in result.outputs]
+        return [tuple(output.token_ids) for output in result.outputs]
 
     sampled = {"do_sample": True, "temperature": 1.5}
     assert run(**sampled, seed=1) == run(**sampled, seed=1)
@@ -230,7 +230,7 @@ def test_prompt_at_the_length_limit(engine):
     llm = engine(**OPTIONS)
     source = {"prompt_token_ids": list(prompt(1, 507))}
     (result,) = llm.generate([source], beam_params(4, max_tokens=100), use_tqdm=False)
-    assert [len(each.token_ids) for each in result.outputs] == [5] * 4
+    assert [len(output.token_ids) for output in result.outputs] == [5] * 4
 
 
 @pytest.mark.parametrize(
@@ -320,8 +320,8 @@ def test_switched_off(engine, monkeypatch):
     stock = off.beam_search(source, params)
     native = on.beam_search(source, params)
     assert scheduler_of(off).beam_counters.groups == 0
-    assert [each.tokens for each in stock[0].sequences] == [
-        each.tokens for each in native[0].sequences
+    assert [sequence.tokens for sequence in stock[0].sequences] == [
+        sequence.tokens for sequence in native[0].sequences
     ]
     with pytest.raises(ValueError, match=r"\['beam_search'\]=False turns it off"):
         off.generate(source, beam_params(3), use_tqdm=False)
@@ -362,7 +362,7 @@ def test_lora_requests(engine, tmp_path):
     (without,) = llm.generate([text], params, use_tqdm=False)
     check_case(SHIPPED, case, without)
     check_case(str(merged), case, with_adapter)
-    assert [each.token_ids for each in without.outputs] != [
-        each.token_ids for each in with_adapter.outputs
+    assert [output.token_ids for output in without.outputs] != [
+        output.token_ids for output in with_adapter.outputs
     ]
-    assert all(math.isfinite(each.score) for each in with_adapter.outputs)
+    assert all(math.isfinite(output.score) for output in with_adapter.outputs)

@@ -72,7 +72,7 @@ def test_random_load_with_aborts(engine, eos_heavy_model, requests, alone, prefi
 
     def step() -> None:
         for result in llm_engine.step():
-            finished[result.request_id] = [list(each.token_ids) for each in result.outputs]
+            finished[result.request_id] = [list(output.token_ids) for output in result.outputs]
         scheduler_of(llm).check_integrity()
 
     for number, (tokens, params) in enumerate(requests):

@@ -26,9 +26,9 @@ def test_vllms_own_search_serves_where_the_native_one_is_untested(engine, monkey
     monkeypatch.setattr(limits, "LIMITS", (untested, *limits.LIMITS))
     # Its own engine: the scheduler learns of it when it is made.
     elsewhere = engine(additional_config={"for": "this test"}, **options)
-    found = elsewhere.beam_search(source, params)
-    assert [(each.tokens, each.cum_logprob) for each in found[0].sequences] == [
-        (each.tokens, each.cum_logprob) for each in expected[0].sequences
+    searched = elsewhere.beam_search(source, params)
+    assert [(sequence.tokens, sequence.cum_logprob) for sequence in searched[0].sequences] == [
+        (sequence.tokens, sequence.cum_logprob) for sequence in expected[0].sequences
     ]
     assert scheduler_of(elsewhere).beam_counters.groups == 0
     with pytest.raises(ValueError, match=r"native beam search is off: never run on a GPU"):

@@ -76,18 +76,18 @@ def check(case, result):
         SHIPPED, token_ids, width, longest + (eos is not None),
         lambda path: plain.allowed(path, eos), eos,
     )  # fmt: skip
-    assert [list(each.token_ids) for each in result.outputs] == [e.token_ids for e in expected]
-    scores = [each.score for each in result.outputs]
-    assert scores == pytest.approx([each.score for each in expected], abs=1e-4)
+    assert [list(output.token_ids) for output in result.outputs] == [e.token_ids for e in expected]
+    scores = [output.score for output in result.outputs]
+    assert scores == pytest.approx([hypothesis.score for hypothesis in expected], abs=1e-4)
     for output in result.outputs:
         tokens = tuple(output.token_ids if eos is None else output.token_ids[:-1])
         text_ids = items is MIXED
         assert output.item == (f"item {items[tokens]}" if text_ids else items[tokens])
         assert output.beam["item"] == output.item
         assert (output.finish_reason, output.stop_reason) == ("stop", output.item)
-        assert sum(next(iter(each.values())).logprob for each in output.logprobs) == pytest.approx(
-            output.cumulative_logprob, abs=1e-4
-        )
+        assert sum(
+            next(iter(logprobs.values())).logprob for logprobs in output.logprobs
+        ) == pytest.approx(output.cumulative_logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_equals_hugging_face_in_a_batch(items_engine, options):
     beams = SamplingParams(n=3, temperature=0.0, max_tokens=8, extra_args={"beam_width": 3})
     alone = llm.generate(ordinary, greedy[:-1] + [beams], use_tqdm=False)
     searched = [{"prompt_token_ids": list(case[0])} for case in CASES]
-    wanted = [items_params(case[1], case[2], items_end=case[4]) for case in CASES]
-    results = llm.generate(searched + ordinary, wanted + greedy[:-1] + [beams], use_tqdm=False)
+    searches = [items_params(case[1], case[2], items_end=case[4]) for case in CASES]
+    results = llm.generate(searched + ordinary, searches + greedy[:-1] + [beams], use_tqdm=False)
     for case, result in zip(CASES, results, strict=False):
         check(case, result)
     for before, after in zip(alone, results[len(CASES) :], strict=True):
@@ -137,8 +137,8 @@ def test_fewer_items_than_the_width(items_engine):
     params = [items_params(8, "few"), SamplingParams(max_tokens=9, logprobs=20)]
     prompts = [{"prompt_token_ids": list(prompt(i, 9))} for i in range(2)]
     result, _ = llm.generate(prompts, params, use_tqdm=False)
-    found = [output.item for output in result.outputs if output.token_ids]
-    assert sorted(found) == [1, 2, 3]
+    items = [output.item for output in result.outputs if output.token_ids]
+    assert sorted(items) == [1, 2, 3]
     assert [output.beam.get("item") for output in result.outputs[3:]] == [None] * 5
 
 
@@ -151,12 +151,12 @@ def test_allowed_and_denied_items(items_engine):
     mixed_ids = {tokens: f"item {number}" for tokens, number in MIXED.items()}
     prefix = next(tokens for tokens in MIXED if len(tokens) == 3)[:1]
     mixed = Rules(None, [prefix], [mixed_ids.get(prefix, "none")], [])
-    wanted = [
+    allowed = [
         selected_items(EQUAL, EQUAL, equal).values(),
         [mixed_ids[tokens] for tokens in selected_items(MIXED, mixed_ids, mixed)],
         [],
     ]
-    assert all(1 < len(each) <= 16 for each in wanted[:2]), list(map(len, wanted))
+    assert all(1 < len(item_ids) <= 16 for item_ids in allowed[:2]), list(map(len, allowed))
     llm = items_engine()
     params = [
         items_params(
@@ -167,11 +167,13 @@ def test_allowed_and_denied_items(items_engine):
         items_params(3, "equal", allow_items=[]),
     ]
     prompts = [{"prompt_token_ids": list(prompt(i, 20))} for i in range(3)]
-    for each, result in zip(wanted, llm.generate(prompts, params, use_tqdm=False), strict=True):
-        found = [output.item for output in result.outputs if output.token_ids]
-        assert any(output.text for output in result.outputs) == (each is wanted[1])
-        assert len(found) == len(set(found))
-        assert set(found) == set(each)
+    for item_ids, result in zip(
+        allowed, llm.generate(prompts, params, use_tqdm=False), strict=True
+    ):
+        items = [output.item for output in result.outputs if output.token_ids]
+        assert any(output.text for output in result.outputs) == (item_ids is allowed[1])
+        assert len(items) == len(set(items))
+        assert set(items) == set(item_ids)
 
 
 def test_weights_of_items(items_engine):
@@ -212,13 +214,13 @@ def test_metrics(items_engine):
         requests, [items_params(8, "few", n=4), items_params(4, "equal")], use_tqdm=False
     )
     assert all("report" not in output.beam for result in results for output in result.outputs)
-    found = {name: value - before.get(name, 0) for name, value in values().items()}
-    assert found["vllm:trie_beam_searches"] == 2
-    assert found["vllm:trie_beam_hypotheses"] == 8 + 4
-    assert found["vllm:trie_beam_steps"] == found["vllm:trie_beam_item_steps"] == 3 + 4
+    increases = {name: value - before.get(name, 0) for name, value in values().items()}
+    assert increases["vllm:trie_beam_searches"] == 2
+    assert increases["vllm:trie_beam_hypotheses"] == 8 + 4
+    assert increases["vllm:trie_beam_steps"] == increases["vllm:trie_beam_item_steps"] == 3 + 4
     # Of "few": 5 and 9, then 6, then 7. Of "equal": its first tokens, and more.
-    assert found["vllm:trie_beam_valid_children"] > 4 + len({tokens[0] for tokens in EQUAL})
-    assert found["vllm:trie_beam_forced_tokens"] >= 2
+    assert increases["vllm:trie_beam_valid_children"] > 4 + len({tokens[0] for tokens in EQUAL})
+    assert increases["vllm:trie_beam_forced_tokens"] >= 2
 
 
 def test_beam_search_params(items_engine):
@@ -233,10 +235,10 @@ def test_beam_search_params(items_engine):
     expected = constrained_search(
         SHIPPED, case[0], 4, 4, lambda path: plain.allowed(path, None), None
     )
-    found = [sequence.tokens[len(case[0]) :] for sequence in output.sequences]
-    assert found == [each.token_ids for each in expected]
+    tokens = [sequence.tokens[len(case[0]) :] for sequence in output.sequences]
+    assert tokens == [hypothesis.token_ids for hypothesis in expected]
     assert [sequence.item for sequence in output.sequences] == [
-        EQUAL[tuple(each.token_ids)] for each in expected
+        EQUAL[tuple(hypothesis.token_ids)] for hypothesis in expected
     ]
 
 
@@ -273,7 +275,7 @@ def test_decoding_without_a_search(items_engine, options):
     prompts = [list(prompt(i, 20 + 9 * i)) for i in range(6)]
     kinds = [("equal", "complete"), ("mixed", "complete"), ("mixed", "eos")] * 2
     longest = {("equal", "complete"): 4, ("mixed", "complete"): 5, ("mixed", "eos"): 6}
-    wanted = [
+    decoded = [
         SamplingParams(
             temperature=0.0,
             max_tokens=longest[kind],
@@ -288,8 +290,8 @@ def test_decoding_without_a_search(items_engine, options):
     others = [prompts[0], prompts[1], prompts[2]]
     (alone,) = llm.generate([{"prompt_token_ids": prompts[1]}], ordinary, use_tqdm=False)
     results = llm.generate(
-        [{"prompt_token_ids": each} for each in prompts + others],
-        [*wanted, samples, ordinary, items_params(5, "equal")],
+        [{"prompt_token_ids": token_ids} for token_ids in prompts + others],
+        [*decoded, samples, ordinary, items_params(5, "equal")],
         use_tqdm=False,
     )
     for token_ids, (name, items_end), result in zip(prompts, kinds, results, strict=False):
@@ -298,8 +300,8 @@ def test_decoding_without_a_search(items_engine, options):
         (output,) = result.outputs
         assert list(output.token_ids) == expected
         number = items[item]
-        found = (output.finish_reason, output.stop_reason)
-        assert found == ("stop", f"item {number}" if name == "mixed" else number)
+        ending = (output.finish_reason, output.stop_reason)
+        assert ending == ("stop", f"item {number}" if name == "mixed" else number)
     for output in results[6].outputs:
         tokens = tuple(token for token in output.token_ids if token != EOS)
         assert tokens[0] in allowed
@@ -449,20 +451,20 @@ def test_new_version_while_serving(engine, tmp_path):
     path = write(tmp_path / "items.trie", FEW)
     llm = engine(**OPTIONS, additional_config={"vllm_trie": {"items": {"items": str(path)}}})
 
-    def found():
+    def served():
         (result,) = llm.generate(
             [{"prompt_token_ids": list(prompt(1, 9))}], items_params(4, "items"), use_tqdm=False
         )
         return {output.item for output in result.outputs if output.token_ids}
 
-    assert found() == {1, 2, 3}
+    assert served() == {1, 2, 3}
     (tmp_path / "damaged").write_bytes(b"damaged")
     (tmp_path / "damaged").replace(path)  # the version before goes on
-    assert found() == {1, 2, 3}
+    assert served() == {1, 2, 3}
     write(path, {(7, 8): 70, (8, 9): 80})
     deadline = time.monotonic() + 30
-    while found() != {70, 80} and time.monotonic() < deadline:
+    while served() != {70, 80} and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert found() == {70, 80}
+    assert served() == {70, 80}
     Path(path).unlink()
-    assert found() == {70, 80}
+    assert served() == {70, 80}

@@ -128,9 +128,11 @@ def test_equals_hugging_face_at_large_sizes(engine, paths, catalogues):
             lambda path, c=catalogue, e=eos: c.allowed(path, e), eos,
         )  # fmt: skip
         assert len(expected) == WIDTH
-        assert [list(each.token_ids) for each in result.outputs] == [e.token_ids for e in expected]
-        scores = [each.score for each in result.outputs]
-        assert scores == pytest.approx([each.score for each in expected], abs=1e-4)
+        assert [list(output.token_ids) for output in result.outputs] == [
+            e.token_ids for e in expected
+        ]
+        scores = [output.score for output in result.outputs]
+        assert scores == pytest.approx([hypothesis.score for hypothesis in expected], abs=1e-4)
 
 
 def test_every_answer_is_an_item(engine, paths, catalogues):
@@ -145,9 +147,9 @@ def test_every_answer_is_an_item(engine, paths, catalogues):
         ]
         results = llm.generate(prompts, [params(WIDTH, *kind) for kind in kinds], use_tqdm=False)
         for (name, items_end), result in zip(kinds, results, strict=True):
-            found = {output.item: list(output.token_ids) for output in result.outputs}
-            assert len(found) == WIDTH
+            tokens_of = {output.item: list(output.token_ids) for output in result.outputs}
+            assert len(tokens_of) == WIDTH
             left -= WIDTH
-            for number, tokens in found.items():
+            for number, tokens in tokens_of.items():
                 end = [EOS] if items_end == "eos" else []
                 assert tokens == catalogues[name].tokens(number) + end

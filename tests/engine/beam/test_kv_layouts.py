@@ -40,7 +40,7 @@ def cache_config(layout: KVCacheLayout, specs: dict[str, KVCacheSpec]) -> KVCach
     first = next(iter(specs.values()))
     spec = (
         first
-        if all(each == first for each in specs.values())
+        if all(layer_spec == first for layer_spec in specs.values())
         else UniformTypeKVCacheSpecs(block_size=first.block_size, kv_cache_specs=specs)
     )
     return get_kv_cache_config_from_groups(
@@ -97,14 +97,16 @@ def test_a_copy_takes_whole_blocks_of_every_layer_and_nothing_else(cache, copies
         view.copy_(torch.randn(view.shape, generator=generator))
     for name, view in views.items():  # nobody's values lie over another's
         assert view.shape[0] * view.shape[2] == NUM_BLOCKS * block_size
-        wanted = view.clone()
+        expected_view = view.clone()
         # Slot s of block b, for its tokens, is where the kernels look for it.
         for source, target in copies:
             for slot in range(block_size):
                 part, inside = divmod(slot, kernel_block_size)
                 ratio = block_size // kernel_block_size
-                wanted[target * ratio + part, :, inside] = view[source * ratio + part, :, inside]
-        expected[name] = wanted
+                expected_view[target * ratio + part, :, inside] = view[
+                    source * ratio + part, :, inside
+                ]
+        expected[name] = expected_view
     copy_kv_cache_blocks_inplace(views.values(), NUM_BLOCKS, copies)
     for name, view in views.items():
         assert torch.equal(view, expected[name]), (name, layout)

@@ -57,7 +57,7 @@ def test_a_few_tokens_to_the_end_of_the_model(engine, length):
         params.max_tokens = None if width == 2 else 100
         (result,) = llm.generate([text], params, use_tqdm=False)
         check_case(SHIPPED, asked, result)
-        assert {len(each.token_ids) for each in result.outputs} <= set(range(1, 7 - length))
+        assert {len(output.token_ids) for output in result.outputs} <= set(range(1, 7 - length))
 
 
 def test_one_token(engine):

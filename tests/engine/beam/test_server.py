@@ -63,8 +63,8 @@ def expected_texts(case: Case) -> list[str]:
 
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     return [
-        tokenizer.decode(each.token_ids, skip_special_tokens=True)
-        for each in search(str(model_path()), case)
+        tokenizer.decode(hypothesis.token_ids, skip_special_tokens=True)
+        for hypothesis in search(str(model_path()), case)
     ]
 
 
@@ -74,9 +74,11 @@ def test_completions(client):
     assert [choice.text for choice in result.choices] == expected_texts(case)
     assert [choice.index for choice in result.choices] == [0, 1, 2, 3]
     expected = search(str(model_path()), case)
-    assert result.usage.completion_tokens == sum(len(each.token_ids) for each in expected)
+    assert result.usage.completion_tokens == sum(
+        len(hypothesis.token_ids) for hypothesis in expected
+    )
     scores = [beam["score"] for beam in result.beams]
-    assert scores == pytest.approx([each.score for each in expected], abs=1e-4)
+    assert scores == pytest.approx([hypothesis.score for hypothesis in expected], abs=1e-4)
     assert not hasattr(completion(client), "beams")
 
 
@@ -93,8 +95,8 @@ def test_items_of_a_catalogue(client, use_beam_search):
     expected = constrained_search(
         str(model_path()), prompt(4, 40), 8, 5, lambda path: plain.allowed(path, 0), 0
     )
-    found = [(choice.finish_reason, choice.stop_reason) for choice in result.choices]
-    assert found == [("stop", ITEMS[tuple(each.token_ids[:-1])]) for each in expected]
+    ends = [(choice.finish_reason, choice.stop_reason) for choice in result.choices]
+    assert ends == [("stop", ITEMS[tuple(hypothesis.token_ids[:-1])]) for hypothesis in expected]
     assert [beam["item"] for beam in result.beams] == [
         choice.stop_reason for choice in result.choices
     ]
@@ -128,7 +130,7 @@ def test_completions_with_wider_search_and_modes(client):
 def test_several_prompts_at_once(client):
     prompts = [list(prompt(number, 30)) for number in range(3)]
     result = completion(client, {"use_beam_search": True}, n=3, prompt=prompts)
-    texts = [text for each in prompts for text in expected_texts(Case(tuple(each), 3))]
+    texts = [text for token_ids in prompts for text in expected_texts(Case(tuple(token_ids), 3))]
     assert [choice.text for choice in result.choices] == texts
     assert len(result.beams) == len(texts)
 
@@ -163,8 +165,8 @@ def test_stop_string(client):
 def test_structured_outputs(client, call):
     one = {"type": "object", "properties": {"a": {"enum": [1, 20, 300]}}, "required": ["a"]}
     schema = {**one, "additionalProperties": False}
-    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    native = {"use_beam_search": True, "response_format": wanted}
+    response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    native = {"use_beam_search": True, "response_format": response_format}
     result = call(client, native, n=2, max_tokens=40)
     for choice in result.choices:
         text = choice.text if call is completion else choice.message.content

@@ -27,7 +27,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 CHOICE = ["return", "raise", "yield value", "pass"]
 GRAMMAR = 'root ::= ("if " | "while ") [a-z]+ ":"'
 
-WANTED: list[dict[str, Any]] = [
+RULES: list[dict[str, Any]] = [
     {"allowed_token_ids": ALLOWED, "width": 9},
     {"logit_bias": BIAS, "width": 4},
     {"logit_bias": BIAS, "width": 5, "repetition_penalty": 1.3},
@@ -83,11 +83,11 @@ class Valid:
         return np.flatnonzero(bits).tolist()
 
 
-def request_of(number: int, wanted: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+def request_of(number: int, rules: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    options = {"max_tokens": 12, **wanted}
+    options = {"max_tokens": 12, **rules}
     width = options.pop("width")
     if "structured_outputs" in options:
         options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
@@ -97,11 +97,11 @@ def request_of(number: int, wanted: dict[str, Any]) -> tuple[dict[str, Any], Any
 
 @functools.cache
 def expected(number: int) -> list[Any]:
-    wanted = WANTED[number]
+    rules = RULES[number]
     valid = None
-    if "structured_outputs" in wanted:
-        valid = Valid("xgrammar", wanted["structured_outputs"])
-    some = set(wanted.get("allowed_token_ids", range(2048)))
+    if "structured_outputs" in rules:
+        valid = Valid("xgrammar", rules["structured_outputs"])
+    some = set(rules.get("allowed_token_ids", range(2048)))
 
     def allowed(path: tuple[int, ...]) -> list[int]:
         if EOS in path:  # a hypothesis that has ended
@@ -109,16 +109,16 @@ def expected(number: int) -> list[Any]:
         return sorted(some if valid is None else some.intersection(valid.after(path)))
 
     options: dict[str, Any] = {}
-    if "logit_bias" in wanted:
-        bias = wanted["logit_bias"]
+    if "logit_bias" in rules:
+        bias = rules["logit_bias"]
         options["sequence_bias"] = [[[token], value] for token, value in bias.items()]
-    if "repetition_penalty" in wanted:
-        options["repetition_penalty"] = wanted["repetition_penalty"]
-    request, params = request_of(number, wanted)
+    if "repetition_penalty" in rules:
+        options["repetition_penalty"] = rules["repetition_penalty"]
+    request, params = request_of(number, rules)
     return constrained_search(
         SHIPPED,
         request["prompt_token_ids"],
-        wanted["width"],
+        rules["width"],
         params.max_tokens,
         allowed,
         EOS,
@@ -144,18 +144,20 @@ def test_equals_transformers_in_a_batch(engine, options):
     structured = StructuredOutputsParams(regex=REGEX)
     others.append((others[0][0], SamplingParams(temperature=0, structured_outputs=structured)))
     alone = [llm.generate([text], params, use_tqdm=False)[0] for text, params in others]
-    requests = [request_of(number, wanted) for number, wanted in enumerate(WANTED)] + others
+    requests = [request_of(number, rules) for number, rules in enumerate(RULES)] + others
     results = llm.generate(
-        [each[0] for each in requests], [each[1] for each in requests], use_tqdm=False
+        [text for text, _ in requests], [params for _, params in requests], use_tqdm=False
     )
-    for number, result in enumerate(results[: len(WANTED)]):
+    for number, result in enumerate(results[: len(RULES)]):
         hypotheses = expected(number)
-        found = [list(each.token_ids) for each in result.outputs]
-        assert found[: len(hypotheses)] == [each.token_ids for each in hypotheses], WANTED[number]
-        assert not any(found[len(hypotheses) :])
-        for output, each in zip(result.outputs, hypotheses, strict=False):
-            assert abs(output.score - each.score) < 1e-4, WANTED[number]
-    for result, before in zip(results[len(WANTED) :], alone, strict=True):
+        tokens = [list(output.token_ids) for output in result.outputs]
+        assert tokens[: len(hypotheses)] == [hypothesis.token_ids for hypothesis in hypotheses], (
+            RULES[number]
+        )
+        assert not any(tokens[len(hypotheses) :])
+        for output, hypothesis in zip(result.outputs, hypotheses, strict=False):
+            assert abs(output.score - hypothesis.score) < 1e-4, RULES[number]
+    for result, before in zip(results[len(RULES) :], alone, strict=True):
         assert result.outputs[0].token_ids == before.outputs[0].token_ids
     if "num_gpu_blocks_override" in options:
         assert scheduler_of(llm).beam_counters.beams_preempted
@@ -164,20 +166,20 @@ def test_equals_transformers_in_a_batch(engine, options):
 def test_raw_log_probabilities(engine):
     """As in vLLM, the bias is not in them; the score has it."""
     llm = engine(**OPTIONS)
-    text, params = request_of(1, WANTED[1])
+    text, params = request_of(1, RULES[1])
     params.logprobs = 3
     (result,) = llm.generate([text], params, use_tqdm=False)
-    assert [list(each.token_ids) for each in result.outputs] == [
-        each.token_ids for each in expected(1)
+    assert [list(output.token_ids) for output in result.outputs] == [
+        hypothesis.token_ids for hypothesis in expected(1)
     ]
     for output in result.outputs:
-        own = [
+        logprobs = [
             step[token].logprob
             for token, step in zip(output.token_ids, output.logprobs, strict=True)
         ]
-        assert all(value <= 0 for value in own)
-        total = sum(own) + sum(BIAS.get(token, 0) for token in output.token_ids)
-        assert output.score == pytest.approx(total / len(own), abs=1e-4)
+        assert all(value <= 0 for value in logprobs)
+        total = sum(logprobs) + sum(BIAS.get(token, 0) for token in output.token_ids)
+        assert output.score == pytest.approx(total / len(logprobs), abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_raw_log_probabilities(engine):
 )
 def test_sampled_and_diverse_searches(engine, options):
     llm = engine(**OPTIONS)
-    text, params = request_of(3, WANTED[3] | {"width": 8, "max_tokens": 20})
+    text, params = request_of(3, RULES[3] | {"width": 8, "max_tokens": 20})
     params.temperature, params.seed = 1.2, 3
     params.extra_args |= options
     (result,) = llm.generate([text], params, use_tqdm=False)
@@ -218,27 +220,27 @@ def test_a_failing_grammar_fails_its_request_only(engine, monkeypatch, when):
         raise RuntimeError("broken grammar")
 
     llm = engine(**OPTIONS)
-    broken, whole = request_of(3, WANTED[3]), request_of(0, WANTED[0])
+    broken, whole = request_of(3, RULES[3]), request_of(0, RULES[0])
     with monkeypatch.context() as patched:
         if when == "compiled":
             patched.setattr(XgrammarBackend, "compile_grammar", fail)
         else:
             patched.setattr(XgrammarGrammar, "accept_tokens", fail)
         first, second = llm.generate([broken[0], whole[0]], [broken[1], whole[1]], use_tqdm=False)
-    assert {each.finish_reason for each in first.outputs} == {"error"}
-    assert [list(each.token_ids) for each in second.outputs] == [
-        each.token_ids for each in expected(0)
+    assert {output.finish_reason for output in first.outputs} == {"error"}
+    assert [list(output.token_ids) for output in second.outputs] == [
+        hypothesis.token_ids for hypothesis in expected(0)
     ]
     (again,) = llm.generate([broken[0]], broken[1], use_tqdm=False)
-    assert [list(each.token_ids) for each in again.outputs] == [
-        each.token_ids for each in expected(3)
+    assert [list(output.token_ids) for output in again.outputs] == [
+        hypothesis.token_ids for hypothesis in expected(3)
     ]
 
 
 def test_what_is_refused(engine, monkeypatch):
     llm = engine(**OPTIONS)
     config = llm.llm_engine.vllm_config
-    text, params = request_of(3, WANTED[3] | {"ignore_eos": True})
+    text, params = request_of(3, RULES[3] | {"ignore_eos": True})
     with pytest.raises(ValueError, match="structured_outputs is not supported with ignore_eos"):
         llm.generate([text], params, use_tqdm=False)
     params.ignore_eos = False
@@ -257,12 +259,12 @@ def test_one_matcher_walks_all_hypotheses(backend):
     random = np.random.default_rng(4)
     rows: list[list[int]] = [[]]
     for _ in range(10):
-        found = masks.of(rows)
-        assert np.array_equal(found, np.stack([valid.bits(tuple(row)) for row in rows]))
+        bits = masks.of(rows)
+        assert np.array_equal(bits, np.stack([valid.bits(tuple(row)) for row in rows]))
         parents = random.integers(len(rows), size=8)
         following = [set(valid.after(tuple(rows[i]))) - {EOS} for i in parents]
-        rows = [[*rows[i], int(random.choice(sorted(each)))]
-                for i, each in zip(parents, following, strict=True)]  # fmt: skip
+        rows = [[*rows[i], int(random.choice(sorted(tokens)))]
+                for i, tokens in zip(parents, following, strict=True)]  # fmt: skip
     invalid = min(set(range(1, 2048)) - set(valid.after(())))
     with pytest.raises(RuntimeError, match="the grammar refuses the tokens"):
         masks.of([[invalid]])

@@ -247,8 +247,8 @@ def test_move_slots(native: NativeKernels, dtype: torch.dtype, num_threads: int)
     for cache in expected:
         move_slots(cache, source, target)
     assert native.move_slots(caches, source, target)
-    for cache, wanted in zip(caches, expected, strict=True):
-        assert torch.equal(cache, wanted)
+    for cache, expected_cache in zip(caches, expected, strict=True):
+        assert torch.equal(cache, expected_cache)
 
 
 def test_move_slots_of_other_caches(native: NativeKernels) -> None:
@@ -330,11 +330,11 @@ def test_empty_batch(native: NativeKernels) -> None:
 @given(st.data())
 def test_requests_that_share_slots(native: NativeKernels, data: st.DataObject) -> None:
     """Each gets what it gets alone; slots behind its own ones hold NaN."""
-    num_shared, own = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 70))
+    num_shared, num_private = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 70))
     num_rows, block_size = data.draw(st.integers(1, 90)), data.draw(st.sampled_from([16, 48, 128]))
     torch.set_num_threads(data.draw(st.integers(1, 3)))
     case = paged_case(
-        [RequestShape(8, 1, 0)] + [RequestShape(num_shared + own - 1, 1, 0)] * num_rows,
+        [RequestShape(8, 1, 0)] + [RequestShape(num_shared + num_private - 1, 1, 0)] * num_rows,
         data.draw(st.sampled_from(DTYPES)),
         data.draw(st.sampled_from([2, 8])),
         2,
@@ -347,7 +347,7 @@ def test_requests_that_share_slots(native: NativeKernels, data: st.DataObject) -
     keys, values = split_cache(case.kv_cache)
     keys[block, :, :, offset] = keys[block[:1], :, :, offset].clone()
     values[block, :, offset] = values[block[:1], :, offset].clone()
-    length = num_shared + own
+    length = num_shared + num_private
     rows = [TreeRow(0, 0, 1, 0, 9), TreeRow(1, 1, num_rows, 0, length, num_shared)]
     shared = build_tree_batch(rows, [NO_NODES] * 2, 1 + num_rows)
     check(native, replace(case, trees=shared))

@@ -46,10 +46,10 @@ def test_every_row_is_in_one_part(requests: list[tuple[int, bool]]) -> None:
 
     others = [index for index in range(len(requests)) if index not in with_tree]
     tokens = torch.arange(num_tokens).view(-1, 1, 1)
-    own = plain.take(tokens)
-    wanted = [token for i in others for token in range(starts[i], starts[i + 1])]
-    assert own.flatten().tolist() == wanted
-    assert plain.metadata.num_actual_tokens == len(wanted)
+    taken = plain.take(tokens)
+    plain_tokens = [token for i in others for token in range(starts[i], starts[i + 1])]
+    assert taken.flatten().tolist() == plain_tokens
+    assert plain.metadata.num_actual_tokens == len(plain_tokens)
     assert plain.metadata.max_query_len == max(lengths[i] for i in others)
     assert plain.metadata.query_start_loc.tolist() == [
         0,
@@ -65,4 +65,4 @@ def test_every_row_is_in_one_part(requests: list[tuple[int, bool]]) -> None:
     target = plain.take(written)
     target += 1
     plain.put_back(target, written)
-    assert np.flatnonzero(written.flatten()).tolist() == wanted
+    assert np.flatnonzero(written.flatten()).tolist() == plain_tokens

@@ -112,8 +112,10 @@ def test_equals_the_definition(case: dict) -> None:
 
     untouched = torch.ones(start, dtype=torch.bool)
     for first, reference in expected:
-        found = output[first : first + len(reference)].double().numpy()
-        np.testing.assert_allclose(found, reference, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        rows_of_tree = output[first : first + len(reference)].double().numpy()
+        np.testing.assert_allclose(
+            rows_of_tree, reference, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
         untouched[first : first + len(reference)] = False
     assert (output[untouched] == 7.0).all()
 

@@ -47,8 +47,8 @@ def test_the_kernel_does_what_its_twin_does(data: st.DataObject) -> None:
     asked = data.draw(copies(block_size))
     copy_with_torch(expected, asked)
     assert copy_slots(caches, asked)
-    for cache, wanted in zip(caches, expected, strict=True):
-        assert torch.equal(cache, wanted)
+    for cache, expected_cache in zip(caches, expected, strict=True):
+        assert torch.equal(cache, expected_cache)
 
 
 @pytest.mark.parametrize(

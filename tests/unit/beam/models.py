@@ -21,12 +21,12 @@ def random_model(seed, peaked=1.5, vocab=VOCAB):
     return next_logprobs
 
 
-def run_search(next_logprobs, wanted, prompt=PROMPT, find_stop_string=None, vocab=VOCAB):
+def run_search(next_logprobs, search_settings, prompt=PROMPT, find_stop_string=None, vocab=VOCAB):
     """Drive a BeamSearch as a scheduler does: best raw candidates of every row, step by step."""
-    search = BeamSearch(wanted, prompt, find_stop_string)
-    count = num_raw_candidates(wanted, prompt, vocab)
+    search = BeamSearch(search_settings, prompt, find_stop_string)
+    count = num_raw_candidates(search_settings, prompt, vocab)
     bias = np.zeros(vocab, dtype=np.float32)
-    for token, value in wanted.logit_bias:
+    for token, value in search_settings.logit_bias:
         bias[token] = value
     rows = [[]]
     while not search.done:
@@ -43,3 +43,11 @@ def extended(rows, children):
     """The tokens of the rows of the next step."""
     pairs = zip(children.parents.tolist(), children.token_ids.tolist(), strict=True)
     return [[*rows[parent], token_id] for parent, token_id in pairs]
+
+
+def tokens_of(hypotheses):
+    return [hypothesis.token_ids for hypothesis in hypotheses]
+
+
+def scores_of(hypotheses):
+    return [hypothesis.score for hypothesis in hypotheses]

@@ -68,35 +68,35 @@ def reference_search(
         for group in range(settings.num_beam_groups):
             # 1. Every continuation of every running hypothesis, best first.
             everything: list[_Running] = []
-            for each in running[group]:
-                logprobs = next_logprobs(each.token_ids)
+            for beam in running[group]:
+                logprobs = next_logprobs(beam.token_ids)
                 tokens = np.arange(len(logprobs))
                 logprobs = rules.add_bias(tokens, logprobs)
-                logprobs = rules.apply(tokens, logprobs, each.token_ids)
+                logprobs = rules.apply(tokens, logprobs, beam.token_ids)
                 for token in taken:
                     logprobs[token] -= np.float32(settings.diversity_penalty)
-                everything += _continuations(each, logprobs)
+                everything += _continuations(beam, logprobs)
             if outcome is not None:
                 everything = list(_split(everything, outcome, added))
-            everything.sort(key=lambda each: -each.total)
+            everything.sort(key=lambda beam: -beam.total)
 
             # 2. The best of them go on or end; one that ends counts only among the best `width`.
             last = length == settings.max_new_tokens
             looked_at = everything[: settings.num_candidates if outcome is None else None]
             survivors = []
-            for rank, each in enumerate(looked_at):
+            for rank, beam in enumerate(looked_at):
                 if outcome is None:
-                    stop_string = length > settings.min_tokens and find_stop_string(each.token_ids)
-                    stops = each.token_ids[-1] in settings.stop_token_ids or stop_string
+                    stop_string = length > settings.min_tokens and find_stop_string(beam.token_ids)
+                    stops = beam.token_ids[-1] in settings.stop_token_ids or stop_string
                     ends = bool(stops) or last
                 else:
-                    ends = each.complete
+                    ends = beam.complete
                 if not ends and not last:
-                    survivors.append(each)
+                    survivors.append(beam)
                 if ends and rank < width:
-                    score = _score(settings, each.total, length)
-                    finished[group].append(ReferenceHypothesis(each.token_ids, float(score)))
-            finished[group].sort(key=lambda each: -each.score)
+                    score = _score(settings, beam.total, length)
+                    finished[group].append(ReferenceHypothesis(beam.token_ids, float(score)))
+            finished[group].sort(key=lambda beam: -beam.score)
             del finished[group][width:]
 
             # 3. A group is over when no running hypothesis can beat its finished ones.
@@ -104,11 +104,11 @@ def reference_search(
             full = len(finished[group]) == width
             if full and survivors and _closed(settings, survivors[0], finished[group][-1]):
                 running[group] = []
-            taken += [each.token_ids[-1] for each in running[group]]
+            taken += [beam.token_ids[-1] for beam in running[group]]
         if not any(running):
             break
 
-    return sorted((each for group in finished for each in group), key=lambda each: -each.score)
+    return sorted((beam for group in finished for beam in group), key=lambda beam: -beam.score)
 
 
 def _continuations(hypothesis: _Running, logprobs: np.ndarray) -> Iterator[_Running]:
@@ -123,13 +123,13 @@ def _split(
     added: Callable[[list[int]], float],
 ) -> Iterator[_Running]:
     """Yield a candidate that ends and a candidate that goes on for each that does both."""
-    for each in everything:
-        ends, goes_on = outcome(each.token_ids)
+    for beam in everything:
+        ends, goes_on = outcome(beam.token_ids)
         if ends:
-            total = np.float32(each.total + np.float32(added(each.token_ids)))
-            yield _Running(each.token_ids, total, complete=True)
+            total = np.float32(beam.total + np.float32(added(beam.token_ids)))
+            yield _Running(beam.token_ids, total, complete=True)
         if goes_on:
-            yield each
+            yield beam
 
 
 def _score(settings: SearchSettings, total: np.float32, length: int) -> np.float32:

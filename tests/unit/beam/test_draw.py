@@ -53,7 +53,7 @@ def test_svg_is_well_formed_and_complete(trace):
     for fate in ("kept", "dropped", "finished"):
         drawn = [node for node in nodes if fate in node.get("class").split()]
         assert len(drawn) == trace.fates.count(fate)
-    assert "<b>&" in [each.text for each in root.iter(f"{SVG}text")]
+    assert "<b>&" in [element.text for element in root.iter(f"{SVG}text")]
     boxes = [
         tuple(float(box.get(name)) for name in ("x", "y", "width", "height"))
         for box in root.iter(f"{SVG}rect")

@@ -39,7 +39,7 @@ def run_drawn(
 
 def outcomes(run: Callable[[int], BeamSearch]) -> Counter[tuple[tuple[int, ...], ...]]:
     return Counter(
-        tuple(tuple(each.token_ids) for each in run(seed).hypotheses())
+        tuple(tuple(hypothesis.token_ids) for hypothesis in run(seed).hypotheses())
         for seed in range(NUM_SEARCHES)
     )
 
@@ -72,7 +72,9 @@ def test_a_search_is_reproducible_and_its_steps_differ() -> None:
         run_drawn(model, search_settings).hypotheses(),
         run_drawn(model, search_settings).hypotheses(),
     )
-    assert [each.token_ids for each in first] == [each.token_ids for each in second]
+    assert [hypothesis.token_ids for hypothesis in first] == [
+        hypothesis.token_ids for hypothesis in second
+    ]
     search = BeamSearch(search_settings)
     seeds = {search.draws(row).seed for row in range(3)}
     assert len(seeds) == 3

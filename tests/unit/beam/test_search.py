@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.beam import reference as reference_module
-from tests.unit.beam.models import PROMPT, VOCAB, random_model, run_search
+from tests.unit.beam.models import PROMPT, VOCAB, random_model, run_search, scores_of, tokens_of
 from tests.unit.beam.reference import reference_search
 from vllm_trie.beam import (
     BeamSearch,
@@ -46,10 +46,10 @@ search_settings = st.builds(
 @settings(max_examples=120, deadline=None)
 def test_equals_reference(search_settings, seed, peaked):
     model = random_model(seed, peaked)
-    found = run_search(model, search_settings).hypotheses()
+    hypotheses = run_search(model, search_settings).hypotheses()
     expected = reference_search(model, search_settings, PROMPT)
-    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
-    assert [each.score for each in found] == [each.score for each in expected]
+    assert tokens_of(hypotheses) == tokens_of(expected)
+    assert scores_of(hypotheses) == scores_of(expected)
 
 
 @given(
@@ -70,9 +70,9 @@ def test_diverse_groups_equal_reference(groups, per_group, penalty, early_stoppi
         early_stopping=early_stopping,
     )
     model = random_model(seed)
-    found = run_search(model, search_settings).hypotheses()
+    hypotheses = run_search(model, search_settings).hypotheses()
     expected = reference_search(model, search_settings, PROMPT)
-    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert tokens_of(hypotheses) == tokens_of(expected)
 
 
 @given(
@@ -99,8 +99,8 @@ def test_large_diversity_penalty_separates_first_tokens():
     search_settings = SearchSettings(
         beam_width=4, max_new_tokens=3, num_beam_groups=4, diversity_penalty=100.0
     )
-    found = run_search(random_model(3), search_settings).hypotheses()
-    assert len({each.token_ids[0] for each in found}) == 4
+    hypotheses = run_search(random_model(3), search_settings).hypotheses()
+    assert len({hypothesis.token_ids[0] for hypothesis in hypotheses}) == 4
 
 
 @given(seed=st.integers(0, 10**6), width=st.integers(1, 5))
@@ -113,13 +113,13 @@ def test_stop_strings_equal_reference(seed, width):
 
     search_settings = SearchSettings(beam_width=width, max_new_tokens=6, min_tokens=1)
     model = random_model(seed)
-    found = run_search(model, search_settings, find_stop_string=find).hypotheses()
+    hypotheses = run_search(model, search_settings, find_stop_string=find).hypotheses()
     expected = reference_search(model, search_settings, PROMPT, find)
-    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
-    for each in found:
-        stop = find(each.token_ids) if len(each.token_ids) > 1 else None
-        assert each.stop == stop
-        assert each.reason == ("stop" if stop else "length")
+    assert tokens_of(hypotheses) == tokens_of(expected)
+    for hypothesis in hypotheses:
+        stop = find(hypothesis.token_ids) if len(hypothesis.token_ids) > 1 else None
+        assert hypothesis.stop == stop
+        assert hypothesis.reason == ("stop" if stop else "length")
 
 
 def test_width_one_is_greedy_whatever_early_stopping_says():
@@ -131,37 +131,39 @@ def test_width_one_is_greedy_whatever_early_stopping_says():
         greedy = []
         while len(greedy) < 30 and (not greedy or greedy[-1] != 0):
             greedy.append(int(model(greedy).argmax()))
-        (found,) = run_search(model, search_settings).hypotheses()
-        assert found.token_ids == greedy
+        (hypothesis,) = run_search(model, search_settings).hypotheses()
+        assert hypothesis.token_ids == greedy
 
 
 def test_logprobs_and_places_describe_the_path():
     search_settings = SearchSettings(3, 5, (0,))
     model = random_model(5)
-    for each in run_search(model, search_settings).hypotheses():
-        for length, (token, logprob) in enumerate(zip(each.token_ids, each.logprobs, strict=True)):
-            expected = model(each.token_ids[:length])
+    for hypothesis in run_search(model, search_settings).hypotheses():
+        for length, (token, logprob) in enumerate(
+            zip(hypothesis.token_ids, hypothesis.logprobs, strict=True)
+        ):
+            expected = model(hypothesis.token_ids[:length])
             assert logprob == expected[token]
-            step, _, position = each.places[length]
+            step, _, position = hypothesis.places[length]
             assert step == length
             assert np.argsort(-expected, kind="stable")[position] == token
-        assert each.sum_logprob == pytest.approx(sum(each.logprobs), rel=1e-5)
+        assert hypothesis.sum_logprob == pytest.approx(sum(hypothesis.logprobs), rel=1e-5)
 
 
 def test_trace_holds_the_whole_search():
     search_settings = SearchSettings(3, 6, (0,), trace=True)
     search = run_search(random_model(8), search_settings)
-    found = search.hypotheses()
+    hypotheses = search.hypotheses()
     trace = search.trace
     assert type(trace).from_dict(trace.to_dict()) == trace
     assert trace.steps == search.steps
-    for each, node in zip(found, trace.returned, strict=True):
+    for hypothesis, node in zip(hypotheses, trace.returned, strict=True):
         assert trace.fates[node] == "finished"
         path = []
         while node >= 0:
             path.append(trace.token_ids[node])
             node = trace.parents[node]
-        assert path[::-1] == each.token_ids
+        assert path[::-1] == hypothesis.token_ids
     assert set(trace.fates) == {"kept", "dropped", "finished"}
     # only kept nodes have children
     assert {trace.fates[parent] for parent in trace.parents if parent >= 0} == {"kept"}
@@ -174,8 +176,8 @@ def test_first_sampled_token_follows_the_model():
     draws = 3000
     for seed in range(draws):
         search_settings = SearchSettings(1, 1, do_sample=True, seed=seed)
-        (found,) = run_search(model, search_settings).hypotheses()
-        counts[found.token_ids[0]] += 1
+        (hypothesis,) = run_search(model, search_settings).hypotheses()
+        counts[hypothesis.token_ids[0]] += 1
     observed = np.array([counts[token] for token in range(VOCAB)])
     chi_square = ((observed - draws * expected) ** 2 / (draws * expected)).sum()
     assert chi_square < 35  # 11 degrees of freedom: p < 0.0003
@@ -188,8 +190,8 @@ def test_sampled_pairs_are_drawn_without_replacement():
     counts = Counter()
     for seed in range(draws):
         search_settings = SearchSettings(2, 1, do_sample=True, seed=seed)
-        found = run_search(lambda tokens: logprobs, search_settings, vocab=4).hypotheses()
-        counts[frozenset(each.token_ids[0] for each in found)] += 1
+        hypotheses = run_search(lambda tokens: logprobs, search_settings, vocab=4).hypotheses()
+        counts[frozenset(hypothesis.token_ids[0] for hypothesis in hypotheses)] += 1
     for pair, count in counts.items():
         first, second = (probabilities[token] for token in pair)
         expected = first * second / (1 - first) + second * first / (1 - second)
@@ -201,10 +203,10 @@ def test_sampling_is_reproducible_and_filtered():
     search_settings = SearchSettings(3, 4, (0,), do_sample=True, seed=7, top_k=4, temperature=0.8)
     first = run_search(model, search_settings).hypotheses()
     second = run_search(model, search_settings).hypotheses()
-    assert [each[:6] for each in first] == [each[:6] for each in second]
-    for each in first:
-        for length, token in enumerate(each.token_ids):
-            assert token in np.argsort(-model(each.token_ids[:length]))[:4]
+    assert [hypothesis[:6] for hypothesis in first] == [hypothesis[:6] for hypothesis in second]
+    for hypothesis in first:
+        for length, token in enumerate(hypothesis.token_ids):
+            assert token in np.argsort(-model(hypothesis.token_ids[:length]))[:4]
 
 
 def candidates(token_ids, logprobs):

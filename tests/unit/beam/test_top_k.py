@@ -163,13 +163,13 @@ def test_search_equals_the_best_of_every_row_and_the_reference(search_settings, 
         candidates = select_best(logits, search.totals, search_settings.num_candidates)
         rows = extended(rows, search.advance(candidates))
     hypotheses = search.hypotheses()
-    assert [(each.token_ids, each.places.tolist()) for each in hypotheses] == [
-        (each.token_ids, each.places.tolist())
-        for each in run_search(next_logprobs, search_settings).hypotheses()
+    assert [(hypothesis.token_ids, hypothesis.places.tolist()) for hypothesis in hypotheses] == [
+        (hypothesis.token_ids, hypothesis.places.tolist())
+        for hypothesis in run_search(next_logprobs, search_settings).hypotheses()
     ]
     expected = reference_search(next_logprobs, search_settings, PROMPT)
-    assert [(each.token_ids, each.score) for each in hypotheses] == [
-        tuple(each) for each in expected
+    assert [(hypothesis.token_ids, hypothesis.score) for hypothesis in hypotheses] == [
+        tuple(hypothesis) for hypothesis in expected
     ]
 
 

@@ -53,7 +53,7 @@ def test_the_target_of_make() -> None:
     assert options.device == "cuda"
 
 
-@pytest.mark.parametrize("name", [each.name for each in BENCHMARKS])
+@pytest.mark.parametrize("name", [benchmark.name for benchmark in BENCHMARKS])
 def test_each_benchmark_takes_its_arguments(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +75,7 @@ def test_each_benchmark_takes_its_arguments(
     with pytest.raises(SystemExit) as refused:
         script.main()
     assert refused.value.code == 2
-    takes_model = next(each.takes_model for each in BENCHMARKS if each.name == name)
+    takes_model = next(benchmark.takes_model for benchmark in BENCHMARKS if benchmark.name == name)
     assert ("some/model" in command) == takes_model
     assert "dummy" not in command
 

@@ -35,20 +35,20 @@ def test_filled_tree_holds_the_named_candidates(num_nodes, max_depth):
     tree = template(paths, num_nodes, max_depth, False).fill(tokens, shares)
     tree.validate(100, num_nodes)
 
-    found = {}
+    probabilities = {}
     for node in range(tree.num_nodes):
         path, at = [], node
         while at >= 0:
             path.append(int(tree.token_ids[at]))
             at = int(tree.parents[at])
-        found[tuple(path[::-1])] = float(tree.probabilities[node])
+        probabilities[tuple(path[::-1])] = float(tree.probabilities[node])
     expected = {
         tuple(int(tokens[head, rank]) for head, rank in enumerate(path)): float(
             np.prod([shares[head, rank] for head, rank in enumerate(path)])
         )
         for path in [p for p in paths if len(p) <= max_depth][:num_nodes]
     }
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert probabilities == pytest.approx(expected, rel=1e-5)
 
 
 def random_paths(seed: int) -> tuple[tuple[int, ...], ...]:

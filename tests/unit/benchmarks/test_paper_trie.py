@@ -68,15 +68,15 @@ def test_drafts_the_most_frequent_continuations_of_the_longest_known_suffix(
         assert not chosen
         return
     deepest = min(ngram_size - length, max_depth)
-    found = Counter(
+    continuations = Counter(
         tuple(text[i : i + n]) for i in starts for n in range(1, deepest + 1) if i + n <= len(text)
     )
-    assert len(chosen) == min(max_nodes, len(found))
-    worst = min(found[path] for path in chosen)
-    for path, count in found.items():
+    assert len(chosen) == min(max_nodes, len(continuations))
+    worst = min(continuations[path] for path in chosen)
+    for path, count in continuations.items():
         assert path in chosen or count <= worst
     for path, probability in chosen.items():
-        np.testing.assert_allclose(probability, found[path] / len(starts), rtol=1e-6)
+        np.testing.assert_allclose(probability, continuations[path] / len(starts), rtol=1e-6)
 
 
 def test_backs_off_to_shorter_suffixes() -> None:

@@ -31,12 +31,12 @@ def test_rows_on_the_recorded_path_predict_it_and_others_do_not(
     before = replay_model.Recorded.texts
     try:
         replay_model.Recorded.play(texts)
-        found = replay_model.next_tokens(
+        predicted = replay_model.next_tokens(
             replay_model.Recorded.texts, *map(torch.tensor, (owners, tokens, positions)), VOCAB_SIZE
         ).tolist()
     finally:
         replay_model.Recorded.texts = before
-    for owner, token, position, after in zip(owners, tokens, positions, found, strict=True):
+    for owner, token, position, after in zip(owners, tokens, positions, predicted, strict=True):
         recorded = texts[owner]
         last = len(recorded) - 1
         truth = recorded[min(position + 1, last)]
@@ -88,7 +88,7 @@ def example_rows() -> list[dict]:
         peers_engines.Question("qa", [1], [5, 6, 7, 8, 9], 5),
         peers_engines.Question("rag", [1], [5, 6, 7], 3),
     ]
-    found = {
+    measurements = {
         (0, "plain"): [measured([5, 6, 7, 8, 9], s, 1.0, 4) for s in (5.0, 4.0, 9.0)],
         (1, "plain"): [measured([5, 6, 7], 3.0, 1.0, 2)],
         (0, "ngram"): [measured([5, 6, 7, 8, 9], 4.0, 1.0, 3)],
@@ -97,7 +97,7 @@ def example_rows() -> list[dict]:
         (1, "ngram_trie"): [measured([5, 6, 1], 2.0, 1.0, 1)],
     }
     methods = ["plain", "ngram", "ngram_trie"]
-    return peers.with_means(peers.summarize("replay", methods, questions, found))
+    return peers.with_means(peers.summarize("replay", methods, questions, measurements))
 
 
 def test_ratios_count_the_prefill_and_steps_do_not() -> None:
@@ -116,13 +116,13 @@ def test_ratios_count_the_prefill_and_steps_do_not() -> None:
 
 def test_free_answers_of_other_lengths_are_compared_by_time_per_token() -> None:
     questions = [peers_engines.Question("qa", [1], None, 5)] * 2
-    found = {
+    measurements = {
         (0, "plain"): [measured([5, 6, 7, 8, 9], 5.0, 1.0, 4)],
         (1, "plain"): [measured([5, 6, 7, 8, 9], 5.0, 1.0, 4)],
         (0, "ngram"): [measured([5, 6, 7, 8, 9], 3.0, 1.0, 2)],
         (1, "ngram"): [measured([5, 6, 2], 2.0, 1.0, 1)],
     }
-    rows = peers.summarize("chat", ["plain", "ngram"], questions, found)
+    rows = peers.summarize("chat", ["plain", "ngram"], questions, measurements)
     assert rows[1]["ratio_to_plain"] == pytest.approx((10 / 10) / (5 / 8))
     assert rows[1]["decode_ratio_to_plain"] == pytest.approx((8 / 8) / (3 / 6))
     assert (rows[1]["identical"], rows[1]["identical_share"]) == (False, 0.5)
@@ -151,9 +151,9 @@ def test_rows_of_earlier_runs_are_joined_and_drawn(
         sys, "argv", [*command, "--json", str(joined), "--plot", str(folder), "--shape", "0.4b"]
     )
     peers.main()
-    found = json.loads(joined.read_text())
+    joined_rows = json.loads(joined.read_text())
     key = lambda row: (row["category"], row["method"])  # noqa: E731
-    without_machine = [{k: v for k, v in row.items() if k != "machine"} for row in found]
+    without_machine = [{k: v for k, v in row.items() if k != "machine"} for row in joined_rows]
     assert sorted(without_machine, key=key) == sorted(rows, key=key)
     drawing = (folder / "peers-replay.svg").read_text()
     assert "dummy weights of a 0.4b shape" in drawing or (folder / "peers-replay.png").exists()

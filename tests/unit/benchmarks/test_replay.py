@@ -53,12 +53,12 @@ def test_categories_pool_their_questions_and_the_mean_does_not() -> None:
     rows = replay.summarize(
         "m", 8, {"qa": [step(4, 8, 1.0, 2.5), step(2, 6, 3.0, 1.5)], "rag": [step(1, 0, 2.0, None)]}
     )
-    found = {row["category"]: row for row in rows}
-    assert found["qa"]["tokens_per_step"] == 3
-    assert found["mean"]["tokens_per_step"] == 2
-    assert found["mean"]["nodes_per_step"] == 3.5
-    assert found["qa"]["expected_tokens_per_step"] == 2
-    assert found["mean"]["expected_tokens_per_step"] is None
+    by_category = {row["category"]: row for row in rows}
+    assert by_category["qa"]["tokens_per_step"] == 3
+    assert by_category["mean"]["tokens_per_step"] == 2
+    assert by_category["mean"]["nodes_per_step"] == 3.5
+    assert by_category["qa"]["expected_tokens_per_step"] == 2
+    assert by_category["mean"]["expected_tokens_per_step"] is None
     assert {row["nodes"] for row in rows} == {8}
 
 

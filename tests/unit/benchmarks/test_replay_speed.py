@@ -31,17 +31,17 @@ class Scripted(replay_speed.Method):
 def test_the_clock_follows_the_costs() -> None:
     recordings = [Recording(1, "qa", [7], [9, 1, 2, 3]), Recording(2, "rag", [8], [9, 5, 5])]
     method = Scripted()
-    found = replay_speed.decode(method, recordings, 2, 256, COSTS)
+    totals = replay_speed.decode(method, recordings, 2, 256, COSTS)
     # Together: 1 2 +3 and +5 with four nodes; then +5 alone with two.
     together, alone = 1.0 + 0.5 + 0.4 + 0.25, 1.0 + 0.2 + 0.25
-    assert found["qa"].seconds == pytest.approx(together / 2)
-    assert found["rag"].seconds == pytest.approx(together / 2 + alone)
-    assert (found["qa"].tokens, found["rag"].tokens) == (3, 2)
-    assert (found["rag"].steps, found["rag"].nodes) == (2, 4)
+    assert totals["qa"].seconds == pytest.approx(together / 2)
+    assert totals["rag"].seconds == pytest.approx(together / 2 + alone)
+    assert (totals["qa"].tokens, totals["rag"].tokens) == (3, 2)
+    assert (totals["rag"].steps, totals["rag"].nodes) == (2, 4)
     assert [text.token_ids.tolist() for text in method.finished] == [[7, 9, 1, 2, 3], [8, 9, 5, 5]]
     plain = replay_speed.decode(replay_speed.Method(), recordings, 1, 256, COSTS)
     assert plain["qa"].seconds == 3.0
-    rows = replay_speed.rows_of("scripted", 2, found, plain)
+    rows = replay_speed.rows_of("scripted", 2, totals, plain)
     speeds = {row["category"]: row["speed"] for row in rows}
     assert speeds["qa"] == pytest.approx(3 / (together / 2))
     assert speeds["all"] == pytest.approx(5 / (together + alone))

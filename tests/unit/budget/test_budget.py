@@ -62,11 +62,11 @@ def test_allocation_is_the_best_of_all(forest, rows_without, slopes):
     probabilities = [p for _, p in forest]
     num_rows = len(forest) + rows_without
     seconds = 1.0 + np.cumsum(slopes)
-    found = best_allocation(np.concatenate(probabilities), num_rows, seconds)
+    allocation = best_allocation(np.concatenate(probabilities), num_rows, seconds)
     best = best_allocation_reference(probabilities, parents, num_rows, seconds)
-    assert found.tokens_per_second == pytest.approx(best)
+    assert allocation.tokens_per_second == pytest.approx(best)
     ends = np.cumsum([len(p) for p in parents])
-    for keep, parent in zip(np.split(found.keep, ends[:-1]), parents, strict=True):
+    for keep, parent in zip(np.split(allocation.keep, ends[:-1]), parents, strict=True):
         assert all(parent[i] < 0 or keep[parent[i]] for i in np.flatnonzero(keep))
 
 
@@ -176,8 +176,8 @@ def test_calibrated_probabilities_stay_probabilities(predicted, seed):
     calibration = AcceptanceCalibration()
     nodes = np.array(predicted)
     calibration.observe(nodes, np.flatnonzero(rng.random(len(nodes)) < nodes))
-    found = calibration(np.sort(nodes))
-    assert ((found >= 0) & (found <= 1)).all()
+    calibrated = calibration(np.sort(nodes))
+    assert ((calibrated >= 0) & (calibrated <= 1)).all()
 
 
 @given(st.integers(0, 2**32 - 1), st.lists(st.floats(0.0, 0.97), min_size=1, max_size=20))
@@ -186,11 +186,11 @@ def test_predictions_are_those_that_meet_expectations(seed, expected):
     calibration = AcceptanceCalibration()
     observed = rng.random(500)
     calibration.observe(observed, np.flatnonzero(rng.random(500) < observed**2))
-    wanted = np.array(expected)
-    predicted = calibration.predicted_for(wanted)
+    expectations = np.array(expected)
+    predicted = calibration.predicted_for(expectations)
     assert ((predicted >= 0) & (predicted <= 1)).all()
-    reachable = wanted < calibration(np.array([1.0]))[0]
-    assert calibration(predicted)[reachable] == pytest.approx(wanted[reachable], abs=1e-9)
+    reachable = expectations < calibration(np.array([1.0]))[0]
+    assert calibration(predicted)[reachable] == pytest.approx(expectations[reachable], abs=1e-9)
 
 
 def _chain(probabilities):

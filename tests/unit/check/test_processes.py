@@ -87,8 +87,8 @@ def test_a_part_that_hangs_ends_at_its_limit_with_all_that_it_started(tmp_path: 
 
 
 def test_what_does_not_apply_is_no_failure_and_no_pass(tmp_path: Path) -> None:
-    (found,) = run(tmp_path, "not applicable")
-    assert (found.status, found.log) == ("not applicable", ())
+    (outcome,) = run(tmp_path, "not applicable")
+    assert (outcome.status, outcome.log) == ("not applicable", ())
 
 
 def test_a_part_without_what_it_needs_is_left_out(tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_a_part_without_what_it_needs_is_left_out(tmp_path: Path) -> None:
 
 
 def test_of_a_long_log_the_end_is_kept(tmp_path: Path) -> None:
-    (found,) = run(tmp_path, "long log")
-    assert found.status == "failed"
-    assert 10 < len(found.log) < 100
+    (outcome,) = run(tmp_path, "long log")
+    assert outcome.status == "failed"
+    assert 10 < len(outcome.log) < 100
 
 
 def test_an_old_result_is_no_result(tmp_path: Path) -> None:

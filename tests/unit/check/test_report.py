@@ -74,18 +74,18 @@ def test_only_a_finished_run_without_failures_passed() -> None:
 
 def test_safe_options_name_what_passed() -> None:
     parts = all_parts(False, ["float32"])
-    reports = [part(each.name) for each in parts]
-    for each in reports:
-        if each.name.startswith("medusa"):
-            each.status = "not applicable"
+    reports = [part(entry.name) for entry in parts]
+    for report in reports:
+        if report.name.startswith("medusa"):
+            report.status = "not applicable"
     gpu = safe_options(parts, reports, "cuda")
     assert "allow_untested_gpu" in gpu[0]
-    assert any('"ngram_trie", "verification": "tree"' in each for each in gpu)
-    assert any("beam search" in each for each in gpu)
-    assert not any("medusa" in each for each in gpu)
+    assert any('"ngram_trie", "verification": "tree"' in line for line in gpu)
+    assert any("beam search" in line for line in gpu)
+    assert not any("medusa" in line for line in gpu)
     cpu = safe_options(parts, reports, "cpu")
     assert len(cpu) == len(gpu) - 1
-    assert not any("allow_untested_gpu" in each for each in cpu)
+    assert not any("allow_untested_gpu" in line for line in cpu)
     assert safe_options(parts, reports[:1] + reports[3:], "cuda") == []  # without the kernel
 
 
@@ -95,13 +95,13 @@ def test_safe_options_name_what_passed() -> None:
 @pytest.mark.parametrize("quick", [True, False])
 def test_the_table_of_parts(quick: bool) -> None:
     parts = all_parts(quick, ["float32", "bfloat16"])
-    names = [each.name for each in parts]
+    names = [entry.name for entry in parts]
     assert len(set(names)) == len(names)
-    for index, each in enumerate(parts):
-        module, _, function = each.work.partition(":")
+    for index, entry in enumerate(parts):
+        module, _, function = entry.work.partition(":")
         work = getattr(importlib.import_module(f"vllm_trie.check.{module}"), function)
-        assert list(inspect.signature(work).parameters)[1:] == list(each.arguments)
-        assert each.needs is None or each.needs in names[:index]
+        assert list(inspect.signature(work).parameters)[1:] == list(entry.arguments)
+        assert entry.needs is None or entry.needs in names[:index]
 
 
 def test_every_shipped_method_is_a_part() -> None:
@@ -118,7 +118,7 @@ def plain(*tokens: int) -> PlainOutput:
 
 
 @pytest.mark.parametrize(
-    ("found", "exact", "wrong", "ties"),
+    ("decoded", "exact", "wrong", "ties"),
     [
         ([1, 2, 3, 4, 5], True, 0, []),
         ([1, 102, 9, 9, 9], False, 0, [0.05]),  # what follows is another text
@@ -130,10 +130,10 @@ def plain(*tokens: int) -> PlainOutput:
     ],
 )
 def test_differences_are_wrong_or_near_ties(
-    found: list[int], exact: bool, wrong: int, ties: list[float]
+    decoded: list[int], exact: bool, wrong: int, ties: list[float]
 ) -> None:
     assert 1 / 20 < NEAR_TIE < 4 / 20
-    problems, near = judge([plain(7, 8), plain(1, 2, 3, 4, 5)], [[7, 8], found], exact)
+    problems, near = judge([plain(7, 8), plain(1, 2, 3, 4, 5)], [[7, 8], decoded], exact)
     assert (len(problems), near) == (wrong, ties)
     assert all(problem.startswith("prompt 1: ") for problem in problems)
 
@@ -145,7 +145,7 @@ def test_unlikely_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def generate(inputs: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
         logprobs = {token: SimpleNamespace(logprob=-by) for token, by in below.items()}
         entries = [[None, *({7: logprobs[7], t: logprobs[t]} for t in p[1:])] for p in inputs]
-        return [SimpleNamespace(prompt_logprobs=each) for each in entries]
+        return [SimpleNamespace(prompt_logprobs=entry) for entry in entries]
 
     vllm = SimpleNamespace(SamplingParams=lambda **options: options)
     monkeypatch.setitem(sys.modules, "vllm", vllm)  # type: ignore[arg-type]
@@ -163,8 +163,8 @@ def acted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ends: dict[str, Any] = {}
 
     def run_parts(parts: list[Part], *rest: Any, **options: Any) -> Iterator[PartReport]:
-        for each in parts:
-            yield part(each.name, ends.get(each.name, "passed"))
+        for entry in parts:
+            yield part(entry.name, ends.get(entry.name, "passed"))
 
     monkeypatch.setattr(command, "run_parts", run_parts)
     return ends

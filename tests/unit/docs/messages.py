@@ -24,13 +24,13 @@ def template(node: ast.AST) -> str | None:
 @functools.cache
 def templates() -> frozenset[str]:
     """Every string of the package, without layout at its ends."""
-    found = set()
+    texts = set()
     for path in (ROOT / "vllm_trie").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             text = template(node)
             if text is not None and len(text) > 10:
-                found.add(text.strip(" \n-"))
-    return frozenset(found)
+                texts.add(text.strip(" \n-"))
+    return frozenset(texts)
 
 
 def is_quoted_rightly(message: str) -> bool:

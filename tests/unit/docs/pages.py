@@ -60,7 +60,7 @@ class Page:
 
     def fenced(self, language: str) -> list[str]:
         """Fenced blocks of a language."""
-        return [body for _, _, found, body in _FENCE.findall(self.text) if found == language]
+        return [body for _, _, info, body in _FENCE.findall(self.text) if info == language]
 
     def indented(self) -> list[str]:
         """Indented blocks."""

@@ -27,24 +27,24 @@ def load(name: str) -> Any:
 
 def manifest(kind: str) -> dict[str, Any]:
     documents = yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())
-    (found,) = [one for one in documents if one["kind"] == kind]
-    return found
+    (document,) = [one for one in documents if one["kind"] == kind]
+    return document
 
 
 def unit() -> dict[str, list[str]]:
     """The settings of the systemd unit, each with its values."""
-    found: dict[str, list[str]] = {}
+    settings: dict[str, list[str]] = {}
     for line in (FOLDER / "vllm-trie.service").read_text().splitlines():
         if match := re.match(r"(\w+)=(.*)", line):
-            found.setdefault(match[1], []).append(match[2])
-    return found
+            settings.setdefault(match[1], []).append(match[2])
+    return settings
 
 
 def server_arguments() -> dict[str, list[str]]:
     """What each file and each command of the page gives to `vllm serve`."""
     pod = manifest("Deployment")["spec"]["template"]["spec"]
     (start,) = unit()["ExecStart"]
-    found = {
+    arguments = {
         "compose": load("compose.yaml")["services"]["server"]["command"],
         "kubernetes": pod["containers"][0]["args"],
         "systemd": shlex.split(start)[2:],
@@ -52,8 +52,8 @@ def server_arguments() -> dict[str, list[str]]:
     page = Page(ROOT / "docs" / "deployment.md")
     for i, command in enumerate(page.commands()):
         if " vllm serve " in f" {command}":
-            found[f"page {i}"] = shlex.split(command.partition("vllm serve ")[2])
-    return found
+            arguments[f"page {i}"] = shlex.split(command.partition("vllm serve ")[2])
+    return arguments
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +77,10 @@ def test_servers_are_started_with_options_that_exist(parser: Any) -> None:
         EngineOptions.model_validate((parsed.additional_config or {}).get("vllm_trie", {}))
 
 
-def serve_commands(found: Page) -> list[list[str]]:
+def serve_commands(document: Page) -> list[list[str]]:
     """Return the arguments of each `vllm serve` in a page's blocks of shell commands."""
     arguments, command = [], ""
-    for line in "\n".join(found.fenced("bash")).replace("\\\n", " ").splitlines():
+    for line in "\n".join(document.fenced("bash")).replace("\\\n", " ").splitlines():
         command += line + "\n"
         try:
             words = shlex.split(command, comments=True)
@@ -180,8 +180,8 @@ def test_the_image_is_of_the_supported_vllm() -> None:
     (version,) = [specifier.version for specifier in needed.specifier]
     assert set(re.findall(r"TAG=v([\d.]+)", text)) == {version}
     instructions = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
-    known = {"ARG", "FROM", "RUN", "ENV", "VOLUME", "EXPOSE", "ENTRYPOINT"}
-    assert {line.split()[0] for line in instructions.splitlines() if line.strip()} == known
+    keywords = {"ARG", "FROM", "RUN", "ENV", "VOLUME", "EXPOSE", "ENTRYPOINT"}
+    assert {line.split()[0] for line in instructions.splitlines() if line.strip()} == keywords
     assert 'ENTRYPOINT ["vllm", "serve"]' in text
 
 

@@ -18,29 +18,29 @@ WRAPPED = [
 ]
 
 
-def broken_links(found: Page) -> list[str]:
+def broken_links(document: Page) -> list[str]:
     broken = []
-    for link in found.links():
+    for link in document.links():
         if link.startswith(("http://", "https://", "mailto:")):
             continue
         name, _, anchor = link.partition("#")
-        target = found.path if not name else (found.path.parent / name).resolve()
-        known = target.exists() and target.is_relative_to(ROOT)
-        if known and anchor:
-            known = target.suffix == ".md" and anchor in Page(target).anchors()
-        if not known:
+        target = document.path if not name else (document.path.parent / name).resolve()
+        exists = target.exists() and target.is_relative_to(ROOT)
+        if exists and anchor:
+            exists = target.suffix == ".md" and anchor in Page(target).anchors()
+        if not exists:
             broken.append(link)
     return broken
 
 
-@pytest.mark.parametrize("found", PAGES, ids=lambda p: p.name)
-def test_links(found: Page) -> None:
-    assert broken_links(found) == []
+@pytest.mark.parametrize("document", PAGES, ids=lambda p: p.name)
+def test_links(document: Page) -> None:
+    assert broken_links(document) == []
 
 
-@pytest.mark.parametrize("found", WRAPPED, ids=lambda p: p.name)
-def test_prose_wraps_at_100_columns(found: Page) -> None:
-    lines = found.prose.splitlines()
+@pytest.mark.parametrize("document", WRAPPED, ids=lambda p: p.name)
+def test_prose_wraps_at_100_columns(document: Page) -> None:
+    lines = document.prose.splitlines()
     assert [line for line in lines if len(line) > 100 and not line.startswith("|")] == []
 
 
@@ -66,30 +66,30 @@ def test_every_page_is_in_the_navigation_and_can_be_reached() -> None:
     shown = [name for section in site["nav"] for names in section.values() for name in names]
     assert sorted(shown) == sorted(pages)
     # From the front page one comes to each page by links alone.
-    known, waiting = set(), ["docs/index.md"]
+    reached, waiting = set(), ["docs/index.md"]
     while waiting:
         name = waiting.pop()
-        if name in known or not name.endswith(".md"):
+        if name in reached or not name.endswith(".md"):
             continue
-        known.add(name)
+        reached.add(name)
         for link in page(name).links():
             if "://" not in link and not link.startswith("#"):
                 target = posixpath.join(posixpath.dirname(name), link.partition("#")[0])
                 waiting.append(posixpath.normpath(target))
-    assert {f"docs/{name}" for name in listed} <= known
+    assert {f"docs/{name}" for name in listed} <= reached
 
 
 def test_drawings_are_shown_and_described() -> None:
-    shown = {link for found in PAGES for link in found.links() if link.endswith(".svg")}
+    shown = {link for document in PAGES for link in document.links() if link.endswith(".svg")}
     for path in (ROOT / "docs" / "drawings").glob("*.svg"):
         assert any(link.endswith(f"drawings/{path.name}") for link in shown), path.name
-    for found in PAGES:
-        assert "![](" not in found.text, f"{found.name}: an image without a description"
+    for document in PAGES:
+        assert "![](" not in document.text, f"{document.name}: an image without a description"
 
 
 def test_blocks_of_json_and_toml_can_be_read() -> None:
-    for found in PAGES:
-        for block in found.fenced("json"):
+    for document in PAGES:
+        for block in document.fenced("json"):
             json.loads(block)
-        for block in found.fenced("toml"):
+        for block in document.fenced("toml"):
             tomllib.loads(block)

@@ -11,9 +11,11 @@ from tests.unit.docs.pages import page
 
 
 def quoted() -> list[str]:
-    found = page("docs/troubleshooting.md")
-    blocks = [" ".join(part.split()) for block in found.indented() for part in block.split("\n\n")]
-    return [*blocks, *(span for span in found.code_spans() if VARYING in span and " " in span)]
+    document = page("docs/troubleshooting.md")
+    blocks = [
+        " ".join(part.split()) for block in document.indented() for part in block.split("\n\n")
+    ]
+    return [*blocks, *(span for span in document.code_spans() if VARYING in span and " " in span)]
 
 
 @pytest.mark.parametrize("message", quoted())

@@ -21,15 +21,15 @@ def ours() -> dict[str, tuple[str, ...]]:
     """Name as `/metrics` has it -> labels."""
     from vllm_trie.vllm_hooks.frontend import metrics
 
-    found = {}
+    labels = {}
     made = metrics._Metrics()
     beams = map(metrics.beam_counter, metrics.BEAM_COUNTERS)
     for metric in (*made.counters.values(), made.draft_failures, made.tokens_per_step, *beams):
         (described,) = metric.describe()
         name = described.name + ("_total" if described.type == "counter" else "")
-        found[name] = metric._labelnames
-    assert len(found) > 5
-    return found
+        labels[name] = metric._labelnames
+    assert len(labels) > 5
+    return labels
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +62,9 @@ def test_page_lists_every_metric_with_its_type(ours: dict[str, Any]) -> None:
 
 
 def test_no_page_names_a_metric_that_does_not_exist(ours: dict[str, Any]) -> None:
-    for found in all_pages():
-        named = set(re.findall(r"vllm:trie_\w*[a-z]\b(?![*_])", found.text))
-        assert named <= set(ours), found.name
+    for document in all_pages():
+        named = set(re.findall(r"vllm:trie_\w*[a-z]\b(?![*_])", document.text))
+        assert named <= set(ours), document.name
 
 
 def test_dashboard_names_metrics_that_exist(ours: dict[str, Any], stock: set[str]) -> None:

@@ -20,33 +20,33 @@ FOLDERS = (
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
-@pytest.mark.parametrize("found", PAGES, ids=lambda p: p.name)
-def test_files(found: Page) -> None:
+@pytest.mark.parametrize("document", PAGES, ids=lambda p: p.name)
+def test_files(document: Page) -> None:
     missing = []
-    for span in found.code_spans():
+    for span in document.code_spans():
         is_path = re.fullmatch(rf"({'|'.join(FOLDERS)})/[\w./*-]*", span)
         if is_path and not list(ROOT.glob(span.rstrip("/"))):
             missing.append(span)
         is_module = re.fullmatch(r"vllm_trie(\.\w+)+", span)
         if is_module and importlib.util.find_spec(span.rpartition(".")[0]) is None:
             missing.append(span)
-    for command in found.commands():
+    for command in document.commands():
         for script in re.findall(r"python ((?:benchmarks|examples)/[\w/]+\.py)", command):
             if not (ROOT / script).is_file():
                 missing.append(script)
     assert missing == []
 
 
-@pytest.mark.parametrize("found", PAGES, ids=lambda p: p.name)
-def test_make_targets(found: Page) -> None:
+@pytest.mark.parametrize("document", PAGES, ids=lambda p: p.name)
+def test_make_targets(document: Page) -> None:
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
-    for command in found.commands():
+    for command in document.commands():
         for words in re.findall(r"(?:^|\s)make ([^#;&|`]*)", command.strip()):
             named = [w for w in words.split() if re.fullmatch(r"[a-z-]+", w)]
             if not command.strip().startswith(("make", "`", ".")) and " make " in command:
                 named = named[:1]
             unknown = [name for name in named[:1] if name not in targets]
-            assert not unknown, f"{found.name}: make {unknown}"
+            assert not unknown, f"{document.name}: make {unknown}"
 
 
 def test_help_lists_the_targets_for_people() -> None:
@@ -57,15 +57,15 @@ def test_help_lists_the_targets_for_people() -> None:
     assert listed <= set(phony[1].split())
 
 
-@pytest.mark.parametrize("found", PAGES, ids=lambda p: p.name)
-def test_flags_of_benchmarks(found: Page) -> None:
-    for command in found.commands():
+@pytest.mark.parametrize("document", PAGES, ids=lambda p: p.name)
+def test_flags_of_benchmarks(document: Page) -> None:
+    for command in document.commands():
         for script, rest in re.findall(r"python (benchmarks/\w+\.py)([^|;&`]*)", command):
             source = _with_modules(ROOT / script)
             for flag in re.findall(r"(?<!\S)(--[a-z][\w-]*)", rest):
                 parameter = flag.removeprefix("--").replace("-", "_")
-                known = f'"{flag}"' in source or re.search(rf"^    {parameter}:", source, re.M)
-                assert known, f"{found.name}: {script} {flag}"
+                is_option = f'"{flag}"' in source or re.search(rf"^    {parameter}:", source, re.M)
+                assert is_option, f"{document.name}: {script} {flag}"
 
 
 def _with_modules(script: Path) -> str:
@@ -94,20 +94,22 @@ def cli() -> dict[str, set[str]]:
         } | {"--help"}
 
     root: Any = typer.main.get_command(app)
-    found = {name: options(command) for name, command in root.commands.items()}
-    found["demo"] = options(typer.main.get_command(demo))
+    options_of = {name: options(command) for name, command in root.commands.items()}
+    options_of["demo"] = options(typer.main.get_command(demo))
     for group, module in GROUPS.items():
         below: Any = typer.main.get_command(importlib.import_module(module).app)
         if not hasattr(below, "commands"):
-            found[group] = options(below)
+            options_of[group] = options(below)
             continue
-        found |= {f"{group} {name}": options(command) for name, command in below.commands.items()}
-    return found
+        options_of |= {
+            f"{group} {name}": options(command) for name, command in below.commands.items()
+        }
+    return options_of
 
 
-@pytest.mark.parametrize("found", PAGES, ids=lambda p: p.name)
-def test_commands(found: Page, cli: dict[str, set[str]]) -> None:
-    for line in found.commands():
+@pytest.mark.parametrize("document", PAGES, ids=lambda p: p.name)
+def test_commands(document: Page, cli: dict[str, set[str]]) -> None:
+    for line in document.commands():
         start = re.match(r"\s*(?:\$ )?(?:[\w./]*/)?vllm-trie(?= )(.*)", line)
         if start is None:
             continue
@@ -121,12 +123,12 @@ def test_commands(found: Page, cli: dict[str, set[str]]) -> None:
         if not words or words[0] in ("...", "--version"):
             continue
         name = " ".join(words[:2]) if " ".join(words[:2]) in cli else words[0]
-        if words[1:] in ([], ["..."]) and any(known.startswith(f"{name} ") for known in cli):
+        if words[1:] in ([], ["..."]) and any(command.startswith(f"{name} ") for command in cli):
             continue  # a group of commands
-        assert name in cli, f"{found.name}: {line}"
+        assert name in cli, f"{document.name}: {line}"
         for word in words:
             if word.startswith("-") and not re.fullmatch(r"-\d.*", word):
-                assert word.partition("=")[0] in cli[name], f"{found.name}: {line}"
+                assert word.partition("=")[0] in cli[name], f"{document.name}: {line}"
 
 
 def test_the_generated_table_holds_every_command(cli: dict[str, set[str]]) -> None:

@@ -66,7 +66,7 @@ def complains(options: type[BaseModel], option: str, value: object) -> bool:
         options.model_validate({option: value, "beam_width": 1} if "Beam" in options.__name__
                                else {option: value})  # fmt: skip
     except ValueError as error:
-        return any(found["loc"][:1] == (option,) for found in error.errors())
+        return any(problem["loc"][:1] == (option,) for problem in error.errors())
     return False
 
 
@@ -105,6 +105,6 @@ def test_environment_variables() -> None:
     assert {"VLLM_TRIE_NATIVE", "VLLM_TRIE_BEAM"} <= in_code
     rows = [row[0].strip("`") for table in OPTIONS_PAGE.tables() for row in table.rows]
     assert {name for name in rows if name.startswith("VLLM_TRIE_")} == in_code
-    for found in all_pages():
-        named = set(re.findall(r"\bVLLM_TRIE_[A-Z_]+\b", found.text))
-        assert named <= in_code, found.name
+    for document in all_pages():
+        named = set(re.findall(r"\bVLLM_TRIE_[A-Z_]+\b", document.text))
+        assert named <= in_code, document.name

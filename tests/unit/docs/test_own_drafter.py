@@ -63,14 +63,14 @@ def test_the_entry_point_makes_it_a_method(
 ) -> None:
     (toml,) = PAGE.fenced("toml")
     assert f'"{ENTRY_POINT_GROUP}"' in toml
-    found = re.search(r'^(\w+) = "([\w.]+):(\w+)"', toml, re.MULTILINE)
-    assert found is not None
-    assert found[3] in namespace
-    point = EntryPoint(found[1], f"{found[2]}:{found[3]}", ENTRY_POINT_GROUP)
-    monkeypatch.setattr(EntryPoint, "load", lambda self: namespace[found[3]])
+    entry = re.search(r'^(\w+) = "([\w.]+):(\w+)"', toml, re.MULTILINE)
+    assert entry is not None
+    assert entry[3] in namespace
+    point = EntryPoint(entry[1], f"{entry[2]}:{entry[3]}", ENTRY_POINT_GROUP)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: namespace[entry[3]])
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
-    assert found[1] in registry.available_methods()
-    assert parse_options(found[1], {"places": 2}).places == 2
+    assert entry[1] in registry.available_methods()
+    assert parse_options(entry[1], {"places": 2}).places == 2
 
 
 def test_every_field_of_a_request_is_explained() -> None:

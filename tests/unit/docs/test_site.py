@@ -89,18 +89,20 @@ def test_drawings_are_on_the_pages(site: dict[Path, _Html]) -> None:
 
 def pins(name: str) -> dict[str, str]:
     lines = (ROOT / "requirements" / name).read_text().splitlines()
-    found = [Requirement(line) for line in lines if line and not line.lstrip().startswith("#")]
-    return {canonicalize_name(one.name): str(one.specifier) for one in found}
+    requirements = [
+        Requirement(line) for line in lines if line and not line.lstrip().startswith("#")
+    ]
+    return {canonicalize_name(one.name): str(one.specifier) for one in requirements}
 
 
 @pytest.mark.parametrize(("name", "tool"), [("docs", "mkdocs-material"), ("dist", "auditwheel")])
 def test_the_locks_fit_the_large_one(name: str, tool: str) -> None:
     """All are installed into one environment."""
-    own, cpu = pins(f"{name}.txt"), pins("cpu.txt")
-    assert tool in own
-    assert {name: pin for name, pin in own.items() if cpu.get(name, pin) != pin} == {}
+    tool_pins, cpu = pins(f"{name}.txt"), pins("cpu.txt")
+    assert tool in tool_pins
+    assert {name: pin for name, pin in tool_pins.items() if cpu.get(name, pin) != pin} == {}
     for line in (ROOT / "requirements" / f"{name}.in").read_text().splitlines():
         if line and not line.startswith("#"):
-            wanted = Requirement(line.partition("#")[0])
-            version = own[canonicalize_name(wanted.name)].removeprefix("==")
-            assert wanted.specifier.contains(version)
+            requirement = Requirement(line.partition("#")[0])
+            version = tool_pins[canonicalize_name(requirement.name)].removeprefix("==")
+            assert requirement.specifier.contains(version)

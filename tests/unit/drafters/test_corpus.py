@@ -70,10 +70,10 @@ def test_drafts_as_the_readable_twin_from_the_same_texts(path: Path) -> None:
         (NativeBackend(BLEND), open_corpus(path, len(VOCABULARY), fingerprint(VOCABULARY))),
         (PythonBackend(BLEND), in_memory),
     ):
-        own = backend.new_index(8)
+        index = backend.new_index(8)
         for length in (3, 6, 16, 19):
             tokens = text[:length].copy()
-            job = Job(own, None, corpus, tokens, length, 16, 9, False)
+            job = Job(index, None, corpus, tokens, length, 16, 9, False)
             drafts.append(backend.draft_batch([job])[0].tree)
     assert drafts[0].token_ids.tolist()[:1] == [5]
     assert drafts[2].token_ids.tolist()[:7] == [12, 13, 14, 15, 16, 17, 18]

@@ -62,14 +62,14 @@ def expected_counts(texts: list[list[int]], max_order: int) -> dict[Gram, tuple[
 
 
 def nodes_of(index: NgramIndex) -> dict[Gram, Node]:
-    found: dict[Gram, Node] = {}
+    nodes: dict[Gram, Node] = {}
     stack: list[tuple[Gram, Node]] = [((), index.root)]
     while stack:
         path, node = stack.pop()
         for child in node.children.values():
-            found[(*path, child.token)] = child
+            nodes[(*path, child.token)] = child
             stack.append(((*path, child.token), child))
-    return found
+    return nodes
 
 
 def apply(index: NgramIndex | native.NativeIndex, edits: list[list[int] | int]) -> list[list[int]]:
@@ -206,11 +206,11 @@ def test_compiled_core_equals_its_twin(
     for backend in backends:
         store = backend.new_index(max_order)
         apply(store, edits)
-        own = backend.new_index(max_order)
+        index = backend.new_index(max_order)
         tokens = np.array(text, dtype=np.int32)
         num_indexed = min(num_indexed, len(text))
-        shorter = Job(own, store, None, tokens[: len(text) // 2], 0, *limits)
-        job = Job(own, store, None, tokens, num_indexed, *limits)
+        shorter = Job(index, store, None, tokens[: len(text) // 2], 0, *limits)
+        job = Job(index, store, None, tokens, num_indexed, *limits)
         half = shorter._replace(num_indexed=min(num_indexed, len(text) // 2))
         answered = job._replace(answer=answer, output_begin=max(0, len(text) - 1 - answer))
         heads_alone = Job(None, None, None, tokens, 0, *limits)
@@ -218,7 +218,7 @@ def test_compiled_core_equals_its_twin(
         drafts[-1] += backend.draft_batch([job, shorter], candidates)
         drafts[-1] += backend.draft_batch([heads_alone, job], candidates)
         drafts[-1] += backend.draft_batch([half, answered, answered])
-        drafts[-1].append((store.num_tokens, store.num_nodes, own.num_nodes))
+        drafts[-1].append((store.num_tokens, store.num_nodes, index.num_nodes))
     assert drafts[0].pop() == drafts[1].pop()
     for compiled, readable in zip(*drafts, strict=True):
         assert compiled.used_text == readable.used_text
@@ -274,13 +274,13 @@ def test_long_prompts_take_linear_time_and_bounded_memory(kind: str) -> None:
         "tail": np.r_[random.integers(0, 2, size // 2), np.zeros(size // 2)],
     }[kind].astype(np.int32)
     backend = NativeBackend(BLEND)
-    own = backend.new_index(8)
-    [draft] = backend.draft_batch([Job(own, None, None, text, size, 32, 64, False)])
+    index = backend.new_index(8)
+    [draft] = backend.draft_batch([Job(index, None, None, text, size, 32, 64, False)])
     assert draft.tree.num_nodes > 0
-    assert own.num_nodes <= 9 * size
-    assert own.num_bytes <= 250 * size * 3
+    assert index.num_nodes <= 9 * size
+    assert index.num_bytes <= 250 * size * 3
     if kind in ("constant", "periodic"):
-        assert own.num_nodes < 100, "a text that repeats itself has few distinct n-grams"
+        assert index.num_nodes < 100, "a text that repeats itself has few distinct n-grams"
 
 
 @needs_compiler

@@ -89,14 +89,14 @@ def test_a_request_that_comes_back_changed_is_indexed_anew(
 def test_nodes_below_the_least_probability_are_left_out(text: list[int], least: float) -> None:
     [full] = make_drafter().propose([make_request(text, max_nodes=64)])
     [tree] = make_drafter().propose([make_request(text, max_nodes=64, min_probability=least)])
-    found, known = by_path(tree), by_path(full)
-    assert all(p >= np.float32(least) for p in found.values())
+    pruned, complete = by_path(tree), by_path(full)
+    assert all(p >= np.float32(least) for p in pruned.values())
     # Shares too small to matter are not counted, so a node may get a little less; so it may
     # be in a tree that has all the nodes it can have.
     if full.num_nodes < 64:
-        assert all(p <= known[path] + 1e-6 for path, p in found.items() if path in known)
-    likely = {path for path, p in known.items() if len(path) == 1 and p >= 4 * least}
-    assert likely <= found.keys()
+        assert all(p <= complete[path] + 1e-6 for path, p in pruned.items() if path in complete)
+    likely = {path for path, p in complete.items() if len(path) == 1 and p >= 4 * least}
+    assert likely <= pruned.keys()
 
 
 def test_release_of_unknown_ids_is_fine() -> None:

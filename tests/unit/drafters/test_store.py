@@ -141,8 +141,8 @@ def test_the_least_recently_used_text_goes_first() -> None:
     assert index is not None
     assert store.num_tokens == 30
     assert index.num_tokens == 20
-    known = {t for text in index.texts.values() for t in text}  # type: ignore[attr-defined]
-    assert known == {*range(10), *range(200, 210)}
+    indexed = {t for text in index.texts.values() for t in text}  # type: ignore[attr-defined]
+    assert indexed == {*range(10), *range(200, 210)}
 
 
 def test_a_match_counts_as_use() -> None:

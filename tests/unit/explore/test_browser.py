@@ -300,7 +300,7 @@ def test_themes(show: Callable[..., Tab], scheme: str) -> None:
         pairs = {"ink": ("card", "page", "soft", "accent-soft", "green-soft", "amber-soft")}
         pairs |= {"ink ": tuple(f"step{number}" for number in range(6))}
         pairs |= {"dim": ("card", "page", "soft"), "amber": ("card",), "green": ("card",)}
-        found = {}
+        ratios = {}
         for text, grounds in pairs.items():
             for ground in grounds:
                 probe = (
@@ -310,8 +310,8 @@ def test_themes(show: Callable[..., Tab], scheme: str) -> None:
                     "e.remove(); return r })()"
                 )
                 low, high = sorted(map(luminance, tab.run(probe)))
-                found[f"{text} on {ground}"] = (high + 0.05) / (low + 0.05)
-        return found
+                ratios[f"{text} on {ground}"] = (high + 0.05) / (low + 0.05)
+        return ratios
 
     grounds = []
     for _ in range(2):
@@ -348,8 +348,8 @@ def test_times_are_written_without_exponents(show: Callable[..., Tab]) -> None:
         "[0.3, 0.01234, 2.5, 1234.5].map((seconds) => [duration(seconds), duration(seconds, 2)])"
     )
     written = show("short").run(times)
-    assert [each for each, _ in written] == ["300 ms", "12.3 ms", "2.5 s", "1230 s"]
-    assert [each for _, each in written] == ["300 ms", "12 ms", "2.5 s", "1200 s"]
+    assert [text for text, _ in written] == ["300 ms", "12.3 ms", "2.5 s", "1230 s"]
+    assert [text for _, text in written] == ["300 ms", "12 ms", "2.5 s", "1200 s"]
 
 
 def test_a_trace_without_steps(show: Callable[..., Tab]) -> None:

@@ -59,10 +59,10 @@ class Elements(HTMLParser):
 
 
 def test_hostile_text_stays_data() -> None:
-    found = Elements(a_page())
-    assert [tag for tag, _ in found.tags].count("script") == 2
-    assert not [tag for tag, _ in found.tags if tag in ("img", "b")]
-    document = json.loads(found.scripts[0])
+    elements = Elements(a_page())
+    assert [tag for tag, _ in elements.tags].count("script") == 2
+    assert not [tag for tag, _ in elements.tags if tag in ("img", "b")]
+    document = json.loads(elements.scripts[0])
     assert list(document["labels"]) == [str(token) for token in range(len(HOSTILE))]
     assert document["labels"]["0"].startswith("</script>")
     assert document["prompt"] == "".join(HOSTILE)
@@ -73,8 +73,8 @@ def test_hostile_text_stays_data() -> None:
 def test_any_text_arrives(text: str) -> None:
     header = Header.of("", "plain", "m", "t", [0])
     content = page([Trace(header, [], "complete")], lambda token_ids: text, title=text)
-    found = Elements(content)
-    document = json.loads(found.scripts[0])
+    elements = Elements(content)
+    document = json.loads(elements.scripts[0])
     assert (document["prompt"], document["title"]) == (text, text or "m")
     data = re.search(r'id="data">(.*?)</script>', content, re.DOTALL)
     assert data is not None
@@ -161,6 +161,6 @@ def test_pieces_add_up(text: str, data: st.DataObject) -> None:
     def decode(token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 
-    found = list(pieces(parts, decode))
-    assert "".join(found) == text
-    assert len(found) == len(parts)
+    texts = list(pieces(parts, decode))
+    assert "".join(texts) == text
+    assert len(texts) == len(parts)

@@ -86,9 +86,9 @@ def test_bounds_cut_the_trace_and_say_so() -> None:
 def test_a_file_that_was_being_written_is_truncated(kept: int, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(written(STEP, STEP)[:-kept])
-    found = read_trace(path)
-    assert found.end == "missing"
-    assert found.steps == [STEP] * len(found.steps)
+    trace = read_trace(path)
+    assert trace.end == "missing"
+    assert trace.steps == [STEP] * len(trace.steps)
 
 
 @pytest.mark.parametrize(

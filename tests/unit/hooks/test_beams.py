@@ -200,7 +200,7 @@ def test_levels_lead_to_the_hypotheses(generated: list[list[int]]) -> None:
         paths = [[*paths[parent], token] for parent, token in pairs]
         assert level.selects == (depth == len(levels))
         if not level.selects:
-            expected = defaultdict(int, {tuple(each[:depth]): 1 for each in generated})
+            expected = defaultdict(int, {tuple(tokens[:depth]): 1 for tokens in generated})
             assert sorted(map(tuple, paths)) == sorted(expected)
     assert paths == generated
 

@@ -28,24 +28,24 @@ def refuse(*arguments: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_blocks(dtype: torch.dtype) -> None:
-    found, expected = caches(dtype), caches(dtype)
+    copied, expected = caches(dtype), caches(dtype)
     copy_kv_cache_blocks_inplace(expected, 6, COPIES)
-    block_copies.copy_kv_cache_blocks_inplace(refuse, found, 6, COPIES)
-    assert all(map(torch.equal, found, expected))
+    block_copies.copy_kv_cache_blocks_inplace(refuse, copied, 6, COPIES)
+    assert all(map(torch.equal, copied, expected))
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_ranges_where_the_place_of_slots_is_known(known: bool, monkeypatch) -> None:
+@pytest.mark.parametrize("has_slots", [True, False])
+def test_ranges_where_the_place_of_slots_is_known(has_slots: bool, monkeypatch) -> None:
     """Elsewhere whole blocks."""
-    monkeypatch.setattr(block_copies, "_has_slots", lambda *arguments: known)
-    found, before = caches(torch.float32), caches(torch.float32)
+    monkeypatch.setattr(block_copies, "_has_slots", lambda *arguments: has_slots)
+    copied, before = caches(torch.float32), caches(torch.float32)
     ranged = RangedCopies(COPIES, [(3, 5), None])
-    block_copies.copy_kv_cache_blocks_inplace(refuse, found, 6, ranged)
-    for cache, old in zip(found, before, strict=True):
+    block_copies.copy_kv_cache_blocks_inplace(refuse, copied, 6, ranged)
+    for cache, old in zip(copied, before, strict=True):
         assert torch.equal(cache[5], old[2])
-        assert torch.equal(cache[4], old[1]) != known
+        assert torch.equal(cache[4], old[1]) != has_slots
         # Each of 16 values of 2 slots in 2 heads, twice: keys and values.
-        assert int((cache[4] != old[4]).sum()) == (2 * 2 * 16 * 2 if known else 2 * 32 * 32)
+        assert int((cache[4] != old[4]).sum()) == (2 * 2 * 16 * 2 if has_slots else 2 * 32 * 32)
 
 
 def test_vllm_copies_what_the_kernel_cannot(monkeypatch) -> None:

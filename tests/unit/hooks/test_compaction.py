@@ -83,9 +83,9 @@ def test_a_path_that_lies_in_front_moves_nothing() -> None:
 
 
 def test_caches_that_layers_share_are_moved_once() -> None:
-    own, shared = torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2)
+    private, shared = torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2)
     layers = {
-        "a": SimpleNamespace(kv_cache=own),
+        "a": SimpleNamespace(kv_cache=private),
         "b": SimpleNamespace(kv_cache=shared),
         "c": SimpleNamespace(kv_cache=shared),
     }

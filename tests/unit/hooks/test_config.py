@@ -69,10 +69,10 @@ def test_all_ways_to_name_a_method(way: str) -> None:
         "model": PROPOSER_CLASS,
         "num_speculative_tokens": DEFAULT_NODES,
     }
-    found = read(as_worker_sees(engine_args))
-    assert found is not None
-    assert found.method == "ngram_trie"
-    assert found.draft_model is None
+    settings = read(as_worker_sees(engine_args))
+    assert settings is not None
+    assert settings.method == "ngram_trie"
+    assert settings.draft_model is None
 
 
 def test_translating_twice_changes_nothing() -> None:
@@ -136,12 +136,12 @@ def test_the_users_dictionaries_are_not_changed() -> None:
 )
 def test_options_arrive(engine_args: SimpleNamespace) -> None:
     translate(engine_args)
-    found = read(as_worker_sees(engine_args))
-    assert found is not None
-    assert found.drafter_options.max_context_len == 9
-    defaults = type(found.drafter_options)()
-    assert found.drafter_options.store_tokens == defaults.store_tokens
-    assert found.engine_options.draft_timeout_s == 2.0
+    settings = read(as_worker_sees(engine_args))
+    assert settings is not None
+    assert settings.drafter_options.max_context_len == 9
+    defaults = type(settings.drafter_options)()
+    assert settings.drafter_options.store_tokens == defaults.store_tokens
+    assert settings.engine_options.draft_timeout_s == 2.0
 
 
 def test_vllms_own_settings_stay_with_vllm() -> None:
@@ -301,11 +301,11 @@ def test_a_part_that_is_no_mapping_is_refused_without_a_method_too(speculative: 
 def test_a_path_is_the_drafters_own_model() -> None:
     engine_args = translated({"method": "ngram_trie", "model": "some/heads"})
     assert engine_args.speculative_config["model"] == PROPOSER_CLASS
-    found = read(as_worker_sees(engine_args))
-    assert found is not None
-    assert found.draft_model == "some/heads"
+    settings = read(as_worker_sees(engine_args))
+    assert settings is not None
+    assert settings.draft_model == "some/heads"
     translate(engine_args)
-    assert read(as_worker_sees(engine_args)) == found
+    assert read(as_worker_sees(engine_args)) == settings
 
 
 def test_a_trained_drafter_becomes_its_method_of_vllm() -> None:
@@ -318,11 +318,11 @@ def test_a_trained_drafter_becomes_its_method_of_vllm() -> None:
         "model": "some/head",
         "num_speculative_tokens": 24,
     }
-    found = read(as_worker_sees(engine_args))
-    assert found is not None
-    assert found.method == "trie_union"
-    assert found.neural is not None
-    assert found.neural.num_speculative_tokens == 3
+    settings = read(as_worker_sees(engine_args))
+    assert settings is not None
+    assert settings.method == "trie_union"
+    assert settings.neural is not None
+    assert settings.neural.num_speculative_tokens == 3
     before = dict(vars(engine_args))
     translate(engine_args)
     assert vars(engine_args) == before

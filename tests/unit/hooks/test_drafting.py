@@ -73,8 +73,8 @@ def test_good_trees_pass_in_order() -> None:
     trees = {"a": GOOD, "b": TokenTree.empty(), "c": TokenTree.from_lists([1], [-1])}
     drafter = ScriptedDrafter({k: lambda _, tree=tree: tree for k, tree in trees.items()})
     guarded = guard(drafter)
-    found = guarded.propose(requests("cab"))
-    assert [t.token_ids.tolist() for t in found] == [[1], [5, 6, 7], []]
+    passed = guarded.propose(requests("cab"))
+    assert [t.token_ids.tolist() for t in passed] == [[1], [5, 6, 7], []]
     assert set(guarded.failures.values()) == {0}
     assert guarded.seconds > 0
 
@@ -155,9 +155,9 @@ def test_an_answer_of_the_wrong_shape(answer: Any) -> None:
     drafter = ScriptedDrafter({})
     drafter.propose = lambda requests: answer  # type: ignore[method-assign]
     guarded = guard(drafter)
-    found = sizes(guarded.propose(requests("ab")))
+    tree_sizes = sizes(guarded.propose(requests("ab")))
     # One tree is an answer for one request, so each may be served alone.
-    assert found == ([3, 3] if answer == [GOOD] else [0, 0])
+    assert tree_sizes == ([3, 3] if answer == [GOOD] else [0, 0])
     assert sum(guarded.failures.values()) == (0 if answer == [GOOD] else 2)
 
 
@@ -255,11 +255,11 @@ def test_a_timeout_names_its_setting(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_drafter_may_use_its_arrays_again() -> None:
     drafted = TokenTree.from_lists([5, 6, 7], [-1, 0, 0])
-    (found,) = guard(ScriptedDrafter({"a": lambda _: drafted})).propose(requests("a"))
+    (tree,) = guard(ScriptedDrafter({"a": lambda _: drafted})).propose(requests("a"))
     drafted.token_ids[:] = 0
     drafted.parents[:] = -1
-    assert found.token_ids.tolist() == found.token_list == [5, 6, 7]
-    assert found.parents.tolist() == found.parent_list == [-1, 0, 0]
+    assert tree.token_ids.tolist() == tree.token_list == [5, 6, 7]
+    assert tree.parents.tolist() == tree.parent_list == [-1, 0, 0]
 
 
 def test_only_the_first_failure_is_logged_and_with_its_traceback(

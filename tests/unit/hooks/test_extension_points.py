@@ -14,11 +14,11 @@ POINT_ROW = re.compile(r"^\| (?P<number>\d{4}) \| .* \| (?P<points>.+) \|$", re.
 
 
 def test_the_readme_names_the_point_of_every_patch() -> None:
-    found = {}
+    numbers = {}
     for row in POINT_ROW.finditer((SERIES / "README.md").read_text()):
         for point in re.findall(r"`(\w+)`", row["points"]):
-            found[point] = row["number"]
-    assert found == {point: number for point, (number, _) in EXTENSION_POINTS.items()}
+            numbers[point] = row["number"]
+    assert numbers == {point: number for point, (number, _) in EXTENSION_POINTS.items()}
 
 
 def test_every_point_is_what_its_patch_adds() -> None:

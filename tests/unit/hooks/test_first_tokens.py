@@ -35,13 +35,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
             use_v2_model_runner=flags["use_v2_model_runner"],
             vllm_config=None,
         )
-        first_tokens, found = FirstTokens(scheduler), []
+        first_tokens, draft_counts = FirstTokens(scheduler), []
         for _ in range(number):
             for request in scheduler.running:
                 request.spec_token_ids = [1, 2, 3]
             first_tokens.before_schedule()
-            found.append(sum(len(request.spec_token_ids) for request in scheduler.running))
-        return found
+            draft_counts.append(sum(len(request.spec_token_ids) for request in scheduler.running))
+        return draft_counts
 
     return steps
 
@@ -54,9 +54,9 @@ def test_drafts_give_way_to_a_stream_that_can_start(steps) -> None:
 
 
 def test_drafts_stay_in_most_steps_under_load(steps) -> None:
-    found = steps(800, num_waiting=1)
-    assert found[: int(MOST_GIVING)] == [0] * int(MOST_GIVING)
-    assert found.count(0) == pytest.approx(MOST_GIVING + 800 * GIVING_SHARE, abs=1)
+    draft_counts = steps(800, num_waiting=1)
+    assert draft_counts[: int(MOST_GIVING)] == [0] * int(MOST_GIVING)
+    assert draft_counts.count(0) == pytest.approx(MOST_GIVING + 800 * GIVING_SHARE, abs=1)
 
 
 @pytest.mark.parametrize("setting", ["async_scheduling", "use_v2_model_runner"])

@@ -129,7 +129,9 @@ def test_outputs(options: dict[str, Any], kind: RequestOutputKind) -> None:
     assert result.finished
     assert result.request_id == "A"
     assert len(result.outputs) == len(LENGTHS)
-    expected_outputs = [output for each in expected for output in each.outputs]
+    expected_outputs = [
+        output for expected_result in expected for output in expected_result.outputs
+    ]
     for index, (output, one) in enumerate(zip(result.outputs, expected_outputs, strict=True)):
         assert output.beam == {"score": -index, "cumulative_logprob": -2.0 * index, "steps": 6}
         assert output.score == -index
@@ -148,7 +150,7 @@ def test_an_aborted_search_has_all_its_outputs() -> None:
     processor.add_request(request, "text", None, 0, type("Queue", (), {"put": queue.append}))
     assert processor.abort_requests(["A"], internal=False) == ["a"]
     [result] = queue
-    assert [(each.index, each.finish_reason) for each in result.outputs] == [
+    assert [(output.index, output.finish_reason) for output in result.outputs] == [
         (index, "abort") for index in range(3)
     ]
     assert not processor.parent_requests

@@ -107,7 +107,7 @@ def test_importing_the_table_imports_nothing_of_vllm() -> None:
 
 def test_nothing_else_assigns_to_what_vllm_defines() -> None:
     """Assignments to attributes of imported names, which classes and modules of vLLM are."""
-    found = []
+    assignments = []
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         imported = {
@@ -128,8 +128,8 @@ def test_nothing_else_assigns_to_what_vllm_defines() -> None:
                 while isinstance(target, ast.Attribute | ast.Subscript):
                     target = target.value
                     if isinstance(target, ast.Name) and target.id in imported:
-                        found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
-    assert found == []
+                        assignments.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert assignments == []
 
 
 # -- patches in place ------------------------------------------------------------------------------

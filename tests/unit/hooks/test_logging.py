@@ -56,9 +56,9 @@ def test_lines_reach_what_vllm_sets_up_later(
 
 def test_the_users_own_handlers_stay(loggers: tuple[logging.Logger, logging.Logger]) -> None:
     theirs, ours = loggers
-    own, unwanted = Records(), Records()
-    ours.addHandler(own)
+    kept, unwanted = Records(), Records()
+    ours.addHandler(kept)
     theirs.addHandler(unwanted)
     plugin._log_as_vllm_does()
     ours.warning("once")
-    assert (own.lines, unwanted.lines) == (["once"], [])
+    assert (kept.lines, unwanted.lines) == (["once"], [])

@@ -61,12 +61,12 @@ def test_a_request_that_asks_gets_a_file(recorder: TraceRecorder, tmp_path: Path
         recorder.end(request_id)
     (path,) = tmp_path.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    found = read_trace(path)
-    assert found.end == "complete"
-    assert (found.header.request_id, found.header.prompt) == ("a", [1, 2, 3])
-    assert [step.tokens for step in found.steps] == [[4], [5, 6, 9]]
-    seconds = found.steps[1].seconds
-    assert found.steps[1] == Step.of(TREE, (0, 1), (5, 6, 9), seconds)
+    trace = read_trace(path)
+    assert trace.end == "complete"
+    assert (trace.header.request_id, trace.header.prompt) == ("a", [1, 2, 3])
+    assert [step.tokens for step in trace.steps] == [[4], [5, 6, 9]]
+    seconds = trace.steps[1].seconds
+    assert trace.steps[1] == Step.of(TREE, (0, 1), (5, 6, 9), seconds)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_request_ids_are_no_paths(recorder: TraceRecorder, tmp_path: Path) -> No
     recorder.begin([asking(request_id) for request_id in ids])
     for request_id in ids:
         recorder.end(request_id)
-    found = list(tmp_path.iterdir())
-    assert len(found) == len(ids)
-    assert {read_trace(path).header.request_id for path in found} == set(ids)
+    paths = list(tmp_path.iterdir())
+    assert len(paths) == len(ids)
+    assert {read_trace(path).header.request_id for path in paths} == set(ids)
 
 
 def test_existing_files_stay(recorder: TraceRecorder, tmp_path: Path) -> None:
@@ -221,11 +221,11 @@ def test_a_step_that_makes_no_sense_ends_the_trace_only(
 
 
 def config(trace_path: str | None) -> Any:
-    own = {"method": "ngram_trie", "trace_path": trace_path}
+    options = {"method": "ngram_trie", "trace_path": trace_path}
     speculative = SimpleNamespace(
         model="vllm_trie.vllm_hooks.worker.runners.v1_speculation.V1Speculation"
     )
-    return SimpleNamespace(speculative_config=speculative, additional_config={"vllm_trie": own})
+    return SimpleNamespace(speculative_config=speculative, additional_config={"vllm_trie": options})
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,9 @@ def test_large_values_that_nobody_reads_are_refused(value: Any) -> None:
     check({"unknown": value}, "package:Processor")
     check({"unknown": value}, connector=object())
     check({"kv_transfer_params": value})
-    for own in ("speculation", "beam_width", "items"):
-        with pytest.raises(VLLMClientError, match=f"{own}.*has a size of"):
-            check({own: value}, "package:Processor")
+    for key in ("speculation", "beam_width", "items"):
+        with pytest.raises(VLLMClientError, match=f"{key}.*has a size of"):
+            check({key: value}, "package:Processor")
 
 
 @pytest.mark.parametrize(

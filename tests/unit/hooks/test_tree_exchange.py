@@ -24,9 +24,9 @@ class Rank:
     def __init__(self, rank_in_group: int) -> None:
         self.rank_in_group = rank_in_group
 
-    def broadcast_object(self, found: Any = None) -> Any:
+    def broadcast_object(self, value: Any = None) -> Any:
         if self.rank_in_group == 0:
-            Rank.sent = pickle.dumps(found)
+            Rank.sent = pickle.dumps(value)
         return pickle.loads(Rank.sent)
 
 
@@ -44,8 +44,8 @@ def test_all_ranks_get_the_trees_of_rank_0(trees: list[TokenTree], data: st.Data
     first: Any = Rank(0)
     second: Any = Rank(1)
     assert same_on_all_ranks(trees, first) is trees
-    found = same_on_all_ranks(others, second)
-    for before, after in zip(trees, found, strict=True):
+    received = same_on_all_ranks(others, second)
+    for before, after in zip(trees, received, strict=True):
         assert np.array_equal(before.token_ids, after.token_ids)
         assert np.array_equal(before.parents, after.parents)
         assert (before.never_accept is None) == (after.never_accept is None)

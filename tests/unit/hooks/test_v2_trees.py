@@ -165,8 +165,8 @@ def test_the_device_moves_what_the_host_would(data: st.DataObject) -> None:
         tokens += range(token, token + tree.num_nodes + 1)
     slots = torch.tensor(data.draw(st.permutations(range(2 + len(tokens)))))
     caches = [torch.randn(-(-len(slots) // 4), 2, 4, 6) for _ in range(2)]
-    expected, found = ([cache.clone() for cache in caches] for _ in range(2))
+    expected, on_device = ([cache.clone() for cache in caches] for _ in range(2))
     compact([CacheGroup(0, tuple(expected))], [slots], sources, targets)
-    groups = [CacheGroup(0, tuple(found))]
+    groups = [CacheGroup(0, tuple(on_device))]
     compact_on_device(groups, [slots], torch.tensor(tokens), torch.tensor(rows))
-    assert all(map(torch.equal, expected, found))
+    assert all(map(torch.equal, expected, on_device))

@@ -132,8 +132,8 @@ def test_a_tenants_text_is_drafted_for_nobody_else(tmp_path: Path) -> None:
     _, drafter = start(tmp_path)
     for guess in guesses:
         for length in range(1, len(SECRET)):
-            found = draft(drafter, [5, *SECRET[:length]], guess).token_ids.tolist()
-            assert not set(found) & set(SECRET[length:]), guess
+            draft_tokens = draft(drafter, [5, *SECRET[:length]], guess).token_ids.tolist()
+            assert not set(draft_tokens) & set(SECRET[length:]), guess
     assert drafted(drafter, [5, *SECRET[:2]], "tenant")[:2] == SECRET[2:4]
 
 
@@ -276,7 +276,7 @@ def test_engines_learn_from_one_another_while_they_run(tmp_path: Path) -> None:
         reload(second)
         second.tick()
     both = [saving.save() for saving in (drafter, other_drafter)]
-    texts, copies = (sorted(text.token_ids.tolist() for text in each) for each in both)
+    texts, copies = (sorted(text.token_ids.tolist() for text in saved) for saved in both)
     assert copies == texts
     assert len(texts) == 6
     without, other_drafter = start(tmp_path)
@@ -314,6 +314,6 @@ def test_a_reload_that_fails_costs_a_warning(
     reload(saving)
     saving.tick()
     assert "are not taken up any more" in caplog.text
-    monkeypatch.setattr(saving._shared, "read", lambda own: 1 // 0)
+    monkeypatch.setattr(saving._shared, "read", lambda store: 1 // 0)
     reload(saving)
     assert "could not be read again" in caplog.text

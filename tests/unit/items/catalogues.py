@@ -21,15 +21,15 @@ def random_items(
     """Random items; with `branching`, each level has that many tokens of its own."""
     rng = np.random.default_rng(seed)
     low, high = lengths
-    found: Items = {}
-    while len(found) < count:
+    items: Items = {}
+    while len(items) < count:
         length = int(rng.integers(low, high + 1))
         if branching:
             tokens = 1 + branching * np.arange(length) + rng.integers(branching, size=length)
         else:
             tokens = rng.integers(1, vocab, size=length)
-        found.setdefault(tuple(tokens.tolist()), 1000 + len(found))
-    return found
+        items.setdefault(tuple(tokens.tolist()), 1000 + len(items))
+    return items
 
 
 def weight_of(number: int) -> float:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.beam.oracle import constrained_search, load
-from tests.unit.beam.models import extended, random_model
+from tests.unit.beam.models import extended, random_model, scores_of, tokens_of
 from tests.unit.beam.reference import reference_search
 from tests.unit.items.catalogues import (
     PlainTrie,
@@ -37,11 +37,11 @@ def run_items(
     search = ItemSearch(trie, search_settings, eos, weight_factor)
     rows = [[]]
     while not search.search.done:
-        found = best_continuations(
+        candidates = best_continuations(
             trie, next_logits(rows), search.nodes, search.search.totals, search_settings.beam_width,
             eos, normalize, weight_factor,
         ).fetch()  # fmt: skip
-        rows = extended(rows, search.advance(found))
+        rows = extended(rows, search.advance(candidates))
         tree = getattr(trie, "trie", trie)
         assert [tree.find(np.array(row)) for row in rows] == search.nodes.tolist()
     return search
@@ -110,7 +110,7 @@ def test_equals_reference(
         lambda rows: torch.from_numpy(np.stack([model(row) for row in rows])),
         trie, search_settings, eos, normalize, weight_factor,
     )  # fmt: skip
-    found = search.hypotheses()
+    hypotheses = search.hypotheses()
     outcome = None
     if eos is None:
         outcome = plain.outcome
@@ -122,15 +122,16 @@ def test_equals_reference(
         outcome=outcome,
         added=lambda tokens: weights[tuple(tokens if eos is None else tokens[:-1])],
     )
-    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
-    np.testing.assert_allclose(
-        [each.score for each in found], [each.score for each in expected], atol=1e-4
-    )
-    items = [tuple(each.token_ids if eos is None else each.token_ids[:-1]) for each in found]
-    for each, item in zip(found, items, strict=True):
-        total = sum(each.logprobs) + weights[item]
-        assert total == pytest.approx(each.sum_logprob, abs=1e-4)
-    assert search.item_ids(found) == [plain.items[item] for item in items]
+    assert tokens_of(hypotheses) == tokens_of(expected)
+    np.testing.assert_allclose(scores_of(hypotheses), scores_of(expected), atol=1e-4)
+    items = [
+        tuple(hypothesis.token_ids if eos is None else hypothesis.token_ids[:-1])
+        for hypothesis in hypotheses
+    ]
+    for hypothesis, item in zip(hypotheses, items, strict=True):
+        total = sum(hypothesis.logprobs) + weights[item]
+        assert total == pytest.approx(hypothesis.sum_logprob, abs=1e-4)
+    assert search.item_ids(hypotheses) == [plain.items[item] for item in items]
     assert len(set(items)) == len(items)
 
 
@@ -141,8 +142,8 @@ def test_fewer_items_than_the_width(catalogues):
     search = run_items(
         lambda rows: torch.from_numpy(np.stack([model(row) for row in rows])), trie, search_settings
     )
-    found = search.item_ids(search.search.hypotheses())
-    assert sorted(found) == sorted(plain.items.values())
+    item_ids = search.item_ids(search.search.hypotheses())
+    assert sorted(item_ids) == sorted(plain.items.values())
 
 
 def test_an_incomplete_hypothesis_is_dropped_at_the_greatest_length(catalogues):
@@ -186,12 +187,10 @@ def test_equals_hugging_face(tmp_path, width, count, lengths, eos, early_stoppin
             return model(torch.tensor([[*prompt, *row] for row in rows])).logits[:, -1]
 
     search = run_items(next_logits, trie, search_settings, eos)
-    found = search.search.hypotheses()
+    hypotheses = search.search.hypotheses()
     expected = constrained_search(
         str(model_path()), prompt, width, search_settings.max_new_tokens,
         lambda path: plain.allowed(path, eos), eos, early_stopping,
     )  # fmt: skip
-    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
-    np.testing.assert_allclose(
-        [each.score for each in found], [each.score for each in expected], atol=1e-4
-    )
+    assert tokens_of(hypotheses) == tokens_of(expected)
+    np.testing.assert_allclose(scores_of(hypotheses), scores_of(expected), atol=1e-4)

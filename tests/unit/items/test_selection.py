@@ -16,22 +16,22 @@ VOCAB = 6
 
 def walk(view) -> set[tuple[int, ...]]:
     """Return the items that a walk reaches, and see that no way is a dead end."""
-    found = set()
+    items = set()
     paths, nodes = [()], np.array([0], dtype=np.int32)
     while len(nodes):
         ends, goes_on = view.is_terminal(nodes), view.has_children(nodes)
         assert (ends | goes_on)[1:].all() or nodes[0] == 0
-        found |= {path for path, end in zip(paths, ends, strict=True) if end}
+        items |= {path for path, end in zip(paths, ends, strict=True) if end}
         children = view.children(nodes)
         assert set(children.parents.tolist()) == set(np.flatnonzero(goes_on).tolist())
         if nodes[0] != 0:
             assert (ends | goes_on).all()
         paths = [
             (*paths[parent], token)
-            for parent, _, token in zip(*(each.tolist() for each in children), strict=True)
+            for parent, _, token in zip(*(column.tolist() for column in children), strict=True)
         ]
         nodes = children.nodes
-    return found
+    return items
 
 
 @pytest.fixture(scope="module")

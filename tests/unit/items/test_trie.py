@@ -52,8 +52,8 @@ def check_equal(trie, items) -> None:
     assert trie.num_items == len(items)
     assert trie.num_nodes == len(paths)
     for number in list(items.values())[:: max(1, len(items) // 50)]:
-        wanted = [trie.find(np.array(path)) for path, each in items.items() if each == number]
-        assert trie.find_ids([number]).tolist() == sorted(wanted)
+        leaves = [trie.find(np.array(path)) for path, item_id in items.items() if item_id == number]
+        assert trie.find_ids([number]).tolist() == sorted(leaves)
     for node in list(paths)[:: max(1, len(paths) // 50)]:
         assert trie.path(node) == list(paths[node])
         assert trie.find(np.array(paths[node], dtype=np.int32)) == node
@@ -65,7 +65,7 @@ def test_built_trie_holds_exactly_the_items(tmp_path, monkeypatch, text_ids):
     items = random_items(1, 3000, vocab=9)
     trie = trie_of(tmp_path / "items.trie", items, text_ids)
     check_equal(trie, {k: f"item {i}" for k, i in items.items()} if text_ids else items)
-    assert [each.name for each in tmp_path.iterdir() if each.suffix == ""] == []
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ""] == []
 
 
 def test_tokens_of_all_sizes_keep_their_order(tmp_path):

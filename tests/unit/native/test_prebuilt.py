@@ -26,20 +26,20 @@ def test_the_best_that_the_processor_has(folder: Path, monkeypatch: pytest.Monke
     for name in (best, second, last):
         (folder / f"core-{name}.so").write_text("")
 
-    def found(flags: set[str], core: str = "core") -> str | None:
+    def chosen(flags: set[str], core: str = "core") -> str | None:
         monkeypatch.setattr(prebuilt, "cpu_flags", lambda: frozenset(flags))
         library = find_prebuilt(core)
         return library and library.name
 
     everything = INSTRUCTION_SETS[best]
-    assert found(everything | {"amx_bf16"}) == f"core-{best}.so"
-    assert found(everything - {"avx512_bf16"}) == f"core-{second}.so"
-    assert found(everything - {"avx512bw"}) == f"core-{last}.so"
-    assert found(everything - {"fma"}) is None
-    assert found(set()) is None
-    assert found(everything, "other") is None
+    assert chosen(everything | {"amx_bf16"}) == f"core-{best}.so"
+    assert chosen(everything - {"avx512_bf16"}) == f"core-{second}.so"
+    assert chosen(everything - {"avx512bw"}) == f"core-{last}.so"
+    assert chosen(everything - {"fma"}) is None
+    assert chosen(set()) is None
+    assert chosen(everything, "other") is None
     (folder / f"core-{best}.so").unlink()
-    assert found(everything) == f"core-{second}.so"
+    assert chosen(everything) == f"core-{second}.so"
 
 
 def test_flags_of_the_first_processor(tmp_path: Path) -> None:

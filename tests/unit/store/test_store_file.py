@@ -228,23 +228,23 @@ def test_all_files_are_merged_the_newest_first(tmp_path: Path) -> None:
 
 
 def test_a_later_reading_finds_what_others_have_saved_since(tmp_path: Path) -> None:
-    own, first, second = (tmp_path / f"{name}.store" for name in ("own", "first", "second"))
+    ours, first, second = (tmp_path / f"{name}.store" for name in ("own", "first", "second"))
     shared = SharedFolder(tmp_path, MODEL, pytest.fail)
     assert shared.read() == []
-    write_store(own, make_header(), [make_text(1)])
+    write_store(ours, make_header(), [make_text(1)])
     write_store(first, make_header(), [make_text(2), make_text(3), make_text(3)])
     assert [len(store.texts) for store in shared.read()] == [1, 3]
     assert shared.read() == []
     # The others have read one another's texts, and the own ones.
-    write_store(own, make_header(saved_at=2.0), [make_text(1), make_text(4)])
+    write_store(ours, make_header(saved_at=2.0), [make_text(1), make_text(4)])
     write_store(first, make_header(saved_at=2.0), [make_text(4), make_text(1), make_text(5)])
     write_store(second, make_header(saved_at=3.0), [make_text(3), make_text(6), make_text(5)])
-    new = [as_lists(store.texts) for store in shared.read(own)]
+    new = [as_lists(store.texts) for store in shared.read(ours)]
     assert new == [as_lists([make_text(6), make_text(5)]), as_lists([make_text(5)])]
-    assert shared.read(own) == []
+    assert shared.read(ours) == []
     first.unlink()
     write_store(second, make_header(saved_at=4.0), [make_text(5, salt=TENANT), make_text(6)])
-    assert [as_lists(s.texts) for s in shared.read(own)] == [as_lists([make_text(5, salt=TENANT)])]
+    assert [as_lists(s.texts) for s in shared.read(ours)] == [as_lists([make_text(5, salt=TENANT)])]
 
 
 def test_engines_write_files_of_their_own(tmp_path: Path) -> None:

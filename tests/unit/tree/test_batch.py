@@ -38,9 +38,9 @@ def as_lists(tree: TokenTree) -> list[object]:
 
 
 def copies(trees: Sequence[TokenTree]) -> list[TokenTree]:
-    found = check_all(trees, VOCAB, copies=True)
-    assert found is not None
-    return found
+    checked = check_all(trees, VOCAB, copies=True)
+    assert checked is not None
+    return checked
 
 
 def rows_of(trees: Sequence[TokenTree]) -> np.ndarray:
@@ -68,18 +68,18 @@ def check(trees: list[TokenTree], data: st.DataObject) -> None:
         assert words.tolist() == expected.tolist()
     never = [flags(data.draw, tree.num_nodes) for tree in trees]
     walked = [
-        TokenTree(tree.token_ids, tree.parents, None, each if data.draw(st.booleans()) else None)
-        for tree, each in zip(trees, never, strict=True)
+        TokenTree(tree.token_ids, tree.parents, None, mask if data.draw(st.booleans()) else None)
+        for tree, mask in zip(trees, never, strict=True)
     ]
     size = sum(tree.num_nodes + 1 for tree in trees)
     target = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=size, max_size=size))
     outputs, paths = accept_all(walked, np.array(target))
     first = 0
     for tree, output, path in zip(walked, outputs, paths, strict=True):
-        wanted = target[first : first + tree.num_nodes + 1]
-        first += len(wanted)
-        assert path == accept_greedy(tree.token_list, tree.parent_list, wanted, tree.never_accept)
-        assert output == [tree.token_list[n] for n in path] + [wanted[path[-1] + 1 if path else 0]]
+        sampled = target[first : first + tree.num_nodes + 1]
+        first += len(sampled)
+        assert path == accept_greedy(tree.token_list, tree.parent_list, sampled, tree.never_accept)
+        assert output == [tree.token_list[n] for n in path] + [sampled[path[-1] + 1 if path else 0]]
 
 
 @given(batches(with_probabilities=True) | batches(with_probabilities=False), st.data())
@@ -149,10 +149,12 @@ def test_the_nodes_that_are_kept_form_the_same_trees(trees, data):
     least = data.draw(st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0]))
     keep = [tree.probabilities >= least for tree in trees]
     selected = select_all(trees, np.concatenate(keep))
-    for tree, kept, found in zip(trees, keep, selected, strict=True):
+    for tree, kept, selected_tree in zip(trees, keep, selected, strict=True):
         nodes = np.flatnonzero(kept)
         new_index = {-1: -1} | {int(node): place for place, node in enumerate(nodes)}
-        assert found.token_ids.tolist() == tree.token_ids[nodes].tolist()
-        assert found.parents.tolist() == [new_index[p] for p in tree.parents[nodes].tolist()]
+        assert selected_tree.token_ids.tolist() == tree.token_ids[nodes].tolist()
+        assert selected_tree.parents.tolist() == [
+            new_index[p] for p in tree.parents[nodes].tolist()
+        ]
         if len(nodes):
-            assert found.probabilities.tolist() == tree.probabilities[nodes].tolist()
+            assert selected_tree.probabilities.tolist() == tree.probabilities[nodes].tolist()

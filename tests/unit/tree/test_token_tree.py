@@ -32,14 +32,14 @@ def test_depth_is_path_length(tree: TokenTree) -> None:
 @given(token_trees(), st.data())
 def test_the_path_that_spells_tokens(tree: TokenTree, data: st.DataObject) -> None:
     paths = paths_of(tree)
-    wanted = data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=5))
-    wanted = [*data.draw(st.sampled_from([(), *paths])), *wanted]
-    found = tree.path_of(wanted)
-    assert [paths[node] for node in found] == [tuple(wanted[: i + 1]) for i in range(len(found))]
-    assert len(found) == len(wanted) or tuple(wanted[: len(found) + 1]) not in paths
-    if found:
-        barred = replace(tree, never_accept=np.arange(tree.num_nodes) == found[-1])
-        assert barred.path_of(wanted) == found[:-1]
+    tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=5))
+    tokens = [*data.draw(st.sampled_from([(), *paths])), *tokens]
+    nodes = tree.path_of(tokens)
+    assert [paths[node] for node in nodes] == [tuple(tokens[: i + 1]) for i in range(len(nodes))]
+    assert len(nodes) == len(tokens) or tuple(tokens[: len(nodes) + 1]) not in paths
+    if nodes:
+        barred = replace(tree, never_accept=np.arange(tree.num_nodes) == nodes[-1])
+        assert barred.path_of(tokens) == nodes[:-1]
 
 
 @given(token_trees(), st.integers(0, 50))
@@ -198,21 +198,21 @@ def test_the_quick_check_finds_what_the_checks_one_by_one_find(
     probabilities = [p for *_, p in nodes] if has_probabilities else None
     tree = TokenTree.from_lists([t for t, *_ in nodes], [p for _, p, _ in nodes], probabilities)
     slowly = replace(tree, never_accept=np.zeros(len(nodes), dtype=np.bool_))
-    found = []
+    messages = []
     for one in (tree, slowly):
         try:
             one.validate(4, max_nodes=4)
-            found.append("")
+            messages.append("")
         except MalformedTreeError as error:
-            found.append(str(error))
-    assert found[0] == found[1]
+            messages.append(str(error))
+    assert messages[0] == messages[1]
 
 
 @given(token_trees())
 def test_lists_are_those_of_the_arrays(tree: TokenTree) -> None:
-    for each in (tree, tree.copy(), tree.prefix(tree.num_nodes // 2)):
-        assert each.token_list == each.token_ids.tolist()
-        assert each.parent_list == each.parents.tolist()
+    for variant in (tree, tree.copy(), tree.prefix(tree.num_nodes // 2)):
+        assert variant.token_list == variant.token_ids.tolist()
+        assert variant.parent_list == variant.parents.tolist()
 
 
 def test_a_copy_does_not_follow_its_original() -> None:

@@ -101,9 +101,9 @@ class TwoBranchDecoder:
         for column, result in enumerate(results):
             first = last if column == 0 else self.levels[0][column - 1]
             rest = tuple(level[column] for level in self.levels[1:]) + (result,)
-            known = self.pool.setdefault(first, [])
-            if rest in known:
-                known.remove(rest)
-            known.append(rest)
-            del known[: -self.num_candidates]
+            continuations = self.pool.setdefault(first, [])
+            if rest in continuations:
+                continuations.remove(rest)
+            continuations.append(rest)
+            del continuations[: -self.num_candidates]
         self.levels = [self.levels[1][1:], *self.levels[2:], results]

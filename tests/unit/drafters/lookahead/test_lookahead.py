@@ -266,8 +266,8 @@ def test_the_trie_holds_the_likeliest_prefixes(
     prefixes = {c.tokens[:n] for c in candidates for n in range(1, min(3, max_depth) + 1)}
     assert full.num_nodes == len(prefixes)
     assert tree.num_nodes == min(max_nodes, len(prefixes))
-    found = {tuple(tree.token_ids[row].tolist()) for row in tree.ancestor_mask()}
-    assert found <= prefixes
+    drafted = {tuple(tree.token_ids[row].tolist()) for row in tree.ancestor_mask()}
+    assert drafted <= prefixes
     if tree.num_nodes:
         assert full.probabilities is not None
         assert tree.probabilities is not None
@@ -283,7 +283,7 @@ def test_unlikely_nodes_are_left_out(
     full, tree = trie.tree(max_nodes), trie.tree(max_nodes, least)
     tree.validate(VOCAB, max_nodes)
     expected = [] if full.probabilities is None else full.probabilities.tolist()
-    found = [] if tree.probabilities is None else tree.probabilities.tolist()
+    probabilities = [] if tree.probabilities is None else tree.probabilities.tolist()
     # The tree's probabilities are rounded to 32 bits, the comparison is not.
-    assert all(p >= least - 1e-6 for p in found)
-    assert len(found) >= sum(p > least + 1e-6 for p in expected)
+    assert all(p >= least - 1e-6 for p in probabilities)
+    assert len(probabilities) >= sum(p > least + 1e-6 for p in expected)

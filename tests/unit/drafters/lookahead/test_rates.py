@@ -28,7 +28,7 @@ CANDIDATES = st.lists(
     ),
     max_size=5,
     unique_by=lambda candidate: candidate.tokens,
-).map(lambda found: sorted(found, key=lambda candidate: -candidate.num_matched))
+).map(lambda candidates: sorted(candidates, key=lambda candidate: -candidate.num_matched))
 
 
 def _drafter(**options: object) -> LookaheadDrafter:

@@ -24,8 +24,8 @@ def test_probabilities_are_those_of_a_softmax(dtype):
     expected = torch.softmax(part.float() / temperatures[:, None, None], dim=-1).transpose(0, 1)
     best = expected.topk(9).values
     np.testing.assert_allclose(probabilities, best, rtol=1e-4, atol=1e-7)
-    found = expected.gather(-1, torch.from_numpy(tokens).long())
-    np.testing.assert_allclose(found, best, rtol=1e-4, atol=1e-7)
+    of_tokens = expected.gather(-1, torch.from_numpy(tokens).long())
+    np.testing.assert_allclose(of_tokens, best, rtol=1e-4, atol=1e-7)
 
 
 def test_outputs_are_mapped_to_tokens():

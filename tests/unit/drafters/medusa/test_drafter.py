@@ -78,21 +78,21 @@ def test_trees_are_valid_and_the_same_alone_or_in_a_batch(options):
     for request, expected in zip(make_requests(4), batch, strict=True):
         tree = one_by_one.propose([request])[0]
         tree.validate(VOCAB, request.max_nodes)
-        found = describe([tree])[0]
-        assert found[:2] == expected[:2]
-        assert found[2] == pytest.approx(expected[2], rel=1e-4)
+        described = describe([tree])[0]
+        assert described[:2] == expected[:2]
+        assert described[2] == pytest.approx(expected[2], rel=1e-4)
         assert tree.depths().max() <= options.get("max_depth", 50)
 
 
 @pytest.mark.parametrize("joint", ["product", "context"])
 def test_limits_of_the_request(joint):
     drafter = make_medusa(random_heads(num_heads=4), joint=joint)
-    for found in drafter.propose(make_requests(max_nodes=7, max_depth=2)):
-        assert found.num_nodes == 7
-        assert found.depths().max() == 2
-    for found in drafter.propose(make_requests(chain_only=True, max_nodes=7, max_depth=3)):
-        assert found.is_chain
-        assert found.num_nodes == 3
+    for tree in drafter.propose(make_requests(max_nodes=7, max_depth=2)):
+        assert tree.num_nodes == 7
+        assert tree.depths().max() == 2
+    for tree in drafter.propose(make_requests(chain_only=True, max_nodes=7, max_depth=3)):
+        assert tree.is_chain
+        assert tree.num_nodes == 3
 
 
 def test_without_a_compiler_the_trees_are_the_same(monkeypatch):
@@ -101,10 +101,10 @@ def test_without_a_compiler_the_trees_are_the_same(monkeypatch):
     monkeypatch.setattr(ngrams.native, "is_available", lambda: False)
     slow = make_medusa(heads)
     assert isinstance(slow._backend, ngrams.PythonBackend)
-    found = describe(slow.propose(make_requests()))
-    assert [tree[:2] for tree in found] == [tree[:2] for tree in expected]
-    for tree, wanted in zip(found, expected, strict=True):
-        assert tree[2] == pytest.approx(wanted[2], rel=1e-4)
+    described = describe(slow.propose(make_requests()))
+    assert [tree[:2] for tree in described] == [tree[:2] for tree in expected]
+    for tree, expected_tree in zip(described, expected, strict=True):
+        assert tree[2] == pytest.approx(expected_tree[2], rel=1e-4)
 
 
 def test_released_and_changed_requests():

@@ -86,12 +86,12 @@ def test_more_nodes_than_there_are_paths():
 def test_ties_are_broken_alike():
     tokens = np.arange(12, dtype=np.int32).reshape(1, 3, 4)
     shares = np.full((1, 3, 4), 0.25, dtype=np.float32)
-    found = []
+    trees = []
     for backend in BACKENDS:
         job = Job(None, None, None, NO_TEXT, 0, 50, 3, False)
         [(tree, _)] = backend(BLEND).draft_batch([job], Candidates(tokens, shares))
-        found.append((tree.token_ids.tolist(), tree.parents.tolist()))
-    assert found[0] == found[1]
+        trees.append((tree.token_ids.tolist(), tree.parents.tolist()))
+    assert trees[0] == trees[1]
 
 
 def test_thousands_of_requests_come_and_go():

@@ -116,8 +116,8 @@ def test_the_best_paths_are_those_of_brute_force(given_candidates, num_nodes):
     tokens, probabilities = given_candidates
     expected = brute_force(probabilities.astype(float), num_nodes)
     tree = select(tokens, probabilities, Limits(num_nodes, 9))
-    found = sorted(tree.probabilities.tolist(), reverse=True)
-    assert found == pytest.approx(expected, rel=1e-5)
+    selected = sorted(tree.probabilities.tolist(), reverse=True)
+    assert selected == pytest.approx(expected, rel=1e-5)
     paper = algorithm1(probabilities.astype(float), num_nodes)
     assert [value for _, value in paper] == pytest.approx(expected, rel=1e-9)
 

@@ -30,10 +30,10 @@ def trees(draw: st.DrawFn, max_nodes: int = 8) -> TokenTree:
 
 def paths(tree: TokenTree) -> list[tuple[int, ...]]:
     """The token sequences that its nodes stand for."""
-    found: list[tuple[int, ...]] = []
+    node_paths: list[tuple[int, ...]] = []
     for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
-        found.append((*found[parent], token) if parent >= 0 else (token,))
-    return found
+        node_paths.append((*node_paths[parent], token) if parent >= 0 else (token,))
+    return node_paths
 
 
 class NoOptions(DrafterOptions):

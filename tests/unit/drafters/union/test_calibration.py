@@ -40,12 +40,12 @@ def test_agreement_counts_and_doubt_too() -> None:
 @pytest.mark.parametrize("true", [0.2, 0.7])
 def test_a_part_that_is_wrong_is_corrected(said: float, true: float) -> None:
     calibrator, rng = Calibrator(), random.Random(0)
-    found = []
+    corrected = []
     for step in range(6000):
         calibrator.learn({0: said}, 1, rng.random() < true)
         if step >= 3000:
-            found.append(calibrator.probability({0: said}, 1))
-    assert sum(found) / len(found) == pytest.approx(true, abs=0.06)
+            corrected.append(calibrator.probability({0: said}, 1))
+    assert sum(corrected) / len(corrected) == pytest.approx(true, abs=0.06)
 
 
 def test_the_part_that_knows_is_followed() -> None:

@@ -33,9 +33,9 @@ def test_each_prefix_once_and_said_by_its_parts(parts: list[TokenTree]) -> None:
 @given(PARTS, st.lists(st.integers(0, 2), max_size=5))
 def test_the_true_path_is_the_longest_prefix(parts: list[TokenTree], text: list[int]) -> None:
     merged = merge(dict(enumerate(parts)))
-    known = set().union(*map(paths, parts))
+    all_paths = set().union(*map(paths, parts))
     expected = 0
-    while expected < len(text) and tuple(text[: expected + 1]) in known:
+    while expected < len(text) and tuple(text[: expected + 1]) in all_paths:
         expected += 1
     path = merged.true_path(text)
     assert [merged.token_ids[node] for node in path] == text[:expected]

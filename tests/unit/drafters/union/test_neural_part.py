@@ -57,9 +57,9 @@ def test_n_grams_go_on_after_every_token_of_the_chain() -> None:
     union = union_with(Source())
     # The text knows what follows 2 and 3, and nothing of the chain's beginning.
     [tree] = union.propose([make_request([2, 30, 9, 3, 31, 32, 9, 8], max_nodes=16)])
-    found = {*paths(tree)}
-    assert {(1, 2, 3), (0,), (1, 0)} <= found
-    assert {(1, 2, 30), (1, 2, 3, 31), (1, 2, 3, 31, 32)} <= found
+    drafted = {*paths(tree)}
+    assert {(1, 2, 3), (0,), (1, 0)} <= drafted
+    assert {(1, 2, 30), (1, 2, 3, 31), (1, 2, 3, 31, 32)} <= drafted
 
 
 def test_a_chain_goes_on_with_n_grams_where_it_ends() -> None:
@@ -108,9 +108,9 @@ def test_the_best_chain_promises_the_most_tokens(
 def test_grafts_do_not_outlive_the_chain_they_hang_on() -> None:
     """Without the chain, what another part drafted below it would not have been drafted."""
     chain = TokenTree.from_lists([1, 2], [-1, 0], [0.9, 0.8])
-    own = TokenTree.from_lists([7], [-1], [0.1])
+    ngram_tree = TokenTree.from_lists([7], [-1], [0.1])
     below = TokenTree.from_lists([5, 6], [-1, 0], [0.9, 0.9])
-    merged = merge({0: own, 1: chain}, [Graft(0, [1, 2], below)])
+    merged = merge({0: ngram_tree, 1: chain}, [Graft(0, [1, 2], below)])
     assert merged.edges[-1].keys() == {0}
     draft = Draft(merged, [0.1, 0.9, 0.8, 0.7, 0.6], [0, 1], 8, 3)
     continuation = [1, 2, 5, 6, *[9] * (HORIZON - 4)]
@@ -176,7 +176,7 @@ def test_measuring_gains_takes_a_small_share_of_the_time() -> None:
 def test_passes_are_tried_again() -> None:
     gate = _observed(0.02, _6=0.0)
     made = [gate.choose([6.0, 6.0]) for _ in range(3 * (MAX_REST + 1))]
-    assert [each for each in made if each] == [[0, 1]] * 3
+    assert [chosen for chosen in made if chosen] == [[0, 1]] * 3
 
 
 def test_idle_time_does_not_count() -> None:

@@ -54,21 +54,21 @@ def test_parts_get_the_results_of_their_own_nodes(
     step = verify(scheduled, [5, 6], target)
     new = [int(scheduled.token_ids[node]) for node in step.accepted]
     union.propose([make_request([5, 6, *new, 9], num_prompt_tokens=2, last_step=step)])
-    for part, own in zip(scripted, parts, strict=True):
+    for part, part_tree in zip(scripted, parts, strict=True):
         heard = part.last_requests["a"].last_step
-        alone = verify(own, [5, 6], target)
+        alone = verify(part_tree, [5, 6], target)
         assert heard is not None
-        assert heard.tree is own
+        assert heard.tree is part_tree
         assert heard.node_argmax is not None
         assert alone.node_argmax is not None
-        known = heard.node_argmax >= 0
-        assert known[0]
-        assert (heard.node_argmax[known] == alone.node_argmax[known]).all()
-        assert set(heard.accepted) <= set(alone.accepted) | set(range(own.num_nodes))
-        tokens = [int(own.token_ids[node]) for node in heard.accepted]
+        has_argmax = heard.node_argmax >= 0
+        assert has_argmax[0]
+        assert (heard.node_argmax[has_argmax] == alone.node_argmax[has_argmax]).all()
+        assert set(heard.accepted) <= set(alone.accepted) | set(range(part_tree.num_nodes))
+        tokens = [int(part_tree.token_ids[node]) for node in heard.accepted]
         assert tokens == new[: len(tokens)]
         if scheduled.num_nodes == tree.num_nodes:
-            assert known.sum() == own.num_nodes + 1
+            assert has_argmax.sum() == part_tree.num_nodes + 1
 
 
 def test_a_suspended_part_does_not_draft() -> None:
