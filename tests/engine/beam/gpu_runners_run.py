@@ -63,12 +63,17 @@ class Load(NamedTuple):
     searches: int = 8
 
 
-TREES = {"method": "ngram_trie", "num_speculative_tokens": 4, "verification": "tree"}
+# The interpreter's times say nothing of what a node is worth.
+CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4, "node_budget": "fixed"}
+TREES = {**CHAINS, "verification": "tree"}
 CASES = {
     "default": Load({"num_gpu_blocks_override": 9}, overcommits=True, searches=14),
     "rules and catalogues": Load({}, is_constrained=True),
     "no prefix caching, synchronous": Load(
         {"enable_prefix_caching": False, "async_scheduling": False}
+    ),
+    "beside chains": Load(
+        {"num_gpu_blocks_override": 9, "speculative_config": CHAINS}, overcommits=True, searches=10
     ),
     "beside trees": Load(
         {"num_gpu_blocks_override": 12, "speculative_config": TREES}, overcommits=True

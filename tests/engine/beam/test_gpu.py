@@ -70,7 +70,14 @@ def on_gpus_runners() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    ["default", "rules and catalogues", "no prefix caching, synchronous", "beside trees", "V1"],
+    [
+        "default",
+        "rules and catalogues",
+        "no prefix caching, synchronous",
+        "beside chains",
+        "beside trees",
+        "V1",
+    ],
 )
 def test_hypotheses_are_those_of_transformers_on_a_gpus_runner(
     on_gpus_runners: dict[str, Any], case: str
@@ -83,11 +90,11 @@ def test_hypotheses_are_those_of_transformers_on_a_gpus_runner(
         assert "differ by" in result["start"][2]
         assert result["start"][3] == "RuntimeError: a fault of the device"
     assert result["groups_failed"] == result["blocks_lost"] == result["requests_left"] == 0
-    if case in ("default", "beside trees", "V1"):  # whose groups fight for blocks
+    if case in ("default", "beside chains", "beside trees", "V1"):  # whose groups fight for blocks
         assert result["beams_preempted"] > 0
-    if case in ("default", "rules and catalogues", "beside trees"):
+    if case in ("default", "rules and catalogues", "beside chains", "beside trees"):
         # On V2, asynchronously, nobody waits but who fetches an output, once, and who drafts.
         waits = result["waits"]
-        assert waits["step"][:2] == [0, int(case == "beside trees")], waits
+        assert waits["step"][:2] == [0, int(case.startswith("beside"))], waits
         assert waits["output"][:2] == [1, 1], waits
         assert waits["output"][2] > 50, waits
