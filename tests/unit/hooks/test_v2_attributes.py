@@ -30,13 +30,13 @@ class Reads(ast.NodeVisitor):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.found: set[str] = set()
+        self.attributes: set[str] = set()
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         owner = node.value
         name = getattr(owner, "attr", getattr(owner, "id", None))
         if name == self.name and isinstance(node.ctx, ast.Load):
-            self.found.add(node.attr)
+            self.attributes.add(node.attr)
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
@@ -65,7 +65,7 @@ def attributes_read(name: str) -> set[str]:
     reads = Reads(name)
     for path in files():
         reads.visit(ast.parse(path.read_text()))
-    return reads.found
+    return reads.attributes
 
 
 @pytest.fixture(scope="module")

@@ -204,7 +204,7 @@ def _answer_in_child(source: str) -> int:
 
 
 def test_concurrent_processes_compile_once(source: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a fork may inherit a lock that is held
     with context.Pool(4) as pool:
         assert pool.map(_answer_in_child, [str(source)] * 8, chunksize=1) == [42] * 8
     assert len(list(cache_folder().glob("*.so"))) == 1
