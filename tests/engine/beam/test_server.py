@@ -232,6 +232,19 @@ def test_streaming_gets_400(client, call, extra):
     assert streamed == completion(client).choices[0].text
 
 
+def test_responses_refuse_options_outside_of_vllm_xargs(client):
+    def respond(**extra: Any) -> Any:
+        return client.responses.create(
+            model=MODEL_NAME, input="def add(a, b):", max_output_tokens=8, extra_body=extra
+        )
+
+    for extra in ({"speculation": False}, {"vllm_xargs": {"beam_width": 2}, "normalize": "valid"}):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="put it into 'vllm_xargs'"):
+                respond(**extra, stream=stream)
+    assert respond(vllm_xargs={"speculation": False}, length_penalty=2.0).output_text
+
+
 def test_a_client_that_goes_away(client):
     impatient = client.with_options(timeout=0.3)
     for _ in range(3):

@@ -250,15 +250,17 @@ def _check_request(
     return original(self, *args, **kwargs)
 
 
-for _protocol in (
-    "openai.completion.protocol:CompletionRequest",
-    "openai.chat_completion.protocol:ChatCompletionRequest",
-):
+_COMPLETION = "openai.completion.protocol:CompletionRequest"
+_CHAT = "openai.chat_completion.protocol:ChatCompletionRequest"
+_RESPONSES = "openai.responses.protocol:ResponsesRequest"
+
+for _protocol in (_COMPLETION, _CHAT):
     _route.wraps(
         f"{_protocol}.to_beam_search_params",
         "keeps the request next to its parameters",
         successor="`BeamSearchParams.openai_request`; `search_online()` refuses streams",
     )(_keep_request)
+for _protocol in (_COMPLETION, _CHAT, _RESPONSES):
     _route.wraps(
         f"{_protocol}.to_sampling_params",
         "checks a beam request",
