@@ -140,7 +140,7 @@ def _kinds(annotation: Any) -> Iterator[str]:
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield "mapping"
     elif annotation is not NoneType:
-        names = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}
+        names = {int: "integer", float: "number", bool: "boolean", str: "string"}
         yield names[annotation]
 
 

@@ -76,14 +76,13 @@ class BeamOptions(BaseModel):
         ge=-MAX_LENGTH_PENALTY,
         le=MAX_LENGTH_PENALTY,
         allow_inf_nan=False,
-        description="Exponent of the length a hypothesis' sum of log-probabilities is divided by; "
-        "above 0 favours longer hypotheses, 0 is no normalization.",
+        description="Exponent of the length by which a hypothesis' sum of log-probabilities is "
+        "divided; above 0 favours longer hypotheses.",
     )
     early_stopping: Annotated[EarlyStopping, BeforeValidator(_as_bool)] = Field(
         default=False,
-        description="True: stop at beam_width finished hypotheses; False: stop when the best "
-        "running one cannot beat the worst finished one at its present length; 'never': stop only "
-        "when it cannot at any length.",
+        description="True: stop at beam_width finished hypotheses; False: when no running one can "
+        "replace one of them at its present length; 'never': at any length.",
     )
     do_sample: _Flag = Field(
         default=False,
@@ -96,15 +95,15 @@ class BeamOptions(BaseModel):
         default=0.0,
         ge=0.0,
         allow_inf_nan=False,
-        description="Subtracted from a token's log-probability for every earlier group's beam "
-        "that takes the same token in the same step.",
+        description="Subtracted from a token's log-probability for every beam of an earlier group "
+        "that takes it in the same step.",
     )
     no_repeat_ngram_size: int = Field(
         default=0,
         ge=0,
         le=1024,
-        description="No sequence of this many tokens occurs twice in prompt and hypothesis; 0 for "
-        "no such rule.",
+        description="No sequence of this many tokens occurs twice in prompt and hypothesis; 0: no "
+        "rule.",
     )
     beam_trace: _Flag = Field(
         default=False, description="Return the whole trie of the search, to draw it."
@@ -118,8 +117,8 @@ class BeamOptions(BaseModel):
     )
     items_end: Literal["complete", "eos"] = Field(
         default="complete",
-        description="'complete': a hypothesis ends when its item is complete; 'eos': EOS must "
-        "follow the item, and its log-probability counts. Only with items.",
+        description="'complete': a hypothesis ends with its item; 'eos': EOS must follow, and its "
+        "log-probability counts. Only with items.",
     )
     normalize: Literal["vocabulary", "valid"] = Field(
         default="vocabulary",

@@ -146,9 +146,7 @@ def test_the_table_of_families_is_that_of_the_tests() -> None:
     rows = [line for line in text.splitlines() if line.startswith("|")]
     tested = " ".join(line for line in rows if "| tree |" in line)
     words = set(tested.replace(",", " ").replace("|", " ").split())
-    refused = " ".join(
-        line for line in rows if "| refused |" in line or "| chain | chain |" in line
-    )
+    refused = " ".join(line for line in rows if "| refused |" in line or "| chain |" in line)
     for name, family in FAMILIES.items():
         if family.drafts == "tree":
             assert set(name.split()) - {"a", "without"} <= words, name

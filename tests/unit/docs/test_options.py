@@ -51,7 +51,7 @@ def test_allowed_values_are_those_that_the_class_takes(name: str) -> None:
         bounds = re.search(r"(-?[\d.]+) to (\d+)", allowed)
         if bounds is None or "list" in allowed:
             continue
-        kind = float if "number," in allowed and "whole" not in allowed else int
+        kind = float if "number," in allowed else int
         low, high = (kind(float(bound)) for bound in bounds.groups())
         assert not complains(options, option, high)
         assert complains(options, option, high + 1)

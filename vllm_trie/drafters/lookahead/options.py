@@ -19,26 +19,27 @@ class LookaheadOptions(DrafterOptions):
         default=None,
         ge=1,
         le=128,
-        description="W, columns of the lookahead window. Left out: 10, or as many as leave a "
-        "quarter of the node budget to the candidates. The window takes W*(L-1) - 1 nodes of it.",
+        description="W, columns of the window, which takes W*(L-1) - 1 nodes of the budget. Left "
+        "out: 10, or as many as leave a quarter of the nodes to the candidates.",
     )
     ngram_size: int = Field(
         default=5,
         ge=3,
         le=16,
-        description="L, length of the n-grams that are collected; a candidate has L-1 tokens.",
+        description="L, length of the n-grams; a candidate has L-1 tokens.",
     )
     num_candidates: int = Field(
         default=5,
         ge=1,
         le=64,
-        description="N, n-grams that are kept for a first token and verified after it.",
+        description="N, n-grams that are kept and verified for a first token.",
     )
     max_candidate_depth: int | None = Field(
         default=None,
         ge=1,
         le=15,
-        description="D, depth limit of the candidates' trie; left out: ngram_size - 1, all of it.",
+        description="D, depth limit of the candidates' trie, below ngram_size; left out: "
+        "ngram_size - 1.",
     )
     max_candidate_nodes: int | None = Field(
         default=None,
@@ -49,20 +50,19 @@ class LookaheadOptions(DrafterOptions):
         default=0.05,
         ge=0.0,
         le=1.0,
-        description="Nodes of the candidates' trie whose learned acceptance probability is below "
-        "this are not verified; 0 verifies all that fit.",
+        description="Candidates' nodes with a lower learned acceptance probability are not "
+        "verified.",
     )
     pool_size: int = Field(
         default=4096,
         ge=1,
         le=1 << 20,
-        description="Limit of n-grams kept for a request (about 450 bytes each); those of the "
-        "first token that has gone longest without a new one are dropped.",
+        description="N-grams kept for a request, about 450 bytes each; those of the first token "
+        "that has gone longest without a new one are dropped.",
     )
     pool_from_text: bool = Field(
         default=True,
-        description="Whether n-grams of the prompt and the output go into the pool, in addition "
-        "to those of the window.",
+        description="Keep n-grams of the prompt and the output, too.",
     )
 
     @model_validator(mode="after")

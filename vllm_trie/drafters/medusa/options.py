@@ -14,16 +14,14 @@ class MedusaOptions(DrafterOptions):
 
     joint: Literal["context", "product"] = Field(
         default="context",
-        description="Probability of a path in the tree. 'product': the product of the "
-        "heads' probabilities, as in the paper. 'context': what the request's own text says about "
-        "the tokens that follow one another, with the heads for what it does not know.",
+        description="Probability of a path. 'product': the product of the heads' probabilities, as "
+        "in the paper. 'context': what the request's text says about tokens that follow one "
+        "another, and the heads for the rest.",
     )
     num_heads: int | None = Field(
-        default=None, ge=1, le=16, description="K, how many of the heads are used; default all."
+        default=None, ge=1, le=16, description="K, heads that are used; default all."
     )
-    top_tokens: int = Field(
-        default=32, ge=1, le=256, description="m, candidates that are taken from each head."
-    )
+    top_tokens: int = Field(default=32, ge=1, le=256, description="m, candidates of each head.")
     max_depth: int | None = Field(
         default=None,
         ge=1,
@@ -35,10 +33,9 @@ class MedusaOptions(DrafterOptions):
         default=15,
         ge=1,
         le=15,
-        description="With joint='context': longest context that is looked up, in tokens.",
+        description="With joint='context': longest context, in tokens.",
     )
     calibrate: bool = Field(
         default=True,
-        description="Whether the heads' probabilities are corrected by the temperatures that "
-        "training left in the checkpoint.",
+        description="Correct the heads' probabilities by the temperatures in the checkpoint.",
     )

@@ -28,8 +28,8 @@ class NeuralOptions(DrafterOptions):
         default=2,
         ge=0,
         le=8,
-        description="Further tokens that trees get next to each token of the chain: those that "
-        "the drafter finds likeliest after it. They cost no forward passes.",
+        description="Further tokens next to each token of the chain in a tree, the drafter's "
+        "likeliest; they cost no passes.",
     )
 
     @model_validator(mode="after")

@@ -14,8 +14,7 @@ class NgramTrieOptions(DrafterOptions):
 
     index_output: bool = Field(
         default=True,
-        description="Whether the output is added to the trie as it grows, or the prompt alone "
-        "is looked up.",
+        description="Draft from the output as it grows, not from the prompt alone.",
     )
     max_context_len: int = Field(
         default=MAX_ORDER,
@@ -27,27 +26,25 @@ class NgramTrieOptions(DrafterOptions):
         default=262_144,
         ge=0,
         le=1 << 28,
-        description="Tokens of finished requests' outputs that are kept "
-        "to draft from, the least recently used go first; requests only draw on those with the "
-        "same cache_salt. Takes about 200 bytes of memory a token. 0 switches the store off.",
+        description="Tokens of finished requests' outputs to draft from, about 200 bytes each; the "
+        "least recently used go first, and requests share them within a cache_salt. 0: no store.",
     )
     index_tokens: int = Field(
         default=INDEX_TOKENS,
         ge=0,
         le=1 << 30,
-        description="Tokens of running requests' texts that are indexed; "
-        "text beyond that is not drafted from. Samples of one prompt (n) count it once. Takes "
-        "about 200 bytes of memory a token.",
+        description="Tokens of running requests' texts that are indexed, about 200 bytes each; "
+        "text beyond that is not drafted from. Samples of one prompt (n) count it once.",
     )
     recycle: bool = Field(
         default=True,
-        description="Where trees are verified: draft also what the model "
-        "named after the nodes of earlier trees, rejected ones included. Takes 10 MiB for all "
-        "requests; requests only draw on those with the same cache_salt.",
+        description="Where trees are verified: draft also what the model named after the nodes of "
+        "earlier trees, rejected ones included. Takes 10 MiB; requests share it within a "
+        "cache_salt.",
     )
     corpus: str | None = Field(
         default=None,
-        description="A file made by `vllm-trie corpus synthesize` or "
-        "`corpus build` with the model's tokenizer, to draft from in addition to the requests' "
-        "own text. Another file moved to its place is taken up while the engine serves.",
+        description="A file of `vllm-trie corpus synthesize` or `corpus build` with the model's "
+        "tokenizer, to draft from too. Another file moved to its place is taken up while the "
+        "engine serves.",
     )

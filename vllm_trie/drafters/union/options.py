@@ -22,17 +22,17 @@ class TrieUnionOptions(DrafterOptions):
         min_length=1,
         max_length=8,
         description="Methods whose candidates are merged; 'medusa' and 'ngram' are short for "
-        "medusa_dynamic and ngram_trie. One entry may be a trained drafter of vLLM's, a mapping as "
-        "in {'method': 'eagle3', 'model': 'PATH'}.",
+        "medusa_dynamic and ngram_trie. One entry may be a trained drafter of vLLM's, as "
+        "{'method': 'eagle3', 'model': 'PATH'}.",
     )
     options: dict[str, dict[str, Any]] = Field(
         default={},
-        description="Options of the parts by name, as {'ngram_trie': {'store_tokens': 0}}.",
+        description="Options of the parts, as {'ngram_trie': {'store_tokens': 0}}.",
     )
     adaptive: bool = Field(
         default=True,
-        description="Whether parts that add nothing to the others are suspended, and tried again "
-        "from time to time.",
+        description="Suspend parts that add nothing to the others, and try them again from time to "
+        "time.",
     )
 
     @field_validator("drafters", mode="before")

@@ -52,42 +52,39 @@ class EngineOptions(BaseModel):
     )
     node_budget: Literal["adaptive", "fixed"] = Field(
         default="adaptive",
-        description="'adaptive' spends nodes where they bring the most tokens per second, down to "
-        "none when the machine is busy or drafts fail; 'fixed' verifies all that were drafted.",
+        description="'adaptive' verifies the nodes that make the most tokens per second, down to "
+        "none; 'fixed' all that were drafted.",
     )
     draft_timeout_s: float = Field(
         default=10.0,
         gt=0.0,
         le=600.0,
-        description="Longest time that one call of the drafter may take, seconds; a drafter that "
-        "took longer rests for a minute, and twice as long after each further time. The check "
-        "comes after the call: a call that never returns blocks the engine.",
+        description="Seconds that one call of the drafter may take; a drafter that took longer "
+        "rests for a minute, then twice as long each time. A call that never returns blocks the "
+        "engine.",
     )
     store_path: str | None = Field(
         default=None,
-        description="A folder for a warm start: what requests left to draft from is "
-        "saved there, every minute and at shutdown, and read at the next start. "
-        "Engines of one model may share it. Its files hold text of users. Without it nothing is "
-        "written.",
+        description="A folder for a warm start: text to draft from is saved there every minute and "
+        "at shutdown, and read at the next start. Engines of one model may share it. Its files "
+        "hold text of users.",
     )
     store_reload_minutes: float | None = Field(
         default=None,
         gt=0.0,
         le=1440.0,
         description="With store_path: how often a running engine reads what other engines have "
-        "saved there since. Left out: only at its start.",
+        "saved there; without it only at its start.",
     )
     allow_untested_gpu: bool = Field(
         default=False,
         description="Allow trees and native beam search on an NVIDIA GPU, where they have never "
-        "run. With verification='tree' the engine compares tree attention with exact results at "
-        "start-up and does not start if they differ. For beam search alone it may stand in "
-        "additional_config without a method. Does nothing on a CPU.",
+        "run; start-up checks both. For beam search alone it may stand in additional_config "
+        "without a method. Does nothing on a CPU.",
     )
     trace_path: str | None = Field(
         default=None,
-        description="An existing folder for traces. A request may then ask for its trace with "
-        "speculation_trace: a file with its text and its trees, for `vllm-trie explore`.",
+        description="An existing folder for traces, which requests ask for with speculation_trace.",
     )
 
 

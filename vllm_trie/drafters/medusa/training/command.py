@@ -67,8 +67,7 @@ def train(
     seed: Annotated[int, typer.Option(help="Order of the rows.")] = 0,
     resume: Annotated[bool, typer.Option(help="Go on with an interrupted run in OUT.")] = True,
 ) -> None:
-    """Train heads on a frozen model from text files; saves vLLM's layout, and FasterDecoding's for
-    heads with output layers of their own for all tokens."""
+    """Train heads on a frozen model from text files."""
     import torch
 
     if threads:
