@@ -36,7 +36,6 @@ from support.replay_data import (
 )
 from support.replay_methods import METHODS, Method, Setting
 
-from vllm_trie.local_engine import accepted_nodes
 from vllm_trie.tree import TokenTree
 
 
@@ -60,7 +59,7 @@ def replay(method: Method, request_id: str, recording: Recording) -> list[Step]:
         begin = time.perf_counter()
         tree = method.draft(request_id, tokens[:position], num_prompt_tokens)
         draft_us = 1e6 * (time.perf_counter() - begin)
-        num_accepted = len(accepted_nodes(tree, tokens[position:].tolist()))
+        num_accepted = len(tree.path_of(tokens[position:].tolist()))
         num_tokens = min(num_accepted + 1, len(tokens) - position)
         steps.append(Step(num_tokens, tree.num_nodes, draft_us, expected_tokens(tree)))
         position += num_tokens

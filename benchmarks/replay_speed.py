@@ -43,7 +43,6 @@ from support.replay_methods import OwnDrafter, PromptLookup, Setting, SuffixDeco
 
 from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import DraftRequest
-from vllm_trie.local_engine import accepted_nodes
 from vllm_trie.tree import TokenTree
 
 NO_TREE = TokenTree.empty()
@@ -230,7 +229,7 @@ def decode(
         accepted = []
         for index, tree in zip(list(running), trees, strict=True):
             rest = texts[index][running[index] :].tolist()
-            path = accepted_nodes(tree, rest)
+            path = tree.path_of(rest)
             accepted.append(path)
             num_tokens = min(len(path) + 1, len(rest))
             share = (seconds + drafting) / len(batch)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from vllm_trie.tree import TokenTree, accept_greedy
+from vllm_trie.tree import TokenTree
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -250,14 +250,6 @@ def interleave(
     return timed
 
 
-def accepted_nodes(tree: TokenTree, output: Sequence[int]) -> list[int]:
-    """Return the path of the tree that an output begins with, as node indices, root first."""
-    following, last = [*output, -1], len(output)
-    target = [following[min(depth, last)] for depth in (0, *tree.depths().tolist())]
-    never_accept = None if tree.never_accept is None else tree.never_accept.tolist()
-    return accept_greedy(tree.token_ids.tolist(), tree.parents.tolist(), target, never_accept)
-
-
 class RequestStep(NamedTuple):
     """The work of one engine step on one request."""
 
@@ -271,7 +263,7 @@ class RequestStep(NamedTuple):
     @property
     def accepted(self) -> tuple[int, ...]:
         """Indices of the nodes whose tokens are in the output, root first."""
-        return tuple(accepted_nodes(self.tree, self.tokens))
+        return tuple(self.tree.path_of(self.tokens))
 
 
 def decode_steps(

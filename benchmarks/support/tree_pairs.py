@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from support.stage import Stage
 from vllm_trie.drafters import DraftRequest
-from vllm_trie.local_engine import accepted_nodes
 from vllm_trie.tree import TokenTree
 from vllm_trie.tree.draw import draw_text
 
@@ -54,7 +53,7 @@ def draw_widest_gap(
         [output], _ = stage.run(drafters, nodes, [prompt], params, 1)
         for pair in drafters.pairs:
             following = output[pair.num_tokens - len(prompt) :]
-            paths = [accepted_nodes(tree, following) for tree in (pair.left, pair.right)]
+            paths = [tree.path_of(following) for tree in (pair.left, pair.right)]
             gap = len(paths[1]) - len(paths[0])
             if gap > best[0]:
                 best = gap, _columns(pair, paths, text)

@@ -14,6 +14,8 @@ _CENTRES = np.array(
      0.85, 0.93, 0.98]
 )  # fmt: skip
 _PREDICTED = np.concatenate([[0.0], _CENTRES, [1.0]])
+_PRIOR = 30.0  # verified nodes that the predicted probability counts for in each bin
+_MEMORY = 1000.0  # verified nodes that a bin remembers
 
 
 class AcceptanceCalibration:
@@ -22,15 +24,9 @@ class AcceptanceCalibration:
     Nodes fall into bins by predicted probability. Each bin keeps a decaying count of verified and
     accepted nodes. It starts from the predicted probability itself, or from more where the drafter
     turns out to be too modest.
-
-    Args:
-        prior_weight: Verified nodes that the predicted probability counts for in each bin.
-        memory: Verified nodes that a bin remembers.
     """
 
-    def __init__(self, prior_weight: float = 30.0, memory: float = 1000.0) -> None:
-        self._prior = prior_weight
-        self._memory = memory
+    def __init__(self) -> None:
         self._verified = np.zeros(len(_CENTRES))
         self._accepted = np.zeros(len(_CENTRES))
         self._expected: np.ndarray | None = None
@@ -46,10 +42,10 @@ class AcceptanceCalibration:
         self._verified += np.bincount(bins, minlength=len(_CENTRES))
         if len(accepted):
             self._accepted += np.bincount(bins[accepted], minlength=len(_CENTRES))
-        full = self._verified > self._memory
+        full = self._verified > _MEMORY
         if full.any():
-            self._accepted[full] *= self._memory / self._verified[full]
-            self._verified[full] = self._memory
+            self._accepted[full] *= _MEMORY / self._verified[full]
+            self._verified[full] = _MEMORY
         self._expected = None
 
     def fade(self, factor: float) -> None:
@@ -80,9 +76,9 @@ class AcceptanceCalibration:
         Where more nodes are accepted than predicted, the log-odds of all bins rise by those of the
         verified nodes: what was not verified for lack of promise is worth a try then.
         """
-        accepted = self._accepted.sum() + self._prior
-        expected = self._verified @ _CENTRES + self._prior
-        total = self._verified.sum() + 2.0 * self._prior
+        accepted = self._accepted.sum() + _PRIOR
+        expected = self._verified @ _CENTRES + _PRIOR
+        total = self._verified.sum() + 2.0 * _PRIOR
         ratio = accepted / (total - accepted) * (total - expected) / expected
         odds = max(ratio, 1.0) * _CENTRES / (1.0 - _CENTRES)
         rates: np.ndarray = odds / (1.0 + odds)
@@ -91,8 +87,8 @@ class AcceptanceCalibration:
     def _curve(self) -> np.ndarray:
         """Return float64, the expected rates at `_PREDICTED`."""
         if self._expected is None:
-            weights = self._verified + self._prior
-            observed = (self._accepted + self._prior * self._prior_rates()) / weights
+            weights = self._verified + _PRIOR
+            observed = (self._accepted + _PRIOR * self._prior_rates()) / weights
             observed = non_decreasing(observed, weights)
             self._expected = np.concatenate([[0.0], observed, observed[-1:]])
         return self._expected

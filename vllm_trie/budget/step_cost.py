@@ -18,6 +18,7 @@ _KNOTS = (
 _RENEWAL = 16  # measurements between updates of a settled table
 _OUTLIER = 5.0  # times the expected duration that a measurement counts for at most
 _MIN_SECONDS = 1e-9
+_MEMORY = 20.0  # measurements that a knot is averaged over
 
 
 class StepCost:
@@ -29,13 +30,9 @@ class StepCost:
     of its last half.
 
     What is not measured becomes cheaper with time (:meth:`fade`).
-
-    Args:
-        memory: Measurements that a knot's value is averaged over.
     """
 
-    def __init__(self, memory: float = 20.0) -> None:
-        self._memory = memory
+    def __init__(self) -> None:
         # Lists: a step touches two of their entries, where arrays are slower.
         self._seconds = [0.0] * len(_KNOTS)
         self._weights = [0.0] * len(_KNOTS)
@@ -96,7 +93,7 @@ class StepCost:
     def _move(self, knot: int, weight: float, error: float, is_measured: bool) -> float:
         """Move a knot; return by how many seconds."""
         self._num_known += self._weights[knot] == 0.0
-        self._weights[knot] = min(self._weights[knot] + weight, self._memory)
+        self._weights[knot] = min(self._weights[knot] + weight, _MEMORY)
         before = self._seconds[knot]
         moved = before + weight / max(self._weights[knot], 1.0) * error
         self._seconds[knot] = max(moved, _MIN_SECONDS)

@@ -12,7 +12,6 @@ import numpy as np
 from vllm_trie.corpus.answers_file import Answer
 from vllm_trie.corpus.prompt_format import PromptFormat
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
-from vllm_trie.local_engine import accepted_nodes
 from vllm_trie.ngrams import Job, NativeBackend
 from vllm_trie.ngrams.corpus_file import open_corpus, write_corpus
 from vllm_trie.ngrams.index import MAX_ORDER
@@ -69,6 +68,6 @@ def tokens_per_step(
         while position < len(text):
             job = Job(index, None, corpus, text[:position], position, NODES, NODES, False)
             [draft] = backend.draft_batch([job])
-            position += 1 + len(accepted_nodes(draft.tree, text[position:].tolist()))
+            position += 1 + len(draft.tree.path_of(text[position:].tolist()))
             num_steps += 1
     return num_tokens / max(1, num_steps)

@@ -1,7 +1,5 @@
 """Token trees: data structure, node order, greedy verification and drawing, with NumPy only."""
 
-from __future__ import annotations
-
 from vllm_trie.tree.batch import accept_all, check_all, place, select_all
 from vllm_trie.tree.draw import draw_svg, draw_text, visible_text
 from vllm_trie.tree.layout import depth_first_layout, depth_first_order, is_prefix

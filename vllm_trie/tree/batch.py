@@ -108,32 +108,14 @@ def accept_all(
     Returns:
         Output tokens of each tree, the bonus token last, and its accepted nodes.
     """
-    if not LIBRARY.is_available():
-        return _accept_each(trees, target.tolist())
-    sizes = [tree.num_nodes for tree in trees]
-    tokens = np.concatenate([tree.token_ids for tree in trees])
-    parents = np.concatenate([tree.parents for tree in trees])
-    never_accept = None
-    if any(tree.never_accept is not None for tree in trees):
-        never_accept = _never_accept(trees)
-    target = np.ascontiguousarray(target, dtype=np.int64)
-    shape = np.array(sizes, dtype=np.int32)
-    counts = np.empty(len(sizes), dtype=np.int32)
-    walked = np.empty((2, len(target)), dtype=np.int32)  # accepted nodes, output tokens
-    num_accepted = LIBRARY.require().trees_accept(
-        *(tokens.ctypes.data, parents.ctypes.data),
-        None if never_accept is None else never_accept.ctypes.data,
-        *(shape.ctypes.data, len(sizes), target.ctypes.data),
-        *(counts.ctypes.data, walked.ctypes.data, walked[1].ctypes.data),
-    )
-    nodes = walked[0, :num_accepted].tolist()
-    emitted = walked[1, : num_accepted + len(sizes)].tolist()
-    paths, outputs, start = [], [], 0
-    for row, count in enumerate(counts.tolist()):
-        end = start + count
-        paths.append(nodes[start:end])
-        outputs.append(emitted[start + row : end + row + 1])
-        start = end
+    outputs, paths, first, sampled_tokens = [], [], 0, target.tolist()
+    for tree in trees:
+        tokens = tree.token_list
+        sampled = sampled_tokens[first : first + len(tokens) + 1]
+        first += len(sampled)
+        path = accept_greedy(tokens, tree.parent_list, sampled, tree.never_accept)
+        paths.append(path)
+        outputs.append([*(tokens[node] for node in path), sampled[path[-1] + 1 if path else 0]])
     return outputs, paths
 
 
@@ -216,17 +198,3 @@ def _are_valid(
     except MalformedTreeError:
         return False
     return True
-
-
-def _accept_each(
-    trees: Sequence[TokenTree], target: Sequence[int]
-) -> tuple[list[list[int]], list[list[int]]]:
-    outputs, paths, first = [], [], 0
-    for tree in trees:
-        tokens = tree.token_list
-        sampled = target[first : first + len(tokens) + 1]
-        first += len(sampled)
-        path = accept_greedy(tokens, tree.parent_list, sampled, tree.never_accept)
-        paths.append(path)
-        outputs.append([*(tokens[node] for node in path), sampled[path[-1] + 1 if path else 0]])
-    return outputs, paths

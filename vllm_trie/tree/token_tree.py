@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import le, lt
 from typing import TypeVar
 
 import numpy as np
@@ -243,10 +242,6 @@ class TokenTree:
             )
         tokens, parents = self.token_list, self.parent_list
         probabilities = None if self.probabilities is None else self.probabilities.tolist()
-        if not self.num_nodes or (
-            self.never_accept is None and _obeys_all(tokens, parents, probabilities, vocab_size)
-        ):
-            return
         seen: set[tuple[int, int]] = set()
         never_accept = (
             [False] * self.num_nodes if self.never_accept is None else self.never_accept.tolist()
@@ -279,27 +274,6 @@ class TokenTree:
             raise MalformedTreeError(
                 f"{name} has shape {array.shape}, it must be ({len(self.token_ids)},)"
             )
-
-
-def _obeys_all(
-    tokens: list[int], parents: list[int], probabilities: list[float] | None, vocab_size: int
-) -> bool:
-    """Return whether a tree of at least one node passes all checks, without a loop in Python."""
-    num_nodes = len(tokens)
-    return (
-        min(parents) >= ROOT
-        and all(map(lt, parents, range(num_nodes)))
-        and min(tokens) >= 0
-        and max(tokens) < vocab_size
-        and len(set(zip(parents, tokens, strict=True))) == num_nodes
-        and (probabilities is None or _fall(probabilities, parents))
-    )
-
-
-def _fall(probabilities: list[float], parents: list[int]) -> bool:
-    """Return whether all are at least 0 and none is larger than its parent's; False for NaN."""
-    above = [*probabilities, 1.0]  # the root, -1, finds the last one
-    return all(map(le, probabilities, map(above.__getitem__, parents))) and min(above) >= 0.0
 
 
 def _validate_probabilities(values: list[float], parents: list[int]) -> None:

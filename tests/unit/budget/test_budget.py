@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from vllm_trie.budget import (
     AcceptanceCalibration,
     NodeBudget,
     StepCost,
-    allocation,
-    best_allocation,
 )
 from vllm_trie.budget.allocation import choose_nodes
 from vllm_trie.tree import TokenTree
+
+SAME = np.array([0.0, 1.0]), np.array([0.0, 1.0])
+"""Acceptance rates that are what was predicted."""
 
 
 @st.composite
@@ -62,29 +62,34 @@ def test_allocation_is_the_best_of_all(forest, rows_without, slopes):
     probabilities = [p for _, p in forest]
     num_rows = len(forest) + rows_without
     seconds = 1.0 + np.cumsum(slopes)
-    allocation = best_allocation(np.concatenate(probabilities), num_rows, seconds)
+    assume(any(map(len, probabilities)))
+    full = [p for p in probabilities if len(p)]
+    choice = choose_nodes(full, [1.0] * len(full), SAME, num_rows, seconds)
     best = best_allocation_reference(probabilities, parents, num_rows, seconds)
-    assert allocation.tokens_per_second == pytest.approx(best)
+    assert choice.tokens_per_second == pytest.approx(best)
     ends = np.cumsum([len(p) for p in parents])
-    for keep, parent in zip(np.split(allocation.keep, ends[:-1]), parents, strict=True):
+    for keep, parent in zip(np.split(choice.keep, ends[:-1]), parents, strict=True):
         assert all(parent[i] < 0 or keep[parent[i]] for i in np.flatnonzero(keep))
 
 
 @given(st.lists(trees(), min_size=1, max_size=6), st.integers(0, 2), st.data())
-def test_the_compiled_choice_is_the_readable_one(forest, rows_without, data):
-    predicted = [p.astype(np.float32) for _, p in forest]
-    factors = [data.draw(st.floats(0.1, 1.5)) for _ in forest]
+def test_the_choice_is_by_acceptance_rates_and_factors(forest, rows_without, data):
+    predicted = [p.astype(np.float32) for _, p in forest if len(p)]
+    assume(predicted)
+    factors = [data.draw(st.floats(0.1, 1.5)) for _ in predicted]
     rates = np.cumsum(data.draw(st.lists(st.floats(0.0, 0.3), min_size=5, max_size=5)))
     points = np.array([0.0, 0.1, 0.25, 0.5, 1.0]), rates
     seconds = 1.0 + np.cumsum(data.draw(st.lists(st.floats(0, 0.5), min_size=40, max_size=40)))
-    arguments = (predicted, factors, points, len(forest) + rows_without, seconds)
-    compiled = choose_nodes(*arguments)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocation, "LIBRARY", SimpleNamespace(is_available=lambda: False))
-        readable = choose_nodes(*arguments)
-    assert compiled.keep.tolist() == readable.keep.tolist()
-    assert compiled.tokens_per_second == readable.tokens_per_second
-    assert compiled.expected == pytest.approx(readable.expected)
+    num_rows = len(predicted) + rows_without
+    choice = choose_nodes(predicted, factors, points, num_rows, seconds)
+    accepted = [np.interp(tree, *points) for tree in predicted]
+    scaled = [np.minimum(f * tree, 1.0) for f, tree in zip(factors, accepted, strict=True)]
+    of_scaled = choose_nodes(scaled, [1.0] * len(scaled), SAME, num_rows, seconds)
+    assert choice.keep.tolist() == of_scaled.keep.tolist()
+    assert choice.tokens_per_second == of_scaled.tokens_per_second
+    keep = np.split(choice.keep, np.cumsum(list(map(len, predicted)))[:-1])
+    expected = [float(a[k].sum()) for a, k in zip(accepted, keep, strict=True)]
+    assert choice.expected == pytest.approx(expected)
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 1.0)), min_size=2, max_size=60))

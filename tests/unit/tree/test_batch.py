@@ -94,9 +94,7 @@ def test_without_the_compiled_core_the_results_are_the_same(monkeypatch):
         TokenTree.from_lists(range(5), [-1, 0, 1, 2, 3], [0.9, 0.8, 0.7, 0.6, 0.5]),
     ]
     full = [trees[0], trees[2]]
-    target = np.array([1, 3, 0, 5, 4, 0, 1, 5, 0, 0, 0])
-    compiled = copies(trees), place(full, rows_of(full)), accept_all(trees, target)
-    assert compiled[2] == ([[1, 3, 5], [4], [0, 1, 5]], [[0, 2], [], [0, 1]])
+    compiled = copies(trees), place(full, rows_of(full))
 
     class Missing:
         @staticmethod
@@ -108,7 +106,6 @@ def test_without_the_compiled_core_the_results_are_the_same(monkeypatch):
     places, words = place(full, rows_of(full))
     assert places.tolist() == compiled[1][0].tolist()
     assert words.tolist() == compiled[1][1].tolist()
-    assert accept_all(trees, target) == compiled[2]
     assert check_all([trees[0], TokenTree.from_lists([VOCAB], [-1], [0.5])], VOCAB, True) is None
 
 
