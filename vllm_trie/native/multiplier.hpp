@@ -12,11 +12,10 @@ struct Multiplier {
   using Row = float;
   using Vector = Floats;
   static constexpr int kSize = kLanes;  // weights that one instruction multiplies
-  static Vector load_weights(const Weight* from) { return load_floats(from); }
   static Vector load_row(const Row* from) { return load(from); }
   static Vector repeat(const Row* from) { return broadcast(*from); }
   static Floats add(Floats sum, Vector row, Vector weights) {
-    return multiply_add(row, weights, sum);
+    return sum + row * weights;  // the compiler decides whether to round in between
   }
 };
 
@@ -26,7 +25,6 @@ struct Multiplier<BFloat16> {
   using Row = BFloat16;
   using Vector = __m512bh;
   static constexpr int kSize = 2 * kLanes;
-  static Vector load_weights(const BFloat16* from) { return (Vector)_mm512_loadu_si512(from); }
   static Vector load_row(const BFloat16* from) { return (Vector)_mm512_loadu_si512(from); }
   static Vector repeat(const BFloat16* from) {
     int32_t pair;

@@ -30,17 +30,6 @@ inline Floats load(const float* from) { return *reinterpret_cast<const Unaligned
 inline void store(float* to, Floats values) { *reinterpret_cast<UnalignedFloats*>(to) = values; }
 inline Floats broadcast(float value) { return value - Floats{}; }
 
-// a * b + c, rounded once where the machine can.
-inline Floats multiply_add(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX__) && defined(__FMA__)
-  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-  return a * b + c;
-#endif
-}
-
 constexpr float kMinusInfinity = -__builtin_inff();
 
 inline float largest(Floats values) {

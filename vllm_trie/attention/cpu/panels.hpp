@@ -7,6 +7,9 @@
 //     values  [block_size, head_size]   row by row, right behind the keys
 #pragma once
 
+#include <type_traits>
+#include <vector>
+
 #include "products.hpp"
 
 namespace vllm_trie {
@@ -124,33 +127,21 @@ void pack_values(const Chunk<T>& chunk, int first, float* strip) {
   }
 }
 
-// Sums of this many products at most are added up one by one: shorter sums are more exact.
+// Sums of this many products of floats at most are added up one by one: shorter sums are more
+// exact.
 constexpr int kDepth = 128;
 
-template <typename Meanwhile>
-void multiply_key_strip(int rows, int columns, int head_size, const float* query,
-                        const float* strip, float* scores, Meanwhile& meanwhile) {
-  static const struct Ones {
-    float values[kMaxRows];
-    Ones() {
-      for (float& value : values) value = 1.0f;
-    }
-  } ones;
-  for (int d = 0; d < head_size; d += kDepth) {
-    multiply_strip(rows, columns, head_size - d < kDepth ? head_size - d : kDepth, query + d,
-                   head_size, strip + d * kStrip, d ? ones.values : nullptr, scores,
-                   kChunk, meanwhile);
+template <typename Product, typename Meanwhile>
+void multiply_key_strip(int rows, int columns, int head_size, const Product* query,
+                        const Product* strip, float* scores, Meanwhile& meanwhile) {
+  static const std::vector<float> ones(kMaxRows, 1.0f);
+  const int most = std::is_same_v<Product, float> ? kDepth : head_size;
+  for (int d = 0; d < head_size; d += most) {
+    multiply_strip(rows, columns, head_size - d < most ? head_size - d : most, query + d,
+                   head_size, strip + d * kStrip, d ? ones.data() : nullptr, scores, kChunk,
+                   meanwhile);
   }
 }
-
-#if defined(VLLM_TRIE_BF16_PRODUCTS)
-template <typename Meanwhile>
-void multiply_key_strip(int rows, int columns, int head_size, const BFloat16* query,
-                        const BFloat16* strip, float* scores, Meanwhile& meanwhile) {
-  multiply_strip(rows, columns, head_size, query, head_size, strip, nullptr, scores, kChunk,
-                 meanwhile);
-}
-#endif
 
 // scores[rows, count] = query[rows, head_size] * keys; `strip` is scratch memory.
 template <typename T, typename Product>

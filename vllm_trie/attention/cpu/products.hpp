@@ -1,8 +1,6 @@
 // Small matrix products: a tile of rows times a strip of columns, accumulated in registers.
 #pragma once
 
-#include <type_traits>
-
 #include "../../native/multiplier.hpp"
 
 namespace vllm_trie {
@@ -31,13 +29,7 @@ inline void multiply_tile(const T* __restrict a, int64_t a_stride, const T* __re
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row) {
       const typename M::Vector value = M::repeat(a + row * a_stride + k);
-      for (int v = 0; v < kVectors; ++v) {
-        if constexpr (std::is_same_v<T, float>) {
-          sums[row][v] += value * columns[v];  // the compiler decides whether to round in between
-        } else {
-          sums[row][v] = M::add(sums[row][v], value, columns[v]);
-        }
-      }
+      for (int v = 0; v < kVectors; ++v) sums[row][v] = M::add(sums[row][v], value, columns[v]);
     }
   }
 #pragma GCC unroll 16

@@ -24,6 +24,16 @@ int32_t without_throwing(const Work& work) noexcept {
     }
 }
 
+// Returns an object of this size, null without memory.
+template <typename T>
+T* make(int32_t size) noexcept {
+    try {
+        return new T(size);
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
 bool in_range(int64_t value, int64_t low, int64_t high) { return low <= value && value < high; }
 
 // Whether reads stay within the arrays: every index is in its range, and every search ends.
@@ -59,13 +69,7 @@ bool is_sound(const View& view, int64_t num_nodes, int64_t table_size, int64_t n
 
 // Returns null without memory or if no index can have contexts of that length.
 extern "C" Index* ngram_index_new(int32_t max_order) {
-    if (max_order < 1 || max_order > ngram::kMaxOrder) return nullptr;
-    Index* index = nullptr;
-    without_throwing([&] {
-        index = new Index(max_order);
-        return 0;
-    });
-    return index;
+    return max_order < 1 || max_order > ngram::kMaxOrder ? nullptr : make<Index>(max_order);
 }
 
 extern "C" void ngram_index_free(Index* index) { delete index; }
@@ -117,13 +121,7 @@ extern "C" void ngram_index_arrays(const Index* index, int64_t* found) {
 
 // Returns null without memory or if there can be no table of that size.
 extern "C" ngram::RecycledTable* recycled_new(int32_t size_log2) {
-    if (size_log2 < 2 || size_log2 > 30) return nullptr;
-    ngram::RecycledTable* table = nullptr;
-    without_throwing([&] {
-        table = new ngram::RecycledTable(size_log2);
-        return 0;
-    });
-    return table;
+    return size_log2 < 2 || size_log2 > 30 ? nullptr : make<ngram::RecycledTable>(size_log2);
 }
 
 extern "C" void recycled_free(ngram::RecycledTable* table) { delete table; }
