@@ -66,9 +66,7 @@ def one_request(shape: LayerShape, context: int, nodes: int) -> Step:
     """Return a step of one request with a tree."""
     request = RequestShape(context, 1, nodes)
     num_blocks = -(-request.seq_len // BLOCK_SIZE)
-    step = random_step(shape, [request], num_blocks, np.random.default_rng(nodes))
-    assert step is not None
-    return step
+    return random_step(shape, [request], num_blocks, np.random.default_rng(nodes))
 
 
 def runs(step: Step, device: torch.device) -> dict[str, Run]:

@@ -149,17 +149,19 @@ class Step:
         return output
 
 
+def num_blocks_of(requests: Sequence[RequestShape], shape: LayerShape) -> int:
+    """Return the KV blocks of some requests."""
+    return sum(-(-request.seq_len // shape.block_size) for request in requests)
+
+
 def random_step(
     shape: LayerShape,
     requests: Sequence[RequestShape],
     num_blocks: int,
     generator: np.random.Generator,
-) -> Step | None:
-    """Return a step with these requests, in batch order; ``None`` if a cache of `num_blocks` cannot
-    hold it."""
+) -> Step:
+    """Return a step with these requests, in batch order, which a cache of `num_blocks` can hold."""
     blocks_of = [-(-request.seq_len // shape.block_size) for request in requests]
-    if sum(blocks_of) > num_blocks:
-        return None
     free = generator.permutation(num_blocks).astype(np.int32)
     block_table = np.zeros((len(requests), max(blocks_of)), dtype=np.int32)
     rows, words, slots, masks = [], [], [], []
@@ -295,9 +297,8 @@ def check_kernel(
     generator = np.random.default_rng(0)
     largest, num_steps = 0.0, 0
     for requests in batches:
-        num_blocks = sum(-(-request.seq_len // shape.block_size) for request in requests) + 2
+        num_blocks = num_blocks_of(requests, shape) + 2
         step = random_step(shape, requests, num_blocks, generator)
-        assert step is not None
         expected = step.expected()
         size = (num_blocks, shape.block_size, shape.num_kv_heads, 2 * shape.head_size)
         kv_cache = torch.empty(size, dtype=shape.cache_dtype, device=device).transpose(1, 2)

@@ -5,11 +5,6 @@ own, and its result becomes a row of the report. Importing this package imports 
 vLLM.
 """
 
-from __future__ import annotations
-
 from vllm_trie.check.command import validate
-from vllm_trie.check.parts import Part, all_parts
-from vllm_trie.check.processes import run_parts
-from vllm_trie.check.report import Report
 
-__all__ = ["Part", "Report", "all_parts", "run_parts", "validate"]
+__all__ = ["validate"]

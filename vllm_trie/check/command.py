@@ -60,7 +60,9 @@ def validate(
             parts,
             settings,
             limit_s,
-            starting=lambda part: status.update(f"{part.name}, {_number(part, parts)}"),
+            starting=lambda part: status.update(
+                f"{part.name}, part {parts.index(part) + 1} of {len(parts)}"
+            ),
         ):
             console.print(f"[{done.seconds:5.0f} s] {done.name}: {done.status}", markup=False)
             report.parts.append(done)
@@ -109,10 +111,6 @@ def _dtypes(model: str | None, quick: bool) -> list[str]:
     if quick or model_dtype not in DTYPES:
         return ["float32"]
     return list(dict.fromkeys(["float32", model_dtype]))
-
-
-def _number(part: Part, parts: Sequence[Part]) -> str:
-    return f"part {parts.index(part) + 1} of {len(parts)}"
 
 
 def _write(report: Report, path: Path | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from vllm_trie.attention.kernel_check import (
     Step,
     check_kernel,
     fill_cache,
+    num_blocks_of,
     random_step,
     relative_error,
 )
@@ -42,6 +43,7 @@ FURTHER_LAYERS = (
 """Checked without `--quick`: other head sizes and numbers of query heads for each KV head."""
 GRAPH_LAYER = LayerShape(32, 8, 128, 16, torch.bfloat16)
 MOVED = 24
+NODES = 32
 Check = Callable[[LayerShape, torch.device], KernelCheck]
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes work on fixed buffers and returns its replay."""
@@ -104,8 +106,8 @@ def check_cpu_kernel(shape: LayerShape, device: torch.device) -> KernelCheck:
     generator = np.random.default_rng(0)
     largest = 0.0
     for requests in BATCHES:
-        num_blocks = sum(-(-request.seq_len // shape.block_size) for request in requests) + 2
-        step = _step(shape, requests, num_blocks, generator)
+        num_blocks = num_blocks_of(requests, shape) + 2
+        step = random_step(shape, requests, num_blocks, generator)
         size = (num_blocks, shape.num_kv_heads, shape.block_size, 2 * shape.head_size)
         filled = torch.empty(size, dtype=shape.dtype)
         fill_cache(filled, step)
@@ -187,7 +189,7 @@ def capture_graph(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def replay_errors(
-    shape: LayerShape, device: torch.device, splits: int, capture: Capture, nodes: int = 32
+    shape: LayerShape, device: torch.device, splits: int, capture: Capture
 ) -> list[float]:
     """Return the error of each replay: other trees, contexts, blocks and values, then the first
     step again."""
@@ -197,7 +199,7 @@ def replay_errors(
     generator = np.random.default_rng(3)
     # Equal numbers of nodes and blocks: a graph stands for a bucket of sizes.
     steps = [
-        _step(shape, [RequestShape(length, 1, nodes) for length in lengths], 64, generator)
+        random_step(shape, [RequestShape(n, 1, NODES) for n in lengths], 64, generator)
         for lengths in ((300, 33), (280, 40), (290, 35))
     ]
     first = steps[0]
@@ -222,7 +224,7 @@ def replay_errors(
         buffers.write(step.trees)
 
     load(first)
-    sizes = (table, starts, seq_lens, buffers, first.scale, output, nodes + 1)
+    sizes = (table, starts, seq_lens, buffers, first.scale, output, NODES + 1)
     replay = capture(lambda: tree_attention_triton(query, cache, *sizes, num_splits=splits))
     errors = []
     for step in [*steps, first]:
@@ -231,14 +233,3 @@ def replay_errors(
         replay()
         errors.append(relative_error(output.cpu(), step.expected(), step))
     return errors
-
-
-def _step(
-    shape: LayerShape,
-    requests: Sequence[RequestShape],
-    num_blocks: int,
-    generator: np.random.Generator,
-) -> Step:
-    step = random_step(shape, requests, num_blocks, generator)
-    assert step is not None
-    return step

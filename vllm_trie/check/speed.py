@@ -32,8 +32,8 @@ METHODS: dict[str, dict[str, object] | None] = {
 
 def measure(settings: Settings, dtype: str) -> Outcome:
     """Time greedy decoding of the same prompts on all engines, in turns; medians of the ratios."""
-    free, needed = _free_memory(), len(METHODS) * _engine_bytes(settings.model, dtype)
-    if free is not None and needed > free:
+    needed = len(METHODS) * _engine_bytes(settings.model, dtype)
+    if torch.cuda.is_available() and needed > (free := torch.cuda.mem_get_info()[0]):
         text = f"{len(METHODS)} engines at once need {needed >> 30} GiB, {free >> 30} GiB are free"
         return Outcome(status="not applicable", summary=text)
     texts = prompts(settings)
@@ -91,11 +91,6 @@ def _speeds(
         for name, taken in seconds.items()
     }
     return len(queue) * max_tokens / median(plain), ratios
-
-
-def _free_memory() -> int | None:
-    """Return the free bytes of the GPU, None without one."""
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
 
 
 def _engine_bytes(model: str, dtype: str) -> int:

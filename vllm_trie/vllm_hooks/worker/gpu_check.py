@@ -24,6 +24,7 @@ from vllm_trie.attention.kernel_check import (
     Step,
     check_kernel,
     fill_cache,
+    num_blocks_of,
     random_step,
     relative_error,
 )
@@ -119,9 +120,11 @@ def _check(
         largest = max(largest, kernel.largest_error)
         num_steps += kernel.num_steps
         generator = np.random.default_rng(1)
+        num_blocks = len(checked.kv_cache)
         steps = [
-            random_step(checked.shape, requests, len(checked.kv_cache), generator)
+            random_step(checked.shape, requests, num_blocks, generator)
             for requests in batches
+            if num_blocks_of(requests, checked.shape) <= num_blocks
         ]
         # The steps are drawn for a quantized cache without factors.
         scales = (checked.layer._k_scale, checked.layer._v_scale)
@@ -130,9 +133,8 @@ def _check(
             for scale in scales:
                 scale.fill_(1.0)
             for step in steps:
-                if step is not None:
-                    largest = max(largest, _check_step(checked, step, generator))
-                    num_steps += 1
+                largest = max(largest, _check_step(checked, step, generator))
+                num_steps += 1
         finally:
             checked.kv_cache.zero_()
             for scale, kept in zip(scales, of_model, strict=True):
