@@ -3,9 +3,7 @@
 Importing this package imports neither torch nor vLLM.
 """
 
-from __future__ import annotations
-
 from vllm_trie.explore.page import page
-from vllm_trie.explore.trace import Header, Step, Trace, TraceWriter, read_trace
+from vllm_trie.explore.trace import Header, Step, Trace
 
-__all__ = ["Header", "Step", "Trace", "TraceWriter", "page", "read_trace"]
+__all__ = ["Header", "Step", "Trace", "page"]

@@ -183,21 +183,14 @@ class TraceWriter:
     Args:
         file: Receives the lines; the caller owns it.
         header: Of the trace.
-        max_steps, max_bytes: The bounds. What comes after them is dropped.
     """
 
-    def __init__(
-        self,
-        file: BinaryIO,
-        header: Header,
-        max_steps: int = MAX_STEPS,
-        max_bytes: int = MAX_BYTES,
-    ) -> None:
+    def __init__(self, file: BinaryIO, header: Header) -> None:
         self._file = file
         self._end: _EndReason = "complete"
-        self._steps_left = max_steps
+        self._steps_left = MAX_STEPS
         line = header.encoded()
-        self._bytes_left = max_bytes - len(line) - len(End(end="complete").encoded())
+        self._bytes_left = MAX_BYTES - len(line) - len(End(end="complete").encoded())
         file.write(line)
 
     def add(self, step: Step) -> None:

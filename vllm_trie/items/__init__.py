@@ -5,12 +5,10 @@
 what one request allows and denies.
 """
 
-from __future__ import annotations
-
 from vllm_trie.items.build import build_items
 from vllm_trie.items.selection import Rules
 from vllm_trie.items.sources import read_items
-from vllm_trie.items.trie import ROOT, Children, ItemId, ItemTrie
+from vllm_trie.items.trie import ROOT, ItemId, ItemTrie
 from vllm_trie.items.trie_file import (
     ItemsError,
     ItemsHeader,
@@ -20,7 +18,6 @@ from vllm_trie.items.trie_file import (
 
 __all__ = [
     "ROOT",
-    "Children",
     "ItemId",
     "ItemTrie",
     "ItemsError",

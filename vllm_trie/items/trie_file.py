@@ -83,15 +83,7 @@ FORMAT = CheckedFormat(
     error=ItemsError,
     remedy="build it with `vllm-trie items build`",
 )
-
-
-def read_header(path: Path) -> ItemsHeader:
-    """Return the header of an item trie's file; its content is not checked.
-
-    Raises:
-        ItemsError: Not such a file, of another version, or truncated.
-    """
-    return FORMAT.read_header(path)
+read_header = FORMAT.read_header
 
 
 def open_items(path: Path, vocab_size: int | None = None, version: str | None = None) -> ItemTrie:

@@ -1,9 +1,6 @@
 """Compiling and loading the native kernels."""
 
-from __future__ import annotations
-
 from vllm_trie.native.build import (
-    DEFAULT_FLAGS,
     SHARED_HEADERS,
     NativeBuildError,
     build_library,
@@ -16,7 +13,6 @@ from vllm_trie.native.library import NativeLibrary
 from vllm_trie.native.prebuilt import cpu_flags, find_prebuilt
 
 __all__ = [
-    "DEFAULT_FLAGS",
     "SHARED_HEADERS",
     "NativeBuildError",
     "NativeLibrary",

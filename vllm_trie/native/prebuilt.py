@@ -21,12 +21,8 @@ INSTRUCTION_SETS = {
 """Names of the sets, best first, and the flags that the kernel reports where they can be used."""
 
 
-def find_prebuilt(name: str, folder: Path | None = None) -> Path | None:
+def find_prebuilt(name: str) -> Path | None:
     """Return the core called `name` for the best instruction set that this machine has.
-
-    Args:
-        name: Of the core.
-        folder: Of the libraries; the package's own by default.
 
     Returns:
         None if there is none: in a checkout, in a wheel without compiled cores, or on a processor
@@ -34,7 +30,7 @@ def find_prebuilt(name: str, folder: Path | None = None) -> Path | None:
     """
     flags = cpu_flags()
     for instruction_set, needed in INSTRUCTION_SETS.items():
-        library = (folder or FOLDER) / f"{name}-{instruction_set}.so"
+        library = FOLDER / f"{name}-{instruction_set}.so"
         if needed <= flags and library.is_file():
             return library
     return None

@@ -1,18 +1,15 @@
 """N-grams of texts: the index, the blend of its contexts, and corpora in files."""
 
-from __future__ import annotations
-
 from vllm_trie.ngrams.backend import Backend, NativeBackend, PythonBackend, choose_backend
 from vllm_trie.ngrams.blend import Blend, Source
 from vllm_trie.ngrams.index import MAX_ORDER, NgramIndex
-from vllm_trie.ngrams.job import Candidates, Draft, Index, Job
+from vllm_trie.ngrams.job import Candidates, Index, Job
 
 __all__ = [
     "MAX_ORDER",
     "Backend",
     "Blend",
     "Candidates",
-    "Draft",
     "Index",
     "Job",
     "NativeBackend",

@@ -57,6 +57,7 @@ FORMAT = CheckedFormat(
     error=CorpusError,
     remedy="build it with `vllm-trie corpus build` and the model's tokenizer",
 )
+read_header = FORMAT.read_header
 
 
 def fingerprint(vocabulary: dict[str, int]) -> str:
@@ -68,11 +69,7 @@ def fingerprint(vocabulary: dict[str, int]) -> str:
 
 
 def write_corpus(
-    path: Path,
-    documents: Iterable[np.ndarray],
-    vocab_size: int,
-    tokenizer: str,
-    max_order: int = MAX_ORDER,
+    path: Path, documents: Iterable[np.ndarray], vocab_size: int, tokenizer: str
 ) -> CorpusHeader:
     """Index documents and write the file; an older one is replaced once the new one is complete.
 
@@ -80,13 +77,12 @@ def write_corpus(
         documents: int32 token ids of each document.
         vocab_size: Token ids are in [0, vocab_size).
         tokenizer: Fingerprint of the tokenizer that the ids come from.
-        max_order: Longest context that is indexed.
 
     Raises:
         CorpusError: A token is outside the vocabulary, or there is no text.
     """
     tokens, num_documents = _join(documents, vocab_size)
-    index = native.NativeIndex(max_order)
+    index = native.NativeIndex(MAX_ORDER)
     index.add_text(tokens)
     nodes, table = index.arrays()
     header = CorpusHeader(
@@ -95,7 +91,7 @@ def write_corpus(
         token_array_size=len(tokens),
         num_nodes=len(nodes) // native.NODE_BYTES,
         table_size=len(table) // 4,
-        max_order=max_order,
+        max_order=MAX_ORDER,
         vocab_size=vocab_size,
         tokenizer=tokenizer,
     )
@@ -119,15 +115,6 @@ def _join(documents: Iterable[np.ndarray], vocab_size: int) -> tuple[np.ndarray,
     if not parts:
         raise CorpusError("the corpus has no text")
     return np.concatenate(parts), len(parts) // 2
-
-
-def read_header(path: Path) -> CorpusHeader:
-    """Return the header of a corpus file; its content is not checked against the digest.
-
-    Raises:
-        CorpusError: Not a corpus file, of another version, or truncated.
-    """
-    return FORMAT.read_header(path)
 
 
 def check_vocabulary(path: Path, header: CorpusHeader, vocab_size: int) -> None:

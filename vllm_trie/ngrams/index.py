@@ -126,11 +126,6 @@ class NgramIndex:
         self._free_texts: list[int] = []
 
     @property
-    def num_bytes(self) -> int:
-        """Return a rough figure, about ten times that of the compiled index."""
-        return 600 * self.num_nodes
-
-    @property
     def texts(self) -> dict[int, list[int]]:
         """The tokens of each text, by its number; empty where one was removed."""
         return {number: text.token_ids for number, text in self._texts.items()}

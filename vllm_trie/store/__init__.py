@@ -1,7 +1,5 @@
 """Files of what engines have learned, from which later ones start warm."""
 
-from __future__ import annotations
-
 from vllm_trie.store.folder import (
     KEY_BYTES,
     Identity,

@@ -79,6 +79,7 @@ FORMAT = CheckedFormat(
     remedy="delete it; engines write new ones",
     private=True,
 )
+read_header = FORMAT.read_header
 
 
 class Store(NamedTuple):
@@ -149,15 +150,6 @@ def newest(texts: Sequence[StoredText], max_tokens: int) -> Sequence[StoredText]
         if left < 0:
             return texts[start + 1 :]
     return texts
-
-
-def read_header(path: Path) -> StoreHeader:
-    """Return the header of a file; its content is not checked.
-
-    Raises:
-        StoreError: Not a store file, of another version, or truncated.
-    """
-    return FORMAT.read_header(path)
 
 
 def read_store(path: Path) -> Store:

@@ -19,7 +19,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreReadyResponse
 
 from vllm_trie.beam import ITEM_OPTIONS, BeamOptions, SearchSettings
-from vllm_trie.items import Rules
 from vllm_trie.items.selection import Selection
 
 # -- requests: keys of ``SamplingParams.extra_args`` -----------------------------------------------
@@ -96,16 +95,6 @@ def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int)
         frequency_penalty=params.frequency_penalty,
         bad_words=tuple(tuple(word) for word in params.bad_words_token_ids or ()),
         logit_bias=tuple((params.logit_bias or {}).items()),
-    )
-
-
-def rules_of(options: BeamOptions) -> Rules:
-    """Return what a request allows and denies of a catalogue."""
-    return Rules(
-        options.allow_items,
-        options.allow_prefixes,
-        options.deny_items or (),
-        options.deny_prefixes or (),
     )
 
 

@@ -168,7 +168,7 @@ def test_the_bound_holds(additions: list[tuple[str | None, int]]) -> None:
         assert store.num_tokens == sum(index.num_tokens for index in held if index)
         assert store.num_tokens <= 25
         assert size == 0 or store.index(salt) is not None
-    assert store.num_texts <= 25
+    assert len(store.texts()) <= 25
 
 
 def test_of_a_text_too_long_the_end_is_kept() -> None:

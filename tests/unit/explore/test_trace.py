@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_trie.explore import trace
 from vllm_trie.explore.trace import (
     MAX_BYTES,
     MAX_PROMPT,
@@ -30,7 +31,10 @@ STEP = Step.of(TREE, (0, 1), (5, 6, 9), 0.0123456789)
 
 def written(*steps: Step, **bounds: int) -> bytes:
     file = io.BytesIO()
-    writer = TraceWriter(file, HEADER, **bounds)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, bound in bounds.items():
+            patch.setattr(trace, name.upper(), bound)
+        writer = TraceWriter(file, HEADER)
     for step in steps:
         writer.add(step)
     writer.finish()

@@ -1,7 +1,5 @@
 """The n-gram-trie drafter."""
 
-from __future__ import annotations
-
 from vllm_trie.drafters.ngram_trie.drafter import NgramTrieDrafter
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 

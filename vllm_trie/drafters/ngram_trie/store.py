@@ -44,14 +44,6 @@ class RequestStore:
         self.key = os.urandom(KEY_BYTES)
         self.num_tokens = 0
 
-    @property
-    def num_texts(self) -> int:
-        return len(self._texts)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(index.num_bytes for index in self._indexes.values())
-
     def index(self, cache_salt: str | None) -> Index | None:
         """Return the index that requests with this salt draft from, None if it is empty."""
         return self._indexes.get(salt_digest(cache_salt))

@@ -159,10 +159,6 @@ def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
         ]
 
 
-def _belongs_on_v2(vllm_config: VllmConfig) -> bool:
-    return config.read(vllm_config) is not None and runner_choice.belongs_on_v2(vllm_config)
-
-
 # -- patches ---------------------------------------------------------------------------------------
 
 
@@ -209,7 +205,7 @@ def create_engine_config(
     given = copy.copy(vars(self))
     vllm_config = original(self, *args, **kwargs)
     verify(vllm_config)
-    if _belongs_on_v2(vllm_config):
+    if config.read(vllm_config) is not None and runner_choice.belongs_on_v2(vllm_config):
         vars(self).update(given)
         with runner_choice.on_v2():
             vllm_config = original(self, *args, **kwargs)

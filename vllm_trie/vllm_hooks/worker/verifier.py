@@ -178,8 +178,7 @@ class TreeVerifier:
         if logits is not None and (is_greedy or self.guard.drafter.needs_node_argmax):
             argmax = argmax_of_logits(sampler, logits)
         if not self.has_drafts:
-            self._last_logits_rows = range(len(trees))
-            self._keep_results([()] * len(trees), self._last_logits_rows, argmax)
+            self._keep_results([()] * len(trees), range(len(trees)), argmax)
             output: SamplerOutput = sampler(logits=logits, sampling_metadata=metadata)
             return output
         assert logits is not None
@@ -190,13 +189,7 @@ class TreeVerifier:
         else:
             sample = sample_levels(sampler, logits, first_rows, trees, metadata, outputs)
         self._accepted = sample.accepted
-        self._last_logits_rows = [
-            first + (path[-1] + 1 if path else 0)
-            for first, path in zip(first_rows, sample.accepted, strict=True)
-        ]
         self._keep_results(sample.accepted, first_rows, argmax)
-        if self.budget is not None:
-            self.budget.observe_verified(self._request_ids, trees, sample.accepted)
         output = sample.padded(logits.device)
         self._stats.verification_seconds += time.perf_counter() - start
         return output
@@ -215,15 +208,8 @@ class TreeVerifier:
             tree.path_of(tokens[:-1])
             for tree, tokens in zip(self.step_trees, new_tokens, strict=True)
         ]
-        num_rows = [len(tree.token_list) + 1 for tree in self.step_trees]
-        first_rows = [0, *accumulate(num_rows[:-1])]
-        self._last_logits_rows = [
-            first + (path[-1] + 1 if path else 0)
-            for first, path in zip(first_rows, accepted, strict=True)
-        ]
+        first_rows = [0, *accumulate(len(tree.token_list) + 1 for tree in self.step_trees[:-1])]
         self._keep_results(accepted, first_rows, argmax)
-        if self.budget is not None and self.has_drafts:
-            self.budget.observe_verified(self._request_ids, self.step_trees, accepted)
 
     def _keep_results(
         self,
@@ -232,6 +218,12 @@ class TreeVerifier:
         argmax: Sequence[int] | np.ndarray | None,
     ) -> None:
         """Keep each request's accepted nodes, and the argmax of its logits for the drafter."""
+        self._last_logits_rows = [
+            first + (path[-1] + 1 if path else 0)
+            for first, path in zip(first_rows, accepted, strict=True)
+        ]
+        if self.budget is not None and self.has_drafts:
+            self.budget.observe_verified(self._request_ids, self.step_trees, accepted)
         argmax_rows: np.ndarray | None = None
         if argmax is not None and self.guard.drafter.needs_node_argmax:
             argmax_rows = np.asarray(argmax, dtype=np.int32)

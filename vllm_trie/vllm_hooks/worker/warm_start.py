@@ -57,7 +57,6 @@ class WarmStart:
         folder: Of the files of all engines.
         identity: Of this engine's model and tokenizer.
         drafter: Whose texts are saved and restored.
-        interval: Seconds between two saves, at least.
         reload_interval: Seconds between two readings of the other engines' files, None for none
             after the start.
     """
@@ -67,13 +66,11 @@ class WarmStart:
         folder: Path,
         identity: Identity,
         drafter: Drafter,
-        interval: float = INTERVAL,
         reload_interval: float | None = None,
     ) -> None:
         self._identity = identity
         self._drafter = drafter
-        self._interval = interval
-        self._next_save = time.monotonic() + interval
+        self._next_save = time.monotonic() + INTERVAL
         self._reload_interval = math.inf if reload_interval is None else reload_interval
         self._next_reload = time.monotonic() + self._reload_interval
         self._has_served = False
@@ -106,7 +103,7 @@ class WarmStart:
             return
         now = time.monotonic()
         if now >= self._next_save and self._slot is not None:
-            self._next_save = now + self._interval
+            self._next_save = now + INTERVAL
             self._job = threading.Thread(target=self._write, args=self._snapshot(), daemon=True)
             self._job.start()
         elif now >= self._next_reload:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from vllm_trie.beam import BeamOptions
 from vllm_trie.items import ItemTrie, open_items
-from vllm_trie.items.selection import Selection, select
-from vllm_trie.vllm_hooks.wire import packed, rules_of
+from vllm_trie.items.selection import Rules, Selection, select
+from vllm_trie.vllm_hooks.wire import packed
 from vllm_trie.watched_file import WatchedFile
 
 
@@ -61,7 +61,12 @@ class Catalogues:
 
     def select(self, catalogue: Catalogue, options: BeamOptions) -> Selection | None:
         """Return the part of a catalogue that a request may generate, None for all of it."""
-        rules = rules_of(options)
+        rules = Rules(
+            options.allow_items,
+            options.allow_prefixes,
+            options.deny_items or (),
+            options.deny_prefixes or (),
+        )
         if not rules.restrict:
             return None
         key = catalogue.trie.version, packed(options)

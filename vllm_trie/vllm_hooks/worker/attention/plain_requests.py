@@ -35,21 +35,16 @@ class PlainRequests:
             batch[self.tokens] = taken
 
 
-def plain_requests(
-    metadata: Any, trees: TreeBatch, starts: np.ndarray | None = None
-) -> PlainRequests:
+def plain_requests(metadata: Any, trees: TreeBatch) -> PlainRequests:
     """Leave the requests with trees out of a step's metadata.
 
     Args:
         metadata: A dataclass with vLLM's fields for lengths and blocks of each request. Its other
             fields are taken over.
         trees: The requests to leave out; at least one request must remain.
-        starts: int32 [num_requests + 1], a copy of ``metadata.query_start_loc`` on the CPU; read
-            from the metadata if left out, which waits for the device.
     """
     device = metadata.query_start_loc.device
-    if starts is None:
-        starts = metadata.query_start_loc.cpu().numpy()
+    starts = metadata.query_start_loc.cpu().numpy()
     is_plain = np.ones(len(starts) - 1, dtype=bool)
     is_plain[trees.row_array[:, 0]] = False
     indices = np.flatnonzero(is_plain)
