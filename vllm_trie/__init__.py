@@ -5,8 +5,6 @@ nothing has to be imported to use it. Importing this package is cheap and touche
 torch nor vLLM.
 """
 
-from __future__ import annotations
-
 from vllm_trie._version import __version__
 
 __all__ = ["__version__"]

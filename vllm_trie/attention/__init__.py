@@ -1,7 +1,5 @@
 """Tree-masked attention over a paged KV cache."""
 
-from __future__ import annotations
-
 from vllm_trie.attention.cache_layout import move_slots, split_cache
 from vllm_trie.attention.kernels import (
     choose_kernels,

@@ -4,8 +4,6 @@
 be read, is ``tests/unit/beam/reference.py``.
 """
 
-from __future__ import annotations
-
 from vllm_trie.beam.candidates import Candidates, Draws, Outcomes, num_raw_candidates
 from vllm_trie.beam.search import BeamSearch, Children, Hypothesis
 from vllm_trie.beam.settings import (

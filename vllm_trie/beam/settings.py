@@ -163,7 +163,8 @@ class BeamOptions(BaseModel):
             )
         if self.items is None:
             for name in sorted(ITEM_OPTIONS - {"items"}):
-                if name in self.model_fields_set and getattr(self, name) != _default(name):
+                field = BeamOptions.model_fields[name]
+                if name in self.model_fields_set and getattr(self, name) != field.default:
                     raise ValueError(
                         f"{name}={getattr(self, name)!r} needs items; name a catalogue of the "
                         f"engine, or leave {name} out"
@@ -180,10 +181,6 @@ class BeamOptions(BaseModel):
                 "use prefixes for many items, or a catalogue of its own"
             )
         return self
-
-
-def _default(name: str) -> Any:
-    return BeamOptions.model_fields[name].default
 
 
 OPTION_NAMES = frozenset(BeamOptions.model_fields)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -20,9 +20,6 @@ from vllm_trie.corpus.prompt_format import PromptFormat, prompt_format
 from vllm_trie.corpus.synthesis import Completion, Plan
 from vllm_trie.ngrams.corpus_file import CorpusHeader, fingerprint, write_corpus
 from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 _SECONDS_BETWEEN_LINES = 30.0
 

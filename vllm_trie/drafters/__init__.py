@@ -1,7 +1,5 @@
 """Drafters, which fill token trees, and the registry of drafting methods."""
 
-from __future__ import annotations
-
 from vllm_trie.drafters.base import (
     Drafter,
     DrafterContext,

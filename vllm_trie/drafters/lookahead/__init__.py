@@ -1,7 +1,5 @@
 """The lookahead drafter: n-grams that the target model generates while it decodes."""
 
-from __future__ import annotations
-
 from vllm_trie.drafters.lookahead.drafter import LookaheadDrafter
 from vllm_trie.drafters.lookahead.options import LookaheadOptions
 

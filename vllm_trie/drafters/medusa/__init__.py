@@ -1,7 +1,5 @@
 """Medusa drafting: heads on the target's hidden state guess the tokens of a dynamic tree."""
 
-from __future__ import annotations
-
 from vllm_trie.drafters.medusa.drafter import MedusaDrafter
 from vllm_trie.drafters.medusa.options import MedusaOptions
 

@@ -1,7 +1,5 @@
 """The union of several drafters: their candidates in one tree under one node budget."""
 
-from __future__ import annotations
-
 from vllm_trie.drafters.union.drafter import TrieUnionDrafter
 from vllm_trie.drafters.union.options import TrieUnionOptions
 

@@ -12,13 +12,11 @@ FasterDecoding: `medusa_lm_head.pt` (or `.safetensors`) with the tensors
 `config.json` with `medusa_num_heads` and `medusa_num_layers`.
 """
 
-from __future__ import annotations
-
 from vllm_trie.drafters.medusa.checkpoint.files import (
     TEMPERATURES_KEY,
     CheckpointError,
     check_file,
 )
-from vllm_trie.drafters.medusa.checkpoint.loading import Checkpoint, load_checkpoint
+from vllm_trie.drafters.medusa.checkpoint.loading import load_checkpoint
 
-__all__ = ["TEMPERATURES_KEY", "Checkpoint", "CheckpointError", "check_file", "load_checkpoint"]
+__all__ = ["TEMPERATURES_KEY", "CheckpointError", "check_file", "load_checkpoint"]
