@@ -44,7 +44,6 @@ def completion_response(
     *args: object,
     **kwargs: object,
 ) -> Any:
-    """Add the scores to an answer of ``/v1/completions``."""
     response = original(self, final_res_batch, *args, **kwargs)
     return _with_beams(response, (out for result in final_res_batch for out in result.outputs))
 
@@ -79,7 +78,6 @@ async def chat_response(
 def run_engine(
     original: Callable[..., list[Any]], self: Any, output_type: Any, use_tqdm: Any = True
 ) -> list[Any]:
-    """Log a line of drafted and accepted tokens next to vLLM's progress bar."""
     results = original(self, output_type, use_tqdm=use_tqdm)
     tree_config = config.read(self.llm_engine.vllm_config)
     if tree_config is not None and use_tqdm:

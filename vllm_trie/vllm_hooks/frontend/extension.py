@@ -104,7 +104,6 @@ def process_speculation(
     *args: object,
     **kwargs: object,
 ) -> Result:
-    """Check speculation options where every request of every front end passes."""
     params = SPECULATION_REQUESTS.prepare_params(self.vllm_config, params)
     with refusing_what_fails():
         token = _samples_as_plain.set(_walks_trees(self.vllm_config))
@@ -158,7 +157,6 @@ def process_beams(
     *args: object,
     **kwargs: object,
 ) -> EngineCoreRequest:
-    """Check beam requests where every request of every front end passes."""
     prepared = BEAM_REQUESTS.prepare_params(self.vllm_config, params)
     request = original(self, request_id, prompt, prepared, *args, **kwargs)
     BEAM_REQUESTS.check_request(self.vllm_config, request)
@@ -172,7 +170,6 @@ def process_beams(
     successor="`RequestExtension.has_distinct_outputs()`",
 )
 def verify_greedy_sampling(original: Callable[..., None], self: SamplingParams) -> None:
-    """Allow ``n > 1`` at temperature 0 for beam requests."""
     if not BEAM_REQUESTS.has_distinct_outputs(self):
         original(self)
 
@@ -181,7 +178,6 @@ def verify_greedy_sampling(original: Callable[..., None], self: SamplingParams) 
     "_apply_ready_response", "hears why the engine has no native beam search"
 )
 def apply_ready_response(original: Callable[..., None], self: MPClient, payload: bytes) -> None:
-    """Take over from an engine that has started why native searches are off."""
     original(self, payload)
     if payload:
         response = msgspec.msgpack.decode(payload, type=ReadyResponse)
@@ -206,7 +202,6 @@ def beam_search_offline(
     concurrency_limit: int | None = None,
     **options: Any,
 ) -> list[BeamSearchOutput]:
-    """Give ``LLM.beam_search`` the native search, with the same arguments and results."""
     arguments = (prompts, params, lora_request, use_tqdm, concurrency_limit)
     outputs = ROUTE.search_offline(self, *arguments, **options)
     return original(self, *arguments, **options) if outputs is None else outputs

@@ -154,7 +154,6 @@ def add_request(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """Have :class:`SearchOutputs` make the outputs of a search."""
     original(self, request, *args, **kwargs)
     if is_search(request.sampling_params):
         state = self.request_states[request.request_id]
@@ -180,7 +179,6 @@ def make_request_output(
     *args: object,
     **kwargs: object,
 ) -> Result:
-    """Take the search's result out of the field it travels in."""
     if kv_transfer_params is not None and SPEC_KEY in kv_transfer_params:
         self.extension_result = kv_transfer_params  # type: ignore[attr-defined]
         kv_transfer_params = None

@@ -46,7 +46,6 @@ def init_stat_loggers(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """Have every stat logger manager start a :class:`TreeStatLogger` for tree engines."""
     if ours := stat_loggers(vllm_config):
         custom_stat_loggers = [*(custom_stat_loggers or ()), *ours]
     original(self, vllm_config, engine_idxs, custom_stat_loggers, *args, **kwargs)

@@ -341,7 +341,6 @@ def allocate_slots(
     *args: object,
     **kwargs: object,
 ) -> KVCacheBlocks | None:
-    """Allocate the KV of all beams where vLLM schedules a token of their proxy."""
     if isinstance(request, BeamProxy) and request.beams.decodes:
         return self.empty_kv_cache_blocks if request.beams.take_blocks(self) else None
     return original(self, request, *args, **kwargs)

@@ -65,7 +65,6 @@ def stats_annotations(original: dict[str, object]) -> dict[str, Any]:
     successor="`NewRequestData.cache_salt`",
 )
 def add_request(original: Callable[..., Result], self: Scheduler, request: Request) -> Result:
-    """Send cache salts to the workers."""
     if request.cache_salt and request.sampling_params is not None:
         extra = request.sampling_params.extra_args or {}
         request.sampling_params.extra_args = {**extra, CACHE_SALT: request.cache_salt}

@@ -27,7 +27,6 @@ _SIMILAR_MODEL = 0.85
     successor="`SpeculativeMethods.names()`; the alias is 0002",
 )
 def add_cli_args(original: Callable[..., Any], parser: object) -> Any:
-    """Add the plugin's methods to each parser that vLLM fills."""
     parser = original(parser)
     add_methods(parser)
     return parser

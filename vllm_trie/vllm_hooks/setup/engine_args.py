@@ -176,7 +176,6 @@ def create_speculative_config(
     target_model_config: ModelConfig,
     target_parallel_config: ParallelConfig,
 ) -> Result:
-    """Rewrite the engine arguments before vLLM reads its speculative configuration from them."""
     configure(self, target_parallel_config)
     return original(self, target_model_config, target_parallel_config)
 

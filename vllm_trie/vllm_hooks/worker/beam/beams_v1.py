@@ -159,7 +159,6 @@ def with_own_counts(scheduler_output: SchedulerOutput) -> SchedulerOutput:
 def _update_states(
     original: Callable[..., Result], self: GPUModelRunner, scheduler_output: SchedulerOutput
 ) -> Result:
-    """Attach the beams of a step when its requests are up to date."""
     beams: AttachedBeams | None = self.__dict__.get(_ATTACHED)
     if beams is not None:
         beams.forget(scheduler_output.finished_req_ids)
@@ -203,7 +202,6 @@ def execute_model(
     *args: object,
     **kwargs: object,
 ) -> Result:
-    """Keep what the scheduler asks for until the step is sampled."""
     selections = getattr(scheduler_output, SELECTIONS, None)
     if selections is not None or _SELECTOR in self.__dict__:
         state = self.__dict__.setdefault(_SELECTOR, Selector(waits=True))
@@ -221,7 +219,6 @@ def execute_model(
 def _build_attention_metadata(
     original: Callable[..., Result], self: GPUModelRunner, *args: object, **kwargs: object
 ) -> Result:
-    """Let the beams of searches share the attention to their prompts."""
     built = original(self, *args, **kwargs)
     beams = attached_to(self)
     if beams is not None and beams.num_beams == self.input_batch.num_reqs:
@@ -267,7 +264,6 @@ def sample_and_select(
 def sample_tokens(
     original: Callable[..., Result], self: GPUModelRunner, *args: object, **kwargs: object
 ) -> Result:
-    """Send the candidates with the output of the step."""
     output = original(self, *args, **kwargs)
     state: Selector | None = self.__dict__.get(_SELECTOR)
     if state is not None and state.selected:

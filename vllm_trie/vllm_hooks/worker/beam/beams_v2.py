@@ -169,7 +169,6 @@ def slots_of(runner: GPUModelRunner) -> BeamSlots:
 def update_requests(
     original: Callable[..., None], self: GPUModelRunner, scheduler_output: SchedulerOutput
 ) -> None:
-    """Write the beams of a step when its requests are up to date."""
     original(self, scheduler_output)
     slots_of(self).write()
 
@@ -212,7 +211,6 @@ def sample_and_select(
 def sample_tokens(
     original: Callable[..., Result], self: GPUModelRunner, *args: object, **kwargs: object
 ) -> Result:
-    """Send the candidates of searches with the output of the step."""
     output = original(self, *args, **kwargs)
     selector = slots_of(self).selector
     if selector.selected:
@@ -226,7 +224,6 @@ def sample_tokens(
     "sends the candidates, whose copies came before those of its own",
 )
 def get_output(original: Callable[..., ModelRunnerOutput], self: AsyncOutput) -> ModelRunnerOutput:
-    """Send the candidates of searches when the output of their step is on the host."""
     output = original(self)
     if selected := vars(self).get(_SELECTED):
         send(selected, output)

@@ -25,7 +25,6 @@ def copy_kv_cache_blocks_inplace(
     num_blocks: int,
     kv_cache_block_copies: list[object],
 ) -> None:
-    """Copy rows of memory, of the slots that are needed, where vLLM copies blocks bytewise."""
     caches = list({cache.data_ptr(): cache for cache in kv_caches}.values())
     if not (
         kv_cache_block_copies

@@ -328,5 +328,4 @@ def init_speculator(
     scope="v2_stage",
 )
 def use_ngram(original: Callable[..., bool], self: SpeculativeConfig) -> bool:
-    """Keep the runner from holding every request's text on the device, for vLLM's own n-grams."""
     return False
