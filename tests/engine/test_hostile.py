@@ -15,10 +15,10 @@ pytestmark = pytest.mark.slow
 def test_hostile_requests_fail_alone(name, tmp_path):
     options = hostile.server_options(tmp_path)[name]
     with running(tmp_path / "log", *options) as server:
-        figures = hostile.attack(server, 500, seed=1, neighbours=hostile.neighbours_of(name))
+        figures = hostile.attack(server, 300, seed=1, neighbours=hostile.neighbours_of(name))
         print(figures)
         assert server.is_healthy(), server.log_text()[-5000:]
     assert not figures.wrong, figures.wrong[:5]
     assert not figures.failed, figures.failed[:5]
     assert figures.options >= OPTION_NAMES
-    assert figures.statuses[200] > 50, "too few of the requests were right"
+    assert figures.statuses[200] > 30, "too few of the requests were right"

@@ -35,7 +35,7 @@ from tests.engine.families import (
 
 pytestmark = pytest.mark.usefixtures("test_drafters", "inspect_models_here", "experts_group")
 
-NUM_TOKENS = 60
+NUM_TOKENS = 40
 GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False}
 
 

@@ -77,7 +77,7 @@ def test_no_more_blocks_than_the_search_needs(engine, prefix_caching):
     )
     counters = scheduler_of(llm).beam_counters
     before = counters.beams_recomputed
-    run_cases(llm, SHIPPED, cases((4, 3), length=60, max_tokens=20))
+    run_cases(llm, SHIPPED, cases((4, 3), length=60, max_tokens=12))
     assert counters.beams_recomputed > before
 
 

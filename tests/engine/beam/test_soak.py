@@ -20,7 +20,7 @@ import pytest
 from tests.engine.beam.simulation import random_run
 
 MINUTES = float(os.environ.get("BEAM_SOAK_MINUTES", "0"))
-NUM_SEEDS = 24
+NUM_SEEDS = 16
 NUM_REQUESTS = 120
 
 

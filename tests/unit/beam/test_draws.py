@@ -15,7 +15,7 @@ from vllm_trie.beam.blocks import TokenRules
 from vllm_trie.beam.top_k import launch_draws
 
 VOCAB = 6
-NUM_SEARCHES = 3000
+NUM_SEARCHES = 2000
 
 
 def run_drawn(
