@@ -67,7 +67,7 @@ class Load(NamedTuple):
 CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4, "node_budget": "fixed"}
 TREES = {**CHAINS, "verification": "tree"}
 CASES = {
-    "default": Load({"num_gpu_blocks_override": 9}, overcommits=True, searches=14),
+    "default": Load({"num_gpu_blocks_override": 9}, overcommits=True, searches=10),
     "rules and catalogues": Load({}, is_constrained=True),
     "no prefix caching, synchronous": Load(
         {"enable_prefix_caching": False, "async_scheduling": False}
@@ -78,7 +78,7 @@ CASES = {
     "beside trees": Load(
         {"num_gpu_blocks_override": 12, "speculative_config": TREES}, overcommits=True
     ),
-    "V1": Load({"num_gpu_blocks_override": 9}, is_v2=False, overcommits=True, searches=14),
+    "V1": Load({"num_gpu_blocks_override": 9}, is_v2=False, overcommits=True, searches=10),
 }
 
 
@@ -174,7 +174,8 @@ def check_at_start(llm: LLM) -> tuple[str | None, bool, str | None, str | None]:
 
     core, counters = llm.llm_engine.engine_core.engine_core, scheduler_of(llm).beam_counters
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search_check, "_WIDTHS", (2, 4))  # the interpreter is slow
+        patch.setattr(search_check, "_WIDTHS", (3,))  # the interpreter is slow
+        patch.setattr(search_check, "_NUM_ORDINARY", 1)
         reason, ahead = search_check.reason_against_searches(core), counters.steps_ahead > 20
         patch.setattr(device_beams, "_copy_blocks", lambda *arguments: None)
         without_copies = search_check.reason_against_searches(core)
