@@ -260,6 +260,17 @@ def test_unsupported_models_and_beam_search(tmp_path: Path, name: str):
     assert vllm_config.speculative_config is None
 
 
+@pytest.mark.usefixtures("experts_group")
+def test_layers_with_sinks(engine, tmp_path: Path):
+    """What only the layers know is refused when they are made."""
+    full = {"layer_types": ["full_attention"] * 4, "sliding_window": None}
+    path = write_config(tmp_path / "model", FAMILIES["gpt-oss"].config | full)
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 128}
+    with pytest.raises(ValueError, match="attention sinks") as caught:
+        engine(model=path, speculative_config=TREES, **options)
+    assert "verification='chain'" in str(caught.value)
+
+
 def test_a_sliding_window_that_is_switched_off(tmp_path: Path):
     path = write_config(tmp_path / "model", FAMILIES["Mistral"].config)
     vllm_config = engine_config(model=path, disable_sliding_window=True, max_model_len=32)
@@ -474,31 +485,13 @@ llm = LLM(**SETTINGS)
 print("generated", len(output.outputs[0].token_ids))
 """
 
-SINKS = """
-values = {
-    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 64,
-    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "eos_token_id": 2,
-    "layer_types": ["full_attention"] * 2, "sliding_window": None,
-    "num_local_experts": 2, "num_experts_per_tok": 1,
-}
-model = pathlib.Path(sys.argv[1]) / "model"
-model.mkdir()
-(model / "config.json").write_text(json.dumps(values))
-refused = build(speculative_config=TREES, model=str(model), load_format="dummy")
-assert "attention sinks" in refused, refused
-assert "verification='chain'" in refused, refused
-"""
-"""What only the layers know is refused when they are made."""
-
 PRELUDE = """
-import json, pathlib, sys
+import sys
 from vllm import LLM, SamplingParams
 TREES = {"method": "ngram_trie", "num_speculative_tokens": 8}
-CHAINS = {**TREES, "verification": "chain"}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
 SETTINGS = dict(
-    model=sys.argv[2], dtype="float32", enforce_eager=True, max_model_len=128,
+    model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=128,
     kv_cache_memory_bytes=10 << 20, skip_tokenizer_init=True,
 )
 def build(**options):
@@ -516,14 +509,12 @@ def build(**options):
     [
         (UNTOUCHED, {"VLLM_PLUGINS": ""}, []),
         (STEPPED_ASIDE, {}, ["steps aside", "_no_such_method is missing", "generated 12"]),
-        (SINKS, {}, []),
     ],
-    ids=["plugins off", "symbol gone", "sinks"],
+    ids=["plugins off", "symbol gone"],
 )
-def test_processes(tmp_path: Path, script: str, environment: dict[str, str], said: list[str]):
-    arguments = ("-c", PRELUDE + script, str(tmp_path), str(model_path()))
+def test_processes(script: str, environment: dict[str, str], said: list[str]):
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
-    done = run_python(*arguments, timeout=240, **variables)
+    done = run_python("-c", PRELUDE + script, str(model_path()), timeout=240, **variables)
     output = done.stdout + done.stderr
     for words in said:
         # One message for the feature that needs the symbol, not one for each attempt.
