@@ -1,7 +1,8 @@
 """Generates on two tensor-parallel ranks: `python -m tests.engine.tensor_parallel_run FILE`.
 
 FILE holds prompts, the number of tokens and the speculative configurations by name as JSON; it is
-replaced by the outputs and the counters of each. One engine runs after another.
+replaced by the outputs and the counters of each, and the number of hypotheses of native searches
+that equal the oracle's. One engine runs after another.
 """
 
 from __future__ import annotations
@@ -14,22 +15,26 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
+from tests.engine.beam.cases import few_cases, greedy_requests, run_mixed
 from tests.engine.sleeping_ranks import let_ranks_sleep
 from vllm_trie.tiny_model import model_path
 
 
-def generate(job: dict[str, Any], speculative_config: dict[str, Any]) -> dict[str, Any]:
-    llm = LLM(
+def engine(**options: Any) -> LLM:
+    return LLM(
         str(model_path()),
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
-        max_num_seqs=8,
         kv_cache_memory_bytes=40 << 20,
         tensor_parallel_size=2,
         disable_log_stats=False,
-        speculative_config=speculative_config,
+        **options,
     )
+
+
+def generate(job: dict[str, Any], speculative_config: dict[str, Any]) -> dict[str, Any]:
+    llm = engine(max_num_seqs=8, speculative_config=speculative_config)
     params = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -45,10 +50,12 @@ def generate(job: dict[str, Any], speculative_config: dict[str, Any]) -> dict[st
 def main(file: Path) -> None:
     let_ranks_sleep()
     job = json.loads(file.read_text())
-    results = {}
+    results: dict[str, Any] = {}
     for name, speculative_config in job["engines"].items():
         results[name] = generate(job, speculative_config)
         gc.collect()  # ends the engine and its ranks
+    llm = engine(max_num_seqs=32, block_size=32)
+    results["hypotheses"] = run_mixed(llm, str(model_path()), few_cases(), greedy_requests(6))
     file.write_text(json.dumps(results))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from tests.engine.beam.cases import few_cases
 from tests.engine.compare import generate
 from tests.engine.prompts import prompts
 from tests.engine.rank_faults import FAULTS, METHOD, fault_of, write_entry_point
@@ -88,6 +89,11 @@ def test_output_is_that_of_one_rank(expected, run, method):
         if left != right
     }
     assert wrong == set()
+
+
+def test_beam_searches_are_those_of_the_oracle(run):
+    """Next to ordinary requests; the program compares them."""
+    assert run["hypotheses"] == sum(case.beam_width for case in few_cases())
 
 
 @pytest.mark.parametrize("method", ENGINES)
