@@ -69,13 +69,14 @@ class Engines:
         }
         key = repr(sorted(settings.items(), key=lambda item: item[0]))
         if key not in self._alive:
-            llm = LLM(**settings)
+            with mock.patch("gc.collect"):  # vLLM calls it eight times, which takes up to 3 s
+                llm = LLM(**settings)
             self._alive[key] = (llm, free_blocks(llm))
         return self._alive[key][0]
 
     def close(self) -> None:
         """Free all engines and the process groups that they share."""
-        with mock.patch("gc.collect"):  # vLLM calls it twice for each engine; it takes 0.5 s
+        with mock.patch("gc.collect"):
             for llm, _ in self._alive.values():
                 llm.llm_engine.engine_core.shutdown()
         self._alive.clear()

@@ -186,11 +186,15 @@ def test_nothing_is_left_and_the_text_stays_off_the_device(result) -> None:
     assert not result["dense_text"]
 
 
+@pytest.fixture(scope="module")
+def on_ranks() -> dict[str, Any]:
+    return run_program("tests.engine.v2_ranks", "chains, mp", "chains, stages", "chains, uni")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["uni", "mp"])
-def test_a_steps_output_leaves_before_the_next_wait(executor) -> None:
-    name = f"chains, {executor}"
-    result = run_program("tests.engine.v2_ranks", name)[name]
+def test_a_steps_output_leaves_before_the_next_wait(on_ranks, executor) -> None:
+    result = on_ranks[f"chains, {executor}"]
     assert result["differences"] == []
     order = result["order"]
     steps = order["steps"]
@@ -204,8 +208,8 @@ def test_a_steps_output_leaves_before_the_next_wait(executor) -> None:
 
 
 @pytest.mark.slow
-def test_two_pipeline_stages_give_the_tokens_of_one() -> None:
-    result = run_program("tests.engine.v2_ranks", "chains, stages")["chains, stages"]
+def test_two_pipeline_stages_give_the_tokens_of_one(on_ranks) -> None:
+    result = on_ranks["chains, stages"]
     assert result["differences"] == []
     assert result["async"]
     assert result["accepted"] > 5

@@ -1,7 +1,7 @@
 """Drafts on Model Runner V2 with several ranks, against plain V2 with one, on a CPU.
 
 A program of its own, see :mod:`tests.engine.v2_on_cpu`; its ranks import it too. Prints one JSON
-object. The tests compare one engine; without names it compares all:
+object. The tests compare some engines; without names it compares all:
 
     python -m tests.engine.v2_ranks [ENGINE ...]
 """
@@ -36,12 +36,12 @@ note_order()
 
 TENSORS, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {
-    "chains, uni": {"speculative_config": CHAINS, "distributed_executor_backend": "uni"},
     "chains, mp": {"speculative_config": CHAINS, "distributed_executor_backend": "mp"},
     "trees, tensors": {"speculative_config": TREES, **TENSORS},
     "chains, stages": {"speculative_config": CHAINS, **STAGES},
     "union, stages": {"speculative_config": {**UNION, **AS_CHAINS}, **STAGES},
     "chains, both": {"speculative_config": CHAINS, **TENSORS, **STAGES},
+    "chains, uni": {"speculative_config": CHAINS, "distributed_executor_backend": "uni"},
 }
 
 
@@ -59,8 +59,8 @@ def run(llm: LLM) -> dict[str, Any]:
 
 
 def main() -> None:
-    # Plain V2 comes last: ranks cannot be forked from a process that is one itself. All engines
-    # live to the end: one that is freed ends the process groups of the others.
+    # "uni" and plain V2 come last: ranks cannot be forked from a process that is one itself. All
+    # engines live to the end: one that is freed ends the process groups of the others.
     engines, results = [], {}
     folder = Path(tempfile.mkdtemp())
     for number, name in enumerate(sys.argv[1:] or ENGINES):
