@@ -90,6 +90,14 @@ class Blocks(NamedTuple):
         return result.sub_(self.largest[rows, None]).add_(self.highest[rows, None])
 
 
+def rows_at_once(logits: torch.Tensor) -> int:
+    """Return how many rows to copy as float32 at a time, at least one.
+
+    On a CPU the copy stays in its cache, on a device it takes little memory.
+    """
+    return max(1, (_CHUNK if logits.is_cpu else _DEVICE_CHUNK) // logits.shape[-1])
+
+
 def blocks_of(logits: torch.Tensor, rules: TokenRules | None) -> tuple[Blocks, torch.Tensor | None]:
     """Return the blocks of all continuations, and their log-probabilities if rules change them.
 
@@ -105,12 +113,11 @@ def blocks_of(logits: torch.Tensor, rules: TokenRules | None) -> tuple[Blocks, t
         ranked = rules.apply(logprobs)
         _write_maxima(ranked, size, maxima)
         return Blocks(ranked, size, maxima), logprobs
-    chunk = _CHUNK if logits.is_cpu else _DEVICE_CHUNK
-    rows_at_once = min(rows, max(1, chunk // vocab_size))
+    num_at_once = min(rows, rows_at_once(logits))
     largest = logits.new_empty(rows, dtype=torch.float32)
-    buffer = logits.new_empty((rows_at_once, vocab_size), dtype=torch.float32)
-    for first in range(0, rows, rows_at_once):
-        part = slice(first, first + rows_at_once)
+    buffer = logits.new_empty((num_at_once, vocab_size), dtype=torch.float32)
+    for first in range(0, rows, num_at_once):
+        part = slice(first, first + num_at_once)
         values = logits[part].float()
         logprobs = buffer[: len(values)]
         torch.amax(values, -1, out=largest[part])

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.beam.blocks import rows_at_once
 from vllm_trie.beam.unfetched import Unfetched
 from vllm_trie.device_copy import to_device
 from vllm_trie.items.selection import SelectedTrie
@@ -87,7 +88,8 @@ def best_continuations(
     if normalize == "valid":
         normalizer = _segment_logsumexp(values, row_index, len(logits))
     else:
-        normalizer = logits.float().logsumexp(dim=-1)
+        parts = torch.split(logits, rows_at_once(logits))
+        normalizer = torch.cat([part.float().logsumexp(dim=-1) for part in parts])
     logprobs = values - normalizer[row_index]
     if eos_token_id is None:  # a token may complete an item and go on, which are two candidates
         ends = np.flatnonzero(trie.is_terminal(targets))
