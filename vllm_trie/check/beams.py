@@ -18,7 +18,7 @@ from vllm.inputs import TokensPrompt
 
 from vllm_trie.check.engines import ALLOWED, start_engine
 from vllm_trie.check.parts import Outcome, Settings
-from vllm_trie.vllm_hooks.scheduler.search_check import SMALLEST, TOLERATED
+from vllm_trie.vllm_hooks.scheduler.search_check import allowed_difference
 from vllm_trie.vllm_hooks.setup.beam_support import reason_off
 
 _LONGEST_PROMPT = 200
@@ -38,7 +38,7 @@ class BeamCheck(NamedTuple):
 
     @property
     def allowed(self) -> float:
-        return max(SMALLEST, TOLERATED * self.ordinary)
+        return allowed_difference(self.ordinary)
 
     @property
     def passed(self) -> bool:

@@ -98,15 +98,16 @@ def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int)
     )
 
 
-def proxy_params(max_new_tokens: int) -> SamplingParams:
-    """Return the parameters of the request that stands for a group; nobody reads its samples."""
+def internal_params(max_tokens: int, **options: Any) -> SamplingParams:
+    """Return the parameters of a request that the engine makes itself: greedy, without drafts."""
     return SamplingParams(
         temperature=0.0,
-        max_tokens=max_new_tokens,
+        max_tokens=max_tokens,
         ignore_eos=True,
         detokenize=False,
         watermarking=False,  # it does not pass the front end, which would settle it
         extra_args={SPECULATION: False},
+        **options,
     )
 
 

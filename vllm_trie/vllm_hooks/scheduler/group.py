@@ -31,7 +31,7 @@ from vllm_trie.vllm_hooks.wire import (
     BeamSpec,
     HypothesisAnswer,
     SearchAnswer,
-    proxy_params,
+    internal_params,
     search_settings,
 )
 
@@ -88,7 +88,7 @@ class BeamGroup:
             self.items = GroupItems(catalogues, spec, params, max_new_tokens)
             self.search = self.items.search
             max_new_tokens = self.search.settings.max_new_tokens
-        self.proxy_params: SamplingParams = proxy_params(max_new_tokens)
+        self.proxy_params: SamplingParams = internal_params(max_new_tokens)
         self.min_blocks = min_blocks(len(prompt), self.beam_width, max_new_tokens, block_size)
         # The trie is little larger than its longest path: hypotheses meet a few tokens back.
         self.expected_blocks = cdiv(len(prompt) + max_new_tokens, block_size) + 2 * self.beam_width

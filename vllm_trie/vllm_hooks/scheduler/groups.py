@@ -26,6 +26,7 @@ from vllm_trie.vllm_hooks.scheduler.proxies import BeamCounters, BeamProxies
 from vllm_trie.vllm_hooks.scheduler.stop_strings import make_stop_string_finder
 from vllm_trie.vllm_hooks.scheduler.tables import num_blocks
 from vllm_trie.vllm_hooks.setup.beam_support import (
+    beam_slots,
     catalogue_paths,
     check_blocks,
     check_slots,
@@ -134,7 +135,7 @@ class BeamGroups:
             self.catalogues,
             self._rules(request),
         )
-        check_slots(group.beam_width, min(scheduler.max_num_running_reqs, self.admission.slots))
+        check_slots(group.beam_width, beam_slots(scheduler.vllm_config))
         check_blocks(
             group.prompt.size,
             group.beam_width,

@@ -26,13 +26,13 @@ from vllm_trie.vllm_hooks.ledger.record import of_beams
 from vllm_trie.vllm_hooks.scheduler.beam_scheduler import TrieBeamScheduler
 from vllm_trie.vllm_hooks.scheduler.group import RESULT_FIELD
 from vllm_trie.vllm_hooks.scheduler.tables import num_blocks
-from vllm_trie.vllm_hooks.setup.beam_support import min_blocks, reason_off
+from vllm_trie.vllm_hooks.setup.beam_support import beam_slots, min_blocks, reason_off
 from vllm_trie.vllm_hooks.setup.limits import is_cuda
 from vllm_trie.vllm_hooks.wire import (
     SPEC_KEY,
-    SPECULATION,
     ReadyResponse,
     SearchAnswer,
+    internal_params,
     packed,
 )
 
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-TOLERATED = 4.0
-"""Largest difference allowed, as a multiple of the difference that ordinary requests show."""
-SMALLEST = 2e-3
-"""A difference per token that always passes: float32 kernels differ by less."""
 _WIDTHS = (2, 9, 64)
 """The last one is as wide as the engine allows, if that is less."""
 _NUM_ORDINARY = 4
@@ -54,26 +50,32 @@ _MAX_STEPS = 10_000
 _core = of_beams("v1.engine.core:")
 
 
+def allowed_difference(ordinary: float) -> float:
+    """Return by how much a log-probability may differ from that of the same token in a prompt.
+
+    Args:
+        ordinary: The difference that ordinary requests show.
+    """
+    return max(2e-3, 4.0 * ordinary)  # float32 kernels differ by less than the former
+
+
 @_core.wraps("EngineCore.__init__", "checks searches on a GPU before it serves")
 def engine_core_init(
     original: Callable[..., None], self: EngineCore, *args: object, **kwargs: object
 ) -> None:
     """Make the engine, and switch native searches off if they fail their check."""
     original(self, *args, **kwargs)
-    if not _checks(self):
+    scheduler = self.scheduler
+    if not isinstance(scheduler, TrieBeamScheduler) or scheduler.beam_off is not None:
+        return
+    if not is_cuda() or self.vllm_config.parallel_config.data_parallel_size > 1:
         return
     start = time.perf_counter()
     reason = reason_against_searches(self)
     if reason is None:
         logger.info("Native beam search passed its check in %.1f s", time.perf_counter() - start)
     else:
-        self.scheduler.switch_off(reason)  # type: ignore[attr-defined]
-
-
-def _checks(core: EngineCore) -> bool:
-    scheduler = core.scheduler
-    is_on = isinstance(scheduler, TrieBeamScheduler) and scheduler.beam_off is None
-    return is_on and is_cuda() and core.vllm_config.parallel_config.data_parallel_size == 1
+        scheduler.switch_off(reason)
 
 
 @_core.wraps("EngineCoreProc._make_ready_response", "tells the front end why searches are off")
@@ -127,7 +129,7 @@ class _Check:
         block_size, max_len = scheduler.block_size, scheduler.max_model_len
         self._prompt_len = max(1, min(block_size - 3, max_len // 3))
         self._num_tokens = min(block_size + 8, max_len - self._prompt_len - 1)
-        slots = min(scheduler.max_num_running_reqs, scheduler.beam_groups.admission.slots)
+        slots = beam_slots(core.vllm_config)
         blocks = num_blocks(scheduler.kv_cache_manager)
         self._widths = [
             width
@@ -152,8 +154,8 @@ class _Check:
         twins = [self._request(prompt, width, logprobs) for logprobs in (0, 1)]
         texts = self._run([*ordinary, *searches, *twins])
         hypotheses = [text for request in (*searches, *twins) for text in texts[request]]
-        expected = max(self._differences([texts[request][0] for request in ordinary]))
-        allowed = max(SMALLEST, TOLERATED * expected)
+        ordinary_difference = max(self._differences([texts[r][0] for r in ordinary]))
+        allowed = allowed_difference(ordinary_difference)
         worst = float(np.max(self._differences(hypotheses)))  # NaN where one is
         if not worst <= allowed:
             return (
@@ -176,7 +178,7 @@ class _Check:
 
     def _request(self, prompt: list[int], width: int | None = None, logprobs: int = 0) -> Request:
         """Return a search, or an ordinary request if `width` is None."""
-        params = _params(self._num_tokens, logprobs=logprobs)
+        params = internal_params(self._num_tokens, logprobs=logprobs)
         if width is not None:
             search = {"n": width, "options": packed(BeamOptions(beam_width=width))}
             params.extra_args = {SPEC_KEY: search}
@@ -216,7 +218,7 @@ class _Check:
     def _differences(self, texts: Sequence[_Text]) -> list[float]:
         """Return by how much a token's log-probability differs from that of the same token as a
         part of a prompt, in the mean of a text or in its score."""
-        params = _params(1, prompt_logprobs=0)
+        params = internal_params(1, prompt_logprobs=0)
         prompts = [self._new([*text.prompt, *text.token_ids], params) for text in texts]
         differences = []
         for text, outputs in zip(texts, self._outputs(prompts), strict=True):
@@ -226,18 +228,6 @@ class _Check:
             of_logprobs = np.abs(text.logprobs - expected).mean()
             differences.append(float(np.maximum(of_logprobs, abs(text.score - expected.mean()))))
         return differences
-
-
-def _params(max_tokens: int, **options: Any) -> SamplingParams:
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        watermarking=False,  # it does not pass the front end, which would settle it
-        extra_args={SPECULATION: False},
-        **options,
-    )
 
 
 def _texts(request: Request, outputs: Sequence[EngineCoreOutput]) -> list[_Text]:

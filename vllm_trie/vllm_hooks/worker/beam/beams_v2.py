@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.async_utils import stream
 from vllm_trie.device_copy import to_device
 from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, SELECTIONS, BeamStep
 from vllm_trie.vllm_hooks.ledger.record import TOKEN_LISTS, Result, of_beams
-from vllm_trie.vllm_hooks.wire import proxy_params
+from vllm_trie.vllm_hooks.wire import internal_params
 from vllm_trie.vllm_hooks.worker.beam.device_beams import DeviceBeams
 from vllm_trie.vllm_hooks.worker.beam.selection import Selector, send
 
@@ -85,7 +85,7 @@ class BeamSlots:
                         req_id=names[-1],
                         prompt_token_ids=_PREFILLED,
                         mm_features=[],
-                        sampling_params=proxy_params(1),
+                        sampling_params=internal_params(1),
                         pooling_params=None,
                         block_ids=tuple([] for _ in range(num_groups)),
                         num_computed_tokens=len(_PREFILLED),
