@@ -13,9 +13,6 @@ import pytest
 from tests.checkout import ROOT
 from vllm_trie.vllm_hooks.ledger import table
 
-LONGEST_FUNCTION, MOST_FILES = 60, 12
-LONGER = ("vllm_trie/attention/triton_kernel.py",)
-"""A GPU kernel with its launch."""
 FILES = [
     path.relative_to(ROOT)
     for path in (ROOT / "vllm_trie").rglob("*")
@@ -61,26 +58,6 @@ in processes of their own: what passes between them is below."""
 
 KNOWING_VLLM = ("vllm_hooks", "check")
 """The folders that import vLLM; the second one its public interface only."""
-
-
-def test_functions_are_short() -> None:
-    functions = (
-        (path, node)
-        for path, source in SOURCES.items()
-        for node in ast.walk(source)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    )
-    long = [
-        f"{path}: {node.name}"
-        for path, node in functions
-        if node.end_lineno - node.lineno >= LONGEST_FUNCTION and path.as_posix() not in LONGER
-    ]
-    assert long == []
-
-
-def test_folders_have_few_files() -> None:
-    counts = Counter(path.parent.as_posix() for path in FILES)
-    assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
 
 
 def test_imports_form_no_circle() -> None:
