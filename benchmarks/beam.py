@@ -67,7 +67,7 @@ from support.wide_beams import (
     measure_wide,
 )
 
-from vllm_trie import local_engine
+from vllm_trie.lab import local_engine
 
 COLUMNS = (
     "method", "prompt_len", "beam_width", "num_prompts", "total_ms", "ms_per_step", "tokens_per_s",
@@ -342,7 +342,7 @@ def main() -> None:
         finish(times, options.json, SELECTION_COLUMNS)
         return
     if options.model is None:
-        from vllm_trie.tiny_model import model_path
+        from vllm_trie.lab.tiny_model import model_path
 
         options.model = str(model_path())
     measure_load, columns = measure, COLUMNS

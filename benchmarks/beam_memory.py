@@ -27,7 +27,7 @@ from typing import Any
 from support.engines import each_schedule, scheduler_of
 from support.harness import Row, finish, option_parser, run_quietly, write_json
 
-from vllm_trie import local_engine
+from vllm_trie.lab import local_engine
 
 COLUMNS = (
     "method", "prompt_len", "beam_width", "block_size", "peak_blocks", "kv_mib",
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each hypothesis")
     options = parser.parse_args()
     if options.model is None:
-        from vllm_trie.tiny_model import model_path
+        from vllm_trie.lab.tiny_model import model_path
 
         options.model = str(model_path())
     rows = run_quietly(measure, options)

@@ -145,7 +145,7 @@ def measure_rules(path: Path, count: int, repeats: int) -> Row:
 def measure_searches(path: Path, widths: list[int], repeats: int) -> list[Row]:
     from vllm import LLM, SamplingParams
 
-    from vllm_trie.tiny_model import model_path
+    from vllm_trie.lab.tiny_model import model_path
 
     llm = LLM(
         str(model_path()), dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2 << 30,

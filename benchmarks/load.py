@@ -43,7 +43,7 @@ from support.harness import (
 )
 from support.peers_engines import METHODS, available
 
-from vllm_trie import local_engine
+from vllm_trie.lab import local_engine
 
 COLUMNS = (
     "method", "nodes", "prompts", "batch_size", "tokens_per_s", "ratio_to_plain", "cpu_ratio",
@@ -128,7 +128,7 @@ def run(options: Any) -> list[Row]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from vllm_trie.tiny_model import model_path
+    from vllm_trie.lab.tiny_model import model_path
 
     model = options.model or str(model_path())
     matching = list(demo_chats(model).values())

@@ -45,7 +45,7 @@ from support.harness import (
 )
 from support.stage import Counts, Stage
 
-from vllm_trie import local_engine
+from vllm_trie.lab import local_engine
 
 COLUMNS = (
     "method", "prompt_set", "steps", "verification_tokens", "computed_tokens", "tokens_per_step",
@@ -220,7 +220,7 @@ def run(options: Any) -> list[Row]:
     """Start both engines, then measure."""
     from support.prompts import demo_chats, prompt_sets
 
-    from vllm_trie.tiny_model import medusa_path, model_path
+    from vllm_trie.lab.tiny_model import medusa_path, model_path
 
     model = options.model or str(model_path())
     if options.model is None:

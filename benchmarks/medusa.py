@@ -52,7 +52,7 @@ from support.medusa_cost import TimedTurns, cost, time_model
 from support.stage import Stage
 from support.tree_pairs import PairedDrafters, draw_widest_gap
 
-from vllm_trie import local_engine
+from vllm_trie.lab import local_engine
 
 COLUMNS = (
     "method", "nodes", "batch_size", "tokens_per_step", "ratio_to_fixed", "tokens_per_s",
@@ -132,7 +132,7 @@ def compare(options: Any) -> list[Row]:
     from support.fixed_trees import fit_paths
     from vllm import SamplingParams
 
-    from vllm_trie import smollm2, tiny_model
+    from vllm_trie.lab import smollm2, tiny_model
 
     model = options.model or str(tiny_model.model_path())
     heads = options.heads or str(tiny_model.medusa_path())

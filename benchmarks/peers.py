@@ -74,7 +74,7 @@ from support.replay_data import (
     read_recordings,
 )
 
-from vllm_trie import local_engine, smollm2
+from vllm_trie.lab import local_engine, smollm2
 
 WORKLOADS = ("chat", "shipped", "replay", "beam")
 SHAPES = ("tiny", "0.4b", "1b")
@@ -255,7 +255,7 @@ def run_shipped(options: argparse.Namespace) -> list[Row]:
     """Measure the demo's prompts on the shipped model."""
     from support.prompts import demo_chats
 
-    from vllm_trie.tiny_model import model_path
+    from vllm_trie.lab.tiny_model import model_path
 
     check_device(options.device)
     model = options.model or str(model_path())

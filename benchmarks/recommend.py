@@ -39,8 +39,8 @@ from support.device import CUDA_OPTIONS, add_device_options, check_device
 from support.harness import Row, finish, option_parser, run_quietly
 from support.wide_beams import allowed_tokens, random_items
 
-from vllm_trie import local_engine, tiny_model
 from vllm_trie.items import build_items, read_items
+from vllm_trie.lab import local_engine, tiny_model
 
 COLUMNS = (
     "method", "width", "concurrency", "requests_per_s", "ratio_to_items", "p50_ms", "p99_ms",

@@ -21,7 +21,7 @@ from typing import Any
 from support.harness import Row, add_model_option, finish, option_parser, run_quietly
 from support.stage import Stage
 
-from vllm_trie import local_engine
+from vllm_trie.lab import local_engine
 
 COLUMNS = (
     "set", "nodes", "chain", "store", "corpus", "recycle", "temperature", "tokens_per_step",
@@ -67,7 +67,7 @@ def run(options: Any) -> list[Row]:
     from vllm import SamplingParams
 
     from vllm_trie.drafters import get_drafter_class, parse_options
-    from vllm_trie.tiny_model import model_path
+    from vllm_trie.lab.tiny_model import model_path
 
     model = options.model or str(model_path())
     sets = prompts_by_set(model, options)

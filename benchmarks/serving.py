@@ -40,7 +40,7 @@ from support.harness import (
 )
 from support.replay_data import QUESTIONS_VARIABLE
 
-from vllm_trie import local_engine
+from vllm_trie.lab import local_engine
 
 COLUMNS = (
     "method", "concurrency", "rate", "ttft_mean_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms",
@@ -104,7 +104,7 @@ def main() -> None:
 
 def run(options: Any) -> list[Row]:
     """Start the servers, then measure every load in turns."""
-    from vllm_trie.tiny_model import model_path
+    from vllm_trie.lab.tiny_model import model_path
 
     model = options.model = options.model or str(model_path())
     prompts = choose_prompts(model, options.questions, options.num_prompts)

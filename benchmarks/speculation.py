@@ -29,7 +29,7 @@ from support.harness import (
     run_quietly,
 )
 
-from vllm_trie import local_engine
+from vllm_trie.lab import local_engine
 
 PEERS = ("ngram", "suffix")
 """vLLM's own drafters that need no second model."""
@@ -215,7 +215,7 @@ def run(options: Any) -> list[Row]:
     from vllm import SamplingParams
 
     from vllm_trie.drafters import register
-    from vllm_trie.tiny_model import model_path
+    from vllm_trie.lab.tiny_model import model_path
 
     check_device(options.device)
     register(FullTreesDrafter)

@@ -16,7 +16,7 @@ from typing import Any
 
 from support.harness import Row, add_model_option, finish, option_parser
 
-from vllm_trie import local_engine
+from vllm_trie.lab import local_engine
 
 PARTS = (
     "forward", "attention", "logits", "sampling", "drafting", "preparation", "bookkeeping",
@@ -51,8 +51,8 @@ def run(options: Any) -> list[Row]:
     from support.prompts import spec_bench_chats
     from support.stage import Turns
 
-    from vllm_trie import smollm2
     from vllm_trie.drafters import register
+    from vllm_trie.lab import smollm2
 
     model = options.model or smollm2.model_folder(smollm2.NAME)
     chats = spec_bench_chats(model, options.questions)

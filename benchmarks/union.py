@@ -43,7 +43,7 @@ from support.harness import (
 )
 from support.stage import Stage
 
-from vllm_trie import local_engine
+from vllm_trie.lab import local_engine
 
 COLUMNS = (
     "set", "method", "tokens_per_step", "over_best_part", "tokens_per_s", "tokens_per_cpu_s",
@@ -134,7 +134,7 @@ def run(options: Any) -> list[Row]:
     """Start both engines, then measure."""
     from support.prompts import chats_by_category, prompt_sets
 
-    from vllm_trie.tiny_model import draft_model_path, eagle_path, model_path
+    from vllm_trie.lab.tiny_model import draft_model_path, eagle_path, model_path
 
     model = options.model or str(model_path())
     shipped = {"eagle": eagle_path, "draft_model": draft_model_path}

@@ -13,7 +13,7 @@ import argparse
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 # The shipped model knows only Python, so it translates descriptions into signatures.
 SOURCES = (

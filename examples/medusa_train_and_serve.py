@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 from serve_openai_client import serve  # in this folder
 
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 REQUEST = f"{inspect.getsource(textwrap.indent)}\nrepeat the code"
 

@@ -11,7 +11,7 @@ import argparse
 
 from vllm import LLM, SamplingParams
 
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 CODE = """\
 class Stack:

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 PASSAGES = """\
 [1] The cache keeps the last 512 answers. When it is full, the oldest answer is dropped.

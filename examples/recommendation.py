@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from serve_openai_client import serve
 
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 CODES = 256
 """Values of each token of an item, as from a residual quantizer."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 CODE = """\
 def count_words(lines):

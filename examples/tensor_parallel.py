@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vllm import LLM, SamplingParams
 
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 CODE = """\
 class Inventory:

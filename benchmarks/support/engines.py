@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from support.harness import Row
-from vllm_trie.local_engine import batches, decode_steps, generate, runner_of, trees_of
+from vllm_trie.lab.local_engine import batches, decode_steps, generate, runner_of, trees_of
 
 Prompts = Sequence[Sequence[int]]
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from vllm_trie import local_engine, smollm2
+from vllm_trie.lab import local_engine, smollm2
 
 Row = dict[str, Any]
 Timed = Sequence[tuple[float, Any]]

@@ -14,7 +14,7 @@ import numpy as np
 
 from support.harness import Row
 from support.stage import Stage, Turns
-from vllm_trie import local_engine
+from vllm_trie.lab import local_engine
 
 
 class TimedTurns(Turns):
@@ -88,7 +88,7 @@ def write_cost_model(folder: Path) -> tuple[str, str]:
     import torch
 
     from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
-    from vllm_trie.drafters.medusa.training.writing import save_vllm
+    from vllm_trie.lab.medusa.writing import save_vllm
 
     shape = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096}
     shape |= {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32_000}

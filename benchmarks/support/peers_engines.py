@@ -19,7 +19,7 @@ from support.device import start_engine
 from support.engines import each_schedule, keep_kernel_overrides
 from support.harness import Progress, take_turns
 from support.paper_trie import PaperDrafter
-from vllm_trie.local_engine import decode_steps, runner_of, trees_of
+from vllm_trie.lab.local_engine import decode_steps, runner_of, trees_of
 
 if TYPE_CHECKING:
     import torch

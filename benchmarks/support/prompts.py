@@ -14,9 +14,9 @@ def demo_chats(model: str) -> dict[str, list[int]]:
     """Return the demo's prompts by name, as chats of `model`."""
     from transformers import AutoTokenizer
 
-    from vllm_trie.demo import chat_prompts
-    from vllm_trie.tiny_model import chat_prompts as prompts_about_code
-    from vllm_trie.tiny_model import model_path
+    from vllm_trie.lab.demo import chat_prompts
+    from vllm_trie.lab.tiny_model import chat_prompts as prompts_about_code
+    from vllm_trie.lab.tiny_model import model_path
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     source = prompts_about_code if Path(model) == model_path() else chat_prompts
@@ -30,7 +30,7 @@ def spec_bench_chats(model: str, questions: Path) -> list[Recording]:
     """Return the first turns of Spec-Bench's questions as chats of `model`, without answers."""
     from transformers import AutoTokenizer
 
-    from vllm_trie.tiny_model.chat_prompts import chat_tokens
+    from vllm_trie.lab.tiny_model.chat_prompts import chat_tokens
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     return [

@@ -9,7 +9,7 @@ from typing import Any
 
 from support.engines import Prompts, after_each_step, decode
 from vllm_trie.drafters import DraftRequest
-from vllm_trie.local_engine import runner_of, trees_of
+from vllm_trie.lab.local_engine import runner_of, trees_of
 from vllm_trie.tree import TokenTree
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from support.stage import Stage
 from vllm_trie.drafters import DraftRequest
+from vllm_trie.lab.drawings.tree import draw_text
 from vllm_trie.tree import TokenTree
-from vllm_trie.tree.draw import draw_text
 
 
 class Pair(NamedTuple):

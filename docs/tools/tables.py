@@ -149,7 +149,7 @@ def commands() -> str:
     import typer
 
     from vllm_trie.cli import GROUPS, app
-    from vllm_trie.demo.command import app as demo
+    from vllm_trie.lab.demo.command import app as demo
 
     root: Any = typer.main.get_command(app)
     rows = []

@@ -13,7 +13,7 @@ import sys
 from vllm import LLM, SamplingParams
 
 from vllm_trie.drafters import available_methods
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 METHOD = "prompt_lookup_tree"
 CODE = """\

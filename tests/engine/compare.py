@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.drafters import DRAFTERS, OracleDrafter
 from vllm_trie.drafters import register, registry
-from vllm_trie.local_engine import without_memory
+from vllm_trie.lab.local_engine import without_memory
 
 Prompt = dict[str, list[int]]
 

@@ -15,8 +15,8 @@ import pytest
 # Engines run in this process: tests look inside, and a start takes a second or two.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from vllm_trie import smollm2
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab import smollm2
+from vllm_trie.lab.tiny_model import model_path
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"

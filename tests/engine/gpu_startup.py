@@ -27,7 +27,7 @@ from tests.engine.conftest import runner_of, scheduler_of, trees_of
 from tests.engine.drafters import OracleDrafter
 from tests.engine.gpu_device_check import refusals
 from tests.engine.v2_run import CHAINS, TEXTS, TREES, UNION, greedy, put_in
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly
 
 FIXED = {"node_budget": "fixed"}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_trie.tiny_model import draft_model_path, model_path
+from vllm_trie.lab.tiny_model import draft_model_path, model_path
 
 
 def make_eagle_head(folder: Path, method: str = "eagle") -> str:

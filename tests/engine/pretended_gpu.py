@@ -109,7 +109,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.vllm_hooks.setup import beam_support
 from vllm_trie.vllm_hooks.setup.config import verification
 from vllm_trie.vllm_hooks.worker.cuda_worker import GPU_BACKEND_CLASS

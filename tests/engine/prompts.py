@@ -14,7 +14,7 @@ import textwrap
 
 from transformers import AutoTokenizer
 
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 _SUBJECTS = (
     heapq.nlargest,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 GROUP = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -13,7 +13,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.processes import end, environment, one_at_a_time, wait_for
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 MODEL_NAME = "tiny"
 WORKER_IN_ENGINE = ("--distributed-executor-backend", "uni")

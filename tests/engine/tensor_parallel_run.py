@@ -17,7 +17,7 @@ from vllm import LLM, SamplingParams
 
 from tests.engine.beam.cases import few_cases, greedy_requests, run_mixed
 from tests.engine.sleeping_ranks import let_ranks_sleep
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 
 def engine(**options: Any) -> LLM:

@@ -31,8 +31,8 @@ from tests.engine.families import FAMILIES, stand_in_for_torchvision, write_conf
 from tests.engine.prompts import prompts
 from tests.processes import environment, run_python
 from vllm_trie.drafters import available_methods
+from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.ngrams.corpus_file import write_corpus
-from vllm_trie.tiny_model import medusa_path, model_path
 from vllm_trie.vllm_hooks import ledger, plugin
 from vllm_trie.vllm_hooks.ledger import Patch, record
 from vllm_trie.vllm_hooks.setup import arguments as misspelled
@@ -623,7 +623,7 @@ def test_a_store_path_that_is_no_folder(tmp_path: Path):
 def test_a_default_start_warns_of_nothing_that_the_plugin_answers_for():
     code = (
         "from vllm.engine.arg_utils import EngineArgs\n"
-        "from vllm_trie.tiny_model import model_path\n"
+        "from vllm_trie.lab.tiny_model import model_path\n"
         "EngineArgs(str(model_path()), dtype='float32', kv_cache_memory_bytes=10 << 20,\n"
         "    speculative_config={'method': 'ngram_trie'}).create_engine_config()"
     )

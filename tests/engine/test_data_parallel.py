@@ -15,7 +15,7 @@ from tests.engine.beam.oracle import Case, search
 from tests.engine.compare import generate
 from tests.engine.prompts import texts, tokenizer
 from tests.engine.serving import MODEL_NAME, Server, running
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import run_python
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 # Processes of their own: they set up their surroundings before vLLM is imported, and engines that
 # end inside this process would take the process groups of the shared ones with them.

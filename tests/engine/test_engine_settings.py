@@ -20,7 +20,7 @@ from tests.engine.compare import (
     tell_oracle,
 )
 from tests.engine.prompts import prompts
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 COUNT, NODES = 8, 32
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 80, "ignore_eos": True}

@@ -21,7 +21,7 @@ from tests.engine.compare import (
 )
 from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.prompts import prompts
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True, detokenize=False)

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 from tests.engine.beam import server_off
 from tests.engine.prompts import texts
 from tests.engine.serving import MODEL_NAME, Server, running
-from vllm_trie.explore.trace import Trace, read_trace
-from vllm_trie.tiny_model import medusa_path, model_path
+from vllm_trie.lab.tiny_model import medusa_path, model_path
+from vllm_trie.trace_file import Trace, read_trace
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from tests.engine.beam.lora import RANK, make_adapter
 from tests.engine.compare import accepted_tokens, differences, speculation, tell_oracle
 from tests.engine.drafters import HiddenStateDrafter
 from tests.engine.prompts import prompts
-from vllm_trie.tiny_model import medusa_path
+from vllm_trie.lab.tiny_model import medusa_path
 
 COUNT, NUM_TOKENS = 12, 60
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)

@@ -23,8 +23,8 @@ from tests.engine.compare import (
 from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.drafters.medusa.checkpoint import CheckpointError, load_checkpoint
-from vllm_trie.drafters.medusa.training.writing import save_fasterdecoding
-from vllm_trie.tiny_model import medusa_path, model_path
+from vllm_trie.lab.medusa.writing import save_fasterdecoding
+from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, detokenize=False)
@@ -147,7 +147,7 @@ def test_both_layouts_draft_alike(engine, tmp_path, expected):
 
 def test_heads_of_another_model_are_refused(engine, tmp_path):
     from tests.unit.drafters.medusa.support import random_heads
-    from vllm_trie.drafters.medusa.training.writing import save_vllm
+    from vllm_trie.lab.medusa.writing import save_vllm
 
     save_vllm(random_heads(), tmp_path)
     with pytest.raises(CheckpointError, match="another"):

@@ -23,7 +23,7 @@ from tests.engine.compare import (
 )
 from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.prompts import prompts
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.vllm_hooks.frontend.metrics import TreeStatLogger
 from vllm_trie.vllm_hooks.scheduler.speculation import TreeSpecDecodingStats
 from vllm_trie.vllm_hooks.wire import FAILURE_REASONS, STATS_ATTRIBUTE, TreeStats

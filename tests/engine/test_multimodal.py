@@ -21,7 +21,7 @@ from transformers import (
 from vllm import SamplingParams
 
 from tests.engine.compare import accepted_tokens, differences, speculation, tell_oracle
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 IMAGE, SIZE, NUM_QUERIES = "<image>", 28, 8
 NUM_TOKENS = 60

@@ -19,7 +19,7 @@ from tests.engine.compare import (
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.neural_heads import make_draft_model, make_eagle_head, make_mtp_model
 from tests.engine.prompts import prompts
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
 COUNT = 12

@@ -12,7 +12,7 @@ from tests.engine.compare import differences, generate, plain_outputs, speculati
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.budget import NodeBudget
-from vllm_trie.tiny_model import medusa_path
+from vllm_trie.lab.tiny_model import medusa_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 

@@ -12,7 +12,7 @@ import peers
 import pytest
 from support import peers_engines
 
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 PINNED = {
     "method",

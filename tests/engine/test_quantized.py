@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from tests.engine.compare import accepted_tokens, generate, margins, speculation, tell_oracle
 from tests.engine.prompts import prompts
 from tests.engine.quantized import write_quantized
-from vllm_trie.tiny_model import medusa_path, model_path
+from vllm_trie.lab.tiny_model import medusa_path, model_path
 
 COUNT, NUM_TOKENS = 8, 50
 GREEDY = SamplingParams(

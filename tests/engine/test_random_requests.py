@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from tests.engine.compare import accepted_tokens, preemptions, speculation
 from tests.engine.prompts import prompts
-from vllm_trie.tiny_model import medusa_path
+from vllm_trie.lab.tiny_model import medusa_path
 
 COUNT, VOCAB_SIZE, LONGEST_PROMPT = 24, 2048, 400
 HEADS = str(medusa_path())

@@ -12,8 +12,8 @@ from tests.engine.beam.cases import check_case, request_of
 from tests.engine.beam.oracle import Case, constrained_search
 from tests.engine.compare import accepted_tokens, differences, generate, speculation
 from tests.unit.items.catalogues import PlainTrie, random_items, write
-from vllm_trie import smollm2
-from vllm_trie.tiny_model.chat_prompts import chat_tokens
+from vllm_trie.lab import smollm2
+from vllm_trie.lab.tiny_model.chat_prompts import chat_tokens
 
 LETTER = (
     "Dear Ms. Keller, thank you for your order of three garden chairs. The chairs left our house "

@@ -14,7 +14,7 @@ from tests.engine.compare import generate
 from tests.engine.prompts import prompts
 from tests.engine.rank_faults import FAULTS, METHOD, fault_of, write_entry_point
 from tests.processes import ROOT, run_python
-from vllm_trie.tiny_model import medusa_path
+from vllm_trie.lab.tiny_model import medusa_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 

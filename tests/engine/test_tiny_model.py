@@ -13,7 +13,7 @@ from tools.tiny_model.backends import TransformersBackend
 from tools.tiny_model.decoding import find_loop
 from tools.tiny_model.model import ModelConfig, TinyLlama, load_model, save_model
 from tools.tiny_model.prompts import HAND_PROMPTS
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 transformers = pytest.importorskip("transformers", reason="compares with its Llama")
 

@@ -14,9 +14,9 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from tests.processes import run_python
-from vllm_trie.check import beams, doctor, identity, kernels, speed
-from vllm_trie.check.parts import Outcome, Settings
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.check import beams, doctor, identity, kernels, speed
+from vllm_trie.lab.check.parts import Outcome, Settings
+from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.vllm_hooks.frontend import hypotheses
 from vllm_trie.vllm_hooks.worker.verification import compaction, sampling
 

@@ -30,7 +30,7 @@ from tests.engine.test_neural import count_accepted
 from tests.engine.v2_run import TEXTS, greedy
 from tests.engine.v2_run import engine as new_engine
 from tests.engine.v2_waits import Waits
-from vllm_trie.tiny_model import eagle_path
+from vllm_trie.lab.tiny_model import eagle_path
 
 LENGTH = 3
 PROMPTS = TEXTS[:4]

@@ -43,7 +43,7 @@ from tests.engine.v2_families import TESTED, compare_families
 from tests.engine.v2_trees import differing, differing_walks, random_requests, tell_oracle_of
 from tests.engine.v2_waits import Waits
 from vllm_trie.drafters import DraftRequest
-from vllm_trie.tiny_model import medusa_path, model_path
+from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
 

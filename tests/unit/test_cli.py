@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 import vllm_trie
 from tests.processes import run_python
-from vllm_trie import cli, tiny_model
-from vllm_trie.check import doctor
-from vllm_trie.demo.command import app as demo_app
+from vllm_trie import cli
+from vllm_trie.lab import tiny_model
+from vllm_trie.lab.check import doctor
+from vllm_trie.lab.demo.command import app as demo_app
 from vllm_trie.vllm_hooks.ledger import Finding
 from vllm_trie.vllm_hooks.setup import limits
 from vllm_trie.vllm_hooks.setup.limits import BEAMS, TREES, Limit
@@ -155,7 +156,7 @@ def test_a_group_without_its_module_is_unknown(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_demo_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("vllm_trie.demo")
+    module = types.ModuleType("vllm_trie.lab.demo")
     seen: list[str] = []
 
     def main() -> int:
@@ -165,7 +166,7 @@ def test_demo_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     module.main = main  # type: ignore[attr-defined]
     monkeypatch.setattr(sys, "argv", ["vllm-trie"])
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "vllm_trie.demo", module)
+    monkeypatch.setitem(sys.modules, "vllm_trie.lab.demo", module)
     result = runner.invoke(cli.app, ["demo", "--help", "--nodes", "8"])
     assert seen == ["vllm-trie demo", "--help", "--nodes", "8"]
     assert result.exit_code == 3

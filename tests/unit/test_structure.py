@@ -33,13 +33,21 @@ FLOORS = {
     "vllm_trie": floors(
         "native checked_file watched_file device_copy",
         "store tree",
-        "ngrams attention beam local_engine",
-        "budget drafters items explore",
-        "vllm_hooks demo",
-        "check",
-        "commands cli",
+        "ngrams attention beam trace_file",
+        "budget drafters items",
+        "commands vllm_hooks",
+        "lab",
+        "cli",
     ),
     HOOKS: floors("ledger", "setup wire beam_wire", "frontend scheduler worker", "plugin"),
+    "vllm_trie.lab": floors(
+        "tiny_model smollm2 drawings medusa",
+        "local_engine",
+        "explore corpus",
+        "demo",
+        "check",
+        "commands",
+    ),
     WORKER: floors(
         "beam",
         "drafting verification",
@@ -56,7 +64,7 @@ FLOORS = {
 """A folder imports from lower floors only. Front end, scheduler and worker share one, as they run
 in processes of their own: what passes between them is below."""
 
-KNOWING_VLLM = ("vllm_hooks", "check")
+KNOWING_VLLM = ("vllm_hooks", "lab")
 """The folders that import vLLM; the second one its public interface only."""
 
 
@@ -90,6 +98,16 @@ def test_no_folder_imports_a_floor_above_it() -> None:
                     if floor <= other:
                         upward.add((short(name), short(target)))
     assert upward == set()
+
+
+def test_nothing_but_the_command_line_imports_the_laboratory() -> None:
+    users = {name for name, targets in IMPORTS.items() if any(map(in_lab, targets))}
+    assert {name for name in users if not in_lab(name)} == {"vllm_trie.cli"}
+    assert not any(map(in_lab, imported_at_start(SOURCES[MODULES["vllm_trie.cli"]], "vllm_trie")))
+
+
+def in_lab(module: str) -> bool:
+    return f"{module}.".startswith("vllm_trie.lab.")
 
 
 def floor_of(module: str, prefix: str, floors: dict[str, int]) -> tuple[str, int] | None:

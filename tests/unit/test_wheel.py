@@ -97,7 +97,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Wheel) -> None:
     top = {name.split("/")[0] for name in packed}
     assert {name for name in top if not name.endswith(".dist-info")} == {"vllm_trie"}
     # The shipped model's weights and prompts, not the code that trained it.
-    modules = {name for name in packed if name.startswith("vllm_trie/tiny_model/")}
+    modules = {name for name in packed if name.startswith("vllm_trie/lab/tiny_model/")}
     assert {name.rpartition("/")[2] for name in modules if name.endswith(".py")} == {
         "__init__.py",
         "chat_prompts.py",

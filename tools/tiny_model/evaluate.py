@@ -28,7 +28,7 @@ from tools.tiny_model.decoding import find_loop, ngram_steps
 from tools.tiny_model.losses import held_out_losses
 from tools.tiny_model.model import TinyLlama, load_model
 from tools.tiny_model.prompts import HAND_PROMPTS
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 _NEAR_TIE = 1e-3
 """Two leading logits closer than this may swap places between two float32 implementations."""

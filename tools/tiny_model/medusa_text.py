@@ -17,7 +17,7 @@ import typer
 from tools.tiny_model.backends import make_backend
 from tools.tiny_model.data.corpus import load_corpus
 from tools.tiny_model.data.dataset import Dataset, build_dataset
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 _PLAIN_PIECE = 512
 """Tokens of plain code on one line of the file."""

@@ -32,8 +32,8 @@ from tools.tiny_model.model import (
     save_config,
     save_model,
 )
-from vllm_trie.drafters.medusa.training import Backbone, Encoder, TokenRows, read_tokens
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.medusa import Backbone, Encoder, TokenRows, read_tokens
+from vllm_trie.lab.tiny_model import model_path
 
 _ROW = 512
 _HELD_ROWS = 32

@@ -1,7 +1,6 @@
-"""Token trees: data structure, node order, greedy verification and drawing, with NumPy only."""
+"""Token trees: data structure, node order and greedy verification, with NumPy only."""
 
 from vllm_trie.tree.batch import accept_all, check_all, place, select_all
-from vllm_trie.tree.draw import draw_svg, draw_text, visible_text
 from vllm_trie.tree.layout import depth_first_layout, depth_first_order, is_prefix
 from vllm_trie.tree.token_tree import ROOT, MalformedTreeError, TokenTree, words_per_node
 from vllm_trie.tree.verify import accept_greedy
@@ -15,11 +14,8 @@ __all__ = [
     "check_all",
     "depth_first_layout",
     "depth_first_order",
-    "draw_svg",
-    "draw_text",
     "is_prefix",
     "place",
     "select_all",
-    "visible_text",
     "words_per_node",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from tests.engine.beam.oracle import Case, search
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 WIDTHS = (1, 3, 4, 9, 15, 16)
 EARLY_STOPPING = (False, True, "never")

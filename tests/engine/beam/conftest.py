@@ -12,7 +12,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from tests.engine.beam.cases import source_token_ids
 from tests.engine.beam.oracle import make_eos_heavy_model
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 
 class Expected(NamedTuple):

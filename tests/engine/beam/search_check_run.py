@@ -18,7 +18,7 @@ from vllm.sampling_params import BeamSearchParams
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.test_check import without_tails
 from tests.engine.beam.test_entrances import beam_params
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.vllm_hooks.frontend import beam_api
 from vllm_trie.vllm_hooks.scheduler import beam_scheduler, search_check
 from vllm_trie.vllm_hooks.setup.beam_support import reason_off

@@ -14,7 +14,7 @@ from tests.engine.beam.cases import (
 )
 from tests.engine.beam.oracle import Case, search
 from tests.engine.conftest import scheduler_of
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 SHIPPED = str(model_path())
 SMALL_BLOCKS = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 64}

@@ -12,7 +12,7 @@ from tests.engine.beam.cases import greedy_requests
 from tests.engine.conftest import scheduler_of
 from tests.processes import run_python
 from vllm_trie.beam import Candidates
-from vllm_trie.check.beams import BeamCheck, check
+from vllm_trie.lab.check.beams import BeamCheck, check
 from vllm_trie.vllm_hooks.scheduler import group, search_check
 
 

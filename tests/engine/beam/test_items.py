@@ -20,7 +20,7 @@ from tests.unit.items.catalogues import (
     write,
 )
 from vllm_trie.items import Rules
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 SHIPPED = str(model_path())
 EOS = 0

@@ -16,7 +16,7 @@ from tests.engine.beam.cases import (
 )
 from tests.engine.beam.oracle import Case
 from tests.engine.conftest import scheduler_of
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 SHIPPED = str(model_path())
 

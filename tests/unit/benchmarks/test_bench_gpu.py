@@ -18,8 +18,8 @@ from support import bench_gpu, device, gpu_attention
 from support.bench_gpu import BENCHMARKS
 from transformers import AutoConfig, AutoTokenizer
 
-from vllm_trie import local_engine
 from vllm_trie.attention.kernel_check import LayerShape, relative_error
+from vllm_trie.lab import local_engine
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -100,7 +100,7 @@ def all_pages() -> list[Page]:
         "docs/*.md",
         "examples/**/*.md",
         "patches/**/*.md",
-        "vllm_trie/tiny_model/*/README.md",
+        "vllm_trie/lab/tiny_model/*/README.md",
     )
     paths = {path for pattern in patterns for path in ROOT.glob(pattern)}
     return [Page(path) for path in sorted(paths)]

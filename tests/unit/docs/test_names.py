@@ -83,7 +83,7 @@ def cli() -> dict[str, set[str]]:
     import typer
 
     from vllm_trie.cli import GROUPS, app
-    from vllm_trie.demo.command import app as demo
+    from vllm_trie.lab.demo.command import app as demo
 
     def options(command: Any) -> set[str]:
         return {

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 
 from tests.unit.drafters.support import make_context
 from vllm_trie.drafters import VerifiedStep, get_drafter_class, parse_options
-from vllm_trie.explore.trace import Step, read_trace
+from vllm_trie.trace_file import Step, read_trace
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.frontend.extra_args import SpeculationRequestError, check_speculation
 from vllm_trie.vllm_hooks.frontend.requests import prepare_params

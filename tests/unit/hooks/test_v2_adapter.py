@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from tests.unit.drafters.support import VOCAB, make_context
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
-from vllm_trie.explore.trace import read_trace
+from vllm_trie.trace_file import read_trace
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.setup.config import EngineOptions, TreeConfig
 from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE

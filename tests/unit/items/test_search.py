@@ -23,7 +23,7 @@ from vllm_trie.items import ItemTrie
 from vllm_trie.items.search import ItemSearch
 from vllm_trie.items.selection import Rules, SelectedTrie, select
 from vllm_trie.items.step import best_continuations
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 EOS = 0
 VOCAB = 9

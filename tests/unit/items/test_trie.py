@@ -18,7 +18,7 @@ from vllm_trie.cli import app
 from vllm_trie.items import ItemsError, build_items, open_items, read_header, read_items
 from vllm_trie.items.trie import IdTexts, text_key, text_keys
 from vllm_trie.items.trie_file import FORMAT
-from vllm_trie.tiny_model import model_path
+from vllm_trie.lab.tiny_model import model_path
 
 SMALL = {(1, 2, 3): 7, (1, 2): 8, (4,): 9, (1, 5, 0): 3}
 

@@ -366,7 +366,7 @@ def test_merge(file: Path) -> None:
 
 
 def test_export_makes_a_corpus_without_texts_of_tenants(file: Path) -> None:
-    from vllm_trie.tiny_model import model_path
+    from vllm_trie.lab.tiny_model import model_path
 
     output, corpus = file.with_name("texts.jsonl"), file.with_name("corpus")
     result = run("export", file, "-o", output)

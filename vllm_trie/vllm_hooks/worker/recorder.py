@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vllm.logger import init_logger
 
-from vllm_trie.explore.trace import Header, NoDraft, Step, TraceWriter
+from vllm_trie.trace_file import Header, NoDraft, Step, TraceWriter
 from vllm_trie.vllm_hooks.wire import TRACE
 from vllm_trie.vllm_hooks.worker.drafting.draft_requests import ends_with
 

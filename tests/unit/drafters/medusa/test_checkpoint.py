@@ -19,7 +19,7 @@ from tests.unit.drafters.medusa.support import (
     random_heads,
 )
 from vllm_trie.drafters.medusa.checkpoint import CheckpointError, load_checkpoint
-from vllm_trie.drafters.medusa.training.writing import save_fasterdecoding, save_vllm
+from vllm_trie.lab.medusa.writing import save_fasterdecoding, save_vllm
 
 
 def edit_config(folder, **changes):

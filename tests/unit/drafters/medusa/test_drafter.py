@@ -19,8 +19,8 @@ from vllm_trie import ngrams
 from vllm_trie.drafters.medusa.candidates import top_candidates
 from vllm_trie.drafters.medusa.checkpoint import CheckpointError
 from vllm_trie.drafters.medusa.drafter import MedusaDrafter
-from vllm_trie.drafters.medusa.training.writing import save_vllm
 from vllm_trie.drafters.registry import parse_options
+from vllm_trie.lab.medusa.writing import save_vllm
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -1,0 +1,212 @@
+"""The report, the table of parts, and the command around them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_trie import cli
+from vllm_trie.drafters import registry
+from vllm_trie.lab.check import command
+from vllm_trie.lab.check.identity import NEAR_TIE, PlainOutput, judge, unlikely
+from vllm_trie.lab.check.parts import METHODS, Part, all_parts
+from vllm_trie.lab.check.report import PartReport, Report, safe_options
+
+runner = CliRunner()
+
+
+def part(name: str, status: Any = "passed", **changes: Any) -> PartReport:
+    return PartReport(**{"name": name, "status": status, "seconds": 1.0, "summary": "ok"} | changes)
+
+
+def report(*parts: PartReport, **changes: Any) -> Report:
+    start = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
+    given: dict[str, Any] = {"command": "c", "model": "m", "started": start, "finished": True}
+    return Report(**given | {"parts": list(parts)} | changes)
+
+
+# -- the report -----------------------------------------------------------------------------------
+
+
+def test_markdown_of_a_run_that_passed() -> None:
+    text = report(
+        part("kernel", details=["| a |", "| --- |"]),
+        part("graphs", "not applicable", summary="no CUDA"),
+        safe=["trees"],
+    ).markdown()
+    assert "# vllm-trie validate: passed" in text
+    assert "| kernel | passed | 1 | ok |" in text
+    assert "| graphs | not applicable | 1 | no CUDA |" in text
+    assert "## kernel\n\n| a |" in text
+    assert "## Safe options\n\n- trees\n" in text
+    assert "Log of" not in text
+
+
+def test_markdown_of_a_run_that_failed() -> None:
+    summary = "wrong | for\nall " + 500 * "x"
+    log = ["INFO", "```", "RuntimeError: no"]
+    text = report(part("a"), part("b", "failed", summary=summary, log=log), safe=["a"]).markdown()
+    assert "# vllm-trie validate: FAILED" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("| b |")]
+    assert "**FAILED**" in row
+    assert "wrong \\| for all xxx" in row
+    assert len(row) < 400
+    assert "\n- a" not in text
+    assert text.endswith("``````text\nINFO\n```\nRuntimeError: no\n``````\n")
+
+
+def test_only_a_finished_run_without_failures_passed() -> None:
+    assert report(part("a"), part("b", "not applicable")).passed
+    assert not report(part("a"), part("b", "failed")).passed
+    assert not report(part("a"), finished=False).passed
+    assert json.loads(report(part("a")).model_dump_json())["passed"] is True
+
+
+def test_safe_options_name_what_passed() -> None:
+    parts = all_parts(False, ["float32"])
+    reports = [part(entry.name) for entry in parts]
+    for report in reports:
+        if report.name.startswith("medusa"):
+            report.status = "not applicable"
+    gpu = safe_options(parts, reports, "cuda")
+    assert "allow_untested_gpu" in gpu[0]
+    assert any('"ngram_trie", "verification": "tree"' in line for line in gpu)
+    assert any("beam search" in line for line in gpu)
+    assert not any("medusa" in line for line in gpu)
+    cpu = safe_options(parts, reports, "cpu")
+    assert len(cpu) == len(gpu) - 1
+    assert not any("allow_untested_gpu" in line for line in cpu)
+    assert safe_options(parts, reports[:1] + reports[3:], "cuda") == []  # without the kernel
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_table_of_parts(quick: bool) -> None:
+    parts = all_parts(quick, ["float32", "bfloat16"])
+    names = [entry.name for entry in parts]
+    assert len(set(names)) == len(names)
+    for index, entry in enumerate(parts):
+        module, _, function = entry.work.partition(":")
+        work = getattr(importlib.import_module(f"vllm_trie.lab.check.{module}"), function)
+        assert list(inspect.signature(work).parameters)[1:] == list(entry.arguments)
+        assert entry.needs is None or entry.needs in names[:index]
+
+
+def test_every_shipped_method_is_a_part() -> None:
+    assert set(METHODS) == set(registry._BUILT_IN)
+
+
+# -- the comparison -------------------------------------------------------------------------------
+
+
+def plain(*tokens: int) -> PlainOutput:
+    """The second likeliest token is the likeliest plus 100, less likely by its index over 20."""
+    margins = [{token: 0.0, token + 100: index / 20} for index, token in enumerate(tokens)]
+    return PlainOutput(prompt=[1], greedy=list(tokens), margins=margins, seeded=[])
+
+
+@pytest.mark.parametrize(
+    ("decoded", "exact", "wrong", "ties"),
+    [
+        ([1, 2, 3, 4, 5], True, 0, []),
+        ([1, 102, 9, 9, 9], False, 0, [0.05]),  # what follows is another text
+        ([1, 102, 3, 4, 5], True, 1, []),
+        ([1, 2, 3, 4, 105], False, 1, []),  # too unlikely
+        ([1, 2, 9, 4, 5], False, 1, []),  # neither of the two likeliest
+        ([1, 2, 3], False, 1, []),  # ended early
+        ([1, 2, 3, 4, 5, 6], False, 1, []),
+    ],
+)
+def test_differences_are_wrong_or_near_ties(
+    decoded: list[int], exact: bool, wrong: int, ties: list[float]
+) -> None:
+    assert 1 / 20 < NEAR_TIE < 4 / 20
+    problems, near = judge([plain(7, 8), plain(1, 2, 3, 4, 5)], [[7, 8], decoded], exact)
+    assert (len(problems), near) == (wrong, ties)
+    assert all(problem.startswith("prompt 1: ") for problem in problems)
+
+
+def test_unlikely_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token 7 is the likeliest everywhere."""
+    below = {7: 0.0, 1: 3.0, 2: 20.0, 3: float("nan")}
+
+    def generate(inputs: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
+        logprobs = {token: SimpleNamespace(logprob=-by) for token, by in below.items()}
+        entries = [[None, *({7: logprobs[7], t: logprobs[t]} for t in p[1:])] for p in inputs]
+        return [SimpleNamespace(prompt_logprobs=entry) for entry in entries]
+
+    vllm = SimpleNamespace(SamplingParams=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)  # type: ignore[arg-type]
+    llm = SimpleNamespace(generate=generate)
+    outputs = [[7, 1, 7], [7, 2], [3], []]
+    assert unlikely(llm, [[1, 1]] * len(outputs), outputs) == [1, 2]
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def acted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Parts end as this says, by name; those that it does not name pass."""
+    ends: dict[str, Any] = {}
+
+    def run_parts(parts: list[Part], *rest: Any, **options: Any) -> Iterator[PartReport]:
+        for entry in parts:
+            yield part(entry.name, ends.get(entry.name, "passed"))
+
+    monkeypatch.setattr(command, "run_parts", run_parts)
+    return ends
+
+
+def test_exit_status_and_files(acted: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    done = runner.invoke(cli.app, ["validate", "--quick", "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("# vllm-trie validate: passed")
+    assert "ngram_trie, trees, float32: passed" in done.stderr
+    assert Report.model_validate_json(path.read_text()).passed
+
+    acted["attention kernel"] = "failed"
+    done = runner.invoke(cli.app, ["validate", "--quick", "--json", str(path)])
+    assert done.exit_code == 1
+    assert "| attention kernel | **FAILED** |" in done.stdout
+    assert Report.model_validate_json(path.read_text()).safe == []
+
+
+def test_parts_can_be_chosen_and_bring_what_they_need(acted: dict[str, Any]) -> None:
+    done = runner.invoke(cli.app, ["validate", "--part", "lookahead_trie, trees, bfloat16"])
+    rows = [line.split(" | ")[0] for line in done.stdout.splitlines() if " | passed | " in line]
+    assert rows == [
+        "| versions and device",
+        "| plain vLLM, bfloat16",
+        "| lookahead_trie, trees, bfloat16",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "/no/such/folder", "--dtype", "float32"], "/no/such/folder"),
+        (["--dtype", "float64"], "float64"),
+        (["--part", "speeed"], "speeed"),
+        (["--json", "/no/such/folder/report.json"], "cannot write"),
+        (["--limit", "0"], "--limit"),
+        (["--quik"], "--quik"),
+    ],
+)
+def test_bad_usage(acted: dict[str, Any], arguments: list[str], said: str) -> None:
+    done = runner.invoke(cli.app, ["validate", *arguments])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert said in done.stderr

@@ -1,0 +1,226 @@
+"""Training of heads, on a stand-in for the model."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_trie.drafters.medusa.heads import HeadsShape
+from vllm_trie.lab.medusa import (
+    Encoder,
+    TokenRows,
+    Trainer,
+    TrainingPlan,
+    read_tokens,
+)
+from vllm_trie.lab.medusa.states import StateCache
+from vllm_trie.lab.medusa.text import find_files, split_rows
+from vllm_trie.lab.medusa.trainer import _shifted
+
+HIDDEN, VOCAB, LENGTH = 32, 24, 16
+SHAPE = HeadsShape(2, 1, HIDDEN, VOCAB, VOCAB)
+
+
+class CountingModel:
+    """Its hidden state is the token's embedding; it counts upwards in steps of one."""
+
+    device = torch.device("cpu")
+    path = "counting"
+
+    def __init__(self) -> None:
+        self.passes = 0
+        generator = torch.Generator().manual_seed(0)
+        self._embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
+        self.output_weight = self._embedding.roll(1, 0)
+
+    def hidden_states(self, token_ids):
+        self.passes += 1
+        return self._embedding[token_ids]
+
+    def predictions(self, hidden):
+        return (hidden @ self.output_weight.T).argmax(-1)
+
+
+def counting_rows(count: int = 64) -> np.ndarray:
+    starts = np.random.default_rng(0).integers(0, VOCAB, count)
+    return ((starts[:, None] + np.arange(LENGTH)) % VOCAB).astype(np.int32)
+
+
+def make_trainer(steps: int = 60, **changes) -> Trainer:
+    torch.manual_seed(0)
+    plan = TrainingPlan(steps=steps, batch_rows=4, learning_rate=2e-2, warmup_steps=5, **changes)
+    return Trainer(CountingModel(), TokenRows(counting_rows().ravel(), LENGTH), plan, SHAPE)
+
+
+def run(trainer: Trainer, until: int) -> None:
+    while trainer.step < until:
+        trainer.run_step()
+
+
+@pytest.mark.parametrize("targets", ["model", "text"])
+def test_heads_learn_their_own_distance(targets):
+    trainer = make_trainer(targets=targets)
+    before = trainer.evaluate(counting_rows(8))
+    run(trainer, 60)
+    after = trainer.evaluate(counting_rows(8))
+    assert all(score.top1 < 0.5 for score in before)
+    assert all(score.top1 > 0.95 and score.nll < 0.5 for score in after)
+    # Head k says the token k + 2 places on: after token 3 come 4 (the model's), then 5 and 6.
+    logits = trainer.heads(trainer.backbone.hidden_states(torch.tensor([3])))[:, 0]
+    assert logits.argmax(-1).tolist() == [5, 6]
+
+
+def test_shifted_targets():
+    following = torch.tensor([[1, 2, 3, 4]])  # the token after each of four places
+    assert _shifted(following, 0).tolist() == [2, 3, 4, -100]
+    assert _shifted(following, 1).tolist() == [3, 4, -100, -100]
+
+
+def test_an_interrupted_run_ends_where_a_whole_one_does(tmp_path):
+    whole = make_trainer(steps=12)
+    run(whole, 12)
+    interrupted = make_trainer(steps=12)
+    run(interrupted, 5)
+    torch.save(interrupted.state(), tmp_path / "state.pt")
+    resumed = make_trainer(steps=12)
+    resumed.resume(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert resumed.step == 5
+    run(resumed, 12)
+    for mine, theirs in zip(resumed.heads.parameters(), whole.heads.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_resuming_something_else_is_refused():
+    state = make_trainer(steps=12).state()
+    with pytest.raises(ValueError, match=r"steps=20 \(before: 12\)"):
+        make_trainer(steps=20).resume(state)
+    other = Trainer(
+        CountingModel(),
+        TokenRows(counting_rows().ravel(), LENGTH),
+        make_trainer(steps=12).plan,
+        HeadsShape(3, 1, HIDDEN, VOCAB, VOCAB),
+    )
+    with pytest.raises(ValueError, match="another shape"):
+        other.resume(state)
+    with pytest.raises(ValueError, match="another shape"):
+        other.start_from(make_trainer().heads)
+
+
+def test_a_shared_output_layer_stays_the_models():
+    plan = TrainingPlan(steps=5, batch_rows=4, learning_rate=1e-2)
+    shape = HeadsShape(2, 2, HIDDEN, VOCAB, VOCAB, shares_output=True)
+    rows = TokenRows(counting_rows().ravel(), LENGTH)
+    trainer = Trainer(CountingModel(), rows, plan, shape)
+    run(trainer, 5)
+    torch.testing.assert_close(trainer.heads.output_weight[0], trainer.backbone.output_weight)
+    assert trainer.heads.block_weight.abs().sum() > 0
+
+
+def test_heads_for_the_most_frequent_tokens():
+    plan = TrainingPlan(steps=60, batch_rows=4, learning_rate=2e-2, warmup_steps=5)
+    shape = HeadsShape(2, 1, HIDDEN, VOCAB, 6, shares_output=True)
+    rows = counting_rows()
+    rows[:48] %= 6
+    trainer = Trainer(CountingModel(), TokenRows(rows.ravel(), LENGTH), plan, shape)
+    assert trainer.heads.token_map.tolist() == list(range(6))
+    run(trainer, 60)
+    states = trainer.backbone.hidden_states(torch.tensor([0, 3]))
+    outputs = trainer.heads(states).argmax(-1)
+    assert outputs[0].tolist() == [2, 5]
+    assert outputs[1, 0] == 3  # 6 has no output
+    # A token that the map lacks counts as wrong.
+    unlisted = np.arange(8, 16, dtype=np.int32)[None]
+    assert all(score.top5 == 0 for score in trainer.evaluate(unlisted))
+
+
+def test_questions_are_read_but_not_learned():
+    trainer = make_trainer()
+    rows = counting_rows(2)
+    _, targets = trainer._inputs(rows)
+    asked = rows.copy()
+    asked[0, 3:7] = ~asked[0, 3:7]
+    hidden, kept = trainer._inputs(asked)
+    torch.testing.assert_close(
+        hidden[:LENGTH], trainer.backbone.hidden_states(torch.tensor(rows[0]))
+    )
+    assert (kept[0] == -100).nonzero().flatten().tolist() == [2, 3, 4, 5]
+    kept[0, 2:6] = targets[0, 2:6]
+    torch.testing.assert_close(kept, targets)
+
+
+def test_later_epochs_read_hidden_states_from_disk(tmp_path):
+    rows = TokenRows(counting_rows(8).ravel(), LENGTH)
+    plan = TrainingPlan(steps=12, batch_rows=4, learning_rate=2e-2, warmup_steps=5)
+    trainers = []
+    for folder in (None, tmp_path, tmp_path):
+        torch.manual_seed(0)
+        model = CountingModel()
+        model._embedding = model._embedding.bfloat16().float()  # as the cache keeps them
+        cache = folder and StateCache(folder, model, rows.rows)
+        trainers.append(Trainer(model, rows, plan, SHAPE, cache))
+    plain, first, later = trainers
+    for trainer in trainers:
+        run(trainer, 12)
+    assert [trainer.backbone.passes for trainer in trainers] == [12, 2, 0]
+    for trainer in (first, later):
+        for mine, theirs in zip(plain.heads.parameters(), trainer.heads.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+    assert len(list(tmp_path.iterdir())) == 2
+    later._cache.delete()
+    assert not list(tmp_path.iterdir())
+
+
+def test_temperatures_lower_the_loss():
+    trainer = make_trainer()
+    run(trainer, 25)
+    with torch.no_grad():
+        trainer.heads.output_weight.mul_(3.0)  # far too sure of themselves
+    rows = counting_rows(8)
+    temperatures = trainer.fit_temperatures(rows)
+    before = [score.nll for score in trainer.evaluate(rows)]
+    with torch.no_grad():
+        trainer.heads.output_weight.div_(torch.tensor(temperatures)[:, None, None])
+    after = [score.nll for score in trainer.evaluate(rows)]
+    assert all(a <= b + 1e-9 for a, b in zip(after, before, strict=True))
+    assert any(abs(t - 1.0) > 0.05 for t in temperatures)
+
+
+def test_text_files_and_token_files(tmp_path):
+    (tmp_path / "a.txt").write_text("ab")
+    lines = [{"text": "c"}, {"token_ids": [7, 8]}]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+
+    encoder = Encoder(lambda text: list(map(ord, text)), lambda question: [1, len(question)], 0)
+    tokens = read_tokens(find_files([tmp_path]), encoder)
+    assert tokens.tolist() == [97, 98, 0, 99, 0, 7, 8, 0]
+    answers = [{"settings": {}}, {"question": "abc", "token_ids": [7, 0]}]
+    answers.append({"question": "", "text": "c"})
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    tokens = read_tokens([tmp_path / "b.jsonl"], encoder)
+    assert tokens.tolist() == [~1, ~3, 7, 0, ~1, ~0, 99, 0]
+    (tmp_path / "b.jsonl").write_text("[]\n")
+    with pytest.raises(ValueError, match=r"line 1: expected"):
+        read_tokens(find_files([tmp_path]), encoder)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        find_files([tmp_path / "absent"])
+
+
+def test_rows_come_in_an_order_of_their_own_each_epoch():
+    rows = TokenRows(np.arange(40, dtype=np.int32), 4, seed=3)
+    epochs = [rows.batch(10 * epoch, 10)[:, 0].tolist() for epoch in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(0, 40, 4))
+    assert epochs[0] != epochs[1]
+    assert rows.batch(7, 6)[:, 0].tolist() == [*epochs[0][7:], *epochs[1][:3]]
+    with pytest.raises(ValueError, match="has 3 tokens"):
+        TokenRows(np.arange(3, dtype=np.int32), 4)
+
+
+def test_validation_rows_are_not_trained_on():
+    train, held = split_rows(np.arange(100, dtype=np.int32), 10, 0.2)
+    assert train.tolist() + held.tolist() == list(range(100))
+    assert len(held) == 20
+    with pytest.raises(ValueError, match="too few"):
+        split_rows(np.arange(12, dtype=np.int32), 10, 0.2)

@@ -1,0 +1,295 @@
+"""The demo without an engine: its arithmetic, its output, its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from safetensors.numpy import save_file
+
+from vllm_trie.lab import demo, local_engine, smollm2
+from vllm_trie.lab.demo import chat_prompts, command, measure, report
+from vllm_trie.lab.demo.measure import ObservedStep, Row
+from vllm_trie.lab.local_engine import RequestStep
+from vllm_trie.lab.tiny_model import chat_prompts as prompts_about_code
+from vllm_trie.tree import TokenTree
+
+SECONDS = {"plain": 2.0, "ngram": 1.25, "suffix": 1.6, "ngram_trie": 1.0}
+GOOD = Row("first", 100, SECONDS, 25, 750, True)
+BAD = Row("second", 100, SECONDS, 25, 750, False)
+
+
+def rendered(*shown: Any) -> str:
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    for renderable in shown:
+        console.print(renderable)
+    return console.export_text()
+
+
+def a_step(parents: list[int], path: tuple[int, ...], number: int = 3) -> ObservedStep:
+    """A step whose output follows `path` in a tree with these parents, and a bonus token."""
+    tokens = list(range(10, 10 + len(parents)))
+    tree = TokenTree.from_lists(tokens, parents)
+    new = (*(tokens[node] for node in path), 7)
+    return ObservedStep("a [name]", number, (1, 2), RequestStep(0, new, tree))
+
+
+def test_importing_the_demo_imports_no_engine() -> None:
+    code = (
+        "import sys, vllm_trie.lab.demo\n"
+        "print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("source", [chat_prompts, prompts_about_code])
+def test_prompts_are_distinct(source: Any) -> None:
+    prompts = source.chat_prompts()
+    assert 6 <= len(prompts) <= 8
+    assert len({prompt.name for prompt in prompts}) == len(prompts)
+    assert len({prompt.message for prompt in prompts}) == len(prompts)
+
+
+@given(count=st.integers(0, 40), batch_size=st.integers(1, 12))
+def test_batches_hold_every_prompt_once_in_order(count: int, batch_size: int) -> None:
+    groups = local_engine.batches(range(count), batch_size)
+    assert [index for group in groups for index in group] == list(range(count))
+    assert all(len(group) == batch_size for group in groups[:-1])
+    assert all(1 <= len(group) <= batch_size for group in groups)
+
+
+def test_accepted_nodes_are_those_that_the_output_follows() -> None:
+    tree = TokenTree.from_lists([5, 6, 4, 8, 9], [-1, 0, -1, 0, 3])
+    assert RequestStep(0, (5, 8, 9, 1), tree).accepted == (0, 3, 4)
+    assert RequestStep(0, (5, 8), tree).accepted == (0, 3)  # cut off at a stop
+    assert RequestStep(0, (7,), tree).accepted == ()
+    assert RequestStep(0, (), tree).accepted == ()
+    window = TokenTree(tree.token_ids, tree.parents, None, np.array([0, 0, 0, 1, 1], bool))
+    assert RequestStep(0, (5, 8), window).accepted == (0,)
+    assert RequestStep(0, (5, 8), TokenTree.empty()).accepted == ()
+
+
+class FakeEngines:
+    """Engines whose runs take scripted times and give scripted outputs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, outputs: dict[str, list[Any]]) -> None:
+        self.runs: list[str] = []
+        self.outputs = outputs
+        self.clock = 0.0
+        monkeypatch.setattr(measure, "generate", self.generate)
+        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.clock)
+
+    def generate(self, llm: str, prompts: Any, params: Any) -> Any:
+        self.runs.append(llm)
+        output, seconds = self.outputs[llm].pop(0)
+        self.clock += seconds
+        return output
+
+
+def test_comparison_takes_turns_and_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    same, other = [[1] * 20, [2] * 10], [[1] * 20, [3] * 10]
+    engines = FakeEngines(
+        monkeypatch,
+        {
+            "p": [(same, 3.0), (same, 1.0), (same, 2.0)],
+            "n": [(other, 2.0), (same, 5.0), (same, 1.5)],
+            "t": [(same, 1.0), (same, 9.0), (same, 0.5)],
+        },
+    )
+    drafted = a_step([-1, 0], (0,))
+    monkeypatch.setattr(
+        measure, "observe", lambda llm, names, *rest: (engines.generate(llm, *rest), 10, [drafted])
+    )
+    advanced: list[str] = []
+    names = {"plain": "p", "ngram": "n", "trees": "t"}
+    row, answers, observed = measure.compare(
+        names, ["a", "b"], [[1], [2]], None, 3, advanced.append
+    )
+    assert "".join(engines.runs) == "pnt" + "tnp" + "pnt"
+    order = ("plain", "ngram", "trees")
+    assert advanced == [f"a, b: {name}" for name in (*order, *order[::-1], *order)]
+    assert (answers, observed) == (same, [drafted])
+    assert (row.name, row.seconds) == ("a, b", {"plain": 2.0, "ngram": 2.0, "trees": 1.0})
+    assert (row.tokens_per_step, row.nodes_per_step) == (3.0, 0.2)
+    assert (row.speed_up(), row.tokens_per_s("plain"), row.tokens_per_s("trees")) == (2, 15, 30)
+    assert (row.method, row.best_peer) == ("trees", "ngram")
+    assert row.identical is True, "vLLM's own methods are not judged"
+    engines.outputs = {"p": [(same, 1.0)], "t": [(other, 1.0)]}
+    pair = {"plain": "p", "trees": "t"}
+    row = measure.compare(pair, ["a"], [[1]], None, 1)[0]
+    assert (row.identical, row.best_peer) == (False, None)
+
+
+def test_the_last_row_adds_up() -> None:
+    first = Row("a, b", 30, {"plain": 2.0, "trees": 1.0}, 10, 150, True)
+    second = Row("c", 10, {"plain": 4.0, "trees": 2.0}, 10, 0, False)
+    row = measure.total([first, second])
+    assert (row.tokens, row.seconds) == (40, {"plain": 6.0, "trees": 3.0})
+    assert (row.tokens_per_step, row.nodes_per_step) == (2.0, 7.5)
+    assert row.identical is False
+
+
+def test_drawn_step_is_one_that_needed_the_tree() -> None:
+    short = a_step([-1, -1, -1, -1], (3,))
+    chain = a_step([-1, 0, 1, 2], (0, 1, 2, 3))
+    leading = a_step([-1, 0, 1, 0, -1], (0, 1, 2))
+    branched = a_step([-1, 0, -1, 2, 3], (2, 3, 4))
+    assert measure.most_telling([]) is None
+    assert measure.most_telling([short]) is short
+    assert measure.most_telling([short, chain]) is chain
+    assert measure.most_telling([chain, short, leading]) is leading
+    assert measure.most_telling([chain, leading, branched, short]) is branched
+
+
+def test_table_and_verdict_say_whether_outputs_are_identical() -> None:
+    text = rendered(report.comparison_table([GOOD, GOOD]), report.verdict([GOOD]))
+    assert "2.00×" in text
+    assert "outputs identical: yes" in text
+    assert "ngram_trie: 2.00 × plain vLLM, 1.25 × vLLM's ngram (the better" in text
+    assert "NO" not in text
+    undrafted = replace(GOOD, nodes=0)
+    assert "no drafts" in rendered(report.comparison_table([undrafted, GOOD]))
+    assert "ngram_trie drafted nothing" in rendered(report.verdict([undrafted]))
+    text = rendered(report.comparison_table([GOOD, BAD, BAD]), report.verdict([GOOD, BAD, BAD]))
+    assert "outputs identical: NO" in text
+    assert "second" in text.partition("outputs identical: NO")[2]
+
+
+def test_drawn_step_shows_the_tree_and_where_it_belongs() -> None:
+    step = a_step([-1, 0, -1, 2, 3], (2, 3, 4))
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    report.show_step(console, step, lambda tokens: "".join(f"<{t}>" for t in tokens))
+    text = console.export_text()
+    assert "a [name]" in text
+    assert "<1><2><12><13><14><7>" in text
+    accepted = [line for line in text.splitlines() if line.endswith("✓")]
+    assert [line.split()[-2] for line in accepted] == ["<12>", "<13>", "<14>"]
+
+
+def test_the_model_is_described(tmp_path: Path) -> None:
+    assert report.describe(str(tmp_path), False) == tmp_path.name
+    save_file({"a": np.zeros((3, 500_000), np.int8)}, tmp_path / "model.safetensors")
+    assert report.describe(str(tmp_path), False) == f"{tmp_path.name}, 1.5 M parameters"
+    assert "ships with the project" in report.describe(str(tmp_path), True)
+
+
+def test_answers_are_shown_whole() -> None:
+    lines = ["Dear", "    Ms. Keller,", "and so on " * 20 + "[b]"]
+    text = rendered(report.answers_table({"a [name]": "\n".join(lines) + "\n"}))
+    shown = [line.rstrip() for line in text.splitlines()]
+    assert shown[:2] == ["a [name]  Dear", "              Ms. Keller,"]
+    assert shown[-1].endswith("[b]")
+
+
+@pytest.fixture
+def pretended_run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let the command run without engines and return the rows it is given."""
+
+    def pretend(rows: list[Row]) -> None:
+        step = a_step([-1, 0, 1], (0, 1))
+        result = rows, {"first": "An answer."}, step, lambda tokens: str(list(tokens))
+        monkeypatch.setattr(command, "_measure", lambda *args: result)
+        monkeypatch.setattr(local_engine, "set_environment", lambda *args: None)
+
+    return pretend
+
+
+def test_identical_outputs_succeed_and_files_are_written(
+    pretended_run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pretended_run([GOOD, GOOD])
+    svg, rows = tmp_path / "tree.svg", tmp_path / "rows.json"
+    assert demo.main(["--model", "any", "--svg", str(svg), "--json", str(rows)]) == 0
+    assert "outputs identical: yes" in capfd.readouterr().out
+    assert svg.read_text(encoding="utf-8").startswith("<svg")
+    plain, ngram, _, trees = json.loads(rows.read_text())[:4]
+    assert (ngram["method"], ngram["tokens_per_s"], ngram["tokens_per_step"]) == ("ngram", 80, None)
+    assert (plain["method"], plain["tokens_per_s"], plain["tokens_per_step"]) == ("plain", 50, 1)
+    assert (trees["method"], trees["tokens_per_s"], trees["speed_up"]) == ("ngram_trie", 100, 2)
+
+
+def test_a_difference_fails(pretended_run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    pretended_run([BAD, BAD])
+    assert demo.main(["--model", "any"]) == 1
+    assert "outputs identical: NO" in capfd.readouterr().out
+
+
+def test_the_shipped_model_takes_the_place_of_one_that_cannot_be_fetched(
+    pretended_run: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> Path:
+        raise smollm2.FetchError("no network")
+
+    pretended_run([GOOD, GOOD])
+    monkeypatch.setattr(command.smollm2, "fetch", fail)
+    assert demo.main([]) == 0
+    assert "the one that ships with the project, 3.5 M parameters; no network" in (
+        capfd.readouterr().out
+    )
+    assert demo.main(["--model", "smollm2"]) == 2
+    assert "no network" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--method", "nope"], "allowed"),
+        (["--nodes", "0"], "greater than or equal to 1"),
+        (["--batch-size", "many"], "--batch-size"),
+        (["--colour"], "--colour"),
+    ],
+)
+def test_wrong_options_are_explained(
+    arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main(arguments) == 2
+    assert said in capfd.readouterr().err
+
+
+def test_the_users_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    monkeypatch.setenv("A_NEW_ONE", "")
+    monkeypatch.delenv("A_NEW_ONE")
+    local_engine.set_environment(True, {"OMP_NUM_THREADS": "1", "A_NEW_ONE": "x"})
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert os.environ["A_NEW_ONE"] == "x"
+    assert "VLLM_LOGGING_LEVEL" not in os.environ
+
+
+def test_silence_holds_back_what_native_code_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    with local_engine.silence():
+        os.write(1, b"noise\n")
+        os.write(2, b"noise\n")
+    with local_engine.silence(active=False):
+        os.write(1, b"wanted\n")
+    assert capfd.readouterr() == ("wanted\n", "")
+
+
+def test_silence_reports_everything_when_something_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        with local_engine.silence():
+            os.write(1, b"the reason\n")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert "the reason" in capfd.readouterr().err
+
+
+def test_parameters_are_counted_from_the_files(tmp_path: Path) -> None:
+    assert report.num_parameters(str(tmp_path)) is None
+    weights = {"a": np.zeros((3, 4), np.float32), "b": np.zeros(5, np.float16)}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert report.num_parameters(str(tmp_path)) == 17

@@ -1,0 +1,122 @@
+"""The command `vllm-trie validate`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from vllm_trie.lab import local_engine
+from vllm_trie.lab.check.parts import SHIPPED_DTYPE, Part, Settings, all_parts
+from vllm_trie.lab.check.processes import run_parts
+from vllm_trie.lab.check.report import Report, safe_options
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def validate(
+    model: str | None,
+    heads: str | None,
+    json_path: Path | None,
+    quick: bool,
+    dtypes: Sequence[str],
+    names: Sequence[str],
+    limit_s: float,
+) -> bool:
+    """Run the parts, print the report and return whether all passed.
+
+    Args:
+        model: Folder or name; None for the model that ships.
+        heads: Of the model; None without.
+        json_path: Also write the report here, after each part.
+        quick: Fewer parts, and shorter ones.
+        dtypes: Of the engines; empty for float32 and, unless `quick`, the model's own.
+        names: Run only parts whose names begin so; empty for all.
+        limit_s: Seconds for each part.
+
+    Raises:
+        typer.BadParameter: an argument that cannot be used.
+    """
+    usual = _dtypes(model, quick)
+    parts = _parts(quick, list(dtypes) or usual, names)
+    path = local_engine.model_or_shipped(model)
+    console = Console(stderr=True, highlight=False)
+    command = " ".join(["vllm-trie", *sys.argv[1:]])
+    report = Report(command=command, model=path, started=datetime.now(UTC))
+    _write(report, json_path)
+    # The processes of parts end with this one, whoever ends it.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory(prefix="vllm-trie-") as folder, console.status("") as status:
+        settings = Settings(
+            model=path, heads=heads, shipped=model is None, quick=quick, folder=Path(folder)
+        )
+        for done in run_parts(
+            parts,
+            settings,
+            limit_s,
+            starting=lambda part: status.update(
+                f"{part.name}, part {parts.index(part) + 1} of {len(parts)}"
+            ),
+        ):
+            console.print(f"[{done.seconds:5.0f} s] {done.name}: {done.status}", markup=False)
+            report.parts.append(done)
+            _write(report, json_path)
+    report.finished = True
+    if report.passed:
+        device = next((part.measured for part in report.parts if "platform" in part.measured), {})
+        report.safe = safe_options(parts, report.parts, device.get("platform", {}).get("device"))
+    _write(report, json_path)
+    print(report.markdown(), end="")
+    return report.passed
+
+
+def _parts(quick: bool, dtypes: list[str], names: Sequence[str]) -> list[Part]:
+    if unknown := set(dtypes) - set(DTYPES):
+        raise typer.BadParameter(
+            f"{', '.join(sorted(unknown))}: allowed are {', '.join(DTYPES)}", param_hint="--dtype"
+        )
+    parts = all_parts(quick, list(dict.fromkeys(dtypes)))
+    for name in names:
+        if not any(part.name.startswith(name) for part in parts):
+            raise typer.BadParameter(
+                f"no part begins with {name!r}; there are "
+                + ", ".join(repr(part.name) for part in parts),
+                param_hint="--part",
+            )
+    chosen = [part for part in parts if not names or part.name.startswith(tuple(names))]
+    needed = {parts[0].name, *(part.needs for part in chosen)}  # the first one names the device
+    return [part for part in parts if part in chosen or part.name in needed]
+
+
+def _dtypes(model: str | None, quick: bool) -> list[str]:
+    """Return float32, and without `quick` the model's own dtype."""
+    model_dtype = SHIPPED_DTYPE
+    if model is not None:
+        try:
+            dtype = local_engine.text_config(model).dtype
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise typer.BadParameter(
+                f"{model!r} cannot be loaded ({reason}); give the folder of a Hugging Face model "
+                "or a name on the hub",
+                param_hint="--model",
+            ) from None
+        model_dtype = str(dtype).removeprefix("torch.")
+    if quick or model_dtype not in DTYPES:
+        return ["float32"]
+    return list(dict.fromkeys(["float32", model_dtype]))
+
+
+def _write(report: Report, path: Path | None) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write: {error}", param_hint="--json") from None

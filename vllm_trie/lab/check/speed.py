@@ -1,0 +1,100 @@
+"""A short table of speed: plain vLLM, its `ngram`, and `ngram_trie` with its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_trie.lab.check.engines import ALLOWED, NODES, prompts, start_engine
+from vllm_trie.lab.check.parts import Outcome, Settings
+from vllm_trie.lab.demo.report import num_parameters
+from vllm_trie.lab.local_engine import generate, interleave, without_memory
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+BATCH_SIZES = (1, 8, 32)
+METHODS: dict[str, dict[str, object] | None] = {
+    "plain": None,
+    "ngram_trie": {
+        "method": "ngram_trie",
+        "num_speculative_tokens": NODES,
+        **without_memory("ngram_trie"),
+        **ALLOWED,
+    },
+    # The last, as vLLM 0.32 starts no engine on a CPU in a process that has imported numba.
+    "ngram": {"method": "ngram", "num_speculative_tokens": 5},
+}
+
+
+def measure(settings: Settings, dtype: str) -> Outcome:
+    """Time greedy decoding of the same prompts on all engines, in turns; medians of the ratios."""
+    needed = len(METHODS) * _engine_bytes(settings.model, dtype)
+    if torch.cuda.is_available() and needed > (free := torch.cuda.mem_get_info()[0]):
+        text = f"{len(METHODS)} engines at once need {needed >> 30} GiB, {free >> 30} GiB are free"
+        return Outcome(status="not applicable", summary=text)
+    texts = prompts(settings)
+    max_tokens, repeats = (16, 2) if settings.quick else (96, 3)
+    engines = {
+        name: start_engine(
+            settings,
+            dtype,
+            max(map(len, texts)),
+            max_tokens,
+            max_num_seqs=max(BATCH_SIZES),
+            speculative_config=config,
+        )
+        for name, config in METHODS.items()
+    }
+    measured = {}
+    for size in BATCH_SIZES:
+        queue = [texts[i % len(texts)] for i in range(size)]
+        measured[size] = _speeds(engines, queue, max_tokens, repeats)
+    lines = ["| concurrent requests | plain, tokens/s | `ngram`, 5 tokens | `ngram_trie` |"]
+    lines += ["| ---: | ---: | ---: | ---: |"]
+    for size, (plain, ratios) in measured.items():
+        lines.append(
+            f"| {size} | {plain:.0f} | {ratios['ngram']:.2f} | {ratios['ngram_trie']:.2f} |"
+        )
+    text = (
+        f"Ratios to plain vLLM, {dtype}, medians of {repeats} turns, {max_tokens} greedy tokens "
+        "of the demo's prompts; no method remembers finished requests."
+    )
+    return Outcome(
+        status="passed",
+        summary="`ngram_trie` over plain vLLM: "
+        + ", ".join(f"{ratios['ngram_trie']:.2f}" for _, ratios in measured.values())
+        + f" with {', '.join(map(str, BATCH_SIZES))} requests",
+        details=[*lines, "", text],
+        measured={str(size): {"plain_tokens_per_s": p, **r} for size, (p, r) in measured.items()},
+    )
+
+
+def _speeds(
+    engines: dict[str, LLM], queue: Sequence[Sequence[int]], max_tokens: int, repeats: int
+) -> tuple[float, dict[str, float]]:
+    """Return plain vLLM's tokens per second, and each engine's speed over it."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    runs = {name: lambda llm=llm: generate(llm, queue, params) for name, llm in engines.items()}
+    interleave(runs, 1)
+    seconds = {
+        name: [elapsed for elapsed, _ in timed] for name, timed in interleave(runs, repeats).items()
+    }
+    plain = seconds["plain"]
+    ratios = {
+        name: median(base / of_engine for base, of_engine in zip(plain, taken, strict=True))
+        for name, taken in seconds.items()
+    }
+    return len(queue) * max_tokens / median(plain), ratios
+
+
+def _engine_bytes(model: str, dtype: str) -> int:
+    """Return the size of an engine: its weights, if they are in a local folder, and 4 GiB for KV,
+    activations and graphs."""
+    itemsize: int = getattr(torch, dtype).itemsize
+    return (num_parameters(model) or 0) * itemsize + (4 << 30)

