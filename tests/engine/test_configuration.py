@@ -124,6 +124,7 @@ def test_options_reach_the_drafter(engine, options):
 
 
 def from_command_line(*words: str, arguments: type = AsyncEngineArgs) -> Any:
+    load_general_plugins()
     parser = arguments.add_cli_args(FlexibleArgumentParser())
     fixed = ["--model", str(model_path()), "--dtype", "float32", "--enforce-eager"]
     fixed += ["--kv-cache-memory-bytes", str(10 << 20), "--max-model-len", "128"]
@@ -145,6 +146,22 @@ def test_command_line(words, arguments):
     vllm_config = from_command_line(*words, "--spec-tokens", "12", arguments=arguments)
     assert config.read(vllm_config).method == "ngram_trie"
     assert vllm_config.speculative_config.num_speculative_tokens == 12
+
+
+@pytest.mark.parametrize("flag", ["--spec-method", "--spec-model", "--speculative-model"])
+def test_heads_on_the_command_line(flag):
+    """The flag that names the method leaves the dictionary's `model` to the heads."""
+    heads = json.dumps({"model": str(medusa_path())})
+    for method in ("medusa_dynamic", "trie_union"):
+        vllm_config = from_command_line(flag, method, "--speculative-config", heads)
+        read = config.read(vllm_config)
+        assert (read.method, read.draft_model) == (method, str(medusa_path()))
+        with pytest.raises(ValueError, match="needs the Medusa heads") as caught:
+            from_command_line(flag, method)
+        assert """--speculative-config '{"model": "HEADS"}'""" in str(caught.value)
+    other = json.dumps({"method": "ngram_trie", "model": str(medusa_path())})
+    with pytest.raises(ValueError, match="differ; give one of them"):
+        from_command_line(flag, "medusa_dynamic", "--speculative-config", other)
 
 
 def test_options_on_the_command_line():

@@ -22,8 +22,9 @@ from vllm_trie.ngrams import Candidates, Job, choose_backend
 from vllm_trie.tree import TokenTree
 
 _NO_HEADS = (
-    "method 'medusa_dynamic' needs the Medusa heads: set 'model' in speculative_config "
-    "(--spec-model) to the folder of a Medusa checkpoint"
+    "method 'medusa_dynamic' needs the Medusa heads, and no model was given; name the folder of a "
+    "Medusa checkpoint as 'model' in speculative_config (--speculative-config "
+    '\'{"model": "HEADS"}\'), or as --spec-model next to --spec-method'
 )
 _NO_TEXT = IndexedText(None, 0, 0, np.empty(0, dtype=np.int32), 0)
 

@@ -161,9 +161,11 @@ def _asked_for(engine_args: EngineArgs) -> dict[str, Any]:
     """Return ``speculative_config`` with what the short flags say."""
     given = engine_args.speculative_config or {}
     asked = {key.replace("-", "_"): value for key, value in given.items()}
+    # Next to heads in the dictionary, a method's name as the model names the method.
+    takes_heads = asked.get("model") is not None and engine_args.spec_model in available_methods()
     for flag, key, value in (
         ("--spec-method", "method", engine_args.spec_method),
-        ("--spec-model", "model", engine_args.spec_model),
+        ("--spec-model", "method" if takes_heads else "model", engine_args.spec_model),
         ("--spec-tokens", "num_speculative_tokens", engine_args.spec_tokens),
     ):
         if value is not None:
