@@ -32,16 +32,17 @@ venv: ## create or refresh .venv (vLLM for the CPU, the plugin, test tools)
 	@command -v $(SETUP_PYTHON) >/dev/null || { echo "error: $(SETUP_PYTHON) not found; Python 3.11 is needed" >&2; exit 1; }
 	@$(SETUP_PYTHON) packaging/setup_cpu.py
 
-demo: venv ## run plain vLLM and draft trees side by side on the model that ships
+demo: venv ## run plain vLLM and draft trees side by side on SmolLM2-135M, or on the model that ships without a network
 	@$(BIN)/vllm-trie demo $(ARGS)
 
 test: export OMP_NUM_THREADS ?= 1
 test: venv docs-tools ## all tests: unit tests, then those that start an engine
 	@$(PYTEST) $(ARGS)
 
+# A path among ARGS replaces tests/unit.
 unit: export OMP_NUM_THREADS ?= 1
-unit: venv ## the unit tests only (two minutes)
-	@$(PYTEST) tests/unit $(ARGS)
+unit: venv ## the unit tests only (two minutes), or ARGS=path
+	@$(PYTEST) $(if $(filter tests/%,$(ARGS)),,tests/unit) $(ARGS)
 
 lint: venv ## check style and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

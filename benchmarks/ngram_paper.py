@@ -98,7 +98,7 @@ def print_rows(rows: list[Row]) -> None:
     first = [row for row in rows if row["nodes"] == 32 and row["ngram_size"] == 13]
     first = [row for row in first if row["max_prefix_len"] == 3]
     print_table(
-        ("method", "category", *range(1, 14)),
+        ("method", "category", *map(str, range(1, 14))),
         ((row["method"], row["category"], *row["histogram"]) for row in first),
         "steps by accept length",
     )

@@ -34,7 +34,7 @@ class DrafterContext:
         num_nodes: Node budget N of one request's tree (`num_speculative_tokens`).
         hidden_size: Width of the target model's hidden states.
         dtype, device: Of the target model, as PyTorch spells them ("bfloat16", "cpu").
-        tensor_parallel_size, rank: Every rank builds the same tree for itself.
+        tensor_parallel_size, rank: Every rank drafts, and all verify rank 0's trees.
         model, tokenizer: Names or paths of the target model and its tokenizer.
         eos_token_ids: Tokens that end a sequence.
         draft_model: Name or path of the drafter's own weights, for methods that have weights.
@@ -146,9 +146,9 @@ class Drafter(ABC):
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         """Draft a tree for each request, in the same order; `TokenTree.empty()` for no guess.
 
-        The trees are a deterministic function of the tokens seen so far: every tensor-parallel rank
-        calls this method with the same requests and must get the same trees. They obey `max_nodes`,
-        `max_depth` and `chain_only`, depth-first with the likeliest child first. The call may
+        Every tensor-parallel rank calls this method with the same requests; rank 0's trees are
+        verified on all of them. The trees obey `max_nodes`, `max_depth` and `chain_only`,
+        depth-first with the likeliest child first. The call may
         update the drafter's state of each request and does not modify the requests. A request whose
         tokens do not extend those of its last call (it was preempted) starts again.
         """

@@ -1,6 +1,6 @@
 """``LLM.beam_search`` and the server's ``use_beam_search`` on the native path.
 
-:data:`ROUTE` has the interface that patch 0015 gives plugins.
+:data:`ROUTE` has the interface that patch 0014 gives plugins.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the plugin adds to the life of a request in the front end.
 
-The objects have the interfaces that patches 0010 and 0015 give plugins. A patched vLLM asks them
+The objects have the interfaces that patches 0010 and 0014 give plugins. A patched vLLM asks them
 itself; in a stock one the replacements below do.
 """
 

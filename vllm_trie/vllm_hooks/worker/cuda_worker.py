@@ -1,7 +1,7 @@
 """vLLM's GPU worker and its model runners with the plugin's speculation.
 
-These classes have not run on a GPU yet: :mod:`vllm_trie.vllm_hooks.setup.limits` refuses GPUs
-unless the user allows them.
+These classes have not run on a GPU yet: drafts are chains there unless the user allows trees
+(:mod:`vllm_trie.vllm_hooks.setup.limits`), and checks at the start try both.
 """
 
 from __future__ import annotations
