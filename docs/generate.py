@@ -13,7 +13,6 @@ from pathlib import Path
 from docs.tools import charts, dashboard, engine_drawings, tables, tree_drawings
 
 DOCS = Path(__file__).resolve().parent
-PATCHES_PAGE = DOCS.parent / "patches" / "README.md"
 DRAWINGS = {
     "trie": tree_drawings.trie,
     "step": tree_drawings.step,
@@ -33,7 +32,7 @@ def contents() -> Iterator[tuple[Path, str]]:
     for name, draw in DRAWINGS.items():
         yield DOCS / "drawings" / f"{name}.svg", draw()
     yield DOCS / "grafana" / "vllm-trie.json", dashboard.dashboard()
-    for page in (*sorted(DOCS.glob("*.md")), PATCHES_PAGE):
+    for page in sorted(DOCS.glob("*.md")):
         text = page.read_text(encoding="utf-8")
         if "<!-- generated: " in text:
             yield page, tables.fill_in(text)

@@ -255,10 +255,8 @@ def _print_details(console: Console, report: Report) -> None:
             text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             table.add_row(escape(name), escape("-" if value is None else text))
         console.print(table)
-    marks = {"ok": "[green]✓[/]", "replaced": "[dim]–[/]"}
     for hook in report.hooks:
-        note = " (an extension point replaces it)" if hook.status == "replaced" else ""
-        console.print(f"  {marks.get(hook.status, '[red]✗[/]')} {escape(hook.target)}{note}")
+        console.print(f"  {'[green]✓[/]' if hook.fits else '[red]✗[/]'} {escape(hook.target)}")
 
 
 def main() -> None:

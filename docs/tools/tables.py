@@ -1,4 +1,4 @@
-"""Tables of the documentation that are read off the code: options, commands, patches, limits."""
+"""Tables of the documentation that are read off the code: options, commands, limits."""
 
 from __future__ import annotations
 
@@ -33,24 +33,8 @@ def fill_in(markdown: str) -> str:
 
 def generate(name: str) -> str:
     """The generated text called `name`: a class of options, or one of the tables below."""
-    made = {"commands": commands, "patches": patches, "limits": limits}
+    made = {"commands": commands, "limits": limits}
     return made[name]() if name in made else option_table(option_class(name))
-
-
-def patches() -> str:
-    """Return a Markdown table of the ledger's entries that each patch of the series replaces."""
-    from vllm_trie.vllm_hooks.ledger import EXTENSION_POINTS, entries
-
-    symbols: dict[str, list[str]] = {}
-    for patch in entries():
-        if patch.point:
-            number = EXTENSION_POINTS[patch.point][0]
-            symbols.setdefault(number, []).append(f"`{patch.target.removeprefix('vllm.')}`")
-    lines = ["| patch | replaces the run-time patches of |", "| --- | --- |"]
-    lines += [
-        f"| {number} | {', '.join(dict.fromkeys(symbols[number]))} |" for number in sorted(symbols)
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def limits() -> str:

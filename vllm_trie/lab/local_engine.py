@@ -215,9 +215,7 @@ def runner_of(llm: LLM) -> Any:
 def trees_of(llm: LLM) -> Any | None:
     """Return the `TreeVerifier` of an engine in this process; None without draft trees."""
     runner = runner_of(llm)
-    # A patched vLLM keeps it in the drafter, Model Runner V2 in its adapter.
-    holders = (runner, *(getattr(runner, name, None) for name in ("drafter", "adapter")))
-    return next((holder.trees for holder in holders if hasattr(holder, "trees")), None)
+    return getattr(getattr(runner, "adapter", None), "trees", None)
 
 
 def batches(items: Sequence[T], size: int) -> list[Sequence[T]]:

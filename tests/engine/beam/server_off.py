@@ -1,7 +1,4 @@
-"""A server whose native beam search is off: vLLM's own behaviour, streams included.
-
-`test_http.py` asks its plain server, and `patched_checks.py` a server of a patched vLLM.
-"""
+"""A server whose native beam search is off: vLLM's own behaviour, streams included."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from tests.engine.beam.cases import check_case, few_cases, request_of
 from tests.engine.beam.test_token_rules import RULES
 from tests.engine.conftest import scheduler_of
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.vllm_hooks.ledger import offered
 
 SHIPPED = str(model_path())
 SPECULATION = {"method": "ngram_trie", "num_speculative_tokens": 8}
@@ -41,13 +40,7 @@ def test_beams_get_no_drafts_and_others_keep_theirs(engine, pool):
         drafted.clear()
         cases = few_cases()
         requests = [(text, greedy) for text in repetitive] + [request_of(case) for case in cases]
-        rules = [
-            (number, rule)
-            for number, rule in enumerate(RULES)
-            # A patched vLLM refuses the bias with any speculation.
-            if not (offered("draft_verifier") and "logit_bias" in rule)
-        ]
-        requests += [token_rules.request_of(number, rule) for number, rule in rules]
+        requests += [token_rules.request_of(number, rule) for number, rule in enumerate(RULES)]
         results = llm.generate(
             [text for text, _ in requests], [params for _, params in requests], use_tqdm=False
         )
@@ -56,7 +49,7 @@ def test_beams_get_no_drafts_and_others_keep_theirs(engine, pool):
     assert [list(result.outputs[0].token_ids) for result in results[:6]] == alone
     for case, result in zip(cases, results[6 : 6 + len(cases)], strict=True):
         check_case(SHIPPED, case, result)
-    for (number, _), result in zip(rules, results[6 + len(cases) :], strict=True):
+    for number, result in enumerate(results[6 + len(cases) :]):
         hypotheses = [hypothesis.token_ids for hypothesis in token_rules.expected(number)]
         assert [list(output.token_ids) for output in result.outputs][
             : len(hypotheses)

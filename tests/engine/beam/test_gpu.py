@@ -52,10 +52,10 @@ def test_the_server_hands_searches_and_their_streams_to_vllm(monkeypatch) -> Non
     serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=None))
     params = request.to_beam_search_params(8, {})
     arguments: Any = (serving, {"type": "token"}, "id", params, None, None, None)
-    assert beam_api.ROUTE.search_online(*arguments) is None
+    assert beam_api.search_online(*arguments) is None
     reason[0] = None
     with pytest.raises(VLLMValidationError, match="stream=true is not supported"):
-        beam_api.ROUTE.search_online(*arguments)
+        beam_api.search_online(*arguments)
 
 
 # -- the classes of a GPU's engine -----------------------------------------------------------------

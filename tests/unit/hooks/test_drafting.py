@@ -14,6 +14,7 @@ import pytest
 from tests.unit.drafters.support import VOCAB, make_context, make_request
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.wire import CACHE_SALT
 from vllm_trie.vllm_hooks.worker.drafting.draft_requests import _cache_salt, _sample_of
 from vllm_trie.vllm_hooks.worker.drafting.guard import FIRST_PAUSE_S, GuardedDrafter
 
@@ -289,8 +290,8 @@ def test_an_interrupt_by_the_user_is_not_swallowed() -> None:
 def test_adapters_and_salts_never_collide() -> None:
     def salt(adapter: str | None, cache_salt: str | None) -> str | None:
         lora = None if adapter is None else SimpleNamespace(lora_name=adapter)
-        data = SimpleNamespace(lora_request=lora, cache_salt=cache_salt)
-        return _cache_salt(data, {})  # type: ignore[arg-type]
+        extra_args = {} if cache_salt is None else {CACHE_SALT: cache_salt}
+        return _cache_salt(SimpleNamespace(lora_request=lora), extra_args)  # type: ignore[arg-type]
 
     names, salts = ("sql", "sql\0", "", "\x003:sql"), (None, "s", "sql\0", "\x003:sql", "\0:s")
     keys = [salt(adapter, given) for adapter in (None, *names) for given in salts]

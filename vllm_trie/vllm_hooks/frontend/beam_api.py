@@ -1,6 +1,7 @@
 """``LLM.beam_search`` and the server's ``use_beam_search`` on the native path.
 
-:data:`ROUTE` has the interface that patch 0014 gives plugins.
+Each search is one request, searched by the scheduler. The functions return None where only vLLM's
+own search can serve the call.
 """
 
 from __future__ import annotations
@@ -86,111 +87,99 @@ _FIELDS = (
 refuses the request."""
 
 
-class BeamSearchRoute:
-    """Beam searches as one request each, searched by the scheduler.
+def search_offline(
+    llm: LLM,
+    prompts: Sequence[Any],
+    params: BeamSearchParams,
+    lora_request: LoRARequest | Sequence[LoRARequest] | None,
+    use_tqdm: bool,
+    concurrency_limit: int | None,
+    priority: int | Sequence[int] | None = None,
+) -> list[BeamSearchOutput] | None:
+    """Serve ``LLM.beam_search``.
 
-    The methods return None where only vLLM's own search can serve the call.
+    Args:
+        llm: vLLM's ``LLM``.
+        priority: Priority of all requests or of each, an argument since vLLM 0.33.
+
+    Raises:
+        ValueError: ``concurrency_limit`` is below 1.
+        RuntimeError: A search failed in the engine.
     """
-
-    def search_offline(
-        self,
-        llm: LLM,
-        prompts: Sequence[Any],
-        params: BeamSearchParams,
-        lora_request: LoRARequest | Sequence[LoRARequest] | None,
-        use_tqdm: bool,
-        concurrency_limit: int | None,
-        priority: int | Sequence[int] | None = None,
-    ) -> list[BeamSearchOutput] | None:
-        """Serve ``LLM.beam_search``.
-
-        Args:
-            llm: vLLM's ``LLM``.
-            priority: Priority of all requests or of each, an argument since vLLM 0.33.
-
-        Raises:
-            ValueError: ``concurrency_limit`` is below 1.
-            RuntimeError: A search failed in the engine.
-        """
-        engine_inputs: list[Any] = []
-        reason = _reason_for_stock_search(llm.llm_engine.vllm_config, params)
-        if reason is None:
-            engine_inputs = list(llm._preprocess_cmpl(prompts))
-            if any(engine_input["type"] != "token" for engine_input in engine_inputs):
-                reason = NOT_TOKENS
-        if reason is not None:
-            _refuse_items(beam_extra_args(params), reason)
-            logger.info_once("LLM.beam_search runs vLLM's own beam search: %s", reason)
-            return None
-
-        lora_requests = llm._lora_request_to_seq(lora_request, len(engine_inputs))
-        priorities = llm._priority_to_seq(priority, len(engine_inputs))
-        if concurrency_limit is None:
-            concurrency_limit = max(len(engine_inputs), 1)
-        elif concurrency_limit < 1:
-            raise ValueError(f"concurrency_limit must be at least 1, got {concurrency_limit}")
-        sampling_params = _sampling_params(params)
-        results: list[RequestOutput] = []
-        for start in range(0, len(engine_inputs), concurrency_limit):
-            chunk = slice(start, start + concurrency_limit)
-            inputs = engine_inputs[chunk]
-            results += llm._render_and_run_requests(
-                prompts=(each for each in inputs),
-                params=llm._params_to_seq(sampling_params, len(inputs)),
-                output_type=RequestOutput,
-                lora_requests=lora_requests[chunk],
-                priorities=priorities[chunk],
-                use_tqdm=use_tqdm,
-            )
-        tokenizer = llm.renderer.get_tokenizer()
-        return [
-            _to_beam_output(result, engine_input, lora, tokenizer, params)
-            for result, engine_input, lora in zip(
-                results, engine_inputs, lora_requests, strict=True
-            )
-        ]
-
-    def search_online(
-        self,
-        serving: Any,
-        prompt: Any,
-        request_id: str,
-        params: BeamSearchParams,
-        lora_request: LoRARequest | None,
-        trace_headers: Mapping[str, str] | None,
-        session_id: str | None,
-        priority: int | None = None,
-    ) -> AsyncGenerator[RequestOutput, None] | None:
-        """Serve ``use_beam_search`` of the server.
-
-        Args:
-            serving: vLLM's serving class.
-            priority: Of the request, an argument since vLLM 0.33.
-
-        Raises:
-            BeamRequestError: The native search refuses something in the request.
-        """
-        reason = reason_for_stock_search(serving.engine_client.vllm_config, params)
-        if reason is None and prompt["type"] != "token":
+    engine_inputs: list[Any] = []
+    reason = _reason_for_stock_search(llm.llm_engine.vllm_config, params)
+    if reason is None:
+        engine_inputs = list(llm._preprocess_cmpl(prompts))
+        if any(engine_input["type"] != "token" for engine_input in engine_inputs):
             reason = NOT_TOKENS
-        if reason is not None:
-            _refuse_items(_extra_args(params), reason)
-            logger.info_once("use_beam_search runs vLLM's own beam search: %s", reason)
-            return None
-        check_api_request(getattr(params, "openai_request", None))
-        outputs: AsyncGenerator[RequestOutput, None] = serving.engine_client.generate(
-            prompt,
-            _server_params(params),
-            request_id,
-            lora_request=lora_request,
-            trace_headers=trace_headers,
-            session_id=session_id,
-            **({} if priority is None else {"priority": priority}),
+    if reason is not None:
+        _refuse_items(beam_extra_args(params), reason)
+        logger.info_once("LLM.beam_search runs vLLM's own beam search: %s", reason)
+        return None
+
+    lora_requests = llm._lora_request_to_seq(lora_request, len(engine_inputs))
+    priorities = llm._priority_to_seq(priority, len(engine_inputs))
+    if concurrency_limit is None:
+        concurrency_limit = max(len(engine_inputs), 1)
+    elif concurrency_limit < 1:
+        raise ValueError(f"concurrency_limit must be at least 1, got {concurrency_limit}")
+    sampling_params = _sampling_params(params)
+    results: list[RequestOutput] = []
+    for start in range(0, len(engine_inputs), concurrency_limit):
+        chunk = slice(start, start + concurrency_limit)
+        inputs = engine_inputs[chunk]
+        results += llm._render_and_run_requests(
+            prompts=(each for each in inputs),
+            params=llm._params_to_seq(sampling_params, len(inputs)),
+            output_type=RequestOutput,
+            lora_requests=lora_requests[chunk],
+            priorities=priorities[chunk],
+            use_tqdm=use_tqdm,
         )
-        return outputs
+    tokenizer = llm.renderer.get_tokenizer()
+    return [
+        _to_beam_output(result, engine_input, lora, tokenizer, params)
+        for result, engine_input, lora in zip(results, engine_inputs, lora_requests, strict=True)
+    ]
 
 
-ROUTE = BeamSearchRoute()
+def search_online(
+    serving: Any,
+    prompt: Any,
+    request_id: str,
+    params: BeamSearchParams,
+    lora_request: LoRARequest | None,
+    trace_headers: Mapping[str, str] | None,
+    session_id: str | None,
+    priority: int | None = None,
+) -> AsyncGenerator[RequestOutput, None] | None:
+    """Serve ``use_beam_search`` of the server.
+
+    Args:
+        serving: vLLM's serving class.
+        priority: Of the request, an argument since vLLM 0.33.
+
+    Raises:
+        BeamRequestError: The native search refuses something in the request.
+    """
+    reason = reason_for_stock_search(serving.engine_client.vllm_config, params)
+    if reason is None and prompt["type"] != "token":
+        reason = NOT_TOKENS
+    if reason is not None:
+        _refuse_items(_extra_args(params), reason)
+        logger.info_once("use_beam_search runs vLLM's own beam search: %s", reason)
+        return None
+    check_api_request(getattr(params, "openai_request", None))
+    outputs: AsyncGenerator[RequestOutput, None] = serving.engine_client.generate(
+        prompt,
+        _server_params(params),
+        request_id,
+        lora_request=lora_request,
+        trace_headers=trace_headers,
+        session_id=session_id,
+        **({} if priority is None else {"priority": priority}),
+    )
+    return outputs
 
 
 def _reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -> str | None:

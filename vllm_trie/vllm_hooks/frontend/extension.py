@@ -1,8 +1,4 @@
-"""What the plugin adds to the life of a request in the front end.
-
-The objects have the interfaces that patches 0010 and 0014 give plugins. A patched vLLM asks them
-itself; in a stock one the replacements below do.
-"""
+"""Replacements of vLLM's functions through which requests and searches pass in the front end."""
 
 from __future__ import annotations
 
@@ -12,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_trie.vllm_hooks.frontend.beam_api import ROUTE
+from vllm_trie.vllm_hooks.frontend.beam_api import search_offline, search_online
 from vllm_trie.vllm_hooks.frontend.extra_args import check_speculation, refusing_what_fails
 from vllm_trie.vllm_hooks.frontend.requests import (
     check_api_request,
     check_processed,
     prepare_request,
 )
-from vllm_trie.vllm_hooks.ledger import offered
 from vllm_trie.vllm_hooks.ledger.record import SEARCH, UPSTREAM, Result, Symbols, of_beams
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.beam_support import switch_off
@@ -38,53 +33,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.input_processor import InputProcessor
 
 
-class SpeculationRequests:
-    """Checks the speculation options of requests; ``RequestExtension`` of patch 0010."""
-
-    def check_api_request(self, request: Any) -> None:
-        """Refuse a request of the OpenAI-compatible server that will be sampled."""
-
-    def has_distinct_outputs(self, params: SamplingParams) -> bool:
-        """Return whether the ``n`` outputs of a request differ at temperature 0, too."""
-        return False
-
-    def prepare_params(self, vllm_config: VllmConfig, params: Any) -> Any:
-        """Check a request's parameters and return those to go on with."""
-        with refusing_what_fails():
-            check_speculation(vllm_config, params)
-        return params
-
-    def check_request(self, vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
-        """Refuse a processed request that the engine cannot hold."""
-
-
-class BeamRequests(SpeculationRequests):
-    """Checks beam requests."""
-
-    def check_api_request(self, request: Any) -> None:
-        if not switched_off():
-            check_api_request(request)
-
-    def has_distinct_outputs(self, params: SamplingParams) -> bool:
-        # Copies that the engine makes of a checked request carry the key in place of the options.
-        return not extra_args_of(params).keys().isdisjoint(("beam_width", SPEC_KEY))
-
-    def prepare_params(self, vllm_config: VllmConfig, params: Any) -> Any:
-        return prepare_request(vllm_config, params)
-
-    def check_request(self, vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
-        check_processed(vllm_config, request)
-
-
-SPECULATION_REQUESTS = SpeculationRequests()
-BEAM_REQUESTS = BeamRequests()
-
-# -- a stock vLLM ----------------------------------------------------------------------------------
-
 _processor = Symbols(
-    "v1.engine.input_processor:InputProcessor.",
-    "requests can opt out of speculation",
-    point="request_extension",
+    "v1.engine.input_processor:InputProcessor.", "requests can opt out of speculation"
 )
 _samples_as_plain: ContextVar[bool] = ContextVar("samples_as_plain", default=False)
 """Whether the engine of the request that is being checked samples as without speculation."""
@@ -93,7 +43,6 @@ _samples_as_plain: ContextVar[bool] = ContextVar("samples_as_plain", default=Fal
 @_processor.wraps(
     "process_inputs",
     "checks extra_args['speculation'] where a bad value is an error of one request",
-    successor="`RequestExtension.prepare_params()`",
 )
 def process_speculation(
     original: Callable[..., Result],
@@ -104,8 +53,8 @@ def process_speculation(
     *args: object,
     **kwargs: object,
 ) -> Result:
-    params = SPECULATION_REQUESTS.prepare_params(self.vllm_config, params)
     with refusing_what_fails():
+        check_speculation(self.vllm_config, params)
         token = _samples_as_plain.set(_walks_trees(self.vllm_config))
     try:
         return original(self, request_id, prompt, params, *args, **kwargs)
@@ -114,19 +63,13 @@ def process_speculation(
 
 
 def _walks_trees(vllm_config: VllmConfig) -> bool:
-    return (
-        config.read(vllm_config) is not None
-        and not offered("draft_verifier")  # a patched runner has vLLM's list of processors
-        and config.verification(vllm_config) == "tree"
-    )
+    return config.read(vllm_config) is not None and config.verification(vllm_config) == "tree"
 
 
 @Symbols("sampling_params:SamplingParams.").wraps(
     "_validate_spec_decode",
     "min_p and logit_bias are exact where trees verify",
     until="vLLM's rejection sampler applies logits processors",
-    point="draft_verifier",
-    successor="nothing; vLLM's rule stays",
 )
 def validate_spec_decode(
     original: Callable[..., None], self: SamplingParams, speculative_config: object
@@ -144,7 +87,6 @@ def validate_spec_decode(
     "process_inputs",
     "checks beam requests before they reach the engine",
     until=SEARCH,
-    successor="`RequestExtension.prepare_params()`, `check_request()`",
     feature="beam",
     upstream=UPSTREAM,
 )
@@ -157,20 +99,18 @@ def process_beams(
     *args: object,
     **kwargs: object,
 ) -> EngineCoreRequest:
-    prepared = BEAM_REQUESTS.prepare_params(self.vllm_config, params)
+    prepared = prepare_request(self.vllm_config, params)
     request = original(self, request_id, prompt, prepared, *args, **kwargs)
-    BEAM_REQUESTS.check_request(self.vllm_config, request)
+    check_processed(self.vllm_config, request)
     return request
 
 
 @of_beams("sampling_params:SamplingParams.", scope="process").wraps(
-    "_verify_greedy_sampling",
-    "allows n above 1 at temperature 0 for beam requests",
-    point="distinct_outputs",
-    successor="`RequestExtension.has_distinct_outputs()`",
+    "_verify_greedy_sampling", "allows n above 1 at temperature 0 for beam requests"
 )
 def verify_greedy_sampling(original: Callable[..., None], self: SamplingParams) -> None:
-    if not BEAM_REQUESTS.has_distinct_outputs(self):
+    # Copies that the engine makes of a checked request carry the key in place of the options.
+    if extra_args_of(self).keys().isdisjoint(("beam_width", SPEC_KEY)):
         original(self)
 
 
@@ -184,13 +124,12 @@ def apply_ready_response(original: Callable[..., None], self: MPClient, payload:
         switch_off(self.vllm_config, response.beams_off)
 
 
-_route = of_beams("entrypoints.", point="beam_search_route")
+_route = of_beams("entrypoints.")
 
 
 @_route.wraps(
     "generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",
     "LLM.beam_search on the native path",
-    successor="`BeamSearchRoute.search_offline()`",
 )
 def beam_search_offline(
     original: Callable[..., list[BeamSearchOutput]],
@@ -203,14 +142,13 @@ def beam_search_offline(
     **options: Any,
 ) -> list[BeamSearchOutput]:
     arguments = (prompts, params, lora_request, use_tqdm, concurrency_limit)
-    outputs = ROUTE.search_offline(self, *arguments, **options)
+    outputs = search_offline(self, *arguments, **options)
     return original(self, *arguments, **options) if outputs is None else outputs
 
 
 @_route.wraps(
     "generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
     "use_beam_search of the server on the native path",
-    successor="`BeamSearchRoute.search_online()`",
 )
 def beam_search_online(
     original: Callable[..., AsyncGenerator[RequestOutput, None]],
@@ -226,7 +164,7 @@ def beam_search_online(
     """Have the serving classes' ``beam_search`` send one native request, not one per token."""
     arguments = (prompt, request_id, params, lora_request, trace_headers, session_id)
     # At once, not when the first output is asked for: what is refused gets a 400.
-    outputs = ROUTE.search_online(self, *arguments, **options)
+    outputs = search_online(self, *arguments, **options)
     return original(self, *arguments, **options) if outputs is None else outputs
 
 
@@ -241,7 +179,8 @@ def _check_request(
     original: Callable[..., Result], self: object, *args: object, **kwargs: object
 ) -> Result:
     """Check a beam request that came as ``vllm_xargs``."""
-    BEAM_REQUESTS.check_api_request(self)
+    if not switched_off():
+        check_api_request(self)
     return original(self, *args, **kwargs)
 
 
@@ -250,15 +189,8 @@ _CHAT = "openai.chat_completion.protocol:ChatCompletionRequest"
 _RESPONSES = "openai.responses.protocol:ResponsesRequest"
 
 for _protocol in (_COMPLETION, _CHAT):
-    _route.wraps(
-        f"{_protocol}.to_beam_search_params",
-        "keeps the request next to its parameters",
-        successor="`BeamSearchParams.openai_request`; `search_online()` refuses streams",
-    )(_keep_request)
+    _route.wraps(f"{_protocol}.to_beam_search_params", "keeps the request next to its parameters")(
+        _keep_request
+    )
 for _protocol in (_COMPLETION, _CHAT, _RESPONSES):
-    _route.wraps(
-        f"{_protocol}.to_sampling_params",
-        "checks a beam request",
-        point="request_extension",
-        successor="`RequestExtension.check_api_request()`",
-    )(_check_request)
+    _route.wraps(f"{_protocol}.to_sampling_params", "checks a beam request")(_check_request)

@@ -72,7 +72,7 @@ class SearchOutputs(ParentRequest):
     def get_outputs(
         self, child_request_id: str, completion_output: CompletionOutput
     ) -> tuple[list[CompletionOutput], bool]:
-        result = getattr(self._state, "extension_result", None)
+        result = getattr(self._state, "search_result", None)
         if result is None:  # refused or aborted
             return [replace(completion_output, index=index) for index in range(self.n)], True
         answer = SearchAnswer(*result[SPEC_KEY])
@@ -165,8 +165,6 @@ def add_request(
 @_engine.wraps(
     "output_processor:RequestState.make_request_output",
     "takes a search's result out of the field it travels in",
-    point="extension_result",
-    successor="`RequestState.extension_result`",
 )
 def make_request_output(
     original: Callable[..., Result],
@@ -180,7 +178,7 @@ def make_request_output(
     **kwargs: object,
 ) -> Result:
     if kv_transfer_params is not None and SPEC_KEY in kv_transfer_params:
-        self.extension_result = kv_transfer_params  # type: ignore[attr-defined]
+        self.search_result = kv_transfer_params  # type: ignore[attr-defined]
         kv_transfer_params = None
     outcome = (new_token_ids, pooling_output, finish_reason, stop_reason)
     return original(self, *outcome, kv_transfer_params, *args, **kwargs)

@@ -34,8 +34,6 @@ _LABELS = (*_BEAM_LABELS, "method")
     "__init__",
     "adds the plugin's stat logger",
     until="stat logger plugins are loaded for LLM as for AsyncLLM",
-    point="stat_loggers",
-    successor="`register_stat_loggers()`",
 )
 def init_stat_loggers(
     original: Callable[..., None],
@@ -46,22 +44,9 @@ def init_stat_loggers(
     *args: object,
     **kwargs: object,
 ) -> None:
-    if ours := stat_loggers(vllm_config):
-        custom_stat_loggers = [*(custom_stat_loggers or ()), *ours]
+    if config.read(vllm_config) is not None:
+        custom_stat_loggers = [*(custom_stat_loggers or ()), TreeStatLogger]
     original(self, vllm_config, engine_idxs, custom_stat_loggers, *args, **kwargs)
-
-
-def stat_loggers(vllm_config: VllmConfig) -> list[type[TreeStatLogger]]:
-    """Return the stat loggers that an engine with this configuration needs."""
-    return [] if config.read(vllm_config) is None else [TreeStatLogger]
-
-
-def _worker_stats(scheduler_stats: SchedulerStats) -> TreeStats | None:
-    """Return the workers' statistics: from a patched vLLM's field, or from within vLLM's own."""
-    report = getattr(scheduler_stats, "proposer_stats", None)
-    if report is not None:
-        return TreeStats(**report)
-    return getattr(scheduler_stats.spec_decoding_stats, "tree", None)
 
 
 _COUNTERS = {
@@ -161,17 +146,17 @@ class TreeStatLogger(StatLoggerBase):
     ) -> None:
         if scheduler_stats is None:
             return
-        shared, tree = scheduler_stats.spec_decoding_stats, _worker_stats(scheduler_stats)
-        if shared is None and tree is None:
+        shared = scheduler_stats.spec_decoding_stats
+        if shared is None:
             return
         if self._metrics is None:
             self._metrics = _Metrics()
-        if shared is not None:
-            self._count(
-                draft_nodes=shared.num_draft_tokens,
-                accepted_tokens=shared.num_accepted_tokens,
-                verified_trees=shared.num_drafts,
-            )
+        self._count(
+            draft_nodes=shared.num_draft_tokens,
+            accepted_tokens=shared.num_accepted_tokens,
+            verified_trees=shared.num_drafts,
+        )
+        tree: TreeStats | None = getattr(shared, "tree", None)  # of steps with drafts
         if tree is None:
             return
         self._count(

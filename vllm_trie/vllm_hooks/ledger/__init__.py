@@ -7,7 +7,6 @@ them out. Importing this package imports no
 module of vLLM's, and nothing outside of it assigns to an attribute of vLLM's modules and classes.
 """
 
-from vllm_trie.vllm_hooks.ledger.extension_points import EXTENSION_POINTS, offered
 from vllm_trie.vllm_hooks.ledger.installation import install, installed, patches_in_place, undo
 from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, resolve
 from vllm_trie.vllm_hooks.ledger.table import (
@@ -19,7 +18,6 @@ from vllm_trie.vllm_hooks.ledger.table import (
 )
 
 __all__ = [
-    "EXTENSION_POINTS",
     "SUPPORTED_VLLM_VERSIONS",
     "Feature",
     "Finding",
@@ -29,7 +27,6 @@ __all__ = [
     "install",
     "installed",
     "mismatch",
-    "offered",
     "patches_in_place",
     "resolve",
     "undo",

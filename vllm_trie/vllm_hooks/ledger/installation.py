@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_trie.vllm_hooks.ledger.extension_points import EXTENSION_POINTS, REGISTERED, offered
 from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, Scope, resolve
 from vllm_trie.vllm_hooks.ledger.table import patches_here
 
@@ -42,7 +41,6 @@ class Installation:
 
     def __init__(self) -> None:
         self._replacements: list[_Replacement] = []
-        self._registered: set[str] = set()
 
     @property
     def patches(self) -> tuple[Patch, ...]:
@@ -50,7 +48,7 @@ class Installation:
         return tuple(replacement.patch for replacement in self._replacements)
 
     def install(self, feature: Feature, native_search: bool = True) -> None:
-        """Put a feature's patches in place, and register where vLLM has extension points for it.
+        """Put a feature's patches in place.
 
         Leaves alone what an earlier call did. If a patch fails, none of this call's stays.
 
@@ -63,9 +61,7 @@ class Installation:
         scopes: set[Scope] = {"process", "native_search"} if native_search else {"process"}
         try:
             for patch in _replacing(patches_here(feature), scopes):
-                if patch.point and offered(patch.point):
-                    self._register(patch)
-                elif patch not in present:
+                if patch not in present:
                     self.apply(patch)
         except BaseException:
             self.undo(keep=before)
@@ -111,13 +107,6 @@ class Installation:
         while len(self._replacements) > keep:
             self._replacements[-1].undo()
             self._replacements.pop()
-
-    def _register(self, patch: Patch) -> None:
-        registered = REGISTERED.get((patch.feature, patch.point))
-        if registered is not None and registered not in self._registered:
-            register = resolve(f"vllm.{EXTENSION_POINTS[patch.point][1]}")
-            register(resolve(f"vllm_trie.vllm_hooks.{registered}"))
-            self._registered.add(registered)
 
 
 def _replacing(patches: Iterable[Patch], scopes: Container[Scope]) -> list[Patch]:

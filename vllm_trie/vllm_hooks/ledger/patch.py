@@ -35,9 +35,6 @@ class Patch:
             a scope for each kind of runner, and ``v2_stage`` for V2 in every pipeline stage.
         platform: The only platform that the entry is for. On others its module must not even be
             imported: vLLM's CPU worker puts placeholders into ``torch.cuda`` when it is.
-        point: The name in :data:`~.extension_points.EXTENSION_POINTS` that replaces the patch in a
-            patched vLLM; empty where nothing of vLLM needs a patch.
-        successor: What serves at the extension point, as Markdown.
         upstream: Related issues or pull requests of vLLM.
         until: What would make the entry unnecessary.
     """
@@ -50,8 +47,6 @@ class Patch:
     feature: Feature = "speculation"
     scope: Scope = "process"
     platform: Platform = "any"
-    point: str = ""
-    successor: str = ""
     upstream: str = ""
     until: str = ""
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_trie.vllm_hooks.ledger import record, uses  # noqa: F401
-from vllm_trie.vllm_hooks.ledger.extension_points import offered
 from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, Platform, resolve
 
 _HOOKS: dict[tuple[Feature, Platform], str] = {
@@ -29,8 +28,7 @@ Those of another platform stay out: vLLM's CPU worker puts placeholders into ``t
 SUPPORTED_VLLM_VERSIONS = ("0.32", "0.33")
 """Release series of vLLM that the table was written for."""
 
-Status = Literal["ok", "replaced", "missing", "changed"]
-"""``replaced``: a patched vLLM has an extension point that the plugin uses instead."""
+Status = Literal["ok", "missing", "changed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class Finding:
     @property
     def fits(self) -> bool:
         """Whether the feature can run."""
-        return self.status in ("ok", "replaced")
+        return self.status == "ok"
 
 
 def entries() -> tuple[Patch, ...]:
@@ -110,8 +108,6 @@ def check_patch(patch: Patch) -> Finding:
 
 
 def _compare(patch: Patch) -> tuple[Status, str]:
-    if patch.point and offered(patch.point):
-        return "replaced", f"by the extension point {patch.point}"
     try:
         symbol = resolve(patch.target)
     except (ImportError, AttributeError) as error:

@@ -108,8 +108,7 @@ _masked = Symbols(until=TREE_MASKS)
 _masked("v1.attention.backends.registry:register_backend", "called",
     "tree attention in place of CPU_ATTN", "backend class_path")
 _masked("v1.attention.selector:_cached_get_attn_backend.cache_clear", "called",
-    "an earlier engine in the same process may have cached vLLM's backend",
-    point="backend_overrides", successor="overrides are part of the cache's key")
+    "an earlier engine in the same process may have cached vLLM's backend")
 _masked("v1.worker.gpu.model_states.interface:ModelState.prepare_attn", "set",
     "makes the metadata of each layer, which then carries the step's trees")
 

@@ -231,8 +231,6 @@ def scheduler_class(scheduler_config: SchedulerConfig) -> type[TrieBeamScheduler
 @of_beams().wraps(
     "config.scheduler:SchedulerConfig.get_scheduler_cls",
     "schedulers with beam search take the place of vLLM's own",
-    point="scheduler_provider",
-    successor="`register_scheduler_provider()`",
 )
 def get_scheduler_cls(original: Callable[..., Any], self: SchedulerConfig) -> Any:
     """Choose a scheduler with beam search where the user left ``scheduler_cls`` out."""

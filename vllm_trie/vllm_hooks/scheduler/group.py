@@ -21,7 +21,6 @@ from vllm_trie.vllm_hooks.beam_wire import (
     StepCandidates,
     TokenSelection,
 )
-from vllm_trie.vllm_hooks.ledger.extension_points import offered
 from vllm_trie.vllm_hooks.scheduler.group_rules import GroupRules
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
 from vllm_trie.vllm_hooks.scheduler.items.group_items import GroupItems
@@ -35,7 +34,7 @@ from vllm_trie.vllm_hooks.wire import (
     search_settings,
 )
 
-RESULT_FIELD = "extension_result" if offered("extension_result") else "kv_transfer_params"
+RESULT_FIELD = "kv_transfer_params"
 """Field of an ``EngineCoreOutput`` in which a search's result travels to the front end."""
 
 MISSING = Hypothesis([], [], float("-inf"), 0.0, "length", None, np.zeros((0, 3), dtype=np.int64))

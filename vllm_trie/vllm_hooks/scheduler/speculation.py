@@ -43,14 +43,13 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     tree: TreeStats = field(default_factory=TreeStats)
 
 
-_metrics = Symbols("v1.metrics.", STATS, point="proposer_stats")
-_scheduler = Symbols("v1.core.sched.scheduler:Scheduler.", STATS, point="proposer_stats")
+_metrics = Symbols("v1.metrics.", STATS)
+_scheduler = Symbols("v1.core.sched.scheduler:Scheduler.", STATS)
 
 
 @_metrics.replaces(
     "stats:SchedulerStats.__annotations__",
     "lets the front end decode the plugin's part of spec_decoding_stats",
-    successor="`SchedulerStats.proposer_stats`",
 )
 def stats_annotations(original: dict[str, object]) -> dict[str, Any]:
     """Have the front end's decoder, which is built from them, decode the plugin's part."""
@@ -61,8 +60,6 @@ def stats_annotations(original: dict[str, object]) -> dict[str, Any]:
     "add_request",
     "sends a request's cache salt to the worker",
     until="proposers get the requests' cache salts",
-    point="cache_salt",
-    successor="`NewRequestData.cache_salt`",
 )
 def add_request(original: Callable[..., Result], self: Scheduler, request: Request) -> Result:
     if request.cache_salt and request.sampling_params is not None:
@@ -71,11 +68,7 @@ def add_request(original: Callable[..., Result], self: Scheduler, request: Reque
     return original(self, request)
 
 
-@_scheduler.wraps(
-    "update_from_output",
-    "takes the worker's statistics from its output",
-    successor="`ModelRunnerOutput.proposer_stats`",
-)
+@_scheduler.wraps("update_from_output", "takes the worker's statistics from its output")
 def update_from_output(
     original: Callable[..., Result],
     self: Scheduler,
@@ -101,11 +94,7 @@ def update_from_output(
     return original(self, scheduler_output, model_runner_output)
 
 
-@_scheduler.wraps(
-    "make_stats",
-    "adds them to the statistics that vLLM sends to the front end",
-    successor="`SchedulerStats.proposer_stats`",
-)
+@_scheduler.wraps("make_stats", "adds them to the statistics that vLLM sends to the front end")
 def make_stats(
     original: Callable[..., SchedulerStats | None],
     self: Scheduler,

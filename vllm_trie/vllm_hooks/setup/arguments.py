@@ -21,10 +21,8 @@ _SIMILAR_MODEL = 0.85
 """A draft model's name may resemble a method's without being meant for it."""
 
 
-@Symbols("engine.arg_utils:EngineArgs.", PLUGGABLE, point="speculative_methods").wraps(
-    "add_cli_args",
-    "the methods as choices of --spec-method, --speculative-model as an alias",
-    successor="`SpeculativeMethods.names()`; the alias is 0002",
+@Symbols("engine.arg_utils:EngineArgs.", PLUGGABLE).wraps(
+    "add_cli_args", "the methods as choices of --spec-method, --speculative-model as an alias"
 )
 def add_cli_args(original: Callable[..., Any], parser: object) -> Any:
     parser = original(parser)

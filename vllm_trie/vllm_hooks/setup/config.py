@@ -34,8 +34,6 @@ VERIFICATION = "verification"
 Verification = Literal["auto", "tree", "chain"]
 
 PROPOSER_CLASS = "vllm_trie.vllm_hooks.worker.runners.v1_speculation.V1Speculation"
-VERIFIER_CLASS = "vllm_trie.vllm_hooks.worker.runners.v1_patched.PatchedSpeculation"
-"""The proposer for a patched vLLM, whose runner lets it verify its drafts."""
 CPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cpu_worker.TreeCPUWorker"
 GPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cuda_worker.TreeGPUWorker"
 
@@ -152,7 +150,7 @@ def read(vllm_config: VllmConfig) -> TreeConfig | None:
     if speculative is None:
         return None
     carried = own_part(vllm_config.additional_config)
-    if speculative.model not in (PROPOSER_CLASS, VERIFIER_CLASS):
+    if speculative.model != PROPOSER_CLASS:
         # Of a trained drafter, or another method of vLLM's without the plugin.
         return _parse_carried(carried) if "method" in carried else None
     if "method" not in carried:

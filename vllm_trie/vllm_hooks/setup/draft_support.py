@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from vllm_trie.vllm_hooks.ledger import offered
 from vllm_trie.vllm_hooks.ledger.record import PARTS, Symbols
 from vllm_trie.vllm_hooks.setup.beam_support import reason_off
 from vllm_trie.vllm_hooks.setup.config import Verification, read
@@ -168,8 +167,6 @@ def check_trained_drafter(
 
 def _runner_problems(vllm_config: VllmConfig, asked: Verification) -> Iterator[str]:
     speculative: Any = vllm_config.speculative_config
-    if offered("draft_verifier"):
-        yield "a patched vLLM has no extension point for it yet; run stock vLLM"
     if not vllm_config.use_v2_model_runner:
         if vllm_config.scheduler_config.async_scheduling:
             yield "async_scheduling=True; leave it out or set it to False"

@@ -8,14 +8,12 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.usage.usage_lib import UsageContext
 
-from vllm_trie.drafters import available_methods, get_drafter_class
-from vllm_trie.vllm_hooks.ledger import offered
+from vllm_trie.drafters import get_drafter_class
 from vllm_trie.vllm_hooks.ledger.record import PLUGGABLE, Result, Symbols
 from vllm_trie.vllm_hooks.setup import config, cpu_memory, runner_choice
 from vllm_trie.vllm_hooks.setup.beam_support import check_catalogues
@@ -51,7 +49,6 @@ def configure(engine_args: EngineArgs, parallel_config: ParallelConfig) -> None:
     translate(engine_args)
     if method is not None:
         _answer_for_custom_class(engine_args)
-    if method is not None and not offered("draft_verifier"):
         _choose_worker(parallel_config, method)
 
 
@@ -162,14 +159,10 @@ def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
 # -- patches ---------------------------------------------------------------------------------------
 
 
-_arguments = Symbols("engine.arg_utils:EngineArgs.", PLUGGABLE, point="speculative_methods")
+_arguments = Symbols("engine.arg_utils:EngineArgs.", PLUGGABLE)
 
 
-@_arguments.wraps(
-    "create_speculative_config",
-    "rewrites a method of vllm-trie to custom_class",
-    successor="`SpeculativeMethods.configure()`",
-)
+@_arguments.wraps("create_speculative_config", "rewrites a method of vllm-trie to custom_class")
 def create_speculative_config(
     original: Callable[..., Result],
     self: EngineArgs,
@@ -192,11 +185,7 @@ def environment_variables(original: Mapping[str, object]) -> dict[str, Any]:
     return {**original, **{name: get for name, get in variables.items() if name in os.environ}}
 
 
-@_arguments.wraps(
-    "create_engine_config",
-    "refuses unsupported configurations at start-up",
-    successor="`SpeculativeMethods.verify()`",
-)
+@_arguments.wraps("create_engine_config", "refuses unsupported configurations at start-up")
 def create_engine_config(
     original: Callable[..., VllmConfig], self: EngineArgs, *args: object, **kwargs: object
 ) -> VllmConfig:
@@ -242,7 +231,3 @@ def compute_hash(
     if draft_model := config.own_part(additional).get("draft_model"):
         hashed.additional_config[config.CONFIG_KEY] = draft_model
     return original(hashed, *args, **kwargs)
-
-
-METHODS = SimpleNamespace(names=available_methods, configure=configure, verify=verify)
-"""``SpeculativeMethods`` of patch 0001."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
-from vllm_trie.vllm_hooks.ledger.extension_points import offered
 from vllm_trie.vllm_hooks.setup.config import (
     ALLOW_GPU,
     BEAM_SEARCH,
@@ -173,15 +172,12 @@ PLATFORM_LIMITS: tuple[Limit, ...] = (
         lambda c: _other_cpu(),
         "CPU architecture {found} is not supported: tree attention reads the cache layouts "
         f"{' and '.join(SUPPORTED_ISAS)} of x86 CPUs"),
-    Limit(DRAFTS, "NVIDIA GPUs with a [patched](../patches/README.md) vLLM",
-        lambda c: is_cuda() and offered("draft_verifier"),
-        "a patched vLLM verifies trees on CPUs only; on a GPU, run stock vLLM"),
 )
 """Rows that no setting changes; their `find` does not look at the configuration."""
 
 UNTESTED_LIMITS = (
     Limit(TREES, "NVIDIA GPUs without `allow_untested_gpu`",
-        lambda c: is_cuda() and not offered("draft_verifier") and not switch(c, ALLOW_GPU),
+        lambda c: is_cuda() and not switch(c, ALLOW_GPU),
         "allow_untested_gpu=False: draft trees have never run on a GPU. allow_untested_gpu=True "
         "with verification='tree' tries them: the engine then compares tree attention with exact "
         "results on your device at start-up, and does not start if they differ. `vllm-trie "

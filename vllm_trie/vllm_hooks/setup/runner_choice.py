@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Literal
 
-from vllm_trie.vllm_hooks.ledger import offered
 from vllm_trie.vllm_hooks.ledger.patch import Scope
 
 if TYPE_CHECKING:
@@ -41,8 +40,7 @@ def stands_for() -> str:
     import vllm.envs as envs
 
     asks_for_v2 = bool(envs.VLLM_USE_V2_MODEL_RUNNER) or _on_v2.get()
-    # A patched vLLM has its extension points in Model Runner V1 only.
-    return V2_METHOD if asks_for_v2 and not offered("draft_verifier") else V1_METHOD
+    return V2_METHOD if asks_for_v2 else V1_METHOD
 
 
 def belongs_on_v2(vllm_config: VllmConfig) -> bool:
@@ -54,7 +52,7 @@ def belongs_on_v2(vllm_config: VllmConfig) -> bool:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != V1_METHOD:  # that of a trained drafter
         return False
-    if envs.VLLM_USE_V2_MODEL_RUNNER is not None or offered("draft_verifier"):
+    if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return False
     if current_platform.is_cpu() or not current_platform.is_cuda() or not HAS_TRITON:
         return False

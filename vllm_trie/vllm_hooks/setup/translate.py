@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_trie.drafters import available_methods
 from vllm_trie.drafters.neural import NEURAL_METHODS
-from vllm_trie.vllm_hooks.ledger import offered
 from vllm_trie.vllm_hooks.setup import arguments, runner_choice
 from vllm_trie.vllm_hooks.setup.config import (
     ALLOW_GPU,
     BEAM_KEYS,
     CONFIG_KEY,
     PROPOSER_CLASS,
-    VERIFIER_CLASS,
     own_part,
     parse,
     spelled,
@@ -69,7 +67,7 @@ def requested_method(engine_args: EngineArgs) -> str | None:
     for name in named:
         if name in methods:
             return str(name)
-    if PROPOSER_CLASS in named or VERIFIER_CLASS in named or named[1] in NEURAL_METHODS:
+    if PROPOSER_CLASS in named or named[1] in NEURAL_METHODS:
         return own_part(engine_args.additional_config).get("method")
     return None
 
@@ -113,7 +111,7 @@ def translate(engine_args: EngineArgs) -> None:
     if is_v2 and parsed.neural is None and not runner_choice.takes_any_length(engine_args):
         passed_on.setdefault("num_speculative_tokens_per_batch_size", _tiers(num_nodes))
 
-    model: str | None = VERIFIER_CLASS if offered("draft_verifier") else PROPOSER_CLASS
+    model: str | None = PROPOSER_CLASS
     if parsed.neural is not None:
         stands_for, model = parsed.neural.method, parsed.neural.model
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
@@ -200,7 +198,7 @@ def _check_method(method: str, named: object) -> None:
 
 def _draft_model(method: str, model: object) -> object:
     """Return the model that the drafter should load, None if the name is only the method's."""
-    if model in (method, PROPOSER_CLASS, VERIFIER_CLASS):
+    if model in (method, PROPOSER_CLASS):
         return None
     if model in available_methods():
         raise ValueError(

@@ -16,17 +16,12 @@ from vllm_trie.vllm_hooks.worker.drafting_worker import DraftingWorkerMixin
 from vllm_trie.vllm_hooks.worker.runners.v1 import ChainRunnerMixin, TreeRunnerMixin
 from vllm_trie.vllm_hooks.worker.runners.v2 import RunnerV2Mixin
 
-_worker = Symbols("v1.worker.cpu_worker:", TREE_DRAFTS, platform="cpu", point="draft_verifier")
+_worker = Symbols("v1.worker.cpu_worker:", TREE_DRAFTS, platform="cpu")
 _PARAMETERS = "vllm_config device"
-_STAYS = "nothing; the runner stays vLLM's"
 
 
 @_worker.subclasses(
-    "CPUModelRunner",
-    "the same, where vLLM verifies the drafts",
-    _PARAMETERS,
-    scope="chain_runner",
-    successor=_STAYS,
+    "CPUModelRunner", "the same, where vLLM verifies the drafts", _PARAMETERS, scope="chain_runner"
 )
 class ChainCPUModelRunner(ChainRunnerMixin, CPUModelRunner):
     """The CPU model runner with drafts that vLLM verifies."""
@@ -37,7 +32,6 @@ class ChainCPUModelRunner(ChainRunnerMixin, CPUModelRunner):
     "the class that the worker makes its runner of",
     _PARAMETERS,
     scope="tree_runner",
-    successor=_STAYS,
 )
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     """The CPU model runner with draft trees."""
@@ -57,11 +51,8 @@ class TreeCPUWorker(DraftingWorkerMixin, cpu_worker.CPUWorker):
 
     model_runner: ChainCPUModelRunner
 
-    @Symbols(
-        "v1.worker.cpu_worker:CPUWorker.", TREE_DRAFTS, platform="cpu", point="draft_verifier"
-    ).overrides(
-        "registers the attention backend, makes the runner with trees",
-        successor="no worker class of the plugin: the runner binds its proposer",
+    @Symbols("v1.worker.cpu_worker:CPUWorker.", TREE_DRAFTS, platform="cpu").overrides(
+        "registers the attention backend, makes the runner with trees"
     )
     def init_device(self) -> None:
         verification = config.verification(self.vllm_config)

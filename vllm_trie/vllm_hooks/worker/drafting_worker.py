@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 else:
     _Worker = object
 
-_cpu = Symbols(
-    "v1.worker.cpu_worker:CPUWorker.", TREE_DRAFTS, platform="cpu", point="draft_verifier"
-)
+_cpu = Symbols("v1.worker.cpu_worker:CPUWorker.", TREE_DRAFTS, platform="cpu")
 
 
 class DraftingWorkerMixin(_Worker):
@@ -33,9 +31,7 @@ class DraftingWorkerMixin(_Worker):
     checks_start: ClassVar[bool]
     """Whether drafts must prove themselves before the engine serves with them."""
 
-    @_cpu.overrides(
-        "measures step costs once the model is ready", successor="`DraftVerifier.warm_up()`"
-    )
+    @_cpu.overrides("measures step costs once the model is ready")
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         if self.adapter is not None:
@@ -60,10 +56,7 @@ class DraftingWorkerMixin(_Worker):
         else:
             adapter.switch_off(why)
 
-    @_cpu.overrides(
-        "saves what was learned",
-        successor="nothing; the last save is at the exit of the process",
-    )
+    @_cpu.overrides("saves what was learned")
     @Symbols("v1.worker.gpu_worker:Worker.", TREE_DRAFTS, platform="cuda").overrides(
         "saves what was learned"
     )

@@ -13,7 +13,7 @@ from vllm_trie.vllm_hooks.setup import config
 _Impl: Any = object  # vLLM's implementation is the next base class
 TREE_ATTRIBUTE = "draft_trees"
 """Attribute of the attention metadata that takes the step's
-:class:`~vllm_trie.attention.TreeBatch` to the attention backend; a field on a patched vLLM."""
+:class:`~vllm_trie.attention.TreeBatch` to the attention backend."""
 
 
 class TreeAttention(_Impl):

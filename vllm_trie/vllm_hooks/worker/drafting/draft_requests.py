@@ -139,8 +139,7 @@ def _cache_salt(data: RequestData, extra_args: Mapping[str, str]) -> str | None:
     As in vLLM's prefix cache, requests of different adapters share no text: it would say little
     about the other's output, and a request's speed would reveal the other's text.
     """
-    # A patched vLLM has the salt in the request's data.
-    salt: str | None = getattr(data, "cache_salt", None) or extra_args.get(CACHE_SALT)
+    salt = extra_args.get(CACHE_SALT)
     adapter = data.lora_request
     if adapter is not None:  # the length says where its name ends
         return f"\0{len(adapter.lora_name)}:{adapter.lora_name}{salt or ''}"

@@ -42,8 +42,8 @@ else:
     _Runner = object
 
 _gpu_runner = "v1.worker.gpu_model_runner:GPUModelRunner."
-_runner = Symbols(_gpu_runner, TREE_DRAFTS, point="draft_verifier")
-_proposer = Symbols(_gpu_runner, TREE_DRAFTS, point="request_proposer")
+_runner = Symbols(_gpu_runner, TREE_DRAFTS)
+_proposer = Symbols(_gpu_runner, TREE_DRAFTS)
 
 
 class ChainRunnerMixin(_Runner):
@@ -72,10 +72,7 @@ class ChainRunnerMixin(_Runner):
             # beginning: draft models refuse it there, though not for drafts made this way.
             self.speculative_config.disable_padded_drafter_batch = True
 
-    @_runner.overrides(
-        "hands a trained drafter to its union",
-        successor="nothing; a patched vLLM refuses trained drafters",
-    )
+    @_runner.overrides("hands a trained drafter to its union")
     def load_model(self, *args: object, **kwargs: object) -> None:
         super().load_model(*args, **kwargs)
         if self.has_neural_drafter:
@@ -99,32 +96,23 @@ class ChainRunnerMixin(_Runner):
         finally:
             self.speculative_config = speculative_config
 
-    @_proposer.overrides(
-        "forgets the trees of ended requests", successor="`RequestProposer.remove_request()`"
-    )
+    @_proposer.overrides("forgets the trees of ended requests")
     def _on_request_state_removed(self, req_id: str, req_state: CachedRequestState | None) -> None:
         super()._on_request_state_removed(req_id, req_state)
         self.adapter.remove_request(req_id)
 
-    @_proposer.overrides(
-        "keeps length limits per request, not for the whole batch",
-        successor="`RequestProposer.keeps_to_max_model_len()`",
-    )
+    @_proposer.overrides("keeps length limits per request, not for the whole batch")
     def _input_fits_in_drafter(self, common_attn_metadata: CommonAttentionMetadata | None) -> bool:
         return self.adapter.keeps_to_max_model_len()
 
-    @_runner.overrides(
-        "takes the duration of a step, for the adaptive node budget",
-        successor="`DraftVerifier.start_step()`",
-    )
+    @_runner.overrides("takes the duration of a step, for the adaptive node budget")
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         self.adapter.start_step()
         return super().execute_model(*args, **kwargs)
 
     @_runner.overrides(
         "positions of tree nodes follow their depth; a step without drafts is prepared as if "
-        "speculative_config were None",
-        successor="`DraftVerifier.place_drafts()`",
+        "speculative_config were None"
     )
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
@@ -137,7 +125,6 @@ class ChainRunnerMixin(_Runner):
     @_proposer.overrides(
         "gives drafters request ids, hidden states of the accepted node and budgets",
         until="proposers get request ids and hidden states",
-        successor="`RequestProposer.propose_for_step()`",
     )
     def propose_draft_token_ids(
         self,
@@ -161,10 +148,7 @@ class ChainRunnerMixin(_Runner):
         self._deferred_draft = draft
         return [[] for _ in sampled_token_ids]
 
-    @_proposer.overrides(
-        "drafts, after vLLM has sent the step's tokens off",
-        successor="`RequestProposer.propose_for_step()`, before they are sent",
-    )
+    @_proposer.overrides("drafts, after vLLM has sent the step's tokens off")
     @torch.inference_mode()
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         if self._deferred_draft is not None:
@@ -176,8 +160,6 @@ class ChainRunnerMixin(_Runner):
         "attaches the worker's statistics to its output; runs as if speculative_config were None "
         "where no drafts are wanted",
         until=STATS,
-        point="proposer_stats",
-        successor="`RequestProposer.take_stats()`",
     )
     def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
         is_hidden = self.adapter.trees.is_pausing and self.execute_model_state is not None
@@ -196,29 +178,20 @@ class TreeRunnerMixin(ChainRunnerMixin):
     """Further overrides, which verify trees."""
 
     @_runner.overrides(
-        "computes the rows with logits alone, not what vLLM's rejection sampler reads",
-        successor="`DraftVerifier.spec_decode_metadata()`",
+        "computes the rows with logits alone, not what vLLM's rejection sampler reads"
     )
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
     ) -> SpecDecodeMetadata:
         return self.adapter.spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
 
-    @_runner.overrides(
-        "hands the trees to the attention backend",
-        until=TREE_MASKS,
-        point="draft_trees",
-        successor="a field, filled from `DraftVerifier.draft_trees()`",
-    )
+    @_runner.overrides("hands the trees to the attention backend", until=TREE_MASKS)
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         built: Any = super()._build_attention_metadata(*args, **kwargs)
         hand_on(self.adapter.draft_trees(), built[0])
         return built
 
-    @_runner.overrides(
-        "walks down the trees losslessly and puts the KV of accepted nodes in place",
-        successor="`DraftVerifier.verify()`",
-    )
+    @_runner.overrides("walks down the trees losslessly and puts the KV of accepted nodes in place")
     @around(sample_and_select)
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
