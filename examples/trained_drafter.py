@@ -1,12 +1,14 @@
-"""A trained drafter of vLLM's and n-grams in one tree, on the model and the EAGLE head that ship.
+"""One of vLLM's trained drafters, an EAGLE head, and n-grams in one tree.
 
-    python examples/trained_drafter.py
+    python examples/trained_drafter.py [--model PATH --head PATH]
 
 The EAGLE head drafts a chain where the answer is new; where it copies its context, n-grams draft
-alone and the head rests.
+alone.
 """
 
 from __future__ import annotations
+
+import argparse
 
 from vllm import LLM, SamplingParams
 
@@ -20,15 +22,15 @@ REQUESTS = (
 )
 
 
-def main() -> None:
+def main(model: str, head: str) -> None:
     llm = LLM(
-        str(model_path()),  # any model that vLLM serves
+        model,
         speculative_config={
             "method": "trie_union",
             "drafters": [
                 "ngram_trie",
                 # An entry as vLLM's own speculative configuration: eagle, eagle3, mtp, draft_model.
-                {"method": "eagle", "model": str(eagle_path()), "num_speculative_tokens": 4},
+                {"method": "eagle", "model": head, "num_speculative_tokens": 4},
             ],
             "num_speculative_tokens": 32,  # nodes of a request's tree, all drafters together
         },
@@ -47,4 +49,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":  # vLLM starts its engine in another process, which imports this file
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(model_path()), help="any model that vLLM serves")
+    parser.add_argument("--head", default=str(eagle_path()), help="an EAGLE head of the model")
+    arguments = parser.parse_args()
+    main(arguments.model, arguments.head)

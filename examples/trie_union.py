@@ -1,12 +1,14 @@
-"""Two drafters in one tree, on the model and the Medusa heads that ship with the package.
+"""Two drafters in one tree: n-grams and Medusa heads.
 
-    python examples/trie_union.py
+    python examples/trie_union.py [--model PATH --heads PATH]
 
 N-grams of the context and trained heads predict different tokens. `trie_union` merges their
 candidates, verifies a token that both propose only once, and keeps the likeliest nodes.
 """
 
 from __future__ import annotations
+
+import argparse
 
 from vllm import LLM, SamplingParams
 
@@ -20,13 +22,13 @@ REQUESTS = (
 )
 
 
-def main() -> None:
+def main(model: str, heads: str) -> None:
     llm = LLM(
-        str(model_path()),  # any model that vLLM serves
+        model,
         speculative_config={
             "method": "trie_union",
             "drafters": ["ngram_trie", "medusa"],
-            "model": str(medusa_path()),  # Medusa heads trained for the model
+            "model": heads,
             "num_speculative_tokens": 32,  # nodes of a request's tree, all drafters together
             # Options of a drafter go under its name; this is the default.
             "options": {"medusa": {"joint": "context"}},
@@ -46,4 +48,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":  # vLLM starts its engine in another process, which imports this file
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(model_path()), help="any model that vLLM serves")
+    parser.add_argument("--heads", default=str(medusa_path()), help="Medusa heads of the model")
+    arguments = parser.parse_args()
+    main(arguments.model, arguments.heads)

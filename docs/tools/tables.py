@@ -116,7 +116,7 @@ def _kinds(annotation: Any) -> Iterator[str]:
     elif origin is list:
         inner = list(_kinds(get_args(annotation)[0]))
         nested = inner[0].startswith("list")
-        yield f"list of paths ({inner[0]})" if nested else "list of " + "s or ".join(inner) + "s"
+        yield f"list of lists{inner[0][4:]}" if nested else "list of " + "s or ".join(inner) + "s"
     elif origin is dict:
         yield "mapping"
     elif hasattr(annotation, "__metadata__"):

@@ -19,7 +19,8 @@ OWN_METHOD = "prompt_lookup_tree"
 
 # These keep their engine in the process, so one process runs them all and imports vLLM once.
 IN_ONE_PROCESS = (
-    "offline_ngram_trie.py",
+    "offline.py --method lookahead_trie",
+    "corpus_and_warm_start.py",
     "rag_and_code_editing.py",
     "trie_union.py",
     "trained_drafter.py",
@@ -28,10 +29,10 @@ IN_ONE_PROCESS = (
 )
 RUN_ALL = """
 import runpy, sys
-for path in sys.argv[1:]:
-    print(f"<<< {path}", flush=True)
-    sys.argv = [path]
-    runpy.run_path(path, run_name="__main__")
+for command in sys.argv[1:]:
+    print(f"<<< {command}", flush=True)
+    sys.argv = command.split()
+    runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -77,12 +78,18 @@ def test_every_example_is_run_somewhere() -> None:
         assert path.parent != EXAMPLES or name in readme, f"examples/README.md misses {name}"
 
 
-def test_offline_ngram_trie(printed: dict[str, str]) -> None:
-    text = printed["offline_ngram_trie.py"]
+def test_offline(printed: dict[str, str]) -> None:
+    text = printed["offline.py --method lookahead_trie"]
     assert text.count("\n--- ") == 3
     assert "class Stack" in text
     tokens, steps = map(int, re.findall(r"(\d+) tokens in (\d+) steps", text)[0])
     assert 0 < steps < tokens
+
+
+def test_corpus_and_warm_start(printed: dict[str, str]) -> None:
+    text = printed["corpus_and_warm_start.py"]
+    cold, warm = map(float, re.findall(r"start: ([\d.]+) tokens per step", text))
+    assert 1 < cold < warm
 
 
 def test_rag_and_code_editing(printed: dict[str, str]) -> None:

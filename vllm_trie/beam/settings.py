@@ -138,11 +138,12 @@ class BeamOptions(BaseModel):
         default=None, description="Ids of the items that are valid, next to allow_prefixes."
     )
     allow_prefixes: _Prefixes | None = Field(
-        default=None, description="Items that begin with one of these tokens are valid."
+        default=None, description="Items that begin with one of these token sequences are valid."
     )
     deny_items: _Ids | None = Field(default=None, description="Ids of items that are not valid.")
     deny_prefixes: _Prefixes | None = Field(
-        default=None, description="Items that begin with one of these tokens are not valid."
+        default=None,
+        description="Items that begin with one of these token sequences are not valid.",
     )
 
     @model_validator(mode="after")

@@ -1,8 +1,9 @@
-"""N-gram-trie speculation with vLLM's offline API: a batch of chats.
+"""Drafts without a second model, with vLLM's offline API: a batch of chats.
 
-    python examples/offline_ngram_trie.py [--model PATH]
+    python examples/offline.py [--model PATH] [--method lookahead_trie]
 
-vLLM loads the plugin without an import; `method` switches it on.
+vLLM loads the plugin without an import; `method` switches it on. `ngram_trie` drafts what the
+context repeats, `lookahead_trie` lets the model guess ahead where little repeats.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ class Stack:
     def pop(self):
         return self.items.pop()
 """
-# N-grams help most where answers reuse their context, as edits and summaries do.
-REQUESTS = ("Rename `items` to `entries`.", "Show me `push`.", "Which classes are defined here?")
+# Two answers reuse their context, as edits and summaries do; the last is new text.
+REQUESTS = ("Rename `items` to `entries`.", "Show me `push`.", "Write a function that sorts words.")
+OPTIONS = {
+    # `num_speculative_tokens` are the nodes of a request's draft tree. A method's own options stand
+    # next to it; this one is the default.
+    "ngram_trie": {"num_speculative_tokens": 32, "index_output": True},
+    # 39 nodes for the window, the rest for the candidates.
+    "lookahead_trie": {"num_speculative_tokens": 59},
+}
 
 
-def main(model: str) -> None:
+def main(model: str, method: str) -> None:
     llm = LLM(
         model,
-        speculative_config={
-            "method": "ngram_trie",
-            "num_speculative_tokens": 32,  # nodes of a request's draft tree
-            # Options of the method go next to it; this is the default.
-            "index_output": True,
-        },
+        speculative_config={"method": method, **OPTIONS[method]},
         max_model_len=1024,
         kv_cache_memory_bytes=1 << 30,  # leaves the rest of the memory free
         enforce_eager=True,  # starts faster; leave it out to serve
@@ -49,10 +52,12 @@ def main(model: str) -> None:
 
     counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     steps, tokens = counts["vllm:trie_steps"], counts["vllm:trie_tokens"]
-    print(f"\n{tokens:.0f} tokens in {steps:.0f} steps of the model")
+    print(f"\n{method}: {tokens:.0f} tokens in {steps:.0f} steps of the model")
 
 
 if __name__ == "__main__":  # vLLM starts its engine in another process, which imports this file
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(model_path()), help="any model that vLLM serves")
-    main(parser.parse_args().model)
+    parser.add_argument("--method", default="ngram_trie", choices=OPTIONS)
+    arguments = parser.parse_args()
+    main(arguments.model, arguments.method)
