@@ -89,4 +89,5 @@ lock: venv ## resolve requirements/cpu.txt again (ARGS=--upgrade for the newest 
 
 clean: ## remove .venv and everything generated
 	rm -rf .venv .bench site build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf vllm_trie/native/cores
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

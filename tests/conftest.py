@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 _ENVIRONMENT = {
@@ -25,11 +26,22 @@ sys.dont_write_bytecode = False
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests.checkout import ROOT  # noqa: E402
+
 # Timings on shared machines vary too much for hypothesis' deadline and for its data-too-slow check.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
 settings.register_profile("default", max_examples=100, **_COMMON)
 settings.register_profile("ci", max_examples=100, derandomize=True, **_COMMON)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile what has changed in the C++ cores of this checkout, if its `.venv` runs the tests."""
+    is_controller = not hasattr(config, "workerinput")
+    if is_controller and (ROOT / ".venv").samefile(sys.prefix):
+        setup = [sys.executable, str(ROOT / "packaging" / "setup_cpu.py"), "--cores"]
+        if subprocess.run(setup, check=False).returncode:
+            pytest.exit("the C++ cores do not compile", returncode=1)
 
 
 LONGEST = (

@@ -21,10 +21,10 @@ from tests.engine.beam.oracle import Case
 from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.attention import choose_kernels, kernels
-from vllm_trie.attention.native import load_kernels
+from vllm_trie.attention.native import NativeKernels
 from vllm_trie.lab.tiny_model import model_path
 
-kernels.load_kernels = lambda: load_kernels("x86-64-v3")
+kernels.NativeKernels = lambda: NativeKernels("x86-64-v3")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
 SETTINGS = dict(
     model=str(model_path()), dtype="float32", enforce_eager=True, max_model_len=512,

@@ -644,7 +644,7 @@ def test_a_default_start_warns_of_nothing_that_the_plugin_answers_for():
         "EngineArgs(str(model_path()), dtype='float32', kv_cache_memory_bytes=10 << 20,\n"
         "    speculative_config={'method': 'ngram_trie'}).create_engine_config()"
     )
-    ours = {"VLLM_TRIE_BEAM": "1", "VLLM_TRIE_NATIVE": "1"}
+    ours = {"VLLM_TRIE_BEAM": "1", "VLLM_TRIE_CACHE_DIR": "/tmp"}
     result = run_python("-c", code, VLLM_TRIE_NOT_OURS="1", VLLM_LOGGING_LEVEL="INFO", **ours)
     said = result.stdout + result.stderr
     assert said.count("Unknown vLLM environment variable detected: VLLM_TRIE_") == 1, said

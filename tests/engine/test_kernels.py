@@ -19,11 +19,11 @@ from tests.engine.compare import (
 )
 from tests.engine.prompts import prompts
 from vllm_trie.attention import choose_kernels, kernels
-from vllm_trie.attention.native import load_kernels
+from vllm_trie.attention.native import NativeKernels
 from vllm_trie.vllm_hooks.worker.attention import cpu as cpu_attention
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
-KERNELS = {"torch": "torch", "x86-64-v3": "AVX2", "x86-64": "SSE2"}
+KERNELS = {"x86-64-v3": "AVX2", "x86-64": "SSE2"}
 """Kernels other than the best one, which all other tests use."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
 COUNT = 24
@@ -31,18 +31,14 @@ COUNT = 24
 
 @pytest.fixture
 def use_kernel(monkeypatch):
-    """Use another kernel than the machine's best: "torch", or one for an instruction set."""
+    """Use the kernel for another instruction set than the machine's best."""
 
     def use(name: str) -> None:
         if name == "x86-64-v3" and not {"avx2", "fma"} <= _cpu_flags():
             pytest.skip("this CPU has no AVX2")
-        loaded = None if name == "torch" else load_kernels(name)
-        if name != "torch" and loaded is None:
-            pytest.skip(f"no compiler here, or none for {name}")
         choose_kernels.cache_clear()
-        monkeypatch.setattr(kernels, "load_kernels", lambda: loaded)
-        native = choose_kernels()
-        assert (native.instructions if native else "torch") == KERNELS[name]
+        monkeypatch.setattr(kernels, "NativeKernels", lambda: NativeKernels(name))
+        assert choose_kernels().instructions == KERNELS[name]
 
     yield use
     choose_kernels.cache_clear()
@@ -188,12 +184,6 @@ def bloom_expected(engine, bloom):
 
 
 def test_linear_biases(engine, bloom, bloom_expected):
-    outputs = _bloom_outputs(engine, bloom, **speculation("test_oracle", 24))
-    assert differences(bloom_expected, outputs) == []
-
-
-def test_linear_biases_without_a_compiler(engine, bloom, bloom_expected, use_kernel):
-    use_kernel("torch")
     outputs = _bloom_outputs(engine, bloom, **speculation("test_oracle", 24))
     assert differences(bloom_expected, outputs) == []
 

@@ -1,4 +1,4 @@
-"""Tree attention on the CPU: the native kernel, or torch operations where it cannot be built."""
+"""Tree attention on the CPU: the native kernel, or torch operations for other shapes."""
 
 from __future__ import annotations
 
@@ -12,33 +12,28 @@ import torch
 import torch.nn.functional as F
 
 from vllm_trie.attention.cache_layout import move_slots, split_cache
-from vllm_trie.attention.native import NativeKernels, load_kernels
+from vllm_trie.attention.native import NativeKernels
 from vllm_trie.attention.tree_batch import TreeBatch, TreeRow, build_tree_batch
 
 logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def choose_kernels() -> NativeKernels | None:
-    """Return the kernels of this process, None for torch operations. Chooses once, with one log
-    line, and compiles on first use."""
-    native = load_kernels()
-    if native is None:
-        reason = "torch operations (slower), as the native kernel could not be built or loaded"
-    else:
-        threads = "OpenMP" if native.has_openmp else "one thread, as no OpenMP runtime is loaded"
-        reason = f"native, {native.instructions}, {threads}"
-    logger.info("tree attention on the CPU: %s", reason)
+def choose_kernels() -> NativeKernels:
+    """Return the kernels of this process, loaded at the first call, with one log line."""
+    native = NativeKernels()
+    threads = "OpenMP" if native.has_openmp else "one thread, as no OpenMP runtime is loaded"
+    logger.info("tree attention on the CPU: %s, %s", native.instructions, threads)
     return native
 
 
 def prefers_chains(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
     """Return whether this kernel should verify chains too, which vLLM's kernel could verify.
 
-    The native kernel is faster for chains in every dtype; the others are slower. `dtype` is that of
+    The CPU's kernel is faster for chains in every dtype; the others are slower. `dtype` is that of
     the queries.
     """
-    return device.type == "cpu" and dtype == cache_dtype and choose_kernels() is not None
+    return device.type == "cpu" and dtype == cache_dtype
 
 
 def tree_attention(
@@ -65,9 +60,8 @@ def tree_attention(
             Test Long", 2022): the slope times the key's position in the text is added to the scaled
             score. A node's position follows its depth, not its slot.
     """
-    native = choose_kernels()
     arguments = (query, kv_cache, block_table, trees, scale, output, alibi_slopes)
-    if native is None or not native.tree_attention(*arguments):
+    if not choose_kernels().tree_attention(*arguments):
         tree_attention_portable(*arguments)
 
 
@@ -133,8 +127,7 @@ def move_slots_in_layers(
     """Do :func:`vllm_trie.attention.move_slots` in every layer's CPU cache."""
     if not kv_caches or not len(source):
         return
-    native = choose_kernels()
-    if native is None or not native.move_slots(kv_caches, source, target):
+    if not choose_kernels().move_slots(kv_caches, source, target):
         for kv_cache in kv_caches:
             move_slots(kv_cache, source, target)
 
@@ -149,7 +142,6 @@ def copy_slots(caches: Sequence[torch.Tensor], copies: np.ndarray) -> bool:
             target is the source of another copy.
 
     Returns:
-        False, with nothing done, if the caches are none of vLLM's or there is no native kernel.
+        False, with nothing done, if the caches are none of vLLM's.
     """
-    native = choose_kernels()
-    return native is not None and native.copy_slots(caches, copies)
+    return choose_kernels().copy_slots(caches, copies)

@@ -19,41 +19,24 @@ _MULTIPLE = 16
 """Head sizes and block sizes are multiples of this; those of vLLM's CPU backend all are."""
 
 
-def load_kernels(march: str = "native") -> NativeKernels | None:
-    """Load the kernels, compiled if needed; ``None`` where that fails, with the reason logged.
-
-    Args:
-        march: Instruction set, as the compiler's ``-march`` takes it.
-    """
-    native = library(march)
-    return NativeKernels(native) if native.is_available() else None
-
-
-def library(march: str = "native") -> NativeLibrary:
-    """Return the kernels' library for an instruction set, as :func:`load_kernels` takes it."""
-    return NativeLibrary(
-        "attention" if march == "native" else f"attention-{march}",
-        "attention kernels",
-        [_FOLDER / "tree_attention.cpp", _FOLDER / "slots.cpp"],
-        [*sorted(_FOLDER.glob("*.hpp")), *SHARED_HEADERS],
-        flags=(
-            "-O3",
-            f"-march={march}",
-            "-std=c++17",
-            # Multiply-adds round once: faster, and nearer to the exact result.
-            "-ffp-contract=fast",
-            "-fno-math-errno",
-        ),
-    )
+LIBRARY = NativeLibrary(
+    "attention",
+    [_FOLDER / "tree_attention.cpp", _FOLDER / "slots.cpp"],
+    [*sorted(_FOLDER.glob("*.hpp")), *SHARED_HEADERS],
+)
 
 
 class NativeKernels:
-    """Typed access to one compiled library. Any thread may call it."""
+    """Typed access to the kernels. Any thread may call them.
 
-    def __init__(self, native: NativeLibrary) -> None:
-        library = native.require()
+    Args:
+        instructions: Instruction set, the processor's best one if left out.
+    """
+
+    def __init__(self, instructions: str | None = None) -> None:
+        library = LIBRARY.load(instructions)
         self._tree_attention = library.vllm_trie_tree_attention
-        self._pack_attention = native.layout("Arguments").pack
+        self._pack_attention = LIBRARY.layout("Arguments").pack
         self._move_slots = library.vllm_trie_move_slots
         self._copy_slots = library.vllm_trie_copy_slots
         lanes = library.vllm_trie_lanes()

@@ -1,26 +1,21 @@
-"""Compiling and loading the native kernels."""
+"""Loading the compiled cores."""
 
-from vllm_trie.native.build import (
+from vllm_trie.native.library import (
+    FOLDER,
+    INSTRUCTION_SETS,
     SHARED_HEADERS,
-    NativeBuildError,
-    build_library,
-    cache_folder,
-    damaged_libraries,
-    find_compiler,
-    load_library,
+    CoreError,
+    NativeLibrary,
+    cpu_flags,
+    usable_sets,
 )
-from vllm_trie.native.library import NativeLibrary
-from vllm_trie.native.prebuilt import cpu_flags, find_prebuilt
 
 __all__ = [
+    "FOLDER",
+    "INSTRUCTION_SETS",
     "SHARED_HEADERS",
-    "NativeBuildError",
+    "CoreError",
     "NativeLibrary",
-    "build_library",
-    "cache_folder",
     "cpu_flags",
-    "damaged_libraries",
-    "find_compiler",
-    "find_prebuilt",
-    "load_library",
+    "usable_sets",
 ]

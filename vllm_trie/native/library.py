@@ -1,16 +1,38 @@
-"""A compiled library whose functions have types, loaded when it is first used."""
+"""The compiled cores: C++ that CMake compiles at installation, and ctypes loads when it is used.
+
+`CMakeLists.txt` compiles each core once for each of some instruction sets, as `cores/core-set.so`.
+They are plain C interfaces, so that one wheel serves every Python.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 
-from vllm_trie.native.build import DEFAULT_FLAGS, load_library
 from vllm_trie.native.interface import Interface
+
+FOLDER = Path(__file__).parent / "cores"
+SHARED_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.hpp")))
+"""Vectors of floats and parallel regions, for the sources of any library."""
+
+_V3 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+INSTRUCTION_SETS = {
+    "x86-64-v4-bf16": _V4 | {"avx512_bf16"},
+    "x86-64-v4": _V4,
+    "x86-64-v3": _V3,
+    "x86-64": set(),
+}
+"""Names of the sets, best first, and the flags that Linux reports where they can be used."""
+
+
+class CoreError(RuntimeError):
+    """A compiled core is missing or cannot be loaded; the message says what to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,33 +43,40 @@ class NativeLibrary:
     :mod:`vllm_trie.native.interface` for how to write them.
 
     Attributes:
-        name: Of the library, for the file and the log.
-        subject: What it holds, for messages.
-        sources, headers, flags: As for :func:`load_library`.
+        name: Of the library, as in `CMakeLists.txt`.
+        sources: C++ files that export C functions.
+        headers: Files that define structures which Python packs.
     """
 
     name: str
-    subject: str
     sources: Sequence[Path]
     headers: Sequence[Path] = ()
-    flags: Sequence[str] = DEFAULT_FLAGS
 
-    def is_available(self) -> bool:
-        """Return whether the library can be used; compiles it at the first call."""
-        return self._loaded is not None
-
-    def require(self) -> ctypes.CDLL:
-        """Return the library.
+    def load(self, instructions: str | None = None) -> ctypes.CDLL:
+        """Return the library, for the best instruction set there is or for the one given.
 
         Raises:
-            RuntimeError: It is not available on this machine.
+            CoreError: It is missing, damaged, or lacks a function that the sources define.
         """
-        library = self._loaded
-        if library is None:
-            raise RuntimeError(
-                f"the compiled {self.subject} is not available; see the log for the reason"
-            )
+        sets = [instructions] if instructions else usable_sets()
+        paths = [FOLDER / f"{self.name}-{name}.so" for name in sets]
+        path = next(filter(Path.is_file, paths), paths[0])
+        try:
+            library = ctypes.CDLL(str(path))
+            for name, (result, arguments) in self._interface.functions().items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
+        except (OSError, AttributeError) as error:
+            raise CoreError(
+                f"the compiled core {path.name} of vllm-trie cannot be used: {error}. Install the "
+                "wheel, or install from source where a C++ compiler is (in a checkout: make venv)"
+            ) from error
         return library
+
+    @functools.cached_property
+    def functions(self) -> ctypes.CDLL:
+        """The library for this processor, loaded at the first use; see :meth:`load`."""
+        return self.load()
 
     def layout(self, name: str) -> Struct:
         """Return what packs and unpacks a structure that the sources or headers define."""
@@ -57,14 +86,20 @@ class NativeLibrary:
     def _interface(self) -> Interface:
         return Interface([*self.sources, *self.headers])
 
-    @functools.cached_property
-    def _loaded(self) -> ctypes.CDLL | None:
-        functions = self._interface.functions()
-        library = load_library(self.name, self.sources, self.flags, self.headers, functions)
-        if library is None:
-            return None
-        for name, (result, arguments) in functions.items():
-            function = getattr(library, name)
-            function.restype = result
-            function.argtypes = arguments
-        return library
+
+def usable_sets() -> list[str]:
+    """Return the instruction sets that this processor has, best first; `native` if not x86-64."""
+    if platform.machine() != "x86_64":
+        return ["native"]
+    flags = cpu_flags()
+    return [name for name, needed in INSTRUCTION_SETS.items() if needed <= flags]
+
+
+@functools.cache
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Return the flags of the first processor, of x86 alone; empty where they cannot be read."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split() for line in lines if line.startswith("flags")), []))

@@ -1,6 +1,6 @@
 """N-grams of texts: the index, the blend of its contexts, and corpora in files."""
 
-from vllm_trie.ngrams.backend import Backend, NativeBackend, PythonBackend, choose_backend
+from vllm_trie.ngrams.backend import Backend, NativeBackend, PythonBackend
 from vllm_trie.ngrams.blend import Blend, Source
 from vllm_trie.ngrams.index import MAX_ORDER, NgramIndex
 from vllm_trie.ngrams.job import Candidates, Index, Job
@@ -16,5 +16,4 @@ __all__ = [
     "NgramIndex",
     "PythonBackend",
     "Source",
-    "choose_backend",
 ]

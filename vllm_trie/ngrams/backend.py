@@ -29,6 +29,7 @@ class NativeBackend:
     """The compiled core."""
 
     def __init__(self, blend: Blend) -> None:
+        native.LIBRARY.load()  # fails here, at the start, if it cannot be used
         self._blend = native.pack_blend(blend)
 
     def new_index(self, max_order: int) -> native.NativeIndex:
@@ -78,9 +79,3 @@ class PythonBackend:
         if job.store is not None and len(contexts[1]) > self._blend.use_length:
             used_text = contexts[1][-1].text
         return Draft(tree.lay_out(), used_text)
-
-
-def choose_backend(blend: Blend) -> Backend:
-    """Return the compiled core where it can be compiled, else the Python one (the reason is
-    logged)."""
-    return NativeBackend(blend) if native.is_available() else PythonBackend(blend)

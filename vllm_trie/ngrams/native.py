@@ -20,11 +20,7 @@ CORE = Path(__file__).parent / "core"
 NODE_BYTES = 32
 """Size of a node in memory and in a corpus file."""
 _NONE = -1
-LIBRARY = NativeLibrary(
-    "ngrams", "n-gram core", sorted(CORE.glob("*.cpp")), sorted(CORE.glob("*.hpp"))
-)
-is_available = LIBRARY.is_available
-require_library = LIBRARY.require
+LIBRARY = NativeLibrary("ngrams", sorted(CORE.glob("*.cpp")), sorted(CORE.glob("*.hpp")))
 _PACK_BATCH = LIBRARY.layout("DraftBatch").pack
 _PACK_BLEND = LIBRARY.layout("Blend").pack
 _PACK_JOB = LIBRARY.layout("DraftJob").pack
@@ -34,7 +30,7 @@ class NativeIndex:
     """An index of texts in native memory, freed with the object."""
 
     def __init__(self, max_order: int) -> None:
-        self._library = require_library()
+        self._library = LIBRARY.functions
         self.handle = self._library.ngram_index_new(max_order)
         if not self.handle:
             raise MemoryError("no memory for an n-gram index")
@@ -118,7 +114,7 @@ class NativeCorpus:
         Raises:
             ValueError: The arrays are not those of an index.
         """
-        self._library = require_library()
+        self._library = LIBRARY.functions
         self._arrays = (nodes, table, tokens)
         self.handle = self._library.ngram_corpus_open(
             *(nodes.ctypes.data, len(nodes) // NODE_BYTES),
@@ -138,7 +134,7 @@ class NativeRecycled:
     """A table of recycled successors in native memory, freed with the object."""
 
     def __init__(self, size_log2: int) -> None:
-        self._library = require_library()
+        self._library = LIBRARY.functions
         self.handle = self._library.recycled_new(size_log2)
         if not self.handle:
             raise MemoryError(f"no memory for {1 << size_log2} recycled contexts")
@@ -183,7 +179,7 @@ def draft_batch(
         predicted = (*(a.ctypes.data for a in candidates), *candidates.tokens.shape[1:])
     parts[0] = _PACK_BATCH(len(jobs), stride, *predicted)
     rows = np.empty((len(jobs), 2 + 3 * max(stride, 0)), dtype=np.int32)
-    if require_library().ngram_draft(b"".join(parts), rows.ctypes.data) == _NONE:
+    if LIBRARY.functions.ngram_draft(b"".join(parts), rows.ctypes.data) == _NONE:
         raise MemoryError("no memory to draft a tree")
     return [
         Draft(

@@ -1,4 +1,4 @@
-"""Work on all trees of a batch at once: compiled, or tree by tree with the same results."""
+"""Work on all trees of a batch at once, in compiled code and NumPy."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from vllm_trie.native import NativeLibrary
-from vllm_trie.tree.token_tree import MalformedTreeError, TokenTree, words_per_node
+from vllm_trie.tree.token_tree import TokenTree, words_per_node
 from vllm_trie.tree.verify import accept_greedy
 
-LIBRARY = NativeLibrary(
-    "trees", "token trees", [Path(__file__).parent / "core" / "trees.cpp"], headers=()
-)
+LIBRARY = NativeLibrary("trees", [Path(__file__).parent / "core" / "trees.cpp"])
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _EMPTY = TokenTree.empty()
 
@@ -76,19 +74,9 @@ def place(trees: Sequence[TokenTree], rows: np.ndarray) -> tuple[np.ndarray, np.
     """
     sizes = rows[:, 3]
     places = np.empty((2, sizes.sum()), dtype=np.int64)
-    if not LIBRARY.is_available():
-        start = 0
-        for tree, (_, first, num_queries, size, num_slots, _) in zip(
-            trees, rows.tolist(), strict=True
-        ):
-            end = first + num_queries
-            places[0, start : start + size] = np.arange(end - size, end)
-            places[1, start : start + size] = tree.depths() + (num_slots - size - 1)
-            start += size
-        return places, np.concatenate([tree.ancestor_words().reshape(-1) for tree in trees])
     parents = np.concatenate([tree.parents for tree in trees])
     words = np.empty((sizes * words_per_node(sizes)).sum(), dtype=np.uint64)
-    LIBRARY.require().trees_place(
+    LIBRARY.functions.trees_place(
         *(parents.ctypes.data, rows.ctypes.data, len(rows)),
         *(places.ctypes.data, places[1].ctypes.data, words.ctypes.data),
     )
@@ -183,18 +171,11 @@ def _are_valid(
     sizes: Sequence[int],
     vocab_size: int,
 ) -> bool:
-    if LIBRARY.is_available():
-        counts = np.array(sizes, dtype=np.int32)
-        return bool(
-            LIBRARY.require().trees_are_valid(
-                *(tokens.ctypes.data, parents.ctypes.data),
-                None if predicted is None else predicted.ctypes.data,
-                *(counts.ctypes.data, len(sizes), vocab_size),
-            )
+    counts = np.array(sizes, dtype=np.int32)
+    return bool(
+        LIBRARY.functions.trees_are_valid(
+            *(tokens.ctypes.data, parents.ctypes.data),
+            None if predicted is None else predicted.ctypes.data,
+            *(counts.ctypes.data, len(sizes), vocab_size),
         )
-    try:
-        for tree in _split(tokens, parents, predicted, None, sizes):
-            tree.validate(vocab_size, tree.num_nodes)
-    except MalformedTreeError:
-        return False
-    return True
+    )

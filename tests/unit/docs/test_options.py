@@ -102,7 +102,7 @@ def test_environment_variables() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 in_code |= set(re.findall(r"^VLLM_TRIE_[A-Z_]+$", node.value))
-    assert {"VLLM_TRIE_NATIVE", "VLLM_TRIE_BEAM"} <= in_code
+    assert {"VLLM_TRIE_CACHE_DIR", "VLLM_TRIE_BEAM"} <= in_code
     rows = [row[0].strip("`") for table in OPTIONS_PAGE.tables() for row in table.rows]
     assert {name for name in rows if name.startswith("VLLM_TRIE_")} == in_code
     for document in all_pages():

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from tests.unit.drafters.support import make_context, make_request
 from vllm_trie.checked_file import PREFIX
-from vllm_trie.commands import corpus as corpus_cli
 from vllm_trie.drafters import parse_options
 from vllm_trie.drafters.ngram_trie import NgramTrieDrafter
 from vllm_trie.drafters.ngram_trie import drafter as drafter_module
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
-from vllm_trie.ngrams import Job, NativeBackend, NgramIndex, PythonBackend, native
+from vllm_trie.lab.commands import corpus as corpus_cli
+from vllm_trie.ngrams import Job, NativeBackend, NgramIndex, PythonBackend
 from vllm_trie.ngrams.corpus_file import (
     FORMAT,
     CorpusError,
@@ -29,8 +29,6 @@ from vllm_trie.ngrams.corpus_file import (
     write_corpus,
 )
 from vllm_trie.ngrams.tokenizers import CorpusTokenizer
-
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
 
 VOCABULARY = {chr(ord("a") + token): token for token in range(26)}
 DOCUMENTS = [np.arange(20, dtype=np.int32), np.array([3, 4, 5, 9, 3, 4, 5, 9], dtype=np.int32)]

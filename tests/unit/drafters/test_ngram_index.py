@@ -22,8 +22,6 @@ from vllm_trie.ngrams import (
 )
 from vllm_trie.ngrams.index import MAX_SUCCESSORS, NgramIndex, Node
 
-needs_compiler = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
-
 Gram = tuple[int, ...]
 
 token = st.integers(-1, 3)
@@ -175,7 +173,6 @@ def head_candidates(draw: st.DrawFn) -> Candidates:
     )
 
 
-@needs_compiler
 @given(
     edits,
     st.lists(st.integers(0, 3), max_size=40),
@@ -228,7 +225,6 @@ def test_compiled_core_equals_its_twin(
             assert compiled.tree.probabilities.tolist() == readable.tree.probabilities.tolist()
 
 
-@needs_compiler
 @settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1))
 def test_twins_agree_on_contexts_with_many_successors(seed: int) -> None:
@@ -251,7 +247,6 @@ def test_twins_agree_on_contexts_with_many_successors(seed: int) -> None:
         np.testing.assert_array_equal(getattr(results[0], name), getattr(results[1], name))
 
 
-@needs_compiler
 def test_token_ids_up_to_the_largest() -> None:
     largest = 2**31 - 1
     text = np.array([largest, largest - 1, 0] * 3, dtype=np.int32)
@@ -261,7 +256,6 @@ def test_token_ids_up_to_the_largest() -> None:
     assert draft.tree.token_ids.tolist()[:3] == [largest, largest - 1, 0]
 
 
-@needs_compiler
 @pytest.mark.parametrize("kind", ["random", "constant", "periodic", "tail"])
 def test_long_prompts_take_linear_time_and_bounded_memory(kind: str) -> None:
     """Every token makes at most `max_order + 1` nodes, whatever the text."""
@@ -283,7 +277,6 @@ def test_long_prompts_take_linear_time_and_bounded_memory(kind: str) -> None:
         assert index.num_nodes < 100, "a text that repeats itself has few distinct n-grams"
 
 
-@needs_compiler
 @given(st.lists(texts, max_size=8), st.randoms(use_true_random=False), st.integers(1, 15))
 def test_nothing_is_left_of_removed_texts(
     added: list[list[int]], random: Random, max_order: int
@@ -296,7 +289,6 @@ def test_nothing_is_left_of_removed_texts(
     assert (index.num_nodes, index.num_tokens) == (1, 0)
 
 
-@needs_compiler
 def test_removing_what_is_not_there() -> None:
     index = native.NativeIndex(3)
     with pytest.raises(KeyError, match="no text 5"):

@@ -15,10 +15,9 @@ from vllm_trie.drafters import VerifiedStep
 from vllm_trie.drafters.ngram_trie import recycling
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
 from vllm_trie.drafters.ngram_trie.recycling import Recycling, observed_rows
-from vllm_trie.ngrams import Job, NativeBackend, PythonBackend, native
+from vllm_trie.ngrams import Job, NativeBackend, PythonBackend
 from vllm_trie.tree import TokenTree
 
-needs_compiler = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
 TREE = TokenTree.from_lists([10, 11, 20, 21], [-1, 0, -1, 2], [0.5, 0.4, 0.3, 0.2])
 """Two branches after the root."""
 
@@ -96,7 +95,6 @@ def test_forgotten_salts_are_new_scopes(monkeypatch: pytest.MonkeyPatch) -> None
 rows = st.lists(st.tuples(*[st.integers(0, 5)] * 3), max_size=300)
 
 
-@needs_compiler
 @given(
     st.lists(st.tuples(st.integers(0, 2), rows, st.integers(1, 90)), max_size=4),
     st.lists(st.integers(0, 5), max_size=20),

@@ -14,10 +14,8 @@ from vllm_trie.drafters import DraftRequest, request_texts
 from vllm_trie.drafters.ngram_trie.drafter import BLEND, NgramTrieDrafter
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafters.request_texts import RequestTexts
-from vllm_trie.ngrams import NativeBackend, PythonBackend, native
+from vllm_trie.ngrams import NativeBackend, PythonBackend
 from vllm_trie.tree import TokenTree
-
-needs_compiler = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
 
 
 def make_request(
@@ -32,7 +30,6 @@ def shape(tree: TokenTree) -> tuple[list[int], list[int], list[float]]:
     return tree.token_ids.tolist(), tree.parents.tolist(), probabilities
 
 
-@needs_compiler
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=30),
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=40),

@@ -49,7 +49,7 @@ def test_ranges_where_the_place_of_slots_is_known(has_slots: bool, monkeypatch) 
 
 
 def test_vllm_copies_what_the_kernel_cannot(monkeypatch) -> None:
-    """Blocks that the kernels see as several, and machines without a compiler."""
+    """Blocks that the kernels see as several, and caches that are not vLLM's."""
     called: list[Any] = []
     copy = functools.partial(
         block_copies.copy_kv_cache_blocks_inplace, lambda *arguments: called.append(arguments)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_trie.native import NativeBuildError, NativeLibrary, find_compiler
+from tests.compiled import compile_library
+from vllm_trie.native import NativeLibrary
 from vllm_trie.native.interface import Interface
 
 HEADER = """
@@ -52,19 +53,15 @@ static int32_t hidden(int32_t value) { return value; }
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NativeLibrary:
-    try:
-        find_compiler()
-    except NativeBuildError:
-        pytest.skip("no C++ compiler here")
-    monkeypatch.setenv("VLLM_TRIE_CACHE_DIR", str(tmp_path / "cache"))
     header, source = tmp_path / "shapes.hpp", tmp_path / "shapes.cpp"
     header.write_text(HEADER)
     source.write_text(SOURCE)
-    return NativeLibrary("shapes", "shapes", [source], [header])
+    compile_library(source, monkeypatch)
+    return NativeLibrary("shapes", [source], [header])
 
 
 def test_a_packed_structure_is_the_compilers(library: NativeLibrary) -> None:
-    core, layout = library.require(), library.layout("Job")
+    core, layout = library.functions, library.layout("Job")
     assert layout.size == core.size_of_job()
     number = ctypes.c_int32(5)
     address = ctypes.c_void_p(ctypes.addressof(number))
@@ -79,7 +76,7 @@ def test_a_packed_structure_is_the_compilers(library: NativeLibrary) -> None:
 def test_results_are_read_back(library: NativeLibrary) -> None:
     layout = library.layout("Job")
     job = ctypes.create_string_buffer(layout.pack(*[3] * 9), layout.size)
-    library.require().double_last(job)
+    library.functions.double_last(job)
     assert layout.unpack(job) == (3, 3, 3, 3.0, 3.0, 3, 3, 3, 6)
 
 

@@ -1,14 +1,16 @@
+"""Compiled cores: which one is loaded, how its functions are typed, and what is wrong with one."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import ArgumentError
 from pathlib import Path
 
 import pytest
 
-from vllm_trie.attention.native import load_kernels
-from vllm_trie.native import NativeBuildError, NativeLibrary, find_compiler
-from vllm_trie.native import build as build_module
-from vllm_trie.ngrams import native as ngrams
+from tests.compiled import compile_library
+from vllm_trie.native import INSTRUCTION_SETS, CoreError, NativeLibrary, cpu_flags, usable_sets
+from vllm_trie.native import library as library_module
 
 SOURCE = """
 #include <cstdint>
@@ -17,52 +19,71 @@ extern "C" int64_t twice(int64_t value) { return 2 * value; }
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NativeLibrary:
-    monkeypatch.setenv("VLLM_TRIE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("VLLM_TRIE_NATIVE", raising=False)
-    build_module._log_once.cache_clear()
-    source = tmp_path / "twice.cpp"
-    source.write_text(SOURCE)
-    return NativeLibrary("twice", "doubling", [source])
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "twice.cpp"
+    path.write_text(SOURCE)
+    return path
 
 
-def test_functions_have_their_types(library: NativeLibrary) -> None:
-    assert library.is_available()
-    assert library.require().twice(1 << 40) == 1 << 41  # more than ctypes' default, an int
+def test_functions_have_their_types(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_library(source, monkeypatch)
+    functions = NativeLibrary("twice", [source]).functions
+    assert functions.twice(1 << 40) == 1 << 41  # more than ctypes' default, an int
     with pytest.raises(ArgumentError):
-        library.require().twice("1")
+        functions.twice("1")
 
 
-def test_nothing_is_compiled_before_it_is_used(library: NativeLibrary, tmp_path: Path) -> None:
-    assert not (tmp_path / "cache").exists()
-    library.require()
-    assert list((tmp_path / "cache").glob("twice-*.so"))
+def _lacks_a_function(library: Path, source: Path) -> None:
+    source.write_text(SOURCE + 'extern "C" int64_t thrice(int64_t value) { return 3 * value; }')
 
 
-def test_a_missing_library_is_told_by_its_subject(
-    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "missing": lambda library, source: library.unlink(),
+    "empty": lambda library, source: library.write_bytes(b""),
+    "no library": lambda library, source: library.write_text("damaged"),
+    "older than its source": _lacks_a_function,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_core_that_cannot_be_used_is_named_with_the_way_out(
+    damage: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_TRIE_NATIVE", "0")
-    assert not library.is_available()
-    with pytest.raises(RuntimeError, match="the compiled doubling is not available; see the log"):
-        library.require()
+    library = compile_library(source, monkeypatch)
+    DAMAGES[damage](library, source)
+    message = (
+        f"core {library.name} of vllm-trie cannot be used: .*Install the wheel, or .*make venv"
+    )
+    with pytest.raises(CoreError, match=message):
+        NativeLibrary("twice", [source]).load()
 
 
-def test_a_library_without_one_of_its_functions_is_not_used(
-    library: NativeLibrary, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = tmp_path / "thrice.cpp"
-    source.write_text('#if 0\nextern "C" int thrice() { return 3; }\n#endif\n')
-    other = NativeLibrary("thrice", "tripling", [source])
-    assert not other.is_available()
-    assert "thrice" in caplog.text
+def test_the_best_set_that_the_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def best(flags: set[str]) -> str:
+        monkeypatch.setattr(library_module, "cpu_flags", lambda: frozenset(flags))
+        return usable_sets()[0]
+
+    monkeypatch.setattr(library_module.platform, "machine", lambda: "x86_64")
+    every = set().union(*INSTRUCTION_SETS.values())
+    assert best(every | {"sse2"}) == "x86-64-v4-bf16"
+    assert best(every - {"avx512_bf16"}) == "x86-64-v4"
+    assert best(every - {"avx512vl"}) == "x86-64-v3"
+    assert best(every - {"avx512vl", "avx2"}) == best(set()) == "x86-64"
+    assert usable_sets() == ["x86-64"]
+    monkeypatch.setattr(library_module.platform, "machine", lambda: "aarch64")
+    assert best(every) == "native"
 
 
-def test_the_package_compiles_where_there_is_a_compiler() -> None:
-    """Without its own code it would go on, slowly, and the code's tests would be skipped."""
-    try:
-        find_compiler()
-    except NativeBuildError:
-        pytest.skip("no C++ compiler here")
-    assert ngrams.is_available()
-    assert load_kernels() is not None
+def test_a_build_for_some_sets_will_do(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = compile_library(source, monkeypatch)
+    sets = ["better", usable_sets()[0]]
+    monkeypatch.setattr(library_module, "usable_sets", lambda: sets)
+    assert NativeLibrary("twice", [source]).functions._name == str(library)
+
+
+def test_flags_are_whole_words_of_the_first_processor(tmp_path: Path) -> None:
+    listing = tmp_path / "cpuinfo"
+    listing.write_text("model name : avx512f\nflags\t\t: fma avx2 avx2x\nflags\t\t: sse2\n")
+    assert {"fma", "avx2"} <= cpu_flags(listing)
+    assert "sse2" not in cpu_flags(listing)
+    assert cpu_flags(tmp_path / "absent") == frozenset()

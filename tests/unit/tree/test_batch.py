@@ -14,7 +14,6 @@ from vllm_trie.tree import (
     TokenTree,
     accept_all,
     accept_greedy,
-    batch,
     check_all,
     place,
     select_all,
@@ -85,28 +84,6 @@ def check(trees: list[TokenTree], data: st.DataObject) -> None:
 @given(batches(with_probabilities=True) | batches(with_probabilities=False), st.data())
 def test_a_batch_is_worked_on_as_its_trees_are(trees, data):
     check(trees, data)
-
-
-def test_without_the_compiled_core_the_results_are_the_same(monkeypatch):
-    trees = [
-        TokenTree.from_lists([1, 2, 3], [-1, 0, 0], [0.5, 0.4, 0.1]),
-        TokenTree.empty(),
-        TokenTree.from_lists(range(5), [-1, 0, 1, 2, 3], [0.9, 0.8, 0.7, 0.6, 0.5]),
-    ]
-    full = [trees[0], trees[2]]
-    compiled = copies(trees), place(full, rows_of(full))
-
-    class Missing:
-        @staticmethod
-        def is_available() -> bool:
-            return False
-
-    monkeypatch.setattr(batch, "LIBRARY", Missing)
-    assert list(map(as_lists, copies(trees))) == list(map(as_lists, compiled[0]))
-    places, words = place(full, rows_of(full))
-    assert places.tolist() == compiled[1][0].tolist()
-    assert words.tolist() == compiled[1][1].tolist()
-    assert check_all([trees[0], TokenTree.from_lists([VOCAB], [-1], [0.5])], VOCAB, True) is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from vllm_trie.drafters.medusa.heads import MedusaHeads
 from vllm_trie.drafters.medusa.options import MedusaOptions
 from vllm_trie.drafters.medusa.output_layer import target_output_layer
 from vllm_trie.drafters.request_texts import INDEX_TOKENS, IndexedText, RequestTexts
-from vllm_trie.ngrams import Candidates, Job, choose_backend
+from vllm_trie.ngrams import Candidates, Job, NativeBackend
 from vllm_trie.tree import TokenTree
 
 _NO_HEADS = (
@@ -50,7 +50,7 @@ class MedusaDrafter(Drafter):
             raise ValueError(_NO_HEADS)
         self._device = torch.device(context.device)
         self._dtype = getattr(torch, context.dtype)
-        self._backend = choose_backend(BLEND)
+        self._backend = NativeBackend(BLEND)
         self._texts: RequestTexts | None = None
         if options.joint == "context":
             self._texts = RequestTexts(self._backend, options.max_context_len, INDEX_TOKENS)

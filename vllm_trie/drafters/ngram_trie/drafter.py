@@ -15,7 +15,7 @@ from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafters.ngram_trie.recycling import Recycling
 from vllm_trie.drafters.ngram_trie.store import RequestStore
 from vllm_trie.drafters.request_texts import IndexedText, RequestTexts
-from vllm_trie.ngrams import Backend, Blend, Job, Source, choose_backend
+from vllm_trie.ngrams import Backend, Blend, Job, NativeBackend, Source
 from vllm_trie.ngrams.corpus_file import (
     CorpusError,
     check_vocabulary,
@@ -82,7 +82,7 @@ class NgramTrieDrafter(Drafter):
         self, options: NgramTrieOptions, context: DrafterContext, backend: Backend | None = None
     ) -> None:
         super().__init__(options, context)
-        self._backend = backend = backend or choose_backend(BLEND)
+        self._backend = backend = backend or NativeBackend(BLEND)
         self._newest_corpus = watch_corpus(options.corpus, context)
         self._corpus = self._newest_corpus()
         self._states: dict[str, _State] = {}

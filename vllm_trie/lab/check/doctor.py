@@ -195,17 +195,12 @@ def check_plugin_is_loaded(allowed: str | None) -> Iterator[Problem]:
 
 
 def check_compiled_code() -> Iterator[Problem]:
-    """Yield what is wrong with the cache of compiled libraries."""
-    if os.environ.get("VLLM_TRIE_NATIVE") == "0":
-        return
-    try:
-        for library in native.damaged_libraries():
-            yield _warning(
-                f"{library} does not match its digest: it is damaged; the next start compiles it "
-                "again"
-            )
-    except native.NativeBuildError as error:
-        yield _warning(f"{error}: the plugin's kernels run as slower Python")
+    """Yield what is wrong with the compiled cores."""
+    for name in ("trees", "ngrams", "attention"):
+        try:
+            native.NativeLibrary(name, []).load()
+        except native.CoreError as error:
+            yield _error(str(error))
 
 
 def check_hooks() -> tuple[tuple[ledger.Finding, ...], list[Problem]]:
@@ -251,18 +246,15 @@ def describe_platform(
     Without a look at the device, which needs torch, it is "not looked at"; see :func:`collect`.
     """
     problems: list[Problem] = []
-    try:
-        compiler, lacking = " ".join(native.find_compiler()), ""
-    except native.NativeBuildError as error:
-        compiler, lacking = None, str(error)
+    chosen = os.environ.get("CXX") or "g++"
+    compiler = shutil.which(chosen.split()[0])
     headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
-    prebuilt = native.find_prebuilt("ngrams")
     has_affinity = hasattr(os, "sched_getaffinity")
     machine: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
         "isa": cpu_flags(),
-        "kernels": prebuilt.stem.removeprefix("ngrams-") if prebuilt else "compiled on first use",
+        "kernels": native.usable_sets()[0],
         "cxx": compiler,
         "python_headers": headers,
         "device": "cpu",
@@ -283,9 +275,8 @@ def describe_platform(
     except Exception as error:  # a torch of the wrong build fails with OSError and others
         problems.append(_error(f"torch does not import: {error}"))
     if machine["device"] == "cpu":
-        if lacking:
-            slow = "" if prebuilt else "the plugin's kernels run as slower Python, and "
-            problems.append(_warning(f"{lacking}: {slow}{_NO_TORCH_COMPILER}"))
+        if not compiler:
+            problems.append(_warning(f"no C++ compiler {chosen!r}: {_NO_TORCH_COMPILER}"))
         elif not headers:
             problems.append(_warning(f"no Python.h (python3-dev): {_NO_TORCH_COMPILER}"))
         elif " " in sys.prefix:

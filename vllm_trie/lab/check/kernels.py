@@ -85,9 +85,7 @@ def check_attention(settings: Settings) -> Outcome:
 def _device_kernel() -> tuple[torch.device, str, Check]:
     if torch.cuda.is_available():
         return torch.device("cuda", 0), "Triton", check_kernel
-    native = choose_kernels()
-    name = f"native, {native.instructions}" if native else "torch operations (none compiled)"
-    return torch.device("cpu"), name, check_cpu_kernel
+    return torch.device("cpu"), choose_kernels().instructions, check_cpu_kernel
 
 
 def _model_layers(model: str) -> list[LayerShape]:

@@ -33,7 +33,7 @@ _ANSWERED = {
     "vllm.config.vllm": "max_num_scheduled_tokens is set to",
 }
 """By logger, the beginning of warnings that do not apply to the plugin's methods."""
-OWN_VARIABLES = (ENV_SWITCH, "VLLM_TRIE_CACHE_DIR", "VLLM_TRIE_NATIVE")
+OWN_VARIABLES = (ENV_SWITCH, "VLLM_TRIE_CACHE_DIR")
 """The documented environment variables of the plugin."""
 
 

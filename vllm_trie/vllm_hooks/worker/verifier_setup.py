@@ -44,7 +44,7 @@ def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
     share_trees = None
     if context.tensor_parallel_size > 1:
         share_trees = partial(same_on_all_ranks, group=get_tp_group())
-    LIBRARY.is_available()  # compiles at start-up, not in the first step
+    LIBRARY.load()  # fails here, at the start, if it cannot be used
     budget = NodeBudget() if options.node_budget == "adaptive" else None
     recorder = None
     if options.trace_path is not None and not context.rank:  # all ranks see the same

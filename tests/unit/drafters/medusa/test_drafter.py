@@ -15,7 +15,6 @@ from tests.unit.drafters.medusa.support import (
     random_heads,
 )
 from tests.unit.drafters.support import make_context
-from vllm_trie import ngrams
 from vllm_trie.drafters.medusa.candidates import top_candidates
 from vllm_trie.drafters.medusa.checkpoint import CheckpointError
 from vllm_trie.drafters.medusa.drafter import MedusaDrafter
@@ -93,18 +92,6 @@ def test_limits_of_the_request(joint):
     for tree in drafter.propose(make_requests(chain_only=True, max_nodes=7, max_depth=3)):
         assert tree.is_chain
         assert tree.num_nodes == 3
-
-
-def test_without_a_compiler_the_trees_are_the_same(monkeypatch):
-    heads = random_heads()
-    expected = describe(make_medusa(heads).propose(make_requests()))
-    monkeypatch.setattr(ngrams.native, "is_available", lambda: False)
-    slow = make_medusa(heads)
-    assert isinstance(slow._backend, ngrams.PythonBackend)
-    described = describe(slow.propose(make_requests()))
-    assert [tree[:2] for tree in described] == [tree[:2] for tree in expected]
-    for tree, expected_tree in zip(described, expected, strict=True):
-        assert tree[2] == pytest.approx(expected_tree[2], rel=1e-4)
 
 
 def test_released_and_changed_requests():

@@ -14,10 +14,8 @@ from vllm_trie.drafters.medusa.candidates import (
     BLEND,
     top_candidates,
 )
-from vllm_trie.ngrams import Candidates, Job, NativeBackend, PythonBackend, native
+from vllm_trie.ngrams import Candidates, Job, NativeBackend, PythonBackend
 from vllm_trie.tree import TokenTree
-
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler here")
 
 BACKENDS = [NativeBackend, PythonBackend]
 NO_TEXT = np.empty(0, dtype=np.int32)

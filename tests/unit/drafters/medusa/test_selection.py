@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_trie.drafters.medusa.candidates import BLEND
-from vllm_trie.ngrams import Candidates, Job, NativeBackend, NgramIndex, PythonBackend, native
+from vllm_trie.ngrams import Candidates, Job, NativeBackend, NgramIndex, PythonBackend
 from vllm_trie.tree import TokenTree, depth_first_layout
 
 VOCAB = 40
@@ -132,7 +132,6 @@ def test_algorithm1_has_every_parent(given_candidates, num_nodes):
         assert len(path) == 1 or path[:-1] in paths or values[path] == 0.0
 
 
-@pytest.mark.skipif(not native.LIBRARY.is_available(), reason="no C++ compiler here")
 @given(candidates(), limits, texts, st.booleans())
 @settings(max_examples=120, deadline=None)
 def test_compiled_selection_is_its_twin(given_candidates, limit, text, with_text):
@@ -198,7 +197,6 @@ def test_the_text_goes_deeper_than_the_heads():
     assert tree.chain().token_ids.tolist()[:5] == [10, 11, 12, 13, 14]
 
 
-@pytest.mark.skipif(not native.LIBRARY.is_available(), reason="no C++ compiler here")
 def test_a_changed_text_is_indexed_anew():
     backend = NativeBackend(BLEND)
     index = backend.new_index(15)
@@ -213,7 +211,6 @@ def test_a_changed_text_is_indexed_anew():
     assert same(draft(index, second), draft(backend.new_index(15), second))
 
 
-@pytest.mark.skipif(not native.LIBRARY.is_available(), reason="no C++ compiler here")
 @given(st.lists(st.tuples(limits, texts), min_size=1, max_size=4), candidates(4, 8))
 @settings(max_examples=20, deadline=None)
 def test_a_batch_is_its_requests(batch, given_candidates):

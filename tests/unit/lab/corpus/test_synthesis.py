@@ -13,7 +13,6 @@ from vllm_trie.lab.corpus import held_out
 from vllm_trie.lab.corpus.answers_file import Answer, AnswersFile
 from vllm_trie.lab.corpus.prompt_format import PromptFormat, prompt_format
 from vllm_trie.lab.corpus.synthesis import Completion, Plan, read_questions, synthesize
-from vllm_trie.ngrams import native
 
 SETTINGS = {"model": "m", "seed": 1}
 
@@ -192,7 +191,6 @@ def test_a_template_that_hides_the_question_is_refused() -> None:
         prompt_format(Shouts())
 
 
-@pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
 def test_the_held_out_gain_is_that_of_answers_that_repeat() -> None:
     def answer(i: int, text: str) -> Answer:
         return Answer(i, f"question {i}", [ord(c) for c in text])

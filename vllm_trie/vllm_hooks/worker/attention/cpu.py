@@ -62,7 +62,7 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):
         }
         self.refuse(unsupported)
         if config.read(get_current_vllm_config()) is not None:
-            choose_kernels()  # compiles at start-up, not in the first step
+            choose_kernels()  # fails here, at the start, if it cannot be loaded
 
     @Symbols(
         "v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.", TREE_MASKS, platform="cpu"

@@ -65,8 +65,7 @@ def forward(
     if (
         rows is not None
         and _is_plain(self, layer)
-        and (kernels := choose_kernels()) is not None
-        and kernels.tree_attention(
+        and choose_kernels().tree_attention(
             query, kv_cache, attn_metadata.block_table, rows, self.scale, output
         )
     ):
