@@ -277,7 +277,7 @@ class RunnerV2Mixin(_Runner):
     ) -> None:
         # vLLM names the adapter of each request, where its layers take that of each logits row.
         rows, self._rows_of_requests = self._rows_of_requests, None
-        if rows is not None:
+        if rows is not None and len(rows) == len(prompt_lora_mapping):
             prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, rows).tolist())
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
 

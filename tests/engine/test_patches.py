@@ -1,0 +1,87 @@
+"""The patches against vLLM: each applies, and its test fails without it and passes with it.
+
+vLLM's files are linked into a folder in which those that the patches touch are copies.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, environment
+
+PATCHES = ROOT / "patches"
+INSTALLED = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+TREES = {"0.32.0": INSTALLED, "0.33.0": ROOT / "newer" / "vllm"}
+"""The second is there after `packaging/newer_vllm.py 0.33.0 newer`."""
+VERSIONS = [version for version, tree in TREES.items() if tree.is_dir()]
+
+
+def series(version: str) -> list[Path]:
+    return sorted((PATCHES / f"vllm-{version}").glob("*.patch"))
+
+
+def touched(patch: Path) -> list[str]:
+    return re.findall(r"^diff --git a/(\S+) b/\1$", patch.read_text(), re.MULTILINE)
+
+
+def link(vllm: Path, folder: Path, version: str) -> Path:
+    """A folder with vLLM and a folder for its tests, ready to be patched."""
+    shutil.copytree(vllm, folder / "vllm", copy_function=os.symlink)
+    (folder / "tests" / "v1").mkdir(parents=True)
+    for name in {name for patch in series(version) for name in touched(patch)}:
+        if (linked := folder / name).exists():
+            original = linked.resolve()
+            linked.unlink()
+            shutil.copyfile(original, linked)
+    return folder
+
+
+def outcomes(vllm: Path, folder: Path) -> dict[str, set[str]]:
+    """Outcomes of the tests in `folder` with the vLLM that lies in another, by file."""
+    options = ["-q", "-rpfE", "-n", "0", "-p", "no:cacheprovider", "--rootdir=."]
+    run = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", *options, "tests"],
+        cwd=folder,
+        env=environment(PYTHONPATH=str(vllm), VLLM_PLUGINS="", TORCHDYNAMO_DISABLE="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    by_file: dict[str, set[str]] = {}
+    for outcome, name in re.findall(r"^(PASSED|FAILED|ERROR) (\S+\.py)", run.stdout, re.MULTILINE):
+        by_file.setdefault(name, set()).add(outcome)
+    return by_file
+
+
+def test_subjects_and_reasons() -> None:
+    for version in TREES:
+        numbers = [int(patch.name[:4]) for patch in series(version)]
+        assert numbers == list(range(1, len(numbers) + 1))
+        for patch in series(version):
+            head, _, _ = patch.read_text().partition("\ndiff --git ")
+            assert re.search(r"^Subject: \[PATCH\] \[\w+\]\S* \S", head, re.MULTILINE), patch.name
+            assert len(head.partition("\n\n")[2].split()) > 15, f"{patch.name} gives no reason"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_test_fails_without_its_patch(version: str, tmp_path: Path) -> None:
+    folder = link(TREES[version], tmp_path, version)
+    script = [PATCHES / "apply.sh", version, folder]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [Path(line).name for line in done.stdout.splitlines()] == [
+        patch.name for patch in series(version)
+    ]
+    tests = {name for patch in series(version) for name in touched(patch) if name[:6] == "tests/"}
+    assert len(tests) == len(series(version))
+    without = outcomes(TREES[version].parent, folder)
+    assert {name for name in tests if "FAILED" in without.get(name, ())} == tests
+    assert outcomes(folder, folder) == {name: {"PASSED"} for name in tests}
