@@ -148,6 +148,41 @@ def test_pool_too_small_for_the_groups(vllm_config, prefix_caching, asynchronous
 
 
 @pytest.mark.parametrize("asynchronous", [False, True, "device"])
+@pytest.mark.parametrize(
+    ("num_searches", "num_blocks", "tokens_per_step", "max_tokens", "most"),
+    [
+        pytest.param(1, 45, 512, 120, 4, id="hardly more blocks than beams"),
+        pytest.param(3, 45, 512, 60, 4, id="several such searches"),
+        pytest.param(1, 400, 20, 60, 10, id="fewer tokens per step than beams"),
+    ],
+)
+def test_steps_are_linear_without_room(
+    vllm_config, num_searches, num_blocks, tokens_per_step, max_tokens, most, asynchronous
+):
+    """What a step cannot hold is computed again from a few tokens back, not from the prompt."""
+    simulation = Simulation(
+        vllm_config,
+        num_blocks=num_blocks,
+        block_size=32,
+        max_num_seqs=64,
+        max_num_batched_tokens=tokens_per_step,
+        asynchronous=asynchronous,
+    )
+    width = 32
+    prompts = [[j * i % 20 + 1 for j in range(250)] for i in range(1, num_searches + 1)]
+    options = {"max_tokens": max_tokens, "early_stopping": "never"}
+    for i, prompt in enumerate(prompts):
+        simulation.add_beam(f"b{i}", prompt, width, width, **options)
+    counters = simulation.scheduler.beam_counters
+    simulation.run(most * num_searches * max_tokens)
+    for i, prompt in enumerate(prompts):
+        check_beam(simulation, f"b{i}", expected_beam(prompt, width, **options))
+    assert counters.beams_recomputed
+    assert not counters.beams_preempted
+    simulation.check_clean()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True, "device"])
 def test_abort_in_every_state(vllm_config, asynchronous):
     for steps in range(12):
         simulation = Simulation(

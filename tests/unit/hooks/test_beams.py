@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from vllm_trie.beam import BeamSearch, SearchSettings
 from vllm_trie.beam.top_k import select_best
 from vllm_trie.vllm_hooks.beam_wire import BeamStep, TokenSelection
-from vllm_trie.vllm_hooks.scheduler.beams import replay_levels
+from vllm_trie.vllm_hooks.scheduler.beams import beginnings, replay_levels
+from vllm_trie.vllm_hooks.scheduler.passes import Room, cheapest_passes
 from vllm_trie.vllm_hooks.scheduler.tables import BeamTables, ranged
 from vllm_trie.vllm_hooks.worker.beam.device_beams import DeviceBeams
 
@@ -66,9 +67,10 @@ class Cache:
         """Move to children of `parents`, whose texts end with the tokens of the step."""
         num_computed = len(texts[0]) - 1
         plan = self.tables.plan(parents, num_computed)
-        most = self.pool.num_used + BeamTables.num_fresh(plan)
+        expected = self.pool.num_used + BeamTables.num_needed(plan)
+        self.tables.give_back(plan)
         copies = ranged([self.tables.apply(plan, num_computed)])
-        assert self.pool.num_used <= most
+        assert self.pool.num_used == expected == self.tables.num_held
         sources = {copy.src_block_id for copy in copies}
         assert sources.isdisjoint(copy.dst_block_id for copy in copies)
         for copy, slots in zip(copies, copies.ranges, strict=True):
@@ -94,7 +96,7 @@ def test_each_beam_has_the_kv_of_its_text(
         texts = [(*texts[parent], 10 * token + i) for i, parent in enumerate(parents)]
         cache.take_step(np.array(parents), texts)
         if data.draw(st.integers(0, 5)) == 0:
-            cache.tables.back_to_prompt()
+            cache.tables.back_to(np.array([0]), prompt_len)
             cache.tables.check_integrity()
             texts = [texts[0][:prompt_len]]
             assert cache.pool.num_used == -(-prompt_len // block_size)
@@ -169,7 +171,10 @@ def test_the_device_makes_the_transitions_of_the_search(
         children = search.advance(expected)
         if search.done:
             return
-        tables.apply(tables.plan(children.parents, num_computed), num_computed, fresh)
+        plan = tables.plan(children.parents, num_computed)
+        fresh = fresh[: BeamTables.num_fresh(plan)]
+        tables.give_back(plan, fresh.tolist())
+        tables.apply(plan, num_computed, fresh)
         tables.check_integrity()
         places = beams.places.tolist()
         assert sorted(places) == list(range(width))
@@ -194,7 +199,8 @@ def test_the_device_makes_the_transitions_of_the_search(
 def test_levels_lead_to_the_hypotheses(generated: list[list[int]]) -> None:
     """Each distinct beginning is computed once, and each hypothesis ends as its own beam."""
     paths: list[list[int]] = [[]]
-    levels = replay_levels(np.array(generated))
+    hypotheses = np.array(generated)
+    levels = replay_levels(hypotheses, beginnings(hypotheses, 0))
     for depth, level in enumerate(levels, 1):
         pairs = zip(level.parents.tolist(), level.token_ids.tolist(), strict=True)
         paths = [[*paths[parent], token] for parent, token in pairs]
@@ -203,6 +209,67 @@ def test_levels_lead_to_the_hypotheses(generated: list[list[int]]) -> None:
             expected = defaultdict(int, {tuple(tokens[:depth]): 1 for tokens in generated})
             assert sorted(map(tuple, paths)) == sorted(expected)
     assert paths == generated
+
+
+def blocks_behind_prompt(generated: np.ndarray, room: Room) -> set[tuple[Any, ...]]:
+    """Return the blocks of a trie that the prompt does not fill: size, first token after, text."""
+    length = generated.shape[1]
+    return {
+        (size, end, tuple(tokens[: end - room.prompt_len]))
+        for size in room.block_sizes
+        for first in range(room.prompt_len // size * size, room.prompt_len + length, size)
+        for end in [first + size]
+        for tokens in generated.tolist()
+    }
+
+
+@given(
+    num_rows=st.integers(1, 9),
+    length=st.integers(1, 12),
+    block_sizes=st.sampled_from([(1,), (2,), (4,), (3, 2)]),
+    prompt_len=st.integers(1, 9),
+    num_beams=st.integers(1, 10),
+    spare=st.integers(0, 30),
+    seed=st.integers(0, 10**6),
+)
+def test_passes_use_what_there_is(
+    num_rows: int,
+    length: int,
+    block_sizes: tuple[int, ...],
+    prompt_len: int,
+    num_beams: int,
+    spare: int,
+    seed: int,
+) -> None:
+    random = np.random.default_rng(seed)
+    generated = random.integers(2, size=(num_rows, length))
+    generated[:, -1] = np.arange(num_rows)  # all are distinct
+    num_computed = int(random.integers(length))
+    of_one = sum(-(-(prompt_len + length) // size) for size in block_sizes)
+    room = Room(prompt_len, block_sizes, of_one + spare, num_beams)
+    depth, passes = cheapest_passes(generated, num_computed, room)
+    assert np.concatenate(passes).tolist() == [*range(num_rows)]
+    assert max(map(len, passes)) <= num_beams
+    free = room.num_blocks - sum(prompt_len // size for size in block_sizes)
+    if depth == length:
+        assert len(passes) == 1
+        assert len(blocks_behind_prompt(generated, room)) <= free
+        return
+    anchors = distinct_rows(generated[:, :depth])
+    assert depth <= num_computed or len(anchors) <= num_beams
+    free -= len(blocks_behind_prompt(anchors, room))
+    tails = sum((prompt_len + depth) % size > 0 for size in block_sizes)
+    for rows in passes:
+        fresh = blocks_behind_prompt(generated[rows], room)
+        fresh = {block for block in fresh if block[1] > prompt_len + depth}
+        # The first hypothesis behind an anchor takes its tail.
+        taken = tails * len(distinct_rows(generated[rows, :depth]))
+        assert len(fresh) - taken <= free
+
+
+def distinct_rows(generated: np.ndarray) -> np.ndarray:
+    rows = sorted({tuple(tokens) for tokens in generated.tolist()})
+    return np.array(rows, dtype=np.int64).reshape(len(rows), -1)
 
 
 def test_a_tail_that_two_beams_write_is_found() -> None:

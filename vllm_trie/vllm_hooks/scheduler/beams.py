@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ from vllm.v1.request import Request
 
 from vllm_trie.beam import Children
 from vllm_trie.vllm_hooks.beam_wire import BeamStep
+from vllm_trie.vllm_hooks.scheduler.passes import Room, cheapest_passes
 from vllm_trie.vllm_hooks.scheduler.tables import BeamTables, TailCopies
 
 if TYPE_CHECKING:
@@ -22,38 +24,85 @@ class Level(NamedTuple):
 
     Attributes:
         parents: int64 [beams], the beam of the level before that each of them extends.
-        token_ids: int64 [beams].
+        hypotheses: int64 [hypotheses, tokens], what the beams are on their way to.
+        first: int64 [beams], the first hypothesis that begins as the beam does.
+        depth: Tokens of a beam behind the prompt.
         selects: Whether the step's candidates are wanted.
     """
 
     parents: np.ndarray
-    token_ids: np.ndarray
+    hypotheses: np.ndarray
+    first: np.ndarray
+    depth: int
     selects: bool
 
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The tokens to be computed, int64 [beams]."""
+        result: np.ndarray = self.hypotheses[self.first, self.depth - 1]
+        return result
 
-def replay_levels(generated: np.ndarray) -> list[Level]:
-    """Return the levels that lead from the prompt to hypotheses.
+    @property
+    def generated(self) -> np.ndarray:
+        """The tokens of each beam behind the prompt, int64 [beams, depth]."""
+        result: np.ndarray = self.hypotheses[self.first, : self.depth]
+        return result
 
-    A common beginning is computed once. On the last level, whose candidates are wanted, every
-    hypothesis has a beam of its own, in order.
+
+def beginnings(hypotheses: np.ndarray, depth: int) -> Level:
+    """Return a level whose beams are the distinct beginnings of hypotheses.
 
     Args:
-        generated: int64 [hypotheses, tokens], at least one of each.
+        hypotheses: int64 [hypotheses, tokens].
+        depth: Tokens of a beginning.
+    """
+    places = {tokens.tobytes(): i for i, tokens in _reversed(hypotheses[:, :depth])}
+    first = np.array(sorted(places.values()))
+    return Level(first, hypotheses, first, depth, False)
 
-    >>> for level in replay_levels(np.array([[5, 6], [5, 7], [8, 6]])):
+
+def replay_levels(hypotheses: np.ndarray, computed: Level, selects: bool = True) -> list[Level]:
+    """Return the levels that lead from beams with KV to hypotheses behind them.
+
+    A common beginning is computed once. On the last level every hypothesis has a beam of its own,
+    in order.
+
+    Args:
+        hypotheses: int64 [hypotheses, tokens], at least one of each.
+        computed: The beams that have KV.
+        selects: Whether the candidates of the last level are wanted.
+
+    >>> hypotheses = np.array([[5, 6], [5, 7], [8, 6]])
+    >>> for level in replay_levels(hypotheses, beginnings(hypotheses, 0)):
     ...     print(level.parents, level.token_ids, level.selects)
     [0 0] [5 8] False
     [0 0 1] [6 7 6] True
     """
     levels: list[Level] = []
-    prefixes = np.zeros(len(generated), dtype=np.int64)
-    for token_ids in generated.T[:-1]:
-        keys = np.stack([prefixes, token_ids])
-        distinct, first, inverse = np.unique(keys, axis=1, return_index=True, return_inverse=True)
-        levels.append(Level(prefixes[first], distinct[1], False))
-        prefixes = inverse.reshape(-1)
-    levels.append(Level(prefixes, generated[:, -1], True))
+    beams = places_of(hypotheses[:, : computed.depth], computed.generated)
+    for depth in range(computed.depth + 1, hypotheses.shape[1]):
+        keys = np.stack([beams, hypotheses[:, depth - 1]])
+        _, first, inverse = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+        levels.append(Level(beams[first], hypotheses, first, depth, False))
+        beams = inverse.reshape(-1)
+    every = np.arange(len(hypotheses))
+    levels.append(Level(beams, hypotheses, every, hypotheses.shape[1], selects))
     return levels
+
+
+def places_of(beginning: np.ndarray, generated: np.ndarray) -> np.ndarray:
+    """Return the first place of rows among others, int64 [rows].
+
+    Args:
+        beginning: int64 [rows, tokens], each of them one of the others.
+        generated: int64 [others, tokens].
+    """
+    places = {tokens.tobytes(): i for i, tokens in _reversed(generated)}
+    return np.array([places[tokens.tobytes()] for tokens in beginning])
+
+
+def _reversed(rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    return zip(range(len(rows) - 1, -1, -1), rows[::-1], strict=True)
 
 
 class BeamProxy(Request):
@@ -70,11 +119,11 @@ class BeamProxy(Request):
         self._output_token_ids.append(0)
         self._all_token_ids.append(0)
 
-    def back_to_prompt(self) -> None:
-        """Drop all tokens behind the prompt."""
-        self._output_token_ids.clear()
-        del self._all_token_ids[self.num_prompt_tokens :]
-        self.num_computed_tokens = self.num_prompt_tokens
+    def cut(self, num_generated: int) -> None:
+        """Drop tokens: those that are left are computed, as many as given behind the prompt."""
+        del self._output_token_ids[num_generated:]
+        self.num_computed_tokens = self.num_prompt_tokens + num_generated
+        del self._all_token_ids[self.num_computed_tokens :]
 
 
 class GroupBeams:
@@ -82,36 +131,44 @@ class GroupBeams:
 
     The search is the truth: KV that is lost is computed again from its hypotheses, level by level.
     Where a step has too few tokens for all beams, or the engine too few blocks, a step of the
-    search takes several passes, each over some of the beams and from the prompt on.
+    search takes several passes (see :mod:`passes <vllm_trie.vllm_hooks.scheduler.passes>`).
 
     Attributes:
         group: The group.
         proxy: Its request in vLLM's scheduler.
-        num_passes: Passes of a step.
+        rows: int64 [beams], the rows of the search that the present pass is for.
         level: What the beams compute next, None while they wait for the search or the prompt.
         ahead: By KV cache group the fresh blocks of a step behind `level`, which the device has
             begun with the children that it has chosen; None if there is no such step.
-        is_short: Whether the last step found too few blocks.
     """
 
-    def __init__(self, group: BeamGroup, most_beams: int, on_device: bool) -> None:
+    def __init__(
+        self, group: BeamGroup, most_beams: int, most_blocks: int, on_device: bool
+    ) -> None:
         """Make the beams of a group.
 
         Args:
             group: The group.
             most_beams: As many as a step may compute.
+            most_blocks: As many as requests may hold.
             on_device: Whether the device may choose the children of plain searches.
         """
         self.group = group
         self._most_beams = most_beams
+        self._most_blocks = most_blocks
         self._on_device = on_device and group.is_plain
+        self.restart()
+
+    def restart(self) -> None:
+        """Take a new proxy, which has no KV yet."""
         self.proxy = self._new_proxy()
-        self.num_passes = 1
         self.level: Level | None = None
         self.ahead: list[np.ndarray] | None = None
-        self.is_short = False
-        self._pass = 0
-        self._replay: list[Level] = []  # behind `level`
+        self.rows = np.zeros(1, dtype=np.int64)
+        self._levels: list[Level] = []  # behind `level`
+        self._passes: list[np.ndarray] = []  # behind the present one
+        self._computed = beginnings(np.zeros((1, 0), dtype=np.int64), 0)  # beams with KV
+        self._anchors: Level | None = None  # whose KV is kept during a step of the search
         self._tables: list[BeamTables] = []
         self._copies: list[TailCopies] = []  # that no step has taken along
 
@@ -131,7 +188,7 @@ class GroupBeams:
         level, group = self.level, self.group
         return (
             self._on_device
-            and self.num_passes == 1
+            and self._anchors is None
             and level is not None
             and level.selects
             and len(level.parents) == group.beam_width <= self._most_beams
@@ -172,13 +229,6 @@ class GroupBeams:
             placeholders += num_tokens < self.group.search.settings.max_new_tokens
         proxy.num_output_placeholders = placeholders
 
-    @property
-    def rows(self) -> np.ndarray:
-        """The rows of the search, int64 [beams], that the present pass is for."""
-        rows = np.arange(self.group.search.num_rows)
-        result: np.ndarray = np.array_split(rows, self.num_passes)[self._pass]
-        return result
-
     def _new_proxy(self) -> BeamProxy:
         request = self.group.request
         proxy = BeamProxy(
@@ -203,24 +253,23 @@ class GroupBeams:
         prompt_len = self.group.prompt.size
         self._tables = [BeamTables(part, self.proxy.request_id, prompt_len) for part in parts]
         if self.group.search.steps:
-            self._begin_pass()
+            self._begin_step()
 
     def take_blocks(self, manager: KVCacheManager) -> bool:
         """Take the blocks of the next level from the pool; return whether it has enough."""
         assert self.level is not None
         num_computed = self.proxy.num_computed_tokens
         if self.proxy.num_in_flight_tokens:
-            self.is_short = self.lacks_blocks_ahead(manager)
-            if self.is_short:
+            if self.lacks_blocks_ahead(manager):
                 return False
             pairs = zip(self._tables, self._num_fresh_ahead(), strict=True)
             self.ahead = [table.take_fresh(count) for table, count in pairs]
             return True
         plans = [table.plan(self.level.parents, num_computed) for table in self._tables]
-        needed = sum(map(BeamTables.num_fresh, plans))
-        self.is_short = manager.block_pool.get_num_free_blocks() < needed
-        if self.is_short:
+        if manager.block_pool.get_num_free_blocks() < sum(map(BeamTables.num_needed, plans)):
             return False
+        for table, plan in zip(self._tables, plans, strict=True):
+            table.give_back(plan)
         self._copies += [
             table.apply(plan, num_computed) for table, plan in zip(self._tables, plans, strict=True)
         ]
@@ -253,12 +302,13 @@ class GroupBeams:
     def end_level(self) -> bool:
         """Go on behind a level that is computed; return whether the search has all candidates."""
         assert self.level is not None
-        selected, self.level = self.level.selects, None
-        if not selected:
-            self._go_on(self._replay.pop(0))
-        elif self._pass + 1 < self.num_passes:
-            self._pass += 1
-            self._back_to_prompt()
+        level, self.level = self.level, None
+        self._computed = level
+        if self._levels:
+            self._go_on(self._levels.pop(0))
+        elif not level.selects:
+            self._keep_anchors()
+        elif self._passes:
             self._begin_pass()
         else:
             return True
@@ -269,43 +319,95 @@ class GroupBeams:
         if self.ahead is not None:  # as the device has, which has copied their tails
             num_computed = self.proxy.num_computed_tokens - 1
             for table, fresh in zip(self._tables, self.ahead, strict=True):
-                table.apply(table.plan(children.parents, num_computed), num_computed, fresh)
+                plan = table.plan(children.parents, num_computed)
+                fresh = fresh[: table.num_fresh(plan)]
+                table.give_back(plan, fresh.tolist())
+                table.apply(plan, num_computed, fresh)
             self.ahead = None
-        if self.num_passes == 1 and len(children) <= self._most_beams:
-            self._go_on(Level(children.parents, children.token_ids, True))
-        else:
-            self._pass = 0
-            self._back_to_prompt()
-            self._begin_pass()
+        self._begin_step(children.parents)
         self.settle()
 
-    def restart(self, halve: bool) -> None:
-        """Take a new proxy, as the old one has lost its KV.
+    # -- a step of the search ----------------------------------------------------------------------
+
+    def _begin_step(self, parents: np.ndarray | None = None) -> None:
+        """Compute what the search wants next: all hypotheses in one pass, if that is possible.
 
         Args:
-            halve: Let the passes of a step be for half as many beams.
+            parents: int64 [hypotheses], beams with KV that lack one token each; None if they are
+                not those of the step before.
         """
-        if halve:
-            self.num_passes = min(2 * self.num_passes, max(1, self.group.search.num_rows))
-        self.proxy = self._new_proxy()
-        self.level, self.ahead, self._pass, self.is_short = None, None, 0, False
-        self._tables, self._copies, self._replay = [], [], []
+        generated = self.group.search.generated
+        self.rows = np.arange(len(generated))
+        if self._anchors is not None or len(generated) > self._most_beams:
+            self.divide()
+        elif parents is not None:
+            self._go_on(Level(parents, generated, self.rows, generated.shape[1], True))
+        else:
+            self._replay(generated)
+
+    def must_divide(self, manager: KVCacheManager) -> bool:
+        """Return whether the next level has too few blocks though nobody else holds any."""
+        level, pool = self.level, manager.block_pool
+        num_free = pool.get_num_free_blocks()
+        if level is None or num_free >= len(level.parents) * len(self._tables):
+            return False
+        if num_free + sum(table.num_held for table in self._tables) < self._most_blocks:
+            return False
+        num_computed = self.proxy.num_computed_tokens
+        plans = [table.plan(level.parents, num_computed) for table in self._tables]
+        return num_free < sum(map(BeamTables.num_needed, plans))
+
+    def divide(self) -> None:
+        """Begin the present step of the search anew, in the passes for which there is room."""
+        generated = self.group.search.generated
+        self._give_up_pass()
+        prompt_len = self.group.prompt.size
+        block_sizes = [table.block_size for table in self._tables]
+        room = Room(prompt_len, block_sizes, self._most_blocks, self._most_beams)
+        depth, self._passes = cheapest_passes(generated, self._computed.depth, room)
+        kept = min(depth, self._computed.depth)
+        ancestors = beginnings(generated, kept)
+        beams = places_of(ancestors.generated, self._computed.generated[:, :kept])
+        for table in self._tables:
+            table.back_to(beams, prompt_len + kept)
+        self._anchors, self._computed = None, ancestors
+        self.proxy.cut(kept)
+        if depth == generated.shape[1]:
+            self.rows = self._passes.pop()
+            self._replay(generated)
+        elif depth > kept:
+            self._replay(beginnings(generated, depth).generated, selects=False)
+        else:
+            self._keep_anchors()
+
+    def _keep_anchors(self) -> None:
+        """Keep the present beams, which all hypotheses come from; begin the first pass."""
+        self._anchors = self._computed
+        for table in self._tables:
+            table.keep()
+        self._begin_pass()
 
     def _begin_pass(self) -> None:
-        num_rows = self.group.search.num_rows
-        needed = -(-num_rows // self._most_beams)
-        self.num_passes = min(max(self.num_passes, needed), num_rows)
-        first, *self._replay = replay_levels(self.group.search.generated[self.rows])
+        self._give_up_pass()
+        self.rows = self._passes.pop(0)
+        self._replay(self.group.search.generated[self.rows])
+
+    def _give_up_pass(self) -> None:
+        """Go back to the anchors, if there are any."""
+        self.level, self._levels = None, []
+        if self._anchors is not None:
+            self._computed = self._anchors
+            for table in self._tables:
+                table.back_to_kept()
+        self.proxy.cut(self._computed.depth)
+
+    def _replay(self, hypotheses: np.ndarray, selects: bool = True) -> None:
+        first, *self._levels = replay_levels(hypotheses, self._computed, selects)
         self._go_on(first)
 
     def _go_on(self, level: Level) -> None:
         self.level = level
         self.proxy.grow()
-
-    def _back_to_prompt(self) -> None:
-        self.proxy.back_to_prompt()
-        for table in self._tables:
-            table.back_to_prompt()
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of the scheduler."""

@@ -82,7 +82,9 @@ class BeamProxies:
 
         A priority queue has an order of its own.
         """
-        beams = self._beams[group] = GroupBeams(group, self._budget, self._on_device)
+        most_blocks = num_blocks(self._scheduler.kv_cache_manager)
+        beams = GroupBeams(group, self._budget, most_blocks, self._on_device)
+        self._beams[group] = beams
         group.proxy = beams.proxy
         self.group_of[beams.proxy.request_id] = group
         self._scheduler.add_request(beams.proxy)
@@ -96,12 +98,15 @@ class BeamProxies:
 
     def before_schedule(self) -> None:
         """Reserve the tokens of the beams that can run: vLLM counts one for each group."""
-        scheduler = self._scheduler
+        scheduler, manager = self._scheduler, self._scheduler.kv_cache_manager
         budget = self._budget
         for proxy in scheduler.running:
-            if not isinstance(proxy, BeamProxy) or not (count := proxy.beams.num_to_schedule()):
+            if not isinstance(proxy, BeamProxy) or not proxy.beams.num_to_schedule():
                 continue
-            if count <= budget and not proxy.beams.lacks_blocks_ahead(scheduler.kv_cache_manager):
+            if not proxy.num_in_flight_tokens and proxy.beams.must_divide(manager):
+                proxy.beams.divide()
+            count = proxy.beams.num_to_schedule()
+            if count <= budget and not proxy.beams.lacks_blocks_ahead(manager):
                 budget -= count - 1
             else:
                 proxy.next_decode_eligible_step = scheduler.current_step + 2
@@ -123,9 +128,8 @@ class BeamProxies:
             output.total_num_scheduled_tokens += steps[-1].num_beams - 1
             self._counters.steps_ahead += beams.ahead is not None
             assert beams.level is not None
-            if beams.level.selects and beams.num_passes == 1:
-                continue
-            self._counters.beams_recomputed += beams.num_beams
+            if not beams.level.selects:
+                self._counters.beams_recomputed += beams.num_beams
         cached = output.scheduled_cached_reqs
         _drop(cached, {i for i, name in enumerate(cached.req_ids) if name in decoding})
         setattr(output, BEAM_STEPS, steps)
@@ -238,9 +242,7 @@ class BeamProxies:
         scheduler.reset_preempted_req_ids.discard(proxy.request_id)
         del scheduler.requests[proxy.request_id], self.group_of[proxy.request_id]
         scheduler.finished_req_ids.add(proxy.request_id)
-        manager = scheduler.kv_cache_manager
-        is_alone = manager.block_pool.get_num_free_blocks() == num_blocks(manager)
-        beams.restart(halve=beams.is_short and is_alone)
+        beams.restart()
         group.candidates = []
         group.proxy = beams.proxy
         self.group_of[beams.proxy.request_id] = group

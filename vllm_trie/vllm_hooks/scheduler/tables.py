@@ -64,18 +64,21 @@ class _Plan(NamedTuple):
         copied: int64 [copies], the children that get a copy.
         sources: int64 [copies], the block that each of them copies.
         reuses: bool [copies], whether it takes the tail of a beam without children.
+        gone: The blocks that nobody needs any more.
     """
 
     suffix: np.ndarray
     copied: np.ndarray
     sources: np.ndarray
     reuses: np.ndarray
+    gone: list[KVCacheBlock]
 
 
 class BeamTables:
     """Owner of the blocks of a group in one KV cache group, which hold one reference each.
 
     Attributes:
+        block_size: Tokens of a block.
         shared: int32 [blocks], the full blocks of the prompt.
         suffix: int32 [beams, blocks], what comes behind them.
     """
@@ -91,13 +94,14 @@ class BeamTables:
         """
         self._manager, self._pool = manager, manager.block_pool
         self._blocks = blocks = manager.req_to_blocks[proxy_id]
-        self._block_size, self._prompt_len = manager.block_size, prompt_len
-        full, tail = divmod(prompt_len, self._block_size)
+        self.block_size, self._prompt_len = manager.block_size, prompt_len
+        full, tail = divmod(prompt_len, self.block_size)
         self._pool.free_blocks(blocks[full + bool(tail) :])  # reserved for drafts
         del blocks[full + bool(tail) :]
         self._num_shared = full
         block_ids = np.array([block.block_id for block in blocks], dtype=np.int32)
         self.shared, self.suffix = block_ids[:full], block_ids[None, full:]
+        self._kept: np.ndarray | None = None  # the suffix of beams to go back to
 
     def plan(self, parents: np.ndarray, num_computed: int) -> _Plan:
         """Return the transition to children of `parents`, int [children].
@@ -110,26 +114,45 @@ class BeamTables:
         suffix = self.suffix[parents]
         if self.starts_block(num_computed):
             fresh = np.full((len(parents), 1), -1, dtype=np.int32)
-            return _Plan(np.concatenate([suffix, fresh], axis=1), none, none, none.astype(bool))
+            suffix = np.concatenate([suffix, fresh], axis=1)
+            return _Plan(suffix, none, none, none.astype(bool), self._without(suffix))
         kept, first = np.unique(parents, return_index=True)
         copied = np.ones(len(parents), dtype=bool)
         copied[first] = False
         copies = np.flatnonzero(copied)
         tails = self.suffix[:, -1]
-        spare = np.delete(tails, kept)[: len(copies)]
+        spare = np.delete(tails, kept)[: len(copies)] if self._kept is None else tails[:0]
         targets = np.full(len(copies), -1, dtype=np.int32)
         targets[: len(spare)] = spare
         suffix[copies, -1] = targets
-        return _Plan(suffix, copies, tails[parents[copies]].astype(np.int64), targets >= 0)
+        sources = tails[parents[copies]].astype(np.int64)
+        return _Plan(suffix, copies, sources, targets >= 0, self._without(suffix))
+
+    def _without(self, suffix: np.ndarray) -> list[KVCacheBlock]:
+        """Return the blocks that are neither in `suffix` nor kept nor the prompt's full ones."""
+        used = set(suffix.ravel().tolist())
+        if self._kept is not None:
+            used.update(self._kept.ravel().tolist())
+        return [b for b in self._blocks[self._num_shared :] if b.block_id not in used]
 
     @staticmethod
     def num_fresh(plan: _Plan) -> int:
         """Return the number of blocks that a transition takes from the pool."""
         return int((plan.suffix[:, -1:] < 0).sum())
 
+    @staticmethod
+    def num_needed(plan: _Plan) -> int:
+        """Return how many more blocks a group holds after a transition; may be negative."""
+        return BeamTables.num_fresh(plan) - len(plan.gone)
+
+    @property
+    def num_held(self) -> int:
+        """The number of blocks that the group holds."""
+        return len(self._blocks)
+
     def starts_block(self, num_computed: int) -> bool:
         """Return whether beams of `num_computed` tokens need a fresh tail block each."""
-        return bool(num_computed % self._block_size == 0)
+        return bool(num_computed % self.block_size == 0)
 
     def take_fresh(self, count: int) -> np.ndarray:
         """Take blocks from the pool, which has them; return int32 [count], their ids."""
@@ -140,49 +163,73 @@ class BeamTables:
             self._manager.new_block_ids += block_ids
         return np.array(block_ids, dtype=np.int32)
 
+    def give_back(self, plan: _Plan, fresh: Sequence[int] = ()) -> None:
+        """Give back the blocks that nobody needs after a transition.
+
+        Args:
+            plan: The transition.
+            fresh: Ids of blocks that were taken for it before it was planned.
+        """
+        needed = set(fresh)
+        self._free([block for block in plan.gone if block.block_id not in needed])
+
     def apply(self, plan: _Plan, num_computed: int, fresh: np.ndarray | None = None) -> TailCopies:
-        """Take the blocks of a transition, and give back those that nobody needs.
+        """Take the blocks of a transition, after :meth:`give_back`.
 
         Args:
             plan: The transition.
             num_computed: As in :meth:`plan`.
-            fresh: Ids of blocks that were taken for it, at least :meth:`num_fresh`; None to take
-                them from the pool, which has them.
+            fresh: Ids of the blocks that were taken for it, :meth:`num_fresh`; None to take them
+                from the pool, which has them.
 
         Returns:
             The copies that must run before the beams' next step.
         """
         suffix = plan.suffix
         if count := self.num_fresh(plan):
-            block_ids = self.take_fresh(count) if fresh is None else fresh[:count]
-            suffix[suffix[:, -1] < 0, -1] = block_ids
-        used = set(np.unique(suffix).tolist())
-        held = self._blocks[self._num_shared :]
-        gone = [block for block in held if block.block_id not in used]
-        if gone:
-            self._blocks[self._num_shared :] = [b for b in held if b.block_id in used]
-            self._pool.free_blocks(gone)
+            suffix[suffix[:, -1] < 0, -1] = self.take_fresh(count) if fresh is None else fresh
         self.suffix = suffix
-        in_prompt = max(0, self._prompt_len - num_computed // self._block_size * self._block_size)
+        in_prompt = max(0, self._prompt_len - num_computed // self.block_size * self.block_size)
         return TailCopies(
             plan.sources,
             suffix[plan.copied, -1].astype(np.int64),
             np.where(plan.reuses, in_prompt, 0),
-            num_computed % self._block_size,
+            num_computed % self.block_size,
         )
 
-    def back_to_prompt(self) -> None:
-        """Give back what comes behind the prompt, of whose last block one beam keeps the slots."""
-        full, tail = divmod(self._prompt_len, self._block_size)
-        kept = full + bool(tail)
-        if tail:  # any tail block of the first generation has the prompt's slots
-            assert self.suffix.shape[1] >= 1
-            first = int(self.suffix[0, 0])
-            place = next(i for i, b in enumerate(self._blocks) if b.block_id == first)
-            self._blocks.insert(full, self._blocks.pop(place))
-        self._pool.free_blocks(self._blocks[kept:])
-        del self._blocks[kept:]
-        self.suffix = np.array([[b.block_id for b in self._blocks[full:]]], dtype=np.int32)
+    def back_to(self, beams: np.ndarray, length: int) -> None:
+        """Cut beams back to ancestors of theirs; give everything else back, what is kept too.
+
+        Whatever was written behind an ancestor into its last block, its own slots are still there.
+
+        Args:
+            beams: int64 [ancestors], a beam for each of them.
+            length: Tokens of an ancestor, those of the prompt or more.
+        """
+        self._kept = None
+        self.suffix = self.suffix[beams, : -(-length // self.block_size) - self._num_shared]
+        self._free(self._without(self.suffix))
+
+    def keep(self) -> None:
+        """Hold the blocks of the present beams until :meth:`back_to`.
+
+        Until then every beam with KV has children in every transition, apart from the kept ones:
+        so nobody writes over what they hold.
+        """
+        self._kept = self.suffix
+
+    def back_to_kept(self) -> None:
+        """Give back what comes behind the kept beams."""
+        assert self._kept is not None
+        self.suffix = self._kept
+        self._free(self._without(self.suffix))
+
+    def _free(self, blocks: list[KVCacheBlock]) -> None:
+        if blocks:
+            gone = {block.block_id for block in blocks}
+            held = self._blocks[self._num_shared :]
+            self._blocks[self._num_shared :] = [b for b in held if b.block_id not in gone]
+            self._pool.free_blocks(blocks)
 
     def check_integrity(self, fresh: Sequence[int] = ()) -> None:
         """Assert that the tables hold exactly the group's blocks, each beam with its own tail.
@@ -193,6 +240,8 @@ class BeamTables:
         held = [block.block_id for block in self._blocks]
         assert len(held) == len(set(held)), "a group holds a block twice"
         in_tables = {*self.shared.tolist(), *self.suffix.ravel().tolist(), *fresh}
+        if self._kept is not None:
+            in_tables.update(self._kept.ravel().tolist())
         assert set(held) == in_tables, f"held {sorted(held)}, in tables {sorted(in_tables)}"
         tails = self.suffix[:, -1:].ravel().tolist()
         assert len(tails) == len(set(tails)), "two beams have one tail"
