@@ -87,6 +87,13 @@ _PANELS = (
          "overhead": _rate("vllm:trie_overhead_seconds_total")},
     ),
     _Panel(
+        "Predicted outputs",
+        "Tokens drafted from the predictions of requests. Rejected ones: the answer was another.",
+        "none",
+        {"accepted": _rate("vllm:trie_accepted_prediction_tokens_total"),
+         "rejected": _rate("vllm:trie_rejected_prediction_tokens_total")},
+    ),
+    _Panel(
         "Failed drafts",
         "By reason; any is a bug in a drafter. Output is not affected.",
         "none",

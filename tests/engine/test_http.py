@@ -69,6 +69,8 @@ class Answers:
     metrics: dict[str, float] = field(default_factory=dict)
     nodes_of_opted_out: float = 0.0
     traced: dict[str, tuple[str, str]] = field(default_factory=dict)
+    predicted: list[Any] = field(default_factory=list)
+    bad_predictions: list[tuple[int, str]] = field(default_factory=list)
     beams: dict[str, httpx.Response] = field(default_factory=dict)
     log: str = ""
     survived: bool = False
@@ -153,6 +155,9 @@ BAD = {
     "no mapping": {"extra_body": {"vllm_xargs": 5}},
     "too long": {"prompt": "x " * 5000},
     "negative": {"max_tokens": -1},
+    "prediction": {"extra_body": {"vllm_xargs": {"prediction": 5}}},
+    "misplaced": {"extra_body": {"prediction": "text"}},
+    "no id": {"extra_body": {"vllm_xargs": {"prediction": [10**9]}}},
 }
 
 
@@ -190,11 +195,54 @@ def ask_for_traces(client: openai.OpenAI) -> dict[str, tuple[str, str]]:
     return replies
 
 
+def ask_with_predictions(client: openai.OpenAI) -> tuple[list[str], list[Any]]:
+    """Return the replies to requests with predictions, and their usages."""
+    content: Any = [{"type": "text", "text": SOURCE[:80]}, {"type": "text", "text": SOURCE[80:]}]
+    source, other = ({"type": "content", "content": text} for text in (SOURCE, "no such code"))
+    parts = {"type": "content", "content": content}
+    whole = [chat(client, CHATS[0], prediction=given) for given in (source, parts, other)]
+    several = chat(client, CHATS[0], prediction=source, n=2, temperature=0.7, seed=3)
+    usages = [answer.usage for answer in (*whole, several)]
+    replies = [choice.message.content for answer in (*whole, several) for choice in answer.choices]
+    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(chat(client, CHATS[0], prediction=source, **with_usage))
+    replies.append(joined(chunks, lambda c: c.delta.content)[0])
+    usages.append(chunks[-1].usage)
+    prompt = texts()[1]
+    answer = complete(client, prompt).choices[0].text
+    predicted = {"extra_body": {"vllm_xargs": {"prediction": answer}}}
+    completion = complete(client, prompt, **predicted)
+    chunks = list(complete(client, prompt, **predicted, **with_usage))
+    replies += [completion.choices[0].text, joined(chunks, lambda c: c.text)[0]]
+    return replies, [*usages, completion.usage, chunks[-1].usage]
+
+
+BAD_PREDICTIONS = (
+    "a text",
+    {"type": "content", "content": 5},
+    {"type": "content", "content": [{"type": "image_url"}]},
+    {"type": "content", "content": "word " * 9000},
+)
+
+
+def ask_with_bad_predictions(client: openai.OpenAI) -> list[tuple[int, str]]:
+    """Return status and message of each."""
+    replies = []
+    for stream in (False, True):
+        for prediction in BAD_PREDICTIONS:
+            with pytest.raises(openai.APIStatusError) as refused:
+                chat(client, CHATS[0], prediction=prediction, stream=stream)
+            replies.append((refused.value.status_code, str(refused.value)))
+    return replies
+
+
 def interview(server: Server) -> Answers:
     answers = Answers()
     client = client_of(server)
     answers.replies = ask(client)
     answers.bad_replies = ask_badly(client)
+    answers.replies["predicted"], answers.predicted = ask_with_predictions(client)
+    answers.bad_predictions = ask_with_bad_predictions(client)
     answers.replies["after bad requests"] = ends(complete(client, texts()[1]))
     before = server.metrics().get("vllm:trie_draft_nodes_total", 0.0)
     quiet = complete(client, texts()[1], extra_body={"vllm_xargs": {"speculation": False}})
@@ -309,7 +357,7 @@ def test_bad_requests_harm_nobody(answers: dict[str, Answers], name: str) -> Non
     assert answers[name].survived
     assert "Traceback" not in answers[name].log
     assert replies == answers[PLAIN].bad_replies
-    for kind in ("wrong type", "list", "no mapping", "too long", "negative"):
+    for kind in BAD.keys() - {"unknown key"}:
         assert replies[kind] in (400, 422), kind
 
 
@@ -317,6 +365,36 @@ def test_bad_requests_harm_nobody(answers: dict[str, Answers], name: str) -> Non
 def test_a_request_can_do_without_drafts(answers: dict[str, Answers], name: str) -> None:
     assert answers[name].nodes_of_opted_out == 0
     assert answers[name].replies["opted out"] == answers[name].replies["after bad requests"]
+
+
+@pytest.mark.parametrize("name", WITH_TREES)
+def test_predictions_are_counted(answers: dict[str, Answers], name: str) -> None:
+    details = [usage.completion_tokens_details for usage in answers[name].predicted]
+    accepted = [counts.accepted_prediction_tokens for counts in details]
+    rejected = [counts.rejected_prediction_tokens for counts in details]
+    whole, parts, other, several, streamed, completion, streamed_completion = accepted
+    # The budget leaves some drafts out, by the time that they take.
+    assert min(whole, parts, streamed, several) > 20
+    assert other < 5
+    assert min(completion, streamed_completion) > 20
+    assert max(rejected[-2:]) < 5
+    metrics = answers[name].metrics
+    assert metrics["vllm:trie_accepted_prediction_tokens_total"] == sum(accepted)
+    assert metrics["vllm:trie_rejected_prediction_tokens_total"] == sum(rejected)
+
+
+def test_a_plain_server_takes_predictions_and_says_that_they_do_nothing(
+    answers: dict[str, Answers],
+) -> None:
+    assert all(usage.completion_tokens_details is None for usage in answers[PLAIN].predicted)
+    assert answers[PLAIN].log.count("predictions have no effect") == 1
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_bad_predictions_name_the_field(answers: dict[str, Answers], name: str) -> None:
+    for status, message in answers[name].bad_predictions:
+        assert status == 400
+        assert "prediction" in message
 
 
 def test_traces(answers: dict[str, Answers], trace_folder: Path) -> None:

@@ -83,6 +83,8 @@ class DraftRequest:
         last_step: The last verification of this request, None before the first.
         cache_salt: Only requests with the same salt may profit from one another's text.
         sample_of: The same for all samples of one prompt; None for a request that is no sample.
+        prediction: int32, the answer as the client predicts it, which is drafted next to the
+            drafter's tree; None without one.
         min_probability: Nodes whose path is less likely are not verified; a drafter that knows
             probabilities may leave them out to save time.
     """
@@ -98,6 +100,7 @@ class DraftRequest:
     cache_salt: str | None = None
     min_probability: float = 0.0
     sample_of: str | None = None
+    prediction: np.ndarray | None = None
 
 
 class Drafter(ABC):

@@ -27,6 +27,9 @@ SPECULATION = "speculation"
 """Switches a request's drafts off."""
 TRACE = "speculation_trace"
 """Asks for a file with the request's trees."""
+PREDICTION = "prediction"
+"""The answer as the client predicts it; behind the front end the bytes of int32 token ids. Also the
+key of the request's counts in its output."""
 CACHE_SALT = "vllm_trie_cache_salt"
 """Carries a request's cache salt to the worker."""
 SPEC_KEY = "vllm_trie_beam"
@@ -196,7 +199,9 @@ class TreeStats:
         verification_seconds: Time in the tree walk and the KV moves, without the forward pass.
         preparation_seconds: Time to place the trees into the batch (positions, masks).
         bookkeeping_seconds: Time around the drafter: requests built, trees checked and kept.
+        accepted_prediction_tokens, rejected_prediction_tokens: Tokens drafted from predictions.
         draft_failures: Failed drafts, by reasons that had any.
+        predictions: Accepted and rejected ones of each request; the scheduler keeps them.
     """
 
     steps: int = 0
@@ -205,7 +210,10 @@ class TreeStats:
     verification_seconds: float = 0.0
     preparation_seconds: float = 0.0
     bookkeeping_seconds: float = 0.0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
     draft_failures: dict[str, int] = field(default_factory=dict)
+    predictions: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, other: TreeStats) -> None:
         """Add another report to this one."""
@@ -213,6 +221,13 @@ class TreeStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for reason, count in other.draft_failures.items():
             self.draft_failures[reason] = self.draft_failures.get(reason, 0) + count
+        for request_id, counts in other.predictions.items():
+            self.count_prediction(request_id, *counts)
+
+    def count_prediction(self, request_id: str, accepted: int, rejected: int) -> None:
+        """Add to the counts of a request's prediction."""
+        before = self.predictions.get(request_id, (0, 0))
+        self.predictions[request_id] = before[0] + accepted, before[1] + rejected
 
 
-_SUMS = [f.name for f in fields(TreeStats) if f.name != "draft_failures"]
+_SUMS = [f.name for f in fields(TreeStats) if f.name not in ("draft_failures", "predictions")]

@@ -149,14 +149,16 @@ class Draft:
 
     def parts_of(self, tree: TokenTree) -> list[int]:
         """Return a bit mask for each node of the step's tree, or of a part of it: the parts that
-        proposed the node."""
+        proposed the node; none did for nodes of a prediction."""
         merged = self.merged
         edges = zip(merged.parents, merged.token_ids, strict=True)
-        node_at = {edge: node for node, edge in enumerate(edges)}
-        nodes: list[int] = []  # merged ones
+        node_at: dict[tuple[int | None, int], int] = {edge: node for node, edge in enumerate(edges)}
+        nodes: list[int | None] = []  # merged ones
         for token, parent in zip(tree.token_list, tree.parent_list, strict=True):
-            nodes.append(node_at[ROOT if parent < 0 else nodes[parent], token])
-        return [sum(1 << part for part in merged.edges[node]) for node in nodes]
+            nodes.append(node_at.get((ROOT if parent < 0 else nodes[parent], token)))
+        return [
+            0 if node is None else sum(1 << part for part in merged.edges[node]) for node in nodes
+        ]
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ import msgspec
 
 from vllm_trie.vllm_hooks.frontend.beam_api import search_offline, search_online
 from vllm_trie.vllm_hooks.frontend.extra_args import check_speculation, refusing_what_fails
+from vllm_trie.vllm_hooks.frontend.predictions import with_packed
 from vllm_trie.vllm_hooks.frontend.requests import (
     check_api_request,
     check_processed,
@@ -55,6 +56,7 @@ def process_speculation(
 ) -> Result:
     with refusing_what_fails():
         check_speculation(self.vllm_config, params)
+        params = with_packed(self.vllm_config, params, self.tokenizer)
         token = _samples_as_plain.set(_walks_trees(self.vllm_config))
     try:
         return original(self, request_id, prompt, params, *args, **kwargs)

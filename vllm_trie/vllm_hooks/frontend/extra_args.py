@@ -21,6 +21,7 @@ from vllm_trie.vllm_hooks.setup.beam_support import BeamRequestError
 from vllm_trie.vllm_hooks.wire import (
     CACHE_SALT,
     DECODING_KEY,
+    PREDICTION,
     SPEC_KEY,
     SPECULATION,
     TRACE,
@@ -56,8 +57,8 @@ NOT_SERVED = frozenset({
 
 MAX_SIZE = 262_144
 """Largest size of a key that nobody is known to read, characters and numbers."""
-_OWN = OPTION_NAMES | {SPECULATION, TRACE, CACHE_SALT}
-_ALONE = ("beam_width", "items", SPECULATION, TRACE)
+_OWN = OPTION_NAMES | {SPECULATION, TRACE, PREDICTION, CACHE_SALT}
+_ALONE = ("beam_width", "items", SPECULATION, TRACE, PREDICTION)
 """Keys that work alone: misspelled or misplaced, they would be ignored."""
 _OF_VLLM = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """Keys that vLLM fills from fields of their own."""
@@ -146,7 +147,7 @@ def check_extra_args(vllm_config: VllmConfig, params: object, processors: Sequen
             )
     others_read = bool(processors or vllm_config.kv_transfer_config)
     for name, value in extra_args.items():
-        if name in _OF_VLLM or (others_read and name not in _OWN):
+        if name == PREDICTION or name in _OF_VLLM or (others_read and name not in _OWN):
             continue
         if (size := _size(name) + _size(value)) > MAX_SIZE:
             raise BeamRequestError(

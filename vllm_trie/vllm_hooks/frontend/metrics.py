@@ -60,6 +60,8 @@ _COUNTERS = {
         "Time to walk the trees and move KV, without the target's forward pass."
     ),
     "overhead_seconds": "Time to place trees into the batch and to keep books.",
+    "accepted_prediction_tokens": "Tokens drafted from predictions that were accepted.",
+    "rejected_prediction_tokens": "Tokens drafted from predictions that were not.",
 }
 """Counters with their help texts; their names begin with ``vllm:trie_``."""
 
@@ -165,6 +167,8 @@ class TreeStatLogger(StatLoggerBase):
             drafting_seconds=tree.drafting_seconds,
             verification_seconds=tree.verification_seconds,
             overhead_seconds=tree.preparation_seconds + tree.bookkeeping_seconds,
+            accepted_prediction_tokens=tree.accepted_prediction_tokens,
+            rejected_prediction_tokens=tree.rejected_prediction_tokens,
         )
         for reason in FAILURE_REASONS:
             failed = tree.draft_failures.get(reason, 0)

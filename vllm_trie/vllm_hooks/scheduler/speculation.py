@@ -20,7 +20,14 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_trie.vllm_hooks.ledger.record import STATS, Result, Symbols
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.wire import CACHE_SALT, FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats
+from vllm_trie.vllm_hooks.wire import (
+    CACHE_SALT,
+    FILLERS_ATTRIBUTE,
+    PREDICTION,
+    STATS_ATTRIBUTE,
+    TreeStats,
+    extra_args_of,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -34,6 +41,8 @@ GIVING_SHARE = 0.125
 MOST_GIVING = 4.0
 """Such steps in a row, after a time without any."""
 _FIRST_TOKENS = "_vllm_trie_first_tokens"
+_PREDICTED = "_vllm_trie_predicted"
+"""Attribute of a request with its accepted and rejected prediction tokens."""
 
 
 @dataclass
@@ -76,8 +85,9 @@ def update_from_output(
     model_runner_output: ModelRunnerOutput,
 ) -> Result:
     """Keep the workers' statistics until the scheduler makes its own; count no fillers."""
-    report = getattr(model_runner_output, STATS_ATTRIBUTE, None)
+    report: TreeStats | None = getattr(model_runner_output, STATS_ATTRIBUTE, None)
     if report is not None:
+        _keep_predictions(self, report)
         pending = getattr(self, STATS_ATTRIBUTE, None)
         if pending is None:
             setattr(self, STATS_ATTRIBUTE, report)
@@ -92,6 +102,29 @@ def update_from_output(
             for request_id, count in fillers.items()
         }
     return original(self, scheduler_output, model_runner_output)
+
+
+def _keep_predictions(scheduler: Scheduler, report: TreeStats) -> None:
+    """Move the counts of predictions from a report to their requests."""
+    for request_id, counts in report.predictions.items():
+        request = scheduler.requests.get(request_id)
+        if request is not None:
+            before = getattr(request, _PREDICTED, (0, 0))
+            setattr(request, _PREDICTED, (before[0] + counts[0], before[1] + counts[1]))
+    report.predictions.clear()
+
+
+@_scheduler.wraps(
+    "_free_request", "sends the counts of a request's prediction with its last output"
+)
+def free_request(
+    original: Callable[..., Any], self: Scheduler, request: Request, *args: object, **kwargs: object
+) -> Any:
+    transfers = original(self, request, *args, **kwargs)
+    if PREDICTION not in extra_args_of(request.sampling_params):
+        return transfers
+    of_kv, *others = transfers
+    return ({**(of_kv or {}), PREDICTION: getattr(request, _PREDICTED, (0, 0))}, *others)
 
 
 @_scheduler.wraps("make_stats", "adds them to the statistics that vLLM sends to the front end")

@@ -224,6 +224,13 @@ class TreeVerifier:
         ]
         if self.budget is not None and self.has_drafts:
             self.budget.observe_verified(self._request_ids, self.step_trees, accepted)
+        predictions = self.guard.predictions
+        for request_id, counts in predictions.observe(
+            self._request_ids, self.step_trees, accepted
+        ).items():
+            self._stats.accepted_prediction_tokens += counts.accepted
+            self._stats.rejected_prediction_tokens += counts.rejected
+            self._stats.count_prediction(request_id, *counts)
         argmax_rows: np.ndarray | None = None
         if argmax is not None and self.guard.drafter.needs_node_argmax:
             argmax_rows = np.asarray(argmax, dtype=np.int32)
@@ -335,6 +342,7 @@ class TreeVerifier:
             stats, self._stats = self._stats, TreeStats()
             stats.draft_failures = self.guard.take_new_failures()
             self.totals.add(stats)
+            self.totals.predictions.clear()
             if self._warm_start is not None:
                 self._warm_start.tick()
         self._clock.leave()

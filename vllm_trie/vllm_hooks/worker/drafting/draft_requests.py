@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from vllm_trie.drafters import DraftRequest
-from vllm_trie.vllm_hooks.wire import CACHE_SALT, SPECULATION
+from vllm_trie.vllm_hooks.wire import CACHE_SALT, PREDICTION, SPECULATION
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -106,6 +106,7 @@ def draft_request(
         chain_only=chain_only or params.structured_outputs is not None,
         cache_salt=_cache_salt(data, params.extra_args or {}),
         sample_of=_sample_of(request_id),
+        prediction=_prediction(params.extra_args or {}),
     )
 
 
@@ -144,6 +145,12 @@ def _cache_salt(data: RequestData, extra_args: Mapping[str, str]) -> str | None:
     if adapter is not None:  # the length says where its name ends
         return f"\0{len(adapter.lora_name)}:{adapter.lora_name}{salt or ''}"
     return f"\0:{salt}" if salt and salt[0] == "\0" else salt
+
+
+def _prediction(extra_args: Mapping[str, Any]) -> np.ndarray | None:
+    """Return a request's prediction as the front end has packed it."""
+    packed = extra_args.get(PREDICTION)
+    return np.frombuffer(packed, dtype=np.int32) if packed else None
 
 
 def _sample_of(request_id: str) -> str | None:

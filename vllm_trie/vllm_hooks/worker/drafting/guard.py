@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from vllm_trie.drafters import Drafter, DraftRequest
+from vllm_trie.drafters.prediction import Predictions
 from vllm_trie.tree import MalformedTreeError, TokenTree, check_all
 from vllm_trie.vllm_hooks.wire import FAILURE_REASONS, FailureReason
 
@@ -34,6 +35,7 @@ class GuardedDrafter:
 
     Attributes:
         drafter: The drafter; may be replaced.
+        predictions: Those of the requests, which are drafted next to its trees.
         seconds: Time spent in the drafter.
         failures: Number of failures by reason, since the start.
     """
@@ -42,6 +44,7 @@ class GuardedDrafter:
         self, drafter: Drafter, vocab_size: int, time_limit_s: float, logger: logging.Logger
     ) -> None:
         self.drafter = drafter
+        self.predictions = Predictions()
         self.seconds = 0.0
         self.failures: dict[FailureReason, int] = dict.fromkeys(FAILURE_REASONS, 0)
         self._vocab_size = vocab_size
@@ -91,6 +94,7 @@ class GuardedDrafter:
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._failed_requests.discard(request_id)
+        self.predictions.release(request_id)
         if self._is_resting:
             self._unreleased.append(request_id)
             return
@@ -146,6 +150,7 @@ class GuardedDrafter:
             trees = self._call(self.drafter.propose, handed_out)
             if len(trees) != len(requests):
                 raise MalformedTreeError(f"{len(trees)} trees for {len(requests)} requests")
+            trees = self.predictions.extend(requests, trees)
         except _TooLate as error:
             self._rest(error)
             return [_EMPTY] * len(requests)

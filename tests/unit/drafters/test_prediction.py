@@ -1,0 +1,110 @@
+"""Drafts from predictions: their place in the text, their counts, and beside a drafter's tree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_trie.drafters import DraftRequest
+from vllm_trie.drafters.prediction import Predictions, merge_chain
+from vllm_trie.tree import TokenTree
+
+NODES = 16
+PROMPT = [7, 8, 9]
+
+
+def decode(
+    predictions: Predictions, text: list[int], prediction: list[int], name: str = "a"
+) -> tuple[int, int, int]:
+    """Decode a text; return steps, accepted and rejected tokens."""
+    done, steps, accepted, rejected = 1, 1, 0, 0  # the prefill samples the first token
+    packed = np.array(prediction, dtype=np.int32)
+    while done < len(text):
+        tokens = np.array(PROMPT + text[:done], dtype=np.int32)
+        request = DraftRequest(name, tokens, len(PROMPT), NODES, NODES, prediction=packed)
+        (tree,) = predictions.extend([request], [TokenTree.empty()])
+        path = tree.path_of(text[done:])
+        counts = predictions.observe([name], [tree], [path]).get(name, (0, 0))
+        accepted, rejected = accepted + counts[0], rejected + counts[1]
+        done += len(path) + 1
+        steps += 1
+    return steps, accepted, rejected
+
+
+@pytest.fixture
+def source() -> list[int]:
+    """A text in which tokens and pairs of tokens repeat, as in code."""
+    return np.random.default_rng(1).integers(10, 90, 400).tolist()
+
+
+def test_a_right_prediction_takes_whole_runs(source: list[int]) -> None:
+    steps, accepted, rejected = decode(Predictions(), source, source)
+    assert steps <= 2 + len(source) // (NODES + 1)
+    assert accepted >= len(source) - steps
+    assert rejected == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "most_steps"), [("replaced", 2), ("inserted", 7), ("removed", 3), ("renamed", 2)]
+)
+def test_the_place_is_found_again_after_a_difference(
+    source: list[int], kind: str, most_steps: int
+) -> None:
+    """`most_steps` are those that each of eight differences may cost."""
+    text: list[int] = []
+    for start in range(0, 400, 50):
+        part = source[start : start + 50]
+        new = {"replaced": [1], "inserted": [1, 2, 3, 4], "removed": [], "renamed": [1, 2]}[kind]
+        old = {"replaced": 1, "inserted": 0, "removed": 6, "renamed": 1}[kind]
+        text += part[:20] + new + part[20 + old :]
+    steps, _, _ = decode(Predictions(), text, source)
+    assert steps <= 2 + len(text) // (NODES + 1) + 8 * most_steps
+
+
+def test_a_wrong_prediction_is_soon_drafted_no_more(source: list[int]) -> None:
+    text = np.random.default_rng(2).integers(10, 90, 400).tolist()
+    _, accepted, rejected = decode(Predictions(), text, source)
+    assert rejected < 0.5 * len(text)
+    assert accepted < 20
+
+
+def test_requests_share_nothing_and_are_forgotten(source: list[int]) -> None:
+    predictions = Predictions()
+    alone = decode(predictions, source, source[::-1], "a")
+    decode(predictions, source, source, "b")
+    predictions.release("a")
+    predictions.release("unknown")
+    assert decode(predictions, source, source[::-1], "a") == alone
+
+
+def test_a_text_that_starts_again_is_drafted_from_its_beginning(source: list[int]) -> None:
+    predictions = Predictions()
+    first = decode(predictions, source, source)
+    assert decode(predictions, source, source) == first
+
+
+def test_merging_keeps_the_likeliest_nodes_of_both() -> None:
+    # The drafter agrees on 1, and then says 5 where the chain says 2.
+    drafted = TokenTree.from_lists([1, 5, 6, 4], [-1, 0, 1, -1], [0.6, 0.5, 0.4, 0.3])
+    merged = merge_chain(drafted, [1, 2, 3], [0.9, 0.8, 0.7], max_nodes=6)
+    merged.validate(100, 6)
+    assert merged.token_list == [1, 2, 3, 5, 6, 4]
+    assert merged.parent_list == [-1, 0, 1, 0, 3, -1]
+    assert merged.probabilities is not None
+    expected = 0.9 + 0.1 * 0.6  # the chain's claim, and the drafter's part of the rest
+    assert merged.probabilities[0] == pytest.approx(expected)
+    assert merged.probabilities[-1] == pytest.approx(0.1 * 0.3)
+    assert merge_chain(drafted, [1, 2, 3], [0.9, 0.8, 0.7], max_nodes=2).token_list == [1, 2]
+
+
+def test_a_tree_without_probabilities_fills_the_rest() -> None:
+    merged = merge_chain(TokenTree.from_lists([8, 9], [-1, 0]), [1, 2], [0.9, 0.8], max_nodes=3)
+    merged.validate(100, 3)
+    assert merged.token_list == [1, 2, 8]
+
+
+def test_the_step_is_short_however_the_prediction_repeats_itself() -> None:
+    predictions = Predictions()
+    for text in ([5] * 60, [1, 2] * 30):
+        steps, _, _ = decode(predictions, text, [5] * 50_000 + [1, 2] * 25_000, str(text[:2]))
+        assert steps < 20

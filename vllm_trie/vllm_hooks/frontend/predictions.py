@@ -1,0 +1,288 @@
+"""Predicted outputs: the field ``prediction`` of chats, and the extra argument of that name.
+
+The text is tokenized here, once, and travels as the bytes of int32 ids. The counts of accepted and
+rejected tokens come back with a request's last output.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.utils.async_utils import make_async
+
+from vllm_trie.vllm_hooks.frontend.extra_args import SpeculationRequestError
+from vllm_trie.vllm_hooks.ledger.record import Result, Symbols
+from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.wire import PREDICTION, extra_args_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.tokenizers import TokenizerLike
+    from vllm.v1.engine.output_processor import RequestState
+
+logger = init_logger(__name__)
+
+COUNTS = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+"""Fields of the usage, and attributes of a ``CompletionOutput``."""
+_ALLOWED = (
+    '{"type": "content", "content": TEXT}, with a string or a list of {"type": "text", "text": '
+    "TEXT}"
+)
+_predicted = Symbols(until="vLLM takes predicted outputs")
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def text_of_field(prediction: object) -> str:
+    """Return the text of OpenAI's field ``prediction``.
+
+    Raises:
+        SpeculationRequestError: The field is not as OpenAI documents it.
+    """
+    content: Any = None
+    if isinstance(prediction, Mapping) and prediction.get("type") == "content":
+        content = prediction.get("content")
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" for part in content
+    ):
+        texts = [part.get("text") for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    if not isinstance(content, str):
+        raise SpeculationRequestError(
+            f"prediction={prediction!r:.200} must be {_ALLOWED}; correct it, or leave it out",
+            parameter=PREDICTION,
+        )
+    return content
+
+
+def pack(
+    vllm_config: VllmConfig, prediction: object, tokenizer: TokenizerLike | None
+) -> bytes | None:
+    """Return a prediction's token ids as they travel; None where it has no effect.
+
+    Args:
+        vllm_config: Of the engine.
+        prediction: A text, token ids, or the result of an earlier call.
+        tokenizer: The model's.
+
+    Raises:
+        SpeculationRequestError: Naming the field, what is allowed and what to do.
+    """
+    if isinstance(prediction, bytes):
+        return prediction
+    model = vllm_config.model_config
+    limit = model.max_model_len
+    size = None
+    if isinstance(prediction, str):
+        if tokenizer is None:
+            raise _refusal("a text", "token ids where the engine has no tokenizer")
+        size = len(prediction)
+        if size <= limit * tokenizer.max_chars_per_token:  # longer ones are not worth the time
+            prediction = tokenizer.encode(prediction, add_special_tokens=False)
+    if isinstance(prediction, list):
+        size = len(prediction)
+        if size <= limit and not all(
+            isinstance(token, int) and 0 <= token < model.get_vocab_size() for token in prediction
+        ):
+            raise _refusal(repr(prediction)[:200], f"ids in [0, {model.get_vocab_size()})")
+    if size is None:
+        raise _refusal(repr(prediction)[:200], "a text or a list of token ids")
+    if isinstance(prediction, str) or size > limit:
+        unit = "characters" if isinstance(prediction, str) else "tokens"
+        raise _refusal(f"{size} {unit}", f"at most max_model_len={limit} tokens")
+    if config.read(vllm_config) is None:
+        logger.info_once(
+            "vllm-trie: predictions have no effect, as this engine has no speculative method of "
+            "the plugin; start it with one, as --spec-method ngram_trie"
+        )
+        return None
+    return np.array(prediction, dtype=np.int32).tobytes() or None
+
+
+def _refusal(given: str, allowed: str) -> SpeculationRequestError:
+    return SpeculationRequestError(
+        f"prediction: got {given}, allowed is {allowed}; correct it, or leave it out",
+        parameter=PREDICTION,
+    )
+
+
+def with_packed(vllm_config: VllmConfig, params: Any, tokenizer: TokenizerLike | None) -> Any:
+    """Return a request's parameters with its prediction as it travels."""
+    extra_args = extra_args_of(params)
+    if PREDICTION not in extra_args:
+        return params
+    packed = pack(vllm_config, extra_args[PREDICTION], tokenizer)
+    if packed is extra_args[PREDICTION]:
+        return params
+    params = params.clone()
+    params.extra_args = {key: value for key, value in extra_args.items() if key != PREDICTION}
+    if packed is not None:
+        params.extra_args[PREDICTION] = packed
+    return params
+
+
+async def _take_prediction(
+    original: Callable[..., Any], self: Any, request: Any, *args: object, **kwargs: object
+) -> Any:
+    """Check and tokenize a server's prediction, where the other requests do not wait for it."""
+    fields = request.model_extra or {}
+    xargs = request.vllm_xargs or {}
+    if PREDICTION in xargs or (PREDICTION in fields and "messages" in type(request).model_fields):
+        prediction = xargs.get(PREDICTION)
+        if (field := fields.pop(PREDICTION, None)) is not None:
+            prediction = text_of_field(field)
+        others = {key: value for key, value in xargs.items() if key != PREDICTION}
+        packed = None
+        if prediction is not None:
+            make_packed = make_async(pack, executor=self.renderer._executor)
+            vllm_config = self.engine_client.vllm_config
+            packed = await make_packed(vllm_config, prediction, self.renderer.tokenizer)
+        request.vllm_xargs = others if packed is None else {**others, PREDICTION: packed}
+    return await original(self, request, *args, **kwargs)
+
+
+for _name in (
+    "chat_completion.serving:OpenAIServingChat.render_chat_request",
+    "completion.serving:OpenAIServingCompletion.render_completion_request",
+):
+    _predicted.wraps(f"entrypoints.openai.{_name}", "takes predictions")(_take_prediction)
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+@_predicted.wraps(
+    "v1.engine.output_processor:RequestState.make_request_output",
+    "takes the counts of a prediction out of the field they travel in",
+)
+def make_request_output(
+    original: Callable[..., Result],
+    self: RequestState,
+    new_token_ids: object,
+    pooling_output: object,
+    finish_reason: object,
+    stop_reason: object,
+    kv_transfer_params: dict[str, Any] | None = None,
+    *args: object,
+    **kwargs: object,
+) -> Result:
+    if kv_transfer_params is not None and PREDICTION in kv_transfer_params:
+        others = {key: value for key, value in kv_transfer_params.items() if key != PREDICTION}
+        self.prediction_counts = kv_transfer_params[PREDICTION]  # type: ignore[attr-defined]
+        kv_transfer_params = others or None
+    outcome = (new_token_ids, pooling_output, finish_reason, stop_reason)
+    return original(self, *outcome, kv_transfer_params, *args, **kwargs)
+
+
+@_predicted.wraps(
+    "v1.engine.output_processor:RequestState._new_completion_output",
+    "gives outputs the counts of their predictions",
+)
+def new_completion_output(
+    original: Callable[..., CompletionOutput], self: RequestState, *args: Any, **kwargs: Any
+) -> CompletionOutput:
+    output = original(self, *args, **kwargs)
+    for name, count in zip(COUNTS, getattr(self, "prediction_counts", ()), strict=False):
+        setattr(output, name, count)
+    return output
+
+
+def counts_of(outputs: Iterable[CompletionOutput]) -> dict[str, int]:
+    """Return the counts of a request's predictions, summed over its outputs; empty without any."""
+    predicted = [output for output in outputs if hasattr(output, COUNTS[0])]
+    return {name: sum(getattr(out, name) for out in predicted) for name in COUNTS if predicted}
+
+
+def add_counts(response: Any, outputs: Iterable[CompletionOutput]) -> None:
+    """Add the counts to the usage of an answer."""
+    counts = counts_of(outputs)
+    usage = getattr(response, "usage", None)
+    if counts and usage is not None:
+        from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
+
+        details = usage.completion_tokens_details or CompletionTokenUsageInfo()
+        usage.completion_tokens_details = CompletionTokenUsageInfo(**dict(details), **counts)
+
+
+@_predicted.wraps(
+    "entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
+    "answers with the counts",
+)
+async def chat_response(
+    original: Callable[..., Any],
+    self: object,
+    request: object,
+    result_generator: AsyncIterator[RequestOutput],
+    *args: object,
+    **kwargs: object,
+) -> Any:
+    last: dict[int, CompletionOutput] = {}
+    results = _remembered(result_generator, last)
+    response = await original(self, request, results, *args, **kwargs)
+    add_counts(response, last.values())
+    return response
+
+
+@_predicted.wraps(
+    "entrypoints.openai.completion.serving:OpenAIServingCompletion."
+    "request_output_to_completion_response",
+    "answers with the counts",
+)
+def completion_response(
+    original: Callable[..., Any],
+    self: object,
+    final_res_batch: Sequence[RequestOutput],
+    *args: object,
+    **kwargs: object,
+) -> Any:
+    response = original(self, final_res_batch, *args, **kwargs)
+    add_counts(response, [output for result in final_res_batch for output in result.outputs])
+    return response
+
+
+async def _remembered(
+    results: AsyncIterator[Any], last: dict[int, CompletionOutput]
+) -> AsyncIterator[Any]:
+    """Pass results on, and keep the last output of each choice."""
+    async for result in results:  # of completions with the index of their prompt
+        index, output = result if isinstance(result, tuple) else (0, result)
+        last.update({index * len(output.outputs) + out.index: out for out in output.outputs})
+        yield result
+
+
+async def _stream_with_counts(
+    original: Callable[..., AsyncIterator[str]], self: Any, request: Any, *args: Any, **kwargs: Any
+) -> AsyncIterator[str]:
+    """Add the counts to the usage at the end of a stream."""
+    if PREDICTION not in (request.vllm_xargs or {}):
+        async for chunk in original(self, request, *args, **kwargs):
+            yield chunk
+        return
+    last: dict[int, CompletionOutput] = {}
+
+    arguments = [_remembered(arg, last) if hasattr(arg, "__aiter__") else arg for arg in args]
+    kwargs = {
+        name: _remembered(arg, last) if hasattr(arg, "__aiter__") else arg
+        for name, arg in kwargs.items()
+    }
+    async for chunk in original(self, request, *arguments, **kwargs):
+        counts = counts_of(last.values())
+        if counts and '"choices":[]' in chunk and '"usage":{' in chunk:
+            body = json.loads(chunk.removeprefix("data: "))
+            details = body["usage"].get("completion_tokens_details") or {"reasoning_tokens": 0}
+            body["usage"]["completion_tokens_details"] = {**details, **counts}
+            chunk = f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
+        yield chunk
+
+
+for _name in (
+    "chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
+    "completion.serving:OpenAIServingCompletion.completion_stream_generator",
+):
+    _predicted.wraps(f"entrypoints.openai.{_name}", "streams end with the counts")(
+        _stream_with_counts
+    )
