@@ -50,7 +50,7 @@ def test_it_guesses_what_followed_before(namespace: dict[str, Any]) -> None:
 def test_it_obeys_the_rules(tokens: list[int], max_nodes: int, max_depth: int, chain: bool) -> None:
     names: dict[str, Any] = {}
     exec(next(b for b in PAGE.fenced("python") if "class EchoDrafter" in b), names)
-    drafter = names["EchoDrafter"](names["EchoOptions"](places=3), make_context())
+    drafter = names["EchoDrafter"](names["EchoOptions"](branches=3), make_context())
     request = make_request(tokens, max_nodes=max_nodes, max_depth=max_depth, chain_only=chain)
     (tree,) = drafter.propose([request])
     tree.validate(1000, max_nodes)
@@ -70,7 +70,7 @@ def test_the_entry_point_makes_it_a_method(
     monkeypatch.setattr(EntryPoint, "load", lambda self: namespace[entry[3]])
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
     assert entry[1] in registry.available_methods()
-    assert parse_options(entry[1], {"places": 2}).places == 2
+    assert parse_options(entry[1], {"branches": 2}).branches == 2
 
 
 def test_every_field_of_a_request_is_explained() -> None:
