@@ -101,6 +101,12 @@ _PANELS = (
                        f"{_WINDOW}))"},
     ),
     _Panel(
+        "Waits for the device",
+        "Steps a second that the worker of Model Runner V2 waited for before it launched the next.",
+        "none",
+        {"{{cause}}": f"sum by (cause) (rate(vllm:trie_device_waits_total{_WHERE}{_WINDOW}))"},
+    ),
+    _Panel(
         "Time between tokens",
         "Of all requests, as vLLM measures it. Tokens of one step arrive together.",
         "s",

@@ -208,6 +208,18 @@ def test_a_steps_output_leaves_before_the_next_wait(on_ranks, executor) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("executor", ["uni", "mp"])
+def test_a_pause_waits_for_nothing(on_ranks, executor) -> None:
+    result = on_ranks[f"pauses, chains, {executor}"]
+    assert result["differences"] == []
+    order = result["order"]
+    assert order["steps"] > 20
+    assert order["waits"] == 0
+    if executor == "uni":  # with `mp` a launch on a CPU takes as long as the step
+        assert order["launched before the output of the last"] == order["steps"] - 1
+
+
+@pytest.mark.slow
 def test_two_pipeline_stages_give_the_tokens_of_one(on_ranks) -> None:
     result = on_ranks["chains, stages"]
     assert result["differences"] == []

@@ -20,7 +20,7 @@ FILE = "V2_ORDER_FILE"
 def note_order() -> None:
     """Note launches of steps, outputs that are sent, waits for tokens, and outputs that arrive."""
     execute, sample = GPUModelRunner.execute_model, GPUModelRunner.sample_tokens
-    draft_after, update = V2Adapter._draft_after, Scheduler.update_from_output
+    wait_for, update = V2Adapter._wait_for, Scheduler.update_from_output
 
     @functools.wraps(execute)  # the plugin compares vLLM's signatures with its table
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,9 +35,9 @@ def note_order() -> None:
         _note("send")
         return result
 
-    def draft(self: Any, launched: Any) -> Any:
+    def wait(self: Any, step: Any) -> Any:
         _note("wait")
-        return draft_after(self, launched)
+        return wait_for(self, step)
 
     @functools.wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
@@ -46,7 +46,7 @@ def note_order() -> None:
         return update(self, scheduler_output, output)
 
     GPUModelRunner.execute_model, GPUModelRunner.sample_tokens = execute_model, sample_tokens
-    V2Adapter._draft_after, Scheduler.update_from_output = draft, update_from_output
+    V2Adapter._wait_for, Scheduler.update_from_output = wait, update_from_output
 
 
 def _note(event: str) -> None:
@@ -56,7 +56,8 @@ def _note(event: str) -> None:
 
 
 def orders(path: Path) -> dict[str, int]:
-    """Return how many steps there were, and in how many an event came before another.
+    """Return how many steps and waits there were, and in how many an event came before another;
+    forget the record.
 
     The n-th launch, send, wait and output belong to one step.
     """
@@ -64,9 +65,12 @@ def orders(path: Path) -> dict[str, int]:
     for line in sorted(path.read_text().splitlines()):
         at, event = line.split()
         times[event].append(int(at))
+    path.unlink()
     launch, send, wait, output = times.values()
     return {
         "steps": len(launch),
+        "waits": len(wait),
+        "launched before the output of the last": _earlier(launch[1:], output),
         "launched before sent": _earlier(launch, send),
         "sent before waited for": _earlier(send, wait),
         "waited for before the next launch": _earlier(wait, launch[1:]),

@@ -26,6 +26,7 @@ from tests.engine.compare import differences, generate, preemptions
 from tests.engine.sleeping_ranks import let_ranks_sleep
 from tests.engine.v2_order import FILE, note_order, orders
 from tests.engine.v2_run import AS_CHAINS, CHAINS, MIXED, TEXTS, TREES, UNION, engine
+from vllm_trie.budget import NodeBudget
 
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # a rank has no NUMA node of its own
@@ -34,14 +35,23 @@ let_ranks_sleep()
 
 note_order()
 
+
+def pauses() -> Path:
+    """The file that lets the node budgets of all processes pause."""
+    return Path(os.environ[FILE] + ".pauses")
+
+
+NodeBudget.should_draft = lambda self, num_rows: not pauses().exists()  # type: ignore[method-assign]
+NodeBudget.cut = lambda self, names, trees, num_rows: list(trees)  # type: ignore[method-assign]
+BUDGETED = {**CHAINS, "node_budget": "adaptive"}
 TENSORS, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {
-    "chains, mp": {"speculative_config": CHAINS, "distributed_executor_backend": "mp"},
+    "chains, mp": {"speculative_config": BUDGETED, "distributed_executor_backend": "mp"},
     "trees, tensors": {"speculative_config": TREES, **TENSORS},
     "chains, stages": {"speculative_config": CHAINS, **STAGES},
     "union, stages": {"speculative_config": {**UNION, **AS_CHAINS}, **STAGES},
     "chains, both": {"speculative_config": CHAINS, **TENSORS, **STAGES},
-    "chains, uni": {"speculative_config": CHAINS, "distributed_executor_backend": "uni"},
+    "chains, uni": {"speculative_config": BUDGETED, "distributed_executor_backend": "uni"},
 }
 
 
@@ -66,8 +76,16 @@ def main() -> None:
     for number, name in enumerate(sys.argv[1:] or ENGINES):
         os.environ[FILE] = str(folder / str(number))
         engines.append(engine(**ENGINES[name]))
+        record = Path(os.environ[FILE])
+        record.unlink(missing_ok=True)  # of the start
         results[name] = run(engines[-1])
-        results[name]["order"] = orders(Path(os.environ.pop(FILE)))
+        results[name]["order"] = orders(record)
+        if ENGINES[name]["speculative_config"] is BUDGETED:
+            pauses().touch()
+            results[f"pauses, {name}"] = run(engines[-1])
+            results[f"pauses, {name}"]["order"] = orders(record)
+            pauses().unlink()
+        del os.environ[FILE]
     shutil.rmtree(folder)
     plain = engine()
     expected = generate(plain, TEXTS, MIXED)

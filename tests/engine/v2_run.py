@@ -174,7 +174,7 @@ class Lengths:
         self.verified: list[int] = []
         self.filled = self.undrafted = 0
         adapter = runner_of(llm).adapter
-        stock = adapter.fit
+        stock = adapter._fit
 
         def fit(output: Any) -> Any:
             step = stock(output)
@@ -189,7 +189,7 @@ class Lengths:
                 self.undrafted += bool(alone) and bool(kept)
             return step
 
-        adapter.fit = fit
+        adapter._fit = fit
 
     def summary(self) -> dict[str, float]:
         steps = len(self.scheduled)

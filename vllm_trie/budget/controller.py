@@ -27,6 +27,9 @@ _FADING = 0.94  # of the acceptance rates
 _COST_FADING = 0.98  # of what sizes that are not measured cost more than smaller ones
 _REQUEST_FADING = 0.5  # of each request's statistics
 _CHEAP = 0.01  # share of a plain step below which the time of rejected drafts does not matter
+_GAIN_RATE = 0.1  # share of the newest pause step in what such steps save
+_LONGEST = 2.0  # times the expected duration that such a step counts for at most
+_LEAST_SHARE = 0.2  # of a step's duration with the wait that a plain step takes at least
 _MARGIN = 0.5  # of a node's minimum gain, for the minimum probability that drafters get
 _USUAL_NODES = 4  # a request
 _FEW_NODES = 32  # a step
@@ -59,7 +62,14 @@ class NodeBudget:
     rate of nodes by predicted probability, over all requests and for each of them; the duration of
     drafting. Drafting pauses when speculation as a whole is not worth its time. Each pause is twice
     as long as the one before.
+
+    Attributes:
+        drafting_waits: Whether the host waits for the tokens of a step, where it drafts after it,
+            and launches the next one at once elsewhere. Then the durations of steps include the
+            wait, and what plain steps save by its absence is learned in pauses.
     """
+
+    drafting_waits = False
 
     def __init__(self) -> None:
         self.cost = StepCost()
@@ -71,6 +81,7 @@ class NodeBudget:
         self._num_verified = 0
         self._num_uncounted = 0  # steps that these nodes are of
         self._drafting_seconds = 0.0
+        self._unwaited_gain = 0.0  # seconds that a plain step saves in a pause
         self._steps = 0
         self._pause = 0
         self._rows_at_pause = 0
@@ -106,9 +117,8 @@ class NodeBudget:
             return [0.0] * len(request_ids)
         nodes = max(_USUAL_NODES * num_rows, _FEW_NODES)
         seconds = self.cost.table(num_rows + nodes + 1)
-        plain = seconds[num_rows]
-        slope = (seconds[num_rows + nodes] - plain) / nodes
-        price = _MARGIN * num_rows / plain * slope
+        slope = (seconds[num_rows + nodes] - seconds[num_rows]) / nodes
+        price = _MARGIN * num_rows / self._plain(seconds[num_rows]) * slope
         requests = [self._requests.get(request_id) for request_id in request_ids]
         factors = np.array([1.0 if request is None else request.factor for request in requests])
         least: list[float] = self.acceptance.predicted_for(price / factors).tolist()
@@ -127,7 +137,11 @@ class NodeBudget:
             if tree.probabilities is not None and len(tree.probabilities):
                 open_to_cuts.append(i)
                 predicted.append(tree.probabilities)
-        if not self.cost.known or not open_to_cuts:
+        if not self.cost.known:
+            return list(trees)
+        if not open_to_cuts:
+            if self.drafting_waits and num_rows and not any(tree.num_nodes for tree in trees):
+                self._set_pause(False, self.cost(num_rows), num_rows)
             return list(trees)
         sizes = list(map(len, predicted))
         whole = sum(tree.num_nodes for tree in trees) - sum(sizes)
@@ -138,7 +152,7 @@ class NodeBudget:
         seconds = self.cost.table(size)[whole:]
         factors = [request.factor for request in requests]
         choice = choose_nodes(predicted, factors, self.acceptance.points(), num_rows, seconds)
-        plain = seconds[num_rows]
+        plain = self._plain(seconds[num_rows])
         is_worthwhile = choice.tokens_per_second * plain > num_rows * (
             1.0 + self._drafting_seconds / plain
         )
@@ -158,9 +172,13 @@ class NodeBudget:
         if is_worthwhile:
             # One lucky draft does not end the caution, a few in a row do.
             self._next_pause = max(self._next_pause // _PAUSE_DIVISOR, 1)
-        elif self._drafting_seconds > _CHEAP * plain_seconds:
+        elif self.drafting_waits or self._drafting_seconds > _CHEAP * plain_seconds:
             self._pause, self._rows_at_pause = self._next_pause, num_rows
             self._next_pause = min(2 * self._next_pause, _MAX_PAUSE)
+
+    def _plain(self, seconds: float) -> float:
+        """Return the duration of a step without drafts, of those where it is waited for."""
+        return max(seconds - self._unwaited_gain, _LEAST_SHARE * seconds)
 
     def expect_step(self, num_tokens: int, seconds: float) -> None:
         """Set a first estimate of the duration of a step with `num_tokens` tokens."""
@@ -169,6 +187,13 @@ class NodeBudget:
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Take in the measured duration of one decoding step without drafting."""
         self.cost.observe(num_tokens, seconds)
+
+    def observe_unwaited(self, num_tokens: int, seconds: float) -> None:
+        """Take in the duration of a decoding step in a pause, from its launch to the next one."""
+        if self.cost.known and num_tokens:
+            expected = self.cost(num_tokens)
+            gain = expected - min(seconds, _LONGEST * expected)
+            self._unwaited_gain += _GAIN_RATE * (gain - self._unwaited_gain)
 
     def observe_drafting(self, seconds: float) -> None:
         """Take in the duration of drafting for one step, including all overhead."""

@@ -187,6 +187,9 @@ FILLERS_ATTRIBUTE = "vllm_trie_fillers"
 FailureReason = Literal["error", "malformed", "timeout", "start_check"]
 FAILURE_REASONS: tuple[FailureReason, ...] = ("error", "malformed", "timeout", "start_check")
 
+WaitCause = Literal["drafting", "pause_end", "verification"]
+WAIT_CAUSES: tuple[WaitCause, ...] = ("drafting", "pause_end", "verification")
+
 
 @dataclass(slots=True)
 class TreeStats:
@@ -202,6 +205,8 @@ class TreeStats:
         accepted_prediction_tokens, rejected_prediction_tokens: Tokens drafted from predictions.
         draft_failures: Failed drafts, by reasons that had any.
         predictions: Accepted and rejected ones of each request; the scheduler keeps them.
+        waits: Steps for whose tokens the host waited before the next launch on Model Runner V2, by
+            cause: to draft, to draft again after a pause, to take in the outcome of drafts in one.
     """
 
     steps: int = 0
@@ -214,15 +219,18 @@ class TreeStats:
     rejected_prediction_tokens: int = 0
     draft_failures: dict[str, int] = field(default_factory=dict)
     predictions: dict[str, tuple[int, int]] = field(default_factory=dict)
+    waits: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: TreeStats) -> None:
         """Add another report to this one."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for reason, count in other.draft_failures.items():
-            self.draft_failures[reason] = self.draft_failures.get(reason, 0) + count
-        for request_id, counts in other.predictions.items():
-            self.count_prediction(request_id, *counts)
+        for name in _COUNTS:
+            counts = getattr(self, name)
+            for reason, count in getattr(other, name).items():
+                counts[reason] = counts.get(reason, 0) + count
+        for request_id, pair in other.predictions.items():
+            self.count_prediction(request_id, *pair)
 
     def count_prediction(self, request_id: str, accepted: int, rejected: int) -> None:
         """Add to the counts of a request's prediction."""
@@ -230,4 +238,5 @@ class TreeStats:
         self.predictions[request_id] = before[0] + accepted, before[1] + rejected
 
 
-_SUMS = [f.name for f in fields(TreeStats) if f.name not in ("draft_failures", "predictions")]
+_COUNTS = ("draft_failures", "waits")
+_SUMS = [f.name for f in fields(TreeStats) if f.name not in (*_COUNTS, "predictions")]

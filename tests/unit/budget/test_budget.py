@@ -322,6 +322,39 @@ def test_drafting_that_costs_nothing_goes_on():
         assert budget.cut(["a"], [_chain([0.05])], 1)[0].num_nodes == 0
 
 
+def test_drafting_that_waits_pauses_whatever_it_costs():
+    for trees in ([_chain([0.05])], [TokenTree.empty()], []):
+        budget = _costly_engine(drafting_seconds=0.0)
+        budget.drafting_waits = True
+        calls = 0
+        for _ in range(300):
+            if budget.should_draft(1):
+                calls += 1
+                budget.cut(["a"] * len(trees), trees, 1)
+        assert 5 < calls < 20
+        # Steps of prefills draft for nobody and say nothing of what drafts bring.
+        budget._pause, budget._next_pause = 0, 1
+        for _ in range(10):
+            budget.should_draft(1)
+            budget.cut([], [], 0)
+        assert budget._next_pause == 1
+
+
+@pytest.mark.parametrize(("seconds", "keeps"), [(1.02, 1), (0.9, 1), (0.7, 0), (1e-9, 0)])
+def test_drafts_are_weighed_against_steps_that_nobody_waits_for(seconds, keeps):
+    budget = NodeBudget()
+    budget.drafting_waits = True
+    for num_tokens in (1, 2, 4):
+        budget.observe_step(num_tokens, 1.0 + 0.02 * num_tokens)
+    for _ in range(100):
+        budget.observe_unwaited(1, seconds)
+    assert budget.cut(["a"], [_chain([0.3])], 1)[0].num_nodes == keeps
+    budget.observe_unwaited(0, 1.0)  # prefills among its tokens
+    for _ in range(100):
+        budget.observe_unwaited(1, 1.02)
+    assert budget.cut(["a"], [_chain([0.3])], 1)[0].num_nodes == 1
+
+
 def test_a_gain_smaller_than_the_cost_of_drafting_is_none():
     tree = _chain([0.2])
     kept = []

@@ -24,7 +24,8 @@ def ours() -> dict[str, tuple[str, ...]]:
     labels = {}
     made = metrics._Metrics()
     beams = map(metrics.beam_counter, metrics.BEAM_COUNTERS)
-    for metric in (*made.counters.values(), made.draft_failures, made.tokens_per_step, *beams):
+    others = (made.draft_failures, made.waits, made.tokens_per_step)
+    for metric in (*made.counters.values(), *others, *beams):
         (described,) = metric.describe()
         name = described.name + ("_total" if described.type == "counter" else "")
         labels[name] = metric._labelnames

@@ -16,6 +16,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from tests.unit.drafters.support import VOCAB, make_context
+from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.trace_file import read_trace
 from vllm_trie.tree import TokenTree
@@ -55,6 +56,26 @@ class NextNumbers(Drafter):
 
     def release(self, request_id: str) -> None:
         self.released.append(request_id)
+
+
+class Event:
+    """An event of a device, which ends nothing by itself.
+
+    Attributes:
+        waits: Of all events.
+        has_arrived: Whether the work before them has ended.
+    """
+
+    waits, has_arrived = 0, False
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        Event.waits += 1
+
+    def query(self) -> bool:
+        return Event.has_arrived
 
 
 class Steps:
@@ -99,7 +120,9 @@ class Steps:
         self.adapter.add_requests([data])
         self.indices.setdefault(request_id, len(self.indices) + 2)
 
-    def step(self, sampled: dict[str, list[int]], scheduled: int = 0) -> list[list[int]]:
+    def step(
+        self, sampled: dict[str, list[int]], scheduled: int = 0, max_nodes: int = WIDTH
+    ) -> list[list[int]]:
         """Run a step with these tokens sampled; return each request's row of draft tokens."""
         ids = [*sampled]
         places = {i: [-1] * scheduled for i in ids} if scheduled else {}
@@ -109,7 +132,7 @@ class Steps:
             scheduled_spec_decode_tokens=places,
             total_num_scheduled_tokens=len(ids) * (scheduled + 1),
         )
-        output = self.adapter.fit(output)
+        output = self.adapter.start(output)
         num_rows = [1 + len(output.scheduled_spec_decode_tokens.get(i, ())) for i in ids]
         tokens = np.full((len(ids), WIDTH + 1), -7)
         for row, some in zip(tokens, sampled.values(), strict=True):
@@ -123,11 +146,10 @@ class Steps:
         )
         # Row r of the logits has hidden state [r].
         hidden_states = torch.arange(-1.0, sum(num_rows)).unsqueeze(1)
-        self.adapter.trees.start_step(len(ids))
         self.adapter.begin_step(output, ids)
         counts = torch.tensor([len(some) for some in sampled.values()])
         self.adapter.keep_sampled(torch.from_numpy(tokens), counts)
-        placeholders = self.adapter.propose(batch, hidden_states, WIDTH)
+        placeholders = self.adapter.propose(batch, hidden_states, max_nodes)
         self.states.draft_tokens[batch.idx_mapping] = placeholders
         self.adapter.draft()
         rows: list[list[int]] = self.states.draft_tokens[batch.idx_mapping].tolist()
@@ -145,8 +167,9 @@ class Steps:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda **options: event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: Event())
+    monkeypatch.setattr(Event, "waits", 0)
+    monkeypatch.setattr(Event, "has_arrived", False)
     return Steps()
 
 
@@ -297,6 +320,86 @@ def test_prompts_are_read_once_while_the_device_computes_them(steps: Steps) -> N
     for _ in range(2):
         steps.step({"a": [11], "b": [3]})
     assert read == [[7, 8]]
+
+
+class Pausing(NodeBudget):
+    """Pauses where it is told to."""
+
+    pauses = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unwaited: list[int] = []
+
+    def should_draft(self, num_rows: int) -> bool:
+        return not self.pauses
+
+    def observe_unwaited(self, num_tokens: int, seconds: float) -> None:
+        self.unwaited.append(num_tokens)
+
+
+@pytest.fixture
+def budget(steps: Steps) -> Pausing:
+    steps.adapter.trees.budget = Pausing()
+    return steps.adapter.trees.budget
+
+
+def test_a_pause_waits_at_its_end_only(steps: Steps, budget: Pausing) -> None:
+    steps.add("a", [7, 8])
+    steps.add("b", [7, 8])
+    steps.step({"a": [11], "b": [20]})
+    assert Event.waits == 1
+    budget.pauses = True
+    # The last drafts are verified yet.
+    assert steps.step({"a": [12, 13], "b": [21]}, scheduled=WIDTH) == [[0] * WIDTH] * 2
+    assert Event.waits == 2
+    steps.drafter.requests = []
+    for token in range(14, 19):
+        assert steps.step({"a": [token], "b": [token + 8]}, scheduled=WIDTH) == [[0] * WIDTH] * 2
+        assert steps.drafted("a") == 0
+    assert not steps.drafter.requests
+    assert Event.waits == 2
+    assert steps.adapter._requests["a"].num_tokens == 5
+    # The first two launches of a pause follow each other faster than steps end.
+    assert budget.unwaited == [2, 2]
+    budget.pauses = False
+    assert steps.step({"a": [31], "b": [31]}, scheduled=WIDTH) == [[32, 33, 34, 35]] * 2
+    assert Event.waits == 3
+    assert steps.drafter.requests[0].token_ids.tolist() == [7, 8, *range(11, 19), 31]
+    stats = steps.statistics()
+    assert stats.waits == {"drafting": 1, "verification": 1, "pause_end": 1}
+    assert (stats.steps, stats.tokens) == (2 * 8, 2 + 3 + 2 * 6)
+
+
+def test_a_pause_takes_in_what_has_arrived(steps: Steps, budget: Pausing) -> None:
+    """Texts of requests that end or start again meanwhile are left as they are."""
+    budget.pauses = True
+    for name in "abc":
+        steps.add(name, [7, 8])
+    steps.step({"a": [11], "b": [11], "c": [11]})
+    steps.adapter.release(["b"])
+    steps.step({"a": [12], "c": [12]})
+    steps.add("c", [7, 8, 11, 12], num_output=2)
+    Event.has_arrived = True
+    steps.step({"a": [13], "c": []})
+    texts = {
+        name: text.token_ids[: text.num_tokens] for name, text in steps.adapter._requests.items()
+    }
+    assert {name: text.tolist() for name, text in texts.items()} == {
+        "a": [7, 8, 11, 12],
+        "c": [7, 8, 11, 12],
+    }
+    assert Event.waits == 0
+    assert steps.adapter.trees._last_steps.keys() == {"a"}
+
+
+def test_nobody_waits_where_the_scheduler_wants_no_drafts(steps: Steps) -> None:
+    steps.add("a", [7, 8])
+    for token in (11, 12, 13):
+        steps.step({"a": [token]}, max_nodes=0)
+    assert Event.waits == 0
+    assert steps.step({"a": [14]}) == [[15, 0, 0, 0]]
+    assert Event.waits == 1
 
 
 @pytest.mark.parametrize("invalid", [None, [False, False, True, False, False, False]])

@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_trie.vllm_hooks.ledger.record import STATS, Symbols
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.wire import FAILURE_REASONS, TreeStats
+from vllm_trie.vllm_hooks.wire import FAILURE_REASONS, WAIT_CAUSES, TreeStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,6 +105,12 @@ class _Metrics:
         self.draft_failures = register_metric(
             Counter, "vllm:trie_draft_failures", "Drafts that failed.", (*_LABELS, "reason")
         )
+        self.waits = register_metric(
+            Counter,
+            "vllm:trie_device_waits",
+            "Steps that the host waited for before it launched the next.",
+            (*_LABELS, "cause"),
+        )
         self.tokens_per_step = register_metric(
             Gauge,
             "vllm:trie_tokens_per_step",
@@ -173,6 +179,8 @@ class TreeStatLogger(StatLoggerBase):
         for reason in FAILURE_REASONS:
             failed = tree.draft_failures.get(reason, 0)
             self._metrics.draft_failures.labels(*self._labels, reason).inc(failed)
+        for cause in WAIT_CAUSES:
+            self._metrics.waits.labels(*self._labels, cause).inc(tree.waits.get(cause, 0))
         self._failures += sum(tree.draft_failures.values())
 
     def _count(self, **amounts: float) -> None:

@@ -10,7 +10,8 @@ this order in each step:
 4. ``verify`` with the logits, then ``compact``: the accepted nodes' KV moves to its final slots;
    where the host only sees the outcome, ``observe_outputs`` takes the place of 4, and where vLLM
    has verified chains, of 2's ``place`` and 3 too;
-5. ``end_step`` with the new tokens, then ``draft`` unless ``is_pausing``;
+5. ``end_step`` with the new tokens, then ``draft`` unless ``is_pausing``; or ``take_in``, where
+   further steps were begun meanwhile;
 6. ``take_stats`` before the engine goes on; ``draft`` may follow it.
 """
 
@@ -28,7 +29,7 @@ from vllm_trie.attention import TreeBatch
 from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import DraftRequest, VerifiedStep
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.wire import TreeStats
+from vllm_trie.vllm_hooks.wire import TreeStats, WaitCause
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
 from vllm_trie.vllm_hooks.worker.step_clock import StepClock
@@ -73,6 +74,8 @@ class TreeVerifier:
         tree_batch: Those of them that need tree attention.
         has_drafts: Whether the step that runs verifies drafts.
         is_pausing: Whether no drafts are wanted after the step that runs.
+        num_decode_tokens: Tokens of the step that runs; 0 with prefills among them, as its duration
+            cannot be attributed to nodes then.
         totals: Statistics over the engine's lifetime.
     """
 
@@ -101,8 +104,7 @@ class TreeVerifier:
         self._request_ids: Sequence[str] = []
         self._accepted: Sequence[Sequence[int]] = []
         self._last_logits_rows: Sequence[int] = []  # those that gave the bonus tokens
-        # Without prefills in the step; with them, its duration cannot be attributed to nodes.
-        self._num_decode_tokens = 0
+        self.num_decode_tokens = 0
         self._num_decoding = 0
         self._clock = StepClock()
         self._stats = TreeStats()
@@ -128,7 +130,7 @@ class TreeVerifier:
         """
         start = time.perf_counter()
         num_decode_tokens = len(request_ids) + sum(map(len, drafts.values()))
-        self._num_decode_tokens = num_tokens if num_tokens == num_decode_tokens else 0
+        self.num_decode_tokens = num_tokens if num_tokens == num_decode_tokens else 0
         self._request_ids = request_ids
         self.has_drafts = bool(drafts)
         self.tree_batch = None
@@ -269,8 +271,8 @@ class TreeVerifier:
             new_tokens: Of each request of the batch; none while its prefill goes on.
         """
         start = time.perf_counter()
-        if self.budget is not None and self._num_decode_tokens:
-            self.budget.observe_step(self._num_decode_tokens, self._clock.stop())
+        if self.budget is not None and self.num_decode_tokens:
+            self.budget.observe_step(self.num_decode_tokens, self._clock.stop())
         self._num_decoding = sum(map(bool, new_tokens))
         self._stats.steps += self._num_decoding
         self._stats.tokens += sum(map(len, new_tokens))
@@ -280,6 +282,20 @@ class TreeVerifier:
         for request_id in self._request_ids:
             self._stored_trees.pop(request_id, None)
         self._stats.bookkeeping_seconds += time.perf_counter() - start
+
+    def take_in(self, new_tokens: Mapping[str, Sequence[int]]) -> None:
+        """Take in the tokens of an earlier step, which verified no drafts, by request id."""
+        self._last_steps.update(dict.fromkeys(new_tokens, _NO_DRAFT))
+        self._stats.steps += sum(map(bool, new_tokens.values()))
+        self._stats.tokens += sum(map(len, new_tokens.values()))
+        if self.recorder is not None:
+            self.recorder.record([*new_tokens], self._last_steps, [*new_tokens.values()])
+        for request_id in new_tokens:
+            self._stored_trees.pop(request_id, None)
+
+    def count_wait(self, cause: WaitCause) -> None:
+        """Count a wait for the device."""
+        self._stats.waits[cause] = self._stats.waits.get(cause, 0) + 1
 
     def draft(
         self,

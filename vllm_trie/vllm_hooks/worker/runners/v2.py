@@ -23,6 +23,7 @@ from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.draft_support import check_states
 from vllm_trie.vllm_hooks.worker.beam.beams_v2 import sample_and_select
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
+from vllm_trie.vllm_hooks.worker.runners.v2_lengths import most_logits_rows
 from vllm_trie.vllm_hooks.worker.verifier_setup import make_verifier
 
 if TYPE_CHECKING:
@@ -214,7 +215,9 @@ class RunnerV2Mixin(_Runner):
         each request. Verification copies them in float32, a part of bounded size at a time.
         """
         super()._dummy_sampler_run(hidden_states)
-        rows = min(self.max_num_tokens, self.max_num_reqs * self.decode_query_len)
+        assert self.speculative_config is not None
+        tiers = self.speculative_config.num_speculative_tokens_per_batch_size or []
+        rows = min(self.max_num_tokens, most_logits_rows(tiers, self.max_num_reqs))
         model: Any = self.model
         logits = model.compute_logits(hidden_states.new_zeros(rows, hidden_states.shape[1]))
         logits[: get_max_chunk_logits(logits.shape[1])].to(torch.float32, copy=True)
@@ -231,11 +234,7 @@ class RunnerV2Mixin(_Runner):
 
     @_runner.overrides("drafts, and verifies as many tokens as were drafted")
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        self.adapter.draft()
-        scheduler_output = self.adapter.fit(scheduler_output)
-        if self.adapter.is_drafting and scheduler_output.num_scheduled_tokens:
-            self.adapter.trees.start_step(len(scheduler_output.num_scheduled_tokens))
-        return super().execute_model(scheduler_output, *args, **kwargs)
+        return super().execute_model(self.adapter.start(scheduler_output), *args, **kwargs)
 
     @_runner.overrides("drafts before the scheduler asks")
     def take_draft_token_ids(self) -> DraftTokenIds | None:

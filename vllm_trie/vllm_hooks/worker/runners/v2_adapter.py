@@ -8,6 +8,13 @@ launches the next step, so that a step's output leaves before anything waits for
     worker   launches k     waits, drafts, launches k + 1
     engine                                               output of k, schedules k + 2
 
+Steps after which nobody drafts, as the node budget pauses or the batch is too large, are not waited
+for: their tokens are taken in once they have arrived, and before the next wait at the latest::
+
+    device   [ step k ][ step k + 1 ]
+    worker   launches k + 1, takes in k - 1
+    engine             output of k, schedules k + 2
+
 A step then verifies what was drafted (:mod:`.v2_lengths`). Where it must verify more, a draft is
 filled up with tokens that verification rejects unseen::
 
@@ -18,6 +25,7 @@ filled up with tokens that verification rejects unseen::
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
@@ -27,7 +35,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
 from vllm_trie.drafters import DraftRequest
-from vllm_trie.vllm_hooks.wire import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats
+from vllm_trie.vllm_hooks.wire import (
+    FILLERS_ATTRIBUTE,
+    STATS_ATTRIBUTE,
+    TreeStats,
+    WaitCause,
+)
 from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost, expect_measured
 from vllm_trie.vllm_hooks.worker.drafting.neural_v2 import V2Chains
 from vllm_trie.vllm_hooks.worker.runners import v2_lengths
@@ -46,18 +59,40 @@ if TYPE_CHECKING:
 
     from vllm_trie.drafters.union import TrieUnionDrafter
 
+_MOST_AHEAD = 2
+"""Steps that asynchronous scheduling launches before it reads an output."""
 _FILLER = 0
 """Any token of the vocabulary: the model computes it, verification never accepts it."""
 
 
+class _Sampled(NamedTuple):
+    """Tokens of a step on their way to the host."""
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    has_arrived: torch.cuda.Event
+
+
 class _Launched(NamedTuple):
-    """A step on the device, after which there is to draft."""
+    """A step on the device."""
 
     batch: InputBatch
-    hidden_states: torch.Tensor
-    """[tokens of the step, hidden_size]"""
+    texts: list[RequestText]
+    """Of the batch; a request that starts again after a preemption gets another one."""
+    sampled: _Sampled
+    wait: WaitCause | None
+    """Why the next launch waits for its tokens; None if it does not."""
+    hidden_states: torch.Tensor | None
+    """[tokens of the step, hidden_size], where there is to wait."""
     max_nodes: int
     """The scheduler's limit on a draft."""
+    num_decode_tokens: int
+    """0 with prefills among them."""
+
+    def new_tokens(self) -> list[Sequence[int]]:
+        """Add the tokens, which have arrived, to the texts; return those before their ends."""
+        rows = zip(self.texts, self.sampled.tokens.tolist(), self.sampled.counts, strict=True)
+        return [text.extend(row[:count]) for text, row, count in rows]
 
 
 class V2Adapter:
@@ -90,11 +125,14 @@ class V2Adapter:
         self._lengths: Mapping[str, int] = {}
         self._fillers: dict[str, int] = {}
         self._state: Literal["warm-up", "drafting", "off"] = "warm-up"
-        self._launched: _Launched | None = None
-        # On their way to the host: the sampled tokens, their numbers, and the event to wait for.
-        self._sampled: tuple[np.ndarray, np.ndarray] | None = None
-        self._copied = torch.cuda.Event(blocking=True)
+        self._sampled: _Sampled | None = None
+        self._launched: _Launched | None = None  # last, after which the next launch waits
+        self._queued: deque[_Launched] = deque()  # before it, not waited for, oldest first
+        self._num_ahead = 0  # launches since the last wait
+        self._launched_at = 0.0
         self._stats: TreeStats | None = None  # not sent yet
+        if trees.budget is not None:
+            trees.budget.drafting_waits = True
         self._chains: V2Chains | None = None
 
     # -- start-up ----------------------------------------------------------------------------------
@@ -155,6 +193,7 @@ class V2Adapter:
         self._state = "off"
         self._graph_lengths = ()
         self._launched = None
+        self._queued.clear()
         self._requests.clear()
         self.trees.guard.refuse(why)
         self._stats = TreeStats(draft_failures=self.trees.guard.take_new_failures())
@@ -182,7 +221,49 @@ class V2Adapter:
 
     # -- the launch of a step ----------------------------------------------------------------------
 
-    def fit(self, output: SchedulerOutput) -> SchedulerOutput:
+    def start(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Draft for a step, or let the one before run on; return the step with as many places for
+        each draft as it verifies."""
+        if self.is_drafting:
+            self.draft()
+            self._let_run_on(output)
+        step = self._fit(output)
+        if self.is_drafting and step.num_scheduled_tokens:
+            self.trees.start_step(len(step.num_scheduled_tokens))
+        return step
+
+    def _let_run_on(self, output: SchedulerOutput) -> None:
+        """Queue the last step, if nobody waits for it, and take in those that have ended.
+
+        Args:
+            output: The step to be launched.
+        """
+        now = time.perf_counter()
+        seconds, self._launched_at = now - self._launched_at, now
+        if (step := self._launched) is not None:
+            self._launched = None
+            self._num_ahead += 1
+            # One launch follows another as fast as steps end, once the engine is as far ahead as it
+            # gets. After a while without work it goes on with other requests.
+            goes_on = not output.num_scheduled_tokens.keys().isdisjoint(step.batch.req_ids)
+            if self.trees.budget is not None and self._num_ahead > _MOST_AHEAD and goes_on:
+                self.trees.budget.observe_unwaited(step.num_decode_tokens, seconds)
+            for text in step.texts:
+                text.drafted = []
+            self._queued.append(step)
+        while self._queued and self._queued[0].sampled.has_arrived.query():
+            self._take_in_unwaited(self._queued.popleft())
+
+    def _take_in_unwaited(self, step: _Launched) -> None:
+        new_tokens = {
+            text.data.req_id: tokens
+            for text, tokens in zip(step.texts, step.new_tokens(), strict=True)
+            if self._requests.get(text.data.req_id) is text  # it may have ended meanwhile
+        }
+        self.trees.take_in(new_tokens)
+        self._keep_stats()
+
+    def _fit(self, output: SchedulerOutput) -> SchedulerOutput:
         """Return the step with as many places for each draft as it verifies."""
         places = output.scheduled_spec_decode_tokens
         self._places = {name: len(tokens) for name, tokens in places.items()}
@@ -199,7 +280,7 @@ class V2Adapter:
         return v2_lengths.shortened(output, self._lengths)
 
     def fit_masks(self, grammar: GrammarOutput | None) -> GrammarOutput | None:
-        """Return a grammar's masks of the places that :meth:`fit` left."""
+        """Return a grammar's masks of the places that :meth:`start` left."""
         if grammar is None or self._lengths is self._places:
             return grammar
         return v2_lengths.shortened_masks(grammar, self._places, self._lengths)
@@ -224,15 +305,17 @@ class V2Adapter:
     # -- drafts ------------------------------------------------------------------------------------
 
     def keep_sampled(self, tokens: torch.Tensor, num_sampled: torch.Tensor) -> None:
-        """Start the copy of the step's tokens to the host; :meth:`draft` waits for it.
+        """Start the copy of the step's tokens to the host.
 
         Args:
             tokens: int64 [requests, up to N + 1].
             num_sampled: int32 [requests].
         """
         if self.is_drafting:
-            self._sampled = async_copy_to_np(tokens), async_copy_to_np(num_sampled)
-            self._copied.record()
+            has_arrived = torch.cuda.Event(blocking=True)
+            copies = async_copy_to_np(tokens), async_copy_to_np(num_sampled)
+            has_arrived.record()
+            self._sampled = _Sampled(*copies, has_arrived)
 
     def propose(
         self, batch: InputBatch, hidden_states: torch.Tensor, max_nodes: int
@@ -247,11 +330,26 @@ class V2Adapter:
             max_nodes: The scheduler's limit on a draft.
         """
         if self.is_drafting:
-            self._launched = _Launched(batch, hidden_states, max_nodes)
             self._read_prompts(batch.req_ids, max_nodes)
-            if self.runner.use_pp:
+            wait = self._wait_cause(max_nodes)
+            assert self._sampled is not None
+            texts = [self._requests[request_id] for request_id in batch.req_ids]
+            states = None if wait is None else hidden_states
+            num_tokens = self.trees.num_decode_tokens
+            self._launched = _Launched(
+                batch, texts, self._sampled, wait, states, max_nodes, num_tokens
+            )
+            if wait is None:
+                self.num_drafted[batch.idx_mapping] = 0
+            elif self.runner.use_pp:
                 return self._draft_after(self._take_launched())
         return batch.idx_mapping.new_zeros((batch.num_reqs, self._req_states.num_speculative_steps))
+
+    def _wait_cause(self, max_nodes: int) -> WaitCause | None:
+        """Return why the launch after the step that runs waits for its tokens."""
+        if not self.trees.is_pausing and max_nodes:
+            return "pause_end" if self._num_ahead else "drafting"
+        return "verification" if self.trees.has_drafts else None
 
     def _read_prompts(self, request_ids: Sequence[str], max_nodes: int) -> None:
         """Let the drafter read the prompts that the device is computing."""
@@ -263,8 +361,8 @@ class V2Adapter:
         self.trees.guard.read_prompts([request for request in requests if request is not None])
 
     def draft(self) -> None:
-        """Draft after the step that was launched last; the one wait of a step for the device."""
-        if self._launched is None:
+        """Draft after the step that was launched last, unless nobody waits for it."""
+        if self._launched is None or self._launched.wait is None:
             return
         launched = self._take_launched()
         batch = launched.batch
@@ -278,26 +376,30 @@ class V2Adapter:
         assert launched is not None
         return launched
 
+    def _wait_for(self, step: _Launched) -> list[Sequence[int]]:
+        """Wait for a step's tokens, the one wait for the device; return them."""
+        step.sampled.has_arrived.synchronize()
+        assert step.wait is not None
+        self.trees.count_wait(step.wait)
+        while self._queued:  # steps before it, which have ended, too
+            self._take_in_unwaited(self._queued.popleft())
+        self._num_ahead = 0
+        return step.new_tokens()
+
     def _draft_after(self, launched: _Launched) -> torch.Tensor:
-        batch = launched.batch
-        self._copied.synchronize()
-        assert self._sampled is not None
-        tokens, counts = self._sampled
-        requests = [self._requests[request_id] for request_id in batch.req_ids]
-        new_tokens = [
-            request.extend(row[:count])
-            for request, row, count in zip(requests, tokens.tolist(), counts.tolist(), strict=True)
-        ]
+        batch, texts = launched.batch, launched.texts
+        new_tokens = self._wait_for(launched)
         self.trees.observe_outputs(new_tokens, self._node_argmax(batch))
         self.trees.end_step(new_tokens)
         start = time.perf_counter()
-        drafts: list[list[int]] = [[] for _ in requests]
-        if not self.trees.is_pausing:
-            draft_requests = self._draft_requests(batch.req_ids, new_tokens, launched.max_nodes)
+        drafts: list[list[int]] = [[] for _ in texts]
+        if launched.wait != "verification":
+            assert launched.hidden_states is not None
+            draft_requests = self._draft_requests(texts, new_tokens, launched.max_nodes)
             rows = self._verified_rows(batch, launched.hidden_states)
-            drafts = self.trees.draft(draft_requests, len(requests), rows, start)
-        for request, draft in zip(requests, drafts, strict=True):
-            request.drafted = draft
+            drafts = self.trees.draft(draft_requests, len(texts), rows, start)
+        for text, draft in zip(texts, drafts, strict=True):
+            text.drafted = draft
         self._keep_stats()
         return self._on_device(batch, drafts)
 
@@ -308,15 +410,14 @@ class V2Adapter:
         self._stats = stats or self._stats
 
     def _draft_requests(
-        self, request_ids: Sequence[str], new_tokens: Sequence[Sequence[int]], max_nodes: int
+        self, texts: Sequence[RequestText], new_tokens: Sequence[Sequence[int]], max_nodes: int
     ) -> dict[int, DraftRequest]:
         """Return the requests that get a draft, by batch index."""
         draft_requests = {}
-        for index, request_id in enumerate(request_ids):
-            request = self._requests[request_id]
-            if not new_tokens[index] or request.has_ended:
+        for index, (text, tokens) in enumerate(zip(texts, new_tokens, strict=True)):
+            if not tokens or text.has_ended:
                 continue
-            drafted = self._draft_request(request, max_nodes)
+            drafted = self._draft_request(text, max_nodes)
             if drafted is not None:
                 draft_requests[index] = drafted
         return draft_requests

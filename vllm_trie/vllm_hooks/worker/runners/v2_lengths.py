@@ -9,7 +9,7 @@ needs not know.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,16 @@ def captured_lengths(manager: CudaGraphManager | None) -> frozenset[int]:
     """Return the lengths of drafts whose steps replay a CUDA graph of one length."""
     lengths = (desc.uniform_token_count for desc in (() if manager is None else manager.graphs))
     return frozenset(length - 1 for length in lengths if length is not None)
+
+
+def most_logits_rows(tiers: Sequence[tuple[int, int, int]], max_num_seqs: int) -> int:
+    """Return the most rows of logits of a step whose batch grows after its drafts were scheduled.
+
+    Args:
+        tiers: First and last batch size, and draft tokens of each request.
+        max_num_seqs: Of the engine.
+    """
+    return max_num_seqs + max(min(last, max_num_seqs) * length for _, last, length in tiers)
 
 
 def draft_lengths(
