@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections import deque
+from collections.abc import Callable
 from copy import copy
 from types import SimpleNamespace
 from typing import Any
@@ -90,7 +92,7 @@ from vllm_trie.vllm_hooks import plugin
 
 plugin.register()
 
-from vllm import envs
+from vllm import SamplingParams, envs
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -106,6 +108,8 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu import cudagraph_utils
 
@@ -238,9 +242,57 @@ def speculation() -> dict[str, Any]:
         "status": plugin.status(),
         "not_allowed": described(False, speculation=TREES),
         "without a flag": described(False),
+        "lines": lines_of(lambda: configure(False)),
         "allowed": {name: described(True, **values) for name, values in SETTINGS.items()},
         "chosen": chosen_backend(),
     }
+
+
+def scheduled(num_running: int, speculation: dict[str, Any] | None) -> dict[str, int]:
+    """What vLLM's scheduler makes of a step in which prompts wait behind running requests."""
+    vars(envs)["VLLM_USE_V2_MODEL_RUNNER"] = None
+    config = EngineArgs(
+        model=str(model_path()),
+        max_model_len=512,
+        max_num_seqs=1088,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        speculative_config=speculation,
+    ).create_engine_config()
+    made = scheduler(config, SPECS["full"], num_blocks=40_000)
+
+    def add(name: str, length: int) -> None:
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        made.add_request(Request(name, [1] * length, params, None))
+
+    for number in range(num_running):
+        add(f"running {number}", 4)
+    outputs = deque([made.schedule()])
+    for _ in range(6):  # two steps are on the device
+        outputs.append(made.schedule())
+        of_step = outputs.popleft()
+        names = [*of_step.num_scheduled_tokens]
+        made.update_from_output(
+            of_step,
+            ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, [[1] for _ in names]),
+        )
+    for number in range(64):
+        add(f"prompt {number}", 500)
+    step = made.schedule()
+    prefills = [n for name, n in step.num_scheduled_tokens.items() if name.startswith("prompt")]
+    return {
+        "running": len(step.num_scheduled_tokens) - len(prefills),
+        "prefill tokens": sum(prefills),
+        "placeholders": sum(map(len, step.scheduled_spec_decode_tokens.values())),
+        "next": step.num_spec_tokens_to_schedule,
+    }
+
+
+def loads() -> dict[str, list[dict[str, int]]]:
+    """The same without the plugin and with it, by running requests."""
+    methods = None, {"method": "ngram_trie"}
+    sizes = 64, 128, 256, 512, 1024
+    return {str(size): [scheduled(size, method) for method in methods] for size in sizes}
 
 
 def configured_for_beams(options: dict[str, Any] | None, **settings: Any) -> Any:
@@ -250,14 +302,14 @@ def configured_for_beams(options: dict[str, Any] | None, **settings: Any) -> Any
     ).create_engine_config()
 
 
-def scheduler(config: Any, specs: list[Any]) -> Any:
+def scheduler(config: Any, specs: list[Any], num_blocks: int = 32) -> Any:
     """As vLLM's engine core makes it."""
     init_none_hash(sha256)
-    config.cache_config.num_gpu_blocks = 32
+    config.cache_config.num_gpu_blocks = num_blocks
     groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
     return config.scheduler_config.get_scheduler_cls()(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(32, [], groups),
+        kv_cache_config=KVCacheConfig(num_blocks, [], groups),
         structured_output_manager=StructuredOutputManager(config),
         block_size=16,
         hash_block_size=16,
@@ -281,11 +333,15 @@ def described_beams(options: dict[str, Any] | None, **settings: Any) -> dict[str
     }
 
 
+def lines_of(call: Callable[[], object]) -> list[str]:
+    """What the plugin logs meanwhile."""
+    lines.clear()
+    call()
+    return [*lines]
+
+
 def beams() -> dict[str, Any]:
     """What the plugin does to beam search."""
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm_trie").addHandler(handler)
     result: dict[str, Any] = {
         "default": described_beams(None),
         "allowed": described_beams({"allow_untested_gpu": True}),
@@ -319,7 +375,10 @@ def touched() -> dict[str, Any]:
 
 
 def main() -> None:
-    result = {"beams": beams(), "speculation": speculation(), **touched()}
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm_trie").addHandler(handler)
+    result = {"beams": beams(), "speculation": speculation(), "loads": loads(), **touched()}
     print("RESULT " + json.dumps(result))
 
 

@@ -192,15 +192,33 @@ def test_chains_run_on_the_runner_that_vllm_prefers(
 def test_chains_are_the_default_without_a_flag(pretended) -> None:
     default = pretended["without a flag"]
     assert default == pretended["allowed"]["default"]
-    # One draft length for all batch sizes, which keeps requests unpadded.
-    assert [tokens for _, _, tokens in default["tiers"]] == [8]
+    (line,) = [line for line in pretended["lines"] if "vllm-trie is on" in line]
+    assert "chains, on Model Runner V2 with asynchronous scheduling" in line
 
 
 @needs_triton
-def test_large_batches_draft_less_where_graphs_take_one_length(pretended) -> None:
-    allowed = pretended["allowed"]
-    assert [tokens for _, _, tokens in allowed["one length"]["tiers"]] == [8, 4, 0]
-    assert len(allowed["any length by Triton"]["tiers"]) == 1
+def test_large_batches_draft_less(pretended) -> None:
+    tiers = {
+        name: [(last, tokens) for _, last, tokens in pretended["allowed"][name]["tiers"]]
+        for name in ("default", "any length by Triton", "one length", "trees")
+    }
+    assert tiers["default"] == [(64, 8), (128, 4), (256, 2), (1 << 20, 0)]
+    assert tiers["any length by Triton"] == tiers["default"]
+    assert tiers["one length"] == [(16, 8), (64, 4), (1 << 20, 0)]
+    assert tiers["trees"] == [(64, 31), (128, 15), (256, 7), (1 << 20, 0)]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("num_running", "length"), [(64, 8), (128, 4), (256, 2), (512, 0), (1024, 0)]
+)
+def test_prefills_beside_running_requests(pretended, num_running: int, length: int) -> None:
+    """Steps of 8,192 tokens; without a draft they are those of an engine without the plugin."""
+    plain, drafting = pretended["loads"][str(num_running)]
+    assert plain["running"] == drafting["running"] == num_running
+    assert drafting["placeholders"] == length * num_running
+    assert plain["prefill tokens"] - drafting["prefill tokens"] == length * num_running
+    assert plain["prefill tokens"] == 8192 - num_running
 
 
 @needs_triton

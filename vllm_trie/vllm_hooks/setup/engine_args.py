@@ -192,12 +192,11 @@ def create_engine_config(
     """Verify each configuration that vLLM has completed."""
     given = copy.copy(vars(self))
     vllm_config = original(self, *args, **kwargs)
-    verify(vllm_config)
     if config.read(vllm_config) is not None and runner_choice.belongs_on_v2(vllm_config):
         vars(self).update(given)
         with runner_choice.on_v2():
             vllm_config = original(self, *args, **kwargs)
-        verify(vllm_config)
+    verify(vllm_config)
     if UsageContext.LLM_CLASS in (*args, *kwargs.values()):
         _count_drafts(vllm_config)
     cpu_memory.reserve_what_is_free(vllm_config, self.gpu_memory_utilization)

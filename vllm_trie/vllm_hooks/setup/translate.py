@@ -10,7 +10,7 @@ vLLM's, which loads its weights and gives it a KV cache.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.drafters import available_methods
@@ -35,9 +35,12 @@ DEFAULT_CHAIN = 8
 DEFAULT_GPU_NODES = 31
 """The default of trees on Model Runner V2: with the committed token and 4 query heads for a KV head
 they fill 128 rows, the most that the kernel multiplies with keys and values it has read once."""
-_TIERS = (16, 64)
-"""Largest batches with full and with half of the draft tokens, where CUDA graphs take one length
-for all requests. By estimate: an 8B model verifies 8 for each of 64 in the time of 2 steps."""
+_TIERS = ((64, 1), (128, 2), (256, 4))
+"""On Model Runner V2: the largest batches with all draft tokens of a request, a half, a quarter;
+larger ones draft none. The limits leave room for prefills in a step, and for their logits."""
+_TIERS_OF_ONE_LENGTH = ((16, 1), (64, 2))
+"""The same where CUDA graphs take one length for all requests. By estimate: an 8B model verifies 8
+for each of 64 in the time of 2 steps."""
 MAX_NODES = 256
 """Largest node budget: beyond it a tree costs more than it gains on any known hardware."""
 
@@ -108,8 +111,9 @@ def translate(engine_args: EngineArgs) -> None:
     is_v2 = stands_for == runner_choice.V2_METHOD
     on_v2 = DEFAULT_GPU_NODES if parsed.engine_options.verification == "tree" else DEFAULT_CHAIN
     num_nodes = _check_num_nodes(asked_nodes, on_v2 if is_v2 else DEFAULT_NODES)
-    if is_v2 and parsed.neural is None and not runner_choice.takes_any_length(engine_args):
-        passed_on.setdefault("num_speculative_tokens_per_batch_size", _tiers(num_nodes))
+    if is_v2 and parsed.neural is None:
+        limits = _TIERS if runner_choice.takes_any_length(engine_args) else _TIERS_OF_ONE_LENGTH
+        passed_on.setdefault("num_speculative_tokens_per_batch_size", _tiers(num_nodes, limits))
 
     model: str | None = PROPOSER_CLASS
     if parsed.neural is not None:
@@ -219,10 +223,13 @@ def _check_num_nodes(value: object, default: int) -> int:
     return value
 
 
-def _tiers(num_nodes: int) -> list[tuple[int, int, int]]:
+def _tiers(num_nodes: int, limits: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Return vLLM's schedule: first and last batch size, and draft tokens of each request."""
-    full, half = _TIERS
-    return [(1, full, num_nodes), (full + 1, half, num_nodes // 2), (half + 1, 1 << 20, 0)]
+    tiers, first = [], 1
+    for last, divisor in limits:
+        tiers.append((first, last, num_nodes // divisor))
+        first = last + 1
+    return [*tiers, (first, 1 << 20, 0)]
 
 
 def _speculative_config_fields() -> frozenset[str]:
