@@ -6,14 +6,14 @@
 The CPU build of vLLM lags behind the GPU build on PyPI. Nearly all that the plugin touches is
 Python, and the same in both: so the wheel of the GPU build (some 340 MB) gives the Python files and
 the installed CPU build the compiled ones. What this does not show is a change in the compiled part
-or in torch.
+or in torch. The wheel stays in the user's cache folder for the next time.
 """
 
 import argparse
 import importlib.util
+import os
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -47,12 +47,15 @@ def lay_over(wheel, installed, folder):
     return len(names), len(compiled)
 
 
-def download(version, folder):
-    """Fetch the wheel of vLLM's GPU build and return its path."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    subprocess.run([*command, "--dest", folder, f"vllm=={version}"], check=True)
-    [wheel] = Path(folder).glob("vllm-*.whl")
-    return wheel
+def download(version):
+    """Return the path of the wheel of vLLM's GPU build, fetched where it is not in the cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_trie"
+    folder = cache / "wheels"
+    if not (wheels := [*folder.glob(f"vllm-{version}-*.whl")]):
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+        subprocess.run([*command, "--dest", folder, f"vllm=={version}"], check=True)
+        wheels = [*folder.glob(f"vllm-{version}-*.whl")]
+    return wheels[0]
 
 
 def main():
@@ -68,9 +71,7 @@ def main():
     if found is None:
         raise SystemExit("error: vLLM's CPU build is not installed; run this with .venv/bin/python")
     [installed] = found.submodule_search_locations
-    with tempfile.TemporaryDirectory() as temporary:
-        wheel = given.wheel or download(given.version, temporary)
-        files, links = lay_over(wheel, installed, given.folder)
+    files, links = lay_over(given.wheel or download(given.version), installed, given.folder)
     if given.packages:
         command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", given.folder]
         subprocess.run([*command, *given.packages], check=True)

@@ -10,6 +10,7 @@ import pytest
 from vllm.platforms import current_platform
 
 from tests.engine.conftest import needs_triton
+from tests.newer_vllm import newer_vllm
 from tests.processes import run_program, run_python
 from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.setup import draft_support
@@ -28,6 +29,12 @@ def started() -> dict[str, Any]:
 def test_the_start_of_a_gpus_engine_and_requests_after_it(started) -> None:
     """Memory profiling, warm-up, graphs, the checks."""
     assert set(started) == {"chains", "trees", "union", "broken chains", "beams"}
+
+
+@needs_triton
+def test_the_start_on_the_newer_vllm() -> None:
+    names = ["chains", "beams"]
+    assert [*run_program("tests.engine.gpu_startup", *names, **newer_vllm())] == names
 
 
 @needs_triton

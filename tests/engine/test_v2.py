@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import needs_triton
+from tests.newer_vllm import VERSION, newer_vllm
 from tests.processes import run_program
 
 pytestmark = needs_triton
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return run_program("tests.engine.v2_run")
+@pytest.fixture(scope="module", params=["installed", VERSION])
+def results(request: pytest.FixtureRequest) -> dict[str, Any]:
+    newer = newer_vllm() if request.param == VERSION else {}
+    return run_program("tests.engine.v2_run", **newer)
 
 
 @pytest.fixture(params=["synchronous", "asynchronous"])

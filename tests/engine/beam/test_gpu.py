@@ -10,6 +10,7 @@ import pytest
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.test_entrances import beam_params
 from tests.engine.conftest import needs_triton, scheduler_of
+from tests.newer_vllm import newer_vllm
 from tests.processes import run_program
 from vllm_trie.vllm_hooks.setup import limits
 
@@ -82,7 +83,17 @@ def on_gpus_runners() -> dict[str, Any]:
 def test_hypotheses_are_those_of_transformers_on_a_gpus_runner(
     on_gpus_runners: dict[str, Any], case: str
 ) -> None:
-    result = on_gpus_runners[case]
+    check(case, on_gpus_runners[case])
+
+
+@needs_triton
+@pytest.mark.slow
+def test_searches_and_their_check_on_the_newer_vllm() -> None:
+    case = "rules and catalogues"
+    check(case, run_program("tests.engine.beam.gpu_runners_run", case, **newer_vllm())[case])
+
+
+def check(case: str, result: dict[str, Any]) -> None:
     assert result["compared"] >= 20
     assert result["beams_forked"] > 20
     if case == "rules and catalogues":  # whose check searches ahead, too

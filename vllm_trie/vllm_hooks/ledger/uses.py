@@ -62,6 +62,9 @@ _v2("spec_decode.rejection_sampler:get_max_chunk_logits", "called",
     "bounds float32 copies of logits", "vocab_size")
 _v2("spec_decode.utils:DraftTokensHandler.set_draft_tokens", "called",
     "hands drafts to the scheduler, for structured outputs", "input_batch draft_tokens")
+_v2("structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask", "relied on",
+    "takes a row of masks for each scheduled place, or as many for every request",
+    "logits input_batch grammar_req_ids grammar_bitmask")
 _verified("v1.worker.gpu_model_runner:GPUModelRunner._dummy_run", "called",
     "at start-up: first step costs for the adaptive node budget", "num_tokens")
 _verified("v1.worker.gpu_model_runner:GPUModelRunner._sync_device", "called",

@@ -14,10 +14,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from vllm.v1.worker.gpu import structured_outputs
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+_HAS_ROW_PER_PLACE = hasattr(structured_outputs, "_build_grammar_mapping")
+"""Whether a grammar's masks have a row for each scheduled place. Since vLLM 0.33 each request has
+N + 1 rows, of which the runner skips those without a row of logits."""
 
 
 def captured_lengths(manager: CudaGraphManager | None) -> frozenset[int]:
@@ -83,9 +88,12 @@ def shortened_masks(
     """Return the grammar's masks without those of places that are not verified.
 
     Args:
-        grammar: One row for each request's last token and each of its places.
+        grammar: As scheduled, in vLLM 0.32 with one row for each request's last token and each of
+            its places.
         places, lengths: Scheduled and verified draft tokens, by request id.
     """
+    if not _HAS_ROW_PER_PLACE:
+        return grammar
     kept, first = [], 0
     for name in grammar.structured_output_request_ids:
         kept.append(first + np.arange(1 + lengths.get(name, 0)))

@@ -1,0 +1,31 @@
+"""The newer vLLM of the support window, of which there is no build for CPUs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes import ROOT, one_at_a_time
+
+VERSION = "0.33.0"
+_FOLDER = ROOT / ".venv" / f"vllm-{VERSION}"
+
+
+@functools.cache
+def newer_vllm() -> dict[str, str]:
+    """Return the environment of programs with its Python files over the installed compiled ones;
+    skip the test where the package index does not have it."""
+    with one_at_a_time():
+        if not _FOLDER.exists():
+            temporary = f"{_FOLDER}-{os.getpid()}"
+            script = [sys.executable, "packaging/newer_vllm.py", VERSION, temporary]
+            done = subprocess.run([*script, "--with", "orjson"], cwd=ROOT, capture_output=True)
+            if done.returncode != 0:
+                last = done.stderr.decode().splitlines()[-1:]
+                pytest.skip(f"vLLM {VERSION} cannot be had: {last}")
+            os.rename(temporary, _FOLDER)
+    return {"PYTHONPATH": str(_FOLDER)}
