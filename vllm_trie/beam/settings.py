@@ -109,7 +109,7 @@ class BeamOptions(BaseModel):
         default=False, description="Return the whole trie of the search, to draw it."
     )
     detokenize: _Flag = Field(
-        default=True, description="Give outputs their text; false saves its time."
+        default=True, description="Return the text of outputs; false saves the time."
     )
     items: str | None = Field(
         default=None,

@@ -71,7 +71,7 @@ def build(
 
 @app.command()
 def info(trie: _Trie) -> None:
-    """Say what is in an item trie, from its header."""
+    """Describe an item trie, from its header."""
     with errors_end_the_command():
         header = read_header(trie)
     _describe(trie, header)

@@ -15,8 +15,8 @@ class MedusaOptions(DrafterOptions):
     joint: Literal["context", "product"] = Field(
         default="context",
         description="Probability of a path. 'product': the product of the heads' probabilities, as "
-        "in the paper. 'context': what the request's text says about tokens that follow one "
-        "another, and the heads for the rest.",
+        "in the paper. 'context': the probabilities of the request's text for sequences that occur "
+        "there, and the heads' for the rest.",
     )
     num_heads: int | None = Field(
         default=None, ge=1, le=16, description="K, heads that are used; default all."

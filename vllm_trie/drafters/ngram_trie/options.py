@@ -20,7 +20,7 @@ class NgramTrieOptions(DrafterOptions):
         default=MAX_ORDER,
         ge=1,
         le=15,
-        description="Longest context that votes, in tokens.",
+        description="Longest context of a prediction, in tokens.",
     )
     store_tokens: int = Field(
         default=262_144,
@@ -38,13 +38,13 @@ class NgramTrieOptions(DrafterOptions):
     )
     recycle: bool = Field(
         default=True,
-        description="Where trees are verified: draft also what the model named after the nodes of "
-        "earlier trees, rejected ones included. Takes 10 MiB; requests share it within a "
-        "cache_salt.",
+        description="Where trees are verified, also draft the tokens that the model ranked first "
+        "after nodes of earlier trees, rejected ones included. Takes 10 MiB; requests share it "
+        "within a cache_salt.",
     )
     corpus: str | None = Field(
         default=None,
         description="A file of `vllm-trie corpus synthesize` or `corpus build` with the model's "
-        "tokenizer, to draft from too. Another file moved to its place is taken up while the "
-        "engine serves.",
+        "tokenizer, as a further source of drafts. The engine reads a file that is moved to its "
+        "place while it serves.",
     )

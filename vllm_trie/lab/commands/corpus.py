@@ -67,7 +67,7 @@ def info(
     corpus: Annotated[Path, typer.Argument(help="A corpus file.")],
     check: Annotated[bool, typer.Option(help="Read the whole file and check it.")] = True,
 ) -> None:
-    """Say what is in a corpus file, and whether it is whole."""
+    """Describe a corpus file, and check that it is whole."""
     with errors_end_the_command():
         header = read_header(corpus)
         if check:

@@ -51,15 +51,15 @@ class EngineOptions(BaseModel):
     node_budget: Literal["adaptive", "fixed"] = Field(
         default="adaptive",
         description="'adaptive' verifies the nodes that make the most tokens per second, down to "
-        "none; 'fixed' all that were drafted.",
+        "none; 'fixed' verifies all drafted nodes.",
     )
     draft_timeout_s: float = Field(
         default=10.0,
         gt=0.0,
         le=600.0,
-        description="Seconds that one call of the drafter may take; a drafter that took longer "
-        "rests for a minute, then twice as long each time. A call that never returns blocks the "
-        "engine.",
+        description="Seconds that one call of the drafter may take; a drafter that took longer is "
+        "suspended for a minute, then for twice as long each time. A call that never returns "
+        "blocks the engine.",
     )
     store_path: str | None = Field(
         default=None,
