@@ -1,9 +1,9 @@
 """Tree attention against vLLM's own kernel on a chain of as many tokens: one layer, one step.
 
-Rows of `stock` are vLLM's CPU kernel with causal attention for 1 + nodes tokens. `native` is this
-project's C++ kernel and `torch` its fallback without a compiler, both with a random tree. Every run
-passes over the caches of several layers in turn, as a model does, so no layer's keys and values are
-in the nearest cache. `ms` is the median of interleaved repeats, per layer.
+Rows of `stock` are vLLM's CPU kernel with causal attention for 1 + nodes tokens, those of `native`
+this project's C++ kernel with a random tree. Every run passes over the caches of several layers in
+turn, as a model does, so no layer's keys and values are in the nearest cache. `ms` is the median of
+interleaved repeats, per layer.
 
 `compaction` moves 8 accepted tokens in 32 layers (`ms` is for all of them). Its `stock` row reads
 them and writes them again with vLLM's cache update. It is measured twice: one move after another,
@@ -42,7 +42,6 @@ from vllm_trie.attention import (
     choose_kernels,
     move_slots_in_layers,
     split_cache,
-    tree_attention_portable,
 )
 from vllm_trie.tree import TokenTree
 
@@ -166,10 +165,8 @@ def attention_rows(options: argparse.Namespace, dtype_name: str) -> list[Row]:
         scale = options.head_size**-0.5
         tree = (table, random_trees(nodes, context), scale, output)
         runs = {"stock": stock_run(options, query, caches, table, seq_len, scale)}
-        if native is not None and "native" in options.kernels:
+        if "native" in options.kernels:
             runs["native"] = partial(pass_over, native.tree_attention, query, caches, tree)
-        if "torch" in options.kernels:
-            runs["torch"] = partial(pass_over, tree_attention_portable, query, caches, tree)
         interleave(runs, 1)
         timed = interleave(runs, options.repeats)
         ms = {

@@ -7,7 +7,6 @@ from vllm_trie.attention.kernels import (
     move_slots_in_layers,
     prefers_chains,
     tree_attention,
-    tree_attention_portable,
 )
 from vllm_trie.attention.tree_batch import TreeBatch, TreeRow, build_tree_batch
 
@@ -22,5 +21,4 @@ __all__ = [
     "prefers_chains",
     "split_cache",
     "tree_attention",
-    "tree_attention_portable",
 ]

@@ -1,19 +1,17 @@
-"""Tree attention on the CPU: the native kernel, or torch operations for other shapes."""
+"""Tree attention on the CPU, and moves of KV slots."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from vllm_trie.attention.cache_layout import move_slots, split_cache
+from vllm_trie.attention.cache_layout import move_slots
 from vllm_trie.attention.native import NativeKernels
-from vllm_trie.attention.tree_batch import TreeBatch, TreeRow, build_tree_batch
+from vllm_trie.attention.tree_batch import TreeBatch
 
 logger = logging.getLogger(__name__)
 
@@ -59,66 +57,17 @@ def tree_attention(
         alibi_slopes: float32 [num_heads] of a model with linear biases (Press et al., "Train Short,
             Test Long", 2022): the slope times the key's position in the text is added to the scaled
             score. A node's position follows its depth, not its slot.
+
+    Raises:
+        ValueError: The shapes, strides or dtypes are none of vLLM's CPU backend.
     """
     arguments = (query, kv_cache, block_table, trees, scale, output, alibi_slopes)
     if not choose_kernels().tree_attention(*arguments):
-        tree_attention_portable(*arguments)
-
-
-def tree_attention_portable(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    trees: TreeBatch,
-    scale: float,
-    output: torch.Tensor,
-    alibi_slopes: torch.Tensor | None = None,
-) -> None:
-    """Compute `tree_attention` in torch operations; the readable twin of the native kernel.
-
-    Gathers each request's blocks and runs torch's scaled dot-product attention with a mask. Exact
-    in every dtype, for any head and block size; its cost grows with the gathered context.
-    """
-    block_size = kv_cache.shape[2]
-    keys, values = split_cache(kv_cache)
-    trees = _each_alone(trees)
-    num_kv_heads, head_size = keys.shape[1], keys.shape[2]
-    for index, (row, mask) in enumerate(zip(trees.rows, trees.masks, strict=True)):
-        num_blocks = -(-row.seq_len // block_size)
-        blocks = block_table[row.batch_index, :num_blocks].long()
-        # [blocks, heads, head_size, block] -> [heads, slots, head_size]
-        key = keys[blocks].permute(1, 0, 3, 2).reshape(num_kv_heads, -1, head_size)
-        value = values[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_size)
-        rows = slice(row.query_start, row.query_start + row.num_queries)
-        queries = query[rows]
-        if alibi_slopes is not None:
-            # In 16 bits the bias of a far token would be rounded to the next one's.
-            dtype = torch.promote_types(query.dtype, torch.float32)
-            queries, key, value = queries.to(dtype), key.to(dtype), value.to(dtype)
-            positions = torch.from_numpy(trees.key_positions(index)).to(dtype)
-            mask = torch.where(mask, alibi_slopes.to(dtype)[:, None, None] * positions, -torch.inf)
-        attended = F.scaled_dot_product_attention(
-            queries.transpose(0, 1)[None],
-            key[None, :, : row.seq_len],
-            value[None, :, : row.seq_len],
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=query.shape[1] != num_kv_heads,
+        raise ValueError(
+            f"tree attention got a query of {query.dtype} {list(query.shape)} and a cache of "
+            f"{kv_cache.dtype} {list(kv_cache.shape)}; it takes float32, bfloat16 and float16, the "
+            "same in both, with heads and blocks of a multiple of 16"
         )
-        output[rows] = attended[0].transpose(0, 1)
-
-
-def _each_alone(trees: TreeBatch) -> TreeBatch:
-    """Return the rows with one for each request that shares slots with others."""
-    if not any(row.num_shared for row in trees.rows):
-        return trees
-    rows, words = [], []
-    for row, own_words in zip(trees.rows, trees.ancestor_words, strict=True):
-        for i in range(row.num_queries if row.num_shared else 1):
-            one = TreeRow(row.batch_index + i, row.query_start + i, 1, 0, row.seq_len)
-            rows.append(one if row.num_shared else row)
-            words.append(own_words)
-    return replace(build_tree_batch(rows, words, 0), covers_batch=trees.covers_batch)
 
 
 def move_slots_in_layers(

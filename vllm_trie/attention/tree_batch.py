@@ -93,18 +93,6 @@ class TreeBatch:
             for row, words in zip(self.rows, self.ancestor_words, strict=True)
         ]
 
-    def key_positions(self, index: int) -> np.ndarray:
-        """Return int64 [seq_len], the place in its text of each token that `rows[index]` may see.
-
-        The first level of the tree is at 0, committed tokens are before it.
-        """
-        row, words = self.rows[index], self.ancestor_words[index]
-        positions = np.arange(row.seq_len, dtype=np.int64) - (row.seq_len - row.num_nodes)
-        if row.num_nodes:
-            bits = np.unpackbits(words.view(np.uint8).reshape(row.num_nodes, -1), axis=1)
-            positions[-row.num_nodes :] = bits.sum(axis=1, dtype=np.int64) - 1
-        return positions
-
 
 def slot_mask(ancestor_words: np.ndarray, num_queries: int, seq_len: int) -> np.ndarray:
     """Return bool [num_queries, seq_len]: the KV slots of a request that each query token sees."""

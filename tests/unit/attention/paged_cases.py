@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tests.oracles.attention import tree_attention_in_torch
 from vllm_trie.attention import (
     TreeBatch,
     TreeRow,
     build_tree_batch,
     split_cache,
-    tree_attention_portable,
 )
 from vllm_trie.tree import TokenTree
 
@@ -43,7 +43,7 @@ class PagedCase:
     def expected(self) -> np.ndarray:
         """float64 [num_tokens, num_heads, head_size]."""
         output = torch.zeros(self.query.shape, dtype=torch.float64)
-        tree_attention_portable(
+        tree_attention_in_torch(
             self.query.double(),
             self.kv_cache.double(),
             self.block_table,

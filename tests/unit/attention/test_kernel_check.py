@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_trie.attention import TreeRow, build_tree_batch, split_cache, tree_attention_portable
+from tests.oracles.attention import tree_attention_in_torch
+from vllm_trie.attention import TreeRow, build_tree_batch, split_cache
 from vllm_trie.attention.kernel_check import (
     BATCHES,
     TOLERANCE,
@@ -53,7 +54,7 @@ def test_expected_is_what_the_portable_kernel_gives(requests) -> None:
     trees = build_tree_batch(rows, [words.get(i, none) for i in range(len(rows))], len(step.query))
     output = torch.zeros(step.query.shape, dtype=torch.float64)
     table = torch.from_numpy(step.block_table)
-    tree_attention_portable(step.query.double(), cpu_cache, table, trees, step.scale, output)
+    tree_attention_in_torch(step.query.double(), cpu_cache, table, trees, step.scale, output)
     assert relative_error(output, step.expected(), step) < 1e-12
 
 
