@@ -104,9 +104,14 @@ def test_vllms_own_acceptance_by_position(traffic):
     assert by_position[0] <= counter(llm, "vllm:spec_decode_num_drafts")
 
 
-def test_times(traffic):
-    for name in ("drafting", "verification", "overhead"):
-        assert 0 < seconds(f"vllm:trie_{name}_seconds") < 100, name
+def test_times_are_those_of_the_worker(traffic):
+    llm, _ = traffic
+    trees, waiting = trees_of(llm), pending(llm)
+    assert trees.totals.drafting_seconds == pytest.approx(trees.guard.seconds, rel=0.01)
+    for name in ("drafting_seconds", "verification_seconds"):
+        counted = seconds(f"vllm:trie_{name}") + getattr(waiting, name)
+        assert counted == pytest.approx(getattr(trees.totals, name)), name
+    assert 0 < seconds("vllm:trie_overhead_seconds") < 100
 
 
 def test_no_failures_without_failures(traffic):

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.beam.candidates import CandidateRules
 from vllm_trie.beam.settings import SearchSettings
 
 
@@ -58,7 +57,6 @@ def reference_search(
     """
     if settings.do_sample:
         raise ValueError("do_sample must be False for the reference search")
-    rules = CandidateRules(settings, prompt_token_ids)
     width = settings.group_width
     running = [[_Running([], np.float32(0))] for _ in range(settings.num_beam_groups)]
     finished: list[list[ReferenceHypothesis]] = [[] for _ in range(settings.num_beam_groups)]
@@ -69,10 +67,11 @@ def reference_search(
             # 1. Every continuation of every running hypothesis, best first.
             everything: list[_Running] = []
             for beam in running[group]:
-                logprobs = next_logprobs(beam.token_ids)
-                tokens = np.arange(len(logprobs))
-                logprobs = rules.add_bias(tokens, logprobs)
-                logprobs = rules.apply(tokens, logprobs, beam.token_ids)
+                logprobs = next_logprobs(beam.token_ids).copy()
+                for token in range(len(logprobs)):
+                    logprobs[token] = after_rules(
+                        token, logprobs[token], settings, list(prompt_token_ids), beam.token_ids
+                    )
                 for token in taken:
                     logprobs[token] -= np.float32(settings.diversity_penalty)
                 everything += _continuations(beam, logprobs)
@@ -109,6 +108,33 @@ def reference_search(
             break
 
     return sorted((beam for group in finished for beam in group), key=lambda beam: -beam.score)
+
+
+def after_rules(
+    token: int,
+    logprob: np.float32,
+    settings: SearchSettings,
+    prompt: list[int],
+    generated: list[int],
+) -> np.float32:
+    """Return a token's log-probability after bias, penalties and prohibitions, as vLLM has them."""
+    logprob += np.float32(dict(settings.logit_bias).get(token, 0.0))
+    if token in prompt + generated:
+        factor = np.float32(settings.repetition_penalty)
+        logprob *= factor if logprob < 0 else 1 / factor
+    logprob -= np.float32(settings.frequency_penalty) * np.float32(generated.count(token))
+    if token in generated:
+        logprob -= np.float32(settings.presence_penalty)
+
+    text, size = [*prompt, *generated, token], settings.no_repeat_ngram_size
+    earlier = [text[start : start + size] for start in range(len(text) - size)]
+    if (
+        (token in settings.stop_token_ids and len(generated) < settings.min_tokens)
+        or any([*generated, token][-len(word) :] == list(word) for word in settings.bad_words)
+        or (size and text[-size:] in earlier)
+    ):
+        return np.float32(-np.inf)
+    return logprob
 
 
 def _continuations(hypothesis: _Running, logprobs: np.ndarray) -> Iterator[_Running]:

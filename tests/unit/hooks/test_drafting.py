@@ -16,7 +16,11 @@ from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.wire import CACHE_SALT
 from vllm_trie.vllm_hooks.worker.drafting.draft_requests import _cache_salt, _sample_of
-from vllm_trie.vllm_hooks.worker.drafting.guard import FIRST_PAUSE_S, GuardedDrafter
+from vllm_trie.vllm_hooks.worker.drafting.guard import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    GuardedDrafter,
+)
 
 GOOD = TokenTree.from_lists([5, 6, 7], [-1, 0, -1])
 LOGGER = logging.getLogger("tests.drafting")
@@ -199,6 +203,27 @@ def test_a_drafter_that_takes_too_long_rests_and_is_tried_again(
     monkeypatch.setattr(time, "perf_counter", lambda: now + FIRST_PAUSE_S)
     assert sizes(guarded.propose(requests("ac"))) == [GOOD.num_nodes] * 2
     assert drafter.released == ["b"]
+
+
+def test_each_pause_is_twice_the_last_up_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+    def dawdle_without_waiting(request: DraftRequest) -> TokenTree:
+        nonlocal now
+        now += 1.0
+        return GOOD
+
+    drafter = ScriptedDrafter({"a": dawdle_without_waiting})
+    guarded = guard(drafter, time_limit_s=0.5)
+    pauses = [60, 120, 240, 480, 960, 1920, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    for number, pause in enumerate(pauses, 1):
+        guarded.propose(requests("a"))
+        assert len(drafter.asked) == number
+        now += pause - 1
+        guarded.propose(requests("a"))
+        assert len(drafter.asked) == number
+        now += 2
 
 
 def test_nobody_waits_twice_when_the_culprit_is_looked_for() -> None:

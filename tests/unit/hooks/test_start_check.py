@@ -52,13 +52,22 @@ def test_drafts_of_the_check_are_right_but_for_some() -> None:
     assert draft([]) == [3, 5]
 
 
-@pytest.mark.parametrize(("why", "state"), [(None, "begun"), ("it raised", "it raised")])
-def test_an_engine_begins_to_draft_or_serves_without(monkeypatch, why, state) -> None:
+@pytest.mark.parametrize(
+    ("why", "num_workers", "state"),
+    [
+        (None, 1, "begun"),
+        ("it raised", 1, "it raised"),
+        ("it raised", 2, "begun"),  # the other stage or rank takes no part in a check
+    ],
+)
+def test_an_engine_begins_to_draft_or_serves_without(monkeypatch, why, num_workers, state) -> None:
     done: list[str] = []
     adapter: Any = SimpleNamespace(begin=lambda: done.append("begun"), switch_off=done.append)
     worker: Any = object.__new__(drafting_worker.DraftingWorkerMixin)
     worker.checks_start = True
-    worker.parallel_config = SimpleNamespace(world_size_across_dp=1, tensor_parallel_size=1)
+    worker.parallel_config = SimpleNamespace(
+        world_size_across_dp=num_workers, tensor_parallel_size=1
+    )
     monkeypatch.setattr(start_check, "reason_against_drafts", lambda *arguments: why)
     worker._begin_drafting(adapter)
     assert done == [state]
