@@ -58,7 +58,8 @@ FLUSHED_BYTES = 256 << 20
 
 
 def parse() -> argparse.Namespace:
-    parser = option_parser(__doc__, repeats=15)
+    smoke = {"contexts": [64], "nodes": [4], "layers": 1, "num_heads": 4, "num_kv_heads": 2}
+    parser = option_parser(__doc__, repeats=15, smoke={**smoke, "dtypes": ["float32"]})
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the Triton kernel"
     )

@@ -29,8 +29,6 @@ catalogues. `products_ms` are the matrix products of the model and its logits (`
 is all that is neither forward pass, logits nor KV copies, over the new tokens.
 
     python benchmarks/beam.py --parts --eager --prompt-lens 200 --num-prompts 1
-
-`--selection` measures the selection of a step's candidates alone, for three vocabularies.
 """
 
 from __future__ import annotations
@@ -58,12 +56,10 @@ from support.harness import (
     write_json,
 )
 from support.wide_beams import (
-    SELECTION_COLUMNS,
     WIDE_COLUMNS,
     WIDE_DEFAULTS,
     allowed_tokens,
     build_catalogues,
-    measure_selection,
     measure_wide,
 )
 
@@ -302,11 +298,11 @@ def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
 
 
 def _options() -> argparse.Namespace:
-    parser = option_parser(__doc__)
+    smoke = {"widths": [2], "prompt_lens": [20], "num_prompts": [1], "tokens": [4], "items": 1000}
+    parser = option_parser(__doc__, smoke={**smoke, "eager": True, "kv_cache_gib": 1})
     add_model_option(parser, "model folder; the shipped one if left out")
     parser.add_argument("--wide", action="store_true", help="short, wide searches; see above")
     parser.add_argument("--parts", action="store_true", help="parts of a search; see above")
-    parser.add_argument("--selection", action="store_true", help="see above; with --widths")
     parser.add_argument("--methods", nargs="+", choices=METHODS)
     parser.add_argument("--widths", nargs="+", type=int)
     parser.add_argument("--prompt-lens", nargs="+", type=int)
@@ -336,11 +332,6 @@ def main() -> None:
     check_device(options.device)
     if options.load_format == "dummy":  # Hugging Face would want weights
         options.methods = [name for name in options.methods if name != "hf"]
-    if options.selection:
-        sizes = itertools.product(options.widths, (2048, 32_000, 128_256))
-        times = [measure_selection(*size, options.repeats) for size in sizes]
-        finish(times, options.json, SELECTION_COLUMNS)
-        return
     if options.model is None:
         from vllm_trie.lab.tiny_model import model_path
 

@@ -225,13 +225,14 @@ def by_length(rows: list[Row], lengths: Sequence[int]) -> Iterator[str]:
 
 def main() -> None:
     """Measure and print."""
-    parser = option_parser(__doc__, repeats=1)
+    smoke = {"widths": [1, 2], "prompt_lens": [20], "block_sizes": [32], "tokens": 4}
+    parser = option_parser(__doc__, repeats=1, smoke=smoke)
     parser.add_argument("--model", help="model folder; the shipped one if left out")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--widths", nargs="+", type=int, default=[1, 3, 9, 15])
     parser.add_argument("--prompt-lens", nargs="+", type=int, default=[181, 910])
-    parser.add_argument("--block-sizes", nargs="+", type=int, default=[16, 32, 128])
+    parser.add_argument("--block-sizes", nargs="+", type=int, default=[32, 128])
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each hypothesis")
     options = parser.parse_args()
     if options.model is None:

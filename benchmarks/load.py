@@ -95,7 +95,8 @@ def speculative_configs(
 
 def main() -> None:
     """Measure and print."""
-    parser = option_parser(__doc__)
+    smoke = {"nodes": [8], "batch_sizes": [2], "max_tokens": 8}
+    parser = option_parser(__doc__, smoke=smoke)
     add_model_option(parser, "a chat model; the shipped one if left out")
     parser.add_argument(
         "--nodes", nargs="*", type=int, default=[8, 32], help="fixed budgets to compare"
@@ -107,14 +108,6 @@ def main() -> None:
     parser.add_argument("--requests-per-slot", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--workloads", nargs="+", default=["matching", "random"])
-    parser.add_argument(
-        "--dummy-shape",
-        nargs="?",
-        const="1024x24",
-        metavar="HIDDENxLAYERS",
-        help="random weights of this shape (about 0.4 B parameters if none is given) in bfloat16, "
-        "for the step cost of a real model; only the random workload makes sense then",
-    )
     add_device_options(parser)
     options = parser.parse_args()
     for message in available(PEERS)[1]:
@@ -146,8 +139,6 @@ def run(options: Any) -> list[Row]:
         ),
         "max_num_seqs": max(options.batch_sizes),
     }
-    if options.dummy_shape:
-        limits |= dummy_shape(options.dummy_shape, limits["max_model_len"], limits["max_num_seqs"])
     llms = {}
     for key, config in speculative_configs(options.nodes, options.adaptive_nodes).items():
         llms[key] = start_engine(model, **limits, speculative_config=config)
@@ -280,34 +271,6 @@ def serve(
         num_running += num_new - num_finished
         yield Progress(seconds, num_tokens)
     return Work(seconds, cpu_seconds, full_steps)
-
-
-def dummy_shape(text: str, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
-    """Return engine options for random weights of a Llama-like shape.
-
-    Args:
-        text: hidden size and number of layers, like ``1024x24``.
-        max_model_len: length limit of a sequence.
-        max_num_seqs: largest batch; the KV cache holds that many of the longest sequences.
-    """
-    hidden, layers = map(int, text.split("x"))
-    heads = hidden // 64
-    bytes_per_token = 2 * 2 * layers * hidden // 2  # keys and values, bfloat16, half the heads
-    return {
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "kv_cache_memory_bytes": bytes_per_token * (max_model_len + 256) * (max_num_seqs + 1),
-        "load_format": "dummy",
-        "dtype": "bfloat16",
-        "hf_overrides": {
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": max(1, heads // 2),
-            "intermediate_size": 3 * hidden,
-            "head_dim": 64,
-        },
-    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Lookahead on the shipped model: against independent verification, and in a union of drafters.
+"""Lookahead on the shipped model, against independent verification.
 
-Rows of the first kind (`prompt_set` is "lookahead": the demo's prompts and those written by hand,
-or `--sets`) are means over prompts that generate exactly `--max-tokens` tokens each:
+Rows are means over the demo's prompts and those written by hand, or `--sets`, which generate
+exactly `--max-tokens` tokens each:
 
     plain                    vLLM without speculation
     lookahead_independent    every candidate verified in its own branch, as LADE does
@@ -15,20 +15,13 @@ or `--sets`) are means over prompts that generate exactly `--max-tokens` tokens 
 window, and `computed_tokens` are both and the last token of every step. `saved` compares with
 independent verification, which accepts the same tokens in every step as the trie of all candidates.
 
-Rows of the second kind, one for each prompt set and method at `--nodes` nodes, decode the prompts
-to their end, at most `--max-tokens` tokens. Every run has new drafters, which know no finished
-requests. `union` merges ngram_trie and medusa. `union_product` does the same with the heads as the
-paper has them, which read no text (`medusa_product`).
-
     python benchmarks/lookahead.py --json lookahead.json
-    python benchmarks/lookahead.py --only union
 
-With `--model` the demo's prompts run on another model, for rows of the first kind.
+With `--model` the demo's prompts run on another model.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -37,6 +30,7 @@ from support.engines import Prompts, decode
 from support.harness import (
     Row,
     Timed,
+    add_model_option,
     finish,
     interleave,
     median_seconds,
@@ -48,44 +42,10 @@ from support.stage import Counts, Stage
 from vllm_trie.lab import local_engine
 
 COLUMNS = (
-    "method", "prompt_set", "steps", "verification_tokens", "computed_tokens", "tokens_per_step",
-    "tokens_per_s", "ratio_to_plain", "saved", "over_best_part", "identical",
+    "method", "steps", "verification_tokens", "computed_tokens", "tokens_per_step",
+    "tokens_per_s", "ratio_to_plain", "saved", "identical",
 )  # fmt: skip
 BY_HAND = ("demo", "edit", "question", "write", "continue")
-PARTS = ["ngram_trie", "medusa_dynamic"]
-"""Drafters that the engine is started with."""
-PRODUCT = {"joint": "product"}
-FORGET = {"ngram_trie": {"store_tokens": 0}}
-UNION_METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ngram_trie": ("ngram_trie", FORGET["ngram_trie"]),
-    "medusa_dynamic": ("medusa_dynamic", {}),
-    "medusa_product": ("medusa_dynamic", PRODUCT),
-    "union": ("trie_union", {"drafters": PARTS, "options": FORGET}),
-    "union_product": (
-        "trie_union",
-        {"drafters": PARTS, "options": {**FORGET, "medusa_dynamic": PRODUCT}},
-    ),
-}
-"""Name in the table -> method and its options."""
-UNION_PARTS = {
-    "union": ("ngram_trie", "medusa_dynamic"),
-    "union_product": ("ngram_trie", "medusa_product"),
-}
-
-
-def new_drafter(
-    stage: Stage, method: str, options: dict[str, Any], nodes: int, cls: Any = None
-) -> Any:
-    """Make a drafter for a budget of `nodes` nodes, with the engine's own Medusa heads."""
-    from vllm_trie.drafters import get_drafter_class, parse_options
-
-    context = dataclasses.replace(stage.own.context, num_nodes=nodes)
-    drafter = (cls or get_drafter_class(method))(parse_options(method, options), context)
-    for part in getattr(drafter, "parts", [drafter]):
-        if part.name == "medusa_dynamic":
-            medusa = stage.own.parts[PARTS.index("medusa_dynamic")]
-            part.set_heads(medusa.heads, medusa.temperatures)
-    return drafter
 
 
 def row_of(method: str, timed: Timed, expected: list[list[int]]) -> Row:
@@ -105,10 +65,12 @@ def row_of(method: str, timed: Timed, expected: list[list[int]]) -> Row:
     }
 
 
-def lookahead_rows(plain: Any, stage: Stage, prompts: Prompts, options: Any) -> list[Row]:
+def measure(plain: Any, stage: Stage, prompts: Prompts, options: Any) -> list[Row]:
     """Measure plain decoding, independent verification and the tries of candidates."""
     from support.lookahead import CountedLookahead, IndependentLookahead
     from vllm import SamplingParams
+
+    from vllm_trie.drafters import parse_options
 
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
     likely = {
@@ -127,7 +89,7 @@ def lookahead_rows(plain: Any, stage: Stage, prompts: Prompts, options: Any) -> 
         return outputs, Counts(steps=sum(map(len, outputs)))
 
     def run(cls: Any, settings: dict[str, Any]) -> Any:
-        drafter = new_drafter(stage, "lookahead_trie", settings, budget, cls)
+        drafter = cls(parse_options("lookahead_trie", settings), stage.own.context)
         return stage.run(drafter, budget, prompts, params, size)
 
     runs: dict[str, Callable[[], Any]] = {
@@ -146,7 +108,7 @@ def lookahead_rows(plain: Any, stage: Stage, prompts: Prompts, options: Any) -> 
     independent = rows["lookahead_independent"]["verification_tokens"]
     plain_speed = rows["plain"]["tokens_per_s"]
     for row in rows.values():
-        row["prompt_set"], row["nodes"] = "lookahead", budget
+        row["nodes"] = budget
         row["ratio_to_plain"] = row["tokens_per_s"] / plain_speed
         row["saved"] = 1 - row["verification_tokens"] / independent
         for key in ["steps", *(key for key in row if key.endswith("_tokens"))]:
@@ -163,33 +125,9 @@ def lookahead_budget(options: Any) -> int:
     return window_nodes(options.window_size, options.ngram_size) + candidates
 
 
-def union_rows(plain: Any, stage: Stage, name: str, prompts: Prompts, options: Any) -> list[Row]:
-    """Measure the unions and their parts on one prompt set."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
-    nodes, size = options.nodes, options.union_batch_size
-
-    def run(method: str, settings: dict[str, Any]) -> Any:
-        drafter = new_drafter(stage, method, settings, nodes)
-        return stage.run(drafter, nodes, prompts, params, size)
-
-    runs = {key: lambda value=value: run(*value) for key, value in UNION_METHODS.items()}
-    expected = decode(plain, prompts, params, size)
-    timed = interleave(runs, options.repeats)
-    rows = {method: row_of(method, timed_runs, expected) for method, timed_runs in timed.items()}
-    for method, row in rows.items():
-        row["prompt_set"], row["nodes"] = name, nodes
-        if method in UNION_PARTS:
-            best = max(rows[part]["tokens_per_step"] for part in UNION_PARTS[method])
-            row["over_best_part"] = row["tokens_per_step"] / best - 1
-    return list(rows.values())
-
-
 def main() -> None:
     """Measure and print."""
-    parser = option_parser(__doc__)
-    parser.add_argument("--only", choices=["lookahead", "union"], help="one kind of rows")
+    parser = option_parser(__doc__, smoke={"sets": ["demo"], "prompts": 1, "max_tokens": 8})
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--window-size", type=int, default=10, help="W")
     parser.add_argument("--ngram-size", type=int, default=5, help="L")
@@ -200,17 +138,10 @@ def main() -> None:
     )
     for name, letter in (("--max-candidate-depth", "D"), ("--max-candidate-nodes", "B")):
         parser.add_argument(name, nargs="+", type=int, default=[], metavar=letter, help="see above")
-    parser.add_argument("--model", help="see above; the shipped one if left out")
+    add_model_option(parser, "in place of the shipped one")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--batch-size", type=int, default=1, help="of the first kind of rows")
-    parser.add_argument("--nodes", type=int, default=32, help="node budget of the union's rows")
-    parser.add_argument("--union-batch-size", type=int, default=8)
-    parser.add_argument(
-        "--sets",
-        nargs="+",
-        help="prompt sets; if left out, the demo's and those written by hand for the first kind of "
-        "rows, and all for the second",
-    )
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--sets", nargs="+", default=list(BY_HAND), help="prompt sets")
     parser.add_argument("--prompts", type=int, help="largest number of prompts of a set")
     options = parser.parse_args()
     finish(run_quietly(run, options), options.json, COLUMNS)
@@ -220,39 +151,29 @@ def run(options: Any) -> list[Row]:
     """Start both engines, then measure."""
     from support.prompts import demo_chats, prompt_sets
 
-    from vllm_trie.lab.tiny_model import medusa_path, model_path
+    from vllm_trie.lab.tiny_model import model_path
 
-    model = options.model or str(model_path())
     if options.model is None:
-        sets, parts = prompt_sets(model), PARTS
-    else:  # the shipped heads and most prompt sets belong to the shipped model
-        sets, parts = {"demo": list(demo_chats(model).values())}, PARTS[:1]
-        options.only, options.sets = "lookahead", ["demo"]
-    sets = {name: prompts[: options.prompts] for name, prompts in sets.items()}
-    budget = max(lookahead_budget(options), options.nodes)
-    longest = max(len(prompt) for prompts in sets.values() for prompt in prompts)
+        model = str(model_path())
+        sets = prompt_sets(model)
+        chosen = [prompt for name in options.sets for prompt in sets[name][: options.prompts]]
+    else:  # most prompt sets belong to the shipped model
+        model = options.model
+        chosen = list(demo_chats(model).values())[: options.prompts]
+    budget = lookahead_budget(options)
     limits = {
-        "max_model_len": local_engine.room_for(longest, options.max_tokens, budget),
-        "max_num_seqs": max(options.batch_size, options.union_batch_size),
+        "max_model_len": local_engine.room_for(max(map(len, chosen)), options.max_tokens, budget),
+        "max_num_seqs": options.batch_size,
         "dtype": options.dtype,
     }
     plain = local_engine.start_engine(model, **limits)
     config = {
-        "method": "trie_union",
-        "drafters": parts,
-        **({"model": str(medusa_path())} if parts == PARTS else {}),
+        "method": "lookahead_trie",
         "num_speculative_tokens": budget,
         "node_budget": "fixed",
     }
     stage = Stage(local_engine.start_engine(model, **limits, speculative_config=config))
-    rows = []
-    if options.only != "union":
-        prompts = [prompt for name in options.sets or BY_HAND for prompt in sets[name]]
-        rows += lookahead_rows(plain, stage, prompts, options)
-    if options.only != "lookahead":
-        for name in options.sets or sets:
-            rows += union_rows(plain, stage, name, sets[name], options)
-    return rows
+    return measure(plain, stage, chosen, options)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ place. In bfloat16 near-ties make answers differ; `ratio_to_plain` compares toke
     python benchmarks/medusa.py --model smollm2 --dtype bfloat16 --questions Q.jsonl
     python benchmarks/medusa.py --model MODEL --heads HEADS --dtype bfloat16 --questions Q.jsonl
 
-`--draw N` draws the published and the dynamic tree of N nodes of one step next to each other.
-
 `--cost` compares drafting with the steps of a model of 0.4 B parameters with random weights (hidden
 size 1024, 24 layers, 32,000 tokens). `draft_ms` is all of it. `select_us` is the time for one
 request of all but the heads' products: likeliest tokens, softmax, choice of the nodes, tree.
@@ -50,7 +48,6 @@ from support.harness import (
 )
 from support.medusa_cost import TimedTurns, cost, time_model
 from support.stage import Stage
-from support.tree_pairs import PairedDrafters, draw_widest_gap
 
 from vllm_trie.lab import local_engine
 
@@ -75,7 +72,6 @@ METHODS: dict[str, dict[str, Any]] = {
 _DRAFTERS = {"ngram_trie": "ngram_trie", "union": "trie_union"}
 """Those of the methods that are not `medusa_dynamic`, but for fixed trees."""
 _FIXED = ("chain", "fixed", "fitted")
-_DRAWN = ("fixed", "dynamic")
 
 
 def new_drafter(first: Any, method: str, options: dict[str, Any]) -> Any:
@@ -160,10 +156,6 @@ def compare(options: Any) -> list[Row]:
     turns.time_heads(stage.own.heads)
     model_seconds = time_model(local_engine.runner_of(llm))
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, detokenize=False)
-    if options.draw:
-        sides = [new_drafter(stage.own, "medusa_dynamic", METHODS[name]) for name in _DRAWN]
-        drawing = draw_widest_gap(stage, PairedDrafters(*sides), options.draw, prompts, params)
-        return [{"drawing": drawing}]
     plain = decode(llm, prompts, params, size)
     accuracies = None
     if "fitted" in options.methods:
@@ -250,7 +242,8 @@ def _tokens_per_s(repeats: Timed) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = option_parser(__doc__)
+    smoke = {"nodes": [8], "max_tokens": 8, "prompts": 2, "per_kind": 1}
+    parser = option_parser(__doc__, smoke=smoke)
     add_model_option(parser, "folder of a model; the shipped one if left out")
     parser.add_argument("--heads", help="its Medusa heads; without it those that ship")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -263,14 +256,10 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--per-kind", type=int, default=2, help="held-out documents of a kind")
     parser.add_argument("--prompts", type=int, default=None, help="use only the first prompts")
-    parser.add_argument("--draw", type=int, metavar="N", help="see above; nothing is measured")
     parser.add_argument("--cost", action="store_true", help="cost for a 0.4 B model instead")
     options = parser.parse_args()
     rows = run_quietly(cost if options.cost else compare, options)
-    if options.draw:
-        print(rows[0]["drawing"])
-    else:
-        finish(rows, options.json, COLUMNS)
+    finish(rows, options.json, COLUMNS)
 
 
 if __name__ == "__main__":

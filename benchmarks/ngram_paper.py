@@ -16,22 +16,18 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import typer
 from replay import replay
 from rich.progress import track
-from support.harness import Row, print_table, write_json
+from support.harness import Row, option_parser, print_table, write_json
 from support.paper_trie import PaperDrafter
 from support.replay_data import (
-    DEFAULT_TOKENIZER,
-    AnswersFile,
-    QuestionsFile,
+    SMOKE_FILES,
     Recording,
-    RowsFile,
-    TokenizerName,
+    add_replay_options,
     load_tokenizer,
-    read_recordings,
+    recordings_of,
 )
 from support.replay_methods import OwnDrafter, Setting
 
@@ -104,36 +100,34 @@ def print_rows(rows: list[Row]) -> None:
     )
 
 
-def main(
-    questions: QuestionsFile,
-    answers: AnswersFile,
-    tokenizer: TokenizerName = DEFAULT_TOKENIZER,
-    category: Annotated[list[str] | None, typer.Option(help="Default: as in the paper.")] = None,
-    nodes: Annotated[list[int] | None, typer.Option(help="Numbers of drafts.")] = None,
-    grid: Annotated[bool, typer.Option(help="Vary n and L_p too.")] = False,
-    json_out: RowsFile = None,
-) -> None:
+def main() -> None:
     """Replay recorded answers with the paper's method."""
-    encoder = load_tokenizer(tokenizer)
-    recordings = list(read_recordings(questions, answers, encoder))
+    parser = option_parser(__doc__, smoke={**SMOKE_FILES, "categories": ["qa", "rag"]})
+    add_replay_options(parser)
+    parser.add_argument("--categories", nargs="+", default=CATEGORIES)
+    parser.add_argument("--nodes", nargs="+", type=int, default=[32], help="numbers of drafts")
+    parser.add_argument("--grid", action="store_true", help="vary n and L_p too")
+    options = parser.parse_args()
+    encoder = load_tokenizer(options.tokenizer)
+    recordings = recordings_of(options, encoder)
     paper = Settings()
     settings = [
         paper._replace(nodes=number, index_output=index)
         for index in (False, True)
-        for number in nodes or [paper.nodes]
+        for number in options.nodes
     ]
-    if grid:
+    if options.grid:
         settings += [paper._replace(ngram_size=n, max_prefix_len=prefix) for n, prefix in GRID]
     rows: list[Row] = []
     for setting in track(list(dict.fromkeys(settings)), transient=True):
-        for name in category or CATEGORIES:
-            some = [recording for recording in recordings if recording.category == name]
-            if not some:
-                raise typer.BadParameter(f"--category {name}: no question has it")
-            rows.append(row_of(setting, name, some, encoder.vocab_size))
-        write_json(rows, json_out)
+        for name in options.categories:
+            of_category = [recording for recording in recordings if recording.category == name]
+            if not of_category:
+                raise SystemExit(f"--categories {name}: no question has it")
+            rows.append(row_of(setting, name, of_category, encoder.vocab_size))
+        write_json(rows, options.json)
     print_rows(rows)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -46,8 +46,7 @@ from typing import Any
 
 from rich.progress import Progress
 from support.device import add_device_options, check_device, engine_options
-from support.harness import Row, add_model_option, finish, machine, option_parser
-from support.llama_cpp import LLAMA_CPP, LlamaCpp
+from support.harness import Row, add_model_option, finish, option_parser
 from support.peers_engines import (
     DEFAULT_METHODS,
     METHODS,
@@ -62,13 +61,13 @@ from support.peers_engines import (
     replay_settings,
     replaying,
     run_in_turns,
-    step_milliseconds,
 )
 from support.peers_rows import MEAN, print_breakdown, summarize, with_means
 from support.replay_data import (
     ANSWERS_VARIABLE,
     DEFAULT_TOKENIZER,
     QUESTIONS_VARIABLE,
+    SMOKE_FILES,
     choose,
     load_tokenizer,
     read_recordings,
@@ -82,12 +81,13 @@ COLUMNS = (
     "method", "workload", "category", "tokens_per_s", "ratio_to_plain", "decode_ratio_to_plain",
     "ms_per_output_token", "tokens_per_step", "identical", "identical_share",
 )  # fmt: skip
-CURVE = (1, 3, 5, 9, 13, 17, 25, 33, 49, 65)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or `arguments`."""
-    parser = option_parser(__doc__, repeats=1)
+    smoke = {**SMOKE_FILES, "shape": "tiny", "max_tokens": 8, "questions_per_category": 1}
+    smoke |= {"workload": ["shipped"], "methods": [PLAIN, "ngram_trie"], "eager": True}
+    parser = option_parser(__doc__, repeats=1, smoke=smoke)
     add_device_options(parser)
     add_model_option(parser, "of the workloads chat and shipped, in place of theirs")
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
@@ -100,14 +100,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar=("NAME", "JSON"),
         help="adds ngram_trie with other options as a method, such as "
         """corpus '{"corpus": "FILE"}'""",
-    )
-    parser.add_argument(
-        "--llama-cpp",
-        nargs=2,
-        type=Path,
-        metavar=("MODULES", "GGUF"),
-        help="adds llama.cpp to the workload chat, see support/llama_cpp.py: npm's folder and a "
-        "model",
     )
     for flag, variable in (("--questions", QUESTIONS_VARIABLE), ("--answers", ANSWERS_VARIABLE)):
         default = os.environ.get(variable)
@@ -128,18 +120,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=SHAPES, default="0.4b", help="of the replay model")
     parser.add_argument("--dtype", default="bfloat16", help="of the workloads chat and replay")
-    parser.add_argument(
-        "--quantize",
-        choices=("gptq", "awq", "int8"),
-        help="of the workload chat: round the model's weights to 4 or 8 bits",
-    )
     parser.add_argument("--eager", action="store_true", help="run the model without compilation")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the ratios, as PNG and SVG")
-    parser.add_argument(
-        "--curve",
-        action="store_true",
-        help="measure only the cost of the replay model's steps, by number of tokens",
-    )
     parser.add_argument(
         "--rows",
         nargs="+",
@@ -158,9 +140,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write, draw."""
     options = parse()
-    if options.curve:
-        print_curve(options)
-        return
     if options.rows:
         rows = [row for path in options.rows for row in json.loads(path.read_text())]
         rows = with_means([row for row in rows if row["category"] != MEAN])
@@ -212,21 +191,6 @@ def run(options: argparse.Namespace) -> list[Row]:
     return run_shipped(options)
 
 
-def print_curve(options: argparse.Namespace) -> None:
-    """Print the cost of the replay model's steps, by number of tokens."""
-    local_engine.set_environment(options.verbose, local_engine.with_all_cores())
-    settings = dict(replay_settings(options.dtype), enforce_eager=options.eager)
-    with (
-        local_engine.silence(not options.verbose),
-        replaying(options.shape, 32_000, 1 << 13) as model,
-    ):
-        contestant = Contestant(PLAIN, model, max_model_len=2048, **settings)
-        curve = step_milliseconds(contestant, CURVE)
-    print(machine())
-    for size, milliseconds in curve.items():
-        print(f"{size:3} tokens {milliseconds:7.1f} ms")
-
-
 def run_chat(options: argparse.Namespace) -> list[Row]:
     """Measure chats on a real model, whose answers are free."""
     from support.prompts import demo_chats, spec_bench_chats
@@ -243,12 +207,7 @@ def run_chat(options: argparse.Namespace) -> list[Row]:
         Question(category, prompt, None, options.max_tokens) for category, prompt in prompts
     ]
     settings = {"dtype": options.dtype, "enable_prefix_caching": False, **engine_options(options)}
-    with tempfile.TemporaryDirectory() as folder:
-        if options.quantize:
-            from tests.engine.quantized import write_quantized
-
-            model = write_quantized(Path(folder), options.quantize, model)
-        return measure(options, "chat", model, questions, settings)
+    return measure(options, "chat", model, questions, settings)
 
 
 def run_shipped(options: argparse.Namespace) -> list[Row]:
@@ -292,7 +251,7 @@ def measure(
     settings: dict[str, Any],
 ) -> list[Row]:
     """Start all engines, ask them all questions, and return the rows."""
-    methods, missing = available([*options.methods, *(LLAMA_CPP if options.llama_cpp else ())])
+    methods, missing = available(options.methods)
     print(*missing, sep="\n", end="\n" if missing else "", flush=True)
     longest = max(len(question.prompt) + question.max_tokens for question in questions)
     settings |= {
@@ -305,15 +264,10 @@ def measure(
     prepare = play_answers if workload == "replay" else lambda work: None
     with Progress(transient=True) as progress:
         starting = progress.add_task("engines", total=len(methods))
-        contestants: list[Contestant | LlamaCpp] = []
+        contestants: list[Contestant] = []
         for method in methods:
-            at_once = max(options.at_once)
-            if method in LLAMA_CPP:
-                length = settings["max_model_len"] * at_once
-                contestants.append(LlamaCpp(method, *options.llama_cpp, at_once, length))
-            else:
-                with local_engine.silence(not options.verbose):
-                    contestants.append(Contestant(method, model, at_once, **settings))
+            with local_engine.silence(not options.verbose):
+                contestants.append(Contestant(method, model, max(options.at_once), **settings))
             progress.advance(starting)
         warm_up(contestants, works[-1], prepare)
         asking = progress.add_task(workload, total=options.repeats * len(works))

@@ -67,7 +67,8 @@ SHAPES: dict[str, dict[str, int]] = {
 
 def main() -> None:
     """Measure and print."""
-    parser = option_parser(__doc__)
+    smoke = {"shape": "tiny", "items": 1000, "widths": [4], "requests": 2, "history": 4}
+    parser = option_parser(__doc__, smoke=smoke)
     add_device_options(parser)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--items", type=int, default=1_000_000, help="in the catalogue")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from support.harness import Row, add_model_option, finish, option_parser, run_quietly
+from support.replay_data import SMOKE_FILES
 from support.stage import Stage
 
 from vllm_trie.lab import local_engine
@@ -32,7 +33,7 @@ BATCH_SIZE = 4
 
 def main() -> None:
     """Measure and print."""
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, smoke={**SMOKE_FILES, "nodes": [8], "max_tokens": 8})
     add_model_option(parser, "in place of the shipped one")
     parser.add_argument("--questions", type=Path, help="Spec-Bench's file")
     parser.add_argument("--per-category", type=int, default=5, help="of Spec-Bench's questions")

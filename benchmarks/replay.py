@@ -16,27 +16,24 @@ import statistics
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import typer
 from rich.progress import track
-from support.harness import Row, print_table, write_json
+from support.harness import Row, option_parser, print_table, write_json
 from support.replay_data import (
-    DEFAULT_TOKENIZER,
-    AnswersFile,
-    QuestionsFile,
+    SMOKE_FILES,
     Recording,
-    RowsFile,
-    TokenizerName,
-    check_methods,
+    add_replay_options,
     load_tokenizer,
-    read_recordings,
+    recordings_of,
     tokenizer_path,
 )
 from support.replay_methods import METHODS, Method, Setting
 
 from vllm_trie.tree import TokenTree
+
+SMOKE_METHODS = ["ngram_trie", "paper", "vllm_ngram"]
 
 
 class Step(NamedTuple):
@@ -117,47 +114,38 @@ def print_rows(rows: list[Row]) -> None:
     print_table(("method", "nodes", *categories, "nodes/step", "draft µs"), lines)
 
 
-def main(
-    questions: QuestionsFile,
-    answers: AnswersFile,
-    tokenizer: TokenizerName = DEFAULT_TOKENIZER,
-    method: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(METHODS)}; default all.")
-    ] = None,
-    nodes: Annotated[list[int] | None, typer.Option(help="Node limit of a draft.")] = None,
-    times: Annotated[
-        int, typer.Option(min=1, help="Ask all questions this many times; the last one counts.")
-    ] = 1,
-    corpus: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="A corpus file for the own methods."),
-    ] = None,
-    json_out: RowsFile = None,
-) -> None:
+def main() -> None:
     """Replay recorded answers."""
-    check_methods(method, METHODS)
-    encoder = load_tokenizer(tokenizer)
-    recordings = list(read_recordings(questions, answers, encoder))
+    parser = option_parser(__doc__, smoke={**SMOKE_FILES, "nodes": [8], "methods": SMOKE_METHODS})
+    add_replay_options(parser, METHODS)
+    parser.add_argument("--nodes", nargs="+", type=int, default=[32], help="limit of a draft")
+    parser.add_argument(
+        "--times", type=int, default=1, help="ask all questions this often; the last time counts"
+    )
+    parser.add_argument("--corpus", type=Path, help="a corpus file for the own methods")
+    options = parser.parse_args()
+    encoder = load_tokenizer(options.tokenizer)
+    recordings = recordings_of(options, encoder)
     rows: list[Row] = []
-    for num_nodes in nodes or [32]:
-        for name in method or METHODS:
+    for num_nodes in options.nodes:
+        for name in options.methods or METHODS:
             drafter = METHODS[name](
                 Setting(
                     num_nodes,
                     encoder.vocab_size,
-                    tokenizer_path(tokenizer),
-                    None if corpus is None else str(corpus),
+                    tokenizer_path(options.tokenizer),
+                    None if options.corpus is None else str(options.corpus),
                 )
             )
             label = f"{name}, {num_nodes} nodes"
-            for turn in range(times):
+            for turn in range(options.times):
                 steps: defaultdict[str, list[Step]] = defaultdict(list)
                 for i, recording in enumerate(track(recordings, label, transient=True)):
                     steps[recording.category].extend(replay(drafter, f"{turn}-{i}", recording))
             rows.extend(summarize(name, num_nodes, steps))
     print_rows(rows)
-    write_json(rows, json_out)
+    write_json(rows, options.json)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

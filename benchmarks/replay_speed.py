@@ -11,7 +11,7 @@ A speed is plain decoding's time per token over the method's. That of a category
 time equally among its requests. The next request begins when another has ended.
 
     python benchmarks/replay_speed.py --questions question.jsonl --answers vicuna-7b.jsonl \
-        --at-once 1 --at-once 8 --json speed.json
+        --at-once 1 8 --json speed.json
 """
 
 from __future__ import annotations
@@ -21,22 +21,17 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import typer
 from rich.progress import track
-from support.harness import Row, print_table, write_json
+from support.harness import Row, option_parser, print_table, write_json
 from support.replay_data import (
-    DEFAULT_TOKENIZER,
-    AnswersFile,
-    QuestionsFile,
+    SMOKE_FILES,
     Recording,
-    RowsFile,
-    TokenizerName,
-    check_methods,
+    add_replay_options,
     load_tokenizer,
-    read_recordings,
+    recordings_of,
 )
 from support.replay_methods import Method as SingleMethod
 from support.replay_methods import OwnDrafter, PromptLookup, Setting, SuffixDecoding
@@ -289,43 +284,43 @@ def print_rows(rows: Sequence[Row]) -> None:
     )
 
 
-def main(
-    questions: QuestionsFile,
-    answers: AnswersFile,
-    tokenizer: TokenizerName = DEFAULT_TOKENIZER,
-    method: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(METHODS)}; default all.")
-    ] = None,
-    at_once: Annotated[list[int] | None, typer.Option(help="Requests that run together.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest output.")] = 256,
-    token_cost: Annotated[float, typer.Option(help="Of a draft token, in plain steps.")] = 0.005,
-    request_cost: Annotated[float, typer.Option(help="Of a further request.")] = 0.02,
-    drafting_cost: Annotated[float, typer.Option(help="Of drafting for a step.")] = 0.005,
-    disturbance: Annotated[
-        float, typer.Option(help="Relative noise of the durations that the budget sees.")
-    ] = 0.1,
-    json_out: RowsFile = None,
-) -> None:
+def main() -> None:
     """Decode recorded answers on a modelled clock."""
-    check_methods(method, METHODS)
-    encoder = load_tokenizer(tokenizer)
+    smoke = {**SMOKE_FILES, "methods": ["ngram", "ngram_trie"], "at_once": [1, 2]}
+    parser = option_parser(__doc__, smoke=smoke)
+    add_replay_options(parser, METHODS)
+    parser.add_argument(
+        "--at-once", nargs="+", type=int, default=[1, 8, 32], help="requests that run together"
+    )
+    parser.add_argument("--max-tokens", type=int, default=256, help="longest output")
+    for name, value, what in (
+        ("--token-cost", 0.005, "of a draft token, in plain steps"),
+        ("--request-cost", 0.02, "of a further request"),
+        ("--drafting-cost", 0.005, "of drafting for a step"),
+        ("--disturbance", 0.1, "relative noise of the durations that the budget sees"),
+    ):
+        parser.add_argument(name, type=float, default=value, help=what)
+    options = parser.parse_args()
+    encoder = load_tokenizer(options.tokenizer)
     recordings = [
         recording
-        for recording in read_recordings(questions, answers, encoder)
-        if min(len(recording.output), max_tokens) > 1
+        for recording in recordings_of(options, encoder)
+        if min(len(recording.output), options.max_tokens) > 1
     ]
     random.Random(0).shuffle(recordings)
-    costs = Costs(token_cost, request_cost, drafting_cost, disturbance)
+    costs = Costs(
+        options.token_cost, options.request_cost, options.drafting_cost, options.disturbance
+    )
     rows: list[Row] = []
-    for together in at_once or [1, 8, 32]:
-        work = recordings, together, max_tokens, costs
+    for together in options.at_once:
+        work = recordings, together, options.max_tokens, costs
         plain = decode(Method(), *work)
-        for name in track(method or METHODS, f"{together} at once", transient=True):
+        for name in track(options.methods or METHODS, f"{together} at once", transient=True):
             totals = decode(METHODS[name](encoder.vocab_size, costs), *work)
             rows += rows_of(name, together, totals, plain)
     print_rows(rows)
-    write_json(rows, json_out)
+    write_json(rows, options.json)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

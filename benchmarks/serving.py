@@ -7,7 +7,6 @@ time and are measured in turns, each with a cold prefix cache. A row holds media
 
     python benchmarks/serving.py --json serving.json
     python benchmarks/serving.py --questions question.jsonl --json serving.json
-    python benchmarks/serving.py --quick
 
 On a machine that others use too, latencies of servers say who else was busy. `--virtual` runs the
 engines in this process, without servers, on a clock that counts the CPU time of their steps:
@@ -78,7 +77,8 @@ def speculative_configs(nodes: int, keeps_store: bool) -> dict[str, dict[str, An
 
 def main() -> None:
     """Measure and print."""
-    parser = option_parser(__doc__)
+    smoke = {"virtual": True, "concurrency": [2], "rates": [4.0], "num_prompts": 4}
+    parser = option_parser(__doc__, smoke={**smoke, "max_tokens": 8})
     add_model_option(parser, "a chat model; the shipped one if left out")
     parser.add_argument("--nodes", type=int, default=32, help="node limit of ngram_trie")
     parser.add_argument("--concurrency", nargs="*", type=int, default=[1, 8, 32])
@@ -94,11 +94,7 @@ def main() -> None:
         help="Spec-Bench's questions, JSONL; the shipped prompts if left out",
     )
     parser.add_argument("--virtual", action="store_true", help="engines on a clock of CPU time")
-    parser.add_argument("--quick", action="store_true", help="two small loads, one turn")
     options = parser.parse_args()
-    if options.quick:
-        options.concurrency, options.rates, options.repeats = [4], [4.0], 1
-        options.num_prompts, options.max_tokens = 12, 32
     finish(run_quietly(run, options), options.json, COLUMNS)
 
 

@@ -47,14 +47,6 @@ BENCHMARKS = (
         "kernel",
     ),
     Benchmark(
-        "speculation",
-        # An engine for each method and number of nodes lives on the device at the same time.
-        ("--nodes", "32", "--batch-sizes", "1", "8", "32"),
-        True,
-        "ratio_to_plain",
-        lambda row: f"{row['batch_size']} requests",
-    ),
-    Benchmark(
         "peers",
         ("--workload", "shipped", "--repeats", "3", "--max-tokens", "128"),
         True,

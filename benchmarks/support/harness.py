@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -36,12 +36,22 @@ class Progress(NamedTuple):
     """Output tokens of all requests."""
 
 
-def option_parser(description: str | None, repeats: int = 3) -> argparse.ArgumentParser:
+class _Smoke(argparse.Action):
+    """Sets the options of a run of seconds; options behind it still count."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, flag: str | None = None) -> None:
+        vars(namespace).update(self.const)
+
+
+def option_parser(
+    description: str | None, repeats: int = 3, smoke: Mapping[str, Any] | None = None
+) -> argparse.ArgumentParser:
     """Return a parser with the options of every benchmark.
 
     Args:
         description: the script's docstring, shown as it is written.
         repeats: default of `--repeats`.
+        smoke: what `--smoke` sets, by the options' names.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -51,6 +61,14 @@ def option_parser(description: str | None, repeats: int = 3) -> argparse.Argumen
         "--repeats", type=int, default=repeats, help="interleaved runs of each method"
     )
     parser.add_argument("--verbose", action="store_true", help="show vLLM's own messages")
+    parser.add_argument(
+        "--smoke",
+        action=_Smoke,
+        nargs=0,
+        const={"repeats": 1, **(smoke or {})},
+        default=argparse.SUPPRESS,
+        help="tiny sizes: does it run, print and write? Measures nothing",
+    )
     return parser
 
 

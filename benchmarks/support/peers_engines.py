@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -279,32 +278,6 @@ def _count_nodes(nodes: list[int]) -> Callable[[Any], None]:
         nodes[0] += sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
 
     return count
-
-
-def step_milliseconds(
-    contestant: Contestant, sizes: Sequence[int], repeats: int = 5
-) -> dict[int, float]:
-    """Measure the model and its logits, without attention, by the number of tokens in a step.
-
-    Returns:
-        Number of tokens -> milliseconds, a median.
-    """
-    import torch
-    from vllm.forward_context import set_forward_context
-
-    model = runner_of(contestant.llm).model
-    config = contestant.llm.llm_engine.vllm_config
-    tokens, positions = torch.ones(max(sizes), dtype=torch.int32), torch.arange(max(sizes))
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    for repeat in range(repeats + 1):
-        for size in sizes:
-            start = time.perf_counter()
-            # Without attention metadata, vLLM's attention layers do nothing.
-            with set_forward_context(None, config, num_tokens=size), torch.inference_mode():
-                model.compute_logits(model(tokens[:size], positions[:size]))
-            if repeat:  # the first one warms up
-                seconds[size].append(time.perf_counter() - start)
-    return {size: 1e3 * median(values) for size, values in seconds.items()}
 
 
 def available(methods: Sequence[str]) -> tuple[list[str], list[str]]:

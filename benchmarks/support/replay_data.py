@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-import typer
+from typing import Any, NamedTuple
 
 SYSTEM_PROMPT = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -24,25 +24,49 @@ ANSWERS_VARIABLE = "SPEC_BENCH_ANSWERS"
 """Environment variables that name the two files without an option."""
 DEFAULT_TOKENIZER = "mistral_common/data/tokenizer.model.v1"
 
-QuestionsFile = Annotated[
-    Path,
-    typer.Option(exists=True, envvar=QUESTIONS_VARIABLE, help="Spec-Bench's questions, JSONL."),
-]
-AnswersFile = Annotated[
-    Path, typer.Option(exists=True, envvar=ANSWERS_VARIABLE, help="A model's answers, JSONL.")
-]
-TokenizerName = Annotated[
-    str, typer.Option(help="A SentencePiece file, or a Hugging Face tokenizer.")
-]
-RowsFile = Annotated[Path | None, typer.Option("--json", help="Where to write the rows.")]
-"""Options of the benchmarks that replay recorded answers."""
+SMOKE = Path(__file__).with_name("smoke")
+SMOKE_FILES = {"questions": SMOKE / "questions.jsonl", "answers": SMOKE / "answers.jsonl"}
+"""Three questions with answers that repeat parts of them, for `--smoke`."""
 
 
-def check_methods(names: Collection[str] | None, allowed: Collection[str]) -> None:
-    """Refuse a value of `--method` that is not allowed."""
-    for name in names or ():
-        if name not in allowed:
-            raise typer.BadParameter(f"--method {name}: allowed are {', '.join(allowed)}")
+def add_replay_options(
+    parser: argparse.ArgumentParser, methods: Collection[str] | None = None
+) -> None:
+    """Add the options of the benchmarks that replay recorded answers."""
+    for flag, variable in (("--questions", QUESTIONS_VARIABLE), ("--answers", ANSWERS_VARIABLE)):
+        parser.add_argument(
+            flag,
+            type=Path,
+            default=os.environ.get(variable) and Path(os.environ[variable]),
+            help=f"Spec-Bench's {flag[2:]}, JSONL; {variable} if left out",
+        )
+    parser.add_argument(
+        "--tokenizer",
+        default=DEFAULT_TOKENIZER,
+        help="of the recorded text: a SentencePiece file, or a Hugging Face tokenizer",
+    )
+    if methods is not None:
+        parser.add_argument(
+            "--method",
+            dest="methods",
+            nargs="+",
+            action="extend",
+            choices=methods,
+            help="all if left out",
+        )
+
+
+def recordings_of(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Recording]:
+    """Return the recordings that the command line names.
+
+    Raises:
+        SystemExit: It names none.
+    """
+    for flag, variable in (("questions", QUESTIONS_VARIABLE), ("answers", ANSWERS_VARIABLE)):
+        path = getattr(options, flag)
+        if path is None or not path.is_file():
+            raise SystemExit(f"--{flag}: {path} is no file; name one, or set {variable}")
+    return list(read_recordings(options.questions, options.answers, tokenizer))
 
 
 class Recording(NamedTuple):

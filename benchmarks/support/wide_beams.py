@@ -23,7 +23,6 @@ WIDE_DEFAULTS = {
     "prompt_lens": [200, 1500], "num_prompts": [1, 4], "tokens": [3, 4, 8],
     "constrained": [False, True],
 }  # fmt: skip
-SELECTION_COLUMNS = ("rows", "vocabulary", "blocks_ms", "per_row_ms", "flat_ms", "log_softmax_ms")
 VALUES = 256  # of each token of a random item
 HF_MAX_TOKENS_WIDE = 100_000  # a few new tokens
 
@@ -91,43 +90,6 @@ def measure_wide(bench: Any, options: Namespace, load: Any) -> list[Row]:
         }
         for name in methods
     ]
-
-
-def measure_selection(width: int, vocab_size: int, repeats: int) -> Row:
-    """Return the time of selecting the best `2 * width` continuations of `width` rows.
-
-    All three make log-probabilities first: `blocks` is the search's, `per_row` takes the best of
-    every row and merges them, `flat` takes the best of all scores.
-    """
-    import torch
-
-    from vllm_trie.beam.top_k import select_best
-
-    generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(width, vocab_size, generator=generator)
-    totals = torch.randn(width, generator=generator)
-    count = 2 * width
-
-    def per_row() -> torch.Tensor:
-        best = logits.log_softmax(dim=-1).topk(min(count, vocab_size))
-        return (best.values + totals[:, None]).ravel().topk(count).values
-
-    def flat() -> torch.Tensor:
-        return (logits.log_softmax(dim=-1) + totals[:, None]).ravel().topk(count).values
-
-    runs = {
-        "blocks_ms": lambda: select_best(logits, totals.numpy(), count),
-        "per_row_ms": per_row,
-        "flat_ms": flat,
-        "log_softmax_ms": lambda: logits.log_softmax(dim=-1),
-    }
-    timed = interleave(runs, repeats)
-    candidates = timed["blocks_ms"][0][1]
-    scores = candidates.logprobs + totals.numpy()[candidates.rows]
-    if not np.array_equal(np.sort(scores), np.sort(timed["flat_ms"][0][1].numpy())):
-        raise SystemExit("the selections differ")
-    times = {name: 1e3 * median_seconds(timed_runs) for name, timed_runs in timed.items()}
-    return {"rows": width, "vocabulary": vocab_size, **times}
 
 
 def compared(

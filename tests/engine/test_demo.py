@@ -1,4 +1,4 @@
-"""The demo and the benchmark of speculation as their users run them."""
+"""The demo as its users run it."""
 
 from __future__ import annotations
 
@@ -46,25 +46,3 @@ def test_demo(tmp_path: Path) -> None:
     assert total["tokens"] == sum(row["tokens"] for row in trees[:-1])
     assert 1.1 < total["tokens_per_step"] < 33
     assert 0 < total["nodes_per_step"] <= 32
-
-
-@pytest.mark.slow
-def test_speculation_benchmark(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    run_python(
-        "benchmarks/speculation.py", "--nodes", "8", "--batch-sizes", "2", "--max-tokens", "24",
-        "--repeats", "1", "--json", str(path),
-    )  # fmt: skip
-    rows = {row["method"]: row for row in json.loads(path.read_text())}
-    assert {"plain", "ngram_trie", "ngram", "full_trees"} <= rows.keys()
-    for row in rows.values():
-        assert row["tokens_per_s"] > 0
-        assert row["tokens_per_step"] >= 1
-        assert row["identical"] is True
-    assert rows["plain"]["tokens_per_step"] == 1
-    assert rows["ngram_trie"]["nodes"] == 8
-    full = rows["full_trees"]
-    assert full["tokens_per_step"] > 1.1
-    assert full["nodes_per_step"] > 6  # every step but the prefill and the last ones
-    for part in ("hook", "preparation", "verification", "bookkeeping"):
-        assert full[f"{part}_ms_per_step"] > 0

@@ -127,7 +127,7 @@ def test_a_benchmark_that_fails_does_not_stop_the_others(
     monkeypatch.setattr(bench_gpu, "chart", lambda benchmark, out: charts.append(benchmark.name))
     monkeypatch.setattr(bench_gpu.importlib.util, "find_spec", lambda name: True)
     assert bench_gpu.main(["--out", str(tmp_path), "--model", "m"]) == 1
-    assert charts == ["attention", "speculation", "load", "beam"]
+    assert charts == ["attention", "load", "beam"]
     printed = capsys.readouterr()
     assert "table of beam" in printed.out
     assert printed.err.endswith("failed: peers (status 3)\n")

@@ -1,0 +1,25 @@
+"""Every benchmark runs with `--smoke`: its printing, plotting and JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.benchmark_runs import commands
+from tests.processes import run_program
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Any]:
+    done: Any = run_program("tests.engine.benchmark_runs")
+    return {" ".join(run["command"]): run for run in done}
+
+
+@pytest.mark.parametrize("command", map(" ".join, commands()))
+def test_a_smoke_run_prints_and_writes(runs: dict[str, Any], command: str) -> None:
+    run = runs[command]
+    assert run["status"] == 0, run["printed"][-6000:]
+    assert run["printed"].count("┃") > 2, "no table"
+    assert run["rows"]
+    assert ("--plot" in command) == any(name.endswith(".svg") for name in run["files"])
