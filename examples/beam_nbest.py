@@ -49,12 +49,13 @@ def main(model: str) -> None:
     for index, source in enumerate(SOURCES):
         plain, *lists = outputs[3 * index : 3 * index + 3]
         print(f"\n=== {source}\ngreedy    {plain.outputs[0].text!r}")
-        for name, found in zip(params, lists, strict=True):
+        for name, output in zip(params, lists, strict=True):
             print(f"{name}, width {WIDTH}:")
-            for rank, output in enumerate(found.outputs, 1):  # best first
+            for rank, hypothesis in enumerate(output.outputs, 1):  # best first
                 print(
-                    f"  {rank}. score {output.score:8.4f}   log p {output.cumulative_logprob:9.4f}"
-                    f"   {len(output.token_ids):3} tokens   {output.text!r}"
+                    f"  {rank}. score {hypothesis.score:8.4f}"
+                    f"   log p {hypothesis.cumulative_logprob:9.4f}"
+                    f"   {len(hypothesis.token_ids):3} tokens   {hypothesis.text!r}"
                 )
 
     # vLLM's own call keeps its options and its result, and runs the native search.

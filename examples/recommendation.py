@@ -72,11 +72,11 @@ def main(model: str, count: int, width: int, further: list[str]) -> None:
                     n=width,
                     extra_body={"vllm_xargs": xargs},
                 )
-                found = [choice.stop_reason for choice in reply.choices]
-                num_answers += len(found)
-                num_valid += len(items.keys() & set(found))
+                answers = [choice.stop_reason for choice in reply.choices]
+                num_answers += len(answers)
+                num_valid += len(items.keys() & set(answers))
                 seconds = time.perf_counter() - start
-                print(f"user {user}: {seconds:.2f} s, best {', '.join(map(str, found[:4]))}")
+                print(f"user {user}: {seconds:.2f} s, best {', '.join(map(str, answers[:4]))}")
             print(f"{num_valid} of {num_answers} answers are different items of the catalogue")
 
 

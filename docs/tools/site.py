@@ -40,17 +40,17 @@ def on_config(config: Any) -> Any:
 
 def outside_links(markdown: str) -> set[str]:
     """Paths, relative to the repository's root, that a page in docs/ links to."""
-    return {found[2].rstrip("/") for found in _OUTSIDE.finditer(markdown)}
+    return {match[2].rstrip("/") for match in _OUTSIDE.finditer(markdown)}
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add what the pages link to."""
     from mkdocs.structure.files import File
 
-    wanted: set[str] = set()
+    names: set[str] = set()
     for page in sorted(Path(config["docs_dir"]).glob("*.md")):
-        wanted |= outside_links(page.read_text(encoding="utf-8"))
-    for name in sorted(wanted):
+        names |= outside_links(page.read_text(encoding="utf-8"))
+    for name in sorted(names):
         path = ROOT / name
         if path.is_dir() and (path / "README.md").is_file():
             path = path / "README.md"
@@ -68,14 +68,14 @@ def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
     if page.file.src_uri.startswith(FOLDER):
         return markdown
 
-    def lead(found: re.Match[str]) -> str:
-        name, anchor = found[2].rstrip("/"), found[3] or ""
+    def lead(match: re.Match[str]) -> str:
+        name, anchor = match[2].rstrip("/"), match[3] or ""
         if (ROOT / name).is_dir():
             readme = ROOT / name / "README.md"
             if not readme.is_file():
-                return found[1]  # a folder has no page: the words stay
+                return match[1]  # a folder has no page: the words stay
             name += "/README.md"
-        return f"[{found[1]}]({FOLDER}/{name}{anchor})"
+        return f"[{match[1]}]({FOLDER}/{name}{anchor})"
 
     return _OUTSIDE.sub(lead, markdown)
 
@@ -83,10 +83,10 @@ def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
 def _inside_site(markdown: str, source: str) -> str:
     """A repository file's text with its own relative links led to the site, or taken out."""
 
-    def lead(found: re.Match[str]) -> str:
-        image, words, target = found.groups()
+    def lead(match: re.Match[str]) -> str:
+        image, words, target = match.groups()
         if "://" in target or target.startswith(("#", "mailto:")):
-            return found[0]
+            return match[0]
         name, _, anchor = target.partition("#")
         full = posixpath.normpath(posixpath.join(posixpath.dirname(source), name))
         if full.startswith("docs/"):

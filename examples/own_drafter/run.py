@@ -47,11 +47,11 @@ def main(model: str) -> None:
         llm.chat(chat, SamplingParams(temperature=0.0, max_tokens=64, extra_args=extra))
         for extra in ({}, {"speculation": False})
     )
-    found, expected = with_trees[0].outputs[0], plain[0].outputs[0]
+    drafted, undrafted = with_trees[0].outputs[0], plain[0].outputs[0]
     accepted = sum(m.value for m in llm.get_metrics() if m.name == "vllm:trie_accepted_tokens")
-    print(found.text)
-    print(f"\n{METHOD}: {accepted:.0f} of {len(found.token_ids)} tokens came from drafts")
-    print(f"same as without drafts: {'yes' if found.token_ids == expected.token_ids else 'no'}")
+    print(drafted.text)
+    print(f"\n{METHOD}: {accepted:.0f} of {len(drafted.token_ids)} tokens came from drafts")
+    print(f"same as without drafts: {'yes' if drafted.token_ids == undrafted.token_ids else 'no'}")
 
 
 if __name__ == "__main__":
