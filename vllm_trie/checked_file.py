@@ -19,13 +19,14 @@ import struct
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from io import BufferedReader
 from itertools import chain
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
+
+from vllm_trie.sealed_copy import is_sealed, map_copy, sealed_copy
 
 PREFIX = struct.Struct("<8sII32s")
 _ALIGNMENT = 64
@@ -44,12 +45,20 @@ class SizedHeader(BaseModel):
 HeaderT = TypeVar("HeaderT", bound=SizedHeader)
 
 
-class MappedFile(NamedTuple, Generic[HeaderT]):
-    """A file whose content matches its digest: the header, the digest, uint8 [body_size]."""
+class CheckedContent(NamedTuple, Generic[HeaderT]):
+    """The content that a file had when it was opened, in memory.
+
+    Attributes:
+        header: The header.
+        digest: The digest, which the content matches.
+        body: uint8 [body_size].
+        copy: Where other processes of the host can open the same memory while this one uses it.
+    """
 
     header: HeaderT
     digest: bytes
     body: np.ndarray
+    copy: str
 
 
 @dataclass(frozen=True)
@@ -116,43 +125,38 @@ class CheckedFormat(Generic[HeaderT]):
         with self._file(path) as file:
             return self._read(path, file)[0]
 
-    def map(self, path: Path, check: bool = True) -> MappedFile[HeaderT]:
-        """Map the body of a file into memory, with `check` after comparing it with its digest.
+    def read(self, path: Path, check: bool = True) -> CheckedContent[HeaderT]:
+        """Copy a file to memory and compare it with its digest.
+
+        The file may be written to, or shortened, meanwhile and later.
+
+        Args:
+            path: The file, or the `copy` of another process.
+            check: Whether to compare the copy of another process, too, which has done so.
 
         Raises:
             ValueError: Of type `error`: as for :meth:`read_header`, or the content does not match
-                the digest.
+                the digest, or there is no memory for it.
         """
         with self._file(path) as file:
-            header, digest, offset = self._read(path, file)
-            if check and _digest(file) != digest:
-                raise self._damaged(path)
-            body = np.memmap(file, dtype=np.uint8, mode="r", offset=offset)
-        return MappedFile(header, digest, body)
+            self._read(path, file)
+            shared = is_sealed(file)
+            try:
+                copy = sealed_copy(file)
+            except OSError as error:
+                raise self.problem(path, f"it cannot be copied to memory: {error}") from None
+        with copy:
+            copy.seek(0)
+            header, digest, offset = self._read(path, copy)
+            content, memory = map_copy(copy)
+        if check or not shared:
+            actual = hashlib.sha256(content[PREFIX.size :].data).digest()
+            if actual != digest:
+                reason = "its content does not match its digest: it is damaged or was changed"
+                raise self.problem(path, reason)
+        return CheckedContent(header, digest, content[offset:], memory)
 
-    def read(self, path: Path) -> MappedFile[HeaderT]:
-        """Return a copy of a file's content, compared with its digest.
-
-        Unlike a mapped file it may be written to, or shortened, meanwhile.
-
-        Raises:
-            ValueError: Of type `error`: as for :meth:`map`.
-        """
-        with self._file(path) as file:
-            header, digest, _ = self._read(path, file)
-            file.seek(PREFIX.size)
-            content = file.read()
-        if hashlib.sha256(content).digest() != digest:
-            raise self._damaged(path)
-        body = np.frombuffer(content, dtype=np.uint8)[len(content) - header.body_size :]
-        return MappedFile(header, digest, body)
-
-    def _damaged(self, path: Path) -> ValueError:
-        return self.problem(
-            path, "its content does not match its digest: it is damaged or was changed"
-        )
-
-    def _file(self, path: Path) -> BufferedReader:
+    def _file(self, path: Path) -> BinaryIO:
         if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
             raise self.problem(path, "it is not a regular file")
         try:
@@ -160,7 +164,7 @@ class CheckedFormat(Generic[HeaderT]):
         except OSError as error:
             raise self.problem(path, error.strerror or "it cannot be opened") from None
 
-    def _read(self, path: Path, file: BufferedReader) -> tuple[HeaderT, bytes, int]:
+    def _read(self, path: Path, file: BinaryIO) -> tuple[HeaderT, bytes, int]:
         """Return the header, the digest and the offset of the body."""
         prefix = file.read(PREFIX.size)
         if prefix[: len(self.magic)] != self.magic[: len(prefix)] or not prefix:
@@ -189,8 +193,3 @@ class CheckedFormat(Generic[HeaderT]):
             state = "truncated" if actual < expected else "longer than it should be"
             raise self.problem(path, f"it is {state}: {actual} bytes instead of {expected}")
         return header, digest, offset
-
-
-def _digest(file: BufferedReader) -> bytes:
-    file.seek(PREFIX.size)
-    return hashlib.file_digest(file, "sha256").digest()

@@ -13,6 +13,9 @@ _Content = TypeVar("_Content")
 
 logger = logging.getLogger(__name__)
 
+_SETTLED_NS = 1_000_000_000
+"""Age from which a change of a file is told by its time."""
+
 
 def file_stamp(path: Path) -> tuple[int, ...]:
     """Return what changes when another file takes the place of a file.
@@ -27,12 +30,13 @@ def file_stamp(path: Path) -> tuple[int, ...]:
 class WatchedFile(Generic[_Content]):
     """The newest version of a file that could be opened.
 
-    A file that was replaced is opened in a thread. Until then, and where the new version cannot be
-    used or the file is gone, the version before serves on.
+    A file that was replaced, or written to, is opened in a thread. Until then, and where the new
+    version cannot be used or the file is gone, the version before serves on.
 
     Args:
         path: Of the file.
-        open_file: Opens and checks it; raises what it likes.
+        open_file: Opens and checks it; raises what it likes. What it returns must not depend on the
+            file any more.
         name: Of the file in messages.
         interval: Seconds between two looks at the file, which may be on a network, at least.
     """
@@ -43,6 +47,7 @@ class WatchedFile(Generic[_Content]):
         self._path, self._open, self._name = path, open_file, name
         self._interval, self._next_look = interval, 0.0
         self._stamp: tuple[int, ...] = ()
+        self._in_place = False  # whether it was written to, and not replaced since
         self._thread: threading.Thread | None = None
         if path.exists():
             self._stamp = file_stamp(path)
@@ -59,15 +64,30 @@ class WatchedFile(Generic[_Content]):
             except OSError:
                 return self._content
             if stamp != self._stamp:
-                self._stamp = stamp  # not opened twice, even if it is refused
+                self._take_note(stamp)
                 self._thread = threading.Thread(target=self._renew, daemon=True)
                 self._thread.start()
         return self._content
+
+    def _take_note(self, stamp: tuple[int, ...]) -> None:
+        """Remember what is opened, so that it is not opened twice, even if it is refused."""
+        was_in_place, self._in_place = self._in_place, stamp[:2] == self._stamp[:2]
+        self._stamp = stamp
+        if self._in_place and not was_in_place:
+            logger.warning(
+                "%s was written to in place; the version before serves until the file is complete. "
+                "Write a new file and rename it to %s.",
+                self._name,
+                self._path,
+            )
 
     def _renew(self) -> None:
         try:
             self._content = self._open(self._path)
         except Exception as error:
-            logger.error("The new version of %s is refused: %s", self._name, error)
+            level = logging.DEBUG if self._in_place else logging.ERROR
+            logger.log(level, "The new version of %s is refused: %s", self._name, error)
+            if self._in_place and time.time_ns() - self._stamp[-1] < _SETTLED_NS:
+                self._stamp = (*self._stamp[:2], 0, 0)  # whoever writes may not be done
         else:
             logger.info("%s was replaced: %s serves from now on", self._name, self._path)

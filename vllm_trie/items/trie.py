@@ -68,7 +68,7 @@ class IdTexts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ItemTrie:
-    """A catalogue; the arrays are those of this module's layout and may be memory-mapped.
+    """A catalogue; the arrays are those of this module's layout and may be read-only.
 
     Attributes:
         first_child: int32 [nodes + 1].
@@ -82,6 +82,7 @@ class ItemTrie:
         max_length: Tokens of the longest item.
         version: Identifies the content.
         weight_range: The least and the largest weight.
+        memory: Where other processes of the host can open it while this one uses it.
     """
 
     first_child: np.ndarray
@@ -95,6 +96,7 @@ class ItemTrie:
     max_length: int
     version: str = ""
     weight_range: tuple[float, float] = (0.0, 0.0)
+    memory: str = ""
 
     @property
     def num_items(self) -> int:

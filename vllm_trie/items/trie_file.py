@@ -87,19 +87,19 @@ read_header = FORMAT.read_header
 
 
 def open_items(path: Path, vocab_size: int | None = None, version: str | None = None) -> ItemTrie:
-    """Check a whole file and map it into memory.
+    """Check a whole file and copy it to memory.
 
     Args:
-        path: The file. It may be replaced while it is mapped, but must not be written to.
+        path: The file, or the `memory` of a catalogue that another process uses.
         vocab_size: Of the target model; None: not compared.
-        version: Version that was checked before. The file must be that version; its content is
-            not checked again.
+        version: Version that was checked before. The file must be that version; its trie is not
+            checked again.
 
     Raises:
         ItemsError: The file is missing, of another kind or version, truncated, changed since it
             was written, no sound trie, or has tokens outside the vocabulary.
     """
-    header, digest, body = FORMAT.map(path, check=version is None)
+    header, digest, body, memory = FORMAT.read(path, check=version is None)
     if version is not None and digest.hex() != version:
         raise FORMAT.problem(path, f"it is version {digest.hex()[:16]}, not {version[:16]}")
     if vocab_size is not None:
@@ -124,6 +124,7 @@ def open_items(path: Path, vocab_size: int | None = None, version: str | None = 
         header.max_length,
         digest.hex(),
         (float(weights.min()), float(weights.max())) if header.weights else (0.0, 0.0),
+        memory,
     )
     if version is not None:
         return trie

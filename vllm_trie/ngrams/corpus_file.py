@@ -1,4 +1,4 @@
-"""Corpora to draft from: one memory-mapped file with the n-gram index of a text collection.
+"""Corpora to draft from: one file with the n-gram index of a text collection.
 
 The body of the file (see :mod:`vllm_trie.checked_file`), all integers little-endian:
 
@@ -132,7 +132,7 @@ def check_vocabulary(path: Path, header: CorpusHeader, vocab_size: int) -> None:
 def open_corpus(
     path: Path, vocab_size: int | None = None, tokenizer: str | None = None
 ) -> native.NativeCorpus:
-    """Check a whole corpus file and map it into memory.
+    """Check a whole corpus file and copy it to memory.
 
     Args:
         vocab_size: Of the target model; the corpus may not have tokens beyond it.
@@ -142,7 +142,7 @@ def open_corpus(
         CorpusError: The file is missing, not a corpus, of another version, truncated, changed
             since it was written, made with another tokenizer, or not a sound index.
     """
-    header, _, body = FORMAT.map(path)
+    header, _, body, _ = FORMAT.read(path)
     if tokenizer is not None and tokenizer != header.tokenizer:
         raise FORMAT.problem(path, "it was built with another tokenizer than the model's")
     if vocab_size is not None:

@@ -94,7 +94,7 @@ class NativeIndex:
 
 
 class NativeCorpus:
-    """A read-only index over arrays that live elsewhere, in a mapped file."""
+    """A read-only index over arrays that live elsewhere, in the copy of a file."""
 
     def __init__(
         self,

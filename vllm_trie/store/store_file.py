@@ -159,7 +159,7 @@ def read_store(path: Path) -> Store:
         StoreError: The file is missing, of another kind or version, truncated, changed since it was
             written, or not sound.
     """
-    header, _, body = FORMAT.read(path)
+    header, _, body, _ = FORMAT.read(path)
     salt_bytes = _SALT_BYTES * header.num_salts
     sizes = [4 * header.num_texts, 4 * header.num_texts, 4 * header.num_tokens, salt_bytes]
     *parts, digests, prompts = np.split(body, np.cumsum(sizes))

@@ -96,6 +96,7 @@ class ItemSelection(NamedTuple):
 
     Attributes:
         path: The catalogue's file.
+        memory: Where the scheduler has its content.
         version: Its digest.
         beam_width: Width of the search.
         eos_token_id: Token that must follow an item, None if nothing follows it.
@@ -108,6 +109,7 @@ class ItemSelection(NamedTuple):
     """
 
     path: str
+    memory: str
     version: str
     beam_width: int
     eos_token_id: int | None

@@ -152,12 +152,14 @@ class Decoding(NamedTuple):
 
     Attributes:
         path: The catalogue's file.
+        memory: Where the scheduler has its content.
         version: Its digest.
         selection: The valid part of the catalogue, None for all of it.
         eos_token_id: Token that ends an item.
     """
 
     path: str
+    memory: str
     version: str
     selection: Selection | None
     eos_token_id: int

@@ -80,5 +80,8 @@ def test_a_refused_drafter_is_counted_and_said_once(caplog) -> None:
     assert len(caplog.records) == 1
     assert "serves without drafts, as its check at start-up failed: it raised" in caplog.text
     text = np.array([1, 2], dtype=np.int32)
-    (tree,) = guard.propose([DraftRequest("a", text, 2, 2, 2)])
-    assert tree.num_nodes == 0
+    for number in range(3):
+        (tree,) = guard.propose([DraftRequest(str(number), text, 2, 2, 2)])
+        assert tree.num_nodes == 0
+        guard.release(str(number))
+    assert not guard._unreleased

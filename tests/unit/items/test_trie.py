@@ -187,7 +187,7 @@ def test_an_older_file_stays_until_the_new_one_is_complete(path):
         build_items(path, read_items(wrong))
     assert path.read_bytes() == before
     write(path, {(9,): 1})
-    check_equal(trie, SMALL)  # still mapped
+    check_equal(trie, SMALL)  # still in memory
     check_equal(open_items(path), {(9,): 1})
 
 

@@ -1,8 +1,8 @@
 """Catalogues in the scheduler, and what it tells the worker about constrained rows.
 
 The scheduler checks a catalogue's file and keeps the place of each row. With every step, the worker
-gets the rows' nodes and chooses candidates among their children. It maps the same file, and takes
-it only if its digest is the one that the scheduler has checked.
+gets the rows' nodes and chooses candidates among their children. It shares the scheduler's copy of
+the file, or reads the file on another host if its digest is the one that the scheduler has checked.
 """
 
 from __future__ import annotations

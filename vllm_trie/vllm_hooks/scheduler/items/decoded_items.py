@@ -34,7 +34,8 @@ class _DecodedItem:
         self._eos = params.eos_token_id
         self._wants_eos = options.items_end == "eos"
         self._node = ROOT
-        found = Decoding(str(catalogue.path), catalogue.trie.version, selection, self._eos)
+        path, trie = catalogue
+        found = Decoding(str(path), trie.memory, trie.version, selection, self._eos)
         params.extra_args = {**(params.extra_args or {}), DECODING_KEY: found}
 
     def take(self, request: Request, token_ids: Sequence[int]) -> bool:

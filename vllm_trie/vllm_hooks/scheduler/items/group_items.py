@@ -49,6 +49,7 @@ class GroupItems(ItemSearch):
         """Return what the worker needs to select candidates of some rows of the search."""
         return ItemSelection(
             str(self._catalogue.path),
+            self._catalogue.trie.memory,
             self._catalogue.trie.version,
             self.search.settings.beam_width,
             self.eos_token_id,

@@ -32,7 +32,7 @@ class _Request(NamedTuple):
 class DecodedItems:
     """Owner of the requests of a worker that decode an item."""
 
-    def __init__(self, open_trie: Callable[[str, str], ItemTrie]) -> None:
+    def __init__(self, open_trie: Callable[[str, str, str], ItemTrie]) -> None:
         self._open_trie = open_trie
         self._requests: dict[str, _Request] = {}
 
@@ -50,11 +50,12 @@ class DecodedItems:
 
     def _opened(self, decoding: Decoding) -> _Request:
         try:
-            trie = view(self._open_trie(decoding.path, decoding.version), decoding.selection)
+            trie = self._open_trie(decoding.path, decoding.memory, decoding.version)
+            valid = view(trie, decoding.selection)
         except Exception as error:  # the scheduler ends the request
             logger.error("A request finds no item: %s", error)
             return _Request(None, decoding.eos_token_id)
-        return _Request(trie, decoding.eos_token_id)
+        return _Request(valid, decoding.eos_token_id)
 
     def mask(self, logits: torch.Tensor, batch: InputBatch) -> None:
         """Give invalid tokens of these requests the logit -inf, in place.

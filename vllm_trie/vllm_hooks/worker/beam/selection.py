@@ -41,7 +41,7 @@ logger = init_logger(__name__)
 
 _Result = TypeVar("_Result")
 _MAX_VERSIONS = 4
-"""Versions of a catalogue that stay mapped."""
+"""Versions of a catalogue that stay open."""
 
 
 class Selector:
@@ -112,7 +112,10 @@ class Selector:
             logits = logits[to_device(rows, logits.device)]
         if isinstance(selection, ItemSelection):
             return best_continuations(
-                view(self.trie(selection.path, selection.version), selection.selection),
+                view(
+                    self.trie(selection.path, selection.memory, selection.version),
+                    selection.selection,
+                ),
                 logits,
                 selection.nodes,
                 selection.totals,
@@ -133,15 +136,23 @@ class Selector:
         candidates = select_best(logits.cpu(), totals, count, rules)
         return Unfetched((), lambda: candidates)
 
-    def trie(self, path: str, version: str) -> ItemTrie:
+    def trie(self, path: str, memory: str, version: str) -> ItemTrie:
         """Return a version of a catalogue.
+
+        Args:
+            path: Its file.
+            memory: Where the scheduler has its content; workers of other hosts read the file.
+            version: Its digest.
 
         Raises:
             ItemsError: The file is gone, or another version.
         """
         key = (path, version)
         if key not in self._tries:
-            self._tries[key] = open_items(Path(path), version=version)
+            try:
+                self._tries[key] = open_items(Path(memory), version=version)
+            except ItemsError:
+                self._tries[key] = open_items(Path(path), version=version)
             versions = [opened for opened in self._tries if opened[0] == path]
             for old in versions[:-_MAX_VERSIONS]:
                 del self._tries[old]

@@ -96,7 +96,8 @@ class GuardedDrafter:
         self._failed_requests.discard(request_id)
         self.predictions.release(request_id)
         if self._is_resting:
-            self._unreleased.append(request_id)
+            if self._rests_until < math.inf:
+                self._unreleased.append(request_id)
             return
         try:
             self._call(self.drafter.release, request_id)
