@@ -28,7 +28,7 @@ _MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTAL
 
 def fill_in(markdown: str) -> str:
     """The page with the text between its `<!-- generated: NAME -->` marks made anew."""
-    return _MARKED.sub(lambda found: found[1] + generate(found[2]) + found[3], markdown)
+    return _MARKED.sub(lambda match: match[1] + generate(match[2]) + match[3], markdown)
 
 
 def generate(name: str) -> str:
@@ -57,8 +57,8 @@ def limits() -> str:
 
 def option_class(name: str) -> type[BaseModel]:
     """A class of :data:`OPTION_CLASSES`."""
-    found: type[BaseModel] = getattr(importlib.import_module(OPTION_CLASSES[name]), name)
-    return found
+    options: type[BaseModel] = getattr(importlib.import_module(OPTION_CLASSES[name]), name)
+    return options
 
 
 def option_table(options: type[BaseModel]) -> str:

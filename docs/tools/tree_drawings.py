@@ -165,8 +165,8 @@ def _draw_tree(
 
 def step(scheme: str = "auto") -> str:
     """One verification step, from the draft to the kept KV."""
-    found = example_step()
-    tree, words, target, accepted = found
+    example = example_step()
+    tree, words, target, accepted = example
     num_nodes = tree.num_nodes
     canvas = Canvas(820, 585, "One verification step of a draft tree", scheme)
 
@@ -185,19 +185,19 @@ def step(scheme: str = "auto") -> str:
         canvas.edge(root, Point(160, 66 + 38 * level + 13))
 
     columns = [110 + 77 * i for i in range(num_nodes + 1)]
-    _draw_forward_pass(canvas, found, columns)
+    _draw_forward_pass(canvas, example, columns)
     y = 415
     path = " → ".join(words[node] for node in accepted)
     canvas.text(20, y - 14, "3  Go down while a child carries what the target says", "title")
     canvas.text(150, y + 10, f"accepted: {path}", "green")
     bonus = _VOCABULARY[target[accepted[-1] + 1]]
     canvas.text(450, y + 10, f"then the bonus token: {bonus}", "amber")
-    _draw_kept_kv(canvas, found, columns)
+    _draw_kept_kv(canvas, example, columns)
     return canvas.render()
 
 
-def _draw_forward_pass(canvas: Canvas, found: Step, columns: list[int]) -> None:
-    tree, words, target, accepted = found
+def _draw_forward_pass(canvas: Canvas, example: Step, columns: list[int]) -> None:
+    tree, words, target, accepted = example
     committed = len(TEXT)
     y = 245
     canvas.text(20, y - 14, "2  One forward pass computes all nodes", "title")
@@ -223,8 +223,8 @@ def _draw_forward_pass(canvas: Canvas, found: Step, columns: list[int]) -> None:
     )  # fmt: skip
 
 
-def _draw_kept_kv(canvas: Canvas, found: Step, columns: list[int]) -> None:
-    _, words, target, accepted = found
+def _draw_kept_kv(canvas: Canvas, example: Step, columns: list[int]) -> None:
+    _, words, target, accepted = example
     committed = len(TEXT)
     bonus = _VOCABULARY[target[accepted[-1] + 1]]
     y = 485
@@ -249,8 +249,8 @@ def _draw_kept_kv(canvas: Canvas, found: Step, columns: list[int]) -> None:
 
 def mask(scheme: str = "auto") -> str:
     """Which keys each query sees."""
-    found = example_step()
-    tree, words = found.tree, found.words
+    example = example_step()
+    tree, words = example.tree, example.words
     size = tree.num_nodes
     canvas = Canvas(820, 450, "The ancestor mask of a draft tree", scheme)
     canvas.text(20, 30, "Who sees whom", "title")
