@@ -20,11 +20,8 @@ pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
 COUNT = 12
 # The oracle's trees put accepted nodes in all places; n-grams bring long chains.
-# Not adaptive, so that every part drafts in each step.
-UNION = speculation("trie_union", 48, drafters=["test_oracle", "ngram_trie"], adaptive=False)
-ADAPTIVE = speculation(
-    "trie_union", 32, drafters=["ngram_trie", "medusa"], model=str(medusa_path())
-)
+UNION = speculation("trie_union", 48, drafters=["test_oracle", "ngram_trie"])
+DEFAULT = speculation("trie_union", 32, drafters=["ngram_trie", "medusa"], model=str(medusa_path()))
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
@@ -35,8 +32,8 @@ def test_greedy(engine, expected, batch_size):
     assert not any(trees_of(llm).guard.failures.values())
 
 
-def test_adaptive(engine, expected):
-    assert check_same_outputs(engine(**ADAPTIVE), expected, GREEDY) > 0.01
+def test_default_parts(engine, expected):
+    assert check_same_outputs(engine(**DEFAULT), expected, GREEDY) > 0.01
 
 
 def test_chunked_prefill(engine, expected):

@@ -26,7 +26,6 @@ from tests.engine.compare import (
 )
 from tests.engine.conftest import free_blocks, runner_of, scheduler_of, trees_of
 from tests.engine.neural_heads import make_draft_model
-from tests.engine.test_neural import count_accepted
 from tests.engine.v2_run import TEXTS, greedy
 from tests.engine.v2_run import engine as new_engine
 from tests.engine.v2_waits import Waits
@@ -44,16 +43,36 @@ def engine(**options: Any) -> LLM:
 
 
 def union(entry: dict[str, Any], num_nodes: int, *others: str) -> dict[str, Any]:
-    """Engine options of a union in which nothing is suspended or left out."""
+    """Engine options of a union."""
     return {
         "speculative_config": {
             "method": "trie_union",
             "drafters": [*others, entry],
             "num_speculative_tokens": num_nodes,
-            "adaptive": False,
             "node_budget": "fixed",  # the adaptive one goes by the time of steps
         }
     }
+
+
+def count_accepted(llm: LLM) -> list[int]:
+    """Return a list that the tokens which a step accepts for a request are added to, without those
+    behind the request's end.
+
+    vLLM's metrics do not serve: in a process they are those of the engine that was made last.
+    """
+    core: Any = llm.llm_engine.engine_core
+    accepted: list[int] = []
+    stock = core.get_output
+
+    def get_output() -> Any:
+        result = stock()
+        accepted.extend(
+            len(output.new_token_ids) - 1 for output in result.outputs if output.new_token_ids
+        )
+        return result
+
+    core.get_output = get_output
+    return accepted
 
 
 def run_union(entry: dict[str, Any], plain: list[Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from vllm_trie.drafters.neural import NeuralOptions
 from vllm_trie.vllm_hooks.setup import draft_support
 
 EAGLE = NeuralOptions(method="eagle", model="some/head")
-ON_V2 = {"use_v2_model_runner": True, "scheduler_config__async_scheduling": True}
 
 
 def configuration(**changes: Any) -> Any:
@@ -29,13 +28,12 @@ def configuration(**changes: Any) -> Any:
             use_local_argmax_reduction=False,
             enable_adaptive_verification=False,
         ),
-        "scheduler_config": SimpleNamespace(async_scheduling=False),
         "parallel_config": SimpleNamespace(
             data_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=1
         ),
         "model_config": SimpleNamespace(supports_multimodal_inputs=False),
         "kv_transfer_config": None,
-        "use_v2_model_runner": False,
+        "use_v2_model_runner": True,
     }
     for name, value in changes.items():
         part, _, setting = name.partition("__")
@@ -47,17 +45,16 @@ def configuration(**changes: Any) -> Any:
 
 
 def test_what_it_can_draft_in_passes() -> None:
-    draft_support.check_trained_drafter(configuration(), EAGLE, "tree")
-    draft_support.check_trained_drafter(configuration(**ON_V2), EAGLE, "auto")
+    draft_support.check_trained_drafter(configuration(), EAGLE, "auto")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({**ON_V2, "speculative_config__use_multi_module_mtp": lambda: True}, "several modules"),
+        ({"speculative_config__use_multi_module_mtp": lambda: True}, "several modules"),
         ({"speculative_config__method": "dflash"}, "'some/head' for method 'dflash'"),
         ({"speculative_config__use_gemma4_mtp": lambda: True}, "vLLM's own method 'mtp'"),
-        ({"scheduler_config__async_scheduling": True}, "set it to False"),
+        ({"use_v2_model_runner": False}, "need V2.*vLLM's own method 'eagle'"),
         ({"parallel_config__data_parallel_size": 2}, "data_parallel_size=2.*set it to 1"),
         ({"parallel_config__tensor_parallel_size": 4}, "tensor_parallel_size=4.*set it to 1"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*set it to 1"),
@@ -73,6 +70,6 @@ def test_others_are_refused(changes: dict[str, Any], message: str) -> None:
     assert "trie_union cannot run with {'method': 'eagle'}" in str(caught.value)
 
 
-def test_trees_on_v2_are_refused() -> None:
+def test_trees_are_refused() -> None:
     with pytest.raises(ValueError, match="leave verification='tree' out"):
-        draft_support.check_trained_drafter(configuration(**ON_V2), EAGLE, "tree")
+        draft_support.check_trained_drafter(configuration(), EAGLE, "tree")

@@ -14,16 +14,12 @@ from vllm_trie.tree import ROOT, TokenTree
 
 
 class Chains(NamedTuple):
-    """What a trained drafter says after each token of its chains, for some requests.
-
-    Both are [requests, K, W]: W different tokens at each of K depths, the likeliest first. The
-    first ones are the chain; each depth is given the chain above it.
-    """
+    """The chains of a trained drafter for some requests, both [requests, K]."""
 
     token_ids: np.ndarray
-    """int32; negative where the request gets no draft."""
+    """int32."""
     probabilities: np.ndarray
-    """float32, of the token given the chain above it."""
+    """float32, of the token given the chain before it."""
 
 
 class ChainSource(Protocol):
@@ -34,7 +30,7 @@ class ChainSource(Protocol):
 
 
 class NeuralDrafter(Drafter):
-    """Turns chains into trees: the chain, and at each depth alternatives as leaves.
+    """A trained drafter's chains as trees.
 
     Not a method of its own: the engine has to load the drafter's weights and give it a KV cache,
     which vLLM does for its own methods.
@@ -63,24 +59,9 @@ class NeuralDrafter(Drafter):
 def chain_tree(
     request: DraftRequest, token_ids: np.ndarray, probabilities: np.ndarray
 ) -> TokenTree:
-    """Return one request's part of :class:`Chains`, both [K, W], as a tree within its limits.
-
-    Alternatives come last, so that the chain is the first child everywhere.
-    """
+    """Return one request's part of :class:`Chains`, both [K], as a tree within its limits."""
     depth = min(len(token_ids), request.max_depth, request.max_nodes)
-    if depth < 1 or token_ids[0, 0] < 0:
+    if depth < 1:
         return TokenTree.empty()
-    above = np.concatenate(([1.0], np.cumprod(probabilities[:depth, 0])))
-    tokens = token_ids[:depth, 0].tolist()
-    parents = list(range(ROOT, depth - 1))
-    paths = above[1:].tolist()
-    if not request.chain_only:
-        for level in range(depth):
-            for token, probability in zip(
-                token_ids[level, 1:], probabilities[level, 1:], strict=True
-            ):
-                tokens.append(int(token))
-                parents.append(level - 1)
-                paths.append(float(above[level] * probability))
-    kept = request.max_nodes
-    return TokenTree.from_lists(tokens[:kept], parents[:kept], paths[:kept])
+    paths = np.cumprod(probabilities[:depth]).tolist()
+    return TokenTree.from_lists(token_ids[:depth].tolist(), list(range(ROOT, depth - 1)), paths)

@@ -24,13 +24,16 @@ class NeuralOptions(DrafterOptions):
     num_speculative_tokens: int = Field(
         default=4, ge=1, le=16, description="Length of its chain, in forward passes of the drafter."
     )
-    num_alternatives: int = Field(
-        default=2,
-        ge=0,
-        le=8,
-        description="Further tokens next to each token of the chain in a tree, the drafter's "
-        "likeliest; they cost no passes.",
-    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_alternatives(cls, given: object) -> object:
+        if isinstance(given, dict) and "num_alternatives" in given:
+            raise ValueError(
+                f"num_alternatives={given['num_alternatives']!r} has no effect since 0.5: a "
+                "trained drafter drafts a chain; leave it out"
+            )
+        return given
 
     @model_validator(mode="after")
     def _check_model(self) -> NeuralOptions:

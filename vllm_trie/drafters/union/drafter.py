@@ -1,15 +1,13 @@
 """The method `trie_union`: candidates of several drafters in one tree.
 
-A step: the selected parts draft (`selection`), a trained drafter last and where its passes pay
-(`forward_gate`), and parts that can draft again after the tokens of its chain (`grafting`). `merge`
-puts all candidates into one trie, the `calibration` turns their probabilities into one, and the
-likeliest nodes that fit become the tree.
-Once the text has gone on, the draft teaches the calibration, and its `evaluation` the selection.
+A step: all parts draft, a trained drafter last, and parts that can draft again after the tokens of
+its chain (`grafting`). `merge` puts all candidates into one trie, the `calibration` turns their
+probabilities into one, and the likeliest nodes that fit become the tree. Once the text has gone on,
+the draft teaches the calibration.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,8 +20,6 @@ from vllm_trie.drafters import registry
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
 from vllm_trie.drafters.neural import NeuralDrafter, NeuralOptions
 from vllm_trie.drafters.union.calibration import Calibrator
-from vllm_trie.drafters.union.evaluation import HORIZON, evaluate
-from vllm_trie.drafters.union.forward_gate import ForwardGate
 from vllm_trie.drafters.union.grafting import graft
 from vllm_trie.drafters.union.merge import (
     Draft,
@@ -33,13 +29,14 @@ from vllm_trie.drafters.union.merge import (
     merge,
 )
 from vllm_trie.drafters.union.options import METHOD, TrieUnionOptions
-from vllm_trie.drafters.union.selection import PartSelection
 from vllm_trie.store import StoredText
 from vllm_trie.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
     from torch import nn
 
+HORIZON = 20
+"""Tokens that must follow a draft before it teaches the calibration; deeper nodes are ignored."""
 _TAIL = 8  # tokens
 
 
@@ -47,7 +44,7 @@ class _State:
     """One request.
 
     Attributes:
-        drafts: Those that are not evaluated yet, at most `HORIZON`.
+        drafts: Those that the calibration has not learned from, at most `HORIZON`.
         tail: Length and last tokens of the text at the last call.
         union: The last tree.
     """
@@ -66,9 +63,9 @@ class _State:
 class TrieUnionDrafter(Drafter):
     """Merges the trees of its parts and keeps the likeliest nodes that fit.
 
-    All candidates are evaluated, including those that did not fit.
+    The calibration learns from all candidates, including those that did not fit.
 
-    State: that of the parts, each request's candidates of the last steps, calibration, selection.
+    State: that of the parts, each request's candidates of the last steps, calibration.
 
     Args:
         options, context: As for every drafter.
@@ -76,8 +73,6 @@ class TrieUnionDrafter(Drafter):
 
     Attributes:
         neural: The trained drafter among the parts, whose weights the engine loads.
-        gate: Forgoes its forward passes where they do not pay; None where it drafts in each step:
-            alone, and in a union that is not adaptive.
     """
 
     name: ClassVar[str] = METHOD
@@ -94,19 +89,10 @@ class TrieUnionDrafter(Drafter):
             parts or [_make_part(entry, options, context) for entry in options.drafters]
         )
         self.neural = next((p for p in self.parts if isinstance(p, NeuralDrafter)), None)
-        can_rest = options.adaptive and len(self.parts) > 1
-        self.gate = ForwardGate() if can_rest and self.neural is not None else None
-        self._neural_index = -1 if self.neural is None else self.parts.index(self.neural)
-        self._last_end = 0.0
         # Class attributes of other drafters; here they follow from the parts.
         self.needs_hidden_states = any(part.needs_hidden_states for part in self.parts)  # type: ignore[misc]
         self.needs_node_argmax = any(part.needs_node_argmax for part in self.parts)  # type: ignore[misc]
         self.calibrator = Calibrator()
-        self.selection = PartSelection(
-            index
-            for index, part in enumerate(self.parts)
-            if self.gate is None or part is not self.neural
-        )
         self._states: dict[str, _State] = {}
 
     @classmethod
@@ -126,7 +112,6 @@ class TrieUnionDrafter(Drafter):
 
     def release(self, request_id: str) -> None:
         self._states.pop(request_id, None)
-        self.selection.end(request_id)
         for part in self.parts:
             part.release(request_id)
 
@@ -153,49 +138,25 @@ class TrieUnionDrafter(Drafter):
         return self._states[request_id].drafts[-1].parts_of(tree)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        num_tokens = sum(self._num_new_tokens(request) for request in requests)
         states = [self._updated_state(request) for request in requests]
-        all_parts = list(range(len(self.parts)))
-        drafting = [
-            self.selection.drafting(request.request_id) if self.options.adaptive else all_parts
-            for request in requests
-        ]
         proposed: list[dict[int, TokenTree]] = [{} for _ in requests]
         for index, part in enumerate(self.parts):
-            if part is self.neural:
-                continue
-            rows = [row for row, parts in enumerate(drafting) if index in parts]
-            if not rows:
-                continue
-            trees = part.propose([_part_request(requests[r], states[r], index) for r in rows])
-            for row, tree in zip(rows, trees, strict=True):
-                proposed[row][index] = tree
-        promised = [max(map(_promise, trees.values()), default=0.0) for trees in proposed]
-        grafts = self._add_neural(requests, proposed, promised)
-        merged = [
-            self._merged_tree(request, state, trees, row_grafts, value)
-            for request, state, trees, row_grafts, value in zip(
-                requests, states, proposed, grafts, promised, strict=True
-            )
+            if part is not self.neural:
+                trees = part.propose(
+                    [_part_request(r, s, index) for r, s in zip(requests, states, strict=True)]
+                )
+                for of_parts, tree in zip(proposed, trees, strict=True):
+                    of_parts[index] = tree
+        grafts = self._add_neural(requests, proposed)
+        return [
+            self._merged_tree(*of_request)
+            for of_request in zip(requests, states, proposed, grafts, strict=True)
         ]
-        end = time.perf_counter()
-        if self.gate is not None and self._last_end:
-            self.gate.observe_step(num_tokens, end - self._last_end)
-        self._last_end = end
-        return merged
-
-    def _num_new_tokens(self, request: DraftRequest) -> int:
-        """Return the tokens of a request since the last call, 0 for a new one."""
-        state = self._states.get(request.request_id)
-        return 0 if state is None else max(0, len(request.token_ids) - state.tail[0])
 
     def _add_neural(
-        self,
-        requests: Sequence[DraftRequest],
-        proposed: Sequence[dict[int, TokenTree]],
-        promised: Sequence[float],
+        self, requests: Sequence[DraftRequest], proposed: Sequence[dict[int, TokenTree]]
     ) -> list[list[Graft]]:
-        """Add the trees of the trained drafter, where its passes pay, to those of the other parts.
+        """Add the chains of the trained drafter, if there is one, to the trees of the other parts.
 
         Returns:
             For each request what other parts draft after the tokens of its chain.
@@ -203,43 +164,26 @@ class TrieUnionDrafter(Drafter):
         grafts: list[list[Graft]] = [[] for _ in requests]
         if self.neural is None:
             return grafts
-        index = self._neural_index
-        rows = list(range(len(requests))) if self.gate is None else self.gate.choose(promised)
-        if not rows:
-            return grafts
-        start = time.perf_counter()
-        trees = self.neural.propose([requests[row] for row in rows])
-        for row, tree in zip(rows, trees, strict=True):
-            proposed[row][index] = tree
-        for part_index, part in enumerate(self.parts):
-            drafted = [
-                row for row in rows if part is not self.neural and part_index in proposed[row]
-            ]
-            if drafted:
-                chains = [proposed[row][index] for row in drafted]
-                of_rows = graft(part, part_index, [requests[row] for row in drafted], chains)
-                for row, of_row in zip(drafted, of_rows, strict=True):
-                    grafts[row] += of_row
-        if self.gate is not None:
-            self.gate.observe_call(len(rows), time.perf_counter() - start)
+        chains = self.neural.propose(requests)
+        for index, part in enumerate(self.parts):
+            if part is self.neural:
+                for of_parts, chain in zip(proposed, chains, strict=True):
+                    of_parts[index] = chain
+                continue
+            for row, of_row in zip(grafts, graft(part, index, requests, chains), strict=True):
+                row += of_row
         return grafts
 
     def _updated_state(self, request: DraftRequest) -> _State:
-        """Return the request's state, after evaluating drafts that its new tokens continue."""
+        """Return the request's state, after learning from drafts that its new tokens continue."""
         tokens = request.token_ids
         state = self._states.get(request.request_id)
         if state is None or not state.is_continued_by(tokens):
             state = self._states[request.request_id] = _State()
-            self.selection.end(request.request_id)
         while state.drafts and len(tokens) - state.drafts[0].num_tokens >= HORIZON:
             draft = state.drafts.popleft()
             continuation = tokens[draft.num_tokens :][:HORIZON].tolist()
             self._calibrate(draft, continuation)
-            if self.options.adaptive:
-                gains = evaluate(draft, continuation)
-                self.selection.learn(request.request_id, gains)
-                if self.gate is not None and self._neural_index in gains:
-                    self.gate.learn(draft.promised, gains[self._neural_index])
         state.tail = (len(tokens), tokens[-_TAIL:].tolist())
         return state
 
@@ -261,7 +205,6 @@ class TrieUnionDrafter(Drafter):
         state: _State,
         trees: dict[int, TokenTree],
         grafts: Sequence[Graft],
-        promised: float,
     ) -> TokenTree:
         merged = merge(trees, grafts)
         probabilities: list[float] = []
@@ -270,7 +213,7 @@ class TrieUnionDrafter(Drafter):
             edge = self.calibrator.probability(merged.edges[node], len(trees))
             probabilities.append(above * edge)
         num_tokens = len(request.token_ids)
-        draft = Draft(merged, probabilities, [*trees], request.max_nodes, num_tokens, promised)
+        draft = Draft(merged, probabilities, [*trees], request.max_nodes, num_tokens)
         state.drafts.append(draft)
         state.union = build_tree(draft, trees, request.chain_only)
         return state.union.tree
@@ -283,11 +226,6 @@ def _make_part(
         return NeuralDrafter(entry, context)
     part_options = registry.parse_options(entry, options.of_part(entry))
     return registry.get_drafter_class(entry)(part_options, context)
-
-
-def _promise(tree: TokenTree) -> float:
-    """Return the accepted tokens that a tree's own probabilities promise."""
-    return 0.0 if tree.probabilities is None else float(tree.probabilities.sum())
 
 
 def _part_request(request: DraftRequest, state: _State, part: int) -> DraftRequest:

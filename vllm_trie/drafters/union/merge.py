@@ -127,7 +127,6 @@ class Draft:
         parts: Those that drafted.
         max_nodes: Node limit of the step's tree.
         num_tokens: Length of the text when the draft was made.
-        promised: Tokens that the parts without forward passes promised.
         order: Merged nodes, the likeliest first; parents come before children.
     """
 
@@ -136,7 +135,6 @@ class Draft:
     parts: Collection[int]
     max_nodes: int
     num_tokens: int
-    promised: float = 0.0
     order: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -73,35 +73,18 @@ _verified("v1.worker.gpu_model_runner:GPUModelRunner.finalize_kv_connector", "ca
     "in steps in which no drafts are wanted", "")
 
 _trained = Symbols(until=PARTS)
-_trained("config.speculative:SpeculativeConfig.disable_padded_drafter_batch", "set",
-    "drafting waits for the step's tokens on the host")
 _trained("config.speculative:SpeculativeConfig.use_gemma4_mtp", "called",
     "refuses MTP layers that share the model's KV cache", "")
 _trained("config.speculative:SpeculativeConfig.use_multi_module_mtp", "called",
     "refuses MTP with several modules on Model Runner V2", "")
 _trained("config.speculative:SpeculativeConfig.use_step3p5_mtp", "called", "the same", "")
-_trained("v1.attention.backend:CommonAttentionMetadata", "made",
-    "describes the accepted tokens of the requests that the proposer drafts for, and by the "
-    "check of a GPU random steps",
-    "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len "
-    "max_seq_len block_table_tensor slot_mapping causal seq_lens_cpu_upper_bound")
-_trained("v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._greedy_sample", "set",
-    "keeps the probabilities of the tokens that are drafted, and of others", "hidden_states")
-_trained("v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.propose", "called",
-    "feeds the accepted tokens and drafts a chain",
-    "num_speculative_tokens target_token_ids target_positions target_hidden_states "
-    "next_token_ids token_indices_to_sample common_attn_metadata sampling_metadata")
-_trained("v1.spec_decode.vocab_mapping:VocabMapping.constrain_draft_logits", "called",
-    "drafters with another vocabulary, as in vLLM's sampling")
-_trained("v1.spec_decode.vocab_mapping:VocabMapping.map_draft_to_target_ids", "called", "the same")
-_trained("v1.worker.gpu_model_runner:GPUModelRunner.get_model", "called",
-    "hidden states that a model has for its MTP layers", "")
-
 _method = Symbols(until=PLUGGABLE)
 _method("config.speculative:logger", "changed",
     "drops the warning that custom_class is experimental, once a method of the plugin uses it")
 _method("engine.arg_utils:EngineArgs.async_scheduling", "set",
     "off where it was left open and Model Runner V1 serves, instead of off with a warning")
+_method("config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", "called",
+    "whether Model Runner V2 would serve an engine", "")
 _method("utils.torch_utils:async_tensor_h2d", "called",
     "copies drafts to the device", "data device")
 _method("v1.spec_decode.custom_class_proposer:create_custom_proposer", "relied on",
@@ -118,6 +101,10 @@ _masked("v1.worker.gpu.model_states.interface:ModelState.prepare_attn", "set",
 _check = Symbols(until=TESTED)
 _check("v1.core.sched.output:CachedRequestData.make_empty", "called",
     "by the check at start-up: steps as the scheduler makes them", "")
+_check("v1.attention.backend:CommonAttentionMetadata", "made",
+    "by the check of a GPU: describes random steps",
+    "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len "
+    "max_seq_len block_table_tensor slot_mapping causal")
 _check("v1.worker.gpu.kv_connector:KVConnector.set_disabled", "called",
     "by the check at start-up: its requests have no KV elsewhere", "disabled")
 _check("v1.worker.gpu.warmup:_warmup_block_counter", "called",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from vllm_trie.vllm_hooks.ledger.record import PARTS, Symbols
 from vllm_trie.vllm_hooks.setup.beam_support import reason_off
-from vllm_trie.vllm_hooks.setup.config import Verification, read
+from vllm_trie.vllm_hooks.setup.config import Verification
 from vllm_trie.vllm_hooks.setup.limits import is_cuda, problems
-from vllm_trie.vllm_hooks.setup.runner_choice import V1_METHOD, stands_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -168,19 +166,15 @@ def check_trained_drafter(
 def _runner_problems(vllm_config: VllmConfig, asked: Verification) -> Iterator[str]:
     speculative: Any = vllm_config.speculative_config
     if not vllm_config.use_v2_model_runner:
-        if vllm_config.scheduler_config.async_scheduling:
-            yield "async_scheduling=True; leave it out or set it to False"
-        return
+        yield (
+            "this engine runs on Model Runner V1, and trained drafters in a union need V2; run on "
+            "an NVIDIA GPU without VLLM_USE_V2_MODEL_RUNNER=0, or leave trie_union out for vLLM's "
+            f"own method {speculative.method!r}"
+        )
     if asked == "tree":
-        yield (
-            "on Model Runner V2, which VLLM_USE_V2_MODEL_RUNNER asks for, vLLM's speculators read "
-            "chains; leave verification='tree' out, or unset the variable"
-        )
+        yield "vLLM's speculators read chains; leave verification='tree' out"
     if speculative.use_multi_module_mtp():
-        yield (
-            "MTP with several modules has not run on Model Runner V2; unset "
-            "VLLM_USE_V2_MODEL_RUNNER"
-        )
+        yield "MTP with several modules is not supported; use vLLM's own method 'mtp'"
 
 
 def _problems(vllm_config: VllmConfig, neural: NeuralOptions) -> Iterator[str]:
@@ -220,20 +214,3 @@ def _problems(vllm_config: VllmConfig, neural: NeuralOptions) -> Iterator[str]:
     ):
         if (value := getattr(speculative, name)) != allowed:
             yield f"{name}={value!r} is not supported; leave it out or set it to {allowed!r}"
-
-
-@Symbols("config.vllm:VllmConfig.", PARTS).wraps(
-    "_get_v2_model_runner_unsupported_features",
-    "Model Runner V1 serves engines with a trained drafter in a union, unless V2 is asked for; "
-    "asked whether V2 would serve others",
-)
-def unsupported_on_v2(original: Callable[..., list[str]], self: VllmConfig) -> list[str]:
-    """Let vLLM choose Model Runner V1, which verifies trees, where these run by default."""
-    features = original(self)
-    tree_config = read(self)
-    if tree_config is None or tree_config.neural is None:
-        return features
-    takes_chains = is_cuda() and tree_config.engine_options.verification != "tree"
-    if not takes_chains and stands_for() == V1_METHOD:
-        features.append("trie_union with a trained drafter")
-    return features

@@ -62,7 +62,8 @@ def _answer_for_custom_class(engine_args: EngineArgs) -> None:
     """
     for name in _ANSWERED:
         logging.getLogger(name).addFilter(_is_about_others)
-    is_on_v1 = runner_choice.stands_for() == runner_choice.V1_METHOD
+    speculative: Any = engine_args.speculative_config
+    is_on_v1 = speculative["method"] == runner_choice.V1_METHOD
     if is_on_v1 and engine_args.async_scheduling is None:
         engine_args.async_scheduling = False
 

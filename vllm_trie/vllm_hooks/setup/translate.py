@@ -108,7 +108,7 @@ def translate(engine_args: EngineArgs) -> None:
     if draft_model is not None:
         carried["draft_model"] = draft_model
     parsed = parse(carried)  # the errors should reach the user now, not in a worker
-    is_v2 = stands_for == runner_choice.V2_METHOD
+    is_v2 = stands_for == runner_choice.V2_METHOD or parsed.neural is not None
     on_v2 = DEFAULT_GPU_NODES if parsed.engine_options.verification == "tree" else DEFAULT_CHAIN
     num_nodes = _check_num_nodes(asked_nodes, on_v2 if is_v2 else DEFAULT_NODES)
     if is_v2 and parsed.neural is None:

@@ -17,7 +17,7 @@ from vllm_trie.drafters import VerifiedStep
 from vllm_trie.drafters.ngram_trie import NgramTrieDrafter
 from vllm_trie.drafters.registry import parse_options
 from vllm_trie.drafters.union import TrieUnionDrafter, TrieUnionOptions
-from vllm_trie.drafters.union.evaluation import HORIZON
+from vllm_trie.drafters.union.drafter import HORIZON
 from vllm_trie.tree import TokenTree
 
 
@@ -33,7 +33,7 @@ def _real_union(num_nodes: int = 48, **options: object) -> TrieUnionDrafter:
 @given(st.data())
 def test_any_schedule_gives_the_same_text(data: st.DataObject) -> None:
     prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
-    union = _real_union(adaptive=data.draw(st.booleans()))
+    union = _real_union()
     decoding = Decoding(union, prompt, toy_target(VOCAB))
     for _ in range(25):
         decoding.step_anyhow(data)
@@ -46,7 +46,7 @@ def test_parts_get_the_results_of_their_own_nodes(
 ) -> None:
     """As if each had drafted alone, for the nodes that were verified."""
     scripted = [Scripted(lambda request, tree=tree: tree, True) for tree in parts]
-    union = make_union(scripted, num_nodes=32, adaptive=False)
+    union = make_union(scripted, num_nodes=32)
     [tree] = union.propose([make_request([5, 6])])
     scheduled = tree.prefix(data.draw(st.integers(0, tree.num_nodes)))
     assert len(union.parts_of("a", scheduled)) == scheduled.num_nodes
@@ -71,29 +71,11 @@ def test_parts_get_the_results_of_their_own_nodes(
             assert has_argmax.sum() == part_tree.num_nodes + 1
 
 
-def test_a_suspended_part_does_not_draft() -> None:
-    right = TokenTree.from_lists([1], [-1], [0.5])
-    useful, idle = Scripted(lambda request: right), Scripted(lambda request: TokenTree.empty())
-    union = make_union([useful, idle])
-    tokens, last = [1], None
-    for _ in range(400):
-        [tree] = union.propose([make_request(tokens, num_prompt_tokens=1, last_step=last)])
-        last = verify(tree, tokens, lambda seen: 1)
-        tokens += [1] * (len(last.accepted) + 1)
-    assert len(useful.calls) == 400
-    assert len(idle.calls) < 250
-    always = make_union([useful, idle], adaptive=False)
-    idle.calls.clear()
-    for length in range(1, 300):
-        always.propose([make_request([1] * length, num_prompt_tokens=1)])
-    assert len(idle.calls) == 299
-
-
 def test_wrong_candidates_lose_their_room() -> None:
     """Calibration: of two parts that are sure of themselves the one that is wrong ends last."""
     wrong = Scripted(lambda request: TokenTree.from_lists([2], [-1], [0.9]))
     right = Scripted(lambda request: TokenTree.from_lists([1], [-1], [0.6]))
-    union = make_union([wrong, right], adaptive=False)
+    union = make_union([wrong, right])
     for length in range(1, HORIZON + 200):
         [tree] = union.propose([make_request([1] * length, num_prompt_tokens=1)])
         if length == 1:
@@ -158,7 +140,7 @@ def test_thousands_of_requests_leave_nothing_behind() -> None:
     scripted = Scripted(lambda request: guess, True)
     context = make_context(num_nodes=16, vocab_size=VOCAB)
     ngrams = NgramTrieDrafter(NgramTrieDrafter.Options(), context)
-    union = make_union([ngrams, scripted], num_nodes=16, adaptive=False)
+    union = make_union([ngrams, scripted], num_nodes=16)
     running: dict[str, tuple[list[int], VerifiedStep | None]] = {}
     most_drafts = 0
     for number in range(3000):
@@ -193,6 +175,11 @@ def test_states_stay_small_in_a_long_request() -> None:
     state = union._states["a"]
     assert len(state.drafts) <= HORIZON
     assert len(state.tail[1]) <= 8
+
+
+def test_adaptive_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"adaptive=False has no effect.*leave it out"):
+        parse_options("trie_union", {"adaptive": False})
 
 
 def test_a_window_cannot_be_a_part() -> None:

@@ -60,11 +60,11 @@ class V2Chains:
         self._speculator.num_speculative_steps = self._length
 
     def draft(self, request_ids: Sequence[str]) -> Chains:
-        """Wait for the step's chains and return those of some requests, without alternatives."""
+        """Wait for the step's chains and return those of some requests."""
         self._copied.synchronize()
         assert self._chains is not None
         rows = [self._rows[request_id] for request_id in request_ids]
-        tokens, probabilities = (chains[rows, :, None] for chains in self._chains)
+        tokens, probabilities = (chains[rows] for chains in self._chains)
         return Chains(tokens.astype(np.int32), probabilities)
 
     def _propose(

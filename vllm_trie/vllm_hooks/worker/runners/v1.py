@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from vllm_trie.vllm_hooks.ledger.record import (
-    PARTS,
     STATS,
     TREE_DRAFTS,
     TREE_MASKS,
@@ -26,7 +25,6 @@ from vllm_trie.vllm_hooks.ledger.record import (
 )
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import hand_on
 from vllm_trie.vllm_hooks.worker.beam.beams_v1 import sample_and_select
-from vllm_trie.vllm_hooks.worker.drafting.neural import StepStates
 from vllm_trie.vllm_hooks.worker.runners.v1_speculation import V1Speculation
 
 if TYPE_CHECKING:
@@ -51,33 +49,17 @@ class ChainRunnerMixin(_Runner):
 
     vLLM asks for a step's drafts before it returns the step's tokens, and takes them after it has
     sent the tokens off. Drafts are made when they are taken, so that no answer waits for them.
-    Those of a trained drafter are made when they are asked for: it reads the step's metadata.
     """
 
     adapter: V1Speculation
-    """The proposer, which vLLM makes itself where it is the only one."""
-    has_neural_drafter: bool
-    """Whether ``drafter`` is vLLM's own proposer, for a trained drafter in a union."""
+    """The proposer, which vLLM makes itself."""
     _deferred_draft: Callable[[], list[list[int]]] | None = None
 
-    @Symbols(_gpu_runner, PARTS).overrides("sets it, once vLLM's proposer is made")
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        drafter: Any = getattr(self, "drafter", None)
-        self.has_neural_drafter = not isinstance(drafter, V1Speculation)
-        self.adapter = V1Speculation(vllm_config) if self.has_neural_drafter else drafter
+        drafter: Any = self.drafter
+        self.adapter = drafter
         self.adapter.bind(self)
-        if self.has_neural_drafter and self.speculative_config is not None:
-            # Drafting waits for the step's tokens on the host. Not in the configuration from the
-            # beginning: draft models refuse it there, though not for drafts made this way.
-            self.speculative_config.disable_padded_drafter_batch = True
-
-    @_runner.overrides("hands a trained drafter to its union")
-    def load_model(self, *args: object, **kwargs: object) -> None:
-        super().load_model(*args, **kwargs)
-        if self.has_neural_drafter:
-            self.adapter.load_model(self.get_model())
-            self.adapter.take_neural_drafter(self.drafter)
 
     @contextmanager
     def without_speculation(self, hidden: bool = True) -> Iterator[None]:
@@ -133,19 +115,13 @@ class ChainRunnerMixin(_Runner):
         sampling_metadata: SamplingMetadata,
         hidden_states: torch.Tensor,
         sample_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None = None,
-        spec_decode_metadata: SpecDecodeMetadata | None = None,
-        common_attn_metadata: Any = None,
         *unused: object,
         **unused_too: object,
     ) -> list[list[int]]:
         self.adapter.end_step(sampled_token_ids)
-        draft = partial(
+        self._deferred_draft = partial(
             self.adapter.draft, scheduler_output, sampled_token_ids, sample_hidden_states
         )
-        if self.has_neural_drafter:
-            return draft(StepStates(hidden_states, aux_hidden_states, common_attn_metadata))
-        self._deferred_draft = draft
         return [[] for _ in sampled_token_ids]
 
     @_proposer.overrides("drafts, after vLLM has sent the step's tokens off")
@@ -163,8 +139,6 @@ class ChainRunnerMixin(_Runner):
     )
     def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
         is_hidden = self.adapter.trees.is_pausing and self.execute_model_state is not None
-        # A trained drafter's KV cache goes on in such steps.
-        is_hidden = is_hidden and not self.has_neural_drafter
         with self.without_speculation(is_hidden):
             output = super().sample_tokens(grammar_output)
         if is_hidden:

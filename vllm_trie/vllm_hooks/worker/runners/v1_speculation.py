@@ -1,15 +1,9 @@
-"""Model Runner V1's steps in the terms of :class:`TreeVerifier`, for a stock and a patched vLLM.
-
-The first methods are those that patches 0004, 0006 and 0008 have a runner call on its proposer. In
-stock vLLM the overrides in :mod:`.v1` call them.
-"""
+"""Model Runner V1's steps in the terms of :class:`TreeVerifier`, called by the overrides."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +19,6 @@ from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.beam.beams_v1 import num_requests
 from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost
 from vllm_trie.vllm_hooks.worker.drafting.draft_requests import draft_requests
-from vllm_trie.vllm_hooks.worker.drafting.neural import NeuralChains, StepStates
 from vllm_trie.vllm_hooks.worker.verification.compaction import CacheGroup, cache_groups
 from vllm_trie.vllm_hooks.worker.verification.placement import QueryTokens, logits_tokens
 from vllm_trie.vllm_hooks.worker.verifier_setup import make_verifier
@@ -37,7 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from vllm_trie.attention import TreeBatch
-    from vllm_trie.drafters.union import TrieUnionDrafter
 
 
 class V1Speculation:
@@ -46,7 +38,6 @@ class V1Speculation:
     Attributes:
         trees: The verifier of this rank.
         chain_only: Whether vLLM verifies the drafts, as chains.
-        neural: Chains of vLLM's own proposer, where a trained drafter is a part of a union.
     """
 
     runner: GPUModelRunner
@@ -54,7 +45,6 @@ class V1Speculation:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.trees = make_verifier(vllm_config)
         self.chain_only = config.verification(vllm_config) == "chain"
-        self.neural: NeuralChains | None = None
         self._has_ended = False  # whether this step's tokens were taken in
 
     def propose(self, *unused: object, **unused_too: object) -> None:
@@ -78,20 +68,16 @@ class V1Speculation:
         """Load the drafter's own weights, if it has any; refuse a model that verifies no trees."""
         self.trees.guard.drafter.load_model(target_model)
         if not self.chain_only:
-            check_layers(self.runner.vllm_config, self._layers)
+            layers = self.runner.compilation_config.static_forward_context
+            check_layers(self.runner.vllm_config, layers)
 
     def warm_up(self) -> None:
         """Let the node budget observe forward passes; the runner is ready and has no requests."""
         runner = self.runner
         model: Any = runner.model
-        # The trained drafter's pass is part of the drafting, which is measured by itself.
-        without_drafter: Any = nullcontext
-        if self.neural is not None:
-            without_drafter = cast("Any", runner).without_speculation
 
         def run_step(num_tokens: int) -> None:
-            with without_drafter():
-                hidden_states, _ = runner._dummy_run(num_tokens)
+            hidden_states, _ = runner._dummy_run(num_tokens)
             model.compute_logits(hidden_states[:num_tokens])
             runner._sync_device()  # a GPU may still be at work
 
@@ -109,8 +95,6 @@ class V1Speculation:
     def remove_request(self, req_id: str) -> None:
         """Forget a request that has ended."""
         self.trees.release(req_id)
-        if self.neural is not None:
-            self.neural.release(req_id)
 
     def start_step(self) -> None:
         self._has_ended = False
@@ -181,27 +165,6 @@ class V1Speculation:
             )
         return output
 
-    def propose_for_step(self, step: Any) -> list[list[int]]:
-        """Take in a step's tokens and return the drafts of the next one, at once."""
-        self.end_step(step.sampled_token_ids)
-        return self.draft(step.scheduler_output, step.sampled_token_ids, step.sample_hidden_states)
-
-    def take_stats(self) -> dict[str, Any] | None:
-        stats = self.trees.take_stats()
-        return None if stats is None else asdict(stats)
-
-    # -- the steps of a stock runner ---------------------------------------------------------------
-
-    def take_neural_drafter(self, proposer: object) -> None:
-        """Hand vLLM's proposer, whose weights are loaded, to the union that it is a part of."""
-        part = cast("TrieUnionDrafter", self.trees.guard.drafter).neural
-        assert part is not None
-        options = part.options
-        num_alternatives = 0 if self.chain_only else options.num_alternatives
-        self.neural = part.source = NeuralChains(
-            self.runner, proposer, options.num_speculative_tokens, num_alternatives
-        )
-
     def end_step(self, new_tokens: Sequence[Sequence[int]]) -> None:
         """Take in the step's tokens.
 
@@ -218,7 +181,6 @@ class V1Speculation:
         scheduler_output: SchedulerOutput,
         new_tokens: list[list[int]],
         sample_hidden_states: torch.Tensor,
-        states: StepStates | None = None,
     ) -> list[list[int]]:
         """Return the draft tokens of each request of the batch for the next step.
 
@@ -226,14 +188,11 @@ class V1Speculation:
             scheduler_output: Of the step that has ended.
             new_tokens: Of each request; none while its prefill goes on.
             sample_hidden_states: [logits rows, hidden_size].
-            states: What a trained drafter reads.
         """
         start = time.perf_counter()
         runner = self.runner
-        if self.neural is not None and states is not None:
-            self.neural.observe(states, new_tokens, self.trees.last_step)
         drafts: list[list[int]] = [[] for _ in new_tokens]
-        if not self.trees.is_pausing:  # a trained drafter wants all steps; a patched vLLM asks too
+        if not self.trees.is_pausing:
             requests = draft_requests(
                 runner.input_batch,
                 runner.requests,
@@ -243,8 +202,6 @@ class V1Speculation:
                 self.chain_only,
             )
             drafts = self.trees.draft(requests, len(new_tokens), sample_hidden_states, start)
-        if self.neural is not None:
-            self.neural.catch_up()
         return drafts
 
     def finish(self, output: ModelRunnerOutput | AsyncModelRunnerOutput) -> None:
@@ -256,14 +213,7 @@ class V1Speculation:
         if stats is not None:
             setattr(output, STATS_ATTRIBUTE, stats)
 
-    @property
-    def _layers(self) -> dict[str, Any]:
-        """The model's layers, by name; not those of a trained drafter, which sees no trees."""
-        layers = self.runner.compilation_config.static_forward_context
-        drafters: set[str] = getattr(self.runner.drafter, "_draft_attn_layer_names", set())
-        return {name: layer for name, layer in layers.items() if name not in drafters}
-
     @cached_property
     def _cache_groups(self) -> list[CacheGroup]:
-        # A trained drafter writes the accepted tokens' KV itself, once they are known.
-        return cache_groups(self.runner.kv_cache_config, self._layers)
+        layers = self.runner.compilation_config.static_forward_context
+        return cache_groups(self.runner.kv_cache_config, layers)

@@ -143,7 +143,6 @@ class V2Adapter:
         assert union.neural is not None
         length = min(union.neural.options.num_speculative_tokens, union.context.num_nodes)
         self._chains = union.neural.source = V2Chains(speculator, length, self.propose)
-        union.gate = None  # its passes are made in every step
 
     def attach(self, runner: GPUModelRunner) -> None:
         """Learn of the runner, whose model is loaded."""
