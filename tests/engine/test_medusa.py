@@ -22,7 +22,7 @@ from tests.engine.compare import (
 )
 from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
-from vllm_trie.drafters.medusa.checkpoint import CheckpointError, load_checkpoint
+from vllm_trie.drafters.medusa.reading import CheckpointError, load_checkpoint
 from vllm_trie.lab.medusa.writing import save_fasterdecoding
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier

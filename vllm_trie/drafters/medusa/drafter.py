@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
 from vllm_trie.drafters.medusa.candidates import BLEND, top_candidates
-from vllm_trie.drafters.medusa.checkpoint import CheckpointError, check_file, load_checkpoint
 from vllm_trie.drafters.medusa.heads import MedusaHeads
 from vllm_trie.drafters.medusa.options import MedusaOptions
 from vllm_trie.drafters.medusa.output_layer import target_output_layer
+from vllm_trie.drafters.medusa.reading import CheckpointError, check_file, load_checkpoint
 from vllm_trie.drafters.request_texts import INDEX_TOKENS, IndexedText, RequestTexts
 from vllm_trie.ngrams import Candidates, Job, NativeBackend
 from vllm_trie.tree import TokenTree

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from vllm_trie.drafters.base import DrafterContext
-from vllm_trie.drafters.medusa.checkpoint import CheckpointError
+from vllm_trie.drafters.medusa.reading import CheckpointError
 
 _NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 """Tied output layers are stored as the embedding alone."""

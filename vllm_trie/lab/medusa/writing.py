@@ -1,4 +1,4 @@
-"""Writing of checkpoints in either layout; see :mod:`vllm_trie.drafters.medusa.checkpoint`."""
+"""Writing of checkpoints in either layout; see :mod:`vllm_trie.drafters.medusa.reading`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_trie.drafters.medusa.checkpoint import TEMPERATURES_KEY, CheckpointError
 from vllm_trie.drafters.medusa.heads import MedusaHeads
+from vllm_trie.drafters.medusa.reading import TEMPERATURES_KEY, CheckpointError
 
 
 def save_vllm(

@@ -16,8 +16,8 @@ from tests.unit.drafters.medusa.support import (
 )
 from tests.unit.drafters.support import make_context
 from vllm_trie.drafters.medusa.candidates import top_candidates
-from vllm_trie.drafters.medusa.checkpoint import CheckpointError
 from vllm_trie.drafters.medusa.drafter import MedusaDrafter
+from vllm_trie.drafters.medusa.reading import CheckpointError
 from vllm_trie.drafters.registry import parse_options
 from vllm_trie.lab.medusa.writing import save_vllm
 

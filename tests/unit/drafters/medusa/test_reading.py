@@ -18,7 +18,7 @@ from tests.unit.drafters.medusa.support import (
     make_requests,
     random_heads,
 )
-from vllm_trie.drafters.medusa.checkpoint import CheckpointError, load_checkpoint
+from vllm_trie.drafters.medusa.reading import CheckpointError, load_checkpoint
 from vllm_trie.lab.medusa.writing import save_fasterdecoding, save_vllm
 
 
@@ -142,12 +142,12 @@ def put(name, value):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (drop("lm_heads.1.weight"), "lacks the output layer of head 1"),
+        (drop("lm_heads.1.weight"), "lacks 'lm_heads.1.weight'; the file is incomplete"),
         (drop("blocks.1.layers.0.weight"), "the file is incomplete"),
-        (put("lm_heads.2.weight", torch.zeros(VOCAB + 1, HIDDEN)), "another vocabulary"),
-        (put("lm_heads.2.weight", torch.zeros(VOCAB, HIDDEN + 1)), "hidden size is 16"),
+        (put("lm_heads.2.weight", torch.zeros(VOCAB + 1, HIDDEN)), "another model or vocabulary"),
+        (put("lm_heads.2.weight", torch.zeros(VOCAB, HIDDEN + 1)), "hidden size 16"),
         (put("blocks.2.layers.0.weight", torch.zeros(HIDDEN, 4)), "another model"),
-        (put("blocks.1.layers.0.bias", torch.zeros(HIDDEN)), "all blocks must have one"),
+        (put("blocks.1.layers.0.bias", torch.zeros(HIDDEN)), "lacks 'blocks.0.layers.0.bias'"),
         (lambda _: {"model.norm.weight": torch.zeros(3)}, "no tensors of Medusa heads"),
     ],
 )
@@ -186,7 +186,7 @@ def test_token_maps_that_do_not_fit(tmp_path, token_map):
 
 def test_a_model_of_another_size(tmp_path):
     save_vllm(random_heads(), tmp_path)
-    with pytest.raises(CheckpointError, match="another vocabulary"):
+    with pytest.raises(CheckpointError, match="another model or vocabulary"):
         load_checkpoint(tmp_path, HIDDEN, VOCAB + 4)
     with pytest.raises(CheckpointError, match="another model"):
         load_checkpoint(tmp_path, HIDDEN * 2, VOCAB)
