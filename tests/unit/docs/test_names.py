@@ -77,6 +77,12 @@ def _with_modules(script: Path) -> str:
     )
 
 
+def test_the_table_of_gpu_benchmarks_lists_those_that_run() -> None:
+    source = (ROOT / "benchmarks" / "support" / "bench_gpu.py").read_text()
+    listed = re.findall(r"^\| `(\w+)\.txt` ", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
+    assert listed == re.findall(r'Benchmark\(\n\s+"(\w+)"', source)
+
+
 @pytest.fixture(scope="module")
 def cli() -> dict[str, set[str]]:
     """Each command of `vllm-trie` and its options."""
