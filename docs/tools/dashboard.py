@@ -49,7 +49,7 @@ _PANELS = (
     ),
     _Panel(
         "Nodes and accepted tokens of a tree",
-        "How large the verified trees are, and how much of them is accepted.",
+        "Nodes of the verified trees, and accepted ones.",
         "none",
         {"nodes, {{method}}": _ratio("vllm:trie_draft_nodes_total",
                                      "vllm:trie_verified_trees_total"),
@@ -65,13 +65,13 @@ _PANELS = (
     ),
     _Panel(
         "Steps with a tree",
-        "The rest were decoded plainly: nothing to guess, or not worth it to the node budget.",
+        "The other steps had no draft: no guess, or no node worth its cost.",
         "percentunit",
         {"{{method}}": _ratio("vllm:trie_verified_trees_total", _STEPS)},
     ),
     _Panel(
         "Time of a step and request",
-        "Drafting, walking trees and moving KV, placing trees and keeping books. The model's "
+        "Drafting, walking trees and moving KV, placing trees and bookkeeping. The model's "
         "forward pass is not included.",
         "s",
         {"drafting": _ratio("vllm:trie_drafting_seconds_total", _STEPS),
@@ -80,7 +80,7 @@ _PANELS = (
     ),
     _Panel(
         "Share of the engine's time",
-        "Seconds of each second.",
+        "Seconds per second.",
         "percentunit",
         {"drafting": _rate("vllm:trie_drafting_seconds_total"),
          "verification": _rate("vllm:trie_verification_seconds_total"),
@@ -88,7 +88,7 @@ _PANELS = (
     ),
     _Panel(
         "Predicted outputs",
-        "Tokens drafted from the predictions of requests. Rejected ones: the answer was another.",
+        "Tokens drafted from the predictions of requests. Rejected: the answer was different.",
         "none",
         {"accepted": _rate("vllm:trie_accepted_prediction_tokens_total"),
          "rejected": _rate("vllm:trie_rejected_prediction_tokens_total")},
@@ -115,7 +115,7 @@ _PANELS = (
     ),
     _Panel(
         "Beam searches",
-        "Searches that end each second, their mean width and mean number of steps.",
+        "Finished searches per second, their mean width and mean number of steps.",
         "none",
         {"searches/s": _rate(f"{_BEAM}_searches_total", "engine"),
          "width": _ratio(f"{_BEAM}_hypotheses_total", f"{_BEAM}_searches_total", "engine"),
@@ -139,7 +139,7 @@ _PANELS = (
     ),
     _Panel(
         "Requests and KV cache",
-        "What the node budget sees: the more requests run, the fewer nodes pay.",
+        "Input of the node budget: the more requests run, the fewer nodes are worth their cost.",
         "none",
         {"running": f"sum(vllm:num_requests_running{_WHERE})",
          "waiting": f"sum(vllm:num_requests_waiting{_WHERE})",
@@ -153,7 +153,7 @@ def dashboard() -> str:
     content = {
         "title": "vllm-trie",
         "uid": "vllm-trie",
-        "description": "Tree speculative decoding in vLLM: what is drafted, accepted and paid for.",
+        "description": "Tree speculative decoding in vLLM: drafts, acceptance and cost.",
         "tags": ["vllm", "speculative decoding"],
         "schemaVersion": 39,
         "editable": True,

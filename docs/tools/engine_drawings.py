@@ -52,42 +52,42 @@ _PANELS = (
         ["The prompt A B C D E F is computed once.",
          "One full block, one tail block."],
         [(0, 0, _PROMPT), (1, 0, _Block(2, "EF..", 1))],
-        [(0, "row 0")],
+        [(0, "beam 0")],
         [(0, 0, 1, 0, "edge")],
     ),
     _Panel(
         "2  The first fork",
         ["The best two continuations are x and y. The worker",
-         "has appended x already: it stays in row 0, for free.",
-         "Row 1 takes the full block by reference and a copy",
+         "has appended x already: it stays in beam 0, at no cost.",
+         "Beam 1 takes the full block by reference and a copy",
          "of the tail, then its own token y."],
         [(0, 0.5, _PROMPT._replace(holders=2, style="blue")),
          (1, 0, _Block(2, "EFx.", 1)),
          (1, 1, _Block(3, "EFy.", 1, "amber"))],
-        [(0, "row 0"), (1, "row 1")],
+        [(0, "beam 0"), (1, "beam 1")],
         [(0, 0.5, 1, 0, "edge"), (0, 0.5, 1, 1, "edge-amber")],
     ),
     _Panel(
-        "3  Each row writes its own tail",
-        ["No copy: a row that nobody else shares a tail with",
+        "3  Each beam writes its own tail",
+        ["No copy: a beam that shares its tail with no other",
          "writes in place. Full tails are followed by new blocks."],
         [(0, 0.5, _PROMPT._replace(holders=2, style="blue")),
          (1, 0, _Block(2, "EFxa", 1)), (2, 0, _Block(4, "b...", 1)),
          (1, 1, _Block(3, "EFyc", 1)), (2, 1, _Block(5, "d...", 1))],
-        [(0, "row 0"), (1, "row 1")],
+        [(0, "beam 0"), (1, "beam 1")],
         [(0, 0.5, 1, 0, "edge"), (0, 0.5, 1, 1, "edge"),
          (1, 0, 2, 0, "edge"), (1, 1, 2, 1, "edge")],
     ),
     _Panel(
-        "4  One row dies, the other forks",
-        ["Both best continuations come from row 1. Row 0 gives",
-         "blocks 2 and 4 back at once. The new row 2 shares",
+        "4  One beam ends, the other forks",
+        ["Both best continuations come from beam 1. Beam 0 gives",
+         "blocks 2 and 4 back at once. The new beam 2 shares",
          "blocks 1 and 3 and copies the tail."],
         [(0, 1, _PROMPT._replace(holders=2, style="blue")),
          (1, 0, _Block(2, "EFxa", 0, "red")), (2, 0, _Block(4, "b...", 0, "red")),
          (1, 1, _Block(3, "EFyc", 2, "blue")), (2, 1, _Block(5, "de..", 1)),
          (2, 2, _Block(6, "df..", 1, "amber"))],
-        [(1, "row 1"), (2, "row 2")],
+        [(1, "beam 1"), (2, "beam 2")],
         [(0, 1, 1, 1, "edge"), (1, 1, 2, 1, "edge"), (1, 1, 2, 2, "edge-amber")],
     ),
 )  # fmt: skip
@@ -119,7 +119,7 @@ def blocks(scheme: str = "auto") -> str:
         top += max(height, 17.0 * len(panel.text)) + 66
         if panel is not _PANELS[-1]:
             canvas.box(20, top - 42, 780, 0.6, "none", 0)
-    canvas.text(20, 619, "× n: rows that hold the block.", "small dim")
+    canvas.text(20, 619, "× n: beams that hold the block.", "small dim")
     canvas.text(215, 619, "amber: copied in this step", "small amber")
     canvas.text(400, 619, "blue: shared", "small blue")
     canvas.text(500, 619, "red: given back", "small red")

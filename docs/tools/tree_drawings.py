@@ -84,7 +84,7 @@ def trie(scheme: str = "auto") -> str:
         style = "green" if number >= len(TEXT) - 2 else "soft"
         canvas.token(20 + 65 * number, 42, word, style, 60)
 
-    canvas.text(20, 102, "Its trie of 3-grams, with how often each occurred", "title")
+    canvas.text(20, 102, "Its trie of 3-grams, with their counts", "title")
     tokens = [_VOCABULARY.index(word) for word in TEXT]
     counts = Counter(
         tuple(tokens[i : i + n]) for n in (1, 2, 3) for i in range(len(tokens) - n + 1)
@@ -127,8 +127,8 @@ def trie(scheme: str = "auto") -> str:
     canvas.lines(
         450, 330,
         ["The longest suffix that occurred before is “open the”.",
-         "What followed it leads; shorter suffixes vote for",
-         "the rest. Each node carries the probability that",
+         "Its successors lead; shorter suffixes supply",
+         "the rest. Each node has the probability that",
          "the whole path to it is right."],
         "small dim",
     )  # fmt: skip
@@ -188,7 +188,7 @@ def step(scheme: str = "auto") -> str:
     _draw_forward_pass(canvas, example, columns)
     y = 415
     path = " → ".join(words[node] for node in accepted)
-    canvas.text(20, y - 14, "3  Go down while a child carries what the target says", "title")
+    canvas.text(20, y - 14, "3  Walk down while a child has the sampled token", "title")
     canvas.text(150, y + 10, f"accepted: {path}", "green")
     bonus = _VOCABULARY[target[accepted[-1] + 1]]
     canvas.text(450, y + 10, f"then the bonus token: {bonus}", "amber")
@@ -214,7 +214,7 @@ def _draw_forward_pass(canvas: Canvas, example: Step, columns: list[int]) -> Non
         )  # fmt: skip
     canvas.text(20, y + 46, "KV slot", "dim")
     canvas.text(20, y + 66, "position", "dim")
-    canvas.text(20, y + 92, "target says", "dim")
+    canvas.text(20, y + 92, "sampled:", "dim")
     canvas.text(
         20, y + 114,
         "Slots are flat; the position follows the depth, so siblings have the same one. "
@@ -253,7 +253,7 @@ def mask(scheme: str = "auto") -> str:
     tree, words = example.tree, example.words
     size = tree.num_nodes
     canvas = Canvas(820, 450, "The ancestor mask of a draft tree", scheme)
-    canvas.text(20, 30, "Who sees whom", "title")
+    canvas.text(20, 30, "Visible tokens of each node", "title")
     canvas.text(20, 48, "rows: queries, columns: keys", "small dim")
     left, top, cell = 120, 110, 32
     prefix = ["0", "1", "…", str(len(TEXT) - 2)]
@@ -284,7 +284,7 @@ def mask(scheme: str = "auto") -> str:
     x = left + cell * len(labels) + 30
     canvas.box(x, top + 2, 20, 20, "soft")
     canvas.lines(
-        x + 30, top + 17, ["committed text:", "everybody sees it,", "no mask is read"], "small"
+        x + 30, top + 17, ["committed text:", "visible to all,", "no mask is read"], "small"
     )
     canvas.box(x, top + 72, 20, 20, "blue")
     canvas.lines(x + 30, top + 87, ["an ancestor"], "small")
@@ -292,7 +292,7 @@ def mask(scheme: str = "auto") -> str:
     canvas.lines(x + 30, top + 123, ["the node itself"], "small")
     canvas.box(x, top + 144, 20, 20, "none dashed")
     canvas.lines(x + 30, top + 159, ["not seen: another", "branch, or later"], "small")
-    canvas.text(20, 418, "The same as one word a node; the lowest bit is node 0:", "small dim")
+    canvas.text(20, 418, "The same as one word per node; the lowest bit is node 0:", "small dim")
     bits = [f"{int(word):0{size}b}" for word in tree.ancestor_words()[:, 0]]
     canvas.text(20, 436, "  ".join(bits), "small token")
     return canvas.render()
