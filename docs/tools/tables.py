@@ -132,13 +132,13 @@ def commands() -> str:
     """Return a Markdown table of every command of `vllm-trie`: usage, summary, options."""
     import typer
 
-    from vllm_trie.cli import GROUPS, app
+    from vllm_trie.cli import GROUPS, LAB_COMMANDS, app
     from vllm_trie.lab.demo.command import app as demo
 
     root: Any = typer.main.get_command(app)
     rows = []
-    for name, command in sorted(root.commands.items()):
-        shown = typer.main.get_command(demo) if name == "demo" else command
+    for name in sorted(LAB_COMMANDS):
+        shown = typer.main.get_command(demo) if name == "demo" else root.get_command(None, name)
         rows.append(_command_row(f"vllm-trie {name}", shown))
     for group, module in sorted(GROUPS.items()):
         below: Any = typer.main.get_command(importlib.import_module(module).app)

@@ -135,12 +135,15 @@ def test_an_engine_needs_neither_a_compiler_nor_the_laboratory(
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        [str(python), "-c", USE, str(model_path())],
-        env=nowhere,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("40 tokens\n")
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [str(python), *arguments], env=nowhere, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run("-c", USE, str(model_path())).endswith("40 tokens\n")
+    commands = run("-m", "vllm_trie.cli", "--help")
+    assert "items" in commands
+    assert "demo" not in commands

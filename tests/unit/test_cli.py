@@ -125,15 +125,17 @@ def test_model_path_without_weights_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
 
 def add_group(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType | None) -> None:
-    monkeypatch.setattr(cli, "GROUPS", {"extra": "vllm_trie_extra_cli"})
+    monkeypatch.setattr(cli, "GROUPS", {"extra": "vllm_trie.lab.extra"})
     spec = None if module is None else object()
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: spec)
     if module is not None:
-        monkeypatch.setitem(sys.modules, "vllm_trie_extra_cli", module)
+        monkeypatch.setitem(sys.modules, "vllm_trie.lab.extra", module)
 
 
-def test_a_group_is_mounted_when_its_module_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("vllm_trie_extra_cli")
+def test_a_group_of_the_laboratory_is_mounted_when_that_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = types.ModuleType("vllm_trie.lab.extra")
     module.app = typer.Typer(help="Something extra.")  # type: ignore[attr-defined]
 
     @module.app.command()

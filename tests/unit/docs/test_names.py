@@ -88,7 +88,7 @@ def cli() -> dict[str, set[str]]:
     """Each command of `vllm-trie` and its options."""
     import typer
 
-    from vllm_trie.cli import GROUPS, app
+    from vllm_trie.cli import GROUPS, LAB_COMMANDS, app
     from vllm_trie.lab.demo.command import app as demo
 
     def options(command: Any) -> set[str]:
@@ -100,7 +100,7 @@ def cli() -> dict[str, set[str]]:
         } | {"--help"}
 
     root: Any = typer.main.get_command(app)
-    options_of = {name: options(command) for name, command in root.commands.items()}
+    options_of = {name: options(root.get_command(None, name)) for name in LAB_COMMANDS}
     options_of["demo"] = options(typer.main.get_command(demo))
     for group, module in GROUPS.items():
         below: Any = typer.main.get_command(importlib.import_module(module).app)
