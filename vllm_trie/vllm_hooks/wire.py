@@ -19,7 +19,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreReadyResponse
 
 from vllm_trie.beam import ITEM_OPTIONS, BeamOptions, SearchSettings
-from vllm_trie.items.selection import Selection
 
 # -- requests: keys of ``SamplingParams.extra_args`` -----------------------------------------------
 
@@ -34,8 +33,6 @@ CACHE_SALT = "vllm_trie_cache_salt"
 """Carries a request's cache salt to the worker."""
 SPEC_KEY = "vllm_trie_beam"
 """Description of a search in its request, and its result in the request's output."""
-DECODING_KEY = "vllm_trie_item"
-"""Options of an ordinary request that decodes an item."""
 
 
 def extra_args_of(params: object) -> Mapping[str, Any]:
@@ -145,24 +142,6 @@ class HypothesisAnswer(NamedTuple):
     finish_reason: int
     stop_reason: int | str | None
     beam: dict[str, Any]
-
-
-class Decoding(NamedTuple):
-    """What the worker needs of a request; it replaces the options under :data:`DECODING_KEY`.
-
-    Attributes:
-        path: The catalogue's file.
-        memory: Where the scheduler has its content.
-        version: Its digest.
-        selection: The valid part of the catalogue, None for all of it.
-        eos_token_id: Token that ends an item.
-    """
-
-    path: str
-    memory: str
-    version: str
-    selection: Selection | None
-    eos_token_id: int
 
 
 # -- the end of a start ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.beam.cases import prompt
-from tests.engine.beam.oracle import constrained_search, load
+from tests.engine.beam.oracle import constrained_search
 from tests.engine.conftest import scheduler_of
 from tests.unit.items.catalogues import (
     PlainTrie,
@@ -123,10 +123,6 @@ def test_equals_hugging_face_in_a_batch(items_engine, options):
                 assert ours.keys() == theirs.keys()
     if "num_gpu_blocks_override" in options:
         assert scheduler_of(llm).beam_counters.beams_preempted
-    if "speculative_config" in options:
-        alone = SamplingParams(max_tokens=12, extra_args={"items": "equal"})
-        with pytest.raises(ValueError, match="without 'beam_width' is not supported with specul"):
-            llm.generate(searched[:1], alone, use_tqdm=False)
 
 
 def test_fewer_items_than_the_width(items_engine):
@@ -242,94 +238,20 @@ def test_beam_search_params(items_engine):
     ]
 
 
-def greedy_item(token_ids, plain: PlainTrie, items_end: str) -> tuple[list[int], tuple[int, ...]]:
-    """Decode an item with Hugging Face's model: the output and the item's tokens."""
-    import torch
-
-    path: list[int] = []
-    while True:
-        allowed = plain.allowed(tuple(path), EOS) or [EOS]
-        if allowed == [EOS] and items_end == "complete":
-            return path, tuple(path)
-        with torch.no_grad():
-            logits = load(SHIPPED)(torch.tensor([[*token_ids, *path]])).logits[0, -1]
-        token = allowed[int(logits[allowed].argmax())]
-        if token == EOS:
-            return [*path, EOS], tuple(path)
-        path.append(token)
-
-
 @pytest.mark.parametrize(
-    "options",
+    ("extra_args", "message"),
     [
-        pytest.param({}, id="plain"),
-        pytest.param({"async_scheduling": True}, id="asynchronous"),
-        pytest.param({"num_gpu_blocks_override": 54}, id="preemption"),
+        ({"items": "equal"}, "items='equal' needs 'beam_width'; add beam_width=1"),
+        ({"items": "equal", "deny_items": [1]}, "items='equal' needs 'beam_width'"),
+        ({"vllm_trie_beam": {}}, "is for vllm-trie's own use; leave it out, and ask with 'beam_w"),
     ],
 )
-def test_decoding_without_a_search(items_engine, options):
-    """Greedy requests equal Hugging Face's model under the same mask; samples are items."""
+def test_refused_requests_without_a_search(items_engine, extra_args, message):
     from vllm import SamplingParams
 
-    llm = items_engine(**options)
-    prompts = [list(prompt(i, 20 + 9 * i)) for i in range(6)]
-    kinds = [("equal", "complete"), ("mixed", "complete"), ("mixed", "eos")] * 2
-    longest = {("equal", "complete"): 4, ("mixed", "complete"): 5, ("mixed", "eos"): 6}
-    decoded = [
-        SamplingParams(
-            temperature=0.0,
-            max_tokens=longest[kind],
-            extra_args={"items": kind[0], "items_end": kind[1]},
-        )
-        for kind in kinds
-    ]
-    allowed = sorted({tokens[0] for tokens in MIXED})[:150]
-    extra_args = {"items": "mixed", "allow_prefixes": [[token] for token in allowed]}
-    samples = SamplingParams(n=30, temperature=1.5, seed=1, max_tokens=9, extra_args=extra_args)
-    ordinary = SamplingParams(temperature=0.0, max_tokens=20)
-    others = [prompts[0], prompts[1], prompts[2]]
-    (alone,) = llm.generate([{"prompt_token_ids": prompts[1]}], ordinary, use_tqdm=False)
-    results = llm.generate(
-        [{"prompt_token_ids": token_ids} for token_ids in prompts + others],
-        [*decoded, samples, ordinary, items_params(5, "equal")],
-        use_tqdm=False,
-    )
-    for token_ids, (name, items_end), result in zip(prompts, kinds, results, strict=False):
-        items = {"equal": EQUAL, "mixed": MIXED}[name]
-        expected, item = greedy_item(token_ids, PlainTrie(items), items_end)
-        (output,) = result.outputs
-        assert list(output.token_ids) == expected
-        number = items[item]
-        ending = (output.finish_reason, output.stop_reason)
-        assert ending == ("stop", f"item {number}" if name == "mixed" else number)
-    for output in results[6].outputs:
-        tokens = tuple(token for token in output.token_ids if token != EOS)
-        assert tokens[0] in allowed
-        assert output.stop_reason == f"item {MIXED[tokens]}"
-    assert len({tuple(output.token_ids) for output in results[6].outputs}) > 5
-    assert results[7].outputs[0].token_ids == alone.outputs[0].token_ids
-    assert all(output.item for output in results[8].outputs)
-
-
-@pytest.mark.parametrize(
-    ("extra_args", "sampling", "message"),
-    [
-        ({"items": "other"}, {}, "items='other' is no catalogue of this engine, which has 'equal'"),
-        ({"items": "equal", "normalize": "valid"}, {}, "normalize with items needs 'beam_width'"),
-        ({"items": "equal", "deny_items": "x"}, {}, "deny_items: must be a list of"),
-        ({"items": "equal", "deny_item": [1]}, {}, "'deny_item' is unknown; did you mean 'deny_it"),
-        ({"items": "equal"}, {"max_tokens": 3}, "max_tokens must be at least 4"),
-        ({"items": "equal"}, {"ignore_eos": True}, "ignore_eos=True is not supported with items"),
-        ({"vllm_trie_item": {}}, {}, "is for vllm-trie's own use; leave it out, and ask with 'ite"),
-    ],
-)
-def test_refused_requests_without_a_search(items_engine, extra_args, sampling, message):
-    from vllm import SamplingParams
-
-    llm = items_engine()
-    params = SamplingParams(extra_args=extra_args, **{"max_tokens": 12, **sampling})
+    params = SamplingParams(extra_args=extra_args, max_tokens=12)
     with pytest.raises(ValueError, match=message):
-        llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
+        items_engine().generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
 
 
 @pytest.mark.parametrize(
@@ -384,14 +306,12 @@ def test_refused_requests(items_engine, options, sampling, message):
 
 
 @pytest.mark.parametrize("place", ["scheduler", "worker"])
-@pytest.mark.parametrize("width", [None, 4])
-def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place, width):
+def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place):
     """Whatever a request brings about, at each of the places where its content is looked at."""
     from vllm import SamplingParams
 
     from vllm_trie.items import selection
     from vllm_trie.vllm_hooks.scheduler.items import catalogues
-    from vllm_trie.vllm_hooks.worker.beam import item_masks
     from vllm_trie.vllm_hooks.worker.beam import selection as worker_selection
 
     def fail(*arguments, **options):
@@ -402,10 +322,9 @@ def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place, widt
     if place == "scheduler":
         monkeypatch.setattr(catalogues, "select", fail)
     else:
-        for module in (item_masks, worker_selection):
-            monkeypatch.setattr(module, "view", fail)
+        monkeypatch.setattr(worker_selection, "view", fail)
     assert selection.select is not fail
-    extra_args = {"items": "equal", "deny_items": [1], **({"beam_width": width} if width else {})}
+    extra_args = {"items": "equal", "deny_items": [1], "beam_width": 4}
     greedy = SamplingParams(temperature=0.0, max_tokens=9)
     (alone,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy, use_tqdm=False)
     wrong = SamplingParams(temperature=0.0, max_tokens=9, extra_args=extra_args)
@@ -416,24 +335,20 @@ def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place, widt
         for result in llm_engine.step():
             finished[result.request_id] = result.outputs[0]
     assert list(finished["neighbour"].token_ids) == list(alone.outputs[0].token_ids)
-    expected = "stop" if place == "worker" and not width else "error"
-    assert finished["wrong"].finish_reason == expected
+    assert finished["wrong"].finish_reason == "error"
     assert not getattr(finished["wrong"], "item", None)
     assert not scheduler_of(llm).requests
 
 
-def test_samples_share_what_their_rules_select(items_engine, monkeypatch):
-    from vllm import SamplingParams
+def test_searches_share_what_their_rules_select(items_engine, monkeypatch):
 
     from vllm_trie.vllm_hooks.scheduler.items import catalogues
 
     calls = []
     select = catalogues.select
     monkeypatch.setattr(catalogues, "select", lambda *rules: calls.append(1) or select(*rules))
-    params = SamplingParams(
-        n=20, seed=1, max_tokens=9, extra_args={"items": "equal", "deny_items": [1001, 5]}
-    )
-    items_engine().generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
+    params = items_params(3, "equal", deny_items=[1001, 5])
+    items_engine().generate([{"prompt_token_ids": [1, 2, 3]}] * 5, params, use_tqdm=False)
     assert len(calls) == 1
 
 

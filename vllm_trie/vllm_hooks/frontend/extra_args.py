@@ -20,7 +20,6 @@ from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.beam_support import BeamRequestError
 from vllm_trie.vllm_hooks.wire import (
     CACHE_SALT,
-    DECODING_KEY,
     PREDICTION,
     SPEC_KEY,
     SPECULATION,
@@ -139,12 +138,11 @@ def check_extra_args(vllm_config: VllmConfig, params: object, processors: Sequen
     extra_args = extra_args_of(params)
     if not extra_args:
         return
-    for key, option in ((SPEC_KEY, "beam_width"), (DECODING_KEY, "items")):
-        if key in extra_args:  # the engine would trust it
-            raise BeamRequestError(
-                f"extra_args[{key!r}] is for vllm-trie's own use; leave it out, and ask with "
-                f"{option!r}"
-            )
+    if SPEC_KEY in extra_args:  # the engine would trust it
+        raise BeamRequestError(
+            f"extra_args[{SPEC_KEY!r}] is for vllm-trie's own use; leave it out, and ask with "
+            "'beam_width'"
+        )
     others_read = bool(processors or vllm_config.kv_transfer_config)
     for name, value in extra_args.items():
         if name == PREDICTION or name in _OF_VLLM or (others_read and name not in _OWN):

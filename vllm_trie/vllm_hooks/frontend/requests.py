@@ -1,4 +1,4 @@
-"""Beam requests, and ordinary ones that decode an item: every check of them.
+"""Beam requests: every check of them.
 
 :func:`prepare_request` checks what the user gave and returns what the engine gets,
 :func:`check_processed` checks the processed request.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.beam import ITEM_OPTIONS, OPTION_NAMES, BeamOptions, parse_options
+from vllm_trie.beam import OPTION_NAMES, BeamOptions, parse_options
 from vllm_trie.beam.settings import MAX_RULES
 from vllm_trie.items import ItemsError, ItemsHeader, read_header
 from vllm_trie.vllm_hooks.frontend.extra_args import (
@@ -37,14 +37,12 @@ from vllm_trie.vllm_hooks.setup.beam_support import (
 )
 from vllm_trie.vllm_hooks.wire import (
     CACHE_SALT,
-    DECODING_KEY,
     SPEC_KEY,
     SPECULATION,
     TRACE,
     beam_spec,
     extra_args_of,
     packed,
-    unpacked,
 )
 from vllm_trie.watched_file import file_stamp
 
@@ -52,19 +50,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreRequest
 
-_DECODING_OPTIONS = ITEM_OPTIONS - {"normalize", "weight_factor"} | {"detokenize"}
-
 # -- sampling parameters ---------------------------------------------------------------------------
 
 _Allows = Callable[[Any], bool]
-_BEAMS, _ITEMS, _DECODING = "with beam_width", "with items", "with items alone"
-_EITHER = (_ITEMS, _DECODING)
+_BEAMS, _ITEMS = "with beam_width", "with items"
 
 
 class _Rule(NamedTuple):
     """What a kind of request may have of some sampling parameters."""
 
-    requests: tuple[str, ...]
+    requests: str
     names: str
     allows: _Allows
     advice: str = "leave it out"
@@ -88,25 +83,23 @@ def _is_finite(value: Mapping[int, float] | None) -> bool:
 
 # fmt: off
 _RULES = (
-    _Rule((_BEAMS,), "repetition_penalty", _at_least(1.0), "use a value of at least 1"),
-    _Rule((_BEAMS,), "presence_penalty frequency_penalty logprobs", _at_least(0.0),
+    _Rule(_BEAMS, "repetition_penalty", _at_least(1.0), "use a value of at least 1"),
+    _Rule(_BEAMS, "presence_penalty frequency_penalty logprobs", _at_least(0.0),
         "use a value of at least 0"),
-    _Rule((_BEAMS,), "min_p", _one_of(None, 0.0)),
-    _Rule((_BEAMS,), "prompt_logprobs logprob_token_ids repetition_detection thinking_token_budget",
+    _Rule(_BEAMS, "min_p", _one_of(None, 0.0)),
+    _Rule(_BEAMS, "prompt_logprobs logprob_token_ids repetition_detection thinking_token_budget",
         _one_of(None)),
-    _Rule((_BEAMS,), "bad_words stop stop_token_ids logit_bias", _is_short,
+    _Rule(_BEAMS, "bad_words stop stop_token_ids logit_bias", _is_short,
         f"use at most {MAX_RULES} entries"),
-    _Rule((_BEAMS,), "logit_bias", _is_finite,
+    _Rule(_BEAMS, "logit_bias", _is_finite,
         "use finite numbers; allowed_token_ids forbids tokens"),
-    _Rule(_EITHER, "stop stop_token_ids bad_words", _one_of(None, [])),
-    _Rule(_EITHER, "min_tokens", _one_of(0)),
-    _Rule((_ITEMS,), "repetition_penalty", _one_of(1.0)),
-    _Rule((_ITEMS,), "presence_penalty frequency_penalty", _one_of(0.0)),
-    _Rule((_ITEMS,), "logprobs", _one_of(None, 0)),
-    _Rule((_ITEMS,), "logit_bias", _one_of(None, {})),
-    _Rule((_DECODING,), "ignore_eos", _one_of(False)),
-    _Rule(_EITHER, "allowed_token_ids structured_outputs", _one_of(None)),
-    _Rule((_DECODING,), "thinking_token_budget", _one_of(None)),
+    _Rule(_ITEMS, "stop stop_token_ids bad_words", _one_of(None, [])),
+    _Rule(_ITEMS, "min_tokens", _one_of(0)),
+    _Rule(_ITEMS, "repetition_penalty", _one_of(1.0)),
+    _Rule(_ITEMS, "presence_penalty frequency_penalty", _one_of(0.0)),
+    _Rule(_ITEMS, "logprobs", _one_of(None, 0)),
+    _Rule(_ITEMS, "logit_bias", _one_of(None, {})),
+    _Rule(_ITEMS, "allowed_token_ids structured_outputs", _one_of(None)),
 )
 # fmt: on
 
@@ -114,7 +107,7 @@ _RULES = (
 def _broken_rules(params: SamplingParams, requests: str) -> Iterator[tuple[str, str]]:
     """Yield the sampling parameters that a kind of request cannot have, and what to do."""
     for rule in _RULES:
-        if requests in rule.requests:
+        if requests == rule.requests:
             for name in rule.names.split():
                 if not rule.allows(getattr(params, name)):
                     yield name, rule.advice
@@ -152,7 +145,12 @@ def prepare_request(vllm_config: VllmConfig, params: Any) -> Any:
         extra_args = extra_args_of(params)
         if "beam_width" in extra_args:
             return _prepare_search(vllm_config, params, processors)
-        return _prepare_decoding(vllm_config, params) if "items" in extra_args else params
+        if "items" in extra_args:
+            raise BeamRequestError(
+                f"items={extra_args['items']!r:.200} needs 'beam_width'; add beam_width=1 for the "
+                "best item by greedy steps, or more for the best of as many hypotheses"
+            )
+        return params
 
 
 def _prepare_search(
@@ -169,7 +167,7 @@ def _prepare_search(
     check_slots(options.beam_width, beam_slots(vllm_config))
     if options.items is not None:
         _check_catalogue(vllm_config, options.items)
-        _check_with_items(params, _ITEMS)
+        _check_with_items(params)
         if options.items_end == "eos" and params.ignore_eos:
             raise BeamRequestError("ignore_eos=True is not supported with items; leave it out")
     if reason := unsupported_rule(vllm_config, params):
@@ -187,7 +185,7 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
     Raises:
         BeamRequestError: An option is wrong, or a sampling parameter does not go with beam search.
     """
-    options, extra_args = _parsed(params, OPTION_NAMES)
+    options, extra_args = _parsed(params)
     if extra_args.pop(TRACE, False):
         raise BeamRequestError(
             f"beam search: {TRACE} is for requests with drafts, and a search has none; leave it out"
@@ -215,14 +213,14 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
 
 
 def _parsed(
-    params: SamplingParams, names: frozenset[str], **defaults: object
+    params: SamplingParams,
 ) -> tuple[BeamOptions, dict[str, Any]]:
     """Return the options of a request, and its other extra arguments, none of them misspelled."""
     extra_args = dict(extra_args_of(params))
-    given = {name: extra_args.pop(name) for name in names & extra_args.keys()}
+    given = {name: extra_args.pop(name) for name in OPTION_NAMES & extra_args.keys()}
     refuse_misspelled(extra_args)
     try:
-        return parse_options({**defaults, **given}), extra_args
+        return parse_options(given), extra_args
     except ValueError as error:
         raise BeamRequestError(str(error)) from None
 
@@ -251,16 +249,13 @@ def _check_processors(params: SamplingParams, processors: Sequence[str]) -> None
 
 
 def check_processed(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
-    """Refuse a processed request, with `beam_width` or `items`, that the engine cannot hold.
+    """Refuse a processed beam request that the engine cannot hold.
 
     Raises:
         BeamRequestError: Why it cannot be served.
     """
     with refusing_what_fails():
-        extra_args = extra_args_of(request.sampling_params)
-        if DECODING_KEY in extra_args:
-            _check_decoding(vllm_config, request, unpacked(extra_args[DECODING_KEY]))
-        elif SPEC_KEY in extra_args:
+        if SPEC_KEY in extra_args_of(request.sampling_params):
             _check_search(vllm_config, request)
 
 
@@ -284,27 +279,6 @@ def _check_search(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
 # -- requests inside a catalogue -------------------------------------------------------------------
 
 
-def _prepare_decoding(vllm_config: VllmConfig, params: SamplingParams) -> SamplingParams:
-    """Check a request that decodes an item, and return a copy that the engine understands."""
-    for name in sorted(extra_args_of(params).keys() & OPTION_NAMES - _DECODING_OPTIONS):
-        raise BeamRequestError(f"{name} with items needs 'beam_width'; leave {name} out, or add it")
-    options, extra_args = _parsed(params, _DECODING_OPTIONS, beam_width=1)
-    if options.items is None:
-        raise BeamRequestError("items=None names no catalogue; name one, or leave it out")
-    elsewhere = {
-        "Model Runner V2": vllm_config.use_v2_model_runner,
-        "speculative decoding": vllm_config.speculative_config is not None,
-    }
-    if reason := next((name for name, is_so in elsewhere.items() if is_so), None):
-        raise BeamRequestError(
-            f"items without 'beam_width' is not supported with {reason}; add beam_width=1, which "
-            "decodes greedily"
-        )
-    _check_catalogue(vllm_config, options.items)
-    _check_with_items(params, _DECODING)
-    return _with_extra_args(params, options, {**extra_args, DECODING_KEY: packed(options)})
-
-
 def _check_catalogue(vllm_config: VllmConfig, name: str) -> None:
     names = catalogue_paths(vllm_config)
     if name not in names:
@@ -315,23 +289,11 @@ def _check_catalogue(vllm_config: VllmConfig, name: str) -> None:
         )
 
 
-def _check_with_items(params: SamplingParams, requests: str) -> None:
-    for name, advice in _broken_rules(params, requests):
+def _check_with_items(params: SamplingParams) -> None:
+    for name, advice in _broken_rules(params, _ITEMS):
         raise BeamRequestError(
             f"{name}={getattr(params, name)!r} is not supported with items; {advice}"
         )
-
-
-def _check_decoding(
-    vllm_config: VllmConfig, request: EngineCoreRequest, options: BeamOptions
-) -> None:
-    params, prompt = request.sampling_params, request.prompt_token_ids
-    assert params is not None
-    if prompt is None:
-        raise BeamRequestError("items: prompt embeddings are not supported; send token ids")
-    if params.eos_token_id is None:
-        raise BeamRequestError("items without 'beam_width' needs a model with an EOS token")
-    _check_length(vllm_config, params, options, len(prompt))
 
 
 def _check_length(

@@ -192,8 +192,6 @@ _beams("v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput", "relied on",
 _beams("v1.worker.gpu.async_utils:stream", "called",
     "copies candidates in the stream of a step's output", "to_stream from_stream",
     until=TOKEN_LISTS)
-_beams("v1.worker.gpu_input_batch:InputBatch.update_async_output_token_ids", "called",
-    "the tokens of requests that decode an item, under asynchronous scheduling", "")
 _beams("v1.outputs:SamplerOutput", "made", "a step of beams only needs no sampler",
     "sampled_token_ids logprobs_tensors")
 _beams("v1.outputs:ModelRunnerOutput", "changed", "carries the candidates", "req_ids")

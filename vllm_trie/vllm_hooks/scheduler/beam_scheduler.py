@@ -12,7 +12,6 @@ The classes below only pass vLLM's calls on to them::
     add_request          -> beam_groups.add
     schedule             -> beam_groups.before_schedule, vLLM's own, beam_proxies.send
     _handle_blocked_...  -> vLLM's own, beam_groups.admission.lets_start
-    _update_request_...  -> vLLM's own, decoded_items.take_tokens
     update_from_output   -> beam_proxies.take_outputs, beam_groups.step, vLLM's own
     _preempt_request     -> vLLM's own, beam_groups.park, beam_proxies.after_preemption
     finish_requests      -> vLLM's own, beam_groups.drop_finished
@@ -38,7 +37,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.vllm_hooks.ledger.record import of_beams
 from vllm_trie.vllm_hooks.scheduler.groups import BeamGroups, Outputs
-from vllm_trie.vllm_hooks.scheduler.items import decoded_items
 from vllm_trie.vllm_hooks.scheduler.proxies import BeamCounters, BeamProxies
 from vllm_trie.vllm_hooks.setup.beam_support import (
     cache_reason,
@@ -77,12 +75,7 @@ class TrieBeamScheduler(Scheduler):
         if is_search(request.sampling_params):
             self.beam_groups.add(request, self.beam_off)
             return
-        try:
-            decoded_items.begin(request, self.beam_groups.catalogues)
-        except Exception as error:
-            self.beam_groups.refuse(request, error)
-        else:
-            super().add_request(request)
+        super().add_request(request)
 
     @_scheduler.overrides("admits groups, sends beams to the worker")
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -115,15 +108,6 @@ class TrieBeamScheduler(Scheduler):
             own = result.setdefault(client, EngineCoreOutputs())
             own.outputs = [*own.outputs, *answers]
         return result
-
-    @_scheduler.overrides("a complete item ends its request")
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], is_stale: bool = False
-    ) -> tuple[list[int], bool]:
-        new_token_ids, stopped = super()._update_request_with_output(
-            request, new_token_ids, is_stale
-        )
-        return new_token_ids, decoded_items.take_tokens(request, new_token_ids) or stopped
 
     @_scheduler.overrides("ordinary requests leave the slots of groups free")
     def _handle_blocked_waiting_request(self, request: Request) -> bool:

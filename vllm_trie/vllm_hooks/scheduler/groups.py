@@ -175,16 +175,13 @@ class BeamGroups:
         return waiting
 
     def send_selections(self, output: SchedulerOutput) -> None:
-        """Tell the worker what it needs to select the candidates of groups.
-
-        With catalogues, the message also says that requests of the step may decode items.
-        """
+        """Tell the worker what it needs to select the candidates of groups."""
         selections = []
         for group in [*self.by_id.values()]:
             with self._failing_alone(group):
                 if (selection := self._proxies.selection(group, output)) is not None:
                     selections.append(selection)
-        if selections or self.catalogues:
+        if selections:
             setattr(output, SELECTIONS, selections)
 
     def _in_order(self) -> list[BeamGroup]:

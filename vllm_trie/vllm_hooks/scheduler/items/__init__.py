@@ -1,1 +1,1 @@
-"""Catalogues in the scheduler: searches inside them, and ordinary requests that decode an item."""
+"""Catalogues in the scheduler, and searches inside them."""

@@ -206,7 +206,6 @@ def execute_model(
     if selections is not None or _SELECTOR in self.__dict__:
         state = self.__dict__.setdefault(_SELECTOR, Selector(waits=True))
         state.selections = selections or []
-        state.decoded.update(scheduler_output, self.input_batch)
     return original(self, with_own_counts(scheduler_output), *args, **kwargs)
 
 
@@ -236,8 +235,6 @@ def sample_and_select(
     """Select candidates next to the sampler, which sees requests only."""
     state: Selector | None = self.__dict__.get(_SELECTOR)
     beams = attached_to(self)
-    if state is not None:
-        state.decoded.mask(logits, self.input_batch)
     num_selected = 0
     if state is not None and state.selections:
         # Before the sampler, which may change logits in place.

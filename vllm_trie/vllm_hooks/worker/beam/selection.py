@@ -35,7 +35,6 @@ from vllm_trie.vllm_hooks.beam_wire import (
     TokenSelection,
 )
 from vllm_trie.vllm_hooks.worker.beam.device_beams import DeviceBeams
-from vllm_trie.vllm_hooks.worker.beam.item_masks import DecodedItems
 
 logger = init_logger(__name__)
 
@@ -53,14 +52,12 @@ class Selector:
     Attributes:
         selections: What the scheduler asks for; empty once it is selected.
         selected: The candidates of each selection of the step; None for one that failed.
-        decoded: Requests that decode an item.
     """
 
     def __init__(self, waits: bool) -> None:
         self._waits = waits
         self.selections: list[ItemSelection | TokenSelection] = []
         self.selected: list[Unfetched[StepCandidates] | None] = []
-        self.decoded = DecodedItems(self.trie)
         self._tries: dict[tuple[str, str], ItemTrie] = {}
 
     def select(
