@@ -222,9 +222,7 @@ def test_a_step_that_makes_no_sense_ends_the_trace_only(
 
 def config(trace_path: str | None) -> Any:
     options = {"method": "ngram_trie", "trace_path": trace_path}
-    speculative = SimpleNamespace(
-        model="vllm_trie.vllm_hooks.worker.runners.v1_speculation.V1Speculation"
-    )
+    speculative = SimpleNamespace(model="vllm_trie.vllm_hooks.worker.runners.v1.V1Speculation")
     return SimpleNamespace(speculative_config=speculative, additional_config={"vllm_trie": options})
 
 

@@ -33,7 +33,7 @@ VERIFICATION = "verification"
 """How drafts are verified; start-up replaces "auto" by what it chose."""
 Verification = Literal["auto", "tree", "chain"]
 
-PROPOSER_CLASS = "vllm_trie.vllm_hooks.worker.runners.v1_speculation.V1Speculation"
+PROPOSER_CLASS = "vllm_trie.vllm_hooks.worker.runners.v1.V1Speculation"
 CPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cpu_worker.TreeCPUWorker"
 GPU_WORKER_CLASS = "vllm_trie.vllm_hooks.worker.cuda_worker.TreeGPUWorker"
 

@@ -9,7 +9,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_trie.vllm_hooks.ledger.record import TREE_DRAFTS, Symbols
 from vllm_trie.vllm_hooks.worker import start_check
-from vllm_trie.vllm_hooks.worker.runners.v1_speculation import V1Speculation
+from vllm_trie.vllm_hooks.worker.runners.v1 import V1Speculation
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 
 if TYPE_CHECKING:

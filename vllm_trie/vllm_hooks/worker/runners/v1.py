@@ -1,4 +1,4 @@
-"""Model Runner V1 of a stock vLLM: overrides that call :class:`V1Speculation`.
+"""Model Runner V1: a step of tree speculation, and the overrides of vLLM's runner that carry it.
 
 The mixins come before the runner's class in the subclasses of
 :mod:`~vllm_trie.vllm_hooks.worker.cpu_worker` and :mod:`~vllm_trie.vllm_hooks.worker.cuda_worker`:
@@ -8,58 +8,213 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_trie.vllm_hooks.ledger.record import (
-    STATS,
-    TREE_DRAFTS,
-    TREE_MASKS,
-    Symbols,
-    around,
-)
+from vllm_trie.attention import prefers_chains
+from vllm_trie.device_copy import to_device
+from vllm_trie.vllm_hooks.ledger.record import STATS, TREE_DRAFTS, TREE_MASKS, Symbols, around
+from vllm_trie.vllm_hooks.setup import config
+from vllm_trie.vllm_hooks.setup.draft_support import check_layers
+from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import hand_on
-from vllm_trie.vllm_hooks.worker.beam.beams_v1 import sample_and_select
-from vllm_trie.vllm_hooks.worker.runners.v1_speculation import V1Speculation
+from vllm_trie.vllm_hooks.worker.beam.beams_v1 import num_requests, sample_and_select
+from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost
+from vllm_trie.vllm_hooks.worker.drafting.draft_requests import draft_requests
+from vllm_trie.vllm_hooks.worker.verification.compaction import CacheGroup, cache_groups
+from vllm_trie.vllm_hooks.worker.verification.placement import QueryTokens, logits_tokens
+from vllm_trie.vllm_hooks.worker.verifier_setup import make_verifier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import DraftTokenIds, SamplerOutput
+    from vllm.v1.outputs import DraftTokenIds
     from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Runner
+
+    from vllm_trie.drafters import DraftRequest
 else:
     _Runner = object
 
-_gpu_runner = "v1.worker.gpu_model_runner:GPUModelRunner."
-_runner = Symbols(_gpu_runner, TREE_DRAFTS)
-_proposer = Symbols(_gpu_runner, TREE_DRAFTS)
+
+Part = Literal["inputs", "logits", "tokens", "drafts", "end"]
+"""What vLLM's runner does next in a step: it lays out inputs, computes logits, gets the tokens, and
+asks for drafts."""
+
+
+class V1Speculation:
+    """The proposer of the plugin's methods, and the step of a worker.
+
+    Attributes:
+        trees: The verifier of this rank.
+        chain_only: Whether vLLM verifies the drafts, as chains.
+        waits_for: What the step needs of vLLM before it goes on.
+    """
+
+    runner: _Runner
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.trees = make_verifier(vllm_config)
+        self.chain_only = config.verification(vllm_config) == "chain"
+        self.waits_for: Part = "end"
+        self._step = self.step()
+
+    def step(self) -> Generator[tuple[Part, Any], Any, None]:
+        """Run one step. Each ``yield`` returns to vLLM, whose runner does its own part and goes on
+        here with what it has made: the overrides below call :meth:`go_on`."""
+        trees, runner = self.trees, self.runner
+        trees.start_step(runner.input_batch.num_reqs)
+
+        # Receive the batch, whose inputs are laid out as if all drafts were chains.
+        scheduled: SchedulerOutput = yield "inputs", None
+        drafts = scheduled.scheduled_spec_decode_tokens
+        request_ids = runner.input_batch.req_ids[: num_requests(runner)]
+        trees.begin_step(request_ids, drafts, scheduled.total_num_scheduled_tokens)
+        if trees.recorder is not None:
+            trees.recorder.begin(scheduled.scheduled_new_reqs)
+
+        # Place: positions of nodes follow their depth. In the forward pass, attention reads
+        # `trees.tree_batch`.
+        if drafts and not self.chain_only:
+            trees.place(*self._query_tokens())
+
+        # Verify: walk down the trees, and move the accepted nodes' KV.
+        sampled = None
+        if not self.chain_only:
+            logits: torch.Tensor | None = yield "logits", None
+            if logits is not None:
+                batch = runner.input_batch
+                outputs = cast(list[list[int]], batch.req_output_token_ids)
+                sampled = trees.verify(logits, runner.sampler, batch.sampling_metadata, outputs)
+                if trees.tree_batch is not None:
+                    trees.compact(self._cache_groups, self._slot_mappings())
+        new_tokens, hidden_states = yield "tokens", sampled
+        if self.chain_only:
+            trees.observe_outputs(new_tokens)
+        trees.end_step(new_tokens)
+
+        # Draft, after vLLM has sent the tokens off, so that no answer waits for it.
+        if not trees.is_pausing:
+            yield "drafts", None
+            start = time.perf_counter()
+            requests = self._draft_requests(scheduled, new_tokens)
+            yield "end", trees.draft(requests, len(new_tokens), hidden_states, start)
+
+    def begin(self) -> None:
+        """Begin a step. One that vLLM left where it was had nothing more to do."""
+        self._step = self.step()
+        self.waits_for, _ = next(self._step)
+
+    def go_on(self, part: Part, made: Any = None) -> Any:
+        """Go on where the step waits for a part of vLLM's; return what the step makes of it.
+
+        Parts before it that vLLM left out, as they had no rows, are None to the step.
+        """
+        while self.waits_for != part:
+            if self.waits_for == "end":
+                raise RuntimeError(f"vLLM's runner is at {part!r} after the end of its step")
+            self._send(None)
+        return self._send(made)
+
+    def _send(self, made: Any) -> Any:
+        try:
+            self.waits_for, result = self._step.send(made)
+        except StopIteration:
+            self.waits_for, result = "end", None
+        return result
+
+    def _query_tokens(self) -> tuple[QueryTokens, bool]:
+        runner, batch = self.runner, self.runner.input_batch
+        tokens = QueryTokens(
+            runner.query_start_loc.np[: batch.num_reqs + 1],
+            batch.num_computed_tokens_cpu,
+            runner.positions,
+            runner.input_ids.gpu,
+        )
+        dtype: Any = runner.dtype
+        return tokens, prefers_chains(runner.device, dtype, runner.kv_cache_dtype)
+
+    def _slot_mappings(self) -> list[torch.Tensor]:
+        tables = self.runner.input_batch.block_table
+        return [tables[group.group_id].slot_mapping.gpu for group in self._cache_groups]
+
+    def _draft_requests(
+        self, scheduled: SchedulerOutput, new_tokens: list[list[int]]
+    ) -> dict[int, DraftRequest]:
+        runner = self.runner
+        return draft_requests(
+            runner.input_batch,
+            runner.requests,
+            new_tokens,
+            runner.max_model_len,
+            scheduled.num_spec_tokens_to_schedule,
+            self.chain_only,
+        )
+
+    @cached_property
+    def _cache_groups(self) -> list[CacheGroup]:
+        layers = self.runner.compilation_config.static_forward_context
+        return cache_groups(self.runner.kv_cache_config, layers)
+
+    # -- what vLLM asks of a proposer --------------------------------------------------------------
+
+    def propose(self, *unused: object, **unused_too: object) -> None:
+        """Refuse a model runner that expects chains of drafts from a proposer.
+
+        Raises:
+            RuntimeError: always. Only a runner without the plugin's overrides calls this.
+        """
+        raise RuntimeError(
+            "vllm-trie's drafters need the plugin's worker class, and this engine runs another "
+            "one; leave worker_cls at 'auto'"
+        )
+
+    def load_model(
+        self, target_model: torch.nn.Module, *unused: object, **unused_too: object
+    ) -> None:
+        """Load the drafter's own weights, if it has any; refuse a model that verifies no trees."""
+        self.trees.guard.drafter.load_model(target_model)
+        if not self.chain_only:
+            layers = self.runner.compilation_config.static_forward_context
+            check_layers(self.runner.vllm_config, layers)
+
+    def warm_up(self) -> None:
+        """Let the node budget observe forward passes; the runner is ready and has no requests."""
+        runner = self.runner
+        model: Any = runner.model
+
+        def run_step(num_tokens: int) -> None:
+            hidden_states, _ = runner._dummy_run(num_tokens)
+            model.compute_logits(hidden_states[:num_tokens])
+            runner._sync_device()  # a GPU may still be at work
+
+        num_ranks = runner.parallel_config.world_size_across_dp
+        calibrate_step_cost(self.trees.budget, run_step, runner.max_num_tokens, num_ranks)
+
+
+_runner = Symbols("v1.worker.gpu_model_runner:GPUModelRunner.", TREE_DRAFTS)
 
 
 class ChainRunnerMixin(_Runner):
-    """Overrides of ``GPUModelRunner`` that draft; everything else stays vLLM's.
-
-    vLLM asks for a step's drafts before it returns the step's tokens, and takes them after it has
-    sent the tokens off. Drafts are made when they are taken, so that no answer waits for them.
-    """
+    """Overrides of ``GPUModelRunner`` that carry a step; everything else stays vLLM's."""
 
     adapter: V1Speculation
     """The proposer, which vLLM makes itself."""
-    _deferred_draft: Callable[[], list[list[int]]] | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         drafter: Any = self.drafter
         self.adapter = drafter
-        self.adapter.bind(self)
+        self.adapter.runner = self
 
     @contextmanager
     def without_speculation(self, hidden: bool = True) -> Iterator[None]:
@@ -78,22 +233,13 @@ class ChainRunnerMixin(_Runner):
         finally:
             self.speculative_config = speculative_config
 
-    @_proposer.overrides("forgets the trees of ended requests")
-    def _on_request_state_removed(self, req_id: str, req_state: CachedRequestState | None) -> None:
-        super()._on_request_state_removed(req_id, req_state)
-        self.adapter.remove_request(req_id)
-
-    @_proposer.overrides("keeps length limits per request, not for the whole batch")
-    def _input_fits_in_drafter(self, common_attn_metadata: CommonAttentionMetadata | None) -> bool:
-        return self.adapter.keeps_to_max_model_len()
-
-    @_runner.overrides("takes the duration of a step, for the adaptive node budget")
+    @_runner.overrides("begins a step, with its clock")
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        self.adapter.start_step()
+        self.adapter.begin()
         return super().execute_model(*args, **kwargs)
 
     @_runner.overrides(
-        "positions of tree nodes follow their depth; a step without drafts is prepared as if "
+        "the step receives and places its drafts; one without drafts is prepared as if "
         "speculative_config were None"
     )
     def _prepare_inputs(
@@ -101,11 +247,29 @@ class ChainRunnerMixin(_Runner):
     ) -> Any:
         with self.without_speculation(not scheduler_output.scheduled_spec_decode_tokens):
             prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self.adapter.place_drafts(scheduler_output)
+        self.adapter.go_on("inputs", scheduler_output)
         return prepared
 
-    @_proposer.overrides(
-        "gives drafters request ids, hidden states of the accepted node and budgets",
+    @_runner.overrides(
+        "ends a step in which no drafts are wanted, which runs as if speculative_config were None; "
+        "attaches the worker's statistics",
+        until=STATS,
+    )
+    def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
+        is_hidden = self.adapter.trees.is_pausing and self.execute_model_state is not None
+        with self.without_speculation(is_hidden):
+            output: Any = super().sample_tokens(grammar_output)
+        if is_hidden:
+            # `execute_model` saw the configuration and left this to the end of the drafting.
+            self.finalize_kv_connector()
+            if new_tokens := getattr(output, "sampled_token_ids", None):
+                self.adapter.go_on("tokens", (new_tokens, None))
+        if (stats := self.adapter.trees.take_stats()) is not None:
+            setattr(output, STATS_ATTRIBUTE, stats)
+        return output
+
+    @_runner.overrides(
+        "ends a step: drafters get request ids, hidden states of the accepted node and budgets",
         until="proposers get request ids and hidden states",
     )
     def propose_draft_token_ids(
@@ -118,34 +282,25 @@ class ChainRunnerMixin(_Runner):
         *unused: object,
         **unused_too: object,
     ) -> list[list[int]]:
-        self.adapter.end_step(sampled_token_ids)
-        self._deferred_draft = partial(
-            self.adapter.draft, scheduler_output, sampled_token_ids, sample_hidden_states
-        )
+        self.adapter.go_on("tokens", (sampled_token_ids, sample_hidden_states))
         return [[] for _ in sampled_token_ids]
 
-    @_proposer.overrides("drafts, after vLLM has sent the step's tokens off")
+    @_runner.overrides("drafts, after vLLM has sent the step's tokens off")
     @torch.inference_mode()
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        if self._deferred_draft is not None:
-            self._draft_token_ids = self._deferred_draft()
-            self._deferred_draft = None
+        if self.adapter.waits_for == "drafts":
+            self._draft_token_ids = self.adapter.go_on("drafts")
         return super().take_draft_token_ids()
 
-    @_runner.overrides(
-        "attaches the worker's statistics to its output; runs as if speculative_config were None "
-        "where no drafts are wanted",
-        until=STATS,
-    )
-    def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
-        is_hidden = self.adapter.trees.is_pausing and self.execute_model_state is not None
-        with self.without_speculation(is_hidden):
-            output = super().sample_tokens(grammar_output)
-        if is_hidden:
-            # `execute_model` saw the configuration and left this to the end of the drafting.
-            self.finalize_kv_connector()
-        self.adapter.finish(output)
-        return output
+    @_runner.overrides("keeps length limits per request, not for the whole batch")
+    def _input_fits_in_drafter(self, common_attn_metadata: CommonAttentionMetadata | None) -> bool:
+        # One request near the length limit would cost all others their drafts.
+        return True
+
+    @_runner.overrides("forgets the trees of ended requests")
+    def _on_request_state_removed(self, req_id: str, req_state: CachedRequestState | None) -> None:
+        super()._on_request_state_removed(req_id, req_state)
+        self.adapter.trees.release(req_id)
 
 
 class TreeRunnerMixin(ChainRunnerMixin):
@@ -157,17 +312,28 @@ class TreeRunnerMixin(ChainRunnerMixin):
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
     ) -> SpecDecodeMetadata:
-        return self.adapter.spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
+        tokens = logits_tokens(num_draft_tokens, cu_num_scheduled_tokens)
+        logits_indices = to_device(tokens, self.device)
+        unused = logits_indices[:0]
+        return SpecDecodeMetadata(
+            draft_token_ids=unused,
+            num_draft_tokens=num_draft_tokens.tolist(),
+            cu_num_draft_tokens=unused,
+            cu_num_sampled_tokens=unused,
+            target_logits_indices=unused,
+            bonus_logits_indices=unused,
+            logits_indices=logits_indices,
+        )
 
     @_runner.overrides("hands the trees to the attention backend", until=TREE_MASKS)
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         built: Any = super()._build_attention_metadata(*args, **kwargs)
-        hand_on(self.adapter.draft_trees(), built[0])
+        hand_on(self.adapter.trees.tree_batch, built[0])
         return built
 
     @_runner.overrides("walks down the trees losslessly and puts the KV of accepted nodes in place")
     @around(sample_and_select)
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
-    ) -> SamplerOutput:
-        return self.adapter.verify(logits, spec_decode_metadata)
+    ) -> Any:
+        return self.adapter.go_on("logits", logits)
