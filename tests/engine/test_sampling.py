@@ -13,6 +13,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.engine.compare import accepted_tokens, differences, generate, plain_outputs, speculation
 from tests.engine.drafters import AnswerSetDrafter
 from tests.engine.prompts import prompts, tokenizer
+from vllm_trie.vllm_hooks.scheduler.speculation import FirstTokens
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 
@@ -140,6 +141,23 @@ def test_structured_outputs(engine):
     assert complete
     for text in complete:
         assert set(json.loads(text)) == {"name", "count", "tags"}
+
+
+def test_tokens_that_a_grammar_forces(engine, monkeypatch):
+    """Without any other draft they are accepted, and the outputs stay as they are."""
+
+    def leave_no_draft(self):
+        for request in self._scheduler.running:
+            request.spec_token_ids = []
+        return True
+
+    monkeypatch.setattr(FirstTokens, "before_schedule", leave_no_draft)
+    _compare(
+        engine,
+        SamplingParams(temperature=0.0, max_tokens=60, structured_outputs=STRUCTURED),
+        count=8,
+        **COMPACT,
+    )
 
 
 def test_structured_beside_free_requests(engine):

@@ -19,6 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_trie.vllm_hooks.ledger.record import STATS, Result, Symbols
+from vllm_trie.vllm_hooks.scheduler.forced_tokens import ForcedTokens
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.wire import (
     CACHE_SALT,
@@ -40,7 +41,7 @@ GIVING_SHARE = 0.125
 """Share of the steps whose drafts may give way."""
 MOST_GIVING = 4.0
 """Such steps in a row, after a time without any."""
-_FIRST_TOKENS = "_vllm_trie_first_tokens"
+_BEFORE_SCHEDULE = "_vllm_trie_before_schedule"
 _PREDICTED = "_vllm_trie_predicted"
 """Attribute of a request with its accepted and rejected prediction tokens."""
 
@@ -167,18 +168,23 @@ class FirstTokens:
         )
         self._allowed = MOST_GIVING  # steps
 
-    def before_schedule(self) -> None:
-        """Remove the drafts of the running requests, if the next step is such a step."""
+    def before_schedule(self) -> bool:
+        """Remove the drafts of the running requests, if the next step is such a step.
+
+        Returns:
+            Whether the next step may have drafts.
+        """
         if not self._has_drafts:
-            return
+            return False
         self._allowed = min(self._allowed + GIVING_SHARE, MOST_GIVING)
         if self._allowed < 1.0 or not self._can_start_stream():
-            return
+            return True
         drafted = [request for request in self._scheduler.running if request.spec_token_ids]
         for request in drafted:
             request.spec_token_ids = []
         if drafted:
             self._allowed -= 1.0
+        return False
 
     def _can_start_stream(self) -> bool:
         scheduler = self._scheduler
@@ -188,16 +194,23 @@ class FirstTokens:
         return params is not None and params.output_kind is not RequestOutputKind.FINAL_ONLY
 
 
+def before_schedule(scheduler: Scheduler) -> tuple[FirstTokens, ForcedTokens]:
+    """Return what changes the drafts of a scheduler's next step."""
+    before: tuple[FirstTokens, ForcedTokens] | None = getattr(scheduler, _BEFORE_SCHEDULE, None)
+    if before is None:
+        before = FirstTokens(scheduler), ForcedTokens(scheduler)
+        setattr(scheduler, _BEFORE_SCHEDULE, before)
+    return before
+
+
 @Symbols("v1.core.sched.scheduler:Scheduler.", "proposers learn that a request waits").wraps(
-    "schedule", "removes the drafts of steps that start a stream"
+    "schedule", "removes the drafts of steps that start a stream; drafts what a grammar forces"
 )
 def schedule(
     original: Callable[..., Result], self: Scheduler, throttle_prefills: bool = False
 ) -> Result:
-    """Let drafts give way to streams that can start."""
-    first_tokens = getattr(self, _FIRST_TOKENS, None)
-    if first_tokens is None:
-        first_tokens = FirstTokens(self)
-        setattr(self, _FIRST_TOKENS, first_tokens)
-    first_tokens.before_schedule()
+    """Let drafts give way to streams that can start, or go on with what grammars force."""
+    first_tokens, forced_tokens = before_schedule(self)
+    if first_tokens.before_schedule():
+        forced_tokens.extend_drafts()
     return original(self, throttle_prefills)

@@ -1,0 +1,143 @@
+"""Forced tokens behind drafts, with the grammars of vLLM's back ends and without an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from vllm.config.structured_outputs import StructuredOutputsConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+from vllm.v1.structured_output.backend_outlines import OutlinesBackend
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+from vllm_trie.lab.tiny_model import model_path
+from vllm_trie.vllm_hooks.scheduler import forced_tokens
+from vllm_trie.vllm_hooks.scheduler.forced_tokens import ForcedTokens
+from vllm_trie.vllm_hooks.wire import SPECULATION
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"description": {"enum": ["certainly", "never"]}, "count": {"type": "integer"}},
+    "required": ["description", "count"],
+    "additionalProperties": False,
+}
+BACKENDS = {"xgrammar": XgrammarBackend, "guidance": GuidanceBackend, "outlines": OutlinesBackend}
+NODES = 16
+
+
+class Setting:
+    """A request with a schema, and the scheduler that it runs in."""
+
+    def __init__(self, backend: str, **params: Any) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(model_path())
+        config = SimpleNamespace(
+            structured_outputs_config=StructuredOutputsConfig(
+                backend=backend, disable_any_whitespace=backend != "outlines"
+            ),
+            speculative_config=SimpleNamespace(num_speculative_tokens=NODES),
+            num_speculative_tokens=NODES,
+            model_config=None,
+        )
+        size = len(self.tokenizer)
+        self.backend = BACKENDS[backend](config, tokenizer=self.tokenizer, vocab_size=size)
+        self.grammar = self.backend.compile_grammar(
+            StructuredOutputOptions.JSON, json.dumps(SCHEMA)
+        )
+        self.request = SimpleNamespace(
+            use_structured_output=True,
+            sampling_params=SamplingParams(max_tokens=100, **params),
+            structured_output_request=SimpleNamespace(grammar=self.grammar, reasoning_ended=None),
+            is_prefill_chunk=False,
+            spec_token_ids=[],
+            max_tokens=100,
+            num_output_tokens=1,
+            num_tokens=10,
+        )
+        self.scheduler: Any = SimpleNamespace(
+            running=[self.request],
+            num_spec_tokens=NODES,
+            max_model_len=200,
+            structured_output_manager=SimpleNamespace(
+                backend=self.backend,
+                tokenizer=self.tokenizer,
+                reasoner_cls=None,
+                enable_in_reasoning=False,
+            ),
+        )
+        self.forced = ForcedTokens(self.scheduler)
+
+    def draft_after(self, text: str, draft: str = "") -> str:
+        """Return the draft once it was extended, after a text that the grammar has accepted."""
+        self.grammar.reset()
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        assert self.grammar.accept_tokens("", tokens)
+        self.request.spec_token_ids = self.tokenizer.encode(draft, add_special_tokens=False)
+        self.forced.extend_drafts()
+        extended: str = self.tokenizer.decode(self.request.spec_token_ids)
+        # The matcher stands where it stood.
+        valid = self.tokenizer.encode(extended, add_special_tokens=False)
+        assert self.grammar.validate_tokens(valid[:1]) == valid[:1]
+        return extended
+
+
+@pytest.fixture(autouse=True)
+def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forced_tokens, "STEP_SECONDS", 60.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_names_and_quotes_are_drafted_to_the_next_choice(backend: str) -> None:
+    if backend == "outlines" and importlib.util.find_spec("outlines_core") is None:
+        pytest.skip("outlines is not installed")
+    setting = Setting(backend)
+    assert setting.draft_after('{"').startswith("description")
+    assert setting.draft_after('{"description":"n').startswith("ever")
+    assert setting.draft_after('{"description":"', draft="n").startswith("never")
+    # `certainly` or `never`, and any number: nothing is forced.
+    assert setting.draft_after('{"description":"') == ""
+    assert setting.draft_after('{"description":"never","count":1') == ""
+
+
+def test_a_draft_has_no_more_tokens_than_the_limits_allow() -> None:
+    setting = Setting("xgrammar")
+    setting.request.max_tokens = 4  # one is there, and one is sampled behind the draft
+    setting.draft_after('{"')
+    assert len(setting.request.spec_token_ids) == 2
+    setting.request.max_tokens = 100
+    setting.request.num_tokens = 198
+    setting.draft_after('{"')
+    assert len(setting.request.spec_token_ids) == 1
+
+
+@pytest.mark.parametrize("why", ["opted out", "prefill", "thinking", "time", "compiling"])
+def test_other_requests_keep_their_drafts(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opted_out = {"extra_args": {SPECULATION: False}} if why == "opted out" else {}
+    setting = Setting("xgrammar", **opted_out)
+    setting.request.is_prefill_chunk = why == "prefill"
+    if why == "thinking":
+        setting.scheduler.structured_output_manager.reasoner_cls = object
+    if why == "time":
+        monkeypatch.setattr(forced_tokens, "STEP_SECONDS", 0.0)
+    if why == "compiling":
+        setting.request.structured_output_request.grammar = None
+    setting.grammar.accept_tokens("", setting.tokenizer.encode('{"', add_special_tokens=False))
+    setting.forced.extend_drafts()
+    assert setting.request.spec_token_ids == []
+
+
+def test_an_error_ends_the_extension_and_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting("xgrammar")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no mask")
+
+    monkeypatch.setattr(setting.grammar, "fill_bitmask", fail)
+    setting.forced.extend_drafts()
+    assert setting.request.spec_token_ids == []
+    assert not setting.forced.is_on

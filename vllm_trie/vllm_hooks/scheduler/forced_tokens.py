@@ -1,0 +1,150 @@
+"""Tokens that a grammar leaves no choice for, as drafts of requests with structured outputs.
+
+The names, quotes and braces of a JSON schema are known before the model says them. vLLM cuts a
+draft where the grammar forbids its next token; from there the draft goes on with what the grammar
+forces. The model may spell a forced text with other tokens than the longest ones, so these are
+drafts as others are.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+from vllm_trie.vllm_hooks.wire import SPECULATION, extra_args_of, is_search
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+STEP_SECONDS = 0.002
+"""Time that a step may take, for all requests together."""
+_MOST_TOKENS = 64
+"""Allowed tokens beyond which a text is not forced."""
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class ForcedTokens:
+    """Extends drafts by the tokens that a grammar forces.
+
+    Args:
+        scheduler: vLLM's, of Model Runner V1 without asynchronous scheduling.
+
+    Attributes:
+        is_on: Whether drafts are extended; off for good once that has failed.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.is_on = True
+        self._scheduler = scheduler
+        self._manager = scheduler.structured_output_manager
+        self._mask: torch.Tensor | None = None  # int32 [1, words]
+        self._texts: dict[int, str] = {}  # of tokens
+
+    def extend_drafts(self) -> None:
+        """Extend the drafts of the running requests, while the step's time lasts."""
+        requests = [r for r in self._scheduler.running if r.use_structured_output]
+        if not self.is_on or not requests:
+            return
+        deadline = time.perf_counter() + STEP_SECONDS
+        try:
+            for request in requests:
+                self._extend(request, deadline)
+        except Exception:
+            self.is_on = False
+            logger.exception("vllm-trie: no forced tokens are drafted any more")
+
+    def _extend(self, request: Request, deadline: float) -> None:
+        grammar, room = self._grammar_of(request), self._room(request)
+        if grammar is not None and room > 0 and time.perf_counter() < deadline:
+            draft = request.spec_token_ids
+            request.spec_token_ids = draft + self._forced(grammar, draft, room, deadline)
+
+    def _grammar_of(self, request: Request) -> StructuredOutputGrammar | None:
+        """Return the matcher of a request whose next token it decides, None for others."""
+        params, structured = request.sampling_params, request.structured_output_request
+        if params is None or structured is None or is_search(params):
+            return None
+        if not extra_args_of(params).get(SPECULATION, True) or request.is_prefill_chunk:
+            return None
+        manager = self._manager
+        is_thinking = manager.reasoner_cls is not None and not structured.reasoning_ended
+        grammar = structured.grammar
+        if not isinstance(grammar, StructuredOutputGrammar) or grammar.is_terminated():
+            return None
+        return None if is_thinking and not manager.enable_in_reasoning else grammar
+
+    def _room(self, request: Request) -> int:
+        """Return how many tokens a draft may have more."""
+        length = min(
+            self._scheduler.num_spec_tokens,
+            request.max_tokens - request.num_output_tokens - 1,
+            self._scheduler.max_model_len - request.num_tokens - 1,
+        )
+        return length - len(request.spec_token_ids)
+
+    def _forced(
+        self, grammar: StructuredOutputGrammar, draft: Sequence[int], room: int, deadline: float
+    ) -> list[int]:
+        """Return at most `room` forced tokens behind a draft; the matcher stays where it is."""
+        mask = self._mask
+        if mask is None:
+            assert self._manager.backend is not None
+            mask = self._mask = self._manager.backend.allocate_token_bitmask(1)
+        words = mask.numpy()[0]
+        if draft and not grammar.accept_tokens("", list(draft)):
+            return []
+        forced: list[int] = []
+        while len(forced) < room and time.perf_counter() < deadline:
+            if grammar.is_terminated():
+                break
+            grammar.fill_bitmask(mask, 0)
+            token = self._only(words)
+            if token is None or not grammar.accept_tokens("", [token]):
+                break
+            forced.append(token)
+        if taken := len(draft) + len(forced):
+            grammar.rollback(taken)
+        return forced
+
+    def _only(self, words: np.ndarray) -> int | None:
+        """Return the longest of the allowed tokens if the others are beginnings of it.
+
+        Args:
+            words: int32 [words], a bit for each token.
+        """
+        places = np.flatnonzero(words)
+        if not 0 < len(places) <= _MOST_TOKENS:
+            return None
+        bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(-1, 32)
+        rows, columns = np.nonzero(bits)
+        tokens = (places[rows] * 32 + columns).tolist()
+        if len(tokens) > _MOST_TOKENS:
+            return None
+        texts = self._texts_of(tokens)
+        longest = max(texts, key=len)
+        if not longest or not all(text and longest.startswith(text) for text in texts):
+            return None
+        return int(tokens[texts.index(longest)])
+
+    def _texts_of(self, tokens: Iterable[int]) -> list[str]:
+        """Return the texts of tokens, empty for special ones."""
+        tokens = list(tokens)
+        unknown = [token for token in tokens if token not in self._texts]
+        if unknown:
+            tokenizer = self._manager.tokenizer
+            special = set(tokenizer.all_special_ids)
+            for token, text in zip(unknown, tokenizer.convert_ids_to_tokens(unknown), strict=True):
+                byte = _BYTE.fullmatch(text or "")
+                text = chr(int(byte[1], 16)) if byte else text or ""
+                self._texts[token] = "" if token in special else text
+        return [self._texts[token] for token in tokens]
