@@ -250,12 +250,18 @@ def test_nothing_serves_before_the_check(monkeypatch) -> None:
     worker.model_runner.adapter = adapter
     own_part = {CONFIG_KEY: {VERIFICATION: "tree"}}
     worker.vllm_config = SimpleNamespace(additional_config=own_part)
+
+    def warm_up(self: Any) -> None:
+        done.append("warm-up")
+        self._maybe_activate_jit_monitor()
+
+    monkeypatch.setattr(cuda_worker.Worker, "compile_or_warm_up_model", warm_up)
     monkeypatch.setattr(
-        cuda_worker.Worker, "compile_or_warm_up_model", lambda self: done.append("warm-up")
+        cuda_worker.Worker, "_maybe_activate_jit_monitor", lambda self: done.append("monitor")
     )
     monkeypatch.setattr(cuda_worker, "check_device", lambda runner: done.append("check"))
     worker.compile_or_warm_up_model()
-    assert done == ["check", "warm-up", "costs"]
+    assert done == ["check", "warm-up", "costs", "monitor"]
 
     def fail(runner: Any) -> None:
         raise RuntimeError("wrong results")

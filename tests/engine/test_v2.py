@@ -161,6 +161,14 @@ def test_families_that_trees_cannot_serve(results) -> None:
     assert results["families"]["Qwen 3 VL"]["score_error"] < 1e-4  # of native beams
 
 
+def test_the_check_at_a_start_sees_faults(results) -> None:
+    """In bfloat16, where tokens that are as likely may change places."""
+    said = dict(results["start check"])
+    assert said.pop("none") is None
+    assert all("of a test prompt is" in reason for reason in said.values()), said
+    assert "masked" in said["shifted masks"]
+
+
 def test_vllms_own_ngrams_draft_beside_the_plugin(results) -> None:
     assert results["vllm"]["differences"] == []
 

@@ -40,6 +40,7 @@ from tests.engine.drafters import FaultyDrafter, HiddenStateDrafter, NoOptions, 
 from tests.engine.prompts import prompts
 from tests.engine.test_random_requests import run as answers_of
 from tests.engine.v2_families import TESTED, compare_families
+from tests.engine.v2_faults import ENGINE, reasons
 from tests.engine.v2_trees import differing, differing_walks, random_requests, tell_oracle_of
 from tests.engine.v2_waits import Waits
 from vllm_trie.drafters import DraftRequest
@@ -116,11 +117,11 @@ def engine(**options: Any) -> LLM:
         "max_num_seqs": 3,
         "max_num_batched_tokens": 48,
         "max_model_len": 160,
+        "dtype": "float32",
         **options,
     }
     return LLM(
         model=str(model_path()),
-        dtype="float32",
         enforce_eager=True,
         kv_cache_memory_bytes=16 << 20,
         disable_log_stats=False,
@@ -423,6 +424,7 @@ def compare_all(folder: Path) -> dict[str, Any]:
     union = {**UNION, **AS_CHAINS}
     result["synchronous"] = run(engine(speculative_config=union, **synchronous), plain)
     result["asynchronous"] = run(engine(speculative_config=CHAINS), plain)
+    result["start check"] = reasons(engine(speculative_config=CHAINS, **ENGINE))
     ngram = engine(speculative_config=NGRAM)
     waits = Waits(ngram)
     outputs = generate(ngram, TEXTS[:3], greedy())
@@ -438,7 +440,9 @@ def compare_all(folder: Path) -> dict[str, Any]:
 def main() -> None:
     v2_on_cpu.schedule_as_on_a_gpu()
     v2_on_cpu.use_v2(True)
-    if sys.argv[1:]:
+    if sys.argv[1:] == ["faults"]:
+        result = reasons(engine(speculative_config=CHAINS, **ENGINE))
+    elif sys.argv[1:]:
         count, seed, method = [*sys.argv[1:], *("", "1", "oracle")[len(sys.argv) - 1 :]]
         result = compare_random_requests(int(count), int(seed), method)
     else:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from vllm import SamplingParams
 
 from tests.unit.drafters.support import VOCAB, make_context
 from tests.unit.hooks.test_v2_adapter import NextNumbers
@@ -15,30 +17,45 @@ from vllm_trie.drafters import DraftRequest
 from vllm_trie.vllm_hooks.worker import drafting_worker, start_check
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 
-MARGINS = [[{7: 0.0, 9: 0.1}, {8: 0.0, 3: 2.0}]]
+MARGINS = [{7: 0.0, 9: 0.1}, {8: 0.0, 3: 2.0}]
+GREEDY = start_check._Prompt([1], SamplingParams(temperature=0.0))
+MASKED = start_check._Prompt([1], SamplingParams(temperature=0.0), has_grammar=True)
+SAMPLED = start_check._Prompt([1], SamplingParams(temperature=0.4))
 
 
 def decoded(tokens: list[int], seconds: float = 1.0, per_step: float = 1.0) -> Any:
-    return start_check._Decoded([tokens], MARGINS, seconds, per_step)
+    return start_check._Decoded([tokens], [MARGINS], seconds, per_step)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "seconds", "per_step", "said"),
+    ("prompt", "tokens", "seconds", "per_step", "said"),
     [
-        ([7, 8], 1.5, 2.0, None),
-        ([9, 1], 1.5, 2.0, None),  # a near-tie, and another text behind it
-        ([7, 3], 1.5, 2.0, "greedy token 1 of a test prompt is 3, without drafts 8"),
-        ([7, 4], 1.5, 2.0, "greedy token 1 of a test prompt is 4"),
-        ([7, 8], 2.1, 2.0, "a token takes 1.05e+03 ms with drafts that are nearly always right"),
+        (GREEDY, [7, 8], 1.5, 2.0, None),
+        (GREEDY, [9, 1], 1.5, 2.0, None),  # a near-tie, and another text behind it
+        (GREEDY, [7, 3], 1.5, 2.0, "greedy token 1 of a test prompt is 3, without drafts 8"),
+        (GREEDY, [7, 4], 1.5, 2.0, "greedy token 1 of a test prompt is 4"),
+        (GREEDY, [7, 8], 2.1, 2.0, "a token takes 1.05e+03 ms with drafts that are nearly always"),
+        (MASKED, [9, 8], 1.5, 2.0, "token 0 of a test prompt is 9, which is masked"),
+        (SAMPLED, [9, 3], 1.5, 2.0, None),
+        (SAMPLED, [9, 5], 1.5, 2.0, "sampled token 1 of a test prompt is 5, which is too unlikely"),
+        (SAMPLED, [6, 3], 1.5, 2.0, "sampled token 0 of a test prompt is 6"),
     ],
 )
-def test_what_forbids_drafts(tokens, seconds, per_step, said) -> None:
+def test_what_forbids_drafts(prompt, tokens, seconds, per_step, said, monkeypatch) -> None:
+    monkeypatch.setitem(MARGINS[1], 5, 9.0)
+    monkeypatch.setitem(MARGINS[0], 6, float("nan"))
     runs = decoded([7, 8]), decoded(tokens, seconds, per_step)
-    reason = start_check._wrong_token(*runs) or start_check._slowdown(*runs)
+    wrong = start_check._wrong_token([prompt], *runs, allowed=0.15)
+    reason = wrong or start_check._slowdown(*runs)
     assert reason is None if said is None else said in reason
 
 
-def test_drafts_of_the_check_are_right_but_for_some() -> None:
+def test_near_ties_are_wider_in_16_bits() -> None:
+    assert start_check.near_tie(torch.float32) == 0.15
+    assert start_check.near_tie(torch.bfloat16) == start_check.near_tie(torch.float16) == 1.0
+
+
+def test_drafts_of_the_check_are_right_but_for_some(monkeypatch) -> None:
     drafter = start_check._KnownAnswers(make_context(), {(1, 2): [3, 4, 5, 6]})
 
     def draft(output: list[int]) -> list[int]:
@@ -46,9 +63,12 @@ def test_drafts_of_the_check_are_right_but_for_some() -> None:
         (tree,) = drafter.propose([DraftRequest("a", text, 2, 2, 2)])
         return tree.token_list
 
+    monkeypatch.setattr(start_check, "_ALIGNED", 2)  # rows, in every other step
+    assert draft([3]) == [4]
     assert draft([3]) == [4, 5]
     assert draft([3, 4, 5]) == [6]
     assert draft([3, 4, 5, 6]) == []
+    drafter._num_calls = 1
     assert draft([]) == [3, 5]
 
 

@@ -22,6 +22,9 @@ class Stock:
         self.rows: list[int] = []
         self.caches: list[bool] = []
         self.model = SimpleNamespace(compute_logits=self.compute_logits)
+        self.speculative_config = SimpleNamespace(
+            num_speculative_tokens_per_batch_size=[(1, 4, 8), (5, 6, 4), (7, 1 << 20, 0)]
+        )
 
     def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
         self.rows.append(len(states))
@@ -53,10 +56,10 @@ def make_runner(any_length: bool = False) -> tuple[Any, list[str]]:
 def test_memory_profiling_sees_the_logits_of_full_drafts() -> None:
     runner, _ = make_runner()
     runner._dummy_sampler_run(torch.zeros(8, 4))
-    assert runner.rows == [8, 50]
-    runner.max_num_tokens = 8192
+    assert runner.rows == [8, 8 + 4 * 8]  # 4 with full drafts, then 4 more
+    runner.max_num_tokens = 30
     runner._dummy_sampler_run(torch.zeros(8, 4))
-    assert runner.rows[-1] == 8 * 9
+    assert runner.rows[-1] == 30
 
 
 def test_the_cache_of_the_profiling_is_not_kept() -> None:

@@ -13,17 +13,16 @@ from vllm_trie.lab.check.engines import ALLOWED, CHAIN_TOKENS, NODES, decode, pr
 from vllm_trie.lab.check.parts import Outcome, Settings
 from vllm_trie.lab.local_engine import without_memory
 from vllm_trie.lab.tiny_model import medusa_path
+from vllm_trie.vllm_hooks.worker.start_check import (
+    NUM_LIKELIEST,
+    TEMPERATURE,
+    TOO_UNLIKELY,
+    near_tie,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
-NEAR_TIE = 0.15
-"""Difference of log-probabilities below which 16-bit rounding may decide between two tokens."""
-TEMPERATURE = 0.4
-"""Of seeded sampling."""
-TOO_UNLIKELY = 8.0
-"""Difference of log-probabilities from the likeliest token. At this temperature a token that far
-off has a chance of exp(-20)."""
 _REFUSED = "cannot run with this configuration"
 
 
@@ -48,7 +47,9 @@ def decode_plainly(settings: Settings, dtype: str) -> Outcome:
     texts = prompts(settings)
     llm = _start(settings, dtype, texts)
     inputs = [{"prompt_token_ids": text} for text in texts]
-    greedy = llm.generate(inputs, _params(settings, len(texts), logprobs=2), use_tqdm=False)
+    greedy = llm.generate(
+        inputs, _params(settings, len(texts), logprobs=NUM_LIKELIEST), use_tqdm=False
+    )
     seeded, _ = decode(llm, texts, _params(settings, len(texts), seeded=True))
     outputs = [
         PlainOutput(
@@ -103,7 +104,8 @@ def compare_method(settings: Settings, dtype: str, method: str, verification: st
         return Outcome(status="not applicable", summary=str(error).partition(_REFUSED)[2][1:])
     greedy, tokens_per_step = decode(llm, texts, _params(settings, len(texts)))
     seeded, _ = decode(llm, texts, _params(settings, len(texts), seeded=True))
-    problems, ties = judge(plain, greedy, is_exact)
+    allowed = 0.0 if is_exact else near_tie(getattr(torch, dtype))
+    problems, ties = judge(plain, greedy, allowed)
     if verification == "tree" and is_exact:
         wrong = [i for i, output in enumerate(plain) if output.seeded != seeded[i]]
         sampled = "plain vLLM's"
@@ -126,14 +128,14 @@ def compare_method(settings: Settings, dtype: str, method: str, verification: st
 
 
 def judge(
-    plain: Sequence[PlainOutput], outputs: Sequence[Sequence[int]], exact: bool
+    plain: Sequence[PlainOutput], outputs: Sequence[Sequence[int]], allowed: float
 ) -> tuple[list[str], list[float]]:
     """Compare greedy outputs.
 
     Args:
         plain: Plain vLLM's.
         outputs: Of the same prompts.
-        exact: Whether a near-tie is no excuse.
+        allowed: Most by which the first different token may be less likely.
 
     Returns:
         What is wrong, and the margins of the near-ties that explain the other differences.
@@ -148,10 +150,10 @@ def judge(
             problems.append(f"prompt {index}: {len(tokens)} tokens, not {len(expected.greedy)}")
             continue
         margin = expected.margins[at].get(tokens[at])
-        if not exact and margin is not None and margin < NEAR_TIE:
+        if margin is not None and margin < allowed:
             ties.append(margin)
             continue
-        distance = "not among the two likeliest" if margin is None else f"{margin:.2g} less likely"
+        distance = "not among the likeliest" if margin is None else f"{margin:.2g} less likely"
         problems.append(f"prompt {index}: greedy token {at} differs ({distance} in plain vLLM)")
     return problems, ties
 

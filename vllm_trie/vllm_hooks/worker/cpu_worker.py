@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.attention import selector
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu import model_runner as cpu_model_runner_v2
@@ -60,3 +62,11 @@ class TreeCPUWorker(DraftingWorkerMixin, cpu_worker.CPUWorker):
         selector._cached_get_attn_backend.cache_clear()
         with ledger.installed(*runner_scopes(self.vllm_config, verification)):
             super().init_device()
+
+    @Symbols("v1.worker.cpu_worker:CPUWorker.", TREE_DRAFTS, platform="cpu").overrides(
+        "measures step costs once the model is ready"
+    )
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.start_drafting()
+        return times

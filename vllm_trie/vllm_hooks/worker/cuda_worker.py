@@ -102,3 +102,8 @@ class TreeGPUWorker(DraftingWorkerMixin, Worker):
             # First, as vLLM watches for kernels that are compiled after its own warm-up.
             check_device(self.model_runner)
         return super().compile_or_warm_up_model()
+
+    @_worker.overrides("measures step costs and checks drafts before vLLM watches for kernels")
+    def _maybe_activate_jit_monitor(self) -> None:
+        self.start_drafting()
+        super()._maybe_activate_jit_monitor()

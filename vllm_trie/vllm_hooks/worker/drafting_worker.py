@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
@@ -31,14 +31,13 @@ class DraftingWorkerMixin(_Worker):
     checks_start: ClassVar[bool]
     """Whether drafts must prove themselves before the engine serves with them."""
 
-    @_cpu.overrides("measures step costs once the model is ready")
-    def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
+    def start_drafting(self) -> None:
+        """Measure step costs once the model is ready, then draft, if the check does not forbid
+        it."""
         if self.adapter is not None:
             self.adapter.warm_up()
         if isinstance(self.adapter, V2Adapter):
             self._begin_drafting(self.adapter)
-        return times
 
     def _begin_drafting(self, adapter: V2Adapter) -> None:
         parallel = self.parallel_config

@@ -2,22 +2,34 @@
 
 No GPU was at hand where the plugin was written. An engine whose drafts raise, change greedy output,
 or make decoding slower therefore serves without them.
+
+Among the prompts are a sampled one, one with a grammar, and one that is as long as 2,048 tokens.
+Rounding turns two tokens round that are about as likely: a different token must be among the six
+likeliest of plain decoding, and near the first of them (:func:`near_tie`).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from vllm import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    GrammarOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from vllm.v1.worker.gpu import warmup
 
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.worker.runners import v2_lengths
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -25,13 +37,42 @@ if TYPE_CHECKING:
 
     from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 
-NEAR_TIE = 0.15
-"""Difference of log-probabilities that rounding may turn round, in any dtype."""
-_NUM_REQUESTS = 4
+NUM_LIKELIEST = 6
+"""Tokens of plain decoding among which a different token must be."""
+TOO_UNLIKELY = 8.0
+"""Difference of log-probabilities from the likeliest token. At the check's temperature a token that
+far off has a chance of exp(-20)."""
+TEMPERATURE = 0.4
 _PROMPT_LENGTH = 12
+_LONG_PROMPT = 2048
 _NUM_TOKENS = 24
 """Output tokens of each prompt."""
 _ERROR_EVERY = 5  # drafts with a wrong token among them
+_ALIGNED = 16
+"""Triton compiles kernels anew for numbers that this divides. Serving needs both versions."""
+_EVEN, _ODD = np.array([0x55555555, 0xAAAAAAAA], dtype=np.uint32).view(np.int32)
+"""Masks that allow every other token."""
+
+
+def near_tie(dtype: torch.dtype) -> float:
+    """Return the difference of log-probabilities that rounding may turn round.
+
+    In 16-bit types logits of 32 lie 0.25 apart in bfloat16, and four such steps are allowed.
+    """
+    return 1.0 if dtype.itemsize == 2 else 0.15
+
+
+class _Prompt(NamedTuple):
+    """A request of the check.
+
+    Attributes:
+        params: Of sampling.
+        has_grammar: Whether its tokens must be even and odd by turns.
+    """
+
+    token_ids: list[int]
+    params: SamplingParams
+    has_grammar: bool = False
 
 
 class _Decoded(NamedTuple):
@@ -39,7 +80,7 @@ class _Decoded(NamedTuple):
 
     tokens: list[list[int]]
     margins: list[list[dict[int, float]]]
-    """Of each output token: how much less likely the two likeliest tokens are than the first."""
+    """Of each output token: how much less likely it and the likeliest tokens are than the first."""
     step_seconds: float
     """Median of the decoding steps."""
     tokens_per_step: float
@@ -55,9 +96,10 @@ class _KnownAnswers(Drafter):
     def __init__(self, context: Any, answers: dict[tuple[int, ...], list[int]]) -> None:
         super().__init__(DrafterOptions(), context)
         self._answers = answers
+        self._num_calls = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        trees = []
+        paths = []
         for request in requests:
             text = request.token_ids.tolist()
             prompt, output = text[: request.num_prompt_tokens], text[request.num_prompt_tokens :]
@@ -65,16 +107,22 @@ class _KnownAnswers(Drafter):
             path = self._answers[tuple(prompt)][len(output) :][:length]
             if path and len(output) % _ERROR_EVERY == 0:
                 path[-1] = (path[-1] + 1) % self.context.vocab_size
-            trees.append(TokenTree.from_paths([path], length))
-        return trees
+            paths.append(path)
+        self._num_calls += 1
+        num_rows = len(paths) + sum(map(len, paths))
+        for path in paths if self._num_calls % 2 else []:
+            while path and num_rows % _ALIGNED:
+                path.pop()
+                num_rows -= 1
+        return [TokenTree.from_paths([path], len(path)) for path in paths]
 
 
 def reason_against_drafts(worker: Worker, adapter: V2Adapter) -> str | None:
     """Return why the engine must serve without drafts, None if it may draft.
 
     Args:
-        worker: warmed up and without requests.
-        adapter: of its runner, not drafting yet.
+        worker: Warmed up and without requests.
+        adapter: Of its runner, not drafting yet.
     """
     trees, drafter, budget = adapter.trees, adapter.trees.guard.drafter, adapter.trees.budget
     trees.budget = None
@@ -82,8 +130,12 @@ def reason_against_drafts(worker: Worker, adapter: V2Adapter) -> str | None:
         decoder = _Decoder(worker)
         if not decoder.prompts:
             return None
+        decoder.run("compiling_plain", num_drafts=0)
         plain = decoder.run("plain", num_drafts=0)
-        answers = {tuple(p): t for p, t in zip(decoder.prompts, plain.tokens, strict=True)}
+        answers = {
+            tuple(prompt.token_ids): tokens
+            for prompt, tokens in zip(decoder.prompts, plain.tokens, strict=True)
+        }
         trees.guard.drafter = _KnownAnswers(drafter.context, answers)
         adapter.begin()
         decoder.run("compiling", adapter.num_places)
@@ -95,16 +147,32 @@ def reason_against_drafts(worker: Worker, adapter: V2Adapter) -> str | None:
     finally:
         trees.guard.drafter, trees.budget = drafter, budget
         adapter.forget_stats()
-    return _wrong_token(plain, drafted) or _slowdown(plain, drafted)
+    allowed = near_tie(decoder.dtype)
+    wrong = (_wrong_token(decoder.prompts, plain, run, allowed) for run in runs)
+    return next(filter(None, wrong), None) or _slowdown(plain, drafted)
 
 
-def _wrong_token(plain: _Decoded, drafted: _Decoded) -> str | None:
-    for expected, tokens, margins in zip(plain.tokens, drafted.tokens, plain.margins, strict=True):
+def _wrong_token(
+    prompts: Sequence[_Prompt], plain: _Decoded, drafted: _Decoded, allowed: float
+) -> str | None:
+    for prompt, expected, tokens, margins, sampled in zip(
+        prompts, plain.tokens, drafted.tokens, plain.margins, drafted.margins, strict=True
+    ):
+        if prompt.has_grammar:
+            wrong = [at for at, token in enumerate(tokens) if (token - at) % 2]
+            if wrong:
+                return f"token {wrong[0]} of a test prompt is {tokens[wrong[0]]}, which is masked"
+        if prompt.params.temperature:
+            for at, token in enumerate(tokens):
+                if not sampled[at][token] < TOO_UNLIKELY:  # NaN is too unlikely
+                    return f"sampled token {at} of a test prompt is {token}, which is too unlikely"
+            continue
         pairs = enumerate(zip(expected, tokens, strict=True))
-        at = next((i for i, (left, right) in pairs if left != right), None)
-        if at is not None and margins[at].get(tokens[at], np.inf) > NEAR_TIE:
+        first = next((i for i, (left, right) in pairs if left != right), None)
+        if first is not None and not margins[first].get(tokens[first], np.inf) <= allowed:
             return (
-                f"greedy token {at} of a test prompt is {tokens[at]}, without drafts {expected[at]}"
+                f"greedy token {first} of a test prompt is {tokens[first]}, without drafts "
+                f"{expected[first]}"
             )
     return None
 
@@ -119,129 +187,15 @@ def _slowdown(plain: _Decoded, drafted: _Decoded) -> str | None:
     )
 
 
-class _Decoder:
-    """The scheduler's part of a few requests' steps, as in vLLM's warm-up.
+class _Output:
+    """What the requests of a run have generated so far."""
 
-    Attributes:
-        prompts: token ids; none if the engine has no room for them.
-    """
+    def __init__(self, number: int) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(number)]
+        self.margins: list[list[dict[int, float]]] = [[] for _ in range(number)]
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._runner: GPUModelRunner = worker.model_runner  # type: ignore[assignment]
-        runner = self._runner
-        self._count_blocks: Callable[[int, Any], int] = warmup._warmup_block_counter(runner)
-        self._specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
-        length = min(_PROMPT_LENGTH, runner.max_num_tokens)
-        room = length + _NUM_TOKENS + runner.decode_query_len
-        per_request = sum(self._count_blocks(room, spec) for spec in self._specs)
-        number = min(
-            _NUM_REQUESTS,
-            runner.max_num_reqs,
-            runner.max_num_tokens // max(length, runner.decode_query_len),
-            (runner.kv_cache_config.num_blocks - 1) // max(per_request, 1),
-        )
-        if room > runner.max_model_len:
-            number = 0
-        generator = np.random.default_rng(0)
-        self.prompts: list[list[int]] = [
-            generator.integers(0, runner.vocab_size, length).tolist() for _ in range(number)
-        ]
-
-    def run(self, name: str, num_drafts: int) -> _Decoded:
-        """Decode all prompts, with places for `num_drafts` draft tokens in each step."""
-        names = [f"_vllm_trie_{name}_{i}_" for i in range(len(self.prompts))]
-        next_block = 1  # block 0 is vLLM's null block
-        blocks: list[tuple[list[int], ...]] = []
-        length = len(self.prompts[0]) + _NUM_TOKENS + self._runner.decode_query_len
-        for _ in names:
-            block_ids = []
-            for spec in self._specs:
-                count = self._count_blocks(length, spec)
-                block_ids.append([*range(next_block, next_block + count)])
-                next_block += count
-            blocks.append(tuple(block_ids))
-        tokens: list[list[int]] = [[] for _ in names]
-        margins: list[list[dict[int, float]]] = [[] for _ in names]
-        seconds, counts = [], []
-        self._runner.kv_connector.set_disabled(True)
-        try:
-            self._take(self._prefill(names, blocks), tokens, margins)
-            while running := [i for i, some in enumerate(tokens) if len(some) < _NUM_TOKENS]:
-                start = time.perf_counter()
-                num_new = self._take(
-                    self._step(names, tokens, running, num_drafts), tokens, margins
-                )
-                seconds.append(time.perf_counter() - start)
-                counts.append(num_new / len(running))
-        finally:
-            ended = SchedulerOutput.make_empty()
-            ended.finished_req_ids = set(names)
-            self._worker.execute_model(ended)
-            self._runner.kv_connector.set_disabled(False)
-        shortened = [some[:_NUM_TOKENS] for some in tokens]
-        return _Decoded(shortened, margins, statistics.median(seconds), statistics.fmean(counts))
-
-    def _prefill(
-        self, names: Sequence[str], blocks: Sequence[tuple[list[int], ...]]
-    ) -> SchedulerOutput:
-        params = SamplingParams(
-            temperature=0.0, max_tokens=10**6, ignore_eos=True, logprobs=2, watermarking=False
-        )
-        step = self._empty()
-        step.scheduled_new_reqs = [
-            NewRequestData(
-                req_id=name,
-                prompt_token_ids=prompt,
-                mm_features=[],
-                sampling_params=params,
-                pooling_params=None,
-                block_ids=block_ids,
-                num_computed_tokens=0,
-                lora_request=None,
-                prefill_token_ids=prompt,
-            )
-            for name, prompt, block_ids in zip(names, self.prompts, blocks, strict=True)
-        ]
-        step.num_scheduled_tokens = dict(zip(names, map(len, self.prompts), strict=True))
-        step.total_num_scheduled_tokens = sum(step.num_scheduled_tokens.values())
-        return step
-
-    def _step(
-        self,
-        names: Sequence[str],
-        tokens: Sequence[Sequence[int]],
-        running: Sequence[int],
-        num_drafts: int,
-    ) -> SchedulerOutput:
-        step = self._empty()
-        cached = CachedRequestData.make_empty()
-        for index in running:
-            cached.req_ids.append(names[index])
-            cached.num_computed_tokens.append(len(self.prompts[0]) + len(tokens[index]) - 1)
-            cached.num_output_tokens.append(len(tokens[index]))
-            cached.new_block_ids.append(None)
-            step.num_scheduled_tokens[names[index]] = 1 + num_drafts
-            if num_drafts:
-                step.scheduled_spec_decode_tokens[names[index]] = [-1] * num_drafts
-        step.scheduled_cached_reqs = cached
-        step.total_num_scheduled_tokens = sum(step.num_scheduled_tokens.values())
-        return step
-
-    def _empty(self) -> SchedulerOutput:
-        step = SchedulerOutput.make_empty()
-        step.num_spec_tokens_to_schedule = self._runner.num_speculative_steps
-        return step
-
-    def _take(
-        self,
-        step: SchedulerOutput,
-        tokens: list[list[int]],
-        margins: list[list[dict[int, float]]],
-    ) -> int:
-        """Run a step, add each request's output, and return its number of tokens."""
-        self._worker.execute_model(step)
-        output: Any = self._worker.sample_tokens(None)
+    def take(self, output: Any) -> int:
+        """Wait for a step's output, add it, and return its number of tokens."""
         output = output.get_output() if hasattr(output, "get_output") else output
         logprobs = output.logprobs
         first_rows = logprobs.cu_num_generated_tokens
@@ -253,11 +207,205 @@ class _Decoder:
             first = row if first_rows is None else first_rows[row]
             for place, token in enumerate(new):
                 ids = logprobs.logprob_token_ids[first + place]
-                values = logprobs.logprobs[first + place]
-                best = max(values)
-                margins[index].append(
-                    dict(zip(map(int, ids), best - np.array(values), strict=True))
+                values = np.array(logprobs.logprobs[first + place])
+                self.margins[index].append(
+                    dict(zip(map(int, ids), np.max(values) - values, strict=True))
                 )
-                tokens[index].append(int(token))
+                self.tokens[index].append(int(token))
             num_new += len(new)
         return num_new
+
+
+class _Decoder:
+    """The scheduler's part of a few requests' steps, as in vLLM's warm-up.
+
+    Attributes:
+        prompts: None if the engine has no room for them; the longest is the last.
+        dtype: Of the model.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._runner: GPUModelRunner = worker.model_runner  # type: ignore[assignment]
+        self.dtype: Any = self._runner.dtype
+        runner = self._runner
+        self._count_blocks: Callable[[int, Any], int] = warmup._warmup_block_counter(runner)
+        self._specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+        self._num_runs = 0
+        self._is_async = runner.scheduler_config.async_scheduling
+        self.prompts = self._fitting(
+            [
+                self._prompt(0, _PROMPT_LENGTH),
+                self._prompt(1, _PROMPT_LENGTH, temperature=TEMPERATURE, seed=1),
+                self._prompt(2, _PROMPT_LENGTH, has_grammar=True),
+                self._prompt(3, _PROMPT_LENGTH),
+                self._prompt(4, min(_LONG_PROMPT, runner.max_model_len - self._room(0))),
+            ]
+        )
+
+    def _prompt(
+        self, number: int, length: int, has_grammar: bool = False, **params: Any
+    ) -> _Prompt:
+        generator = np.random.default_rng(number)
+        sampling = SamplingParams(
+            **{"temperature": 0.0, **params},
+            max_tokens=10**6,
+            ignore_eos=True,
+            logprobs=NUM_LIKELIEST,
+            watermarking=False,
+        )
+        token_ids = generator.integers(0, self._runner.vocab_size, max(length, 0)).tolist()
+        return _Prompt(token_ids, sampling, has_grammar)
+
+    def _room(self, length: int) -> int:
+        return length + _NUM_TOKENS + self._runner.decode_query_len
+
+    def _fitting(self, prompts: Sequence[_Prompt]) -> list[_Prompt]:
+        """Return the prompts that the engine has room for, together."""
+        runner = self._runner
+        fitting: list[_Prompt] = []
+        blocks, tokens = 1, 0  # block 0 is vLLM's null block
+        for prompt in prompts:
+            length = len(prompt.token_ids)
+            blocks += sum(self._count_blocks(self._room(length), spec) for spec in self._specs)
+            tokens += max(min(length, _PROMPT_LENGTH), runner.decode_query_len)
+            has_room = (
+                length > 0
+                and self._room(length) <= runner.max_model_len
+                and blocks <= runner.kv_cache_config.num_blocks
+                and tokens <= runner.max_num_tokens
+                and len(fitting) < runner.max_num_reqs
+            )
+            if not has_room:
+                break
+            fitting.append(prompt)
+        return fitting
+
+    def run(self, name: str, num_drafts: int) -> _Decoded:
+        """Decode all prompts, with places for `num_drafts` draft tokens in each step.
+
+        Without drafts, a step is launched before the output of the last is read, as the engine
+        does that the check stands for.
+        """
+        names = [f"_vllm_trie_{name}_{i}_" for i in range(len(self.prompts))]
+        output = _Output(len(names))
+        queued: deque[Any] = deque()
+        num_launched = 1  # output tokens of each request without drafts
+        launches, counts = [], []
+        self._runner.kv_connector.set_disabled(True)
+        try:
+            self._prefill(names, output)
+            while min(map(len, output.tokens)) < _NUM_TOKENS:
+                launches.append(time.perf_counter())
+                lengths = [*map(len, output.tokens)]
+                if not num_drafts:
+                    lengths = [num_launched] * len(names)
+                    num_launched += 1
+                running = [i for i, n in enumerate(lengths) if n < _NUM_TOKENS]
+                if running:
+                    queued.append(self._launch(names, lengths, running, num_drafts))
+                if num_drafts or not self._is_async or len(queued) > 1 or not running:
+                    counts.append(output.take(queued.popleft()) / max(len(running), 1))
+        finally:
+            ended = SchedulerOutput.make_empty()
+            ended.finished_req_ids = set(names)
+            self._worker.execute_model(ended)
+            self._runner.kv_connector.set_disabled(False)
+        shortened = [tokens[:_NUM_TOKENS] for tokens in output.tokens]
+        seconds = statistics.median(np.diff(launches))
+        return _Decoded(shortened, output.margins, seconds, statistics.fmean(counts))
+
+    def _prefill(self, names: Sequence[str], output: _Output) -> None:
+        """Compute the prompts, the longest in parts, and take the first tokens."""
+        counts = [
+            [self._count_blocks(self._room(len(prompt.token_ids)), spec) for spec in self._specs]
+            for prompt in self.prompts
+        ]
+        # Block 0 is vLLM's null block. Each run has other blocks than the one before: what a fault
+        # leaves unwritten must not be there by chance.
+        blocks = np.roll(np.arange(1, 1 + sum(map(sum, counts))), self._num_runs).tolist()
+        self._num_runs += 1
+        new_requests = []
+        for name, prompt, sizes in zip(names, self.prompts, counts, strict=True):
+            block_ids = [[blocks.pop() for _ in range(size)] for size in sizes]
+            new_requests.append(
+                NewRequestData(
+                    req_id=name,
+                    prompt_token_ids=prompt.token_ids,
+                    mm_features=[],
+                    sampling_params=prompt.params,
+                    pooling_params=None,
+                    block_ids=tuple(block_ids),
+                    num_computed_tokens=0,
+                    lora_request=None,
+                    prefill_token_ids=prompt.token_ids,
+                )
+            )
+        rest = len(self.prompts[-1].token_ids)
+        part = self._runner.max_num_tokens - sum(len(p.token_ids) for p in self.prompts[:-1])
+        step = self._empty()
+        step.scheduled_new_reqs = new_requests[-1:]
+        while rest > part:  # the longest alone
+            self._execute(step, {names[-1]: part})
+            rest -= part
+            step = self._empty()
+            step.scheduled_cached_reqs.req_ids.append(names[-1])
+            step.scheduled_cached_reqs.num_computed_tokens.append(
+                len(self.prompts[-1].token_ids) - rest
+            )
+            step.scheduled_cached_reqs.num_output_tokens.append(0)
+            step.scheduled_cached_reqs.new_block_ids.append(None)
+        step.scheduled_new_reqs = [*new_requests[:-1], *step.scheduled_new_reqs]
+        tokens = {name: len(p.token_ids) for name, p in zip(names, self.prompts, strict=True)}
+        grammar = self._masks(names, [0] * len(names), range(len(names)), 0)
+        output.take(self._execute(step, {**tokens, names[-1]: rest}, grammar))
+
+    def _launch(
+        self, names: Sequence[str], lengths: Sequence[int], running: Sequence[int], num_drafts: int
+    ) -> Any:
+        step = self._empty()
+        cached = step.scheduled_cached_reqs
+        for index in running:
+            cached.req_ids.append(names[index])
+            num_computed = len(self.prompts[index].token_ids) + lengths[index] - 1
+            cached.num_computed_tokens.append(num_computed)
+            cached.num_output_tokens.append(lengths[index])
+            cached.new_block_ids.append(None)
+            if num_drafts:
+                step.scheduled_spec_decode_tokens[names[index]] = [-1] * num_drafts
+        sizes = {names[index]: 1 + num_drafts for index in running}
+        return self._execute(step, sizes, self._masks(names, lengths, running, num_drafts))
+
+    def _masks(
+        self, names: Sequence[str], lengths: Sequence[int], running: Sequence[int], num_drafts: int
+    ) -> GrammarOutput | None:
+        """Return the masks of the requests with a grammar, as the scheduler makes them."""
+        with_grammar = [index for index in running if self.prompts[index].has_grammar]
+        num_rows = 1 + num_drafts
+        if not v2_lengths.HAS_ROW_PER_PLACE:
+            num_rows = self._runner.decode_query_len
+        rows = [
+            (_EVEN, _ODD)[place % 2]
+            for index in with_grammar
+            for place in range(lengths[index], lengths[index] + num_rows)
+        ]
+        if not rows:
+            return None
+        width = -(-self._runner.vocab_size // 32)
+        bitmask = np.tile(np.array(rows, dtype=np.int32)[:, None], (1, width))
+        accepted = [num_drafts] * len(with_grammar)
+        return GrammarOutput([names[index] for index in with_grammar], bitmask, accepted)
+
+    def _empty(self) -> SchedulerOutput:
+        step = SchedulerOutput.make_empty()
+        step.scheduled_cached_reqs = CachedRequestData.make_empty()
+        step.num_spec_tokens_to_schedule = self._runner.num_speculative_steps
+        return step
+
+    def _execute(
+        self, step: SchedulerOutput, sizes: dict[str, int], grammar: GrammarOutput | None = None
+    ) -> Any:
+        step.num_scheduled_tokens = sizes
+        step.total_num_scheduled_tokens = sum(sizes.values())
+        self._worker.execute_model(step)
+        return self._worker.sample_tokens(grammar)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from vllm_trie import cli
 from vllm_trie.drafters import registry
 from vllm_trie.lab.check import command
-from vllm_trie.lab.check.identity import NEAR_TIE, PlainOutput, judge, unlikely
+from vllm_trie.lab.check.identity import PlainOutput, judge, unlikely
 from vllm_trie.lab.check.parts import METHODS, Part, all_parts
 from vllm_trie.lab.check.report import PartReport, Report, safe_options
 
@@ -118,22 +118,21 @@ def plain(*tokens: int) -> PlainOutput:
 
 
 @pytest.mark.parametrize(
-    ("decoded", "exact", "wrong", "ties"),
+    ("decoded", "allowed", "wrong", "ties"),
     [
-        ([1, 2, 3, 4, 5], True, 0, []),
-        ([1, 102, 9, 9, 9], False, 0, [0.05]),  # what follows is another text
-        ([1, 102, 3, 4, 5], True, 1, []),
-        ([1, 2, 3, 4, 105], False, 1, []),  # too unlikely
-        ([1, 2, 9, 4, 5], False, 1, []),  # neither of the two likeliest
-        ([1, 2, 3], False, 1, []),  # ended early
-        ([1, 2, 3, 4, 5, 6], False, 1, []),
+        ([1, 2, 3, 4, 5], 0.0, 0, []),
+        ([1, 102, 9, 9, 9], 0.15, 0, [0.05]),  # what follows is another text
+        ([1, 102, 3, 4, 5], 0.0, 1, []),
+        ([1, 2, 3, 4, 105], 0.15, 1, []),  # too unlikely
+        ([1, 2, 9, 4, 5], 0.15, 1, []),  # not among the likeliest
+        ([1, 2, 3], 0.15, 1, []),  # ended early
+        ([1, 2, 3, 4, 5, 6], 0.15, 1, []),
     ],
 )
 def test_differences_are_wrong_or_near_ties(
-    decoded: list[int], exact: bool, wrong: int, ties: list[float]
+    decoded: list[int], allowed: float, wrong: int, ties: list[float]
 ) -> None:
-    assert 1 / 20 < NEAR_TIE < 4 / 20
-    problems, near = judge([plain(7, 8), plain(1, 2, 3, 4, 5)], [[7, 8], decoded], exact)
+    problems, near = judge([plain(7, 8), plain(1, 2, 3, 4, 5)], [[7, 8], decoded], allowed)
     assert (len(problems), near) == (wrong, ties)
     assert all(problem.startswith("prompt 1: ") for problem in problems)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-_HAS_ROW_PER_PLACE = hasattr(structured_outputs, "_build_grammar_mapping")
+HAS_ROW_PER_PLACE = hasattr(structured_outputs, "_build_grammar_mapping")
 """Whether a grammar's masks have a row for each scheduled place. Since vLLM 0.33 each request has
 N + 1 rows, of which the runner skips those without a row of logits."""
 
@@ -92,7 +92,7 @@ def shortened_masks(
             its places.
         places, lengths: Scheduled and verified draft tokens, by request id.
     """
-    if not _HAS_ROW_PER_PLACE:
+    if not HAS_ROW_PER_PLACE:
         return grammar
     kept, first = [], 0
     for name in grammar.structured_output_request_ids:
