@@ -48,6 +48,7 @@ TENSORS, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {
     "chains, mp": {"speculative_config": BUDGETED, "distributed_executor_backend": "mp"},
     "trees, tensors": {"speculative_config": TREES, **TENSORS},
+    "chains, tensors": {"speculative_config": BUDGETED, **TENSORS},
     "chains, stages": {"speculative_config": CHAINS, **STAGES},
     "union, stages": {"speculative_config": {**UNION, **AS_CHAINS}, **STAGES},
     "chains, both": {"speculative_config": CHAINS, **TENSORS, **STAGES},

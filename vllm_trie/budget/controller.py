@@ -176,6 +176,15 @@ class NodeBudget:
             self._pause, self._rows_at_pause = self._next_pause, num_rows
             self._next_pause = min(2 * self._next_pause, _MAX_PAUSE)
 
+    @property
+    def pause(self) -> tuple[int, int, int]:
+        """Steps of the pause that are left, requests at its beginning, and steps of the next."""
+        return self._pause, self._rows_at_pause, self._next_pause
+
+    @pause.setter
+    def pause(self, pause: tuple[int, int, int]) -> None:
+        self._pause, self._rows_at_pause, self._next_pause = pause
+
     def _plain(self, seconds: float) -> float:
         """Return the duration of a step without drafts, of those where it is waited for."""
         return max(seconds - self._unwaited_gain, _LEAST_SHARE * seconds)

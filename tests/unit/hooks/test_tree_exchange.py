@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.tree.strategies import flags, token_trees
+from vllm_trie.budget import NodeBudget
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker.verifier_setup import same_on_all_ranks
 
@@ -52,6 +53,16 @@ def test_all_ranks_get_the_trees_of_rank_0(trees: list[TokenTree], data: st.Data
         if before.never_accept is not None:
             assert np.array_equal(before.never_accept, after.never_accept)
         after.validate(vocab_size=6, max_nodes=12)
+
+
+def test_all_ranks_pause_with_rank_0() -> None:
+    budgets = NodeBudget(), NodeBudget()
+    budgets[0].pause = 3, 2, 8
+    for number, budget in enumerate(budgets):
+        group: Any = Rank(number)
+        same_on_all_ranks([TokenTree.empty()], group, budget)
+    drafts = [[budget.should_draft(2) for _ in range(5)] for budget in budgets]
+    assert drafts == [[False] * 3 + [True] * 2] * 2
 
 
 def test_no_trees_are_not_sent() -> None:

@@ -65,7 +65,8 @@ class TreeVerifier:
         guard: The drafter of this rank.
         budget: Chooses the nodes that are verified; ``None`` verifies all.
         share_trees: For several tensor-parallel ranks. They measure different times, so the
-            budget's pauses and least probabilities are for one rank only.
+            budget's least probabilities are for one rank only, as are its pauses on Model Runner
+            V1. On V2 all ranks pause with rank 0.
         warm_start: Saves what is learned; None saves nothing.
         recorder: Writes the traces that requests ask for; ``None`` where the operator wants none.
 
@@ -114,7 +115,7 @@ class TreeVerifier:
         self._clock.start()
         self.is_pausing = (
             self.budget is not None
-            and self._share_trees is None
+            and (self._share_trees is None or self.budget.drafting_waits)
             and not self.budget.should_draft(num_requests)
         )
 

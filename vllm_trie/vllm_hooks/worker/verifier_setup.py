@@ -41,11 +41,11 @@ def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
     context = drafter_context(vllm_config, tree_config.draft_model)
     drafter = get_drafter_class(tree_config.method)(tree_config.drafter_options, context)
     options = tree_config.engine_options
+    budget = NodeBudget() if options.node_budget == "adaptive" else None
     share_trees = None
     if context.tensor_parallel_size > 1:
-        share_trees = partial(same_on_all_ranks, group=get_tp_group())
+        share_trees = partial(same_on_all_ranks, group=get_tp_group(), budget=budget)
     LIBRARY.load()  # fails here, at the start, if it cannot be used
-    budget = NodeBudget() if options.node_budget == "adaptive" else None
     recorder = None
     if options.trace_path is not None and not context.rank:  # all ranks see the same
         recorder = TraceRecorder(Path(options.trace_path), tree_config, drafter)
@@ -58,8 +58,11 @@ def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
     )
 
 
-def same_on_all_ranks(trees: list[TokenTree], group: GroupCoordinator) -> list[TokenTree]:
-    """Return rank 0's trees, without their probabilities, on every tensor-parallel rank.
+def same_on_all_ranks(
+    trees: list[TokenTree], group: GroupCoordinator, budget: NodeBudget | None = None
+) -> list[TokenTree]:
+    """Return rank 0's trees, without their probabilities, on every tensor-parallel rank; pause the
+    other ranks' budgets as it does.
 
     Drafters are deterministic, so ranks agree by themselves; but a time-out or a fault can hit one
     rank alone, and ranks that verify different trees would write wrong KV without noticing. The
@@ -68,9 +71,13 @@ def same_on_all_ranks(trees: list[TokenTree], group: GroupCoordinator) -> list[T
     if group.world_size == 1 or not trees:
         return trees
     if group.rank_in_group == 0:
-        group.broadcast_object([(t.token_ids, t.parents, None, t.never_accept) for t in trees])
+        arrays = [(t.token_ids, t.parents, None, t.never_accept) for t in trees]
+        group.broadcast_object((arrays, None if budget is None else budget.pause))
         return trees
-    return [TokenTree(*arrays) for arrays in group.broadcast_object()]
+    arrays, pause = group.broadcast_object()
+    if budget is not None:
+        budget.pause = pause
+    return [TokenTree(*of_tree) for of_tree in arrays]
 
 
 def drafter_context(vllm_config: VllmConfig, draft_model: str | None) -> DrafterContext:
