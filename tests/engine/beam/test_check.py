@@ -75,6 +75,9 @@ def test_log_probabilities_of_another_row_are_found(llm, monkeypatch):
 def test_a_check_that_sees_nothing_is_found(llm, monkeypatch):
     monkeypatch.setattr(search_check, "_without_copies", nullcontext)
     assert at_start(llm) == "the check does not see missing copies of KV"
+    # With random weights it never does; the log says that nothing was checked.
+    monkeypatch.setattr(search_check, "has_random_weights", lambda config: True)
+    assert at_start(llm) is None
 
 
 def test_an_engine_whose_searches_raise_goes_on(llm, monkeypatch):
