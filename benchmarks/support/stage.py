@@ -36,6 +36,10 @@ class Turns:
     def needs_node_argmax(self) -> bool:
         return self.drafter is not None and self.drafter.needs_node_argmax
 
+    @property
+    def needs_rows(self) -> bool:
+        return self.drafter is not None and self.drafter.needs_rows
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         if self.drafter is None:
             return [TokenTree.empty()] * len(requests)

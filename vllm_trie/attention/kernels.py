@@ -94,3 +94,19 @@ def copy_slots(caches: Sequence[torch.Tensor], copies: np.ndarray) -> bool:
         False, with nothing done, if the caches are none of vLLM's.
     """
     return choose_kernels().copy_slots(caches, copies)
+
+
+def likeliest(logits: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the `count` likeliest tokens of each row of a CPU's logits, and their probabilities.
+
+    Reads the logits once. Of equal ones the smallest token comes first. A row with a NaN begins
+    with the first one, and has probabilities of 0, as has a row without a finite maximum.
+
+    Args:
+        logits: float32, bfloat16 or float16 [rows, vocabulary].
+        count: At most 64 and the vocabulary.
+
+    Returns:
+        int32 and float32, [rows, count].
+    """
+    return choose_kernels().likeliest(logits, count)

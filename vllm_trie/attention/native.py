@@ -21,7 +21,7 @@ _MULTIPLE = 16
 
 LIBRARY = NativeLibrary(
     "attention",
-    [_FOLDER / "tree_attention.cpp", _FOLDER / "slots.cpp"],
+    sorted(_FOLDER.glob("*.cpp")),
     [*sorted(_FOLDER.glob("*.hpp")), *SHARED_HEADERS],
 )
 
@@ -39,6 +39,7 @@ class NativeKernels:
         self._pack_attention = LIBRARY.layout("Arguments").pack
         self._move_slots = library.vllm_trie_move_slots
         self._copy_slots = library.vllm_trie_copy_slots
+        self._likeliest = library.vllm_trie_likeliest
         lanes = library.vllm_trie_lanes()
         self.instructions: str = {16: "AVX-512", 8: "AVX2"}.get(lanes, "SSE2")
         """What the products are computed with."""
@@ -100,6 +101,21 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         return bool(self._tree_attention(packed) == 0)
+
+    def likeliest(self, logits: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Do what :func:`vllm_trie.attention.likeliest` does, with the same arguments."""
+        if logits.dtype not in _DTYPES or logits.stride(1) != 1:
+            logits = logits.to(torch.float32).contiguous()
+        rows, size = logits.shape
+        tokens = np.empty((rows, count), dtype=np.int32)
+        probabilities = np.empty((rows, count), dtype=np.float32)
+        status = self._likeliest(
+            *(_DTYPES[logits.dtype], logits.data_ptr(), rows, logits.stride(0), size, count),
+            *(tokens.ctypes.data, probabilities.ctypes.data, torch.get_num_threads()),
+        )
+        if status:
+            raise ValueError(f"no {count} likeliest of {size} tokens")
+        return tokens, probabilities
 
     def move_slots(
         self, caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor

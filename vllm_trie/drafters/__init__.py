@@ -5,6 +5,7 @@ from vllm_trie.drafters.base import (
     DrafterContext,
     DrafterOptions,
     DraftRequest,
+    LogitsRows,
     VerifiedStep,
 )
 from vllm_trie.drafters.registry import (
@@ -22,6 +23,7 @@ __all__ = [
     "Drafter",
     "DrafterContext",
     "DrafterOptions",
+    "LogitsRows",
     "VerifiedStep",
     "available_methods",
     "get_drafter_class",

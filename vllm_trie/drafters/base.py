@@ -55,6 +55,20 @@ class DrafterContext:
     draft_model: str | None = None
 
 
+class LogitsRows(NamedTuple):
+    """The rows of logits that a step computed for a request: what the target held likely after the
+    token before the step's tree, and after each node, rejected ones included."""
+
+    tree: TokenTree
+    """As verified; empty in a step without drafts."""
+    accepted: tuple[int, ...]
+    """Accepted node indices, root first."""
+    tokens: np.ndarray
+    """int32 [N + 1, ROW_TOKENS], the likeliest first; contiguous."""
+    probabilities: np.ndarray
+    """float32 [N + 1, ROW_TOKENS], at temperature 1, whatever the request samples with."""
+
+
 class VerifiedStep(NamedTuple):
     """The result of a request's last verification."""
 
@@ -81,6 +95,8 @@ class DraftRequest:
         hidden_state: torch tensor [hidden_size] of the last accepted position, only for drafters
             with `needs_hidden_states`.
         last_step: The last verification of this request, None before the first.
+        rows: Of the step that gave the newest token, where they are known; only for drafters with
+            `needs_rows`.
         cache_salt: Only requests with the same salt may profit from one another's text.
         sample_of: The same for all samples of one prompt; None for a request that is no sample.
         prediction: int32, the answer as the client predicts it, which is drafted next to the
@@ -97,6 +113,7 @@ class DraftRequest:
     chain_only: bool = False
     hidden_state: Tensor | None = None
     last_step: VerifiedStep | None = None
+    rows: LogitsRows | None = None
     cache_salt: str | None = None
     min_probability: float = 0.0
     sample_of: str | None = None
@@ -112,6 +129,7 @@ class Drafter(ABC):
     """The method's options, set next to `method` in the speculative configuration."""
     needs_hidden_states: ClassVar[bool] = False
     needs_node_argmax: ClassVar[bool] = False
+    needs_rows: ClassVar[bool] = False
     reuses_arrays: ClassVar[bool] = True
     """Whether it may change the arrays of trees that it has returned; they are copied then."""
     has_window: ClassVar[bool] = False

@@ -3,7 +3,7 @@
 from vllm_trie.ngrams.backend import Backend, NativeBackend, PythonBackend
 from vllm_trie.ngrams.blend import Blend, Source
 from vllm_trie.ngrams.index import MAX_ORDER, NgramIndex
-from vllm_trie.ngrams.job import Candidates, Index, Job
+from vllm_trie.ngrams.job import Candidates, Index, Job, Rows
 
 __all__ = [
     "MAX_ORDER",
@@ -15,5 +15,6 @@ __all__ = [
     "NativeBackend",
     "NgramIndex",
     "PythonBackend",
+    "Rows",
     "Source",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Protocol
 
 from vllm_trie.ngrams import native
@@ -12,14 +11,12 @@ from vllm_trie.ngrams.blend import Blend, Kind
 from vllm_trie.ngrams.index import NgramIndex
 from vllm_trie.ngrams.job import Candidates, Draft, Index, Job
 from vllm_trie.ngrams.mixture import Answer, Mixture, grow
-from vllm_trie.ngrams.recycled import Recycled, RecycledTable
 
 
 class Backend(Protocol):
     """Makes indexes and drafts from them. All backends make the same trees, bit for bit."""
 
     def new_index(self, max_order: int) -> Index: ...
-    def new_recycled(self, size_log2: int) -> Recycled: ...
     def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
         """Draft for every job; updates the jobs' own indexes."""
         ...
@@ -35,9 +32,6 @@ class NativeBackend:
     def new_index(self, max_order: int) -> native.NativeIndex:
         return native.NativeIndex(max_order)
 
-    def new_recycled(self, size_log2: int) -> native.NativeRecycled:
-        return native.NativeRecycled(size_log2)
-
     def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
         return native.draft_batch(jobs, self._blend, candidates)
 
@@ -51,9 +45,6 @@ class PythonBackend:
     def new_index(self, max_order: int) -> NgramIndex:
         return NgramIndex(max_order)
 
-    def new_recycled(self, size_log2: int) -> RecycledTable:
-        return RecycledTable(size_log2)
-
     def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
         if candidates is None:
             return [self._draft(job, []) for job in jobs]
@@ -64,7 +55,7 @@ class PythonBackend:
         ]
 
     def _draft(self, job: Job, heads: Sequence[Sequence[tuple[int, float]]]) -> Draft:
-        table = None if job.recycled is None else partial(job.recycled.contexts, job.scope)
+        table = None if job.recycled is None else job.recycled.observe(job)
         sources = ((Kind.OWN, job.own), (Kind.STORE, job.store), (Kind.CORPUS, job.corpus))
         kinds = [kind for kind, index in sources if index is not None]
         indexes = [index for _, index in sources if index is not None]
@@ -72,7 +63,9 @@ class PythonBackend:
         tokens = job.tokens.tolist()
         if job.own is not None and job.num_indexed > 0:
             job.own.synchronize(job.text, job.first, tokens[: job.num_indexed])
-        tree = BestFirstTree(job.max_nodes, job.max_depth, job.chain_only, job.min_probability)
+        odds = 1.0 if job.recycled is None else self._blend.recycled.odds
+        limits = job.max_nodes, job.max_depth, job.chain_only, job.min_probability
+        tree = BestFirstTree(*limits, odds)
         answer = None if job.store is None else Answer(job.answer, job.output_begin)
         contexts = grow(tree, mixture, tokens, heads, answer)
         used_text = -1

@@ -31,16 +31,23 @@ class BestFirstTree:
         max_nodes, max_depth: Limits of the tree.
         chain_only: Whether a node has at most one child.
         min_probability: Of a node's path; what is less likely is left out.
+        odds: Of a node in the tree, in relation to those of its guess.
     """
 
     def __init__(
-        self, max_nodes: int, max_depth: int, chain_only: bool = False, min_probability: float = 0.0
+        self,
+        max_nodes: int,
+        max_depth: int,
+        chain_only: bool = False,
+        min_probability: float = 0.0,
+        odds: float = 1.0,
     ) -> None:
         self.chosen: list[Guess] = []
         self._max_nodes = max_nodes if max_depth > 0 else 0
         self._max_depth = max_depth
         self._chain_only = chain_only
-        self._min_probability = min_probability
+        self._min_probability = _scale_odds(min_probability, 1.0 / odds)
+        self._odds = odds
         self._heap: list[tuple[float, int, Guess]] = []
         self._ticks = itertools.count()  # order of discovery, breaks ties
         self._best: list[float] = []  # the max_nodes largest probabilities so far, a min-heap
@@ -81,6 +88,9 @@ class BestFirstTree:
         if not self.chosen:
             return TokenTree.empty()
         probabilities, tokens, parents, _ = zip(*self.chosen, strict=True)
-        return depth_first_layout(
-            TokenTree.from_lists(tokens, parents, [min(value, 1.0) for value in probabilities])
-        )
+        scaled = [_scale_odds(min(value, 1.0), self._odds) for value in probabilities]
+        return depth_first_layout(TokenTree.from_lists(tokens, parents, scaled))
+
+
+def _scale_odds(probability: float, factor: float) -> float:
+    return factor * probability / (1.0 - probability + factor * probability)

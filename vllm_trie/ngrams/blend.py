@@ -23,6 +23,23 @@ class Source(NamedTuple):
     """d: taken off each successor's count, in [0, 1)."""
 
 
+class Recycled(NamedTuple):
+    """Trust in what the model held likely: a token gets this part of its probability."""
+
+    pair: float = 0.6
+    """After the last two tokens; asked before a text's contexts of two."""
+    single: float = 0.7
+    """After the last token; asked before a text's contexts of one."""
+    sibling: float = 0.7
+    """After rejected siblings of the last token, in the last step; asked before the empty context,
+    as what follows."""
+    guess: float = 0.8
+    """In place of the last token: what was likely there may follow."""
+    odds: float = 0.85
+    """Of a node, in relation to what the blend makes them: the likeliest of many guesses are
+    overestimated."""
+
+
 class Blend(NamedTuple):
     """Parameters of a blend."""
 
@@ -37,8 +54,8 @@ class Blend(NamedTuple):
     """A corpus; the concentration is for each token of the context."""
     corpus_long: Source = Source(concentration=0.2, discount=0.15)
     """Its contexts of `long_order` tokens and more."""
-    recycled: Source = Source(concentration=2.0, discount=0.5)
-    """What the model named after nodes of earlier trees; asked before the empty context."""
+    recycled: Recycled = Recycled()
+    """What the model held likely in earlier steps."""
     path_trust: float = 0.0
     """Added certainty, once a parent was accepted, that the text repeats itself. Odds of small
     probabilities grow by this part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +19,22 @@ class Index(Protocol):
     def remove_text(self, text: int) -> None: ...
     def synchronize_prompt(self, token_ids: np.ndarray) -> None: ...
     def begin_branch(self, context: np.ndarray) -> int: ...
+
+
+class Rows(NamedTuple):
+    """The rows of logits of a request's last step: after the token before its tree, and after each
+    node. All arrays are contiguous."""
+
+    tokens: np.ndarray
+    """int32 [N + 1, ROW_TOKENS], the likeliest first."""
+    probabilities: np.ndarray
+    """float32 [N + 1, ROW_TOKENS]."""
+    nodes: np.ndarray
+    """int32 [N], the tree's tokens."""
+    parents: np.ndarray
+    """int32 [N]"""
+    accepted: Sequence[int]
+    """Nodes, the root's child first. The text's last token follows the last of them."""
 
 
 class Job(NamedTuple):
@@ -39,7 +56,9 @@ class Job(NamedTuple):
     min_probability: float = 0.0
     """Nodes whose path is less likely are left out."""
     recycled: Any | None = None
-    """Table of recycled successors."""
+    """Table of what the model held likely."""
+    rows: Rows | None = None
+    """For the table, which takes them in first."""
     scope: int = 0
     """Of the table: requests of different scopes share nothing."""
     first: int = 0

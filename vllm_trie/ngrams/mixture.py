@@ -17,17 +17,8 @@ from typing import NamedTuple
 
 from vllm_trie.ngrams.best_first import BestFirstTree
 from vllm_trie.ngrams.blend import Blend, Kind, Source
-from vllm_trie.ngrams.contexts import (
-    Counted,
-    Counts,
-    Match,
-    advance,
-    count_listed,
-    count_successors,
-    match_suffix,
-)
+from vllm_trie.ngrams.contexts import Counted, Match, advance, count_successors, match_suffix
 from vllm_trie.ngrams.index import NgramIndex, Place
-from vllm_trie.ngrams.recycled import ANY_TOKEN
 from vllm_trie.tree import ROOT
 
 
@@ -40,25 +31,25 @@ class Answer(NamedTuple):
     """Place of the output's first token in the tokens given; negative if it is before them."""
 
 
-class Asked(NamedTuple):
-    """A context that is asked."""
-
-    counted: Counted
-    discount: float
-    share: float
-    """The part of the probability left by longer contexts that its successors get."""
-    left: float
-    """That probability."""
-
-    def part(self, count: int) -> float:
-        """Return the part of the probability that a successor of this count gets."""
-        num_types, num_successors = self.counted.num_types, self.counted.num_successors
-        per_count = self.left * self.share / (num_types - self.discount * num_successors)
-        return per_count * (count - self.discount)
+Row = Sequence[tuple[int, float]]
+"""Tokens that the model held likely, with their probabilities."""
 
 
-Recycled = Callable[[int, int], list[Counts]]
-"""Returns the successors of recycled contexts that end in two given tokens, the longer first."""
+class Recycled(NamedTuple):
+    """What the model held likely in earlier steps, for one point of a text; see
+    :class:`vllm_trie.ngrams.blend.Recycled`."""
+
+    pair: Row = ()
+    single: Row = ()
+    siblings: Row = ()
+    guesses: Row = ()
+
+
+FindRecycled = Callable[[tuple[int, int, int], bool], Recycled]
+"""Takes the last three tokens before a point of the text, :data:`ANY_TOKEN` for those before its
+first, and whether the last one is committed."""
+ANY_TOKEN = -1
+MOST_CLAIMED = 0.98
 
 
 class Mixture:
@@ -69,7 +60,7 @@ class Mixture:
             text.
         kinds: Of each of them.
         blend: Parameters.
-        recycled: None without recycled successors.
+        recycled: None without.
     """
 
     def __init__(
@@ -77,7 +68,7 @@ class Mixture:
         indexes: Sequence[NgramIndex],
         kinds: Sequence[Kind],
         blend: Blend,
-        recycled: Recycled | None = None,
+        recycled: FindRecycled | None = None,
     ) -> None:
         self.indexes = indexes
         self.kinds = kinds
@@ -87,48 +78,80 @@ class Mixture:
     def ask(
         self,
         contexts: Sequence[list[Match]],
-        last_two: tuple[int, int] | None,
+        recycled: Recycled,
         min_left: float,
+        smallest: float,
         answer_order: int = -1,
-    ) -> tuple[list[Asked], float]:
+    ) -> tuple[dict[int, float], float]:
         """Ask the contexts at one point of the text, the longest first.
 
         Args:
             contexts: By source and length.
-            last_two: Tokens before that point; None without recycled contexts.
+            recycled: For that point.
             min_left: Shorter contexts are not asked if less probability is left.
+            smallest: Smaller shares of a successor are left out.
             answer_order: Length of the context that is the stored answer so far.
 
         Returns:
-            What was asked, and the probability that is left.
+            The probability of each successor, and what is left.
         """
-        named: list[Counts] = []
-        if self.recycled is not None and last_two is not None:
-            named = self.recycled(*last_two)
         longest = max((len(matches) - 1 for matches in contexts), default=-1)
-        if any(named):
+        if recycled.single:
+            longest = max(longest, 2)
+        elif recycled.siblings or recycled.guesses:
             longest = max(longest, 0)
-        asked: list[Asked] = []
+        shares: dict[int, float] = {}
         left = 1.0
+        trust = self.blend.recycled
         for order in range(longest, self.blend.min_order - 1, -1):
             if left < min_left:
                 break
-            counted: list[tuple[Counted, Source]] = []
+            if order == 2:
+                left = _ask_row(shares, recycled.pair, trust.pair, smallest, left)
+            if order == 1:
+                left = _ask_row(shares, recycled.single, trust.single, smallest, left)
             if order == 0:
-                counted += [(count_listed(counts), self.blend.recycled) for counts in named]
+                left = _ask_row(shares, recycled.siblings, trust.sibling, smallest, left)
+                left = _ask_row(shares, recycled.guesses, trust.guess, smallest, left)
             for index, kind, matches in zip(self.indexes, self.kinds, contexts, strict=True):
                 if order < len(matches):
-                    trust = self.blend.source(kind, order, order == answer_order)
-                    counted.append((count_successors(index, matches[order]), trust))
-            for successors, trust in counted:
-                _, num_types, num_successors = successors
-                if num_successors == 0:
-                    continue
-                claimed = num_types - trust.discount * num_successors
-                share = claimed / (num_types + trust.concentration)
-                asked.append(Asked(successors, trust.discount, share, left))
-                left *= 1.0 - share
-        return asked, left
+                    source = self.blend.source(kind, order, order == answer_order)
+                    counted = count_successors(index, matches[order])
+                    left = _ask_counted(shares, counted, source, smallest, left)
+        return shares, left
+
+
+def _ask_counted(
+    shares: dict[int, float], counted: Counted, source: Source, smallest: float, left: float
+) -> float:
+    """Add the successors' parts of what is left, and return what is left then."""
+    likeliest, num_types, num_successors = counted
+    if num_successors == 0:
+        return left
+    claimed = num_types - source.discount * num_successors
+    unit = left / (num_types + source.concentration)
+    for token, count in likeliest:
+        part = unit * (count - source.discount)
+        if part < smallest:
+            break
+        shares[token] = shares.get(token, 0.0) + part
+    return left * (1.0 - claimed / (num_types + source.concentration))
+
+
+def _ask_row(
+    shares: dict[int, float], row: Row, trust: float, smallest: float, left: float
+) -> float:
+    """Add the tokens' parts of what is left, and return what is left then."""
+    total = 0.0
+    for _, probability in row:
+        total += probability
+    if total * trust > MOST_CLAIMED:
+        trust = MOST_CLAIMED / total
+    for token, probability in row:
+        part = left * trust * probability
+        if part > 0.0 and part >= smallest:
+            shares[token] = shares.get(token, 0.0) + part
+    return left * (1.0 - trust * total)
 
 
 def grow(
@@ -159,13 +182,16 @@ def grow(
 
     def expand(above: float, parent: int, depth: int) -> None:
         cut = tree.bound() / above
-        asked, left = mixture.ask(
+        recycled = Recycled()
+        if mixture.recycled is not None:
+            recycled = mixture.recycled(_last_three(tree, token_ids, parent), parent == ROOT)
+        shares, left = mixture.ask(
             contexts[parent],
-            _last_two(tree, token_ids, parent),
+            recycled,
             max(blend.min_left, blend.cut_left * cut),
+            blend.cut_share * cut,
             -1 if answer_order < 0 else answer_order + depth - 1,
         )
-        shares = _shares(asked, blend.cut_share * cut)
         if depth <= len(heads) and left >= blend.min_left_for_heads:
             for token, probability in heads[depth - 1]:
                 shares[token] = shares.get(token, 0.0) + left * probability
@@ -186,26 +212,14 @@ def grow(
     return contexts[ROOT]
 
 
-def _last_two(tree: BestFirstTree, token_ids: Sequence[int], parent: int) -> tuple[int, int]:
-    """Return the last two tokens of a guess's path."""
+def _last_three(tree: BestFirstTree, token_ids: Sequence[int], parent: int) -> tuple[int, int, int]:
+    """Return the last three tokens of a guess's path."""
     path: list[int] = []
-    while parent != ROOT and len(path) < 2:
+    while parent != ROOT and len(path) < 3:
         path.insert(0, tree.chosen[parent].token)
         parent = tree.chosen[parent].parent
-    before, last = ([ANY_TOKEN] * 2 + list(token_ids[-2:]) + path)[-2:]
-    return before, last
-
-
-def _shares(asked: Sequence[Asked], smallest: float) -> dict[int, float]:
-    """Return the probability of each successor, without shares below `smallest`."""
-    shares: dict[int, float] = {}
-    for context in asked:
-        for token, count in context.counted.likeliest:
-            share = context.part(count)
-            if share < smallest:
-                break
-            shares[token] = shares.get(token, 0.0) + share
-    return shares
+    first, before, last = ([ANY_TOKEN] * 3 + list(token_ids[-3:]) + path)[-3:]
+    return first, before, last
 
 
 def match_answer(

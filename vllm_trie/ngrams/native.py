@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 from collections.abc import Sequence
 from ctypes import c_int64
 from pathlib import Path
@@ -12,13 +13,15 @@ from typing import Any
 import numpy as np
 
 from vllm_trie.native import NativeLibrary
-from vllm_trie.ngrams.blend import Blend, Source
-from vllm_trie.ngrams.job import Candidates, Draft, Job
+from vllm_trie.ngrams.blend import Blend
+from vllm_trie.ngrams.job import Candidates, Draft, Job, Rows
 from vllm_trie.tree import TokenTree
 
 CORE = Path(__file__).parent / "core"
 NODE_BYTES = 32
 """Size of a node in memory and in a corpus file."""
+ROW_TOKENS = 8
+"""Likeliest tokens of a row of logits that are kept."""
 _NONE = -1
 LIBRARY = NativeLibrary("ngrams", sorted(CORE.glob("*.cpp")), sorted(CORE.glob("*.hpp")))
 _PACK_BATCH = LIBRARY.layout("DraftBatch").pack
@@ -131,21 +134,26 @@ class NativeCorpus:
 
 
 class NativeRecycled:
-    """A table of recycled successors in native memory, freed with the object."""
+    """A table of what a model held likely, in native memory, freed with the object.
 
-    def __init__(self, size_log2: int) -> None:
+    Args:
+        max_contexts: Its room, CONTEXT_BYTES each and not less than `max_scopes`.
+        max_scopes: Scopes are in [0, max_scopes).
+    """
+
+    def __init__(self, max_contexts: int, max_scopes: int) -> None:
         self._library = LIBRARY.functions
-        self.handle = self._library.recycled_new(size_log2)
+        self.handle = self._library.recycled_new(max_contexts, max_scopes, os.urandom(16))
         if not self.handle:
-            raise MemoryError(f"no memory for {1 << size_log2} recycled contexts")
+            raise MemoryError(f"no memory for {max_contexts} recycled contexts")
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
             self._library.recycled_free(self.handle)
 
-    def observe(self, scope: int, rows: np.ndarray) -> None:
-        """Count successors: int32 [rows, 3], contiguous, two tokens and the one after them."""
-        self._library.recycled_observe(self.handle, scope, rows.ctypes.data, len(rows))
+    def forget(self, scope: int) -> None:
+        """Remove the contexts of a scope."""
+        self._library.recycled_forget(self.handle, scope)
 
 
 def draft_batch(
@@ -165,13 +173,14 @@ def draft_batch(
     stride = max((job.max_nodes for job in jobs), default=0)
     for job in jobs:
         own_text, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
-        recycled, scope, first, text, answer, output_begin = job[9:]
+        recycled, logits_rows, scope, first, text, answer, output_begin = job[9:]
         packed = _PACK_JOB(
             0 if own_text is None else own_text.handle,
             0 if store is None else store.handle,
             0 if corpus is None else corpus.handle,
             *(least, max_nodes, max_depth, chain, len(tokens), num_indexed, first),
-            *(0 if recycled is None else recycled.handle, scope, text, answer, output_begin),
+            *(0 if recycled is None else recycled.handle, *_packed_rows(logits_rows)),
+            *(scope, text, answer, output_begin),
         )
         parts += (packed, tokens)
     predicted = (0, 0, 0, 0)
@@ -196,7 +205,15 @@ def draft_batch(
     ]
 
 
+def _packed_rows(rows: Rows | None) -> tuple[int, ...]:
+    if rows is None:
+        return (0, 0, 0, 0, 0, 0, _NONE)
+    *arrays, accepted = rows
+    last = accepted[-1] if accepted else _NONE
+    return (*(a.ctypes.data for a in arrays), len(rows.nodes), len(accepted), last)
+
+
 def pack_blend(blend: Blend) -> bytes:
     """Return the parameters as compiled code reads them."""
-    fields = (field if isinstance(field, Source) else (field,) for field in blend)
+    fields = (field if isinstance(field, tuple) else (field,) for field in blend)
     return _PACK_BLEND(*itertools.chain(*fields))

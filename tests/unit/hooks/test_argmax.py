@@ -1,15 +1,21 @@
-"""The argmax of bfloat16 logits is that of their values, whatever they are."""
+"""Reading logits once gives their argmax, whatever they are, and the likeliest tokens."""
 
 from __future__ import annotations
 
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_trie.vllm_hooks.worker.verification.sampling import argmax_of_logits
+from vllm_trie.ngrams.native import ROW_TOKENS
+from vllm_trie.vllm_hooks.worker.verification.sampling import (
+    argmax_of_logits,
+    likeliest_of_logits,
+    likeliest_on_device,
+)
 
 SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x3F80, 0xBF80, 0x0001, 0x8001]
 BITS = st.one_of(st.sampled_from(SPECIAL), st.integers(0, 0xFFFF))
@@ -26,10 +32,36 @@ def test_any_bits(rows: list[list[int]]) -> None:
     assert argmax_of_logits(mock.Mock(), logits).tolist() == expected.tolist()
 
 
-def test_ordinary_logits_are_not_widened() -> None:
-    logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    logits[3] = -torch.inf
-    logits[3, 7] = -2.0
-    expected = logits.float().numpy().argmax(axis=-1)
-    with mock.patch.object(torch.Tensor, "float", side_effect=AssertionError):
-        assert argmax_of_logits(mock.Mock(), logits).tolist() == expected.tolist()
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.integers(ROW_TOKENS, 3000),
+    st.integers(1, 40),
+    st.integers(0, 99),
+)
+def test_likeliest_of_any_shape(
+    dtype: torch.dtype, vocab_size: int, values: int, seed: int
+) -> None:
+    """Few different values make ties, of which the smallest token comes first."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-values, values, (3, vocab_size + 5), generator=generator) / 3
+    logits = logits.to(dtype)[:, :vocab_size]
+    logits[0, : vocab_size - 3] = -torch.inf
+    tokens, probabilities = likeliest_of_logits(logits)
+    expected = logits.float().sort(descending=True, stable=True)
+    assert tokens.tolist() == expected.indices[:, :ROW_TOKENS].tolist()
+    wanted = expected.values.softmax(-1)[:, :ROW_TOKENS]
+    torch.testing.assert_close(torch.from_numpy(probabilities), wanted, rtol=1e-4, atol=1e-7)
+    _, on_device = likeliest_on_device(logits)
+    torch.testing.assert_close(on_device, wanted, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_rows_without_a_distribution_have_no_probabilities(value: float) -> None:
+    logits = torch.zeros(2, 1000)
+    logits[0, 600] = value
+    if value == -torch.inf:
+        logits[0] = value
+    tokens, probabilities = likeliest_of_logits(logits)
+    assert tokens[:, 0].tolist() == logits.numpy().argmax(axis=-1).tolist()
+    assert probabilities[0].tolist() == [0.0] * ROW_TOKENS
+    assert probabilities[1, 0] == pytest.approx(0.001)

@@ -429,10 +429,12 @@ def test_only_drafted_tokens_are_valid(
         fly_entropy_threshold=0.3,  # this and the next since vLLM 0.33
         fly_entropy_top_k=3,
     )
-    adapter: Any = SimpleNamespace(num_drafted=num_drafted, is_drafting=True)
+    read: list[torch.Tensor] = []
+    adapter: Any = SimpleNamespace(num_drafted=num_drafted, is_drafting=True, keep_rows=read.append)
     sampler = DraftedOnly(stock, config, adapter)
     output = sampler(torch.empty(6, 4), batch, None, given)
     assert output == "output"
+    assert [logits.shape for logits in read] == [(6, 4)]
     expected = [False, False, False, False, True, True]
     if invalid is not None:
         expected = [a or b for a, b in zip(expected, invalid, strict=True)]

@@ -10,12 +10,12 @@ from typing import ClassVar
 import numpy as np
 from pydantic import BaseModel
 
-from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
+from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest, LogitsRows
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafters.ngram_trie.recycling import Recycling
 from vllm_trie.drafters.ngram_trie.store import RequestStore
 from vllm_trie.drafters.request_texts import IndexedText, RequestTexts
-from vllm_trie.ngrams import Backend, Blend, Job, NativeBackend, Source
+from vllm_trie.ngrams import Backend, Blend, Job, NativeBackend, Rows, Source
 from vllm_trie.ngrams.corpus_file import (
     CorpusError,
     check_vocabulary,
@@ -71,7 +71,7 @@ class NgramTrieDrafter(Drafter):
 
     Attributes:
         store: Outputs of finished requests; None without a store.
-        recycling: What the model named after nodes of earlier trees; None without.
+        recycling: What the model held likely in earlier steps; None without.
     """
 
     name: ClassVar[str] = "ngram_trie"
@@ -91,8 +91,10 @@ class NgramTrieDrafter(Drafter):
         self.store = (
             RequestStore(backend, order, options.store_tokens) if options.store_tokens else None
         )
-        self.recycling = Recycling(backend) if options.recycle else None
-        self.needs_node_argmax = options.recycle  # type: ignore[misc]
+        self.recycling = None
+        if options.recycle and isinstance(backend, NativeBackend):
+            self.recycling = Recycling(options.recycle_contexts, context.max_num_seqs)
+        self.needs_rows = self.recycling is not None  # type: ignore[misc]
 
     @classmethod
     def check_files(
@@ -117,10 +119,6 @@ class NgramTrieDrafter(Drafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         self._corpus = self._newest_corpus()
-        if self.recycling is not None:
-            states = [self._states.get(request.request_id) for request in requests]
-            lengths = [0 if state is None else state.num_tokens for state in states]
-            self.recycling.observe(requests, lengths)
         for request in requests:
             self._update_state(request)
         texts = self._texts.update(requests)
@@ -184,12 +182,20 @@ class NgramTrieDrafter(Drafter):
             chain_only=request.chain_only,
             min_probability=request.min_probability,
             recycled=None if self.recycling is None else self.recycling.table,
+            rows=None if num_added else _rows(request.rows),
             scope=0 if self.recycling is None else self.recycling.scope(request.cache_salt),
             first=text.first,
             text=text.text,
             answer=-1 if self.store is None else self.store.answer(request.cache_salt, prompt),
             output_begin=request.num_prompt_tokens - text.first,
         )
+
+
+def _rows(rows: LogitsRows | None) -> Rows | None:
+    if rows is None:
+        return None
+    tree, accepted, tokens, probabilities = rows
+    return Rows(tokens, probabilities, tree.token_ids, tree.parents, accepted)
 
 
 def watch_corpus(path: str | None, context: DrafterContext) -> Callable[[], NativeCorpus | None]:

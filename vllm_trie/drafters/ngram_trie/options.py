@@ -38,9 +38,15 @@ class NgramTrieOptions(DrafterOptions):
     )
     recycle: bool = Field(
         default=True,
-        description="Where trees are verified, also draft the tokens that the model ranked first "
-        "after nodes of earlier trees, rejected ones included. Takes 10 MiB; requests share it "
-        "within a cache_salt.",
+        description="Also draft the tokens that the model ranked first at every point that it "
+        "computed, rejected nodes included. Requests share them within a cache_salt.",
+    )
+    recycle_contexts: int = Field(
+        default=262_144,
+        ge=1024,
+        le=1 << 26,
+        description="Contexts of one and of two tokens that `recycle` keeps, 76 bytes each once "
+        "used. Each cache_salt is sure of an equal share of them.",
     )
     corpus: str | None = Field(
         default=None,

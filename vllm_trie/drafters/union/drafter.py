@@ -92,6 +92,7 @@ class TrieUnionDrafter(Drafter):
         # Class attributes of other drafters; here they follow from the parts.
         self.needs_hidden_states = any(part.needs_hidden_states for part in self.parts)  # type: ignore[misc]
         self.needs_node_argmax = any(part.needs_node_argmax for part in self.parts)  # type: ignore[misc]
+        self.needs_rows = any(part.needs_rows for part in self.parts)  # type: ignore[misc]
         self.calibrator = Calibrator()
         self._states: dict[str, _State] = {}
 

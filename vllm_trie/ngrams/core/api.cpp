@@ -9,6 +9,7 @@ using ngram::Corpus;
 using ngram::Index;
 using ngram::kNone;
 using ngram::Node;
+using ngram::RecycledTable;
 using ngram::View;
 
 namespace {
@@ -119,19 +120,20 @@ extern "C" void ngram_index_arrays(const Index* index, int64_t* found) {
     found[3] = static_cast<int64_t>(index->table().size());
 }
 
-// Returns null without memory or if there can be no table of that size.
-extern "C" ngram::RecycledTable* recycled_new(int32_t size_log2) {
-    return size_log2 < 2 || size_log2 > 30 ? nullptr : make<ngram::RecycledTable>(size_log2);
+// Room for `max_contexts`, at least `max_scopes`; the key has 16 bytes. Returns null without memory.
+extern "C" RecycledTable* recycled_new(int32_t max_contexts, int32_t max_scopes, const char* key) {
+    uint64_t words[2];
+    std::memcpy(words, key, sizeof(words));
+    try {
+        return new RecycledTable(max_contexts, max_scopes, words);
+    } catch (const std::exception&) {
+        return nullptr;
+    }
 }
 
-extern "C" void recycled_free(ngram::RecycledTable* table) { delete table; }
+extern "C" void recycled_free(RecycledTable* table) { delete table; }
 
-// Count the successors of rows [num_rows, 3]: two tokens and the one after them.
-extern "C" void recycled_observe(ngram::RecycledTable* table, int32_t scope, const int32_t* rows,
-                                 int64_t num_rows) {
-    for (int64_t i = 0; i < num_rows; ++i, rows += 3)
-        table->observe(scope, rows[0], rows[1], rows[2]);
-}
+extern "C" void recycled_forget(RecycledTable* table, int32_t scope) { table->forget(scope); }
 
 // An index over arrays that the caller keeps alive; null if they are not sound.
 extern "C" Corpus* ngram_corpus_open(const void* nodes, int64_t num_nodes, const int32_t* table,

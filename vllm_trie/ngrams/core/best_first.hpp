@@ -25,10 +25,18 @@ struct Guess {
     int32_t depth;
 };
 
+inline double scale_odds(double probability, double factor) {
+    return factor * probability / (1.0 - probability + factor * probability);
+}
+
 class BestFirstTree {
    public:
-    void begin(const Limits& limits) {
+    // The odds of each node are `odds` times what its guess had: the likeliest of many guesses are
+    // overestimated.
+    void begin(const Limits& limits, double odds) {
         limits_ = limits;
+        limits_.min_probability = scale_odds(limits.min_probability, 1.0 / odds);
+        odds_ = odds;
         max_nodes_ = limits.max_depth > 0 && limits.max_nodes > 0 ? limits.max_nodes : 0;
         ticks_ = 0;
         heap_.clear();
@@ -99,7 +107,8 @@ class BestFirstTree {
             index_[node] = written;
             token_ids[written] = guess.token;
             parents[written] = guess.parent == kNone ? kNone : index_[guess.parent];
-            probabilities[written] = static_cast<float>(std::min(guess.probability, 1.0));
+            probabilities[written] =
+                static_cast<float>(scale_odds(std::min(guess.probability, 1.0), odds_));
             ++written;
             if (first_child_[node + 1] != kNone) {
                 node = first_child_[node + 1];
@@ -119,6 +128,7 @@ class BestFirstTree {
     bool is_full() const { return max_nodes_ > 0 && best_.size() == max_nodes_; }
 
     Limits limits_ = {};
+    double odds_ = 1.0;
     size_t max_nodes_ = 0;
     int32_t ticks_ = 0;
     std::vector<Guess> heap_, chosen_;

@@ -13,6 +13,20 @@ T take(const char*& bytes) {
     return value;
 }
 
+constexpr double kMostClaimed = 0.98;
+constexpr double kLeastWeight = 0.001;  // of a sibling that is not among the likeliest
+
+// The tokens of a context with their probabilities.
+struct ContextRow {
+    Successor successors[kRowTokens];
+    explicit ContextRow(const RecycledContext& context) {
+        for (int i = 0; i < kRowTokens; ++i)
+            successors[i] = {context.tokens[i], context.probability(i)};
+    }
+    const Successor* begin() const { return successors; }
+    const Successor* end() const { return successors + kRowTokens; }
+};
+
 }  // namespace
 
 void draft_batch(const char* batch, int32_t* rows) {
@@ -38,7 +52,7 @@ void draft_batch(const char* batch, int32_t* rows) {
 
 BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
                               const Candidates& candidates, const Blend& blend) {
-    tree_.begin(job.limits);
+    tree_.begin(job.limits, job.recycled == nullptr ? 1.0 : blend.recycled.odds);
     num_sources_ = 0;
     if (job.own != nullptr) add_source(kOwn, job.own->view());
     if (job.store != nullptr) add_source(kStore, job.store->view());
@@ -52,8 +66,9 @@ BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
     for (int32_t s = 0; s < num_sources_; ++s)
         match_suffix(sources_[s], tokens, job.num_tokens, contexts_[s]);
     match_answer(job, tokens);
-    last_[0] = job.num_tokens > 1 ? tokens[job.num_tokens - 2] : kAnyToken;
-    last_[1] = job.num_tokens > 0 ? tokens[job.num_tokens - 1] : kAnyToken;
+    for (int i = 0; i < 3; ++i)
+        last_[i] = job.num_tokens > 2 - i ? tokens[job.num_tokens - 3 + i] : kAnyToken;
+    take_in_rows(job, tokens);
     expand(job, candidates, blend, 1.0, kNone, 1);
     while (tree_.choose()) {
         if (!tree_.may_grow()) continue;
@@ -93,31 +108,12 @@ void Drafter::match_answer(const DraftJob& job, const int32_t* tokens) {
 void Drafter::expand(const DraftJob& job, const Candidates& candidates, const Blend& blend,
                      double above, int32_t parent, int32_t depth) {
     successors_.clear();
-    const RecycledContext* recycled[2] = {nullptr, nullptr};
-    if (job.recycled != nullptr) {
-        int32_t before = last_[0], last = last_[1];
-        if (parent != kNone) {
-            const Guess& guess = tree_.chosen(parent);
-            before = guess.parent == kNone ? last : tree_.chosen(guess.parent).token;
-            last = guess.token;
-        }
-        recycled[0] = job.recycled->find(job.scope, before, last);
-        recycled[1] = job.recycled->find(job.scope, kAnyToken, last);
-    }
+    find_recycled(job, parent);
     // A successor that is less likely cannot be chosen any more.
     const double cut = tree_.bound() / above, smallest = blend.cut_share * cut;
     const int32_t answer_order = answer_order_ == kNone ? kNone : answer_order_ + depth - 1;
-    const double left = ask_contexts(
-        blend, contexts_after(parent), recycled, answer_order,
-        std::max(blend.min_left, blend.cut_left * cut), [&](const Asked& asked) {
-            const double unit = asked.unit();
-            asked.counted.likeliest([&](int32_t token, int32_t count) {
-                const double share = unit * (count - asked.discount);
-                if (share < smallest) return false;
-                successors_.add(token, share);
-                return true;
-            });
-        });
+    const double left = ask_contexts(blend, contexts_after(parent), answer_order,
+                                     std::max(blend.min_left, blend.cut_left * cut), smallest);
     if (depth <= candidates.num_heads && left >= blend.min_left_for_heads)
         ask_head(candidates, depth - 1, left, above * (1.0 + blend.path_trust));
     for (const Successor& successor : successors_) {
@@ -131,32 +127,110 @@ void Drafter::expand(const DraftJob& job, const Candidates& candidates, const Bl
 }
 
 // Every context length of every source has its say, the longest first, and passes on what it is not
-// sure of; recycled contexts come before the empty one. Calls take(asked) for each; returns what is
-// left in the end.
-template <typename Take>
-double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts,
-                             const RecycledContext* const (&recycled)[2], int32_t answer_order,
-                             double min_left, Take take) {
-    int32_t longest = recycled[0] == nullptr && recycled[1] == nullptr ? -1 : 0;
+// sure of. Returns what is left in the end.
+double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts, int32_t answer_order,
+                             double min_left, double smallest) {
+    int32_t longest = single_ != nullptr ? 2 : siblings_.empty() && guesses_.empty() ? -1 : 0;
     for (int32_t s = 0; s < num_sources_; ++s) longest = std::max(longest, contexts[s].size - 1);
     double left = 1.0;
-    const auto ask = [&](const Counted& counted, const Source& source) {
-        if (counted.size() == 0) return;
-        const double claimed = counted.total() - source.discount * counted.size();
-        const double share = claimed / (counted.total() + source.concentration);
-        take(Asked{counted, source.discount, left, share});
-        left *= 1.0 - share;
-    };
     for (int32_t order = longest; order >= blend.min_order && left >= min_left; --order) {
-        if (order == 0)
-            for (const RecycledContext* context : recycled) ask(Counted(context), blend.recycled);
-        for (int32_t s = 0; s < num_sources_; ++s) {
-            if (order >= contexts[s].size) continue;
-            ask(Counted(sources_[s], contexts[s].matches[order]),
-                source_of(blend, kinds_[s], order, order == answer_order));
+        if (order == 2 && pair_ != nullptr)
+            ask_row(ContextRow{*pair_}, blend.recycled.pair, smallest, left);
+        if (order == 1 && single_ != nullptr)
+            ask_row(ContextRow{*single_}, blend.recycled.single, smallest, left);
+        if (order == 0) {
+            ask_row(siblings_, blend.recycled.sibling, smallest, left);
+            ask_row(guesses_, blend.recycled.guess, smallest, left);
         }
+        for (int32_t s = 0; s < num_sources_; ++s)
+            if (order < contexts[s].size)
+                ask_counted(Counted(sources_[s], contexts[s].matches[order]),
+                            source_of(blend, kinds_[s], order, order == answer_order), smallest,
+                            left);
     }
     return left;
+}
+
+// Successors get their parts of what is left, without those below `smallest`.
+void Drafter::ask_counted(const Counted& counted, const Source& source, double smallest,
+                          double& left) {
+    if (counted.size() == 0) return;
+    const double claimed = counted.total() - source.discount * counted.size();
+    const double unit = left / (counted.total() + source.concentration);
+    counted.likeliest([&](int32_t token, int32_t count) {
+        const double part = unit * (count - source.discount);
+        if (part < smallest) return false;
+        successors_.add(token, part);
+        return true;
+    });
+    left *= 1.0 - claimed / (counted.total() + source.concentration);
+}
+
+template <typename Row>
+void Drafter::ask_row(const Row& row, double trust, double smallest, double& left) {
+    double total = 0.0;
+    for (const Successor& successor : row) total += successor.probability;
+    if (total * trust > kMostClaimed) trust = kMostClaimed / total;
+    for (const Successor& successor : row) {
+        const double part = left * trust * successor.probability;
+        if (part > 0.0 && part >= smallest) successors_.add(successor.token, part);
+    }
+    left *= 1.0 - trust * total;
+}
+
+// The last step's rows enter the table. At the root, those of the last token's siblings are asked,
+// too, and the tokens that were likely in its place.
+void Drafter::take_in_rows(const DraftJob& job, const int32_t* tokens) {
+    siblings_.clear();
+    guesses_.clear();
+    const Rows& rows = job.rows;
+    const int64_t base = job.num_tokens - 1 - rows.num_accepted;
+    if (job.recycled == nullptr || rows.tokens == nullptr || base < 1) return;
+    const int32_t root = tokens[base - 1], before_root = base > 1 ? tokens[base - 2] : kAnyToken;
+    for (int64_t row = 0; row <= rows.num_nodes; ++row) {
+        const int64_t node = row - 1, parent = node < 0 ? kNone : rows.parents[node];
+        const int32_t last = node < 0 ? root : rows.nodes[node];
+        const int32_t before = node < 0 ? before_root : parent < 0 ? root : rows.nodes[parent];
+        const float* probabilities = rows.probabilities + row * kRowTokens;
+        if (last >= 0 && probabilities[0] > 0.0f)
+            job.recycled->add_row(job.scope, before, last, rows.tokens + row * kRowTokens,
+                                  probabilities);
+    }
+    const int32_t* likely = rows.tokens + (rows.last_accepted + 1) * kRowTokens;
+    const float* rates = rows.probabilities + (rows.last_accepted + 1) * kRowTokens;
+    for (int i = 0; i < kRowTokens; ++i)
+        if (likely[i] != last_[2]) guesses_.push_back({likely[i], rates[i]});
+    double total = 0.0;
+    for (int64_t node = 0; node < rows.num_nodes; ++node) {
+        if (rows.parents[node] != rows.last_accepted || rows.nodes[node] == last_[2]) continue;
+        const auto* at = std::find(likely, likely + kRowTokens, rows.nodes[node]);
+        const double weight = kLeastWeight + (at == likely + kRowTokens ? 0.0 : rates[at - likely]);
+        total += weight;
+        const int64_t first = (node + 1) * kRowTokens;
+        for (int64_t i = first; i < first + kRowTokens; ++i)
+            siblings_.push_back({rows.tokens[i], weight * rows.probabilities[i]});
+    }
+    for (Successor& successor : siblings_) successor.probability /= total;
+}
+
+// Find the contexts at the end of a node's path.
+void Drafter::find_recycled(const DraftJob& job, int32_t parent) {
+    pair_ = single_ = nullptr;
+    if (job.recycled == nullptr) return;
+    int32_t path[3] = {last_[0], last_[1], last_[2]};
+    int32_t place = 2;
+    for (int32_t node = parent; node != kNone && place >= 0; node = tree_.chosen(node).parent)
+        path[place--] = tree_.chosen(node).token;
+    for (int32_t from = 2; place >= 0; --place, --from) path[place] = last_[from];
+    pair_ = job.recycled->find(job.scope, path[1], path[2]);
+    single_ = job.recycled->find(job.scope, kAnyToken, path[2]);
+    if (parent == kNone) return;
+    siblings_.clear();
+    guesses_.clear();
+    const RecycledContext* previous = job.recycled->find(job.scope, path[0], path[1]);
+    for (int i = 0; previous != nullptr && i < kRowTokens; ++i)
+        if (previous->tokens[i] != path[2])
+            guesses_.push_back({previous->tokens[i], previous->probability(i)});
 }
 
 // A head gets the probability that the contexts have left. The path of a child of probability p has

@@ -18,6 +18,15 @@ struct Source {
     double discount;
 };
 
+// Trust in what the model held likely: a token gets this part of its probability.
+struct Recycled {
+    double pair;     // after the last two tokens; asked before a text's contexts of two
+    double single;   // after the last token; asked before a text's contexts of one
+    double sibling;  // after rejected siblings of the last token; asked before the empty context
+    double guess;    // in place of the last token; asked before the empty context
+    double odds;     // of a node, in relation to what the blend makes them
+};
+
 // Parameters of a blend: class Blend in blend.py.
 struct Blend {
     Source own;
@@ -25,7 +34,7 @@ struct Blend {
     Source shared_long;
     Source corpus;
     Source corpus_long;
-    Source recycled;
+    Recycled recycled;
     double path_trust;
     double min_left;
     double cut_left;
@@ -50,6 +59,17 @@ struct Corpus {
     View view;
 };
 
+// The rows of logits of a request's last step: after the token before its tree, and after each node.
+struct Rows {
+    const int32_t* tokens;  // kRowTokens a row; null: there are none
+    const float* probabilities;
+    const int32_t* nodes;
+    const int32_t* parents;
+    int64_t num_nodes;
+    int64_t num_accepted;
+    int64_t last_accepted;  // a node, kNone for none; the text's last token follows it
+};
+
 // One request. In a batch, its tokens follow it.
 struct DraftJob {
     Index* own;              // brought up to date with the tokens; null: the heads alone draft
@@ -59,8 +79,9 @@ struct DraftJob {
     int64_t num_tokens;      // those that follow: the end of the request's text
     int64_t num_indexed;     // the first of them, which belong in `own`
     int64_t first;           // place of the first of them in the request's text
-    const RecycledTable* recycled;  // may be null
-    int32_t scope;                  // of `recycled`
+    RecycledTable* recycled;  // may be null
+    Rows rows;                // to take in first
+    int32_t scope;            // of `recycled`
     int32_t text;                   // of `own`, which holds the request's text
     int32_t answer;        // text of `store` that answered such a prompt, kNone if there is none
     int64_t output_begin;  // where the output begins, negative: before the tokens that follow
@@ -97,19 +118,6 @@ class Drafter {
     int32_t used_text(const DraftJob& job, int32_t min_length) const;
 
    private:
-    // A context that is asked, and the part of the probability that its successors get.
-    struct Asked {
-        Counted counted;
-        double discount;
-        double left;   // the probability that longer contexts left
-        double share;  // the part of it that the successors get
-
-        // Of a successor's count, in the probability.
-        double unit() const {
-            return left * share / (counted.total() - discount * counted.size());
-        }
-    };
-
     // One for each source.
     const Contexts* contexts_after(int32_t guess) const {
         return contexts_.data() + static_cast<size_t>(guess + 1) * num_sources_;
@@ -121,10 +129,13 @@ class Drafter {
     void match_answer(const DraftJob& job, const int32_t* tokens);
     void expand(const DraftJob& job, const Candidates& candidates, const Blend& blend,
                 double above, int32_t parent, int32_t depth);
-    template <typename Take>
-    double ask_contexts(const Blend& blend, const Contexts* contexts,
-                        const RecycledContext* const (&recycled)[2], int32_t answer_order,
-                        double min_left, Take take);
+    void take_in_rows(const DraftJob& job, const int32_t* tokens);
+    void find_recycled(const DraftJob& job, int32_t parent);
+    double ask_contexts(const Blend& blend, const Contexts* contexts, int32_t answer_order,
+                        double min_left, double smallest);
+    void ask_counted(const Counted& counted, const Source& source, double smallest, double& left);
+    template <typename Row>
+    void ask_row(const Row& row, double trust, double smallest, double& left);
     void ask_head(const Candidates& candidates, int64_t head, double left, double most);
 
     BestFirstTree tree_;
@@ -132,7 +143,11 @@ class Drafter {
     Kind kinds_[kMaxSources];
     int32_t answer_order_ = kNone;  // length of the context that is the job's answer so far
     int32_t num_sources_ = 0;
-    int32_t last_[2] = {};  // the last tokens of the text, kAnyToken before its first
+    int32_t last_[3] = {};  // the last tokens of the text, kAnyToken before its first
+    // Where a node is expanded: contexts of the last two tokens and of the last one; what is likely
+    // after the last token's siblings, and in its place.
+    const RecycledContext *pair_ = nullptr, *single_ = nullptr;
+    std::vector<Successor> siblings_, guesses_;
     std::vector<Contexts> contexts_;  // root's, then one row a node; num_sources_ a row
     Successors successors_;
 };

@@ -1,8 +1,10 @@
-// Successors that the model itself named: its argmax after the nodes of earlier trees, rejected ones
-// included, by the last two tokens and by the last one. The readable twin is recycled.py.
+// What the model itself held likely: the likeliest tokens of each row of logits that it computed,
+// after rejected nodes too, by the two tokens before the row and by the last one alone. The readable
+// twin is tests/unit/drafters/recycled_oracle.py.
 //
 // Source: Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models
-// with Token Recycling" (2024), section 3; there the table is keyed by one token.
+// with Token Recycling" (2024), section 3; there the table is keyed by one token, and its newest row
+// counts.
 #pragma once
 
 #include <algorithm>
@@ -12,82 +14,193 @@
 
 namespace ngram {
 
-constexpr int kRecycledSuccessors = 4;
-constexpr int kRecycledWays = 4;  // contexts that share a bucket; the oldest makes room
-constexpr int kMaxRecycledCount = 6;  // then all are halved, so that the latest count more
-constexpr int32_t kAnyToken = -1;  // in place of the first token: a context of one
+constexpr int kRowTokens = 8;       // of a row of logits, and of a context
+constexpr int32_t kAnyToken = -1;   // in place of the first token: a context of one
+constexpr double kLeastNews = 0.2;  // part of a row in its context's average; more in the first ones
+constexpr double kUnit = 1.0 / 65535;
 
-// A context of one scope (a cache salt and adapter), and its successors.
+// A context of one scope (a cache salt and adapter): the average of its rows.
 struct RecycledContext {
-    int32_t scope, before, last;
-    uint8_t counts[kRecycledSuccessors];  // largest first, of equals the latest; 0 from the end on
-    int32_t successors[kRecycledSuccessors];
+    int32_t before, last;
+    uint16_t scope;
+    uint16_t num_rows;     // up to the number from which each counts kLeastNews
+    int32_t next;          // with the same hash
+    int32_t older, newer;  // of the scope, by their last row
+    int32_t tokens[kRowTokens];  // likeliest first
+    uint16_t units[kRowTokens];  // their probabilities
 
     bool is(int32_t of_scope, int32_t first, int32_t second) const {
-        return counts[0] != 0 && last == second && before == first && scope == of_scope;
+        return last == second && before == first && scope == of_scope;
     }
+    double probability(int i) const { return units[i] * kUnit; }
 };
-static_assert(sizeof(RecycledContext) == 32, "a bucket is two cache lines");
+static_assert(sizeof(RecycledContext) == 72, "the documentation has the table's size");
 
-// A table of fixed size.
+// A table of bounded size. Where it is full, the context goes whose last row is the oldest of its
+// scope: the writing scope, unless that has less than an equal share of the table. So nobody takes a
+// context from a scope within its share. The hash has a secret key.
 class RecycledTable {
    public:
-    // Room for 2^size_log2 contexts, at least one bucket.
-    explicit RecycledTable(int32_t size_log2)
-        : contexts_(size_t{1} << size_log2), bucket_mask_(contexts_.size() / kRecycledWays - 1) {}
-
-    const RecycledContext* find(int32_t scope, int32_t before, int32_t last) const {
-        const RecycledContext* bucket = &contexts_[bucket_of(scope, before, last)];
-        for (int i = 0; i < kRecycledWays; ++i)
-            if (bucket[i].is(scope, before, last)) return &bucket[i];
-        return nullptr;
+    RecycledTable(int32_t max_contexts, int32_t max_scopes, const uint64_t* key)
+        : key_{key[0] | 1, key[1]}, max_contexts_(max_contexts), scopes_(max_scopes) {
+        size_t num_chains = 2;
+        while (num_chains < static_cast<size_t>(max_contexts)) num_chains *= 2;
+        chains_.assign(num_chains, kNone);
+        contexts_.reserve(max_contexts);  // memory that is not touched costs nothing
     }
 
-    // `successor` follows `before`, `last`. As in Kneser-Ney smoothing, the shorter context counts
-    // the different longer ones.
-    void observe(int32_t scope, int32_t before, int32_t last, int32_t successor) {
-        if (count(scope, before, last, successor)) count(scope, kAnyToken, last, successor);
+    // Null if the context has had no row.
+    const RecycledContext* find(int32_t scope, int32_t before, int32_t last) const {
+        const int32_t at = find_in_chain(chain_of(scope, before, last), scope, before, last);
+        return at == kNone ? nullptr : &contexts_[at];
+    }
+
+    // Take in a row of logits, kRowTokens each.
+    void add_row(int32_t scope, int32_t before, int32_t last, const int32_t* tokens,
+                 const float* probabilities) {
+        add(scope, before, last, tokens, probabilities);
+        add(scope, kAnyToken, last, tokens, probabilities);
+    }
+
+    // Remove the contexts of a scope.
+    void forget(int32_t scope) {
+        while (scopes_[scope].size > 0) {
+            const int32_t at = scopes_[scope].oldest;
+            remove(at);
+            free_.push_back(at);
+        }
+        num_scopes_ -= scopes_[scope].is_used;
+        scopes_[scope].is_used = false;
     }
 
    private:
-    size_t bucket_of(int32_t scope, int32_t before, int32_t last) const {
-        const uint32_t pair = hash_edge(before, last);
-        return (hash_edge(static_cast<int32_t>(pair), scope) & bucket_mask_) * kRecycledWays;
-    }
+    struct Scope {
+        int32_t newest = kNone, oldest = kNone, size = 0;
+        bool is_used = false;
+    };
 
-    // Returns whether the successor is new there.
-    bool count(int32_t scope, int32_t before, int32_t last, int32_t successor) {
-        RecycledContext* bucket = &contexts_[bucket_of(scope, before, last)];
-        int way = 0;
-        while (way < kRecycledWays - 1 && !bucket[way].is(scope, before, last)) ++way;
-        if (!bucket[way].is(scope, before, last))
-            bucket[way] = {scope, before, last, {}, {}};
-        std::rotate(bucket, bucket + way, bucket + way + 1);  // the latest first
-        return add(bucket[0], successor);
-    }
-
-    static bool add(RecycledContext& context, int32_t successor) {
-        int place = 0;
-        while (place < kRecycledSuccessors - 1 && context.counts[place] != 0 &&
-               context.successors[place] != successor)
-            ++place;
-        const bool is_new = context.counts[place] == 0 || context.successors[place] != successor;
-        int count = is_new ? 1 : context.counts[place] + 1;
-        if (count > kMaxRecycledCount) {
-            for (uint8_t& each : context.counts) each /= 2;
-            count /= 2;
+    size_t chain_of(int32_t scope, int32_t before, int32_t last) const {
+        uint64_t hash = key_[1] ^ static_cast<uint32_t>(last);
+        for (const int32_t part : {before, scope}) {
+            hash *= key_[0];
+            hash ^= (hash >> 32) ^ static_cast<uint32_t>(part);
         }
-        for (; place > 0 && context.counts[place - 1] <= count; --place) {
-            context.counts[place] = context.counts[place - 1];
-            context.successors[place] = context.successors[place - 1];
-        }
-        context.counts[place] = static_cast<uint8_t>(count);
-        context.successors[place] = successor;
-        return is_new;
+        return ((hash * key_[0]) >> 32) & (chains_.size() - 1);
     }
 
+    int32_t find_in_chain(size_t chain, int32_t scope, int32_t before, int32_t last) const {
+        int32_t at = chains_[chain];
+        while (at != kNone && !contexts_[at].is(scope, before, last)) at = contexts_[at].next;
+        return at;
+    }
+
+    void add(int32_t scope, int32_t before, int32_t last, const int32_t* tokens,
+             const float* probabilities) {
+        const size_t chain = chain_of(scope, before, last);
+        int32_t at = find_in_chain(chain, scope, before, last);
+        if (at != kNone) {
+            unlink(at);
+        } else {
+            at = take_room(scope);
+            RecycledContext& context = contexts_[at];
+            context = {};
+            context.before = before;
+            context.last = last;
+            context.scope = static_cast<uint16_t>(scope);
+            context.next = chains_[chain];
+            chains_[chain] = at;
+        }
+        link(at);
+        average(contexts_[at], tokens, probabilities);
+    }
+
+    static void average(RecycledContext& context, const int32_t* tokens,
+                        const float* probabilities) {
+        if (context.num_rows < 1.0 / kLeastNews) ++context.num_rows;
+        const double news = 1.0 / context.num_rows, rest = 1.0 - news;
+        struct {
+            int32_t token;
+            double probability;
+        } merged[2 * kRowTokens];
+        int count = 0;
+        if (context.num_rows > 1)
+            for (; count < kRowTokens; ++count)
+                merged[count] = {context.tokens[count], rest * context.probability(count)};
+        const int num_known = count;
+        for (int i = 0; i < kRowTokens; ++i) {
+            int known = 0;
+            while (known < num_known && merged[known].token != tokens[i]) ++known;
+            if (known == num_known) merged[known = count++] = {tokens[i], 0.0};
+            merged[known].probability += news * std::min(std::max(probabilities[i], 0.0f), 1.0f);
+        }
+        std::stable_sort(merged, merged + count, [](const auto& a, const auto& b) {
+            return a.probability > b.probability;
+        });
+        for (int i = 0; i < kRowTokens; ++i) {
+            context.tokens[i] = merged[i].token;
+            context.units[i] = static_cast<uint16_t>(merged[i].probability / kUnit + 0.5);
+        }
+    }
+
+    // An unused context. Where there is none, one is removed.
+    int32_t take_room(int32_t scope) {
+        if (!scopes_[scope].is_used) {
+            scopes_[scope].is_used = true;
+            ++num_scopes_;
+        }
+        if (!free_.empty()) {
+            const int32_t at = free_.back();
+            free_.pop_back();
+            return at;
+        }
+        if (contexts_.size() < static_cast<size_t>(max_contexts_)) {
+            contexts_.emplace_back();
+            return static_cast<int32_t>(contexts_.size()) - 1;
+        }
+        const int32_t share = max_contexts_ / num_scopes_;
+        if (scopes_[scope].size < share) {
+            // There is one: if not, all would have less than their shares, and the table room.
+            while (scopes_[hand_].size <= share) hand_ = (hand_ + 1) % scopes_.size();
+            scope = static_cast<int32_t>(hand_);
+        }
+        const int32_t at = scopes_[scope].oldest;
+        remove(at);
+        return at;
+    }
+
+    void remove(int32_t at) {
+        unlink(at);
+        const RecycledContext& gone = contexts_[at];
+        int32_t* link = &chains_[chain_of(gone.scope, gone.before, gone.last)];
+        while (*link != at) link = &contexts_[*link].next;
+        *link = gone.next;
+    }
+
+    // Make a context the newest of its scope.
+    void link(int32_t at) {
+        RecycledContext& context = contexts_[at];
+        Scope& scope = scopes_[context.scope];
+        context.older = scope.newest;
+        context.newer = kNone;
+        (scope.newest == kNone ? scope.oldest : contexts_[scope.newest].newer) = at;
+        scope.newest = at;
+        ++scope.size;
+    }
+
+    void unlink(int32_t at) {
+        const RecycledContext& context = contexts_[at];
+        Scope& scope = scopes_[context.scope];
+        (context.newer == kNone ? scope.newest : contexts_[context.newer].older) = context.older;
+        (context.older == kNone ? scope.oldest : contexts_[context.older].newer) = context.newer;
+        --scope.size;
+    }
+
+    uint64_t key_[2];
+    int32_t max_contexts_, num_scopes_ = 0;
+    size_t hand_ = 0;  // a scope that had more than its share
+    std::vector<int32_t> chains_, free_;
     std::vector<RecycledContext> contexts_;
-    size_t bucket_mask_;
+    std::vector<Scope> scopes_;
 };
 
 }  // namespace ngram

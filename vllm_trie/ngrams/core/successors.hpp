@@ -10,7 +10,7 @@ namespace ngram {
 
 constexpr int kMaxSources = 3;  // the request's own text, the store, the corpus
 
-// The successors of a context: counted in a source, or named by the model.
+// The counted successors of a context.
 class Counted {
    public:
     // Of no context.
@@ -25,12 +25,6 @@ class Counted {
             num_successors_ = source.nodes[node_].num_children;
         }
     }
-    explicit Counted(const RecycledContext* context) : recycled_(context) {
-        if (context == nullptr) return;
-        while (num_successors_ < kRecycledSuccessors && context->counts[num_successors_] != 0)
-            total_ += context->counts[num_successors_++];
-    }
-
     // Sum of the counts.
     int32_t total() const { return total_; }
     int32_t size() const { return num_successors_; }
@@ -38,10 +32,7 @@ class Counted {
     // Calls visit(token, count) for the likeliest, in order, until it returns false.
     template <typename Visit>
     void likeliest(Visit visit) const {
-        if (recycled_ != nullptr) {
-            for (int i = 0; i < num_successors_; ++i)
-                if (!visit(recycled_->successors[i], int32_t{recycled_->counts[i]})) return;
-        } else if (node_ == kNone) {
+        if (node_ == kNone) {
             if (num_successors_ > 0) visit(only_, 1);
         } else {
             int32_t child = source_->nodes[node_].first_child;
@@ -55,7 +46,6 @@ class Counted {
 
    private:
     const View* source_ = nullptr;
-    const RecycledContext* recycled_ = nullptr;
     int32_t node_ = kNone;  // kNone: it occurred once
     int32_t only_ = kNone;
     int32_t total_ = 0, num_successors_ = 0;
@@ -103,7 +93,8 @@ class Successors {
 
    private:
     // At most those of all contexts of all sources; anything else is found only behind these.
-    static constexpr size_t kMaxFound = kMaxSources * (kMaxOrder + 1) * kMaxHot;
+    static constexpr size_t kMaxFound =
+        kMaxSources * (kMaxOrder + 1) * kMaxHot + 4 * kRowTokens;
     static constexpr size_t kSlots = 1024;
     static_assert(kMaxFound < INT16_MAX, "slots are narrow, so that few cache lines hold them");
 

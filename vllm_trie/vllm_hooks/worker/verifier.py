@@ -27,7 +27,7 @@ import torch
 
 from vllm_trie.attention import TreeBatch
 from vllm_trie.budget import NodeBudget
-from vllm_trie.drafters import DraftRequest, VerifiedStep
+from vllm_trie.drafters import DraftRequest, LogitsRows, VerifiedStep
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.wire import TreeStats, WaitCause
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
@@ -42,6 +42,7 @@ from vllm_trie.vllm_hooks.worker.verification.placement import (
 from vllm_trie.vllm_hooks.worker.verification.sampling import (
     argmax_of_logits,
     is_plain_greedy,
+    likeliest_of_logits,
     sample_greedy,
     sample_levels,
 )
@@ -56,6 +57,9 @@ ShareTrees = Callable[[list[TokenTree]], list[TokenTree]]
 """Returns rank 0's trees on every tensor-parallel rank."""
 
 _NO_DRAFT = VerifiedStep(TokenTree.empty(), (), None)
+_MOST_PLAIN_ROWS = 16
+"""Of a step without drafts, whose rows of logits are read for later ones. Reading more would take
+over 1 % of a step on a GPU."""
 
 
 class TreeVerifier:
@@ -77,6 +81,8 @@ class TreeVerifier:
         is_pausing: Whether no drafts are wanted after the step that runs.
         num_decode_tokens: Tokens of the step that runs; 0 with prefills among them, as its duration
             cannot be attributed to nodes then.
+        likeliest: Tokens and probabilities of the step's rows of logits, see
+            :func:`likeliest_of_logits`; None where they are not read.
         totals: Statistics over the engine's lifetime.
     """
 
@@ -95,6 +101,7 @@ class TreeVerifier:
         self.tree_batch: TreeBatch | None = None
         self.has_drafts = False
         self.is_pausing = False
+        self.likeliest: tuple[np.ndarray, np.ndarray] | None = None
         self.totals = TreeStats()
         self._share_trees = share_trees
         self._warm_start = warm_start
@@ -104,6 +111,7 @@ class TreeVerifier:
         # Of the step that runs, by batch index.
         self._request_ids: Sequence[str] = []
         self._accepted: Sequence[Sequence[int]] = []
+        self._first_rows: Sequence[int] = []
         self._last_logits_rows: Sequence[int] = []  # those that gave the bonus tokens
         self.num_decode_tokens = 0
         self._num_decoding = 0
@@ -134,6 +142,7 @@ class TreeVerifier:
         self.num_decode_tokens = num_tokens if num_tokens == num_decode_tokens else 0
         self._request_ids = request_ids
         self.has_drafts = bool(drafts)
+        self.likeliest = None
         self.tree_batch = None
         self.step_trees = [TokenTree.empty()] * len(request_ids)
         if drafts:
@@ -177,9 +186,7 @@ class TreeVerifier:
         start = time.perf_counter()
         trees = self.step_trees
         is_greedy = self.has_drafts and is_plain_greedy(metadata)
-        argmax = None
-        if logits is not None and (is_greedy or self.guard.drafter.needs_node_argmax):
-            argmax = argmax_of_logits(sampler, logits)
+        argmax = self.read_logits(logits, sampler, is_greedy)
         if not self.has_drafts:
             self._keep_results([()] * len(trees), range(len(trees)), argmax)
             output: SamplerOutput = sampler(logits=logits, sampling_metadata=metadata)
@@ -191,11 +198,33 @@ class TreeVerifier:
             sample = sample_greedy(argmax, trees)
         else:
             sample = sample_levels(sampler, logits, first_rows, trees, metadata, outputs)
-        self._accepted = sample.accepted
         self._keep_results(sample.accepted, first_rows, argmax)
         output = sample.padded(logits.device)
         self._stats.verification_seconds += time.perf_counter() - start
         return output
+
+    def read_logits(
+        self, logits: torch.Tensor | None, sampler: Sampler, needs_argmax: bool = False
+    ) -> np.ndarray | None:
+        """Read what the drafter wants of a step's logits, before anything changes them.
+
+        Returns:
+            The argmax of each row; None if nobody needs it.
+        """
+        if logits is None:
+            return None
+        if self.reads_rows(len(logits)):
+            self.likeliest = likeliest_of_logits(logits)
+            if logits.device.type == "cpu":
+                return self.likeliest[0][:, 0]
+        if needs_argmax or self.guard.drafter.needs_node_argmax:
+            return argmax_of_logits(sampler, logits)
+        return None
+
+    def reads_rows(self, num_rows: int) -> bool:
+        """Return whether to read the step's rows of logits for the drafter."""
+        is_cheap = self.has_drafts or (not self.is_pausing and num_rows <= _MOST_PLAIN_ROWS)
+        return self.guard.drafter.needs_rows and is_cheap
 
     def observe_outputs(
         self, new_tokens: Sequence[Sequence[int]], argmax: list[int] | None = None
@@ -221,6 +250,7 @@ class TreeVerifier:
         argmax: Sequence[int] | np.ndarray | None,
     ) -> None:
         """Keep each request's accepted nodes, and the argmax of its logits for the drafter."""
+        self._accepted, self._first_rows = accepted, first_rows
         self._last_logits_rows = [
             first + (path[-1] + 1 if path else 0)
             for first, path in zip(first_rows, accepted, strict=True)
@@ -320,6 +350,7 @@ class TreeVerifier:
         takes_hidden_states = self.guard.drafter.needs_hidden_states
         for index, request in requests.items():
             request.last_step = self._last_steps.get(request.request_id)
+            request.rows = self._rows_of(index)
             if takes_hidden_states:
                 request.hidden_state = sample_hidden_states[self._last_logits_rows[index]]
         drafts: list[list[int]] = [[] for _ in range(num_requests)]
@@ -336,6 +367,14 @@ class TreeVerifier:
         if self.budget is not None and drafting:
             self.budget.observe_drafting(elapsed)
         return drafts
+
+    def _rows_of(self, index: int) -> LogitsRows | None:
+        """Return the step's rows of logits of a request, by its index in the batch."""
+        if self.likeliest is None:
+            return None
+        tree, first = self.step_trees[index], self._first_rows[index]
+        tokens, rates = (array[first : first + tree.num_nodes + 1] for array in self.likeliest)
+        return LogitsRows(tree, tuple(self._accepted[index]), tokens, rates)
 
     def _propose(self, requests: list[DraftRequest]) -> list[TokenTree]:
         """Return the trees of some requests, cut by the budget, the same on all ranks."""

@@ -89,14 +89,15 @@ class V1Speculation:
 
         # Verify: walk down the trees, and move the accepted nodes' KV.
         sampled = None
-        if not self.chain_only:
-            logits: torch.Tensor | None = yield "logits", None
-            if logits is not None:
-                batch = runner.input_batch
-                outputs = cast(list[list[int]], batch.req_output_token_ids)
-                sampled = trees.verify(logits, runner.sampler, batch.sampling_metadata, outputs)
-                if trees.tree_batch is not None:
-                    trees.compact(self._cache_groups, self._slot_mappings())
+        logits: torch.Tensor | None = yield "logits", None
+        if self.chain_only:
+            trees.read_logits(logits, runner.sampler)
+        elif logits is not None:
+            batch = runner.input_batch
+            outputs = cast(list[list[int]], batch.req_output_token_ids)
+            sampled = trees.verify(logits, runner.sampler, batch.sampling_metadata, outputs)
+            if trees.tree_batch is not None:
+                trees.compact(self._cache_groups, self._slot_mappings())
         new_tokens, hidden_states = yield "tokens", sampled
         if self.chain_only:
             trees.observe_outputs(new_tokens)
@@ -251,6 +252,16 @@ class ChainRunnerMixin(_Runner):
         return prepared
 
     @_runner.overrides(
+        "reads the logits for the drafter; or walks down the trees losslessly and puts the KV of "
+        "accepted nodes in place"
+    )
+    def _sample(
+        self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+    ) -> Any:
+        self.adapter.go_on("logits", logits)
+        return super()._sample(logits, spec_decode_metadata)
+
+    @_runner.overrides(
         "ends a step in which no drafts are wanted, which runs as if speculative_config were None; "
         "attaches the worker's statistics",
         until=STATS,
@@ -331,7 +342,6 @@ class TreeRunnerMixin(ChainRunnerMixin):
         hand_on(self.adapter.trees.tree_batch, built[0])
         return built
 
-    @_runner.overrides("walks down the trees losslessly and puts the KV of accepted nodes in place")
     @around(sample_and_select)
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None

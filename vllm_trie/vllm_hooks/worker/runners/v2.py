@@ -128,6 +128,7 @@ class DraftedOnly(RejectionSampler):
     ) -> SamplerOutput:
         if not self._adapter.is_drafting:
             return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+        self._adapter.keep_rows(logits)
         # Row i of a request verifies its draft token i - 1; row 0 belongs to its last token.
         num_drafted = self._adapter.num_drafted[input_batch.expanded_idx_mapping]
         fillers = input_batch.expanded_local_pos > num_drafted

@@ -45,6 +45,7 @@ from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost, expect_
 from vllm_trie.vllm_hooks.worker.drafting.neural_v2 import V2Chains
 from vllm_trie.vllm_hooks.worker.runners import v2_lengths
 from vllm_trie.vllm_hooks.worker.runners.v2_requests import RequestText
+from vllm_trie.vllm_hooks.worker.verification.sampling import likeliest_on_device
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 if TYPE_CHECKING:
@@ -84,6 +85,9 @@ class _Launched(NamedTuple):
     """Why the next launch waits for its tokens; None if it does not."""
     hidden_states: torch.Tensor | None
     """[tokens of the step, hidden_size], where there is to wait."""
+    rows: tuple[np.ndarray, np.ndarray] | None
+    """The likeliest tokens of each row of logits and their probabilities, which arrive with the
+    tokens; None if nobody reads them."""
     max_nodes: int
     """The scheduler's limit on a draft."""
     num_decode_tokens: int
@@ -125,7 +129,9 @@ class V2Adapter:
         self._lengths: Mapping[str, int] = {}
         self._fillers: dict[str, int] = {}
         self._state: Literal["warm-up", "drafting", "off"] = "warm-up"
+        # On their way to the host.
         self._sampled: _Sampled | None = None
+        self._rows: tuple[np.ndarray, np.ndarray] | None = None
         self._launched: _Launched | None = None  # last, after which the next launch waits
         self._queued: deque[_Launched] = deque()  # before it, not waited for, oldest first
         self._num_ahead = 0  # launches since the last wait
@@ -316,6 +322,15 @@ class V2Adapter:
             has_arrived.record()
             self._sampled = _Sampled(*copies, has_arrived)
 
+    def keep_rows(self, logits: torch.Tensor) -> None:
+        """Start the copy of each row's likeliest tokens to the host, for drafters that read them.
+
+        Call it before anything changes the logits, and before :meth:`keep_sampled`.
+        """
+        if self.trees.reads_rows(len(logits)):
+            tokens, probabilities = likeliest_on_device(logits)
+            self._rows = async_copy_to_np(tokens), async_copy_to_np(probabilities)
+
     def propose(
         self, batch: InputBatch, hidden_states: torch.Tensor, max_nodes: int
     ) -> torch.Tensor:
@@ -335,8 +350,9 @@ class V2Adapter:
             texts = [self._requests[request_id] for request_id in batch.req_ids]
             states = None if wait is None else hidden_states
             num_tokens = self.trees.num_decode_tokens
+            rows, self._rows = self._rows, None
             self._launched = _Launched(
-                batch, texts, self._sampled, wait, states, max_nodes, num_tokens
+                batch, texts, self._sampled, wait, states, rows, max_nodes, num_tokens
             )
             if wait is None:
                 self.num_drafted[batch.idx_mapping] = 0
@@ -388,6 +404,9 @@ class V2Adapter:
     def _draft_after(self, launched: _Launched) -> torch.Tensor:
         batch, texts = launched.batch, launched.texts
         new_tokens = self._wait_for(launched)
+        if launched.rows is not None:
+            verified = self._drafted_rows(batch)
+            self.trees.likeliest = launched.rows[0][verified], launched.rows[1][verified]
         self.trees.observe_outputs(new_tokens, self._node_argmax(batch))
         self.trees.end_step(new_tokens)
         start = time.perf_counter()

@@ -89,6 +89,7 @@ class TreeSampler(RejectionSampler):
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         draft_tokens, parents = self._adapter.draft_rows
         self._adapter.keep_argmax(logits)
+        self._adapter.keep_rows(logits)
         sampled, scores = self._sample(logits, input_batch, draft_tokens)
         if invalid_drafts is not None:
             parents = parents.masked_fill(invalid_drafts, NO_PARENT)

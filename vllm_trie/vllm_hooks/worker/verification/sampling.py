@@ -23,7 +23,9 @@ from vllm.v1.sample.logits_processor.builtin import (
     MinTokensLogitsProcessor,
 )
 
+from vllm_trie.attention import likeliest
 from vllm_trie.device_copy import to_device
+from vllm_trie.ngrams.native import ROW_TOKENS
 from vllm_trie.tree import TokenTree, accept_all
 from vllm_trie.vllm_hooks.ledger.record import Symbols
 
@@ -33,8 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
 
-_INFINITY = 0x7F80  # the bits of bfloat16's; minus infinity becomes the negative number below
-_ARGMAX_ROWS = 512
+_DEVICE_ROWS = 512
 """Logits rows that are widened to float32 at a time on a GPU."""
 
 
@@ -75,39 +76,42 @@ def is_plain_greedy(metadata: SamplingMetadata) -> bool:
 
 
 def argmax_of_logits(sampler: Sampler, logits: torch.Tensor) -> np.ndarray:
-    """Return int64 [logits rows], the token that greedy sampling takes from each logits row.
+    """Return int [logits rows], the token that greedy sampling takes from each logits row.
 
-    On CPUs NumPy is several times faster than vLLM's operation, with the same answer for ties
+    On CPUs the kernel is several times faster than vLLM's operation, with the same answer for ties
     (the first), infinities and NaN.
     """
     if logits.device.type == "cpu":
-        tokens: np.ndarray | None = None
-        if logits.dtype == torch.bfloat16:
-            tokens = _argmax_of_bfloat16(logits.view(torch.int16).numpy())
-        return logits.float().numpy().argmax(axis=-1) if tokens is None else tokens
+        return likeliest(logits, 1)[0][:, 0]
     # A step with many trees has thousands of rows; a float32 copy of all would take gigabytes.
     parts = [
-        sampler.greedy_sample(part.to(torch.float32)) for part in torch.split(logits, _ARGMAX_ROWS)
+        sampler.greedy_sample(part.to(torch.float32)) for part in torch.split(logits, _DEVICE_ROWS)
     ]
     found: np.ndarray = torch.cat(parts).cpu().numpy().astype(np.int64)
     return found
 
 
-def _argmax_of_bfloat16(bits: np.ndarray) -> np.ndarray | None:
-    """Return the argmax of each row of bfloat16 values without widening them.
+def likeliest_of_logits(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the likeliest tokens of each row, [rows, ROW_TOKENS], and their probabilities.
 
-    Args:
-        bits: int16 [rows, vocab], the values as they lie in memory. As integers they have the
-            values' order once all bits but the sign of the negative ones are flipped.
-
-    Returns:
-        int64 [rows]; None with a NaN, or where the maximum is 0, which has two forms.
+    They are int32 and float32, at temperature 1, the likeliest first. On CPUs the first is what
+    :func:`argmax_of_logits` returns.
     """
-    ordered = bits ^ ((bits >> 15) & 0x7FFF)
-    tokens: np.ndarray = ordered.argmax(axis=-1)
-    best = np.take_along_axis(ordered, tokens[:, None], axis=-1)
-    has_nan = best.max(initial=0) > _INFINITY or ordered.min(initial=0) < -_INFINITY - 1
-    return None if has_nan or not best.all() else tokens
+    if logits.device.type == "cpu":
+        return likeliest(logits, ROW_TOKENS)
+    tokens, probabilities = likeliest_on_device(logits)
+    return tokens.cpu().numpy(), probabilities.cpu().numpy()
+
+
+def likeliest_on_device(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what :func:`likeliest_of_logits` does, without waiting for the device."""
+    tokens, probabilities = [], []
+    for part in torch.split(logits, _DEVICE_ROWS):
+        values, indices = part.topk(ROW_TOKENS, dim=-1)
+        normalizers = part.float().logsumexp(dim=-1, keepdim=True)
+        tokens.append(indices.int())
+        probabilities.append((values.float() - normalizers).exp())
+    return torch.cat(tokens), torch.cat(probabilities)
 
 
 def sample_greedy(argmax: np.ndarray, trees: Sequence[TokenTree]) -> TreeSample:

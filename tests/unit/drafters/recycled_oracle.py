@@ -1,0 +1,133 @@
+"""The table of recycled rows of logits in readable Python: the twin of core/recycled.hpp, and of
+what core/draft.cpp reads from it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from vllm_trie.ngrams import Job, Rows
+from vllm_trie.ngrams.mixture import ANY_TOKEN, FindRecycled, Recycled, Row
+from vllm_trie.ngrams.native import ROW_TOKENS
+
+LEAST_NEWS, LEAST_WEIGHT, UNIT = 0.2, 0.001, 1.0 / 65535
+
+Context = tuple[int, int]
+
+
+class RecycledTable:
+    """Averages of rows by scope and context; the context with the oldest row is first."""
+
+    def __init__(self, max_contexts: int, max_scopes: int) -> None:
+        self._max_contexts = max_contexts
+        self._scopes: list[OrderedDict[Context, tuple[int, list[tuple[int, int]]]]] = [
+            OrderedDict() for _ in range(max_scopes)
+        ]
+        self._used: set[int] = set()
+        self._hand = 0
+
+    def contexts(self, scope: int) -> set[Context]:
+        return set(self._scopes[scope])
+
+    def forget(self, scope: int) -> None:
+        self._scopes[scope].clear()
+        self._used.discard(scope)
+
+    def find(self, scope: int, before: int, last: int) -> Row:
+        _, row = self._scopes[scope].get((before, last), (0, []))
+        return [(token, units * UNIT) for token, units in row]
+
+    def observe(self, job: Job) -> FindRecycled:
+        """Take in a job's rows; return what finds the contexts at its points."""
+        siblings: Row = []
+        guesses: Row = []
+        if job.rows is not None:
+            siblings, guesses = self._take_in(job.scope, job.rows, job.tokens.tolist())
+        return partial(self._at, job.scope, siblings, guesses)
+
+    def _at(
+        self, scope: int, siblings: Row, guesses: Row, last: tuple[int, int, int], is_root: bool
+    ) -> Recycled:
+        pair = self.find(scope, last[1], last[2])
+        single = self.find(scope, ANY_TOKEN, last[2])
+        if is_root:
+            return Recycled(pair, single, siblings, guesses)
+        before = self.find(scope, last[0], last[1])
+        return Recycled(pair, single, [], [(t, p) for t, p in before if t != last[2]])
+
+    def _take_in(self, scope: int, rows: Rows, text: Sequence[int]) -> tuple[Row, Row]:
+        base = len(text) - 1 - len(rows.accepted)
+        if base < 1:
+            return [], []
+        contexts = [(text[base - 2] if base > 1 else ANY_TOKEN, text[base - 1])]
+        for token, parent in zip(rows.nodes.tolist(), rows.parents.tolist(), strict=True):
+            contexts.append((contexts[parent + 1][1], token))
+        listed = [
+            list(zip(tokens, rates, strict=True))
+            for tokens, rates in zip(rows.tokens.tolist(), rows.probabilities.tolist(), strict=True)
+        ]
+        for (before, last), row in zip(contexts, listed, strict=True):
+            if last >= 0 and row[0][1] > 0:
+                for context in ((before, last), (ANY_TOKEN, last)):
+                    self._add(scope, context, row)
+        last_accepted = rows.accepted[-1] if rows.accepted else -1
+        likely = listed[last_accepted + 1]
+        rejected = [
+            (node, LEAST_WEIGHT + next((p for t, p in likely if t == token), 0.0))
+            for node, token in enumerate(rows.nodes.tolist())
+            if rows.parents[node] == last_accepted and token != text[-1]
+        ]
+        total = 0.0
+        for _, weight in rejected:
+            total += weight
+        siblings = [
+            (token, weight * rate / total)
+            for node, weight in rejected
+            for token, rate in listed[node + 1]
+        ]
+        return siblings, [(token, rate) for token, rate in likely if token != text[-1]]
+
+    def _add(self, scope: int, context: Context, row: Row) -> None:
+        contexts = self._scopes[scope]
+        if context in contexts:
+            contexts.move_to_end(context)
+            num_rows, known = contexts[context]
+        else:
+            self._make_room(scope)
+            num_rows, known = 0, []
+        num_rows = min(num_rows + 1, round(1 / LEAST_NEWS))
+        news = 1.0 / num_rows
+        merged = {token: (1.0 - news) * (units * UNIT) for token, units in known}
+        for token, rate in row:
+            merged[token] = merged.get(token, 0.0) + news * min(max(rate, 0.0), 1.0)
+        best = sorted(merged.items(), key=lambda item: -item[1])[:ROW_TOKENS]
+        contexts[context] = num_rows, [(token, int(rate / UNIT + 0.5)) for token, rate in best]
+
+    def _make_room(self, scope: int) -> None:
+        self._used.add(scope)
+        if sum(map(len, self._scopes)) < self._max_contexts:
+            return
+        share = self._max_contexts // len(self._used)
+        if len(self._scopes[scope]) < share:
+            while len(self._scopes[self._hand]) <= share:
+                self._hand = (self._hand + 1) % len(self._scopes)
+            scope = self._hand
+        self._scopes[scope].popitem(last=False)
+
+
+def rows_of(
+    listed: Sequence[Row], nodes: Sequence[int], parents: Sequence[int], accepted: Sequence[int]
+) -> Rows:
+    """Return rows from lists."""
+    tokens = [[token for token, _ in row] for row in listed]
+    rates = [[rate for _, rate in row] for row in listed]
+    return Rows(
+        np.array(tokens, dtype=np.int32),
+        np.array(rates, dtype=np.float32),
+        np.array(nodes, dtype=np.int32),
+        np.array(parents, dtype=np.int32),
+        accepted,
+    )
