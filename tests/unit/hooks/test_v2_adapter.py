@@ -330,12 +330,16 @@ class Pausing(NodeBudget):
     def __init__(self) -> None:
         super().__init__()
         self.unwaited: list[int] = []
+        self.waited: list[int] = []
 
     def should_draft(self, num_rows: int) -> bool:
         return not self.pauses
 
     def observe_unwaited(self, num_tokens: int, seconds: float) -> None:
         self.unwaited.append(num_tokens)
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        self.waited.append(num_tokens)
 
 
 @pytest.fixture
@@ -362,9 +366,11 @@ def test_a_pause_waits_at_its_end_only(steps: Steps, budget: Pausing) -> None:
     assert steps.adapter._requests["a"].num_tokens == 5
     # The first two launches of a pause follow each other faster than steps end.
     assert budget.unwaited == [2, 2]
+    assert len(budget.waited) == 2
     budget.pauses = False
     assert steps.step({"a": [31], "b": [31]}, scheduled=WIDTH) == [[32, 33, 34, 35]] * 2
     assert Event.waits == 3
+    assert len(budget.waited) == 2  # the device had others to compute before
     assert steps.drafter.requests[0].token_ids.tolist() == [7, 8, *range(11, 19), 31]
     stats = steps.statistics()
     assert stats.waits == {"drafting": 1, "verification": 1, "pause_end": 1}

@@ -293,16 +293,17 @@ class TreeVerifier:
         """Return the result of a request's last verification; no nodes before the first."""
         return self._last_steps.get(request_id, _NO_DRAFT)
 
-    def end_step(self, new_tokens: Sequence[Sequence[int]]) -> None:
+    def end_step(self, new_tokens: Sequence[Sequence[int]], is_timed: bool = True) -> None:
         """Take in the step's time and tokens, and drop its trees.
 
         Trees of requests outside the batch stay: the scheduler may still send their drafts.
 
         Args:
             new_tokens: Of each request of the batch; none while its prefill goes on.
+            is_timed: Whether the time since the step's beginning is its duration.
         """
         start = time.perf_counter()
-        if self.budget is not None and self.num_decode_tokens:
+        if self.budget is not None and self.num_decode_tokens and is_timed:
             self.budget.observe_step(self.num_decode_tokens, self._clock.stop())
         self._num_decoding = sum(map(bool, new_tokens))
         self._stats.steps += self._num_decoding

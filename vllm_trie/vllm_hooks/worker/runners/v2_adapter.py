@@ -408,7 +408,8 @@ class V2Adapter:
             verified = self._drafted_rows(batch)
             self.trees.likeliest = launched.rows[0][verified], launched.rows[1][verified]
         self.trees.observe_outputs(new_tokens, self._node_argmax(batch))
-        self.trees.end_step(new_tokens)
+        # After a pause the step began behind others, so that its duration is unknown.
+        self.trees.end_step(new_tokens, is_timed=launched.wait != "pause_end")
         start = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in texts]
         if launched.wait != "verification":
