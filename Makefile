@@ -23,7 +23,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 # Without compiled files on disk, each process spends 20 s in the compiler to import vLLM.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test unit lint format docs docs-tools bench bench-gpu dist lock clean
+.PHONY: help venv demo test unit lint format docs docs-tools test-tools bench bench-gpu dist lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ demo: venv ## run plain vLLM and draft trees side by side on SmolLM2-135M, or on
 	@$(BIN)/vllm-trie demo $(ARGS)
 
 test: export OMP_NUM_THREADS ?= 1
-test: venv docs-tools ## all tests: unit tests, then those that start an engine
+test: venv docs-tools test-tools ## all tests: unit tests, then those that start an engine
 	@$(PYTEST) $(ARGS)
 
 # A path among ARGS replaces tests/unit.
@@ -59,6 +59,15 @@ docs: venv docs-tools ## build the documentation into site/; warnings are errors
 docs-tools: venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
 		-r requirements/docs.txt || echo "no mkdocs: the site cannot be built here" >&2
+
+# Debian's packages, as root; the tests that lack them are skipped with that reason.
+TEST_PACKAGES := chromium fonts-dejavu-core curl
+test-tools:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& ! { command -v chromium && command -v curl; } >/dev/null; then \
+		{ apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
+			apt-get -qq install --no-install-recommends $(TEST_PACKAGES); } >/dev/null 2>&1 \
+		|| echo "no $(TEST_PACKAGES): their tests are skipped" >&2; fi
 
 # REPLAYS need the files that SPEC_BENCH_QUESTIONS and SPEC_BENCH_ANSWERS name.
 REPLAYS := replay replay_speed ngram_paper

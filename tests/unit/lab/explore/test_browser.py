@@ -16,7 +16,7 @@ from tests.unit.lab.explore.samples import WORDS, decode, generation, search
 from vllm_trie.lab.explore.page import page
 
 pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium: apt-get install chromium runs the page's tests"
+    CHROMIUM is None, reason="no Chromium: `make test` installs it as root, with apt-get"
 )
 
 
