@@ -188,11 +188,10 @@ def compare(options: Any) -> list[Row]:
 
 def choose_prompts(model: str, options: Any) -> list[list[int]]:
     """Return the prompts that all methods answer."""
-    from support.prompts import chats_by_category, held_out_tasks, written_by_hand
+    from support.prompts import chats_by_category, code_prompts
 
     if options.questions is None:
-        prompts = held_out_tasks(model, options.per_kind)
-        prompts += [prompt for prompts in written_by_hand(model).values() for prompt in prompts]
+        prompts = [prompt for group in code_prompts(model).values() for prompt in group]
         return prompts[: options.prompts]
     by_category = chats_by_category(model, options.questions, options.questions_per_category)
     return [prompt for prompts in by_category.values() for prompt in prompts]
@@ -242,7 +241,7 @@ def _tokens_per_s(repeats: Timed) -> float:
 
 def main() -> None:
     """Measure and print."""
-    smoke = {"nodes": [8], "max_tokens": 8, "prompts": 2, "per_kind": 1}
+    smoke = {"nodes": [8], "max_tokens": 8, "prompts": 2}
     parser = option_parser(__doc__, smoke=smoke)
     add_model_option(parser, "folder of a model; the shipped one if left out")
     parser.add_argument("--heads", help="its Medusa heads; without it those that ship")
@@ -254,7 +253,6 @@ def main() -> None:
     parser.add_argument("--nodes", nargs="+", type=int, default=[16, 32, 64])
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--per-kind", type=int, default=2, help="held-out documents of a kind")
     parser.add_argument("--prompts", type=int, default=None, help="use only the first prompts")
     parser.add_argument("--cost", action="store_true", help="cost for a 0.4 B model instead")
     options = parser.parse_args()

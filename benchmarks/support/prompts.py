@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 from support.replay_data import Recording, category_of, choose, read_lines
@@ -53,42 +54,30 @@ def chats_by_category(model: str, questions: Path, number: int) -> dict[str, lis
     }
 
 
-def held_out_tasks(model: str, per_kind: int) -> list[list[int]]:
-    """Return task documents from modules that training never saw, `per_kind` of each kind."""
+def code_prompts(model: str) -> dict[str, list[list[int]]]:
+    """Return prompts about code by set, as they are for the shipped model.
+
+    `tasks`: two of each kind of task that it was trained on, from modules that training never saw;
+    `edit`, `question`, `write`, `continue`: written by hand, unlike the training documents.
+    """
     from transformers import AutoTokenizer
 
-    from tools.tiny_model.evaluate import held_out_documents
-
     tokenizer = AutoTokenizer.from_pretrained(model)
-    return [tokenizer.encode(document.prompt) for document in held_out_documents(per_kind)]
-
-
-def written_by_hand(model: str) -> dict[str, list[list[int]]]:
-    """Return the prompts written by hand, by category: edit, question, write, continue."""
-    from transformers import AutoTokenizer
-
-    from tools.tiny_model.prompts import HAND_PROMPTS
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    sets: dict[str, list[list[int]]] = {}
-    for prompt in HAND_PROMPTS:
-        sets.setdefault(prompt.category, []).append(tokenizer.encode(prompt.render()))
-    return sets
+    texts = json.loads(Path(__file__).with_name("code_prompts.json").read_text(encoding="utf-8"))
+    return {name: [tokenizer.encode(text) for text in group] for name, group in texts.items()}
 
 
 def prompt_sets(model: str) -> dict[str, list[list[int]]]:
     """Return all prompts by set.
 
-    `demo`: the demo's; `tasks`: held-out task documents; `edit`, `question`, `write`, `continue`:
-    written by hand; `library`: those of the engine tests; `mixed`: in turns a copying, a chat and
-    a free prompt of the others.
+    `demo`: the demo's; those of `code_prompts`; `library`: those of the engine tests; `mixed`: in
+    turns a copying, a chat and a free prompt of the others.
     """
     from tests.engine.prompts import prompts as library_prompts
 
     sets = {
         "demo": list(demo_chats(model).values()),
-        "tasks": held_out_tasks(model, 2),
-        **written_by_hand(model),
+        **code_prompts(model),
         "library": [prompt["prompt_token_ids"] for prompt in library_prompts()],
     }
     copying = sets["tasks"] + sets["edit"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 from vllm import SamplingParams
 
-import tools.tiny_model
+from tests.checkout import ROOT
 from tests.engine.compare import (
     accepted_tokens,
     check_same_outputs,
@@ -108,7 +107,7 @@ def test_hidden_state_of_the_last_accepted_node(engine, expected, monkeypatch):
 
 def test_state_given_is_that_of_the_whole_text(engine, expected, monkeypatch):
     """What the drafter gets equals a plain forward pass over the tokens that are committed."""
-    from tools.tiny_model.model import load_model
+    from transformers import LlamaModel
 
     llm = engine(**medusa())
     drafter = trees_of(llm).guard.drafter
@@ -121,13 +120,13 @@ def test_state_given_is_that_of_the_whole_text(engine, expected, monkeypatch):
 
     monkeypatch.setattr(type(drafter), "propose", propose)
     generate(llm, prompts(10), GREEDY)
-    model = load_model(model_path())
+    model = LlamaModel.from_pretrained(model_path(), dtype=torch.float32)
     assert len(seen) > 20
     for tokens, hidden in seen[::3]:
         # The last token was sampled from the state of the one before it.
         ids = torch.tensor([tokens[:-1]])
         with torch.no_grad():
-            reference = model.hidden(ids, *model.rotary(ids.shape[1]))[0, -1]
+            reference = model(ids).last_hidden_state[0, -1]
         torch.testing.assert_close(hidden, reference, rtol=1e-3, atol=1e-3)
 
 
@@ -160,7 +159,7 @@ def test_training_command(tmp_path):
 
     text = tmp_path / "text"
     text.mkdir()
-    for number, file in enumerate(sorted(Path(tools.tiny_model.__file__).parent.glob("*.py"))[:6]):
+    for number, file in enumerate(sorted((ROOT / "vllm_trie" / "beam").glob("*.py"))[:6]):
         (text / f"{number}.txt").write_text(file.read_text())
     out = tmp_path / "heads"
     arguments = ["medusa", "train", "--model", str(model_path()), "--data", str(text)]

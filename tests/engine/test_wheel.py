@@ -67,10 +67,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
     source = folder / "source"
     files = [path.relative_to(ROOT) for path in tracked_files()]
     package = [path for path in files if path.parts[0] == "vllm_trie"]
-    others = [path for path in files if path.parts[0] == "tools"]
-    assert others
     root = map(Path, (".gitignore", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"))
-    for path in [*package, *others, *root]:
+    for path in [*package, *root]:
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, source / path)
     # What an editable install compiles into the source tree is not for a wheel.
@@ -83,21 +81,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Wheel) -> None:
-    """Weights, C++ sources and other data must reach users who do not install from a checkout.
-
-    The code that made the weights stays in the checkout.
-    """
+    """Weights, C++ sources and other data must reach users who do not install from a checkout."""
     packed = set(zipfile.ZipFile(wheel.path).namelist())
     assert not {path.as_posix() for path in wheel.package} - packed
     assert any(name.endswith("LICENSE") for name in packed)
     top = {name.split("/")[0] for name in packed}
     assert {name for name in top if not name.endswith(".dist-info")} == {"vllm_trie"}
-    # The shipped model's weights and prompts, not the code that trained it.
-    modules = {name for name in packed if name.startswith("vllm_trie/lab/tiny_model/")}
-    assert {name.rpartition("/")[2] for name in modules if name.endswith(".py")} == {
-        "__init__.py",
-        "chat_prompts.py",
-    }
     # One wheel for every Python, with each core.
     assert "-py3-none-linux_" in wheel.path.name
     cores = {name.rpartition("/")[2] for name in packed if name.endswith(".so")}

@@ -1,6 +1,6 @@
 """Weights of the small real model that ships with the package, and of drafters for it.
 
-`tools/tiny_model` in the repository holds the code that made them.
+Commit 311f483 of the repository has the code that made them, in `tools/tiny_model`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ def _folder(name: str, made_by: str) -> Path:
         if not (folder / needed).is_file():
             raise FileNotFoundError(
                 f"{folder / needed} is missing: this installation of vllm-trie lacks {made_by}. "
-                "Install the wheel or a full checkout, or train the weights yourself with "
-                "`python -m tools.tiny_model.train` in a checkout"
+                "Install the wheel or a full checkout"
             )
     return folder
 

@@ -1,1 +1,0 @@
-"""Programs that made what the package ships; not part of the package."""

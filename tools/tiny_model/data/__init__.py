@@ -1,1 +1,0 @@
-"""The training data: task documents made by program from the Python standard library."""
