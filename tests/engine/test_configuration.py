@@ -634,7 +634,7 @@ def test_a_store_path_that_is_no_folder(tmp_path: Path):
     engine_config(speculative_config={**TREES, "store_path": str(new)})
     assert not new.exists()
     said = refusal(speculative_config={**TREES, "store_reload_minutes": 5})
-    assert "store_reload_minutes=5 needs the folder that is read again" in said
+    assert "store_reload_minutes=5 has no effect since 0.5" in said
 
 
 def test_a_default_start_warns_of_nothing_that_the_plugin_answers_for():

@@ -1,37 +1,24 @@
-"""A folder of store files that engines share: each writes its own, and all read all of them."""
+"""A folder of store files: each engine writes its own, and starts from the newest."""
 
 from __future__ import annotations
 
 import fcntl
-import functools
 import hashlib
 import os
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from vllm_trie.store.store_file import (
-    MAX_TOKENS,
-    Store,
-    StoredText,
-    StoreError,
-    StoreHeader,
-    newest,
-    read_header,
-    read_store,
-)
+from vllm_trie.store.store_file import Store, StoreError, StoreHeader, read_header, read_store
 
 SUFFIX = ".store"
 MAX_FILES = 64
-"""Files that are read at a time, and engines of one model that write to one folder."""
+"""Engines of one model that write to one folder."""
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 KEY_BYTES = 32
 _KEY_FILE = "prompts.key"
-_RECENT_TEXTS = 16_384
-"""Texts of a file, those used last, among which a later reading looks for new ones."""
 
 
 class Identity(NamedTuple):
@@ -53,105 +40,40 @@ class Identity(NamedTuple):
         return hashlib.sha256("\0".join(map(str, self)).encode()).hexdigest()[:16]
 
 
-class SharedFolder:
-    """The files of one identity, each read again when it has changed.
+def read_newest(folder: Path, identity: Identity, warn: Callable[[str], None]) -> Store | None:
+    """Return the newest file of an identity that can be used, None if there is none.
 
     Args:
         folder: May be missing.
         identity: Of the engine; files of others are passed over.
-        warn: Is told of each file that cannot be used, once.
+        warn: Called for each file that cannot be used.
     """
-
-    def __init__(self, folder: Path, identity: Identity, warn: Callable[[str], None]) -> None:
-        self._folder = folder
-        self._identity = identity
-        self._warn = functools.cache(warn)
-        self._seen: dict[Path, tuple[float, frozenset[int]]] = {}
-        """When each file was saved, and the keys of its recent texts."""
-
-    def read(self, own: Path | None = None) -> list[Store]:
-        """Return the files that have changed since the last call, the newest first.
-
-        The first call returns whole files. Later ones leave out texts that were in a file before.
-
-        Args:
-            own: The engine's own file, whose texts are noted and not returned.
-        """
-        earlier = [keys for _, keys in self._seen.values()]
-        newest_files = self._newest_files()
-        # What is not read now is read later, without the texts that were in it before.
-        seen = {path: self._seen[path] for _, path in newest_files if path in self._seen}
-        changed: list[Store] = []
-        num_tokens = 0
-        for saved_at, path in newest_files:
-            if path in seen and seen[path][0] == saved_at:
-                continue
-            if num_tokens > MAX_TOKENS:  # more would not be taken up
-                break
-            try:
-                store = read_store(path)
-            except StoreError as error:
-                self._warn(str(error))
-                continue
-            num_tokens += store.header.num_tokens
-            seen[path] = saved_at, frozenset(map(_key, store.texts[-_RECENT_TEXTS:]))
-            if path == own:
-                earlier.append(seen[path][1])
-            else:
-                changed.append(store)
-        self._seen = seen
-        if not earlier:
-            return changed
-        all_known = frozenset[int]().union(*earlier)
-        return [_without(store, all_known) for store in changed]
-
-    def _newest_files(self) -> list[tuple[float, Path]]:
-        """Return when each file was saved, and its path."""
-        saved: list[tuple[float, Path]] = []
+    for path in _newest_files(folder, identity, warn):
         try:
-            names = [path for path in self._folder.iterdir() if path.suffix == SUFFIX]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            self._warn(f"store_path {self._folder}: {error.strerror}")
-            return []
-        for path in names:
-            try:
-                header = read_header(path)
-                if Identity.of(header) == self._identity:
-                    saved.append((header.saved_at, path))
-            except StoreError as error:
-                self._warn(str(error))
-        return sorted(saved, reverse=True)[:MAX_FILES]
+            return read_store(path)
+        except StoreError as error:
+            warn(str(error))
+    return None
 
 
-def _without(store: Store, keys: frozenset[int]) -> Store:
-    """Return a store with its recent texts but those with one of these keys."""
-    recent = store.texts[-_RECENT_TEXTS:]
-    return store._replace(texts=[text for text in recent if _key(text) not in keys])
-
-
-def _key(text: StoredText) -> int:
-    """Return what stands for a text among those seen. Two may share it: the later is left out."""
-    return hash((text.salt, text.token_ids.tobytes()))
-
-
-def merge_texts(stores: Sequence[Sequence[StoredText]], max_tokens: int) -> list[StoredText]:
-    """Return the texts of several stores, those used last, in that order.
-
-    The stores' last texts come last, then those before them. Engines read one another's texts: one
-    that is in several stores is taken as often as it is in the one that has it most often.
-    """
-    merged: dict[tuple[bytes, bytes, int], StoredText] = {}
-    seen: list[Counter[tuple[bytes, bytes]]] = [Counter() for _ in stores]
-    for age in range(1, max(map(len, stores), default=0) + 1):
-        for texts, count in zip(stores, seen, strict=True):
-            if age <= len(texts):
-                text = texts[-age]
-                key = (text.salt, text.token_ids.tobytes())
-                count[key] += 1
-                merged.setdefault((*key, count[key]), text)
-    return list(newest(list(merged.values())[::-1], max_tokens))
+def _newest_files(folder: Path, identity: Identity, warn: Callable[[str], None]) -> list[Path]:
+    saved: list[tuple[float, Path]] = []
+    try:
+        paths = [path for path in folder.iterdir() if path.suffix == SUFFIX]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        warn(f"store_path {folder}: {error.strerror}")
+        return []
+    for path in paths:
+        try:
+            header = read_header(path)
+        except StoreError as error:
+            warn(str(error))
+            continue
+        if Identity.of(header) == identity:
+            saved.append((header.saved_at, path))
+    return [path for _, path in sorted(saved, reverse=True)]
 
 
 def prompt_key(folder: Path) -> bytes:

@@ -27,10 +27,9 @@ def start(
     folder: Path,
     drafter: Drafter | None = None,
     identity: Identity = IDENTITY,
-    reload_interval: float | None = None,
 ) -> tuple[WarmStart, Drafter]:
     drafter = drafter or make_drafter()
-    return WarmStart(folder, identity, drafter, reload_interval=reload_interval), drafter
+    return WarmStart(folder, identity, drafter), drafter
 
 
 def finish_job(saving: WarmStart) -> None:
@@ -238,82 +237,3 @@ def test_the_texts_of_a_union_are_those_of_its_parts(tmp_path: Path) -> None:
     start(tmp_path, union)
     assert drafted(union, [5, 10, 11])[:3] == [12, 13, 14]
     assert len(union.save()) == 2
-
-
-# -- reading again ---------------------------------------------------------------------------------
-
-
-def save(saving: WarmStart) -> None:
-    """As after a minute."""
-    saving._next_save = 0.0
-    saving.tick()
-    finish_job(saving)
-
-
-def reload(saving: WarmStart) -> None:
-    saving._next_reload = 0.0
-    saving.tick()
-    finish_job(saving)
-
-
-def test_engines_learn_from_one_another_while_they_run(tmp_path: Path) -> None:
-    first, drafter = start(tmp_path)
-    second, other_drafter = start(tmp_path, reload_interval=60.0)
-    answer(drafter, ANSWER)
-    answer(drafter, SECRET, salt="tenant")
-    save(first)
-    reload(second)
-    assert 12 not in draft(other_drafter, [5, 10, 11]).token_ids  # not before the next step
-    second.tick()
-    assert drafted(other_drafter, [5, 10, 11])[:3] == [12, 13, 14]
-    assert drafted(other_drafter, [5, *SECRET[:2]], "tenant")[:2] == SECRET[2:4]
-    assert not set(draft(other_drafter, [5, *SECRET[:2]]).token_ids.tolist()) & set(SECRET[2:])
-    # What comes back is known, and what is new comes once.
-    save(second)
-    answer(drafter, [20, 21, 22, 23])
-    for _ in range(3):
-        save(first)
-        reload(second)
-        second.tick()
-    both = [saving.save() for saving in (drafter, other_drafter)]
-    texts, copies = (sorted(text.token_ids.tolist() for text in saved) for saved in both)
-    assert copies == texts
-    assert len(texts) == 6
-    without, other_drafter = start(tmp_path)
-    without.tick()
-    assert without._job is None
-
-
-def test_a_reload_is_taken_up_in_small_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saving, drafter = start(tmp_path, reload_interval=60.0)
-    for number in range(8):
-        tokens = np.arange(number, number + 100, dtype=np.int32)
-        text = StoredText(b"", tokens)
-        header = StoreHeader(**IDENTITY._asdict(), saved_at=float(number))
-        write_store(tmp_path / f"{number}.store", header, [text])
-    monkeypatch.setattr(module, "MAX_RELOAD_TOKENS", 700)
-    monkeypatch.setattr(module, "_TOKENS_PER_STEP", 250)
-    reload(saving)
-    sizes = []
-    for _ in range(4):
-        saving.tick()
-        sizes.append(len(drafter.save()))
-    assert sizes == [3, 6, 7, 7]
-
-
-def test_a_reload_that_fails_costs_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = make_drafter()
-    saving, _ = start(tmp_path, _Broken(whole.options, whole.context), reload_interval=60.0)
-    run_once(tmp_path / "other")
-    [path] = (tmp_path / "other").glob("*.store")
-    path.rename(tmp_path / "other.store")
-    reload(saving)
-    saving.tick()
-    assert "are not taken up any more" in caplog.text
-    monkeypatch.setattr(saving._shared, "read", lambda store: 1 // 0)
-    reload(saving)
-    assert "could not be read again" in caplog.text

@@ -1,4 +1,4 @@
-"""Files of a warm start: written whole or not at all, read with suspicion, shared by engines."""
+"""Files of a warm start: written whole or not at all, read with suspicion."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ from vllm_trie import cli
 from vllm_trie.checked_file import PREFIX
 from vllm_trie.store import (
     Identity,
-    SharedFolder,
     Slot,
     StoredText,
     StoreError,
     StoreHeader,
-    merge_texts,
     prompt_key,
     read_header,
+    read_newest,
     read_store,
     salt_digest,
     write_store,
 )
-from vllm_trie.store import folder as folder_module
 from vllm_trie.store.store_file import FORMAT
 
 MODEL = Identity("model", "fingerprint", 1000)
@@ -176,7 +174,7 @@ def test_damaged_files_are_a_warning(file: Path) -> None:
     for damaged in mutations(content, 100):
         file.write_bytes(damaged)
         warnings: list[str] = []
-        assert SharedFolder(file.parent, MODEL, warnings.append).read() == []
+        assert read_newest(file.parent, MODEL, warnings.append) is None
         if warnings == []:  # the damage made it another model's
             assert Identity.of(read_header(file)) != MODEL
         else:
@@ -197,54 +195,31 @@ def test_a_large_header_is_not_read(file: Path) -> None:
 
 def test_files_of_others_and_no_files(tmp_path: Path) -> None:
     warnings: list[str] = []
-    assert SharedFolder(tmp_path / "none", MODEL, warnings.append).read() == []
+    assert read_newest(tmp_path / "none", MODEL, warnings.append) is None
     write_store(tmp_path / "other.store", make_header(Identity("other", "", 7)), [])
-    shared = SharedFolder(tmp_path, MODEL, warnings.append)
-    assert shared.read() == []
+    assert read_newest(tmp_path, MODEL, warnings.append) is None
     assert warnings == []
     os.mkfifo(tmp_path / "pipe.store")
     (tmp_path / "folder.store").mkdir()
     (tmp_path / "dangling.store").symlink_to(tmp_path / "nowhere")
-    assert shared.read() == []
-    assert shared.read() == []
+    assert read_newest(tmp_path, MODEL, warnings.append) is None
     assert len(warnings) == 3
 
 
-def test_all_files_are_merged_the_newest_first(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.store", tmp_path / "new.store"
-    write_store(old, make_header(saved_at=1.0), [make_text(1), make_text(2)])
-    write_store(new, make_header(saved_at=2.0), [make_text(3), make_text(2)])
-    stores = SharedFolder(tmp_path, MODEL, pytest.fail).read()
-    assert [store.header.saved_at for store in stores] == [2.0, 1.0]
-    merged = merge_texts([store.texts for store in stores], 100)
-    assert as_lists(merged) == as_lists([make_text(1), make_text(3), make_text(2)])
-    same_tokens = [[make_text(1)], [make_text(1, salt=TENANT)]]
-    assert len(merge_texts(same_tokens, 100)) == 2
-    repeated = [[make_text(1), make_text(1)], [make_text(1), make_text(2)]]
-    assert as_lists(merge_texts(repeated, 100)) == as_lists(
-        [make_text(1), make_text(2), make_text(1)]
-    )
-    assert as_lists(merge_texts([store.texts for store in stores], 2)) == as_lists(merged[1:])
-
-
-def test_a_later_reading_finds_what_others_have_saved_since(tmp_path: Path) -> None:
-    ours, first, second = (tmp_path / f"{name}.store" for name in ("own", "first", "second"))
-    shared = SharedFolder(tmp_path, MODEL, pytest.fail)
-    assert shared.read() == []
-    write_store(ours, make_header(), [make_text(1)])
-    write_store(first, make_header(), [make_text(2), make_text(3), make_text(3)])
-    assert [len(store.texts) for store in shared.read()] == [1, 3]
-    assert shared.read() == []
-    # The others have read one another's texts, and the own ones.
-    write_store(ours, make_header(saved_at=2.0), [make_text(1), make_text(4)])
-    write_store(first, make_header(saved_at=2.0), [make_text(4), make_text(1), make_text(5)])
-    write_store(second, make_header(saved_at=3.0), [make_text(3), make_text(6), make_text(5)])
-    new = [as_lists(store.texts) for store in shared.read(ours)]
-    assert new == [as_lists([make_text(6), make_text(5)]), as_lists([make_text(5)])]
-    assert shared.read(ours) == []
-    first.unlink()
-    write_store(second, make_header(saved_at=4.0), [make_text(5, salt=TENANT), make_text(6)])
-    assert [as_lists(s.texts) for s in shared.read(ours)] == [as_lists([make_text(5, salt=TENANT)])]
+def test_the_newest_file_that_can_be_used_is_read(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    for age in (1, 3, 2):
+        write_store(tmp_path / f"{age}.store", make_header(saved_at=float(age)), [make_text(age)])
+    store = read_newest(tmp_path, MODEL, pytest.fail)
+    assert store is not None
+    assert as_lists(store.texts) == as_lists([make_text(3)])
+    newest = tmp_path / "3.store"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    store = read_newest(tmp_path, MODEL, warnings.append)
+    assert store is not None
+    assert as_lists(store.texts) == as_lists([make_text(2)])
+    assert len(warnings) == 1
+    assert "truncated" in warnings[0]
 
 
 def test_engines_write_files_of_their_own(tmp_path: Path) -> None:
@@ -273,33 +248,6 @@ def test_lock_files_that_are_none(tmp_path: Path) -> None:
     other = Slot.claim(tmp_path, MODEL)
     assert other.path.with_suffix(".lock").stat().st_mode & 0o777 == 0o600
     assert target.read_text() == "kept"
-
-
-def test_a_file_that_cannot_be_read_for_a_while_is_no_new_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = tmp_path / "first.store", tmp_path / "second.store"
-    shared = SharedFolder(tmp_path, MODEL, lambda message: None)
-    write_store(first, make_header(saved_at=1.0), [make_text(1)])
-    write_store(second, make_header(saved_at=2.0), [make_text(2)])
-    assert len(shared.read()) == 2
-    write_store(first, make_header(saved_at=3.0), [make_text(1), make_text(3)])
-    write_store(second, make_header(saved_at=4.0), [make_text(2), make_text(4)])
-    with monkeypatch.context() as patch:
-        patch.setattr(folder_module, "read_store", failing_read(second))
-        assert [as_lists(s.texts) for s in shared.read()] == [as_lists([make_text(3)])]
-        patch.setattr(folder_module, "MAX_TOKENS", -1)  # as if the others had brought enough
-        assert shared.read() == []
-    assert [as_lists(s.texts) for s in shared.read()] == [as_lists([make_text(4)])]
-
-
-def failing_read(path: Path) -> Any:
-    def read(other: Path) -> Any:
-        if other == path:
-            raise StoreError("the disk is busy")
-        return read_store(other)
-
-    return read
 
 
 WRITER = """
@@ -350,29 +298,3 @@ def test_info(file: Path) -> None:
     result = run("info", file)
     assert result.exit_code == 1
     assert "truncated" in result.stderr
-
-
-def test_merge(file: Path) -> None:
-    other, output = file.with_name("b.store"), file.with_name("c.store")
-    write_store(other, make_header(saved_at=2.0), [make_text(9)])
-    assert run("merge", file, other, "-o", output, "--max-tokens", 4).exit_code == 0
-    header, texts = read_store(output)
-    assert header.saved_at == 2.0
-    assert as_lists(texts) == as_lists([make_text(7, 8), make_text(9)])
-    write_store(other, make_header(Identity("other", "", 1000)), [])
-    result = run("merge", file, other, "-o", output)
-    assert result.exit_code == 1
-    assert "merge those of one model" in result.stderr
-
-
-def test_export_makes_a_corpus_without_texts_of_tenants(file: Path) -> None:
-    from vllm_trie.lab.tiny_model import model_path
-
-    output, corpus = file.with_name("texts.jsonl"), file.with_name("corpus")
-    result = run("export", file, "-o", output)
-    assert "3 texts; 1 with a cache salt or adapter left out" in result.stdout
-    assert '{"token_ids": [4]}' not in output.read_text()
-    assert oct(output.stat().st_mode & 0o777) == "0o600"
-    arguments = ["corpus", "build", output, "-o", corpus, "--tokenizer", model_path()]
-    built = CliRunner().invoke(cli.app, [*map(str, arguments)])
-    assert "3 documents, 7 tokens" in built.stdout, built.output

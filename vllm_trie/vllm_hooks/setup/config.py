@@ -67,13 +67,6 @@ class EngineOptions(BaseModel):
         "at shutdown, and read at the next start. Engines of one model may share it. Its files "
         "hold text of users.",
     )
-    store_reload_minutes: float | None = Field(
-        default=None,
-        gt=0.0,
-        le=1440.0,
-        description="With store_path: how often a running engine reads what other engines have "
-        "saved there; without it only at its start.",
-    )
     allow_untested_gpu: bool = Field(
         default=False,
         description="Allow trees and native beam search on an NVIDIA GPU, where they have never "
@@ -186,6 +179,11 @@ def parse(carried: Mapping[str, Any]) -> TreeConfig:
     if draft_model is not None and not isinstance(draft_model, str):
         raise ValueError(
             f"the speculative model {draft_model!r} of method {method!r} must be a path or a name"
+        )
+    if (minutes := options.get("store_reload_minutes")) is not None:
+        raise ValueError(
+            f"store_reload_minutes={minutes!r} has no effect since 0.5: an engine reads its store "
+            "at the start alone; leave it out"
         )
     engine = {name: options.pop(name) for name in EngineOptions.model_fields if name in options}
     try:

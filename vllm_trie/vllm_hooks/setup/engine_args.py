@@ -114,12 +114,7 @@ def verify(vllm_config: VllmConfig) -> None:
 
 
 def _check_store(options: config.EngineOptions) -> None:
-    store_path, minutes = options.store_path, options.store_reload_minutes
-    if store_path is None and minutes is not None:
-        raise ValueError(
-            f"store_reload_minutes={minutes:g} needs the folder that is read again; set "
-            "store_path, or leave store_reload_minutes out"
-        )
+    store_path = options.store_path
     folder = None if store_path is None else Path(store_path)
     if folder is None or (store_path and folder.is_dir()):
         return
