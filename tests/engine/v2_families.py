@@ -36,7 +36,7 @@ from tests.engine.families import CHAINS as FAMILIES_WITH_CHAINS
 from tests.engine.families import CYCLE, FAMILIES, VOCABULARY, take_text_for_images, write_model
 from vllm_trie.vllm_hooks.setup import limits
 
-CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4}
+CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4, "node_budget": "fixed"}
 TESTED = ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL")
 """Windows and soft caps, sinks, attention in chunks, and positions of images."""
 SEARCHED = ("Qwen 3 VL",)
