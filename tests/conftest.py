@@ -45,7 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = (
+    "test_clean_room",
     "test_examples",
+    "test_benchmarks",
     "test_v2",
     "test_http",
     "test_patches",
@@ -55,7 +57,6 @@ LONGEST = (
     "test_tensor_parallel",
     "test_validate",
     "test_gpu_classes",
-    "test_demo",
 )
 """Engine test files that start first: at the end, one test process would work on them alone."""
 

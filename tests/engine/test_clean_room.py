@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+import xml.etree.ElementTree as ET
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -43,18 +46,41 @@ def test_the_commands_of_a_page(name: str, cache: str, tmp_path: Path) -> None:
     assert "def fibonacci(n):" in snippet
 
 
-def test_no_index_no_compiler_and_no_home_that_can_be_written(tmp_path: Path) -> None:
-    """The demo says why it has another model, and runs."""
+def test_the_demo_without_index_compiler_and_a_home_to_write_to(tmp_path: Path) -> None:
+    """It says why it has another model, runs, prints, draws and writes."""
     room = Room(tmp_path)
+    svg, rows, html = (tmp_path / name for name in ("tree.svg", "rows.json", "page.html"))
     printed = room.run(
         "make demo",
         PATH=room.path_without_compilers(),
         HOME="/dev/null/home",
         PIP_NO_INDEX="1",
         PYTHONPATH=str(FORKED),
+        ARGS=f"--max-tokens 40 --repeats 1 --batch-size 4 --svg {svg} --json {rows} --html {html}",
+        TTY_COMPATIBLE="1",
+        TERM="dumb",
     )
-    assert "smollm2 cannot be made: " in printed
-    assert "outputs identical: yes" in printed
+    assert "smollm2 cannot be made: [Errno 20] Not a directory" in printed
+    assert "the one that ships with the project" in printed
+    assert "outputs identical: yes\nngram_trie: " in printed
+    assert "Loading safetensors" not in printed  # nothing of vLLM's reaches a terminal
+    assert re.search(r"^\W*[└├]─ .* ✓$", printed, re.MULTILINE)
+    assert len(ET.parse(svg).getroot().findall(".//{*}rect")) > 3
+    shown = re.search(r'id="data">(.*?)</script>', html.read_text(encoding="utf-8"))
+    assert shown is not None
+    plain, trees = json.loads(shown[1])["runs"]
+    assert "".join(s["text"] for s in plain["steps"]) == "".join(s["text"] for s in trees["steps"])
+    assert len(trees["steps"]) < len(plain["steps"])
+    measured = json.loads(rows.read_text())
+    methods = [row["method"] for row in measured]
+    assert methods[:2] == ["plain", "ngram"]
+    assert methods == methods[: len(methods) // 3] * 3
+    total = measured[-1]
+    assert total["identical"] is True
+    trees = [row for row in measured if row["method"] == "ngram_trie"]
+    assert total["tokens"] == sum(row["tokens"] for row in trees[:-1])
+    assert 1.1 < total["tokens_per_step"] < 33
+    assert 0 < total["nodes_per_step"] <= 32
 
 
 def test_two_first_starts_at_once(tmp_path: Path) -> None:
