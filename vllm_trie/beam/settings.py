@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 MAX_LENGTH_PENALTY = 5.0
 """Largest absolute value of the option; powers of lengths stay far from float32's limits."""
@@ -37,9 +39,15 @@ def _from_json(value: object) -> object:
     # The same field has lists of strings and numbers, but no lists of lists.
     if isinstance(value, str):
         try:
-            return json.loads(value)
+            value = json.loads(value)
         except (ValueError, RecursionError):
             return value
+    if isinstance(value, list | tuple) and len(value) > MAX_RULES:
+        raise PydanticCustomError(
+            "too_many",
+            "{given} entries, at most {allowed} are allowed; use prefixes for many items",
+            {"given": len(value), "allowed": MAX_RULES},
+        )
     return value
 
 
@@ -167,7 +175,7 @@ class BeamOptions(BaseModel):
                 field = BeamOptions.model_fields[name]
                 if name in self.model_fields_set and getattr(self, name) != field.default:
                     raise ValueError(
-                        f"{name}={getattr(self, name)!r} needs items; name a catalogue of the "
+                        f"{name}={shown(getattr(self, name))} needs items; name a catalogue of the "
                         f"engine, or leave {name} out"
                     )
         elif self.do_sample or self.num_beam_groups > 1 or self.no_repeat_ngram_size:
@@ -194,6 +202,16 @@ ITEM_OPTIONS = frozenset({"items", "items_end", "normalize", "weight_factor", *_
 """Those of them that concern catalogues."""
 
 
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 200
+_SHOWN.maxlist = _SHOWN.maxtuple = 20
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it, in a time that does not depend on its size."""
+    return _SHOWN.repr(value)[:200]
+
+
 def parse_options(values: dict[str, Any]) -> BeamOptions:
     """Check the beam-search keys of ``extra_args``.
 
@@ -210,10 +228,10 @@ def parse_options(values: dict[str, Any]) -> BeamOptions:
             message = problem["msg"].removeprefix("Value error, ")
             if name == "early_stopping":
                 message = "must be true, false or 'never'"
-            elif name in ("allow_items", "deny_items"):
+            elif name in ("allow_items", "deny_items") and problem["type"] != "too_many":
                 message = "must be a list of integers of 64 bits, or one of strings"
             if name in values:
-                message += f", got {values[name]!r:.200}"
+                message += f", got {shown(values[name])}"
             problems[name] = f"{name}: {message}" if name else message
         raise ValueError("beam search: " + "; ".join(problems.values())) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMClientError
 
+from vllm_trie.beam import OPTION_NAMES, parse_options
 from vllm_trie.vllm_hooks.frontend.extra_args import check_extra_args, check_speculation
 from vllm_trie.vllm_hooks.frontend.requests import check_api_request
 from vllm_trie.vllm_hooks.wire import CACHE_SALT, SPEC_KEY
@@ -76,6 +78,42 @@ def test_options_that_would_be_ignored_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("extra_args", "message"),
+    [
+        (
+            {f"beam_widt{i}": 1 for i in range(100_000)},
+            "has 10000[01] keys, at most 64 are allowed",
+        ),
+        ({"k" * 300_000: 1}, "size of 3000.. up to the key 'kkk.*at most 262144"),
+        ({"a": "x" * 200_000, "b": "x" * 200_000}, "size of 4000.. up to the key 'b'"),
+        ({"speculation": ["x"] * 300_000}, "at most 262144"),
+    ],
+)
+@pytest.mark.parametrize("leader", [{}, {"beam_width": 4}])
+def test_the_work_for_a_request_is_bounded(
+    extra_args: dict[str, Any], message: str, leader: dict[str, Any]
+) -> None:
+    """Misspelling help takes 50 us for a key: plain work for as many keys as a client likes."""
+    begin = time.process_time()
+    with pytest.raises(VLLMClientError, match=message) as error:
+        check({**leader, **extra_args})
+    assert time.process_time() - begin < 0.5
+    assert len(str(error.value)) < 1000
+    if len(extra_args) > 100:
+        check({**leader, **extra_args}, "package:Processor")  # it may read the keys
+
+
+@pytest.mark.parametrize("value", [["x"] * 100_000, "x" * 10**6, "9" * 10**6, [0.5] * 100_000])
+@pytest.mark.parametrize("name", sorted(OPTION_NAMES - {"items"}))
+def test_a_large_wrong_value_is_refused_at_once(name: str, value: Any) -> None:
+    begin = time.process_time()
+    with pytest.raises(ValueError, match=name) as error:
+        parse_options({"beam_width": 4, "items": "a", name: value})
+    assert time.process_time() - begin < 0.2
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
     ("fields", "misplaced"),
     [
         ({"speculation": False}, "speculation=False"),
@@ -109,14 +147,16 @@ LARGE = [
 
 @pytest.mark.parametrize("value", LARGE, ids=["text", "texts", "numbers", "nested"])
 def test_large_values_that_nobody_reads_are_refused(value: Any) -> None:
-    with pytest.raises(VLLMClientError, match=r"extra_args\['unknown'\] has a size of") as error:
+    with pytest.raises(
+        VLLMClientError, match=r"has a size of \d+ up to the key 'unknown'"
+    ) as error:
         check({"unknown": value})
     assert len(str(error.value)) < 300
     check({"unknown": value}, "package:Processor")
     check({"unknown": value}, connector=object())
     check({"kv_transfer_params": value})
     for key in ("speculation", "beam_width", "items"):
-        with pytest.raises(VLLMClientError, match=f"{key}.*has a size of"):
+        with pytest.raises(VLLMClientError, match=f"has a size of .*{key}"):
             check({key: value}, "package:Processor")
 
 

@@ -17,6 +17,7 @@ from vllm.logprobs import Logprob
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 from vllm_trie.beam import ITEM_OPTIONS, MAX_LENGTH_PENALTY
+from vllm_trie.beam.settings import shown
 from vllm_trie.vllm_hooks.frontend.hypotheses import PROMPT_TAIL
 from vllm_trie.vllm_hooks.frontend.requests import check_api_request
 from vllm_trie.vllm_hooks.setup.beam_support import (
@@ -60,8 +61,8 @@ def _refuse_items(extra_args: Mapping[str, Any], reason: str) -> None:
     """
     if extra_args.get("items") is not None:
         raise BeamRequestError(
-            f"items={extra_args['items']!r} needs the native beam search, which cannot serve this "
-            f"request: {reason}"
+            f"items={shown(extra_args['items'])} needs the native beam search, which cannot "
+            f"serve this request: {reason}"
         )
 
 

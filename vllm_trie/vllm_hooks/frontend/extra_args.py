@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -16,6 +17,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from vllm_trie.beam import ITEM_OPTIONS, OPTION_NAMES
+from vllm_trie.beam.settings import shown
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.beam_support import BeamRequestError
 from vllm_trie.vllm_hooks.wire import (
@@ -55,7 +57,11 @@ NOT_SERVED = frozenset({
 """Options of Hugging Face's ``generate`` that change a search and have no counterpart here."""
 
 MAX_SIZE = 262_144
-"""Largest size of a key that nobody is known to read, characters and numbers."""
+"""Largest size of the keys that nobody else is known to read, characters and numbers together."""
+MAX_KEYS = 64
+"""Most of these keys."""
+_MAX_HELPED, _LONGEST_NAME = 8, 40
+"""Unknown keys that are compared with the options, and their characters."""
 _OWN = OPTION_NAMES | {SPECULATION, TRACE, PREDICTION, CACHE_SALT}
 _ALONE = ("beam_width", "items", SPECULATION, TRACE, PREDICTION)
 """Keys that work alone: misspelled or misplaced, they would be ignored."""
@@ -99,14 +105,14 @@ def check_speculation(vllm_config: VllmConfig, params: object) -> None:
         )
     if not _is_switch(value := extra_args.get(SPECULATION, True)):
         raise SpeculationRequestError(
-            f"extra_args[{SPECULATION!r}]={value!r} must be true (the default) or false; false "
-            "decodes the request without drafts"
+            f"extra_args[{SPECULATION!r}]={shown(value)} must be true (the default) or false; "
+            "false decodes the request without drafts"
         )
     if TRACE not in extra_args:
         return
     if not _is_switch(value := extra_args[TRACE]):
         raise SpeculationRequestError(
-            f"extra_args[{TRACE!r}]={value!r} must be true or false (the default)"
+            f"extra_args[{TRACE!r}]={shown(value)} must be true or false (the default)"
         )
     tree_config = config.read(vllm_config)
     if value and (tree_config is None or tree_config.engine_options.trace_path is None):
@@ -122,7 +128,7 @@ def _is_switch(value: object) -> bool:
 
 
 def check_extra_args(vllm_config: VllmConfig, params: object, processors: Sequence[str]) -> None:
-    """Refuse keys of the plugin's own, keys that are too large, and options without their leader.
+    """Refuse keys of the plugin's own, too many or too large keys, and options without a leader.
 
     An engine with custom logits processors may read keys of any name and size: there, only the
     plugin's own keys have a limit, and options without ``beam_width`` pass.
@@ -144,13 +150,20 @@ def check_extra_args(vllm_config: VllmConfig, params: object, processors: Sequen
             "'beam_width'"
         )
     others_read = bool(processors or vllm_config.kv_transfer_config)
-    for name, value in extra_args.items():
-        if name == PREDICTION or name in _OF_VLLM or (others_read and name not in _OWN):
-            continue
-        if (size := _size(name) + _size(value)) > MAX_SIZE:
+    limited = extra_args.keys() & _OWN if others_read else extra_args.keys() - _OF_VLLM
+    if len(limited) > MAX_KEYS:
+        raise BeamRequestError(
+            f"extra_args has {len(limited)} keys, at most {MAX_KEYS} are allowed where no custom "
+            "logits processor reads them; leave some out"
+        )
+    size = 0
+    for name in sorted(limited - {PREDICTION}):
+        size += _size(name) + _size(extra_args[name])
+        if size > MAX_SIZE:
             raise BeamRequestError(
-                f"extra_args[{name[:80]!r}] has a size of {size}, at most {MAX_SIZE} (characters "
-                "and numbers) are allowed where no custom logits processor reads it; leave it out"
+                f"extra_args has a size of {size} up to the key {name[:80]!r}, at most {MAX_SIZE} "
+                "(characters and numbers) are allowed where no custom logits processor reads it; "
+                "leave it out"
             )
     if not processors and "beam_width" not in extra_args and "items" not in extra_args:
         _refuse_without_width(extra_args)
@@ -158,22 +171,32 @@ def check_extra_args(vllm_config: VllmConfig, params: object, processors: Sequen
 
 def _refuse_without_width(extra_args: Mapping[str, object]) -> None:
     """Refuse what would be ignored: the request would be decoded without a beam search."""
+    unknown = []
     for name, value in extra_args.items():
         if name in OPTION_NAMES:
             needed = "items" if name in ITEM_OPTIONS else "beam_width"
             raise BeamRequestError(
-                f"beam search: {name}={value!r:.200} needs {needed!r}; add it, or leave {name} out"
+                f"beam search: {name}={shown(value)} needs {needed!r}; add it, or leave {name} out"
             )
         if name in OTHER_NAMES:
             raise BeamRequestError(f"beam search: {name!r} is unknown; use {OTHER_NAMES[name]}")
-        if name in _OWN:
-            continue
-        for meant in difflib.get_close_matches(name[:40], _ALONE, n=1, cutoff=SIMILAR):
-            raise BeamRequestError(f"extra_args[{name!r}] is unknown; did you mean {meant!r}?")
+        if name not in _OWN:
+            unknown.append(name)
+    for name, meant in _misspelled(unknown, _ALONE):
+        raise BeamRequestError(f"extra_args[{name!r}] is unknown; did you mean {meant!r}?")
+
+
+def _misspelled(names: Iterable[str], options: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield which of the first unknown names look like an option, and that option."""
+    for name in itertools.islice(names, _MAX_HELPED):
+        if len(name) <= _LONGEST_NAME:
+            for meant in difflib.get_close_matches(name, options, n=1, cutoff=SIMILAR):
+                yield name, meant
 
 
 def refuse_misspelled(names: Iterable[str]) -> None:
     """Refuse keys that look like an option; others may belong to other plugins."""
+    names = list(names)
     for name in names:
         if name in OTHER_NAMES:
             raise BeamRequestError(
@@ -184,8 +207,8 @@ def refuse_misspelled(names: Iterable[str]) -> None:
                 f"beam search: {name!r} of Hugging Face's generate is not supported with "
                 "'beam_width'; leave it out"
             )
-        for meant in difflib.get_close_matches(name, OPTION_NAMES, n=1, cutoff=SIMILAR):
-            raise BeamRequestError(f"beam search: {name!r} is unknown; did you mean {meant!r}?")
+    for name, meant in _misspelled(names, OPTION_NAMES):
+        raise BeamRequestError(f"beam search: {name!r} is unknown; did you mean {meant!r}?")
 
 
 def refuse_misplaced(fields: Mapping[str, object], is_beam: bool) -> None:
@@ -194,10 +217,11 @@ def refuse_misplaced(fields: Mapping[str, object], is_beam: bool) -> None:
     Of a beam search all options; of another request those that work alone, as clients of other
     servers may send the others.
     """
+    options = OPTION_NAMES | set(_ALONE) if is_beam else _ALONE
     for name, value in fields.items():
-        if name in (OPTION_NAMES | set(_ALONE) if is_beam else _ALONE):
+        if name in options:
             raise BeamRequestError(
-                f"{name}={value!r:.200} is no field of a request and would be ignored; put it into "
+                f"{name}={shown(value)} is no field of a request and would be ignored; put it into "
                 "'vllm_xargs'"
             )
 

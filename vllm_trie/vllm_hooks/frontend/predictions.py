@@ -14,6 +14,7 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.utils.async_utils import make_async
 
+from vllm_trie.beam.settings import shown
 from vllm_trie.vllm_hooks.frontend.extra_args import SpeculationRequestError
 from vllm_trie.vllm_hooks.ledger.record import Result, Symbols
 from vllm_trie.vllm_hooks.setup import config
@@ -54,7 +55,7 @@ def text_of_field(prediction: object) -> str:
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str):
         raise SpeculationRequestError(
-            f"prediction={prediction!r:.200} must be {_ALLOWED}; correct it, or leave it out",
+            f"prediction={shown(prediction)} must be {_ALLOWED}; correct it, or leave it out",
             parameter=PREDICTION,
         )
     return content
@@ -89,9 +90,9 @@ def pack(
         if size <= limit and not all(
             isinstance(token, int) and 0 <= token < model.get_vocab_size() for token in prediction
         ):
-            raise _refusal(repr(prediction)[:200], f"ids in [0, {model.get_vocab_size()})")
+            raise _refusal(shown(prediction), f"ids in [0, {model.get_vocab_size()})")
     if size is None:
-        raise _refusal(repr(prediction)[:200], "a text or a list of token ids")
+        raise _refusal(shown(prediction), "a text or a list of token ids")
     if isinstance(prediction, str) or size > limit:
         unit = "characters" if isinstance(prediction, str) else "tokens"
         raise _refusal(f"{size} {unit}", f"at most max_model_len={limit} tokens")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.sampling_params import SamplingParams
 
 from vllm_trie.beam import OPTION_NAMES, BeamOptions, parse_options
-from vllm_trie.beam.settings import MAX_RULES
+from vllm_trie.beam.settings import MAX_RULES, shown
 from vllm_trie.items import ItemsError, ItemsHeader, read_header
 from vllm_trie.vllm_hooks.frontend.extra_args import (
     check_extra_args,
@@ -202,7 +202,7 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
         advice["temperature"] = "use a temperature above 0, or leave do_sample out"
     for name, what in advice.items():
         raise BeamRequestError(
-            f"beam search: {name}={getattr(params, name)!r:.200} is not supported with beam_width"
+            f"beam search: {name}={shown(getattr(params, name))} is not supported with beam_width"
             f"; {what}"
         )
     spec = {"n": params.n, "options": packed(options)}
@@ -284,15 +284,15 @@ def _check_catalogue(vllm_config: VllmConfig, name: str) -> None:
     if name not in names:
         served = ", ".join(map(repr, names)) or "none"
         raise BeamRequestError(
-            f"items={name!r} is no catalogue of this engine, which has {served}; name one of them, "
-            f"or start the engine with {config.spelled(config.ITEMS)}"
+            f"items={shown(name)} is no catalogue of this engine, which has {served}; name one of "
+            f"them, or start the engine with {config.spelled(config.ITEMS)}"
         )
 
 
 def _check_with_items(params: SamplingParams) -> None:
     for name, advice in _broken_rules(params, _ITEMS):
         raise BeamRequestError(
-            f"{name}={getattr(params, name)!r} is not supported with items; {advice}"
+            f"{name}={shown(getattr(params, name))} is not supported with items; {advice}"
         )
 
 
