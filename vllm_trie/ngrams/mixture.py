@@ -39,14 +39,14 @@ class Recycled(NamedTuple):
     """What the model held likely in earlier steps, for one point of a text; see
     :class:`vllm_trie.ngrams.blend.Recycled`."""
 
-    pair: Row = ()
-    single: Row = ()
+    contexts: Sequence[Row] = ((), (), (), ())
+    """After the last tokens, by their number."""
     siblings: Row = ()
     guesses: Row = ()
 
 
-FindRecycled = Callable[[tuple[int, int, int], bool], Recycled]
-"""Takes the last three tokens before a point of the text, :data:`ANY_TOKEN` for those before its
+FindRecycled = Callable[[Sequence[int], bool], Recycled]
+"""Takes the last four tokens before a point of the text, :data:`ANY_TOKEN` for those before its
 first, and whether the last one is committed."""
 ANY_TOKEN = -1
 MOST_CLAIMED = 0.98
@@ -96,20 +96,20 @@ class Mixture:
             The probability of each successor, and what is left.
         """
         longest = max((len(matches) - 1 for matches in contexts), default=-1)
-        if recycled.single:
-            longest = max(longest, 2)
+        if recycled.contexts[1]:
+            longest = max(longest, 3)
         elif recycled.siblings or recycled.guesses:
             longest = max(longest, 0)
         shares: dict[int, float] = {}
         left = 1.0
         trust = self.blend.recycled
+        of_length = 0.0, trust.single, trust.pair, trust.triple
         for order in range(longest, self.blend.min_order - 1, -1):
             if left < min_left:
                 break
-            if order == 2:
-                left = _ask_row(shares, recycled.pair, trust.pair, smallest, left)
-            if order == 1:
-                left = _ask_row(shares, recycled.single, trust.single, smallest, left)
+            if 0 < order <= 3:
+                row = recycled.contexts[order]
+                left = _ask_row(shares, row, of_length[order], smallest, left)
             if order == 0:
                 left = _ask_row(shares, recycled.siblings, trust.sibling, smallest, left)
                 left = _ask_row(shares, recycled.guesses, trust.guess, smallest, left)
@@ -184,7 +184,7 @@ def grow(
         cut = tree.bound() / above
         recycled = Recycled()
         if mixture.recycled is not None:
-            recycled = mixture.recycled(_last_three(tree, token_ids, parent), parent == ROOT)
+            recycled = mixture.recycled(_last_four(tree, token_ids, parent), parent == ROOT)
         shares, left = mixture.ask(
             contexts[parent],
             recycled,
@@ -212,14 +212,13 @@ def grow(
     return contexts[ROOT]
 
 
-def _last_three(tree: BestFirstTree, token_ids: Sequence[int], parent: int) -> tuple[int, int, int]:
-    """Return the last three tokens of a guess's path."""
+def _last_four(tree: BestFirstTree, token_ids: Sequence[int], parent: int) -> list[int]:
+    """Return the last four tokens of a guess's path."""
     path: list[int] = []
-    while parent != ROOT and len(path) < 3:
+    while parent != ROOT and len(path) < 4:
         path.insert(0, tree.chosen[parent].token)
         parent = tree.chosen[parent].parent
-    first, before, last = ([ANY_TOKEN] * 3 + list(token_ids[-3:]) + path)[-3:]
-    return first, before, last
+    return ([ANY_TOKEN] * 4 + list(token_ids[-4:]) + path)[-4:]
 
 
 def match_answer(

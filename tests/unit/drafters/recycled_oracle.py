@@ -15,7 +15,8 @@ from vllm_trie.ngrams.native import ROW_TOKENS
 
 LEAST_NEWS, LEAST_WEIGHT, UNIT = 0.2, 0.001, 1.0 / 65535
 
-Context = tuple[int, int]
+Context = tuple[int, ...]
+"""The last tokens before a row, up to three."""
 
 
 class RecycledTable:
@@ -29,15 +30,12 @@ class RecycledTable:
         self._used: set[int] = set()
         self._hand = 0
 
-    def contexts(self, scope: int) -> set[Context]:
-        return set(self._scopes[scope])
-
     def forget(self, scope: int) -> None:
         self._scopes[scope].clear()
         self._used.discard(scope)
 
-    def find(self, scope: int, before: int, last: int) -> Row:
-        _, row = self._scopes[scope].get((before, last), (0, []))
+    def find(self, scope: int, context: Sequence[int]) -> Row:
+        _, row = self._scopes[scope].get(tuple(context), (0, []))
         return [(token, units * UNIT) for token, units in row]
 
     def observe(self, job: Job) -> FindRecycled:
@@ -49,30 +47,30 @@ class RecycledTable:
         return partial(self._at, job.scope, siblings, guesses)
 
     def _at(
-        self, scope: int, siblings: Row, guesses: Row, last: tuple[int, int, int], is_root: bool
+        self, scope: int, siblings: Row, guesses: Row, last: Sequence[int], is_root: bool
     ) -> Recycled:
-        pair = self.find(scope, last[1], last[2])
-        single = self.find(scope, ANY_TOKEN, last[2])
+        contexts = [(), *(self.find(scope, last[-length:]) for length in (1, 2, 3))]
         if is_root:
-            return Recycled(pair, single, siblings, guesses)
-        before = self.find(scope, last[0], last[1])
-        return Recycled(pair, single, [], [(t, p) for t, p in before if t != last[2]])
+            return Recycled(contexts, siblings, guesses)
+        before = self.find(scope, last[1:3])
+        return Recycled(contexts, [], [(t, p) for t, p in before if t != last[-1]])
 
     def _take_in(self, scope: int, rows: Rows, text: Sequence[int]) -> tuple[Row, Row]:
         base = len(text) - 1 - len(rows.accepted)
         if base < 1:
             return [], []
-        contexts = [(text[base - 2] if base > 1 else ANY_TOKEN, text[base - 1])]
+        contexts = [([ANY_TOKEN] * 3 + list(text[:base]))[-3:]]
         for token, parent in zip(rows.nodes.tolist(), rows.parents.tolist(), strict=True):
-            contexts.append((contexts[parent + 1][1], token))
+            contexts.append([*contexts[parent + 1][1:], token])
         listed = [
             list(zip(tokens, rates, strict=True))
             for tokens, rates in zip(rows.tokens.tolist(), rows.probabilities.tolist(), strict=True)
         ]
-        for (before, last), row in zip(contexts, listed, strict=True):
-            if last >= 0 and row[0][1] > 0:
-                for context in ((before, last), (ANY_TOKEN, last)):
-                    self._add(scope, context, row)
+        for last, row in zip(contexts, listed, strict=True):
+            if last[-1] >= 0 and row[0][1] > 0:
+                for length in (3, 2, 1):
+                    if last[-length] != ANY_TOKEN:
+                        self._add(scope, tuple(last[-length:]), row)
         last_accepted = rows.accepted[-1] if rows.accepted else -1
         likely = listed[last_accepted + 1]
         rejected = [

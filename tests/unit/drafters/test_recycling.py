@@ -115,8 +115,8 @@ def test_no_eviction_tells_of_a_neighbour() -> None:
 
 
 def test_no_scope_takes_another_ones_share() -> None:
-    table = NativeRecycled(60, 3)
-    own = [(100 + i, 200 + i) for i in range(10)]  # 20 contexts, a third
+    table = NativeRecycled(90, 3)
+    own = [(100 + i, 200 + i) for i in range(10)]  # 30 contexts, a third
     write(table, 0, own)
     write(table, 1, [(i, i) for i in range(300, 600)])
     write(table, 2, [(i, i) for i in range(600, 900)])

@@ -45,8 +45,8 @@ class NgramTrieOptions(DrafterOptions):
         default=262_144,
         ge=1024,
         le=1 << 26,
-        description="Contexts of one and of two tokens that `recycle` keeps, 76 bytes each once "
-        "used. Each cache_salt is sure of an equal share of them.",
+        description="Contexts of one to three tokens that `recycle` keeps, 80 bytes each. Each "
+        "cache_salt is sure of an equal share of them.",
     )
     corpus: str | None = Field(
         default=None,
