@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import Field, model_validator
 
+from tests.oracles.ngrams.best_first import BestFirstTree
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest, register
-from vllm_trie.ngrams.best_first import BestFirstTree
 from vllm_trie.tree import ROOT, TokenTree
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from docs.tools.svg import Canvas, Point
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
-from vllm_trie.ngrams import Job, PythonBackend
+from vllm_trie.ngrams import Job, NativeBackend
 from vllm_trie.tree import ROOT, TokenTree, accept_greedy
 
 TEXT = ["open", "the", "red", "door", ",", "open", "the", "blue", "door", ",", "open", "the"]
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 def example_step() -> Step:
     """Draft for :data:`TEXT` with the default scoring, and verify against the continuation."""
     tokens = [_VOCABULARY.index(word) for word in TEXT]
-    backend = PythonBackend(BLEND)
+    backend = NativeBackend(BLEND)
     text = np.array(tokens, dtype=np.int32)
     own = backend.new_index(max_order=8)
     [draft] = backend.draft_batch([Job(own, None, None, text, len(text), NUM_NODES, 4, False)])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_trie.drafters.base import DraftRequest
-from vllm_trie.ngrams import Backend, Index
+from vllm_trie.ngrams import NativeBackend, NativeIndex
 
 STEP_TOKENS = 8_192
 """Tokens that a call indexes: about 10 ms."""
@@ -26,14 +26,14 @@ class IndexedText(NamedTuple):
     """The arguments of a :class:`~vllm_trie.ngrams.Job` that concern a request's text.
 
     Attributes:
-        own: Index that holds the text; None to draft without it.
+        own: NativeIndex that holds the text; None to draft without it.
         text: Its number there.
         first: Place of `tokens[0]` in the text.
         tokens: int32, contiguous: the end of the text.
         num_indexed: Leading tokens of `tokens` that the index is given.
     """
 
-    own: Index | None
+    own: NativeIndex | None
     text: int
     first: int
     tokens: np.ndarray
@@ -45,7 +45,7 @@ class _Prompt:
     """A prompt that samples share."""
 
     token_ids: np.ndarray
-    index: Index
+    index: NativeIndex
     num_indexed: int = 0
     num_samples: int = 0
 
@@ -62,7 +62,7 @@ class _Text:
         end: The last of them, as bytes, by which a changed text is known.
     """
 
-    index: Index
+    index: NativeIndex
     prompt: _Prompt | None = None
     text: int = 0
     num_indexed: int = 0
@@ -83,7 +83,7 @@ class RequestTexts:
     """
 
     def __init__(
-        self, backend: Backend, max_order: int, max_tokens: int, index_output: bool = True
+        self, backend: NativeBackend, max_order: int, max_tokens: int, index_output: bool = True
     ) -> None:
         self._backend = backend
         self._max_order = max_order

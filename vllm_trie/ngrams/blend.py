@@ -1,4 +1,4 @@
-"""Parameters of blended back-off; see :mod:`vllm_trie.ngrams.mixture`."""
+"""Parameters of blended back-off; see `core/draft.cpp`."""
 
 from __future__ import annotations
 

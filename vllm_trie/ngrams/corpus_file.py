@@ -23,7 +23,7 @@ from pydantic import ConfigDict, Field
 
 from vllm_trie.checked_file import CheckedFormat, SizedHeader
 from vllm_trie.ngrams import native
-from vllm_trie.ngrams.index import MAX_ORDER
+from vllm_trie.ngrams.native import MAX_ORDER
 
 
 class CorpusError(ValueError):

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_trie.tree import TokenTree
-
-
-class Index(Protocol):
-    """Texts that are drafted from."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    def add_text(self, token_ids: np.ndarray) -> int: ...
-    def remove_text(self, text: int) -> None: ...
-    def synchronize_prompt(self, token_ids: np.ndarray) -> None: ...
-    def begin_branch(self, context: np.ndarray) -> int: ...
 
 
 class Rows(NamedTuple):
@@ -38,7 +27,7 @@ class Rows(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One request of a batch that is drafted for. The indexes are those of one backend."""
+    """One request of a batch that is drafted for."""
 
     own: Any | None
     """Index with the request's own text, which is given `tokens[:num_indexed]`; None to draft from

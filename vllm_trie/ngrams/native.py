@@ -22,6 +22,8 @@ NODE_BYTES = 32
 """Size of a node in memory and in a corpus file."""
 ROW_TOKENS = 8
 """Likeliest tokens of a row of logits that are kept."""
+MAX_ORDER = 8
+"""Longest context that is looked up by default, in tokens."""
 _NONE = -1
 LIBRARY = NativeLibrary("ngrams", sorted(CORE.glob("*.cpp")), sorted(CORE.glob("*.hpp")))
 _PACK_BATCH = LIBRARY.layout("DraftBatch").pack
@@ -217,3 +219,18 @@ def pack_blend(blend: Blend) -> bytes:
     """Return the parameters as compiled code reads them."""
     fields = (field if isinstance(field, tuple) else (field,) for field in blend)
     return _PACK_BLEND(*itertools.chain(*fields))
+
+
+class NativeBackend:
+    """Makes indexes, and drafts from them with the parameters of a blend."""
+
+    def __init__(self, blend: Blend) -> None:
+        LIBRARY.load()  # fails here, at the start, if it cannot be used
+        self._blend = pack_blend(blend)
+
+    def new_index(self, max_order: int) -> NativeIndex:
+        return NativeIndex(max_order)
+
+    def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
+        """Draft for every job; updates the jobs\' own indexes."""
+        return draft_batch(jobs, self._blend, candidates)

@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tests.oracles.ngrams.backend import PythonBackend
+from tests.oracles.ngrams.index import NgramIndex
 from tests.unit.drafters.support import make_context, make_request
 from vllm_trie.checked_file import PREFIX
 from vllm_trie.drafters import parse_options
@@ -19,7 +21,7 @@ from vllm_trie.drafters.ngram_trie import NgramTrieDrafter
 from vllm_trie.drafters.ngram_trie import drafter as drafter_module
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
 from vllm_trie.lab.commands import corpus as corpus_cli
-from vllm_trie.ngrams import Job, NativeBackend, NgramIndex, PythonBackend
+from vllm_trie.ngrams import Job, NativeBackend
 from vllm_trie.ngrams.corpus_file import (
     FORMAT,
     CorpusError,

@@ -10,17 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.oracles.ngrams.backend import PythonBackend
+from tests.oracles.ngrams.index import MAX_SUCCESSORS, NgramIndex, Node
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
-from vllm_trie.ngrams import (
-    Blend,
-    Candidates,
-    Job,
-    NativeBackend,
-    PythonBackend,
-    Source,
-    native,
-)
-from vllm_trie.ngrams.index import MAX_SUCCESSORS, NgramIndex, Node
+from vllm_trie.ngrams import Blend, Candidates, Job, NativeBackend, Source, native
 
 Gram = tuple[int, ...]
 

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.drafters.recycled_oracle import RecycledTable, rows_of
+from tests.oracles.ngrams.backend import PythonBackend
+from tests.oracles.ngrams.recycled import RecycledTable, rows_of
 from tests.unit.drafters.support import by_path, make_drafter, make_request
 from vllm_trie.drafters import LogitsRows
 from vllm_trie.drafters.ngram_trie import recycling
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
 from vllm_trie.drafters.ngram_trie.recycling import Recycling
-from vllm_trie.ngrams import Job, NativeBackend, PythonBackend
+from vllm_trie.ngrams import Job, NativeBackend
 from vllm_trie.ngrams.native import ROW_TOKENS, NativeRecycled
 from vllm_trie.tree import TokenTree
 

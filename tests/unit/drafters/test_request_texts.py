@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.oracles.ngrams.backend import PythonBackend
 from tests.unit.drafters.support import make_context
 from vllm_trie.drafters import DraftRequest, request_texts
 from vllm_trie.drafters.ngram_trie.drafter import BLEND, NgramTrieDrafter
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafters.request_texts import RequestTexts
-from vllm_trie.ngrams import NativeBackend, PythonBackend
+from vllm_trie.ngrams import NativeBackend
 from vllm_trie.tree import TokenTree
 
 
@@ -45,7 +46,7 @@ def test_twins_agree_on_samples_that_come_and_go(
     step_tokens: int,
 ) -> None:
     """Each event gives one of five requests a token, or ends it where the token is 4."""
-    options = NgramTrieOptions(max_context_len=max_order, store_tokens=0)
+    options = NgramTrieOptions(max_context_len=max_order, store_tokens=0, recycle=False)
     drafters = [
         NgramTrieDrafter(options, make_context(), backend(BLEND))
         for backend in (NativeBackend, PythonBackend)
@@ -78,7 +79,7 @@ def test_twins_agree_on_samples_that_come_and_go(
 
 
 def test_samples_share_a_prompt() -> None:
-    texts = RequestTexts(PythonBackend(BLEND), 4, 1000)
+    texts = RequestTexts(NativeBackend(BLEND), 4, 1000)
     prompt = [1, 2, 3, 1, 2]
     one, other = texts.update([make_request(f"{i}_x", prompt, [3, i], "x") for i in range(2)])
     assert one.own is other.own
@@ -91,7 +92,7 @@ def test_samples_share_a_prompt() -> None:
 
 
 def test_equal_ids_do_not_share_different_prompts() -> None:
-    texts = RequestTexts(PythonBackend(BLEND), 4, 1000)
+    texts = RequestTexts(NativeBackend(BLEND), 4, 1000)
     one, other = texts.update(
         [make_request("0_x", [1, 2, 3], [], "x"), make_request("1_x", [1, 2, 4], [], "x")]
     )
@@ -105,7 +106,7 @@ def test_long_prompts_take_several_steps_and_short_ones_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(request_texts, "STEP_TOKENS", 100)
-    texts = RequestTexts(PythonBackend(BLEND), 4, 10_000)
+    texts = RequestTexts(NativeBackend(BLEND), 4, 10_000)
     long = make_request("long", list(range(250)))
     short = make_request("short", list(range(40)))
     sizes = []
@@ -117,7 +118,7 @@ def test_long_prompts_take_several_steps_and_short_ones_do_not_wait(
 
 
 def test_text_beyond_the_limit_is_not_indexed() -> None:
-    texts = RequestTexts(PythonBackend(BLEND), 4, max_tokens=50)
+    texts = RequestTexts(NativeBackend(BLEND), 4, max_tokens=50)
     texts.update([make_request("a", list(range(30)))])
     texts.update([make_request("b", list(range(30)))])
     assert texts.num_tokens == 50

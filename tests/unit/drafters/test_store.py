@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.oracles.ngrams.backend import PythonBackend
 from tests.unit.drafters.support import make_drafter, make_request
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
 from vllm_trie.drafters.ngram_trie.store import RequestStore
-from vllm_trie.ngrams import PythonBackend
 
 QUESTION = [1, 2, 3]
 ANSWER = [10, 11, 12, 13, 14]

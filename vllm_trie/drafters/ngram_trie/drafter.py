@@ -15,7 +15,7 @@ from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafters.ngram_trie.recycling import Recycling
 from vllm_trie.drafters.ngram_trie.store import RequestStore
 from vllm_trie.drafters.request_texts import IndexedText, RequestTexts
-from vllm_trie.ngrams import Backend, Blend, Job, NativeBackend, Rows, Source
+from vllm_trie.ngrams import Blend, Job, NativeBackend, Rows, Source
 from vllm_trie.ngrams.corpus_file import (
     CorpusError,
     check_vocabulary,
@@ -79,7 +79,10 @@ class NgramTrieDrafter(Drafter):
     reuses_arrays: ClassVar[bool] = False
 
     def __init__(
-        self, options: NgramTrieOptions, context: DrafterContext, backend: Backend | None = None
+        self,
+        options: NgramTrieOptions,
+        context: DrafterContext,
+        backend: NativeBackend | None = None,
     ) -> None:
         super().__init__(options, context)
         self._backend = backend = backend or NativeBackend(BLEND)
@@ -92,7 +95,7 @@ class NgramTrieDrafter(Drafter):
             RequestStore(backend, order, options.store_tokens) if options.store_tokens else None
         )
         self.recycling = None
-        if options.recycle and isinstance(backend, NativeBackend):
+        if options.recycle:
             self.recycling = Recycling(options.recycle_contexts, context.max_num_seqs)
         self.needs_rows = self.recycling is not None  # type: ignore[misc]
 

@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from vllm_trie.ngrams import Backend, Index
+from vllm_trie.ngrams import NativeBackend, NativeIndex
 from vllm_trie.store import KEY_BYTES, PROMPT_BYTES, StoredText, newest, salt_digest
 
 PROMPT_TOKENS = 32
@@ -33,18 +33,18 @@ class RequestStore:
     text has 2 to 3 of them a token).
     """
 
-    def __init__(self, backend: Backend, max_order: int, max_tokens: int) -> None:
+    def __init__(self, backend: NativeBackend, max_order: int, max_tokens: int) -> None:
         self._backend = backend
         self._max_order = max_order
         self._max_tokens = max_tokens
-        self._indexes: dict[bytes, Index] = {}
+        self._indexes: dict[bytes, NativeIndex] = {}
         # (digest of the salt, number in its index) -> text, least recently used first.
         self._texts: OrderedDict[tuple[bytes, int], StoredText] = OrderedDict()
         self._answers: dict[bytes, tuple[bytes, int]] = {}  # prompt -> key of its latest answer
         self.key = os.urandom(KEY_BYTES)
         self.num_tokens = 0
 
-    def index(self, cache_salt: str | None) -> Index | None:
+    def index(self, cache_salt: str | None) -> NativeIndex | None:
         """Return the index that requests with this salt draft from, None if it is empty."""
         return self._indexes.get(salt_digest(cache_salt))
 

@@ -14,8 +14,7 @@ from vllm_trie.lab.corpus.answers_file import Answer
 from vllm_trie.lab.corpus.prompt_format import PromptFormat
 from vllm_trie.ngrams import Job, NativeBackend
 from vllm_trie.ngrams.corpus_file import open_corpus, write_corpus
-from vllm_trie.ngrams.index import MAX_ORDER
-from vllm_trie.ngrams.native import NativeCorpus
+from vllm_trie.ngrams.native import MAX_ORDER, NativeCorpus
 
 HELD_OUT_EVERY = 10
 NODES = 32

@@ -1,5 +1,5 @@
 // Draft trees from n-gram indexes and the candidates of a model's heads: blended back-off, grown
-// best-first. The readable twin is blend.py; both make the same trees, bit for bit.
+// best-first. The readable twin is tests/oracles/ngrams/mixture.py: the same trees, bit for bit.
 #pragma once
 
 #include <array>

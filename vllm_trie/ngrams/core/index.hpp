@@ -1,5 +1,5 @@
 // The n-gram index: a trie of all n-grams of some texts, with the counts that a blend needs. The
-// readable twin is index.py; both make the same trees, bit for bit.
+// readable twin is tests/oracles/ngrams/index.py; both make the same trees, bit for bit.
 //
 // Two things keep it small and fast:
 //  - An n-gram that occurred once has no children. Its successors are read from the text at

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.oracles.ngrams.backend import PythonBackend
 from tests.unit.drafters.medusa.support import make_medusa, make_requests, random_heads
 from vllm_trie.drafters.medusa.candidates import (
     BLEND,
     top_candidates,
 )
-from vllm_trie.ngrams import Candidates, Job, NativeBackend, PythonBackend
+from vllm_trie.ngrams import Candidates, Job, NativeBackend
 from vllm_trie.tree import TokenTree
 
 BACKENDS = [NativeBackend, PythonBackend]

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.oracles.ngrams.backend import PythonBackend
+from tests.oracles.ngrams.index import NgramIndex
 from vllm_trie.drafters.medusa.candidates import BLEND
-from vllm_trie.ngrams import Candidates, Job, NativeBackend, NgramIndex, PythonBackend
+from vllm_trie.ngrams import Candidates, Job, NativeBackend
 from vllm_trie.tree import TokenTree, depth_first_layout
 
 VOCAB = 40

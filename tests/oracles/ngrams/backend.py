@@ -1,39 +1,14 @@
-"""The two implementations of drafting from n-grams: compiled, and in readable Python."""
+"""Drafting from n-grams in readable Python: the oracle of the compiled core, bit for bit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from vllm_trie.ngrams import native
-from vllm_trie.ngrams.best_first import BestFirstTree
+from tests.oracles.ngrams.best_first import BestFirstTree
+from tests.oracles.ngrams.index import NgramIndex
+from tests.oracles.ngrams.mixture import Answer, Mixture, grow
 from vllm_trie.ngrams.blend import Blend, Kind
-from vllm_trie.ngrams.index import NgramIndex
-from vllm_trie.ngrams.job import Candidates, Draft, Index, Job
-from vllm_trie.ngrams.mixture import Answer, Mixture, grow
-
-
-class Backend(Protocol):
-    """Makes indexes and drafts from them. All backends make the same trees, bit for bit."""
-
-    def new_index(self, max_order: int) -> Index: ...
-    def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
-        """Draft for every job; updates the jobs' own indexes."""
-        ...
-
-
-class NativeBackend:
-    """The compiled core."""
-
-    def __init__(self, blend: Blend) -> None:
-        native.LIBRARY.load()  # fails here, at the start, if it cannot be used
-        self._blend = native.pack_blend(blend)
-
-    def new_index(self, max_order: int) -> native.NativeIndex:
-        return native.NativeIndex(max_order)
-
-    def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
-        return native.draft_batch(jobs, self._blend, candidates)
+from vllm_trie.ngrams.job import Candidates, Draft, Job
 
 
 class PythonBackend:

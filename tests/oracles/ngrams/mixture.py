@@ -1,4 +1,4 @@
-"""Blended back-off in readable Python: the twin of core/draft.cpp, and its fallback.
+"""Blended back-off in readable Python: the twin of `ngrams/core/draft.cpp`.
 
 The probability of the next token blends contexts of every length, in every source, the longest
 first: with n successors counted after a context, u of them distinct, successor t of count c gets
@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from vllm_trie.ngrams.best_first import BestFirstTree
+from tests.oracles.ngrams.best_first import BestFirstTree
+from tests.oracles.ngrams.contexts import Counted, Match, advance, count_successors, match_suffix
+from tests.oracles.ngrams.index import NgramIndex, Place
 from vllm_trie.ngrams.blend import Blend, Kind, Source
-from vllm_trie.ngrams.contexts import Counted, Match, advance, count_successors, match_suffix
-from vllm_trie.ngrams.index import NgramIndex, Place
 from vllm_trie.tree import ROOT
 
 

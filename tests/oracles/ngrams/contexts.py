@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_trie.ngrams.index import NgramIndex, Node, Place
+from tests.oracles.ngrams.index import NgramIndex, Node, Place
 
 Match = Node | Place
 """A context that occurred: its node, or, past the end of the nodes, its last token's place."""

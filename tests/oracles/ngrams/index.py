@@ -1,4 +1,4 @@
-"""The n-gram index in readable Python: the twin of core/index.cpp, and its fallback.
+"""The n-gram index in readable Python: the twin of `ngrams/core/index.cpp`.
 
 A trie of all n-grams of up to `max_order + 1` tokens of some texts. An n-gram c·t, context c and
 successor t, carries the two counts that Kneser-Ney smoothing needs: its occurrences, and the number
@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-MAX_ORDER = 8
-"""Longest context that is looked up by default, in tokens."""
 MAX_SUCCESSORS = 32
 """Successors of a context that are kept in order, and read by a draft."""
 
