@@ -156,10 +156,14 @@ def imported_at_start(source: ast.Module, prefix: str) -> Iterator[str]:
                 yield whole if whole in MODULES or prefix == "vllm." else str(node.module)
 
 
-@pytest.mark.parametrize("title", ["Path of a draft", "Path of a beam"])
-def test_the_files_of_a_walk_import_one_another(title: str) -> None:
+@pytest.mark.parametrize(("title", "most"), [("Path of a draft", 20), ("Path of a beam", 16)])
+def test_the_files_of_a_walk_import_one_another(title: str, most: int) -> None:
     page = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
     section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    steps = [row.split("|") for row in re.findall(r"^\|.* \d+\. .*$", section, re.MULTILINE)]
+    files = {name for *_, column, step, _ in steps for name in re.findall(r"`(\S+\.py)`", column)}
+    files |= {name for *_, step, _ in steps for name in re.findall(r"`(\S+\.cpp)`", step)}
+    assert most // 2 < len(files) <= most
     paths = {path.removeprefix("vllm_trie/") for path in re.findall(r"`([\w/]+/\w+\.py)`", section)}
     walk = {module_of(path) for path in paths}
     assert len(walk) > 15
