@@ -29,8 +29,8 @@ from vllm_trie.lab.tiny_model import medusa_path, model_path
 
 PAGES = ("README.md", "docs/cpu.md", "examples/README.md")
 NOT_RUN = {
-    "pip install .": "would replace the plugin that the tests run; tests/unit/native builds the "
-    "wheel and installs it elsewhere",
+    "pip install .": "would replace the plugin that the tests run; tests/engine/test_wheel.py "
+    "builds the wheel and installs it elsewhere",
     "pip install examples/own_drafter": "the same; tests/engine/test_examples.py installs it into "
     "a folder, runs its program and serves its method",
     "python examples/own_drafter/run.py": "see the line before",
