@@ -306,6 +306,7 @@ class _Decoder:
                     queued.append(self._launch(names, lengths, running, num_drafts))
                 if num_drafts or not self._is_async or len(queued) > 1 or not running:
                     counts.append(output.take(queued.popleft()) / max(len(running), 1))
+            launches.append(time.perf_counter())
         finally:
             ended = SchedulerOutput.make_empty()
             ended.finished_req_ids = set(names)
