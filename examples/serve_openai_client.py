@@ -1,4 +1,4 @@
-"""`vllm serve` with draft trees, and OpenAI's client: chat, streaming, completions, beam search.
+"""`vllm serve` with draft trees, and OpenAI's client: chats, a prediction, completions, beams.
 
 python examples/serve_openai_client.py [--model PATH] [further options of vllm serve]
 """
@@ -95,6 +95,12 @@ def main(model: str, further: list[str]) -> None:
             text += chunk.choices[0].delta.content or ""
             print(chunk.choices[0].delta.content or "", end="", flush=True)
         print(f"\nequal: {'yes' if text == reply.choices[0].message.content else 'no'}")
+
+        prediction = {"type": "content", "content": CODE}
+        reply = client.chat.completions.create(**chat, prediction=prediction)
+        counts = reply.usage.completion_tokens_details
+        print("\n=== chat with a prediction")
+        print(f"accepted tokens of it: {counts.accepted_prediction_tokens}")
 
         reply = client.completions.create(
             model=name, prompt="def main():", temperature=0, max_tokens=32, stop=["\n\n"]

@@ -165,11 +165,13 @@ def test_serve_openai_client() -> None:
     parts = re.split(r"^=== (.*)$", text, flags=re.MULTILINE)
     titles, bodies = parts[1::2], parts[2::2]
     assert titles == [
-        "chat", "the same, streamed, and without drafts", "completion", "beam search",
+        "chat", "the same, streamed, and without drafts", "chat with a prediction", "completion",
+        "beam search",
     ]  # fmt: skip
-    chat, streamed, completion, beams = bodies
+    chat, streamed, predicted, completion, beams = bodies
     assert "--speculative-model ngram_trie" in parts[0]
     assert "def count_words(lines):" in chat
+    assert int(predicted.rsplit(":", 1)[1]) > 10
     assert chat.strip() in streamed
     assert "equal: yes" in streamed
     assert len(completion.strip()) > len("def main():")

@@ -50,6 +50,11 @@ def test_trees_beside_structured_outputs(results) -> None:
     assert results["trees"]["structured"] == []
 
 
+def test_predictions_with_trees(results) -> None:
+    assert results["trees"]["predicted"] == []
+    assert results["trees"]["accepted_predicted"] > 0
+
+
 def test_random_requests_with_trees(results) -> None:
     """Any sampling parameters, logprobs, late arrivals, aborts."""
     assert results["trees"]["random"] == []
@@ -108,6 +113,11 @@ def test_seeds(result) -> None:
 
 def test_structured_outputs(result) -> None:
     assert result["structured"] == []
+
+
+def test_predictions(result) -> None:
+    assert result["predicted"] == []
+    assert result["accepted_predicted"] > 0
 
 
 def test_drafters_that_fail(results) -> None:

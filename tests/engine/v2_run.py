@@ -234,6 +234,7 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     seeded = generate(llm, TEXTS[:4], SEEDS_WITHOUT_DRAFTS)
     result["seeds"] = differences(plain["seeds"][:3], seeded[:3])
     result["structured"] = differences(plain["structured"], structured(llm))
+    result |= predicted(llm, plain["long"])
     put_in(llm, ChainOracle)
     steps, tokens = totals.steps, totals.tokens
     check_outputs_beside_aborts(llm, plain["long"], greedy(), {3: [0], 7: [3]})
@@ -280,6 +281,7 @@ def run_trees(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
         result["seeds_steps"] = [totals.steps - steps, totals.tokens - tokens]
         tell_oracle(plain["long"])
         result["structured"] = differences(plain["structured"], structured(llm))
+        result |= predicted(llm, plain["long"])
         check_outputs_beside_aborts(llm, plain["long"], greedy(), {2: [0], 5: [3]})
         tell_oracle_of(plain["requests"], plain["answers"])
         answers = answers_of(llm, plain["requests"], with_priorities=False)
@@ -360,6 +362,15 @@ def make_adapters(folder: Path) -> list[LoRARequest]:
 def structured(llm: LLM) -> list[Any]:
     params = greedy(structured_outputs=STRUCTURED, max_tokens=6)
     return generate(llm, TEXTS[1:3], [params, greedy()])
+
+
+def predicted(llm: LLM, answers: list[Any]) -> dict[str, Any]:
+    """Decode with the answers as predictions: what differs, and what was accepted of them."""
+    tokens = [list(answer.outputs[0].token_ids) for answer in answers[:2]]
+    params = [greedy(extra_args={"prediction": prediction}) for prediction in tokens]
+    outputs = generate(llm, TEXTS[:2], params)
+    accepted = [output.outputs[0].accepted_prediction_tokens for output in outputs]
+    return {"predicted": differences(answers[:2], outputs), "accepted_predicted": sum(accepted)}
 
 
 def beside_a_beam_search(llm: LLM) -> list[Any]:
