@@ -81,7 +81,8 @@ def test_content_in_use_stays(opened: Any, damage: Any, caplog: Any) -> None:
             assert watched.latest()() == expected
             path.write_bytes(whole)
             assert watched.latest()() == expected
-        levels = [record.levelname for record in caplog.records]
+        # A record arrives twice where the plugin passes it on to vLLM's logger, too.
+        levels = [record.levelname for record in dict.fromkeys(caplog.records)]
         assert levels.count("WARNING") == 1
         assert "ERROR" not in levels
         caplog.clear()

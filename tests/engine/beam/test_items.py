@@ -263,7 +263,11 @@ def test_refused_requests_without_a_search(items_engine, extra_args, message):
         ({"items_end": "eos"}, {}, "items_end='eos' needs items"),
         ({"deny_items": [1]}, {}, r"deny_items=\[1\] needs items"),
         ({"items": "equal", "deny_items": ["a"]}, {}, "deny_items has 'a', the ids of 'equal' are"),
-        ({"items": "equal", "deny_items": [*range(5000)]}, {}, "have 5000 entries, at most 4096"),
+        (
+            {"items": "equal", "deny_items": [*range(5000)]},
+            {},
+            "deny_items: 5000 entries, at most 4096",
+        ),
         (
             {"items": "equal", "allow_items": [2**63]},
             {},

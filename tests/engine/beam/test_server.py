@@ -102,12 +102,14 @@ def test_items_of_a_catalogue(client, use_beam_search):
     ]
 
 
-def test_samples_of_a_catalogue(client):
-    """Without a search: business rules, ids, and no text where nobody wants it."""
+def test_items_without_text(client):
+    """Business rules, ids, and no text where nobody wants it."""
     denied = [list(tokens[:1]) for tokens in list(ITEMS)[:50]]
-    xargs = {"items": "catalogue", "deny_prefixes": json.dumps(denied), "detokenize": 0}
+    xargs = {"items": "catalogue", "beam_width": 6, "detokenize": 0}
+    xargs["deny_prefixes"] = json.dumps(denied)
     extra = {"vllm_xargs": xargs, "return_token_ids": True}
-    result = completion(client, extra, n=6, temperature=1.0)
+    result = completion(client, extra, n=6)
+    assert len(result.choices) == 6
     for choice in result.choices:
         tokens = tuple(token for token in choice.token_ids if token != 0)
         assert choice.stop_reason == ITEMS[tokens]
