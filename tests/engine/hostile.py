@@ -1,6 +1,8 @@
 """Hostile requests over HTTP: every option of the plugin, right, wrong and absurd.
 
 `python -m tests.engine.hostile --requests 5000 --seed 1` attacks longer than the suite does.
+With `--sizes`, large requests go one by one to these servers and to one of plain vLLM, and the
+longest time that `/health` waits is measured.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +101,80 @@ FIELDS: dict[str, tuple[Any, ...]] = {
 }
 """Fields of OpenAI's and vLLM's, which meet the options."""
 
+SIZES = {1_000: 10, 10_000: 10, 250_000: 8, 2_000_000: 2, 20_000_000: 1}
+"""Bytes of large requests, and how many there are of each option and kind of key."""
+
+
+def values_of_size(size: int) -> dict[str, Any]:
+    """Return values of about as many bytes of JSON, by what they are."""
+    keys = [f"key{i}" for i in range(size // 14)]
+    random.Random(size).shuffle(keys)
+    lists: list[Any] = [[7] * 20] * (size // 60)
+    while len(lists) > 20:
+        lists = [lists[i : i + 20] for i in range(0, len(lists), 20)]
+    return {
+        "string": "x" * size,
+        "integers": [7] * (size // 3),
+        "strings": ["ab"] * (size // 6),
+        "numbers": [0.5] * (size // 5),
+        "integers and strings": [1, "a"] * (size // 8),
+        "lists in lists": lists,
+        "object": dict.fromkeys(keys, 1),
+        "integers as JSON": f"[{'1,' * (size // 2)}1]",
+        "wrong prefixes as JSON": "[" + f"[{'-1,' * 20}-1]," * (size // 65) + "[-1]]",
+        "open lists as JSON": "[" * size,
+    }
+
+
+def large_requests(size: int, num: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield descriptions and requests of about as many bytes, `num` of each option and key."""
+    rng = random.Random(size)
+    leaders: tuple[dict[str, Any], ...] = (
+        *({}, {"beam_width": 4}, {"items": "integers"}, {"beam_width": 4, "items": "integers"}),
+    )
+    values = values_of_size(size)
+    entries = {
+        f"{option} of {kind}": {option: value}
+        for option in (*OPTIONS, "prediction")
+        for kind, value in rng.sample([*values.items()], num)
+    }
+    for prefix in ("option", "beam_wid", "k" * 900):
+        num_keys = 1 + size // (len(prefix) + 10)
+        entries[f"{num_keys} keys {prefix[:9]}"] = {f"{prefix}{i}": 1 for i in range(num_keys)}
+    for number, (label, added) in enumerate(entries.items()):
+        request: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0.0}
+        leader = rng.choice(leaders)
+        label += f" with {' and '.join(leader) or 'nothing'}"
+        if number % 3:
+            yield label, {**request, "vllm_xargs": {**leader, **added}}
+        else:
+            yield f"{label}, fields", {**request, **added, "vllm_xargs": leader}
+
+
+def longest_waits(server: Server, size: int, num: int, repeats: int = 1) -> dict[str, float]:
+    """Return the longest wait of `/health`, in seconds, during each of the large requests.
+
+    The least of `repeats`: a request that blocks the server does so each time.
+    """
+    waits: dict[str, float] = {}
+    with (
+        ThreadPoolExecutor(1) as pool,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=120.0) as other_client,
+    ):
+        for label, request in large_requests(size, num):
+            body = json.dumps({"model": MODEL_NAME, **request})
+            for _ in range(repeats):
+                sending, longest_s = pool.submit(post, server, body), 0.0
+                while not sending.done():
+                    start = time.perf_counter()
+                    assert other_client.get("/health").status_code == 200
+                    longest_s = max(longest_s, time.perf_counter() - start)
+                waits[label] = min(waits.get(label, longest_s), longest_s)
+                answer = sending.result()
+                assert answer.status_code < 500, f"{label}: {answer.text[:500]}"
+    return waits
+
+
 NEIGHBOUR = {"prompt": "def fibonacci(n):", "temperature": 0.0, "max_tokens": 24}
 SEARCH = {
     **{"prompt": [1, 2, 3], "n": 4, "temperature": 0.0, "max_tokens": 4},
@@ -126,6 +202,12 @@ class Figures:
             f"{dict(sorted(self.statuses.items()))}, {len(self.wrong)} wrong answers, "
             f"{len(self.failed)} of 500 or more, longest neighbour {self.longest_s:.2f} s"
         )
+
+
+def post(server: Server, body: str, timeout_s: float = 120.0) -> httpx.Response:
+    """Send a completion request."""
+    headers = {"content-type": "application/json"}
+    return server.http.post("/v1/completions", content=body, headers=headers, timeout=timeout_s)
 
 
 def hostile_request(rng: random.Random) -> dict[str, Any]:
@@ -160,8 +242,7 @@ def attack(
 
     def send(request: Mapping[str, Any], timeout_s: float = 120.0) -> httpx.Response:
         body = json.dumps({"model": MODEL_NAME, **request})  # httpx encodes no half surrogates
-        headers = {"content-type": "application/json"}
-        return server.http.post("/v1/completions", content=body, headers=headers, timeout=timeout_s)
+        return post(server, body, timeout_s)
 
     def answer_of(response: httpx.Response) -> list[str]:
         assert response.status_code == 200, response.text
@@ -227,13 +308,36 @@ def neighbours_of(name: str) -> list[Mapping[str, Any]]:
     return [NEIGHBOUR, {**NEIGHBOUR, "n": 4, "vllm_xargs": {"beam_width": 4}}]
 
 
+def compare_waits(folder: Path) -> None:
+    """Print the longest waits of `/health` by size, and requests with more than twice plain's."""
+    waits: dict[str, dict[int, dict[str, float]]] = {}
+    for name, options in {"plain": [], **server_options(folder)}.items():
+        variables: dict[str, Any] = {"VLLM_PLUGINS": ""} if name == "plain" else {}
+        with running(folder / f"{name}.log", *options, **variables) as server:
+            waits[name] = {size: longest_waits(server, size, n, 3) for size, n in SIZES.items()}
+    for size in SIZES:
+        for name, by_size in waits.items():
+            label, longest_s = max(by_size[size].items(), key=lambda item: item[1])
+            print(
+                f"{size} bytes, {len(by_size[size])} requests, {name}: {longest_s:.3f} s, {label}"
+            )
+            for label, wait_s in by_size[size].items():
+                if wait_s > 2 * waits["plain"][size][label] + 0.02:
+                    plain_s = waits["plain"][size][label]
+                    print(f"    {wait_s:.3f} s, plain {plain_s:.3f} s: {label}")
+
+
 def main() -> None:
     """Attack both servers, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1000, help="for each server")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--sizes", action="store_true", help="of requests, next to plain vLLM")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
+    if arguments.sizes:
+        compare_waits(folder)
+        return
     for name, options in server_options(folder).items():
         with running(folder / f"{name}.log", *options) as server:
             figures = attack(server, arguments.requests, arguments.seed, neighbours_of(name))

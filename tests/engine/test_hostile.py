@@ -16,8 +16,11 @@ def test_hostile_requests_fail_alone(name, tmp_path):
     options = hostile.server_options(tmp_path)[name]
     with running(tmp_path / "log", *options) as server:
         figures = hostile.attack(server, 300, seed=1, neighbours=hostile.neighbours_of(name))
-        print(figures)
+        waits = hostile.longest_waits(server, 1_000_000, 1) if name == "items" else {}
+        print(figures, max(waits.items(), key=lambda item: item[1], default=None))
         assert server.is_healthy(), server.log_text()[-5000:]
+    slow = {label: wait_s for label, wait_s in waits.items() if wait_s > 2.0}
+    assert not slow, "large requests kept the server from answering others"
     assert not figures.wrong, figures.wrong[:5]
     assert not figures.failed, figures.failed[:5]
     assert figures.options >= OPTION_NAMES

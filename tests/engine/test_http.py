@@ -233,6 +233,12 @@ def ask_with_bad_predictions(client: openai.OpenAI) -> list[tuple[int, str]]:
             with pytest.raises(openai.APIStatusError) as refused:
                 chat(client, CHATS[0], prediction=prediction, stream=stream)
             replies.append((refused.value.status_code, str(refused.value)))
+        predicted = {"vllm_xargs": {"prediction": "word " * 9000}}
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.responses.create(
+                model=MODEL_NAME, input="Hello", stream=stream, extra_body=predicted
+            )
+        replies.append((refused.value.status_code, str(refused.value)))
     return replies
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import reprlib
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ def _from_json(value: object) -> object:
     return value
 
 
-_Lax = Field(strict=False)  # tuples, too
+_Entries = Field(strict=False, fail_fast=True)
+"""Tuples are lists, too; a wrong list has one error, not one for each of its entries."""
 
 
 def _encodable(text: str) -> str:
@@ -62,14 +64,14 @@ def _encodable(text: str) -> str:
 _Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _TextId = Annotated[str, AfterValidator(_encodable)]
 _Ids = Annotated[
-    Annotated[list[_Id], _Lax] | Annotated[list[_TextId], _Lax],
+    Annotated[list[_Id], _Entries] | Annotated[list[_TextId], _Entries],
     BeforeValidator(_from_json),
 ]
 _Prefix = Annotated[
     list[Annotated[int, Field(ge=0, le=2**31 - 1)]],
-    Field(min_length=1, max_length=512, strict=False),
+    Field(min_length=1, max_length=512, strict=False, fail_fast=True),
 ]
-_Prefixes = Annotated[list[_Prefix], BeforeValidator(_from_json), _Lax]
+_Prefixes = Annotated[list[_Prefix], _Entries, BeforeValidator(_from_json)]
 _Flag = Annotated[bool, BeforeValidator(_as_bool)]
 
 
@@ -202,9 +204,21 @@ ITEM_OPTIONS = frozenset({"items", "items_end", "normalize", "weight_factor", *_
 """Those of them that concern catalogues."""
 
 
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 200
-_SHOWN.maxlist = _SHOWN.maxtuple = 20
+class _Shown(reprlib.Repr):
+    """Looks at no more than 20 entries of a container and of the containers in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 200
+        self.maxlist = self.maxtuple = 20
+        self.maxlevel = 2
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        first = dict(itertools.islice(x.items(), self.maxdict + 1))
+        return super().repr_dict(first, level)  # sorts them
+
+
+_SHOWN = _Shown()
 
 
 def shown(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -103,7 +104,15 @@ def test_the_work_for_a_request_is_bounded(
         check({**leader, **extra_args}, "package:Processor")  # it may read the keys
 
 
-@pytest.mark.parametrize("value", [["x"] * 100_000, "x" * 10**6, "9" * 10**6, [0.5] * 100_000])
+PREFIXES = f"[{','.join(['[' + '-1,' * 20 + '-1]'] * 4000)}]"
+"""84,000 wrong tokens, in a size that is allowed."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [["x"] * 100_000, "x" * 10**6, "9" * 10**6, [0.5] * 100_000, PREFIXES],
+    ids=["strings", "string", "digits", "numbers", "prefixes"],
+)
 @pytest.mark.parametrize("name", sorted(OPTION_NAMES - {"items"}))
 def test_a_large_wrong_value_is_refused_at_once(name: str, value: Any) -> None:
     begin = time.process_time()
@@ -111,6 +120,21 @@ def test_a_large_wrong_value_is_refused_at_once(name: str, value: Any) -> None:
         parse_options({"beam_width": 4, "items": "a", name: value})
     assert time.process_time() - begin < 0.2
     assert len(str(error.value)) < 1000
+
+
+def test_a_large_misplaced_value_is_refused_at_once() -> None:
+    """Fields outside of ``vllm_xargs`` are any JSON."""
+    numbers = [*range(200_000)]
+    random.Random(1).shuffle(numbers)
+    nested: Any = dict.fromkeys(numbers)
+    for _ in range(5):
+        nested = [nested] * 20
+    begin = time.process_time()
+    for value in (dict.fromkeys(numbers), nested):
+        with pytest.raises(VLLMClientError, match="no field of a request") as error:
+            check_api_request(SimpleNamespace(model_extra={"beam_width": value}))
+        assert len(str(error.value)) < 500
+    assert time.process_time() - begin < 0.2
 
 
 @pytest.mark.parametrize(

@@ -236,8 +236,11 @@ def _size(value: object) -> int:
         elif isinstance(item, Mapping):
             pending += [*item.keys(), *item.values()]
         elif isinstance(item, list | tuple | set):
-            size += len(item) if len(item) > MAX_SIZE else 0
-            pending += item
+            if len(item) > MAX_SIZE:
+                return len(item)
+            others = [entry for entry in item if type(entry) is not int]  # most are numbers
+            size += len(item) - len(others)
+            pending += others
         else:
             size += 1
     return size

@@ -150,6 +150,7 @@ async def _take_prediction(
 for _name in (
     "chat_completion.serving:OpenAIServingChat.render_chat_request",
     "completion.serving:OpenAIServingCompletion.render_completion_request",
+    "responses.serving:OpenAIServingResponses._render_resolved_response_inputs",
 ):
     _predicted.wraps(f"entrypoints.openai.{_name}", "takes predictions")(_take_prediction)
 

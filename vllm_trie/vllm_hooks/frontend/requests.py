@@ -147,7 +147,7 @@ def prepare_request(vllm_config: VllmConfig, params: Any) -> Any:
             return _prepare_search(vllm_config, params, processors)
         if "items" in extra_args:
             raise BeamRequestError(
-                f"items={extra_args['items']!r:.200} needs 'beam_width'; add beam_width=1 for the "
+                f"items={shown(extra_args['items'])} needs 'beam_width'; add beam_width=1 for the "
                 "best item by greedy steps, or more for the best of as many hypotheses"
             )
         return params
@@ -243,7 +243,7 @@ def _check_processors(params: SamplingParams, processors: Sequence[str]) -> None
     others = sorted(extra_args_of(params).keys() - {SPEC_KEY, SPECULATION, CACHE_SALT})
     if others and processors:
         raise BeamRequestError(
-            f"beam search: extra_args {others} may drive a custom logits processor "
+            f"beam search: extra_args {shown(others)} may drive a custom logits processor "
             f"({', '.join(processors)}), and these do not act on beam search; leave them out"
         )
 
@@ -338,6 +338,6 @@ def _check_ids(options: BeamOptions, header: ItemsHeader) -> None:
         for item_id in (getattr(options, name) or ())[:1]:
             if not isinstance(item_id, kind):
                 raise BeamRequestError(
-                    f"{name} has {item_id!r}, the ids of {options.items!r} are of type "
+                    f"{name} has {shown(item_id)}, the ids of {options.items!r} are of type "
                     f"{header.ids}; write them so"
                 )
