@@ -238,7 +238,7 @@ def _size(value: object) -> int:
         elif isinstance(item, list | tuple | set):
             if len(item) > MAX_SIZE:
                 return len(item)
-            others = [entry for entry in item if type(entry) is not int]  # most are numbers
+            others = [entry for entry in item if type(entry) not in (int, float)]
             size += len(item) - len(others)
             pending += others
         else:
