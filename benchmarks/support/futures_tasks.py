@@ -163,7 +163,7 @@ def schemas() -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def large_schema(num_bytes: int) -> dict[str, Any]:
-    """Return a schema whose JSON text has about so many bytes."""
+    """Return a schema whose JSON text has about this many bytes."""
     properties: dict[str, Any] = {}
     size = 0
     while size < num_bytes:

@@ -117,11 +117,11 @@ def test_no_eviction_tells_of_a_neighbour() -> None:
 
 def test_no_scope_takes_another_ones_share() -> None:
     table = NativeRecycled(90, 3)
-    own = [(100 + i, 200 + i) for i in range(10)]  # 30 contexts, a third
-    write(table, 0, own)
+    pairs = [(100 + i, 200 + i) for i in range(10)]  # 30 contexts, a third
+    write(table, 0, pairs)
     write(table, 1, [(i, i) for i in range(300, 600)])
     write(table, 2, [(i, i) for i in range(600, 900)])
-    assert all(has_context(table, 0, pair) for pair in own)
+    assert all(has_context(table, 0, pair) for pair in pairs)
     assert not has_context(table, 1, (300, 300))
     assert has_context(table, 1, (599, 599))
 
@@ -167,8 +167,8 @@ def test_compiled_table_equals_its_twin(
             if number == 6:
                 table.forget(1)
             tokens = np.array(text, dtype=np.int32)
-            own: Any = backend.new_index(4)
-            job = Job(own, None, None, tokens, len(text), 40, 6, chain_only)
+            index: Any = backend.new_index(4)
+            job = Job(index, None, None, tokens, len(text), 40, 6, chain_only)
             job = job._replace(recycled=table, scope=scope, rows=rows)
             drafted += [draft.tree for draft in backend.draft_batch([job])]
         trees.append(drafted)

@@ -49,10 +49,10 @@ def test_likeliest_of_any_shape(
     tokens, probabilities = likeliest_of_logits(logits)
     expected = logits.float().sort(descending=True, stable=True)
     assert tokens.tolist() == expected.indices[:, :ROW_TOKENS].tolist()
-    wanted = expected.values.softmax(-1)[:, :ROW_TOKENS]
-    torch.testing.assert_close(torch.from_numpy(probabilities), wanted, rtol=1e-4, atol=1e-7)
+    likeliest = expected.values.softmax(-1)[:, :ROW_TOKENS]
+    torch.testing.assert_close(torch.from_numpy(probabilities), likeliest, rtol=1e-4, atol=1e-7)
     _, on_device = likeliest_on_device(logits)
-    torch.testing.assert_close(on_device, wanted, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(on_device, likeliest, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

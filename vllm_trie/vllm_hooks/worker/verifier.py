@@ -58,8 +58,8 @@ ShareTrees = Callable[[list[TokenTree]], list[TokenTree]]
 
 _NO_DRAFT = VerifiedStep(TokenTree.empty(), (), None)
 _MOST_PLAIN_ROWS = 16
-"""Of a step without drafts, whose rows of logits are read for later ones. Reading more would take
-over 1 % of a step on a GPU."""
+"""Of a step without drafts, whose rows of logits are read for later ones. By estimate, reading more
+would take over 1 % of a step on a GPU."""
 
 
 class TreeVerifier:
