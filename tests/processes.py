@@ -145,7 +145,7 @@ def run_python(
         finally:
             end(process, patience=5.0)
         texts = [path.read_text(errors="replace") for path in (out, errors)]
-    assert process.returncode == 0, texts[0][-6000:] + texts[1][-4000:]
+    assert process.returncode == 0, texts[0][-6000:] + texts[1][-12000:]
     return subprocess.CompletedProcess(process.args, process.returncode, *texts)
 
 

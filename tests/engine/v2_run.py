@@ -435,7 +435,6 @@ def compare_all(folder: Path) -> dict[str, Any]:
     union = {**UNION, **AS_CHAINS}
     result["synchronous"] = run(engine(speculative_config=union, **synchronous), plain)
     result["asynchronous"] = run(engine(speculative_config=CHAINS), plain)
-    result["start check"] = reasons(engine(speculative_config=CHAINS, **ENGINE))
     ngram = engine(speculative_config=NGRAM)
     waits = Waits(ngram)
     outputs = generate(ngram, TEXTS[:3], greedy())
