@@ -100,18 +100,3 @@ def test_caches_that_layers_share_are_moved_once() -> None:
     )
     assert [group.group_id for group in groups] == [0, 1]
     assert [len(group.caches) for group in groups] == [1, 1]
-
-
-def test_slots_are_moved_as_the_layers_layout_wants_it() -> None:
-    moves = []
-
-    def move(caches, source, target) -> None:
-        moves.append((len(caches), source.tolist(), target.tolist()))
-
-    layers = {
-        name: SimpleNamespace(kv_cache=torch.zeros(1), impl=SimpleNamespace(move_slots=move))
-        for name in "ab"
-    }
-    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["a", "b"])])
-    compact(cache_groups(config, layers), [torch.arange(10) + 100], [4, 6], [3, 5])
-    assert moves == [(2, [104, 106], [103, 105])]

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.drafters.support import VOCAB, make_context, make_request
 from tests.unit.tree.strategies import token_trees
+from vllm_trie.budget import NodeBudget
+from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.tree import TokenTree
+from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.verification.placement import scheduled_tree
+from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 
 @given(token_trees(), st.integers(0, 50))
@@ -25,3 +37,39 @@ def test_any_other_list_is_a_chain(tree: TokenTree | None, scheduled: list[int])
     assert rebuilt.token_list == rebuilt.token_ids.tolist() == scheduled
     if tree is None or tree.token_list[: len(scheduled)] != scheduled:
         assert rebuilt.is_chain
+
+
+class FixedDrafter(Drafter):
+    """Proposes a tree of two branches for every request."""
+
+    name = "fixed"
+    Options = DrafterOptions
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        return [TokenTree.from_lists([5, 6, 7, 8], [-1, -1, 1, 1])] * len(requests)
+
+
+def verifier(*options: Any) -> TreeVerifier:
+    drafter = FixedDrafter(DrafterOptions(), make_context())
+    guard = GuardedDrafter(drafter, VOCAB, 30.0, logging.getLogger("tests.verifier"))
+    return TreeVerifier(guard, *options)
+
+
+def test_trees_of_requests_outside_the_batch_stay() -> None:
+    trees = verifier()
+    trees.start_step(0)
+    trees.begin_step(["a", "b"], {}, 9)
+    requests = {i: make_request([0, 3, i], request_id) for i, request_id in enumerate("ab")}
+    draft = trees.draft(requests, 2, torch.zeros(2, 4), time.perf_counter())[0]
+    trees.begin_step(["b"], {}, 1)
+    trees.end_step([[3]])
+    trees.begin_step(["a", "b"], {"a": draft, "b": draft}, 10)
+    assert [tree.is_chain for tree in trees.step_trees] == [False, True]
+
+
+def test_the_budget_pauses_drafting_on_one_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NodeBudget, "should_draft", lambda self, num_requests: False)
+    for share_trees, is_pausing in ((None, True), (lambda trees: trees, False)):
+        trees = verifier(NodeBudget(), share_trees)
+        trees.start_step(1)
+        assert trees.is_pausing == is_pausing

@@ -24,7 +24,7 @@ from vllm_trie.vllm_hooks.setup.config import EngineOptions, TreeConfig
 from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
-from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly, RunnerV2Mixin
+from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
@@ -173,17 +173,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     return Steps()
 
 
-def test_a_short_draft_is_filled_up_and_its_length_kept(steps: Steps) -> None:
-    steps.add("a", [7, 8])
-    steps.add("b", [7, 8])
-    steps.add("c", [7, 8])
-    assert steps.step({"a": [11], "b": [13], "c": [15]}) == [
-        [12, 13, 14, 15], [14, 15, 0, 0], [0, 0, 0, 0],
-    ]  # fmt: skip
-    assert [steps.drafted(i) for i in "abc"] == [4, 2, 0]
-    assert all(request.chain_only for request in steps.drafter.requests)
-
-
 def test_fillers_never_reach_the_verifier(steps: Steps) -> None:
     steps.add("a", [7, 8])
     steps.step({"a": [13]})
@@ -202,15 +191,6 @@ def test_a_draft_that_the_scheduler_cut(steps: Steps) -> None:
     step = steps.drafter.requests[0].last_step
     assert step is not None
     assert (step.tree.token_list, step.accepted) == ([12, 13], (0,))
-
-
-def test_hidden_states_are_those_of_the_last_accepted_token(steps: Steps) -> None:
-    for name in "ab":
-        steps.add(name, [7, 8])
-    steps.step({"a": [13], "b": [11]})
-    steps.step({"a": [14, 3], "b": [12, 13, 14, 6]}, scheduled=WIDTH)
-    # Rows 0 to 2 are those of the first request, which had two tokens drafted.
-    assert [r.hidden_state.tolist() for r in steps.drafter.requests] == [[1.0], [3.0 + 3]]
 
 
 def test_prefills_in_chunks_get_no_draft(steps: Steps) -> None:
@@ -281,33 +261,11 @@ def test_a_request_that_starts_again(steps: Steps) -> None:
     assert request.last_step.accepted == ()
 
 
-def test_ended_requests_are_forgotten_and_statistics_attached(steps: Steps) -> None:
-    steps.add("a", [7, 8])
-    steps.step({"a": [11]})
-    steps.adapter.release(["a", "unknown"])
-    assert steps.drafter.released == ["a", "unknown"]
-    assert not steps.adapter._requests
-    assert steps.statistics().tokens == 1
-    assert steps.statistics() is None
-
-
 def test_requests_of_the_warm_up_are_not_drafted_for(steps: Steps) -> None:
     steps.adapter._state = "warm-up"
     steps.add("_warmup_0_", [7, 8])
     assert steps.step({"_warmup_0_": [11]}) == [[0] * WIDTH]
     assert not steps.drafter.requests
-
-
-def test_an_engine_that_is_switched_off_neither_waits_nor_drafts(steps: Steps) -> None:
-    steps.add("a", [7, 8])
-    steps.step({"a": [11]})
-    steps.adapter.switch_off("it was slow")
-    steps.add("b", [7, 8])
-    steps.drafter.requests = []
-    assert steps.step({"a": [12], "b": [11]}, scheduled=WIDTH) == [[0] * WIDTH] * 2
-    assert not steps.drafter.requests
-    assert steps.statistics().draft_failures == {"start_check": 1}
-    assert steps.statistics() is None
 
 
 def test_prompts_are_read_once_while_the_device_computes_them(steps: Steps) -> None:
@@ -466,27 +424,3 @@ def test_traces_follow_the_requests(steps: Steps, tmp_path: Path) -> None:
         ([6], [], []),
         ([7, 8, 9], [7, 8, 9, 10], [0, 1]),
     ]
-
-
-def test_each_row_of_logits_has_its_requests_adapter() -> None:
-    """vLLM names the adapters of requests; its output layer takes those of rows."""
-    seen: list[tuple[int, ...]] = []
-
-    class Stock:
-        def prepare_inputs(self, scheduler_output: Any) -> Any:
-            return SimpleNamespace(cu_num_logits_np=np.array([0, 3, 4]), req_ids=["a", "b"])
-
-        def _set_active_loras(self, prompts: tuple[int, ...], tokens: Any, adapters: Any) -> None:
-            seen.append(prompts)
-
-    class Runner(RunnerV2Mixin, Stock):  # type: ignore[misc]
-        speculator: Any = SimpleNamespace(
-            adapter=SimpleNamespace(begin_step=lambda *_: None, is_drafting=True)
-        )
-
-    runner: Any = Runner()
-    runner.cudagraph_manager = None
-    runner.prepare_inputs(None)
-    for _ in range(2):  # the second one is a warm-up's, which no inputs were prepared for
-        runner._set_active_loras((7, 5), (), set())
-    assert seen == [(7, 7, 7, 5), (7, 5)]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm import SamplingParams
 
 from tests.unit.drafters.support import VOCAB, make_context
 from tests.unit.hooks.test_compaction import path_to
@@ -19,7 +18,6 @@ from tests.unit.tree.strategies import token_trees
 from vllm_trie.drafters import Drafter, DrafterOptions
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
-from vllm_trie.vllm_hooks.worker.runners import v2_adapter, v2_trees
 from vllm_trie.vllm_hooks.worker.runners.v2_trees import V2TreeAdapter
 from vllm_trie.vllm_hooks.worker.verification.compaction import (
     CacheGroup,
@@ -50,51 +48,6 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> V2TreeAdapter:
     return V2TreeAdapter(TreeVerifier(guard), states, torch.device("cpu"))
 
 
-def test_nodes_get_the_positions_of_their_depth_and_fillers_are_never_accepted(adapter) -> None:
-    """A tree of three nodes, a prefill in parts, a request without a draft, a chain."""
-    trees = [
-        TokenTree.from_lists([11, 12, 13], [-1, -1, 0]),
-        TokenTree.empty(),
-        TokenTree.empty(),
-        TokenTree.from_lists([21, 22], [-1, 0]),
-    ]
-    places = np.array([NUM_NODES, 0, NUM_NODES, NUM_NODES])
-    scheduled = np.array([1, 5, 1, 1]) + places
-    lengths = {"tree": 30, "prefill": 50, "plain": 60, "chain": 40}
-    adapter.trees.step_trees = trees
-    adapter._requests = {i: SimpleNamespace(num_tokens=n) for i, n in lengths.items()}
-    starts = np.concatenate([[0], np.cumsum(scheduled)]).astype(np.int32)
-    flat = torch.cat([torch.arange(n) + 100 for n in scheduled])
-    batch: Any = SimpleNamespace(
-        num_reqs=4,
-        req_ids=[*lengths],
-        num_draft_tokens=int(places.sum()),
-        num_draft_tokens_per_req=places,
-        num_scheduled_tokens=scheduled,
-        cu_num_logits_np=np.concatenate([[0], np.cumsum(places + 1)]).astype(np.int32),
-        query_start_loc_np=starts,
-        positions=flat.clone(),
-        input_ids=torch.zeros(int(starts[-1]), dtype=torch.int32),
-    )
-    adapter.place(batch, torch.zeros(1, int(starts[-1])))
-    # The last committed token, at 29, keeps what vLLM set; the filler is below the last node.
-    assert batch.positions[:5].tolist() == [100, 30, 30, 31, 32]
-    assert torch.equal(batch.positions[5:], flat[5:])
-    tree_batch = adapter.trees.tree_batch
-    assert tree_batch is not None
-    (row,), (mask,) = tree_batch.rows, tree_batch.masks
-    assert row == (0, 0, 5, NUM_NODES, 29 + 5, 0)
-    assert not tree_batch.covers_batch
-    assert mask[1:4, -NUM_NODES:].tolist() == [
-        [True, False, False, False],
-        [False, True, False, False],
-        [True, False, True, False],
-    ]
-    tokens, parents = (rows.tolist() for rows in adapter.draft_rows)
-    assert tokens == [0, 11, 12, 13, 0, *[0] * 6, 0, 21, 22, 0, 0]
-    assert parents == [-1, 0, 0, 1, -1, *[-1] * 6, -1, 0, 1, -1, -1]
-
-
 def test_rows_of_any_number_are_aligned(adapter) -> None:
     """Triton compiles a kernel anew for a pointer that is no multiple of 16 bytes."""
     adapter.trees.step_trees = [TokenTree.from_lists([11, 12], [-1, -1])]
@@ -114,40 +67,6 @@ def test_rows_of_any_number_are_aligned(adapter) -> None:
     assert [len(rows) for rows in adapter.draft_rows] == [3, 3]
     offsets = {rows.storage_offset() * rows.element_size() % 16 for rows in adapter.draft_rows}
     assert offsets == {0}
-
-
-def test_the_output_is_copied_before_kv_moves(adapter, monkeypatch) -> None:
-    done: list[str] = []
-    for name in ("async_copy_to_np", "compact_on_device"):
-        for module in (v2_adapter, v2_trees):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, lambda *arguments, name=name: done.append(name))
-    adapter._copied = SimpleNamespace(record=lambda: None)
-    adapter.runner = SimpleNamespace(use_pp=False)
-    adapter.trees.tree_batch = object()
-    adapter.keep_path(torch.zeros(1), torch.zeros(1))
-    adapter._slot_mappings = torch.zeros(1, 1)
-    adapter.keep_sampled(torch.zeros(1, 2), torch.zeros(1))
-    assert "compact_on_device" not in done  # vLLM starts its copy of the output now
-    batch: Any = SimpleNamespace(num_reqs=1, req_ids=["a"], idx_mapping=torch.zeros(1))
-    adapter.propose(batch, torch.zeros(1, 2), NUM_NODES)
-    assert done[-1] == "compact_on_device"
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": -0.1},
-        {"bad_words": ["a"]},
-    ],
-)
-def test_what_reads_drafts_as_a_chain_gets_chains(adapter, params: dict[str, Any]) -> None:
-    assert not adapter._needs_chain(SamplingParams(temperature=0.7, seed=1, min_tokens=2))
-    assert adapter._needs_chain(SamplingParams(**params))
-    adapter._processors_read_chains = True
-    assert adapter._needs_chain(SamplingParams())
 
 
 @given(st.data())
