@@ -141,18 +141,6 @@ def test_scores_far_apart(native: NativeKernels) -> None:
             assert error.max() <= 1e-6 * max(1.0, scale_of_query) * case.largest_value
 
 
-def test_committed_token_sees_no_node(native: NativeKernels) -> None:
-    case = paged_case([RequestShape(3, 4, 5)], torch.float32, 2, 1, 32, 32, seed=6)
-    before = run(native, case)
-    keys, values = split_cache(case.kv_cache)
-    for slot in range(7, 12):  # of the nodes
-        keys[case.block_table[0, 0], :, :, slot] += 1.0
-        values[case.block_table[0, 0], :, slot] += 1.0
-    after = run(native, case)
-    assert torch.equal(before[:4], after[:4])
-    assert (before[4:] != after[4:]).any(dim=-1).all()
-
-
 def test_other_rows_are_left_alone(native: NativeKernels) -> None:
     case = paged_case([RequestShape(50, 1, 6)] * 3, torch.float32, 4, 2, 32, 32, seed=7)
     whole = run(native, case)
@@ -320,18 +308,6 @@ def test_requests_that_share_slots(native: NativeKernels, data: st.DataObject) -
     rows = [TreeRow(0, 0, 1, 0, 9), TreeRow(1, 1, num_rows, 0, length, num_shared)]
     shared = build_tree_batch(rows, [NO_NODES] * 2, 1 + num_rows)
     check(native, replace(case, trees=shared))
-
-
-def test_packed_trees() -> None:
-    """The order of the fields is that of the C++ struct."""
-    words = [np.array([[1], [3]], dtype=np.uint64), np.full((70, 2), 5, dtype=np.uint64)]
-    rows = [
-        TreeRow(batch_index=1, query_start=4, num_queries=3, num_nodes=2, seq_len=9),
-        TreeRow(batch_index=2, query_start=7, num_queries=71, num_nodes=70, seq_len=80),
-    ]
-    trees = build_tree_batch(rows, words, 80)
-    assert trees.row_array.tolist() == [[1, 4, 3, 2, 9, 0], [2, 7, 71, 70, 80, 0]]
-    assert trees.word_array.tolist() == [1, 3] + [5] * 140
 
 
 def test_move_rows_of_gpu_caches() -> None:

@@ -5,23 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.attention.reference import tree_attention_reference
 from tests.unit.tree.strategies import token_trees
 from vllm_trie.attention import (
-    TreeRow,
-    build_tree_batch,
     move_slots,
     split_cache,
-    tree_attention,
 )
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.attention.tree_batch import query_mask
 from vllm_trie.tree import TokenTree
-
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def filled_cache(
@@ -44,82 +38,6 @@ def write(
         cache_values[block, :, offset] = value
 
 
-@st.composite
-def attention_cases(draw: st.DrawFn) -> dict:
-    dtype = draw(st.sampled_from(list(TOLERANCE)))
-    num_kv_heads = draw(st.sampled_from([1, 2]))
-    requests = [
-        (
-            draw(token_trees(max_nodes=draw(st.sampled_from([6, 20, 80])), vocab_size=30)),
-            draw(st.integers(1, 4)),  # committed tokens of the step
-            draw(st.integers(0, 40)),  # tokens computed before
-        )
-        for _ in range(draw(st.integers(1, 3)))
-    ]
-    return {
-        "dtype": dtype,
-        "num_kv_heads": num_kv_heads,
-        "num_heads": num_kv_heads * draw(st.sampled_from([1, 3])),
-        "head_size": draw(st.sampled_from([16, 32, 64])),
-        "block_size": draw(st.sampled_from([16, 32])),
-        "requests": requests,
-        "with_tree": [draw(st.booleans()) for _ in requests],
-        "seed": draw(st.integers(0, 2**31)),
-        "alibi": draw(st.booleans()),
-    }
-
-
-@settings(max_examples=40)
-@given(attention_cases())
-def test_equals_the_definition(case: dict) -> None:
-    generator = torch.Generator().manual_seed(case["seed"])
-    dtype, head_size, block_size = case["dtype"], case["head_size"], case["block_size"]
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    cache = filled_cache(32, case["num_kv_heads"], block_size, head_size, dtype)
-    free = torch.randperm(32, generator=generator).tolist()
-    rows, words, expected = [], [], []
-    block_table = torch.zeros(len(case["requests"]), 8, dtype=torch.int32)
-    scale, start = head_size**-0.5, 0
-    slopes = 2.0 ** -torch.arange(1.0, case["num_heads"] + 1) if case["alibi"] else None
-    queries = []
-    for index, (tree, committed, computed) in enumerate(case["requests"]):
-        num_queries = committed + tree.num_nodes
-        seq_len = computed + num_queries
-        blocks = [free.pop() for _ in range(-(-seq_len // block_size))]
-        block_table[index, : len(blocks)] = torch.tensor(blocks)
-        keys = random(seq_len, case["num_kv_heads"], head_size)
-        values = random(seq_len, case["num_kv_heads"], head_size)
-        position = torch.arange(seq_len)
-        slots = torch.tensor(blocks)[position // block_size] * block_size + position % block_size
-        write(cache, slots, keys, values)
-        query = random(num_queries, case["num_heads"], head_size)
-        queries.append(query)
-        described = case["with_tree"][index] and tree.num_nodes > 0
-        if described:
-            rows.append(TreeRow(index, start, num_queries, tree.num_nodes, seq_len))
-            words.append(tree.ancestor_words())
-            as_numpy = [t.double().numpy() for t in (query, keys, values)]
-            expected.append((start, tree_attention_reference(*as_numpy, tree, scale, slopes)))
-        start += num_queries
-    query = torch.cat(queries)
-    output = torch.full_like(query, 7.0)
-    trees = build_tree_batch(rows, words, start)
-    assert trees.covers_batch == (sum(row.num_queries for row in rows) == start)
-    tree_attention(query, cache, block_table, trees, scale, output, slopes)
-
-    untouched = torch.ones(start, dtype=torch.bool)
-    for first, reference in expected:
-        rows_of_tree = output[first : first + len(reference)].double().numpy()
-        np.testing.assert_allclose(
-            rows_of_tree, reference, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-        )
-        untouched[first : first + len(reference)] = False
-    assert (output[untouched] == 7.0).all()
-
-
 @given(token_trees(max_nodes=150), st.integers(0, 5))
 def test_query_mask(tree: TokenTree, committed: int) -> None:
     num_queries = committed + tree.num_nodes
@@ -129,19 +47,6 @@ def test_query_mask(tree: TokenTree, committed: int) -> None:
     assert np.array_equal(mask[:committed, :committed], np.tri(committed, dtype=bool))
     assert mask[committed:, :committed].all()
     assert not mask[:committed, committed:].any()
-
-
-def test_masks_see_all_earlier_tokens() -> None:
-    tree = TokenTree.from_lists([1, 2, 3], [-1, 0, -1])
-    batch = build_tree_batch([TreeRow(0, 0, 4, 3, 9)], [tree.ancestor_words()], 4)
-    (mask,) = batch.masks
-    assert mask.tolist() == [
-        [True] * 5 + [True, False, False, False],
-        [True] * 5 + [True, True, False, False],
-        [True] * 5 + [True, True, True, False],
-        [True] * 5 + [True, False, False, True],
-    ]
-    assert batch.masks[0] is mask
 
 
 # -- layout: against the operation with which vLLM itself writes the cache -------------------------

@@ -95,14 +95,6 @@ def test_no_sequence_repeats(prompt, generated, size):
     )
 
 
-def test_large_diversity_penalty_separates_first_tokens():
-    search_settings = SearchSettings(
-        beam_width=4, max_new_tokens=3, num_beam_groups=4, diversity_penalty=100.0
-    )
-    hypotheses = run_search(random_model(3), search_settings).hypotheses()
-    assert len({hypothesis.token_ids[0] for hypothesis in hypotheses}) == 4
-
-
 @given(seed=st.integers(0, 10**6), width=st.integers(1, 5))
 @settings(max_examples=30, deadline=None)
 def test_stop_strings_equal_reference(seed, width):
@@ -120,19 +112,6 @@ def test_stop_strings_equal_reference(seed, width):
         stop = find(hypothesis.token_ids) if len(hypothesis.token_ids) > 1 else None
         assert hypothesis.stop == stop
         assert hypothesis.reason == ("stop" if stop else "length")
-
-
-def test_width_one_is_greedy_whatever_early_stopping_says():
-    model = random_model(11, peaked=0.7)
-    for early_stopping in (True, False, "never"):
-        search_settings = SearchSettings(
-            1, 30, (0,), length_penalty=2.0, early_stopping=early_stopping
-        )
-        greedy = []
-        while len(greedy) < 30 and (not greedy or greedy[-1] != 0):
-            greedy.append(int(model(greedy).argmax()))
-        (hypothesis,) = run_search(model, search_settings).hypotheses()
-        assert hypothesis.token_ids == greedy
 
 
 def test_logprobs_and_places_describe_the_path():

@@ -23,11 +23,9 @@ from vllm_trie.drafters.ngram_trie.drafter import BLEND
 from vllm_trie.lab.commands import corpus as corpus_cli
 from vllm_trie.ngrams import Job, NativeBackend
 from vllm_trie.ngrams.corpus_file import (
-    FORMAT,
     CorpusError,
     fingerprint,
     open_corpus,
-    read_header,
     write_corpus,
 )
 from vllm_trie.ngrams.tokenizers import CorpusTokenizer
@@ -110,12 +108,6 @@ def test_a_corpus_is_replaced_while_it_is_used(
     assert draft() == [9]
 
 
-def test_header_says_what_is_inside(path: Path) -> None:
-    header = read_header(path)
-    assert (header.num_documents, header.num_tokens) == (2, 28)
-    assert header.tokenizer == fingerprint(VOCABULARY)
-
-
 @pytest.mark.usefixtures("letters")
 def test_the_drafter_reads_it(path: Path) -> None:
     context = make_context(tokenizer="letters")
@@ -127,46 +119,6 @@ def test_the_drafter_reads_it(path: Path) -> None:
             parse_options("ngram_trie", {"corpus": str(path)}),  # type: ignore[arg-type]
             make_context(tokenizer="others"),
         )
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match="nothing: No such file"):
-        open_corpus(tmp_path / "nothing")
-
-
-def test_every_truncation_is_noticed(path: Path) -> None:
-    content = path.read_bytes()
-    for size in [*range(0, 200), *range(200, len(content), 97), len(content) - 1]:
-        path.write_bytes(content[:size])
-        with pytest.raises(CorpusError, match=r"truncated|not a corpus|damaged"):
-            open_corpus(path)
-    path.write_bytes(content + b"\0")
-    with pytest.raises(CorpusError, match="longer than it should be"):
-        open_corpus(path)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_every_changed_byte_is_noticed(path: Path, data: st.DataObject) -> None:
-    content = bytearray(path.read_bytes())
-    place = data.draw(st.integers(0, len(content) - 1))
-    content[place] ^= data.draw(st.integers(1, 255))
-    changed = path.with_suffix(".changed")
-    changed.write_bytes(content)
-    with pytest.raises(CorpusError):
-        open_corpus(changed)
-
-
-def test_foreign_files_and_versions(path: Path) -> None:
-    content = path.read_bytes()
-    for other in (b"", b"PK\x03\x04 a zip file", b"\0" * 1000):
-        path.write_bytes(other)
-        with pytest.raises(CorpusError, match="not a corpus file"):
-            open_corpus(path)
-    path.write_bytes(FORMAT.magic + (FORMAT.version + 1).to_bytes(4, "little") + content[12:])
-    newer = FORMAT.version + 1
-    with pytest.raises(CorpusError, match=f"version {newer}, this program reads {newer - 1}"):
-        open_corpus(path)
 
 
 def test_tokenizer_and_vocabulary_must_fit(path: Path) -> None:

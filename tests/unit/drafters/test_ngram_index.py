@@ -7,11 +7,12 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.ngrams.backend import PythonBackend
 from tests.oracles.ngrams.index import MAX_SUCCESSORS, NgramIndex, Node
+from vllm_trie.drafters.medusa.candidates import BLEND as MEDUSA_BLEND
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
 from vllm_trie.ngrams import Blend, Candidates, Job, NativeBackend, Source, native
 
@@ -99,49 +100,6 @@ def test_counts_are_those_of_the_texts_that_are_left(
     assert index.num_tokens == sum(item >= 0 for text in texts for item in text)
 
 
-@given(
-    st.lists(token, min_size=1, max_size=20),
-    st.lists(st.one_of(texts, st.integers(0, 5), st.tuples(st.integers(0, 5), texts)), max_size=12),
-    st.integers(1, 4),
-)
-@example([0], [[1], [1], (0, [2]), (1, [2]), (0, [3])], 2)
-def test_branches_count_from_the_end_of_the_prompt(
-    prompt: list[int], edits: list[list[int] | int | tuple[int, list[int]]], max_order: int
-) -> None:
-    """Each n-gram is counted where it ends: once for the prompt, and in each branch left.
-
-    A pair gives more tokens to a branch that is left: they grow in turns.
-    """
-    index = NgramIndex(max_order)
-    index.synchronize(0, 0, prompt)
-    context = prompt[-max_order:]
-    left: list[tuple[int, list[int]]] = []
-    for edit in edits:
-        if isinstance(edit, list):
-            number = index.begin_branch(np.array(context, dtype=np.int32))
-            index.synchronize(number, len(prompt) - len(context), context + edit)
-            left.append((number, [*edit]))
-        elif left and isinstance(edit, tuple):
-            number, output = left[edit[0] % len(left)]
-            output += edit[1]
-            index.synchronize(number, len(prompt) - len(context), context + output)
-        elif left:
-            index.remove_text(left.pop(edit % len(left))[0])
-    occurrences = Counter(
-        {gram: n for gram, (n, _) in expected_counts([prompt], max_order).items()}
-    )
-    for _, output in left:
-        for end in range(len(prompt) + 1, len(prompt) + len(output) + 1):
-            for start in range(max(0, end - max_order - 1), end):
-                occurrences[tuple([*prompt, *output][start:end])] += 1
-    nodes = nodes_of(index)
-    for gram, node in nodes.items():
-        assert node.count == occurrences[gram]
-    for gram, count in occurrences.items():
-        assert gram in nodes or count == 1 or any(t < 0 for t in gram)
-    assert index.num_tokens == sum(t >= 0 for text in (prompt, *(o for _, o in left)) for t in text)
-
-
 HEADS_BLEND = Blend(
     own=Source(0.2, 0.7),
     shared=Source(4.0, 0.8),
@@ -178,7 +136,7 @@ def head_candidates(draw: st.DrawFn) -> Candidates:
         st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
     ),
     st.one_of(st.none(), head_candidates()),
-    st.sampled_from([BLEND, HEADS_BLEND]),
+    st.sampled_from([BLEND, MEDUSA_BLEND, HEADS_BLEND]),
     st.integers(0, 4),
 )
 def test_compiled_core_equals_its_twin(

@@ -29,21 +29,6 @@ def test_unknown_method_names_what_is_allowed() -> None:
         get_drafter_class("nonesuch")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_contextlen": 4}, "max_contextlen is not an option; allowed: .*max_context_len"),
-        ({"max_context_len": "8"}, "max_context_len='8'.*integer"),
-        ({"max_context_len": 0}, "max_context_len=0.*greater than or equal to 1"),
-        ({"index_output": 1}, "index_output=1.*boolean"),
-        ({"max_context_len": 0, "store_tokens": -1}, "max_context_len=0.*store_tokens=-1"),
-    ],
-)
-def test_wrong_options_are_named_with_their_value(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=f"options of method 'ngram_trie'.*{message}"):
-        parse_options("ngram_trie", options)
-
-
 def test_options_are_described() -> None:
     for method in available_methods():
         for name, field in get_drafter_class(method).Options.model_fields.items():

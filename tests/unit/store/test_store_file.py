@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ from typer.testing import CliRunner
 
 from tests.processes import run_python
 from vllm_trie import cli
-from vllm_trie.checked_file import PREFIX
 from vllm_trie.store import (
     Identity,
     Slot,
@@ -23,7 +19,6 @@ from vllm_trie.store import (
     StoreError,
     StoreHeader,
     prompt_key,
-    read_header,
     read_newest,
     read_store,
     salt_digest,
@@ -144,50 +139,6 @@ def test_a_file_of_an_earlier_version_is_read(file: Path) -> None:
     numbers = {"drafter": "ngram_trie", "acceptance": {"verified": [1.0]}, "machine": "cpu"}
     forge(file, {"num_texts": 1, "num_tokens": 1, **numbers}, ints(1, -1, 5))
     assert as_lists(read_store(file).texts) == [(b"", [5])]
-
-
-def mutations(content: bytes, count: int) -> Iterator[bytes]:
-    """Yield damaged copies: cut, extended, flipped, overwritten, with another prefix."""
-    rng = random.Random(0)
-    for number in range(count):
-        changed = bytearray(content)
-        place = rng.randrange(len(content))
-        kind = number % 5
-        if kind == 0:
-            del changed[place:]
-        elif kind == 1:
-            changed += rng.randbytes(place + 1)
-        elif kind == 2:
-            changed[place] ^= 1 << rng.randrange(8)
-        elif kind == 3:
-            end = min(place + 40, len(content))
-            changed[place:end] = rng.randbytes(end - place)
-            if changed == content:
-                changed[place] ^= 1
-        else:
-            struct.pack_into("<II", changed, 8, rng.getrandbits(32), rng.getrandbits(32))
-        yield bytes(changed)
-
-
-def test_damaged_files_are_a_warning(file: Path) -> None:
-    content = file.read_bytes()
-    for damaged in mutations(content, 100):
-        file.write_bytes(damaged)
-        warnings: list[str] = []
-        assert read_newest(file.parent, MODEL, warnings.append) is None
-        if warnings == []:  # the damage made it another model's
-            assert Identity.of(read_header(file)) != MODEL
-        else:
-            assert len(warnings) == 1, warnings
-            assert str(file) in warnings[0]
-
-
-def test_a_large_header_is_not_read(file: Path) -> None:
-    with file.open("r+b") as opened:
-        opened.write(PREFIX.pack(FORMAT.magic, FORMAT.version, 1 << 31, bytes(32)))
-        opened.truncate(1 << 33)  # sparse
-    with pytest.raises(StoreError, match="header"):
-        read_store(file)
 
 
 # -- a folder --------------------------------------------------------------------------------------

@@ -49,14 +49,6 @@ def test_layout_is_idempotent_and_breaks_ties_by_index(tree: TokenTree) -> None:
                 assert position[first] < position[second]
 
 
-def test_likeliest_path_comes_first() -> None:
-    tree = TokenTree.from_lists([1, 2, 3, 4], [-1, -1, 0, 1], [0.3, 0.6, 0.3, 0.5])
-    laid_out = depth_first_layout(tree)
-    assert laid_out.token_ids.tolist() == [2, 4, 1, 3]
-    assert laid_out.parents.tolist() == [-1, 0, -1, 2]
-    assert laid_out.chain().token_ids.tolist() == [2, 4]
-
-
 def test_flags_travel_with_their_nodes() -> None:
     tree = TokenTree(
         np.array([1, 2], dtype=np.int32),

@@ -74,25 +74,6 @@ def test_ancestor_mask_is_the_prefix_relation_of_paths(tree: TokenTree) -> None:
             assert mask[row, column] == (path[: len(other)] == other)
 
 
-@pytest.mark.parametrize("num_nodes", [1, 63, 64, 65, 128, 129, 200])
-def test_words_of_a_chain_at_word_boundaries(num_nodes: int) -> None:
-    tree = TokenTree.from_lists([0] * num_nodes, list(range(-1, num_nodes - 1)))
-    last = tree.ancestor_words()[-1]
-    assert sum(int(word).bit_count() for word in last) == num_nodes
-    assert tree.is_chain
-
-
-def test_empty_tree() -> None:
-    tree = TokenTree.empty()
-    tree.validate(VOCAB, max_nodes=0)
-    assert tree.num_nodes == 0
-    assert tree.is_chain
-    assert tree.chain().num_nodes == 0
-    assert tree.depths().shape == (0,)
-    assert tree.ancestor_mask().shape == (0, 0)
-    assert tree.ancestor_words().shape == (0, 0)
-
-
 @given(st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=6), max_size=8), st.integers(0, 30))
 def test_from_paths_holds_each_distinct_prefix_once(
     sequences: list[list[int]], max_nodes: int

@@ -64,8 +64,3 @@ def test_accepts_the_longest_prefix_of_the_continuation_in_any_layout(
         tokens = [int(version.token_ids[node]) for node in accepted]
         assert tokens[: len(continuation)] == continuation[: len(tokens)]
         assert min(len(tokens), len(continuation)) >= best
-
-
-def test_accepting_nothing_and_empty_tree() -> None:
-    assert accept_greedy([], [], [7]) == []
-    assert accept_greedy([1, 2], [-1, 0], [2, 2, 2]) == []

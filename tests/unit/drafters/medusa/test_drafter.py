@@ -15,7 +15,6 @@ from tests.unit.drafters.medusa.support import (
     random_heads,
 )
 from tests.unit.drafters.support import make_context
-from vllm_trie.drafters.medusa.candidates import top_candidates
 from vllm_trie.drafters.medusa.drafter import MedusaDrafter
 from vllm_trie.drafters.medusa.reading import CheckpointError
 from vllm_trie.drafters.registry import parse_options
@@ -36,16 +35,6 @@ def test_heads_compute_what_the_paper_says(has_bias, shares_output):
         expected = x @ heads.output_weight[0 if shares_output else k].T
         torch.testing.assert_close(stacked[k], expected)
         torch.testing.assert_close(heads.head(k, hidden), expected)
-
-
-def test_candidates_are_the_calibrated_softmax():
-    heads, hidden = random_heads(), torch.randn(4, 16)
-    temperatures = torch.tensor([0.7, 1.5])
-    tokens, shares = map(torch.from_numpy, top_candidates(heads(hidden, 2), temperatures, None, 8))
-    assert tokens.shape == shares.shape == (4, 2, 8)
-    expected = torch.softmax(heads(hidden, 2).transpose(0, 1) / temperatures[:, None], dim=-1)
-    torch.testing.assert_close(shares, expected.gather(-1, tokens.long()))
-    torch.testing.assert_close(shares, expected.topk(8).values)
 
 
 @pytest.mark.parametrize("joint", ["product", "context"])
@@ -128,16 +117,3 @@ def test_without_heads():
         MedusaDrafter(parse_options("medusa_dynamic", {}), make_context())
     with pytest.raises(RuntimeError, match="not loaded"):
         make_medusa().propose(make_requests())
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"joint": "sum"}, "joint='sum'"),
-        ({"top_tokens": 0}, "top_tokens=0"),
-        ({"heads": 3}, "heads is not an option"),
-    ],
-)
-def test_wrong_options(options, words):
-    with pytest.raises(ValueError, match=words):
-        parse_options("medusa_dynamic", options)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.ngrams.backend import PythonBackend
-from tests.unit.drafters.medusa.support import make_medusa, make_requests, random_heads
 from vllm_trie.drafters.medusa.candidates import (
     BLEND,
     top_candidates,
@@ -91,15 +90,3 @@ def test_ties_are_broken_alike():
         [(tree, _)] = backend(BLEND).draft_batch([job], Candidates(tokens, shares))
         trees.append((tree.token_ids.tolist(), tree.parents.tolist()))
     assert trees[0] == trees[1]
-
-
-def test_thousands_of_requests_come_and_go():
-    drafter = make_medusa(random_heads())
-    requests = make_requests(3)
-    for number in range(2000):
-        requests[number % 3].request_id = f"{number}"
-        drafter.propose(requests)
-        drafter.release(f"{number - 2}")
-        drafter.release("never seen")
-    assert drafter._texts is not None
-    assert len(drafter._texts._texts) <= 5

@@ -1,0 +1,100 @@
+"""What all data files have in common: damage, other files and other versions are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.drafters import test_corpus
+from tests.unit.items import test_trie
+from tests.unit.items.catalogues import write
+from tests.unit.store import test_store_file
+from vllm_trie.checked_file import PREFIX, CheckedFormat
+from vllm_trie.items import open_items
+from vllm_trie.items.trie_file import FORMAT as CATALOGUE
+from vllm_trie.ngrams.corpus_file import FORMAT as CORPUS
+from vllm_trie.ngrams.corpus_file import open_corpus, write_corpus
+from vllm_trie.store import read_store, write_store
+from vllm_trie.store.store_file import FORMAT as STORE
+
+
+class Kind(NamedTuple):
+    """How files of a kind are written and opened."""
+
+    format: CheckedFormat[Any]
+    write: Callable[[Path], object]
+    open: Callable[[Path], object]
+
+
+KINDS = {
+    "catalogue": Kind(CATALOGUE, lambda path: write(path, test_trie.SMALL), open_items),
+    "corpus": Kind(
+        CORPUS, lambda path: write_corpus(path, test_corpus.DOCUMENTS, 26, "x"), open_corpus
+    ),
+    "store": Kind(
+        STORE,
+        lambda path: write_store(path, test_store_file.make_header(), test_store_file.TEXTS),
+        read_store,
+    ),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
+    """A kind of file, of which there is one."""
+    kind = KINDS[request.param]
+    kind.write(tmp_path / "file")
+    kind.open(tmp_path / "file")
+    return kind
+
+
+def refusal(kind: Kind, path: Path, content: bytes | None = None) -> str:
+    """Return what is said to a file, once it has this content."""
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(kind.format.error) as refused:
+        kind.open(path)
+    assert f"{path}: " in str(refused.value)
+    assert str(refused.value).endswith(kind.format.remedy)
+    return str(refused.value)
+
+
+def test_every_truncation_is_noticed(kind: Kind, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    content = path.read_bytes()
+    for size in [*range(0, 200), *range(200, len(content), 97), len(content) - 1]:
+        said = refusal(kind, path, content[:size])
+        assert any(word in said for word in ("truncated", "it is not a", "damaged")), said
+    assert "longer than it should be" in refusal(kind, path, content + b"\0")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_every_changed_byte_is_noticed(kind: Kind, tmp_path: Path, data: st.DataObject) -> None:
+    content = bytearray((tmp_path / "file").read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] ^= data.draw(st.integers(1, 255))
+    refusal(kind, tmp_path / "changed", bytes(content))
+
+
+def test_missing_foreign_and_newer_files(kind: Kind, tmp_path: Path) -> None:
+    path, version = tmp_path / "file", kind.format.version
+    assert "No such file" in refusal(kind, tmp_path / "nothing")
+    content = path.read_bytes()
+    newer = kind.format.magic + (version + 1).to_bytes(4, "little") + content[12:]
+    said = refusal(kind, path, newer)
+    assert f"version {version + 1}, this program reads {version}" in said
+    for other in (b"", b"PK\x03\x04 a zip file", b"\0" * 1000, b"VTRIEXXX" + content[8:]):
+        assert "it is not a" in refusal(kind, path, other)
+
+
+def test_a_large_header_is_not_read(kind: Kind, tmp_path: Path) -> None:
+    with (tmp_path / "file").open("r+b") as opened:
+        opened.write(PREFIX.pack(kind.format.magic, kind.format.version, 1 << 31, bytes(32)))
+        opened.truncate(1 << 33)  # sparse
+    assert "header" in refusal(kind, tmp_path / "file")
