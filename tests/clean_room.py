@@ -34,7 +34,7 @@ NOT_RUN = {
     "pip install examples/own_drafter": "the same; tests/engine/test_examples.py installs it into "
     "a folder, runs its program and serves its method",
     "python examples/own_drafter/run.py": "see the line before",
-    "vllm serve MODEL --spec-method prompt_lookup_tree": "see the lines before",
+    "vllm serve MODEL --spec-method paper_ngram_trie": "see the lines before",
     "docker ": "needs Docker",
 }
 """Beginnings of the commands that cannot run here, and why."""

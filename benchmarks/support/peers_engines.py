@@ -17,7 +17,8 @@ import numpy as np
 from support.device import start_engine
 from support.engines import each_schedule, keep_kernel_overrides
 from support.harness import Progress, take_turns
-from support.paper_trie import PaperDrafter
+from support.paper_drafter import PaperDrafter
+from vllm_trie.lab import smollm2
 from vllm_trie.lab.local_engine import decode_steps, runner_of, trees_of
 
 if TYPE_CHECKING:
@@ -53,6 +54,13 @@ METHODS: dict[str, dict[str, Any] | None] = {
         "method": PaperDrafter.name,
         "num_speculative_tokens": 32,
         "node_budget": "fixed",
+    },
+    "lookahead": {"method": "lookahead_trie", "num_speculative_tokens": 32},
+    # With heads of SmolLM2's, which ship.
+    "medusa": {
+        "method": "medusa_dynamic",
+        "model": str(smollm2.medusa_path()),
+        "num_speculative_tokens": 32,
     },
     "ngram_trie_fixed_8": {
         "method": "ngram_trie",

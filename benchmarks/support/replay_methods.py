@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from support.paper_trie import PaperDrafter
+from support.paper_drafter import PaperDrafter
 from vllm_trie.drafters import DrafterContext, DraftRequest, get_drafter_class, parse_options
 from vllm_trie.tree import TokenTree
 
@@ -145,7 +145,6 @@ METHODS: dict[str, Callable[[Setting], Method]] = {
     "ngram_trie_chain": lambda s: OwnDrafter("ngram_trie", s, chain_only=True, store_tokens=0),
     "ngram_trie_store_chain": lambda s: OwnDrafter("ngram_trie", s, chain_only=True),
     "paper": lambda s: OwnDrafter(PaperDrafter.name, s),
-    "paper_static": lambda s: OwnDrafter(PaperDrafter.name, s, index_output=False),
     "vllm_ngram": lambda s: PromptLookup(s.num_nodes, min_length=1),
     "vllm_ngram_5_tokens": lambda s: PromptLookup(min(s.num_nodes, 5), min_length=1),
     "vllm_ngram_default": lambda s: PromptLookup(s.num_nodes),

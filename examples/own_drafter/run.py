@@ -2,7 +2,7 @@
 
 pip install examples/own_drafter
 python examples/own_drafter/run.py [--model PATH]
-vllm serve MODEL --spec-method prompt_lookup_tree
+vllm serve MODEL --spec-method paper_ngram_trie
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm_trie.drafters import available_methods
 from vllm_trie.lab.tiny_model import model_path
 
-METHOD = "prompt_lookup_tree"
+METHOD = "paper_ngram_trie"
 CODE = """\
 def net_price(lines):
     total = 0
@@ -33,7 +33,7 @@ def main(model: str) -> None:
         speculative_config={
             "method": METHOD,
             "num_speculative_tokens": 16,
-            "match_tokens": 2,  # the drafter's own option
+            "max_prefix_len": 2,  # the drafter's own option
             "node_budget": "fixed",  # verify every node: the same counts on every machine
         },
         dtype="float32",

@@ -15,7 +15,7 @@ from tests.processes import ROOT, run_python
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EXAMPLES = ROOT / "examples"
-OWN_METHOD = "prompt_lookup_tree"
+OWN_METHOD = "paper_ngram_trie"
 
 # These keep their engine in the process, so one process runs them all and imports vLLM once.
 IN_ONE_PROCESS = (
@@ -137,7 +137,7 @@ def test_own_drafter(printed: dict[str, str]) -> None:
 def test_own_drafter_served(site: str, tmp_path: Path) -> None:
     options = (
         *("--spec-method", OWN_METHOD, "--spec-tokens", "16"),
-        *("--additional-config", '{"vllm_trie": {"node_budget": "fixed", "match_tokens": 1}}'),
+        *("--additional-config", '{"vllm_trie": {"node_budget": "fixed", "max_prefix_len": 1}}'),
     )
     with running(tmp_path / "log", *options, PYTHONPATH=site) as server:
         body = {
