@@ -173,17 +173,8 @@ def test_families_that_trees_cannot_serve(results) -> None:
 
 @pytest.mark.slow
 def test_the_check_at_a_start_sees_faults() -> None:
-    """In bfloat16, where tokens that are as likely may change places.
-
-    With a fault Triton's interpreter can read outside of its arrays, which may end the program.
-    """
-    for attempt in range(4):
-        try:
-            said = run_program("tests.engine.v2_run", "faults")
-            break
-        except AssertionError as error:
-            if attempt == 3 or "Segfault" not in str(error):
-                raise
+    """In bfloat16, where tokens that are as likely may change places."""
+    said = run_program("tests.engine.v2_run", "faults")
     assert said.pop("none") is None
     assert all("of a test prompt is" in reason for reason in said.values()), said
     assert "masked" in said["shifted masks"]

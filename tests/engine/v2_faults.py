@@ -60,11 +60,12 @@ def _shifted_rows(patch: Patch) -> None:
 
 
 def _wrong_sampler_rows(patch: Patch) -> None:
+    """Both maps name the other request: where they differ, vLLM's kernels read what none wrote."""
+
     def change(logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, Any]:
-        first, last = batch.expanded_idx_mapping.aminmax()
-        return logits, replace(
-            batch, expanded_idx_mapping=first + last - batch.expanded_idx_mapping
-        )
+        names = "idx_mapping", "expanded_idx_mapping"
+        ends = sum(batch.idx_mapping.aminmax())
+        return logits, replace(batch, **{name: ends - getattr(batch, name) for name in names})
 
     _in_sampler(patch, change)
 

@@ -20,6 +20,7 @@ from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 
 # isort: split
 
+import torch
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
@@ -451,6 +452,8 @@ def main() -> None:
     v2_on_cpu.schedule_as_on_a_gpu()
     v2_on_cpu.use_v2(True)
     if sys.argv[1:] == ["faults"]:
+        # Fills memory that nothing has written: what reads it fails each time.
+        torch.use_deterministic_algorithms(True, warn_only=True)
         result = reasons(engine(speculative_config=CHAINS, **ENGINE))
     elif sys.argv[1:]:
         count, seed, method = [*sys.argv[1:], *("", "1", "oracle")[len(sys.argv) - 1 :]]
