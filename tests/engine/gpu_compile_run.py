@@ -155,7 +155,9 @@ def compile_case(case: Case) -> tuple[gpu_launch.Launch, Used, Used]:
         one for one in gpu_launch.launches(case.head_size, case.dtype) if one.rows == case.rows
     )
     padded = gpu_launch.padded_group(case.group, 1)
-    constants = triton_kernel.constants_of(launch, case.group, padded, case.head_size)
+    constants = triton_kernel.constants_of(
+        launch, case.group, padded, case.head_size, max_requests=1024
+    )
     constants |= {
         "BLOCK_SIZE": case.block_size,
         "PRECISION": "tf32x3" if case.capability >= 80 else "ieee",

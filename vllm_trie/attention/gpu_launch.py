@@ -77,6 +77,42 @@ def choose_launch(max_queries: int, group: int, head_size: int, dtype: torch.dty
     return fits[0] if fits else several[-1]
 
 
+class Grid(NamedTuple):
+    """The programs of a launch, for each KV head.
+
+    A graph is replayed with other requests than it was captured for: the programs count the blocks
+    of queries, and as many of those that run at once share the slots of each::
+
+        program   0 1 2 3   4 5 6 7   8 9 10 11
+        block     0         1         2             3 blocks, 12 programs at once
+    """
+
+    num_programs: int
+    """At least one for each block."""
+    at_once: int
+    most_splits: int
+    """Programs that share the slots of a block, at most."""
+    most_shared: int
+    """Blocks whose slots several programs share, at most."""
+
+
+def choose_grid(
+    most_blocks: int, fewest_blocks: int, num_programs: int, num_splits: int = 0
+) -> Grid:
+    """Return the grid of a launch.
+
+    Args:
+        most_blocks: Of queries, in any step that the launch serves.
+        fewest_blocks: The same; with fewer, programs are left idle.
+        num_programs: That the device runs at once, for each KV head.
+        num_splits: Programs that share the slots of a block; 0 fills the device.
+    """
+    at_once = num_splits * most_blocks or max(1, num_programs)
+    most_splits = num_splits or max(1, min(_MAX_SPLITS, at_once // fewest_blocks))
+    most_shared = min(most_blocks, at_once // 2) if most_splits > 1 else 0
+    return Grid(max(most_blocks, at_once), at_once, most_splits, most_shared)
+
+
 class TreeBuffers:
     """Device memory that the kernels of all layers and steps share, at addresses that stay.
 
@@ -92,7 +128,7 @@ class TreeBuffers:
             index of its first word in this tensor; then the words.
         partial: float32 [rows, padded head_size], weighted values of programs that share slots.
         state: float32 [rows, 2], their maxima and sums.
-        num_processors: As given.
+        max_requests, num_processors: As given.
     """
 
     def __init__(
@@ -103,13 +139,13 @@ class TreeBuffers:
         num_processors: int,
         device: torch.device,
     ) -> None:
-        # Twice what runs at once: a step has at most twice as many blocks of queries as it needs.
-        num_rows = 2 * num_processors * _MAX_ROWS
+        num_rows = num_processors * _MAX_ROWS  # of all programs that run at once
         self.trees = torch.zeros(2 * max_requests + max_words, dtype=torch.int64, device=device)
         self.partial = torch.empty(
             num_rows, padded_head(head_size), dtype=torch.float32, device=device
         )
         self.state = torch.empty(num_rows, 2, dtype=torch.float32, device=device)
+        self.max_requests = max_requests
         self.num_processors = num_processors
         self._header = np.zeros((max_requests, 2), dtype=np.int64)
         self._has_trees = False
@@ -139,16 +175,3 @@ class TreeBuffers:
         packed = np.concatenate([self._header.reshape(-1), words])
         self.trees[:size].copy_(to_device(packed, self.trees.device), non_blocking=True)
         self._has_trees = True
-
-    def num_splits(self, needed: int, rows: int, launched: int | None = None) -> int:
-        """Return how many programs may share a request's slots to fill the device.
-
-        Args:
-            needed: Programs that have work, without sharing.
-            rows: Of a program.
-            launched: Programs, with those that end at once, as all have their place in memory; as
-                many as have work by default.
-        """
-        most = self.num_processors * programs_at_once(rows) // needed
-        room = len(self.partial) // ((launched or needed) * rows)
-        return max(1, min(_MAX_SPLITS, most, room))

@@ -23,9 +23,11 @@ from vllm_trie.attention.gpu_launch import (
     MIN_ROWS,
     Launch,
     TreeBuffers,
+    choose_grid,
     choose_launch,
     padded_group,
     padded_head,
+    programs_at_once,
 )
 
 NUM_SPLITS = (1, 8)
@@ -81,17 +83,21 @@ def tree_attention_triton(
     launch = choose_launch(max_queries, heads_padded, head_size, query.dtype)
     num_requests = len(seq_lens)
     queries = launch.rows // heads_padded  # of a block
-    num_blocks = num_tokens // queries + num_requests
-    needed = min(num_blocks, num_requests * -(-max_queries // queries))
-    num_splits = num_splits or buffers.num_splits(
-        needed * num_kv_heads, launch.rows, num_blocks * num_kv_heads
+    # vLLM pads a step to the next size of a graph: more than half of the tokens are the step's.
+    fewest = num_tokens // 2 if longest == EVERY_LENGTH else 1
+    grid = choose_grid(
+        (num_tokens + num_requests * (queries - 1)) // queries,
+        fewest // queries + 1,
+        buffers.num_processors * programs_at_once(launch.rows) // num_kv_heads,
+        num_splits,
     )
     k_scale, v_scale = kv_scales or (None, None)
     requests = (query_starts, seq_lens, buffers.trees)
     results = (output, buffers.partial, buffers.state)
-    counts = (num_requests, num_splits, longest)
-    sizes = constants_of(launch, num_heads // num_kv_heads, heads_padded, head_size)
-    _attend[(num_blocks, num_kv_heads, num_splits)](
+    counts = (num_requests, grid.at_once, grid.most_splits, longest)
+    group = num_heads // num_kv_heads
+    sizes = constants_of(launch, group, heads_padded, head_size, buffers.max_requests)
+    _attend[(grid.num_programs, num_kv_heads)](
         *(query, kv_cache, k_scale, v_scale, block_table, *requests, *results),
         *(scale * _LOG2_E, *counts, *query.stride()[:2], *output.stride()[:2]),
         *(*kv_cache.stride()[:3], block_table.stride(0)),
@@ -103,13 +109,15 @@ def tree_attention_triton(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-    if num_splits > 1:
-        _join[(num_blocks, num_kv_heads, launch.rows // MIN_ROWS)](
+    if grid.most_shared:
+        _join[(grid.most_shared, num_kv_heads, launch.rows // MIN_ROWS)](
             *(*requests, *results, *counts, *output.stride()[:2]), **sizes
         )
 
 
-def constants_of(launch: Launch, group: int, padded: int, head_size: int) -> dict[str, int]:
+def constants_of(
+    launch: Launch, group: int, padded: int, head_size: int, max_requests: int
+) -> dict[str, int]:
     """Return what both kernels are compiled for; `padded` is the :func:`padded_group`."""
     return {
         "GROUP": group,
@@ -119,6 +127,7 @@ def constants_of(launch: Launch, group: int, padded: int, head_size: int) -> dic
         "ROWS": launch.rows,
         "TILE": launch.tile,
         "MIN_TILES": _MIN_SLOTS_PER_SPLIT // launch.tile,
+        "REQUESTS": max(16, triton.next_power_of_2(max_requests)),
     }
 
 
@@ -154,47 +163,58 @@ def _check_layout(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _block_ends(  # type: ignore[no-untyped-def]
+    starts_ptr, trees_ptr, num_requests, longest, QUERIES: tl.constexpr, REQUESTS: tl.constexpr
+):
+    """Return int32 [REQUESTS], the blocks of queries up to each request's last one."""
+    request = tl.arange(0, REQUESTS)
+    exists = request < num_requests
+    start = tl.load(starts_ptr + request, mask=exists, other=0)
+    num_queries = tl.load(starts_ptr + request + 1, mask=exists, other=0) - start
+    num_nodes = tl.load(trees_ptr + 2 * request, mask=exists, other=0)
+    is_left_out = (num_nodes == 0) & (num_queries > longest)
+    return tl.cumsum(tl.where(is_left_out, 0, (num_queries + QUERIES - 1) // QUERIES), 0)
+
+
+@triton.jit
+def _splits_of(block_ends, at_once, most_splits):  # type: ignore[no-untyped-def]
+    """Return the number of blocks, and that of programs for each of them."""
+    num_blocks = tl.max(block_ends)
+    num_splits = tl.minimum(at_once // tl.maximum(num_blocks, 1), most_splits)
+    return num_blocks, tl.maximum(num_splits, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _share_of(  # type: ignore[no-untyped-def]
+    block,
+    block_ends,
+    num_splits,
     starts_ptr,
     seq_lens_ptr,
     trees_ptr,
-    num_requests,
-    num_splits,
-    longest,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
 ):
-    """Return the request of a program and its first query there, the request's numbers, and the
-    programs that share its slots: 0 where there is nothing to do."""
-    # Request r has the blocks from starts[r] // QUERIES + r on, at least as many as it needs.
-    block = tl.program_id(0)
-    low = 0
-    high = num_requests
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(starts_ptr + middle) // QUERIES + middle <= block:
-            low = middle + 1
-        else:
-            high = middle
-    request = low - 1
+    """Return the request of a block and its first query there, the request's numbers, and the
+    programs that share its slots."""
+    is_before = block_ends <= block
+    request = tl.sum(is_before.to(tl.int32))
+    first_query = (block - tl.max(tl.where(is_before, block_ends, 0))) * QUERIES
     start = tl.load(starts_ptr + request)
     num_queries = tl.load(starts_ptr + request + 1) - start
-    first_query = (block - start // QUERIES - request) * QUERIES
     num_nodes = tl.load(trees_ptr + 2 * request).to(tl.int32)
     seq_len = tl.load(seq_lens_ptr + request)
     # The last slot that a query of this program sees.
     end = seq_len - num_queries + tl.minimum(first_query + QUERIES, num_queries)
     num_tiles = (tl.where(num_nodes > 0, seq_len, end) + TILE - 1) // TILE
     parts = tl.minimum((num_tiles + MIN_TILES - 1) // MIN_TILES, num_splits)
-    is_left_out = (num_nodes == 0) & (num_queries > longest)
-    parts = tl.where((first_query >= num_queries) | is_left_out, 0, parts)
     return request, first_query, start, num_queries, num_nodes, seq_len, num_tiles, parts
 
 
 # Specializing sizes that change from step to step would compile kernels while the engine serves.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_requests", "num_splits", "longest", "table_stride"]
+    do_not_specialize=["num_requests", "at_once", "most_splits", "longest", "table_stride"]
 )
 def _attend(  # type: ignore[no-untyped-def]
     query_ptr,
@@ -210,7 +230,8 @@ def _attend(  # type: ignore[no-untyped-def]
     state_ptr,
     scale,
     num_requests,
-    num_splits,
+    at_once,
+    most_splits,
     longest,
     query_stride,
     query_head_stride,
@@ -228,23 +249,29 @@ def _attend(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    REQUESTS: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     QUERIES: tl.constexpr = ROWS // PADDED_GROUP
+    ends = _block_ends(starts_ptr, trees_ptr, num_requests, longest, QUERIES, REQUESTS)
+    num_blocks, num_splits = _splits_of(ends, at_once, most_splits)
+    block = tl.program_id(0) // num_splits
+    split = tl.program_id(0) % num_splits
+    if block >= num_blocks:
+        return
     request, first_query, start, num_queries, num_nodes, seq_len, num_tiles, parts = _share_of(
+        block,
+        ends,
+        num_splits,
         starts_ptr,
         seq_lens_ptr,
         trees_ptr,
-        num_requests,
-        num_splits,
-        longest,
         QUERIES,
         TILE,
         MIN_TILES,
     )
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
     if split >= parts:
         return
 
@@ -328,7 +355,7 @@ def _attend(  # type: ignore[no-untyped-def]
             mask=used[:, None] & in_head[None, :],
         )
     else:
-        program = (tl.program_id(0) * tl.num_programs(1) + kv_head) * num_splits + split
+        program = tl.program_id(0) * tl.num_programs(1) + kv_head
         own = program * ROWS + row
         tl.store(partial_ptr + (own * PADDED_HEAD)[:, None] + d[None, :], weighted)
         tl.store(state_ptr + own * 2, maximum)
@@ -336,7 +363,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_requests", "num_splits", "longest"]
+    do_not_specialize=["num_requests", "at_once", "most_splits", "longest"]
 )
 def _join(  # type: ignore[no-untyped-def]
     starts_ptr,
@@ -346,7 +373,8 @@ def _join(  # type: ignore[no-untyped-def]
     partial_ptr,
     state_ptr,
     num_requests,
-    num_splits,
+    at_once,
+    most_splits,
     longest,
     output_stride,
     output_head_stride,
@@ -357,15 +385,22 @@ def _join(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    REQUESTS: tl.constexpr,
 ):
+    QUERIES: tl.constexpr = ROWS // PADDED_GROUP
+    ends = _block_ends(starts_ptr, trees_ptr, num_requests, longest, QUERIES, REQUESTS)
+    num_blocks, num_splits = _splits_of(ends, at_once, most_splits)
+    block = tl.program_id(0)
+    if block >= num_blocks:
+        return
     _, first_query, start, num_queries, _, _, _, parts = _share_of(
+        block,
+        ends,
+        num_splits,
         starts_ptr,
         seq_lens_ptr,
         trees_ptr,
-        num_requests,
-        num_splits,
-        longest,
-        ROWS // PADDED_GROUP,
+        QUERIES,
         TILE,
         MIN_TILES,
     )
@@ -377,15 +412,15 @@ def _join(  # type: ignore[no-untyped-def]
     if parts < 2:  # one program has written the output
         return
     d = tl.arange(0, PADDED_HEAD)
-    first = (tl.program_id(0) * tl.num_programs(1) + kv_head) * num_splits
+    first = block * num_splits
     maximum = tl.full([JOINED], float("-inf"), tl.float32)
     for split in range(parts):
-        own = (first + split) * ROWS + row
+        own = ((first + split) * tl.num_programs(1) + kv_head) * ROWS + row
         maximum = tl.maximum(maximum, tl.load(state_ptr + own * 2, mask=used, other=0.0))
     total = tl.zeros([JOINED], tl.float32)
     weighted = tl.zeros([JOINED, PADDED_HEAD], tl.float32)
     for split in range(parts):
-        own = (first + split) * ROWS + row
+        own = ((first + split) * tl.num_programs(1) + kv_head) * ROWS + row
         factor = tl.exp2(tl.load(state_ptr + own * 2, mask=used, other=0.0) - maximum)
         total += factor * tl.load(state_ptr + own * 2 + 1, mask=used, other=1.0)
         some = tl.load(

@@ -131,6 +131,30 @@ def replays() -> Iterator[tuple[str, float]]:
         yield f"replay {requests}", error_of(graph, case)
 
 
+def shared() -> Iterator[tuple[str, float]]:
+    """Count the programs that share slots in a graph for up to 24 tokens and requests.
+
+    It has 24 programs at once for each of 2 KV heads, and each takes 16 queries and 256 slots or
+    more.
+    """
+    shape = (torch.float32, 4, 2, 64, 16)
+    one, long = RequestShape(1060, 1, 0), RequestShape(1040, 1, 12)
+    graph = Graph(paged_case([one] * 24, *shape, seed=98), num_processors=24)
+    graph.max_queries = 13
+    for requests, expected in (
+        ([RequestShape(1040, 1, 20)], 2 * 5),  # two blocks, each of five times 256 slots
+        ([long, RequestShape(1040, 1, 10)], 2 * 5),
+        ([long, *[one] * 5], 6 * 4),
+        ([one] * 13, 0),
+    ):
+        case = paged_case(requests, *shape, seed=97)
+        graph.load(case)
+        graph.buffers.state.fill_(torch.nan)
+        error = error_of(graph, case)
+        num_programs = int((~graph.buffers.state[:, 0].isnan()).sum()) // (2 * 32)
+        yield f"{num_programs} programs for {requests}", error + abs(num_programs - expected)
+
+
 def benchmarked() -> Iterator[tuple[str, float]]:
     """Run the kernels of ``benchmarks/attention.py --device cuda``."""
     shape = LayerShape(4, 2, 32, 16, torch.float32)
@@ -148,7 +172,7 @@ def main() -> int:
         good = error <= TOLERANCE[dtype]
         bad += not good
         print("ok " if good else "BAD", requests, dtype, shape, processors, error, flush=True)
-    for name, error in (*replays(), *benchmarked()):
+    for name, error in (*replays(), *shared(), *benchmarked()):
         bad += not error <= 1e-6
         print("ok " if error <= 1e-6 else "BAD", name, error, flush=True)
     for layer, splits in DEVICE_CHECKS:
