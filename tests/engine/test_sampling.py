@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 
@@ -190,10 +191,12 @@ def test_custom_logits_processor(engine, temperature):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "verification"), [(1.0, "tree"), (1.8, "tree"), (1.3, "chain")]
+    ("temperature", "verification", "is_predicted"),
+    [(1.0, "tree", False), (1.8, "tree", True), (1.3, "chain", False)],
 )
-def test_unseeded_distribution(engine, temperature, verification):
-    """Two tokens sampled through a trie of likely outputs: chi-square against plain sampling."""
+def test_unseeded_distribution(engine, temperature, verification, is_predicted):
+    """Two tokens sampled through a trie of likely outputs, or through a likely output that each
+    request predicts: chi-square against plain sampling."""
     prompt = tokenizer().encode("def main(argv):\n    ")
     drafting = speculation("test_answer_set", 32, verification=verification)
     llm = engine(**drafting, max_num_seqs=256)
@@ -201,15 +204,19 @@ def test_unseeded_distribution(engine, temperature, verification):
     batch = [{"prompt_token_ids": prompt}] * 256
     params = SamplingParams(temperature=temperature, top_k=6, max_tokens=3, ignore_eos=True)
 
-    def sample(where):
-        outputs = [o for _ in range(8) for o in generate(where, batch, params)]
+    def sample(where, predictions=()):
+        some = [params.clone() for _ in batch]
+        for one, prediction in zip(some, predictions, strict=False):
+            one.extra_args = {"prediction": prediction}
+        outputs = [o for _ in range(8) for o in generate(where, batch, some)]
         return Counter(tuple(o.outputs[0].token_ids) for o in outputs)
 
     reference = sample(plain)
-    AnswerSetDrafter.outputs = [list(o) for o, _ in reference.most_common(40)]
+    likely = [list(o) for o, _ in reference.most_common(40)]
+    AnswerSetDrafter.outputs = [] if is_predicted else likely
     before = accepted_tokens(llm)
-    drawn = sample(llm)
-    assert accepted_tokens(llm) - before > 700
+    drawn = sample(llm, itertools.cycle(likely[:4]) if is_predicted else ())
+    assert accepted_tokens(llm) - before > (200 if is_predicted else 700)
     assert _chi_square_p_value(reference, drawn) > 1e-4
 
 

@@ -87,6 +87,17 @@ def test_n_best_of_a_wider_search(engine):
     assert [output.index for output in result.outputs] == [0, 1]
 
 
+def test_a_search_ignores_a_prediction(engine):
+    llm = engine(**OPTIONS)
+    source = {"prompt_token_ids": list(prompt(5, 40))}
+    given = (beam_params(4), beam_params(4, prediction=[5, 6, 7] * 9))
+    plain, predicted = llm.generate([source] * 2, given, use_tqdm=False)
+    assert [o.token_ids for o in predicted.outputs] == [o.token_ids for o in plain.outputs]
+    assert not hasattr(predicted.outputs[0], "accepted_prediction_tokens")
+    with pytest.raises(ValueError, match="prediction: got 5, allowed is a text or a list"):
+        llm.generate([source], beam_params(4, prediction=5), use_tqdm=False)
+
+
 def test_logprobs_when_asked(engine, eos_heavy_model):
     llm = engine(model=str(eos_heavy_model), **OPTIONS)
     source = {"prompt_token_ids": list(prompt(5, 40))}

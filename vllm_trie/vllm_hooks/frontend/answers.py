@@ -22,6 +22,16 @@ _COUNTS = ("num_accepted_draft_tokens", "num_draft_tokens", "num_spec_steps")
 _openai = of_beams("entrypoints.openai.")
 
 
+async def remembered(
+    results: AsyncIterator[Any], last: dict[int, CompletionOutput]
+) -> AsyncIterator[Any]:
+    """Pass results on, and keep the last output of each choice."""
+    async for result in results:  # of completions with the index of their prompt
+        index, output = result if isinstance(result, tuple) else (0, result)
+        last.update({index * len(output.outputs) + out.index: out for out in output.outputs})
+        yield result
+
+
 def _with_beams(response: Any, outputs: Iterable[CompletionOutput]) -> Any:
     """Return an answer with the field ``beams`` if its choices are hypotheses of searches.
 
@@ -61,15 +71,10 @@ async def chat_response(
     **kwargs: object,
 ) -> Any:
     """Add the scores to an answer of ``/v1/chat/completions``."""
-    last: list[RequestOutput] = []
-
-    async def remembered() -> AsyncIterator[RequestOutput]:
-        async for result in result_generator:
-            last[:] = [result]
-            yield result
-
-    response = await original(self, request, remembered(), *args, **kwargs)
-    return _with_beams(response, last[0].outputs if last else ())
+    last: dict[int, CompletionOutput] = {}
+    results = remembered(result_generator, last)
+    response = await original(self, request, results, *args, **kwargs)
+    return _with_beams(response, last.values())
 
 
 @Symbols("entrypoints.common.offline:OfflineInferenceMixin.", STATS).wraps(

@@ -15,10 +15,11 @@ from vllm.logger import init_logger
 from vllm.utils.async_utils import make_async
 
 from vllm_trie.beam.settings import shown
+from vllm_trie.vllm_hooks.frontend.answers import remembered
 from vllm_trie.vllm_hooks.frontend.extra_args import SpeculationRequestError
 from vllm_trie.vllm_hooks.ledger.record import Result, Symbols
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.wire import PREDICTION, extra_args_of
+from vllm_trie.vllm_hooks.wire import PREDICTION, extra_args_of, is_search
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -113,16 +114,16 @@ def _refusal(given: str, allowed: str) -> SpeculationRequestError:
 
 
 def with_packed(vllm_config: VllmConfig, params: Any, tokenizer: TokenizerLike | None) -> Any:
-    """Return a request's parameters with its prediction as it travels."""
+    """Return a request's parameters with its prediction as it travels; searches need none."""
     extra_args = extra_args_of(params)
     if PREDICTION not in extra_args:
         return params
     packed = pack(vllm_config, extra_args[PREDICTION], tokenizer)
-    if packed is extra_args[PREDICTION]:
+    if packed is extra_args[PREDICTION] and not is_search(params):
         return params
     params = params.clone()
     params.extra_args = {key: value for key, value in extra_args.items() if key != PREDICTION}
-    if packed is not None:
+    if packed is not None and not is_search(params):
         params.extra_args[PREDICTION] = packed
     return params
 
@@ -223,7 +224,7 @@ async def chat_response(
     **kwargs: object,
 ) -> Any:
     last: dict[int, CompletionOutput] = {}
-    results = _remembered(result_generator, last)
+    results = remembered(result_generator, last)
     response = await original(self, request, results, *args, **kwargs)
     add_counts(response, last.values())
     return response
@@ -246,16 +247,6 @@ def completion_response(
     return response
 
 
-async def _remembered(
-    results: AsyncIterator[Any], last: dict[int, CompletionOutput]
-) -> AsyncIterator[Any]:
-    """Pass results on, and keep the last output of each choice."""
-    async for result in results:  # of completions with the index of their prompt
-        index, output = result if isinstance(result, tuple) else (0, result)
-        last.update({index * len(output.outputs) + out.index: out for out in output.outputs})
-        yield result
-
-
 async def _stream_with_counts(
     original: Callable[..., AsyncIterator[str]], self: Any, request: Any, *args: Any, **kwargs: Any
 ) -> AsyncIterator[str]:
@@ -266,9 +257,9 @@ async def _stream_with_counts(
         return
     last: dict[int, CompletionOutput] = {}
 
-    arguments = [_remembered(arg, last) if hasattr(arg, "__aiter__") else arg for arg in args]
+    arguments = [remembered(arg, last) if hasattr(arg, "__aiter__") else arg for arg in args]
     kwargs = {
-        name: _remembered(arg, last) if hasattr(arg, "__aiter__") else arg
+        name: remembered(arg, last) if hasattr(arg, "__aiter__") else arg
         for name, arg in kwargs.items()
     }
     async for chunk in original(self, request, *arguments, **kwargs):

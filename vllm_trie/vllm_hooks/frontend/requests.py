@@ -37,6 +37,7 @@ from vllm_trie.vllm_hooks.setup.beam_support import (
 )
 from vllm_trie.vllm_hooks.wire import (
     CACHE_SALT,
+    PREDICTION,
     SPEC_KEY,
     SPECULATION,
     TRACE,
@@ -240,7 +241,7 @@ def _check_processors(params: SamplingParams, processors: Sequence[str]) -> None
     Rows rank candidates by log-probabilities that vLLM takes before such processors, and a fork
     would lack the state that a processor keeps of its parent.
     """
-    others = sorted(extra_args_of(params).keys() - {SPEC_KEY, SPECULATION, CACHE_SALT})
+    others = sorted(extra_args_of(params).keys() - {SPEC_KEY, SPECULATION, PREDICTION, CACHE_SALT})
     if others and processors:
         raise BeamRequestError(
             f"beam search: extra_args {shown(others)} may drive a custom logits processor "
