@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +71,66 @@ def test_drafts_of_the_check_are_right_but_for_some(monkeypatch) -> None:
     assert draft([3, 4, 5, 6]) == []
     drafter._num_calls = 1
     assert draft([]) == [3, 5]
+
+
+@pytest.mark.parametrize("fails_in", ["__init__", "draft", "execute_model", None])
+def test_a_rank_that_raises_leaves_none_waiting(monkeypatch, fails_in) -> None:
+    """Two ranks that wait for each other in each step, as in a model's collectives."""
+    meeting, said = threading.Barrier(2, timeout=10), dict[int, Any]()
+    reasons: list[str | None] = [None, None]
+
+    class Steps(start_check._Decoder):
+        prompts, dtype = [GREEDY], torch.float32
+
+        def __init__(self, worker: Any, adapter: Any, agree: Any) -> None:
+            self._worker, self._adapter, self._agree = worker, adapter, agree
+            worker.fail_in("__init__")
+
+        def run(self, name: str, num_drafts: int) -> Any:
+            for _ in range(3):
+                self._execute(SimpleNamespace(), {"a": 1})
+            return decoded([7, 8])
+
+    class Rank:
+        def __init__(self, number: int) -> None:
+            self.number, self.begun = number, False
+
+        def fail_in(self, name: str) -> None:
+            if name == fails_in and self.number and (self.begun or name == "__init__"):
+                raise RuntimeError(f"in {name}")
+
+        def agree(self, why: str | None) -> str | None:
+            reasons[self.number] = why
+            meeting.wait()
+            first = next(filter(None, reasons), None)
+            meeting.wait()
+            return first
+
+        def execute_model(self, step: Any) -> None:
+            meeting.wait()
+            self.fail_in("execute_model")
+
+        def check(self) -> None:
+            guard = SimpleNamespace(drafter=SimpleNamespace(context=None))
+            adapter: Any = SimpleNamespace(
+                trees=SimpleNamespace(guard=guard, budget=None),
+                num_places=4,
+                begin=lambda: setattr(self, "begun", True),
+                draft=lambda: self.fail_in("draft"),
+                forget_stats=lambda: None,
+            )
+            worker: Any = self
+            said[self.number] = start_check.reason_against_drafts(worker, adapter, self.agree)
+
+        sample_tokens = staticmethod(lambda grammar: None)
+
+    monkeypatch.setattr(start_check, "_Decoder", Steps)
+    ranks = [threading.Thread(target=Rank(number).check) for number in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert said == dict.fromkeys(range(2), fails_in and f"RuntimeError: in {fails_in}")
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,7 @@ class DraftingWorkerMixin(_Worker):
         checks = (
             self.checks_start and parallel.world_size_across_dp == parallel.tensor_parallel_size
         )
-        why = start_check.reason_against_drafts(self, adapter) if checks else None
-        if checks and parallel.tensor_parallel_size > 1:
-            reasons: list[str | None] = [None] * parallel.tensor_parallel_size
-            torch.distributed.all_gather_object(reasons, why, group=get_tp_group().cpu_group)
-            why = next(filter(None, reasons), None)
+        why = start_check.reason_against_drafts(self, adapter, _first_reason) if checks else None
         if why is None:
             adapter.begin()
         else:
@@ -63,3 +59,12 @@ class DraftingWorkerMixin(_Worker):
         if self.adapter is not None:
             self.adapter.trees.close()
         super().shutdown()
+
+
+def _first_reason(why: str | None) -> str | None:
+    """Return the first reason of all tensor-parallel ranks, each of which waits for the others."""
+    group = get_tp_group()
+    reasons: list[str | None] = [why] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(reasons, why, group=group.cpu_group)
+    return next(filter(None, reasons), None)

@@ -117,17 +117,25 @@ class _KnownAnswers(Drafter):
         return [TokenTree.from_paths([path], len(path)) for path in paths]
 
 
-def reason_against_drafts(worker: Worker, adapter: V2Adapter) -> str | None:
-    """Return why the engine must serve without drafts, None if it may draft.
+class _RefusedByARank(Exception):
+    """The reason of another rank."""
+
+
+def reason_against_drafts(
+    worker: Worker, adapter: V2Adapter, agree: Callable[[str | None], str | None]
+) -> str | None:
+    """Return why the engine must serve without drafts, None if it may draft; the same on all ranks.
 
     Args:
         worker: Warmed up and without requests.
         adapter: Of its runner, not drafting yet.
+        agree: Returns the first reason of all ranks, once each of them has called it. They do
+            before each step: a rank whose drafting raised would leave the others waiting in it.
     """
     trees, drafter, budget = adapter.trees, adapter.trees.guard.drafter, adapter.trees.budget
     trees.budget = None
     try:
-        decoder = _Decoder(worker)
+        decoder = _Decoder(worker, adapter, agree)
         if not decoder.prompts:
             return None
         decoder.run("compiling_plain", num_drafts=0)
@@ -142,14 +150,17 @@ def reason_against_drafts(worker: Worker, adapter: V2Adapter) -> str | None:
         # Twice, as another program may slow one down; not only then, as ranks run the same steps.
         runs = [decoder.run(f"drafted{i}", adapter.num_places) for i in range(2)]
         drafted = min(runs, key=lambda run: run.step_seconds)
+        allowed = near_tie(decoder.dtype)
+        wrong = (_wrong_token(decoder.prompts, plain, run, allowed) for run in runs)
+        why = next(filter(None, wrong), None) or _slowdown(plain, drafted)
+    except _RefusedByARank as refused:
+        return str(refused)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {error}"
     finally:
         trees.guard.drafter, trees.budget = drafter, budget
         adapter.forget_stats()
-    allowed = near_tie(decoder.dtype)
-    wrong = (_wrong_token(decoder.prompts, plain, run, allowed) for run in runs)
-    return next(filter(None, wrong), None) or _slowdown(plain, drafted)
+    return agree(why)
 
 
 def _wrong_token(
@@ -224,8 +235,12 @@ class _Decoder:
         dtype: Of the model.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(
+        self, worker: Worker, adapter: V2Adapter, agree: Callable[[str | None], str | None]
+    ) -> None:
         self._worker = worker
+        self._adapter = adapter
+        self._agree = agree
         self._runner: GPUModelRunner = worker.model_runner  # type: ignore[assignment]
         self.dtype: Any = self._runner.dtype
         runner = self._runner
@@ -408,5 +423,8 @@ class _Decoder:
     ) -> Any:
         step.num_scheduled_tokens = sizes
         step.total_num_scheduled_tokens = sum(sizes.values())
+        self._adapter.draft()
+        if (why := self._agree(None)) is not None:
+            raise _RefusedByARank(why)
         self._worker.execute_model(step)
         return self._worker.sample_tokens(grammar)
