@@ -364,8 +364,9 @@ class Simulation:
             block_size=block_size,
             log_stats=True,
         )
-        self.scheduler.beam_proxies._on_device = asynchronous == "device"
-        self.scheduler.beam_groups.vocab_size = VOCAB
+        groups = self.scheduler.beam_groups
+        on_device = asynchronous == "device"
+        groups.limits = groups.limits._replace(vocab_size=VOCAB, on_device=on_device)
         self._hasher = get_request_block_hasher(block_size, sha256) if prefix_caching else None
         self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._depth = 2 if asynchronous else 1
@@ -488,7 +489,6 @@ class Simulation:
         assert not scheduler.running
         assert not scheduler.waiting
         assert scheduler.beam_groups.idle
-        assert not scheduler.beam_proxies.group_of
         manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         assert not manager.req_to_blocks
         assert not manager.num_cached_block

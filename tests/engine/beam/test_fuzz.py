@@ -98,4 +98,4 @@ def test_random_load_with_aborts(engine, eos_heavy_model, requests, alone, prefi
         if scheduler.has_requests():
             llm_engine.step()
     assert not scheduler.requests
-    assert not scheduler.beam_proxies.group_of
+    assert not scheduler.beam_groups.by_id

@@ -56,7 +56,7 @@ def test_groups_share_batches_with_greedy_requests(vllm_config, asynchronous):
 def blocks_of_trie(group, block_size):
     """Count the blocks of a trie of token sequences: one for each distinct prefix that fills a
     block, and one for each sequence that goes on behind its last full block."""
-    length = group.proxy.num_computed_tokens
+    length = group.beams.proxy.num_computed_tokens
     sequences = [
         (*group.prompt.tolist(), *generated)[:length]
         for generated in group.search.generated.tolist()
@@ -309,11 +309,11 @@ def test_groups_that_wait_are_counted(vllm_config):
 
 
 def a_row(scheduler: Any) -> Any:
-    return scheduler.beam_groups.by_id["a"].proxy
+    return scheduler.beam_groups.by_id["a"].beams.proxy
 
 
 def tables(scheduler: Any) -> Any:
-    return a_row(scheduler).beams._tables[0]
+    return a_row(scheduler).group.beams._tables[0]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def tables(scheduler: Any) -> Any:
         pytest.param(lambda s: s.waiting.prepend_request(a_row(s)), id="a running row waits"),
         pytest.param(lambda s: s.requests.pop(a_row(s).request_id), id="vLLM forgets a row"),
         pytest.param(lambda s: s.requests.pop("a"), id="vLLM forgets a search"),
-        pytest.param(lambda s: s.beam_proxies.group_of.popitem(), id="a row without a group"),
+        pytest.param(lambda s: s.beam_groups.by_id.pop("a"), id="a row without a group"),
         pytest.param(lambda s: tables(s).suffix[1].fill(0), id="a beam has another's blocks"),
         pytest.param(
             lambda s: tables(s).suffix.__setitem__(1, tables(s).suffix[0]),

@@ -33,8 +33,8 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_trie.vllm_hooks.scheduler.beams import BeamProxy
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
-from vllm_trie.vllm_hooks.scheduler.proxies import BeamProxies
 from vllm_trie.vllm_hooks.scheduler.tables import num_blocks
 
 if TYPE_CHECKING:
@@ -63,13 +63,11 @@ class Claim:
 class Admission:
     """Owner of the slots: decides what starts in a step.
 
-    It writes ``waited_steps`` of groups, and ``max_num_active_reqs`` and ``deferred_waiting`` of
-    the scheduler.
+    It writes ``max_num_active_reqs`` and ``deferred_waiting`` of the scheduler.
     """
 
-    def __init__(self, scheduler: Scheduler, proxies: BeamProxies) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._proxies = proxies
         self.slots = scheduler.max_num_active_reqs
         self._tokens_per_step = scheduler.max_num_scheduled_tokens
         self._steps_per_token = 2 if scheduler.scheduler_config.async_scheduling else 1  # of groups
@@ -100,7 +98,7 @@ class Admission:
         ends += [
             (_expected(self._steps_left(request), request.num_output_tokens), 1)
             for request in scheduler.running
-            if request.request_id not in self._proxies.group_of
+            if not isinstance(request, BeamProxy)
         ]
         self._free = self.slots - sum(width for _, width in ends)
         self._free -= scheduler.num_waiting_for_streaming_input
@@ -121,7 +119,6 @@ class Admission:
         for group in groups:
             if group.started:
                 continue
-            group.waited_steps += 1
             width = group.beam_width
             if self._overtakes(group):
                 break
@@ -147,7 +144,7 @@ class Admission:
 
     def lets_start(self, request: Request) -> bool:
         """Return whether a queued request may start in the step that vLLM is scheduling."""
-        if request.request_id in self._proxies.group_of:
+        if isinstance(request, BeamProxy):
             self._num_proxies_queued -= 1
             return True  # its group has reserved the slot
         running = [each for each in self._let if each.status == RequestStatus.RUNNING]
@@ -181,10 +178,7 @@ class Admission:
         """Return whether an earlier ordinary request still waits."""
         scheduler = self._scheduler
         for request in scheduler.waiting:
-            if (
-                request not in scheduler.deferred_waiting
-                and request.request_id not in self._proxies.group_of
-            ):
+            if request not in scheduler.deferred_waiting and not isinstance(request, BeamProxy):
                 return request < group.request
         return False
 
@@ -199,7 +193,8 @@ class Admission:
         for steps, same in groupby(sorted(ends), key=itemgetter(0)):
             spare += sum(slots for _, slots in same)
             if spare >= 0:
-                soon = steps <= max(SOON, group.waited_steps // 2)
+                waited = self._scheduler.current_step - group.arrival_step
+                soon = steps <= max(SOON, waited // 2)
                 return Claim(steps, spare) if soon else None
         return None
 
@@ -227,7 +222,7 @@ class Admission:
         scheduler = self._scheduler
         used = sum(group.beam_width for group in groups if group.started)
         assert used <= self.slots, f"{used} slots are reserved, {self.slots} exist"
-        used += sum(each.request_id not in self._proxies.group_of for each in scheduler.running)
+        used += sum(not isinstance(request, BeamProxy) for request in scheduler.running)
         assert used <= self.slots, f"{used} slots are taken or reserved, {self.slots} exist"
         assert scheduler.max_num_active_reqs == self.slots
 

@@ -2,19 +2,15 @@
 
 A search is one ordinary request to vLLM, its proxy, which vLLM batches, chunks, preempts and
 prefix-caches. Once its prompt is computed it stands for all beams of the search, which are arrays.
-Next to vLLM's own state there are two objects:
+Next to vLLM's own state there is one object, ``beam_groups``. The classes below only pass vLLM's
+calls on to it::
 
-- ``beam_groups``: which groups run (admission, parking), and their answers;
-- ``beam_proxies``: the proxies, and what becomes of beams and their KV in a step.
-
-The classes below only pass vLLM's calls on to them::
-
-    add_request          -> beam_groups.add
-    schedule             -> beam_groups.before_schedule, vLLM's own, beam_proxies.send
-    _handle_blocked_...  -> vLLM's own, beam_groups.admission.lets_start
-    update_from_output   -> beam_proxies.take_outputs, beam_groups.step, vLLM's own
-    _preempt_request     -> vLLM's own, beam_groups.park, beam_proxies.after_preemption
-    finish_requests      -> vLLM's own, beam_groups.drop_finished
+    add_request          -> add
+    schedule             -> before_schedule, vLLM's own, after_schedule
+    _handle_blocked_...  -> vLLM's own, admission.lets_start
+    update_from_output   -> take_outputs, vLLM's own
+    _preempt_request     -> vLLM's own, preempt
+    finish_requests      -> vLLM's own, drop_finished
 
 A search step happens outside ``schedule``. A proxy is scheduled again only after its group's step,
 also under asynchronous scheduling, unless the device chooses the children of a plain search: then
@@ -36,8 +32,8 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.vllm_hooks.ledger.record import of_beams
+from vllm_trie.vllm_hooks.scheduler.beams import BeamProxy
 from vllm_trie.vllm_hooks.scheduler.groups import BeamGroups, Outputs
-from vllm_trie.vllm_hooks.scheduler.proxies import BeamCounters, BeamProxies
 from vllm_trie.vllm_hooks.setup.beam_support import (
     cache_reason,
     reason_off,
@@ -60,9 +56,8 @@ class TrieBeamScheduler(Scheduler):
         say_where_untested(self.vllm_config)
         if self.beam_off is None and (reason := cache_reason(self.kv_cache_config)):
             self.switch_off(reason)
-        self.beam_counters = BeamCounters()
-        self.beam_proxies = BeamProxies(self, self.beam_counters)
-        self.beam_groups = BeamGroups(self, self.beam_proxies, self.beam_counters)
+        self.beam_groups = BeamGroups(self)
+        self.beam_counters = self.beam_groups.counters
 
     def switch_off(self, reason: str) -> None:
         """Serve no native searches, as something showed at the start; log why."""
@@ -80,15 +75,10 @@ class TrieBeamScheduler(Scheduler):
     @_scheduler.overrides("admits groups, sends beams to the worker")
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if not self.beam_groups.by_id:
-            output = super().schedule(throttle_prefills)
-            self.beam_groups.send_selections(output)
-            return output
+            return super().schedule(throttle_prefills)
         self.beam_groups.before_schedule()
-        self.beam_proxies.before_schedule()
         output = super().schedule(throttle_prefills)
-        self.beam_groups.admission.end_step()
-        self.beam_proxies.send(output)
-        self.beam_groups.send_selections(output)
+        self.beam_groups.after_schedule(output)
         return output
 
     @_scheduler.overrides("takes the candidates of beams and steps the searches")
@@ -96,13 +86,9 @@ class TrieBeamScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs: Outputs = {}
-        if self.beam_proxies.group_of:
-            scheduler_output, ready = self.beam_proxies.take_outputs(
-                scheduler_output, model_runner_output
-            )
-            for group in ready:
-                self.beam_groups.step(group, outputs)
-        self.beam_groups.answer_refused(outputs)
+        scheduler_output = self.beam_groups.take_outputs(
+            scheduler_output, model_runner_output, outputs
+        )
         result = super().update_from_output(scheduler_output, model_runner_output)
         for client, answers in outputs.items():
             own = result.setdefault(client, EngineCoreOutputs())
@@ -118,9 +104,9 @@ class TrieBeamScheduler(Scheduler):
     @_scheduler.overrides("proxies get no drafts")
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         super().update_draft_token_ids(draft_token_ids)
-        for proxy_id in self.beam_proxies.group_of:
+        for group in self.beam_groups.by_id.values():
             # The worker drafted behind a prompt; the group goes on with the search's tokens.
-            self.requests[proxy_id].spec_token_ids = []
+            group.beams.proxy.spec_token_ids = []
 
     @_scheduler.overrides("an aborted request takes its proxy along")
     def finish_requests(
@@ -133,9 +119,7 @@ class TrieBeamScheduler(Scheduler):
         elif isinstance(request_ids, str):
             request_ids = [request_ids]
         # Proxies are not for clients to finish: they go with their group.
-        ids = [
-            request_id for request_id in request_ids if request_id not in self.beam_proxies.group_of
-        ]
+        ids = [name for name in request_ids if not isinstance(self.requests.get(name), BeamProxy)]
         finished = super().finish_requests(ids, finished_status)
         self.beam_groups.drop_finished()
         return finished
@@ -145,17 +129,15 @@ class TrieBeamScheduler(Scheduler):
         self, request: Request, timestamp: float, drop_stale_output: bool = False
     ) -> None:
         super()._preempt_request(request, timestamp, drop_stale_output)
-        group = self.beam_proxies.group_of.get(request.request_id)
-        if group is not None:
-            self.beam_groups.park(group)
-            self.beam_proxies.after_preemption(request, group)
+        if isinstance(request, BeamProxy):
+            self.beam_groups.preempt(request)
 
     @_scheduler.overrides("groups that wait count as waiting")
     def get_request_counts(self) -> tuple[int, int]:
         # Metrics and the balance between data-parallel engines see groups that wait, too.
         running, waiting = super().get_request_counts()
-        running += self.beam_proxies.num_further_beams()
-        return running, waiting + self.beam_groups.num_waiting_beams()
+        more_running, more_waiting = self.beam_groups.num_further_beams()
+        return running + more_running, waiting + more_waiting
 
     @_scheduler.overrides("groups that wait count as unfinished")
     def get_num_unfinished_requests(self) -> int:
@@ -185,9 +167,9 @@ class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
         if self.beam_off is not None:
             return
         scheduled = scheduler_output.num_scheduled_tokens
-        for proxy_id in self.beam_proxies.group_of:
-            if proxy_id in scheduled:
-                self.beam_proxies.settle(proxy_id)
+        for group in self.beam_groups.by_id.values():
+            if group.beams.proxy.request_id in scheduled:
+                group.beams.settle()
         if not self.use_v2_model_runner:
             self._recompute_last_token(scheduler_output)
         if scheduled:

@@ -19,6 +19,24 @@ if TYPE_CHECKING:
     from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
 
 
+class EngineLimits(NamedTuple):
+    """What an engine has for searches.
+
+    Attributes:
+        max_model_len, vocab_size: Of the model.
+        block_size, num_blocks: Tokens of a KV block, and as many blocks as requests may hold.
+        tokens_per_step: As many beams as a step may compute.
+        on_device: Whether the device may choose the children of plain searches.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    tokens_per_step: int
+    on_device: bool
+
+
 class Level(NamedTuple):
     """One token of each beam, to be computed in one step.
 
@@ -112,7 +130,7 @@ class BeamProxy(Request):
     computed where the group's beams have a token each to compute.
     """
 
-    beams: GroupBeams
+    group: BeamGroup
 
     def grow(self) -> None:
         """Add a token, whose value nobody reads."""
@@ -142,21 +160,12 @@ class GroupBeams:
             begun with the children that it has chosen; None if there is no such step.
     """
 
-    def __init__(
-        self, group: BeamGroup, most_beams: int, most_blocks: int, on_device: bool
-    ) -> None:
-        """Make the beams of a group.
-
-        Args:
-            group: The group.
-            most_beams: As many as a step may compute.
-            most_blocks: As many as requests may hold.
-            on_device: Whether the device may choose the children of plain searches.
-        """
+    def __init__(self, group: BeamGroup, limits: EngineLimits) -> None:
         self.group = group
-        self._most_beams = most_beams
-        self._most_blocks = most_blocks
-        self._on_device = on_device and group.is_plain
+        self._most_beams = limits.tokens_per_step
+        self._most_blocks = limits.num_blocks
+        self._on_device = limits.on_device and group.is_plain
+        self._num_proxies = 0
         self.restart()
 
     def restart(self) -> None:
@@ -216,7 +225,8 @@ class GroupBeams:
         return [width * table.starts_block(num_computed) for table in self._tables]
 
     def settle(self) -> None:
-        """Let vLLM schedule what comes next, after a step was scheduled or taken.
+        """Let vLLM schedule what comes next, after a step was scheduled or taken: nothing without
+        a placeholder, and no drafts.
 
         The proxy has a placeholder for each token that is scheduled and that it does not have, and
         one more if the device can begin a step with the children that it chooses.
@@ -228,11 +238,13 @@ class GroupBeams:
             num_tokens = proxy.num_computed_tokens - self.group.prompt.size + 1  # that it selects
             placeholders += num_tokens < self.group.search.settings.max_new_tokens
         proxy.num_output_placeholders = placeholders
+        proxy.spec_token_ids = []
 
     def _new_proxy(self) -> BeamProxy:
         request = self.group.request
+        self._num_proxies += 1
         proxy = BeamProxy(
-            self.group.new_proxy_id(),
+            f"{request.request_id}~{self._num_proxies}",
             request.prompt_token_ids,
             self.group.proxy_params,
             None,
@@ -244,7 +256,7 @@ class GroupBeams:
             trace_headers=request.trace_headers,
         )
         proxy.block_hashes = request.block_hashes
-        proxy.beams = self
+        proxy.group = self.group
         return proxy
 
     def begin(self, manager: KVCacheManager) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.sampling_params import SamplingParams
@@ -17,10 +17,12 @@ from vllm_trie.beam import BeamSearch, Children, Hypothesis, num_raw_candidates
 from vllm_trie.beam.search import StopStringFinder
 from vllm_trie.items.step import Continuations
 from vllm_trie.vllm_hooks.beam_wire import (
+    BEAM_STEPS,
     ItemSelection,
     StepCandidates,
     TokenSelection,
 )
+from vllm_trie.vllm_hooks.scheduler.beams import EngineLimits, GroupBeams
 from vllm_trie.vllm_hooks.scheduler.group_rules import GroupRules
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
 from vllm_trie.vllm_hooks.scheduler.items.group_items import GroupItems
@@ -34,6 +36,10 @@ from vllm_trie.vllm_hooks.wire import (
     search_settings,
 )
 
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+
 RESULT_FIELD = "kv_transfer_params"
 """Field of an ``EngineCoreOutput`` in which a search's result travels to the front end."""
 
@@ -42,19 +48,23 @@ MISSING = Hypothesis([], [], float("-inf"), 0.0, "length", None, np.zeros((0, 3)
 
 
 class BeamGroup:
-    """State of one beam request.
+    """State of one beam request, from its arrival to its answer.
 
-    ``BeamGroups`` writes ``parked`` and ``report``, ``Admission`` ``waited_steps``, ``BeamProxies``
-    ``proxy``, ``candidates`` and ``prefill_stats``.
+    Attributes:
+        search: The search, of which ``items`` is more inside a catalogue.
+        beams: What it computes next.
+        started, parked: Whether vLLM's scheduler knows of the group, and whether the group has
+            given its blocks up to others.
+        min_blocks, expected_blocks: KV blocks that the group must have, and may come to hold.
+        arrival, arrival_step: When it came, by ``time.monotonic`` and by the scheduler's steps.
     """
 
     def __init__(
         self,
         request: Request,
         spec: BeamSpec,
-        max_model_len: int,
-        vocab_size: int,
-        block_size: int,
+        limits: EngineLimits,
+        arrival_step: int,
         find_stop_string: StopStringFinder | None,
         catalogues: Catalogues,
         rules: GroupRules | None = None,
@@ -68,7 +78,7 @@ class BeamGroup:
         self.beam_width = spec.options.beam_width
         self._num_answers = spec.n
         self.prompt = np.asarray(prompt, dtype=np.int32)
-        max_new_tokens = min(request.max_tokens, max_model_len - len(prompt))
+        max_new_tokens = min(request.max_tokens, limits.max_model_len - len(prompt))
         self.num_logprobs = params.logprobs
         self.num_candidates: int | None = None  # of each beam; None: of all beams together
         self.rules = rules
@@ -80,28 +90,26 @@ class BeamGroup:
             draws_of_all = params.logprobs is None and self.search.draws(0) is not None
             if params.logprobs or not (self.search.takes_best_of_all or draws_of_all):
                 self.num_candidates = max(
-                    num_raw_candidates(settings, prompt, vocab_size),
-                    min(params.logprobs or 0, vocab_size),
+                    num_raw_candidates(settings, prompt, limits.vocab_size),
+                    min(params.logprobs or 0, limits.vocab_size),
                 )
         else:
             self.items = GroupItems(catalogues, spec, params, max_new_tokens)
             self.search = self.items.search
             max_new_tokens = self.search.settings.max_new_tokens
         self.proxy_params: SamplingParams = internal_params(max_new_tokens)
+        block_size = limits.block_size
         self.min_blocks = min_blocks(len(prompt), self.beam_width, max_new_tokens, block_size)
         # The trie is little larger than its longest path: hypotheses meet a few tokens back.
         self.expected_blocks = cdiv(len(prompt) + max_new_tokens, block_size) + 2 * self.beam_width
 
-        self.report: dict[str, object] | None = None
-        self.arrival = time.monotonic()
-        self.waited_steps = 0
-        self.parked = False
-        self.proxy: Request | None = None
-        """The request that stands for the group in vLLM's scheduler, once it has started."""
-        self.candidates: list[StepCandidates | None] = []
-        """Those of the present step of the search, by pass; None if the worker failed."""
-        self.prefill_stats: PrefillStats | None = None
-        self._num_proxies = 0
+        self.arrival, self.arrival_step = time.monotonic(), arrival_step
+        self.started = self.parked = False
+        self.beams = GroupBeams(self, limits)
+        self._report: dict[str, object] | None = None
+        # Those of the present step of the search, by pass; None if the worker failed.
+        self._candidates: list[StepCandidates | None] = []
+        self._prefill_stats: PrefillStats | None = None
         self._history: list[tuple[np.ndarray, np.ndarray]] = []
 
     @property
@@ -113,19 +121,34 @@ class BeamGroup:
         return takes_best_of_all and not is_constrained and not search.finds_stop_strings
 
     @property
-    def started(self) -> bool:
-        """Whether vLLM's scheduler knows of this group."""
-        return self.proxy is not None
-
-    @property
     def runs(self) -> bool:
         """Whether the group has KV, or gets some in the step that is scheduled."""
-        return self.proxy is not None and self.proxy.status == RequestStatus.RUNNING
+        return self.beams.proxy.status == RequestStatus.RUNNING
 
-    def new_proxy_id(self) -> str:
-        """Return an id that no proxy has had."""
-        self._num_proxies += 1
-        return f"{self.request.request_id}~{self._num_proxies}"
+    def start(self, report: dict[str, object] | None) -> None:
+        """Start; the answer takes a report of the search along, if there is to be one."""
+        self.started, self._report = True, report
+
+    def park(self, parked: bool) -> None:
+        """Give the blocks up to other groups, or go on."""
+        self.parked = parked
+
+    def restart(self) -> None:
+        """Begin anew with a new proxy: the KV of all beams is lost."""
+        self._candidates = []
+        self.beams.restart()
+
+    def end_prompt(self, manager: KVCacheManager) -> None:
+        """Go on behind the prompt, whose KV is computed."""
+        stats = self.beams.proxy.take_prefill_stats()
+        if self._prefill_stats is None and stats is not None:
+            stats.finalize(manager.estimate_cached_tokens(self.beams.proxy))
+            self._prefill_stats = stats
+        self.beams.begin(manager)
+
+    def take_candidates(self, candidates: StepCandidates | None) -> None:
+        """Keep the candidates that the worker has selected in a pass."""
+        self._candidates.append(candidates)
 
     def advance(self) -> Children:
         """Take a step of the search with the candidates of all beams; return its next beams.
@@ -135,10 +158,10 @@ class BeamGroup:
         Raises:
             RuntimeError: The worker had no candidates, as it could not map the catalogue.
         """
-        parts = [part for part in self.candidates if part is not None]
-        if not parts or len(parts) < len(self.candidates):
+        parts = [part for part in self._candidates if part is not None]
+        if not parts or len(parts) < len(self._candidates):
             raise RuntimeError("no beam has a candidate; the worker's log says why")
-        self.candidates = []
+        self._candidates = []
         candidates = _merged(parts)
         if isinstance(candidates, Continuations):
             assert self.items is not None
@@ -157,13 +180,26 @@ class BeamGroup:
             self.rules.advance(self.search.generated.tolist())
         return children
 
-    def selection(self, proxy_id: str, rows: np.ndarray) -> ItemSelection | TokenSelection:
-        """Return what the worker needs to select candidates.
+    def selection(self, output: SchedulerOutput) -> ItemSelection | TokenSelection | None:
+        """Return what the worker needs to select the candidates of a step; None if nothing."""
+        beams, level, proxy_id = self.beams, self.beams.level, self.beams.proxy.request_id
+        if not beams.decodes:
+            is_last = not beams.proxy.is_prefill_chunk and not self.search.steps
+            is_scheduled = is_last and proxy_id in output.num_scheduled_tokens
+            return self._selection(np.zeros(1, dtype=np.int64)) if is_scheduled else None
+        steps = getattr(output, BEAM_STEPS, ())
+        if level is None or not level.selects or all(step.proxy_id != proxy_id for step in steps):
+            return None
+        selection = self._selection(beams.rows)
+        if beams.device_chooses and isinstance(selection, TokenSelection):
+            totals = selection.totals if beams.ahead is None else None
+            stop_token_ids = self.search.settings.stop_token_ids
+            selection = selection._replace(stop_token_ids=stop_token_ids, totals=totals)
+        return selection
 
-        Args:
-            proxy_id: Where the worker finds the beams.
-            rows: int64 [beams], their rows of the search.
-        """
+    def _selection(self, rows: np.ndarray) -> ItemSelection | TokenSelection:
+        """Return what the worker needs to select candidates of int64 [beams] of the search."""
+        proxy_id = self.beams.proxy.request_id
         if self.items is not None:
             return self.items.selection(proxy_id, rows)
         rules = None if self.rules is None else self.rules.of(rows)
@@ -179,7 +215,7 @@ class BeamGroup:
         hypotheses = search.hypotheses()[: self._num_answers]
         hypotheses += [MISSING] * (self._num_answers - len(hypotheses))
         shared: dict[str, object] = {"steps": self.search.steps}
-        report = self.report
+        report = self._report
         if report is not None:
             report |= shared
             if self.items is not None:
@@ -193,7 +229,7 @@ class BeamGroup:
             new_token_ids=[token for hypothesis in hypotheses for token in hypothesis.token_ids],
             finish_reason=FinishReason(answers[0].finish_reason),
             events=self.request.take_events(),
-            prefill_stats=self.prefill_stats,
+            prefill_stats=self._prefill_stats,
             trace_headers=self.request.trace_headers,
         )
         setattr(output, RESULT_FIELD, {SPEC_KEY: answer})

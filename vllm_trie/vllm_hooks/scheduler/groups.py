@@ -1,7 +1,8 @@
-"""Beam groups: intake, refusal, parking and answers. ``admission.py`` decides when they start.
+"""Beam groups: intake, refusal, parking and answers.
 
-A group that loses its blocks next to other groups is parked until they are done or there is room:
-they would take them from each other.
+``admission.py`` decides when groups start. The functions of ``proxies.py`` pass their beams to
+vLLM's scheduler and to the worker, and the outputs back. A group that loses its blocks next to
+other groups is parked until they are done or there is room: they would take them from each other.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.vllm_hooks.beam_wire import SELECTIONS
+from vllm_trie.vllm_hooks.scheduler import proxies
 from vllm_trie.vllm_hooks.scheduler.admission import Admission
+from vllm_trie.vllm_hooks.scheduler.beams import BeamProxy, EngineLimits
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup, error_output
 from vllm_trie.vllm_hooks.scheduler.group_rules import GroupRules, has_rules
 from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
-from vllm_trie.vllm_hooks.scheduler.proxies import BeamCounters, BeamProxies
+from vllm_trie.vllm_hooks.scheduler.proxies import BeamCounters
 from vllm_trie.vllm_hooks.scheduler.stop_strings import make_stop_string_finder
 from vllm_trie.vllm_hooks.scheduler.tables import num_blocks
 from vllm_trie.vllm_hooks.setup.beam_support import (
@@ -52,30 +56,46 @@ _STATUS = {
 class BeamGroups:
     """Owner of the groups: takes searches in, parks groups, and answers.
 
-    It writes the ``groups*`` and ``steps`` counters and the searches among the scheduler's
-    ``requests``.
+    It writes the counters and the searches among the scheduler's ``requests``.
     """
 
-    def __init__(self, scheduler: Scheduler, proxies: BeamProxies, counters: BeamCounters) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._proxies = proxies
-        self._counters = counters
-        self.admission = Admission(scheduler, proxies)
+        self.counters = BeamCounters()
+        self.admission = Admission(scheduler)
         self._refused: list[Request] = []
         self.by_id: dict[str, BeamGroup] = {}
         """Request id to group, in order of arrival. Only this class writes it."""
-        self.vocab_size = scheduler.vllm_config.model_config.get_vocab_size()
-        self.catalogues = Catalogues(catalogue_paths(scheduler.vllm_config), self.vocab_size)
+        vllm_config = scheduler.vllm_config
+        on_device = bool(
+            scheduler.use_v2_model_runner
+            and scheduler.scheduler_config.async_scheduling
+            and scheduler.parallel_config.pipeline_parallel_size == 1
+        )
+        self.limits = EngineLimits(
+            scheduler.max_model_len,
+            vllm_config.model_config.get_vocab_size(),
+            scheduler.block_size,
+            num_blocks(scheduler.kv_cache_manager),
+            scheduler.max_num_scheduled_tokens,
+            on_device,
+        )
+        self.catalogues = Catalogues(catalogue_paths(vllm_config), self.limits.vocab_size)
 
     @property
     def idle(self) -> bool:
         """Whether no search waits for an answer."""
         return not self.by_id and not self._refused
 
-    def num_waiting_beams(self) -> int:
-        """Return the widths of the groups that have not started or are parked."""
-        waiting = (group for group in self.by_id.values() if not group.started or group.parked)
-        return sum(group.beam_width for group in waiting)
+    def num_further_beams(self) -> tuple[int, int]:
+        """Return the beams that vLLM does not count as running requests, and as waiting ones.
+
+        Those that wait are the widths of groups that have not started or are parked.
+        """
+        groups = self.by_id.values()
+        running = sum(group.search.num_rows - 1 for group in groups if group.runs)
+        waiting = (group for group in groups if not group.started or group.parked)
+        return running, sum(group.beam_width for group in waiting)
 
     # -- intake ------------------------------------------------------------------------------------
 
@@ -111,9 +131,9 @@ class BeamGroups:
         except Exception:
             request_id = group.request.request_id
             logger.exception("Beam search failed for request %s", request_id)
-            self._counters.groups_failed += 1
+            self.counters.groups_failed += 1
             self._refused.append(group.request)
-            self._proxies.free_group(group)
+            proxies.free(self._scheduler, group.beams.proxy)
             del self.by_id[request_id]
 
     def _new_group(self, request: Request) -> BeamGroup:
@@ -128,9 +148,8 @@ class BeamGroups:
         group = BeamGroup(
             request,
             beam_spec(params),
-            scheduler.max_model_len,
-            self.vocab_size,
-            scheduler.block_size,
+            self.limits,
+            scheduler.current_step,
             make_stop_string_finder(scheduler.vllm_config.model_config, params),
             self.catalogues,
             self._rules(request),
@@ -140,8 +159,8 @@ class BeamGroups:
             group.prompt.size,
             group.beam_width,
             group.search.settings.max_new_tokens,
-            scheduler.block_size,
-            num_blocks(scheduler.kv_cache_manager),
+            self.limits.block_size,
+            self.limits.num_blocks,
         )
         return group
 
@@ -152,7 +171,7 @@ class BeamGroups:
         if reason := unsupported_rule(self._scheduler.vllm_config, request.sampling_params):
             raise ValueError(reason)
         manager = self._scheduler.structured_output_manager
-        return GroupRules(request, manager, self.vocab_size)
+        return GroupRules(request, manager, self.limits.vocab_size)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -164,6 +183,7 @@ class BeamGroups:
         for group in self.admission.begin_step(ready):
             with self._failing_alone(group):
                 self._start(group)
+        proxies.reserve_tokens(self._scheduler, self.limits.tokens_per_step)
 
     def _await_grammars(self) -> set[BeamGroup]:
         """Return the groups whose grammar still compiles; refuse those whose grammar does not."""
@@ -174,25 +194,51 @@ class BeamGroups:
                     waiting.add(group)
         return waiting
 
-    def send_selections(self, output: SchedulerOutput) -> None:
-        """Tell the worker what it needs to select the candidates of groups."""
+    def after_schedule(self, output: SchedulerOutput) -> None:
+        """Send the beams of the scheduled groups, and what selects their candidates."""
+        self.admission.end_step()
+        self._scheduler.max_num_scheduled_tokens = self.limits.tokens_per_step
+        proxies.send_beams(self._scheduler, output, self.counters)
         selections = []
         for group in [*self.by_id.values()]:
             with self._failing_alone(group):
-                if (selection := self._proxies.selection(group, output)) is not None:
+                if (selection := group.selection(output)) is not None:
                     selections.append(selection)
         if selections:
             setattr(output, SELECTIONS, selections)
+
+    def take_outputs(
+        self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput, outputs: Outputs
+    ) -> SchedulerOutput:
+        """Take a step's candidates and step the searches; add the answers of those that end, and of
+        refused requests, to `outputs`.
+
+        Returns:
+            The scheduler output without groups, for vLLM's own code.
+        """
+        if self.by_id:
+            scheduler_output, ready = proxies.take_outputs(
+                self._scheduler, scheduler_output, model_output
+            )
+            for group in ready:
+                with self._failing_alone(group):
+                    self._step(group, outputs)
+        for request in self._refused:
+            self._answer(request, error_output(request), outputs)
+            self._forget(request)
+        self._refused = []
+        return scheduler_output
 
     def _in_order(self) -> list[BeamGroup]:
         return self.admission.in_order(self.by_id.values())
 
     def _start(self, group: BeamGroup) -> None:
-        self._counters.groups += 1
+        self.counters.groups += 1
+        report: dict[str, object] | None = None
         if self._scheduler.log_stats:
             now = time.monotonic()
             config = self._scheduler.vllm_config
-            group.report = {
+            report = {
                 "model_name": config.model_config.served_model_name,
                 "engine": str(config.parallel_config.data_parallel_index),
                 "searches": 1,
@@ -200,7 +246,8 @@ class BeamGroups:
                 "waiting_seconds": now - group.arrival,
             }
             group.request.record_event(EngineCoreEventType.SCHEDULED, now)
-        self._proxies.start(group)
+        group.start(report)
+        proxies.enqueue(self._scheduler, group.beams.proxy)
 
     # -- parking -----------------------------------------------------------------------------------
 
@@ -212,17 +259,21 @@ class BeamGroups:
         if active := self._active():
             hungry = not all(other.runs for other in active)
             manager = self._scheduler.kv_cache_manager
-            enough = min(group.expected_blocks, num_blocks(manager) // 2)
+            enough = min(group.expected_blocks, self.limits.num_blocks // 2)
             if hungry or manager.block_pool.get_num_free_blocks() < enough:
                 return
-        group.parked = False
-        self._proxies.requeue(group)
+        group.park(False)
+        proxies.requeue(self._scheduler, group)
 
-    def park(self, group: BeamGroup) -> None:
-        """Park a group that has lost its KV, if others run: they would take it from each other."""
+    def preempt(self, proxy: BeamProxy) -> None:
+        """Begin a group anew that vLLM has preempted; park it if others run: they would take the
+        blocks from each other."""
+        group = proxy.group
         if not group.parked and len(self._active()) > 1:
-            group.parked = True
-            self._counters.groups_parked += 1
+            group.park(True)
+            self.counters.groups_parked += 1
+        self.counters.beams_preempted += max(1, group.beams.num_beams)
+        proxies.replace_preempted(self._scheduler, proxy)
 
     def _active(self) -> list[BeamGroup]:
         return [group for group in self._in_order() if group.started and not group.parked]
@@ -238,23 +289,16 @@ class BeamGroups:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def step(self, group: BeamGroup, outputs: Outputs) -> None:
+    def _step(self, group: BeamGroup, outputs: Outputs) -> None:
         """Take a step of a group's search; add its answer to `outputs` if it ends."""
-        with self._failing_alone(group):
-            children = group.advance()
-            self._counters.steps += 1
-            if not group.search.done:
-                self._proxies.follow(group, children)
-                return
+        children = group.advance()
+        self.counters.steps += 1
+        if group.search.done:
             self._answer(group.request, group.output(), outputs)
             self._remove(group)
-
-    def answer_refused(self, outputs: Outputs) -> None:
-        """Add the errors of refused requests to `outputs`."""
-        for request in self._refused:
-            self._answer(request, error_output(request), outputs)
-            self._forget(request)
-        self._refused = []
+            return
+        self.counters.beams_forked += len(children) - len(set(children.parents.tolist()))
+        group.beams.follow(children)
 
     def drop_finished(self) -> None:
         """Forget groups and refused requests that no client waits for any more."""
@@ -268,7 +312,7 @@ class BeamGroups:
         outputs.setdefault(request.client_index, []).append(output)
 
     def _remove(self, group: BeamGroup) -> None:
-        self._proxies.free_group(group)
+        proxies.free(self._scheduler, group.beams.proxy)
         self._forget(group.request)
         del self.by_id[group.request.request_id]
 
@@ -293,4 +337,4 @@ class BeamGroups:
             assert scheduler.requests[request.request_id] is request
         assert len(scheduler.running) <= scheduler.max_num_running_reqs
         self.admission.check_integrity(self.by_id.values())
-        self._proxies.check_integrity(self.by_id.values())
+        proxies.check_proxies(scheduler, self.by_id.values())
