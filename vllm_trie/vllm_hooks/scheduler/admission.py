@@ -1,9 +1,9 @@
 """Slots of the engine: which groups start, and which ordinary requests start next to them.
 
-A group starts where ``beam_width`` slots are free, and reserves them to its end. Groups and
-ordinary requests start in vLLM's order: by arrival, or by priority. The first group that lacks
-slots has a claim on those that fall free, as in EASY backfilling (Lifka, 1995, "The ANL/IBM SP
-scheduling system")::
+Groups and ordinary requests wait in vLLM's queue, by arrival or by priority. A group starts where
+``beam_width`` slots are free, and reserves them to its end. The first group that lacks slots has a
+claim on those that fall free, as in EASY backfilling (Lifka, 1995, "The ANL/IBM SP scheduling
+system")::
 
     slots
       |#### long request ########################|
@@ -23,14 +23,12 @@ beyond its ``max_tokens``: default limits are far above usual lengths.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.vllm_hooks.scheduler.beams import BeamProxy
@@ -47,8 +45,7 @@ _MAX_PASSED = 256
 """Requests that a step looks past to find some that may start."""
 
 
-@dataclass(slots=True)
-class Claim:
+class Claim(NamedTuple):
     """Slots that fall free for the next group.
 
     Attributes:
@@ -71,136 +68,108 @@ class Admission:
         self.slots = scheduler.max_num_active_reqs
         self._tokens_per_step = scheduler.max_num_scheduled_tokens
         self._steps_per_token = 2 if scheduler.scheduler_config.async_scheduling else 1  # of groups
-        # Of the step that is being scheduled:
-        self._free = 0  # slots for ordinary requests
-        self._claim: Claim | None = None
-        self._num_proxies_queued = 0
-        self._let: dict[Request, bool] = {}  # -> whether it takes a spare slot of the claim
-        self._passed: list[Request] = []
 
-    def in_order(self, groups: Iterable[BeamGroup]) -> list[BeamGroup]:
-        """Return the groups in the order in which they start, from their order of arrival."""
-        if self._scheduler.policy == SchedulingPolicy.PRIORITY:
-            return sorted(groups, key=lambda group: group.request)
-        return list(groups)
-
-    # -- a step ------------------------------------------------------------------------------------
-
-    def begin_step(self, groups: Sequence[BeamGroup]) -> list[BeamGroup]:
-        """Return the groups to start now, and settle the slots of the step to be scheduled.
-
-        Args:
-            groups: All groups, in order.
-        """
+    def begin_step(self, groups: Collection[BeamGroup]) -> None:
+        """Count the slots and blocks of the step that vLLM is about to schedule."""
         scheduler = self._scheduler
         started = [group for group in groups if group.started]
-        ends = [(self._steps_of_group(group), group.beam_width) for group in started]
-        ends += [
+        # Steps until what runs is expected to end, and its slots.
+        self._ends = [(self._steps_of_group(group), group.beam_width) for group in started]
+        self._ends += [
             (_expected(self._steps_left(request), request.num_output_tokens), 1)
             for request in scheduler.running
             if not isinstance(request, BeamProxy)
         ]
-        self._free = self.slots - sum(width for _, width in ends)
+        self._free = self.slots - sum(slots for _, slots in self._ends)
         self._free -= scheduler.num_waiting_for_streaming_input
-        self._claim, self._let, self._passed = None, {}, []
+        self._let: list[tuple[Request, int, int]] = []  # with the most steps left, and slots
+        self._passed: list[Request] = []
+        self._claim: Claim | None = None
         self._num_proxies_queued = sum(not group.runs and not group.parked for group in started)
-        return self._groups_to_start(groups, started, ends)
-
-    def _groups_to_start(
-        self, groups: Sequence[BeamGroup], started: list[BeamGroup], ends: list[tuple[int, int]]
-    ) -> list[BeamGroup]:
-        manager = self._scheduler.kv_cache_manager
-        room = num_blocks(manager) - sum(group.expected_blocks for group in started)
-        num_free_blocks = manager.block_pool.get_num_free_blocks()
-        crowded = any(group.parked for group in started)
-        num_started = len(started)
-        starting: list[BeamGroup] = []
-        passed = False
-        for group in groups:
-            if group.started:
-                continue
-            width = group.beam_width
-            if self._overtakes(group):
-                break
-            if width > self._free:
-                if not passed:
-                    self._claim = self._claim_of(group, ends)
-                passed = True
-                continue
-            steps_left = self._steps_per_token * group.search.settings.max_new_tokens
-            if not self._leaves_claim(steps_left, width):
-                continue
-            if (num_started or starting) and (
-                group.expected_blocks > room or group.min_blocks > num_free_blocks or crowded
-            ):
-                break
-            starting.append(group)
-            room -= group.expected_blocks
-            self._free -= width
-            self._num_proxies_queued += 1
-            if self._claim is not None and steps_left > self._claim.steps:
-                self._claim.spare -= width
-        return starting
+        self._is_alone = not started
+        self._room = num_blocks(scheduler.kv_cache_manager)
+        self._room -= sum(group.expected_blocks for group in started)
+        if any(group.parked for group in started):
+            self._room = -1
 
     def lets_start(self, request: Request) -> bool:
         """Return whether a queued request may start in the step that vLLM is scheduling."""
-        if isinstance(request, BeamProxy):
+        if not isinstance(request, BeamProxy):
+            steps_left, slots = self._steps_left(request), 1
+            # One that was preempted has had its turn before.
+            is_first = request.status != RequestStatus.PREEMPTED
+            lets = self._has_slots(steps_left, slots, is_first)
+        elif request.group.started:
             self._num_proxies_queued -= 1
-            return True  # its group has reserved the slot
-        running = [each for each in self._let if each.status == RequestStatus.RUNNING]
-        scheduler = self._scheduler
-        if len(running) >= self._free:
-            self._passed.append(request)
-            if self._num_proxies_queued <= 0:
-                scheduler.max_num_active_reqs = len(scheduler.running)  # vLLM looks no further
-            return False
-        steps_left = self._steps_left(request)
-        in_time = self._claim is None or steps_left <= self._claim.steps
-        # One that was preempted has had its turn before.
-        if not in_time and request.status != RequestStatus.PREEMPTED:
-            assert self._claim is not None
-            if self._claim.spare <= sum(self._let[each] for each in running):
-                self._passed.append(request)
-                if self._num_proxies_queued <= 0 and len(self._passed) >= _MAX_PASSED:
-                    scheduler.max_num_active_reqs = len(scheduler.running)
-                return False
-        self._let[request] = not in_time
-        return True
+            return True  # it has reserved its slots
+        else:
+            slots = request.group.beam_width
+            steps_left = self._steps_per_token * request.group.search.settings.max_new_tokens
+            lets = self._lets_group(request.group, steps_left)
+        if lets:
+            self._let.append((request, steps_left, slots))
+            return True
+        self._passed.append(request)
+        is_end = not self._num_free() or len(self._passed) >= _MAX_PASSED
+        if is_end and self._num_proxies_queued <= 0:
+            scheduler = self._scheduler
+            scheduler.max_num_active_reqs = len(scheduler.running)  # vLLM looks no further
+        return False
 
     def end_step(self) -> None:
         """Undo what holds during one step only."""
         self._scheduler.max_num_active_reqs = self.slots
         self._scheduler.deferred_waiting.difference_update(self._passed)
 
-    # -- claims ------------------------------------------------------------------------------------
+    def _lets_group(self, group: BeamGroup, steps_left: int) -> bool:
+        rules, pool = group.rules, self._scheduler.kv_cache_manager.block_pool
+        if rules is not None and not rules.is_ready:
+            return False
+        if self._claim is None and group.beam_width > self._num_free():
+            self._claim = self._claim_of(group)
+        if not self._has_slots(steps_left, group.beam_width):
+            return False
+        fits = group.expected_blocks <= self._room
+        if not self._is_alone and not (fits and group.min_blocks <= pool.get_num_free_blocks()):
+            self._room = -1  # nor does a later one start
+            return False
+        self._room -= group.expected_blocks
+        self._is_alone = False
+        return True
 
-    def _overtakes(self, group: BeamGroup) -> bool:
-        """Return whether an earlier ordinary request still waits."""
-        scheduler = self._scheduler
-        for request in scheduler.waiting:
-            if request not in scheduler.deferred_waiting and not isinstance(request, BeamProxy):
-                return request < group.request
-        return False
+    # -- slots -------------------------------------------------------------------------------------
 
-    def _claim_of(self, group: BeamGroup, ends: list[tuple[int, int]]) -> Claim | None:
-        """Return the claim of a group that lacks slots, None if it would not start soon.
+    def _taken(self) -> list[tuple[int, int]]:
+        """Return the most steps and the slots of what starts in this step."""
+        return [
+            (steps_left, slots)
+            for request, steps_left, slots in self._let
+            if isinstance(request, BeamProxy) or request.status == RequestStatus.RUNNING
+        ]
 
-        Args:
-            group: The group.
-            ends: Expected steps and slots of everything that runs.
-        """
-        spare = self._free - group.beam_width
+    def _num_free(self) -> int:
+        return self._free - sum(slots for _, slots in self._taken())
+
+    def _has_slots(self, steps_left: int, slots: int, heeds_claim: bool = True) -> bool:
+        """Return whether slots are free, and not claimed, or free again in time."""
+        if slots > self._num_free():
+            return False
+        claim = self._claim
+        if claim is None or steps_left <= claim.steps or not heeds_claim:
+            return True
+        late = sum(slots for steps, slots in self._taken() if steps > claim.steps)
+        return slots <= claim.spare - late
+
+    def _claim_of(self, group: BeamGroup) -> Claim | None:
+        """Return the claim of a group that lacks slots, None if it would not start soon."""
+        ends = [*self._ends, *((_expected(steps, 0), slots) for steps, slots in self._taken())]
+        spare = self._num_free() - group.beam_width
+        waited = self._scheduler.current_step - group.arrival_step
         for steps, same in groupby(sorted(ends), key=itemgetter(0)):
             spare += sum(slots for _, slots in same)
             if spare >= 0:
-                waited = self._scheduler.current_step - group.arrival_step
-                soon = steps <= max(SOON, waited // 2)
-                return Claim(steps, spare) if soon else None
+                return Claim(steps, spare) if steps <= max(SOON, waited // 2) else None
         return None
-
-    def _leaves_claim(self, steps_left: int, slots: int) -> bool:
-        claim = self._claim
-        return claim is None or steps_left <= claim.steps or slots <= claim.spare
 
     def _steps_left(self, request: Request) -> int:
         """Return the most steps that an ordinary request takes."""
@@ -213,7 +182,7 @@ class Admission:
         steps_left = search.settings.max_new_tokens - search.steps
         return _expected(self._steps_per_token * steps_left, self._steps_per_token * search.steps)
 
-    def check_integrity(self, groups: Iterable[BeamGroup]) -> None:
+    def check_integrity(self, groups: Collection[BeamGroup]) -> None:
         """Assert what holds between two calls of the scheduler.
 
         - The slots that started groups reserve exist, and ordinary requests leave them free.

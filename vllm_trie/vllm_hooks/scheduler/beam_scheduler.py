@@ -7,7 +7,7 @@ calls on to it::
 
     add_request          -> add
     schedule             -> before_schedule, vLLM's own, after_schedule
-    _handle_blocked_...  -> vLLM's own, admission.lets_start
+    _handle_blocked_...  -> vLLM's own, lets_start
     update_from_output   -> take_outputs, vLLM's own
     _preempt_request     -> vLLM's own, preempt
     finish_requests      -> vLLM's own, drop_finished
@@ -99,7 +99,7 @@ class TrieBeamScheduler(Scheduler):
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if not super()._handle_blocked_waiting_request(request):
             return False
-        return not self.beam_groups.by_id or self.beam_groups.admission.lets_start(request)
+        return not self.beam_groups.by_id or self.beam_groups.lets_start(request)
 
     @_scheduler.overrides("proxies get no drafts")
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:

@@ -84,23 +84,26 @@ class GroupRules:
         self._grammar: GrammarMasks | None = None
         self._masks = self._allowed  # of the beams, or of all beams alike
 
-    def prepare(self, beam_width: int) -> bool:
-        """Return whether the proxy may run; False while its grammar compiles.
+    @property
+    def is_ready(self) -> bool:
+        """Whether the proxy may run: its grammar is compiled."""
+        return self._structured is None or self._grammar is not None
+
+    def prepare(self, beam_width: int) -> None:
+        """Take the grammar if it is compiled.
 
         Raises:
             Exception: The grammar does not compile.
         """
-        if self._structured is not None and self._grammar is None:
-            grammar = self._structured.grammar
-            if grammar is None:
-                return False
+        if self._structured is None or self._grammar is not None:
+            return
+        if (grammar := self._structured.grammar) is not None:
             if isinstance(grammar, Exception):
                 raise grammar
             assert self._manager.backend is not None
             masks = self._manager.backend.allocate_token_bitmask(beam_width)
             self._grammar = GrammarMasks(grammar, masks)
             self.advance([[]])
-        return True
 
     def advance(self, hypotheses: Sequence[list[int]]) -> None:
         """Take the generated tokens of the group's new beams.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -90,12 +91,12 @@ class BeamGroups:
     def num_further_beams(self) -> tuple[int, int]:
         """Return the beams that vLLM does not count as running requests, and as waiting ones.
 
-        Those that wait are the widths of groups that have not started or are parked.
+        Groups that have not started or are parked wait with all their beams.
         """
         groups = self.by_id.values()
         running = sum(group.search.num_rows - 1 for group in groups if group.runs)
-        waiting = (group for group in groups if not group.started or group.parked)
-        return running, sum(group.beam_width for group in waiting)
+        waiting = sum(group.beam_width - 1 for group in groups if not group.started)
+        return running, waiting + sum(group.beam_width for group in groups if group.parked)
 
     # -- intake ------------------------------------------------------------------------------------
 
@@ -112,9 +113,12 @@ class BeamGroups:
         try:
             if off is not None:
                 raise ValueError(f"native beam search is off: {off}")
-            self.by_id[request.request_id] = self._new_group(request)
+            group = self._new_group(request)
         except Exception as error:
             self.refuse(request, error)
+        else:
+            self.by_id[request.request_id] = group
+            self._scheduler.add_request(group.beams.proxy)
 
     def refuse(self, request: Request, error: Exception) -> None:
         """Answer a request with an error: what it carries cannot be served."""
@@ -176,23 +180,22 @@ class BeamGroups:
     # -- a step ------------------------------------------------------------------------------------
 
     def before_schedule(self) -> None:
-        """Resume, park and start groups for the step that vLLM is about to schedule."""
-        waiting = self._await_grammars()
+        """Prepare groups for the step that vLLM is about to schedule."""
+        for group in [*self.by_id.values()]:
+            with self._failing_alone(group):  # its grammar may not compile
+                if group.rules is not None:
+                    group.rules.prepare(group.beam_width)
         self._unpark()
-        ready = [group for group in self._in_order() if group not in waiting]
-        for group in self.admission.begin_step(ready):
-            with self._failing_alone(group):
-                self._start(group)
+        self.admission.begin_step(self.by_id.values())
         proxies.reserve_tokens(self._scheduler, self.limits.tokens_per_step)
 
-    def _await_grammars(self) -> set[BeamGroup]:
-        """Return the groups whose grammar still compiles; refuse those whose grammar does not."""
-        waiting = set()
-        for group in [group for group in self.by_id.values() if not group.started]:
-            with self._failing_alone(group):
-                if group.rules is not None and not group.rules.prepare(group.beam_width):
-                    waiting.add(group)
-        return waiting
+    def lets_start(self, request: Request) -> bool:
+        """Return whether a queued request may start in the step that vLLM is scheduling."""
+        if not self.admission.lets_start(request):
+            return False
+        if isinstance(request, BeamProxy) and not request.group.started:
+            self._start(request.group)
+        return True
 
     def after_schedule(self, output: SchedulerOutput) -> None:
         """Send the beams of the scheduled groups, and what selects their candidates."""
@@ -229,9 +232,6 @@ class BeamGroups:
         self._refused = []
         return scheduler_output
 
-    def _in_order(self) -> list[BeamGroup]:
-        return self.admission.in_order(self.by_id.values())
-
     def _start(self, group: BeamGroup) -> None:
         self.counters.groups += 1
         report: dict[str, object] | None = None
@@ -247,15 +247,15 @@ class BeamGroups:
             }
             group.request.record_event(EngineCoreEventType.SCHEDULED, now)
         group.start(report)
-        proxies.enqueue(self._scheduler, group.beams.proxy)
 
     # -- parking -----------------------------------------------------------------------------------
 
     def _unpark(self) -> None:
         """Let the oldest parked group go on if no other group is short of blocks."""
-        group = next((group for group in self._in_order() if group.parked), None)
-        if group is None:
+        parked = [group for group in self.by_id.values() if group.parked]
+        if not parked:
             return
+        group = min(parked, key=attrgetter("request"))
         if active := self._active():
             hungry = not all(other.runs for other in active)
             manager = self._scheduler.kv_cache_manager
@@ -276,7 +276,7 @@ class BeamGroups:
         proxies.replace_preempted(self._scheduler, proxy)
 
     def _active(self) -> list[BeamGroup]:
-        return [group for group in self._in_order() if group.started and not group.parked]
+        return [group for group in self.by_id.values() if group.started and not group.parked]
 
     def num_unfinished(self) -> int:
         """Return the number of requests to add to those that vLLM counts as unfinished.

@@ -166,18 +166,6 @@ def _drop(cached: CachedRequestData, places: set[int]) -> None:
 # -- queues ----------------------------------------------------------------------------------------
 
 
-def enqueue(scheduler: Scheduler, proxy: BeamProxy) -> None:
-    """Queue the proxy of a group that starts: behind other proxies, before ordinary requests.
-
-    A priority queue has an order of its own.
-    """
-    scheduler.add_request(proxy)
-    proxies = [request for request in scheduler.waiting if isinstance(request, BeamProxy)]
-    scheduler.waiting.remove_requests(proxies)
-    for request in reversed(proxies):
-        scheduler.waiting.prepend_request(request)
-
-
 def requeue(scheduler: Scheduler, group: BeamGroup) -> None:
     """Queue the group's proxy if it has no KV, unless the group is parked."""
     if not group.parked and not group.runs:
@@ -214,19 +202,18 @@ def free(scheduler: Scheduler, proxy: BeamProxy) -> None:
 def check_proxies(scheduler: Scheduler, groups: Collection[BeamGroup]) -> None:
     """Assert what holds for the proxies of all `groups` between two calls of the scheduler.
 
-    - vLLM's requests hold exactly one proxy of each started group.
+    - vLLM's requests hold exactly one proxy of each group.
     - It runs, or waits, or is nowhere as its group is parked; it has KV only if it runs.
     - The beams' tables hold what vLLM thinks that the proxy holds.
     - Blocks have as many references as holders.
     """
     manager = scheduler.kv_cache_manager
-    started = [group for group in groups if group.started]
     proxies = {request for request in scheduler.requests.values() if isinstance(request, BeamProxy)}
-    assert proxies == {group.beams.proxy for group in started}, "a proxy without a started group"
+    assert proxies == {group.beams.proxy for group in groups}, "a proxy without a group"
     running = Counter(request.request_id for request in scheduler.running)
     queued = Counter(r.request_id for r in (*scheduler.waiting, *scheduler.kv_holding_waiting))
     tables = [part.req_to_blocks for part in manager.coordinator.single_type_managers]
-    for group in started:
+    for group in groups:
         proxy, proxy_id, runs = group.beams.proxy, group.beams.proxy.request_id, group.runs
         waits = not runs and not group.parked
         assert scheduler.requests[proxy_id] is proxy
