@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["draft_model_path", "eagle_path", "medusa_path", "model_path"]
+__all__ = ["eagle_path", "medusa_path", "model_path"]
 
 _HERE = Path(__file__).resolve().parent
 
@@ -48,12 +48,3 @@ def eagle_path() -> Path:
         FileNotFoundError: The head is not installed.
     """
     return _folder("weights-eagle", "the shipped model's EAGLE head")
-
-
-def draft_model_path() -> Path:
-    """Folder of the one-layer draft model for the shipped model.
-
-    Raises:
-        FileNotFoundError: The draft model is not installed.
-    """
-    return _folder("weights-draft", "the shipped model's draft model")

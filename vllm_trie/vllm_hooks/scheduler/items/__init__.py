@@ -1,1 +1,0 @@
-"""Catalogues in the scheduler, and searches inside them."""
