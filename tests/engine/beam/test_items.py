@@ -315,7 +315,7 @@ def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place):
     from vllm import SamplingParams
 
     from vllm_trie.items import selection
-    from vllm_trie.vllm_hooks.scheduler.items import catalogues
+    from vllm_trie.vllm_hooks.scheduler import catalogues
     from vllm_trie.vllm_hooks.worker.beam import selection as worker_selection
 
     def fail(*arguments, **options):
@@ -346,7 +346,7 @@ def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place):
 
 def test_searches_share_what_their_rules_select(items_engine, monkeypatch):
 
-    from vllm_trie.vllm_hooks.scheduler.items import catalogues
+    from vllm_trie.vllm_hooks.scheduler import catalogues
 
     calls = []
     select = catalogues.select

@@ -313,7 +313,7 @@ def a_row(scheduler: Any) -> Any:
 
 
 def tables(scheduler: Any) -> Any:
-    return a_row(scheduler).group.beams._tables[0]
+    return a_row(scheduler).beams._tables[0]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.items.catalogues import write
 from vllm_trie.beam import BeamOptions
-from vllm_trie.vllm_hooks.scheduler.items import catalogues as module
-from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
+from vllm_trie.vllm_hooks.scheduler import catalogues as module
+from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogues
 
 
 def test_a_version_that_cannot_be_opened_is_tried_once(

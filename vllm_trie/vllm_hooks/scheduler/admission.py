@@ -23,7 +23,7 @@ beyond its ``max_tokens``: default limits are far above usual lengths.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -69,10 +69,15 @@ class Admission:
         self._tokens_per_step = scheduler.max_num_scheduled_tokens
         self._steps_per_token = 2 if scheduler.scheduler_config.async_scheduling else 1  # of groups
 
-    def begin_step(self, groups: Collection[BeamGroup]) -> None:
-        """Count the slots and blocks of the step that vLLM is about to schedule."""
+    def begin_step(self, groups: Mapping[str, BeamGroup]) -> None:
+        """Count the slots and blocks of the step that vLLM is about to schedule.
+
+        Args:
+            groups: All of them, by the ids of their searches.
+        """
         scheduler = self._scheduler
-        started = [group for group in groups if group.started]
+        self._groups = groups
+        started = [group for group in groups.values() if group.started]
         # Steps until what runs is expected to end, and its slots.
         self._ends = [(self._steps_of_group(group), group.beam_width) for group in started]
         self._ends += [
@@ -99,13 +104,14 @@ class Admission:
             # One that was preempted has had its turn before.
             is_first = request.status != RequestStatus.PREEMPTED
             lets = self._has_slots(steps_left, slots, is_first)
-        elif request.group.started:
-            self._num_proxies_queued -= 1
-            return True  # it has reserved its slots
         else:
-            slots = request.group.beam_width
-            steps_left = self._steps_per_token * request.group.search.settings.max_new_tokens
-            lets = self._lets_group(request.group, steps_left)
+            group = self._groups[request.search_id]
+            if group.started:
+                self._num_proxies_queued -= 1
+                return True  # it has reserved its slots
+            slots = group.beam_width
+            steps_left = self._steps_per_token * group.search.settings.max_new_tokens
+            lets = self._lets_group(group, steps_left)
         if lets:
             self._let.append((request, steps_left, slots))
             return True

@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from vllm_trie.beam import Children
+from vllm_trie.beam import BeamSearch, Children
 from vllm_trie.vllm_hooks.beam_wire import BeamStep
 from vllm_trie.vllm_hooks.scheduler.passes import Room, cheapest_passes
 from vllm_trie.vllm_hooks.scheduler.tables import BeamTables, TailCopies
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-
-    from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
 
 
 class EngineLimits(NamedTuple):
@@ -128,9 +127,14 @@ class BeamProxy(Request):
 
     Its prompt is computed as any other request's. From then on it has one token more than are
     computed where the group's beams have a token each to compute.
+
+    Attributes:
+        search_id: Id of the search's own request.
+        beams: Those of the group.
     """
 
-    group: BeamGroup
+    search_id: str
+    beams: GroupBeams
 
     def grow(self) -> None:
         """Add a token, whose value nobody reads."""
@@ -152,19 +156,30 @@ class GroupBeams:
     search takes several passes (see :mod:`passes <vllm_trie.vllm_hooks.scheduler.passes>`).
 
     Attributes:
-        group: The group.
-        proxy: Its request in vLLM's scheduler.
+        proxy: The group's request in vLLM's scheduler.
         rows: int64 [beams], the rows of the search that the present pass is for.
         level: What the beams compute next, None while they wait for the search or the prompt.
         ahead: By KV cache group the fresh blocks of a step behind `level`, which the device has
             begun with the children that it has chosen; None if there is no such step.
     """
 
-    def __init__(self, group: BeamGroup, limits: EngineLimits) -> None:
-        self.group = group
+    def __init__(
+        self, request: Request, params: SamplingParams, search: BeamSearch, limits: EngineLimits
+    ) -> None:
+        """Make the beams of a group.
+
+        Args:
+            request: The search's.
+            params: Of the proxy.
+            search: The search.
+            limits: Of the engine; ``on_device`` only for plain searches.
+        """
+        assert request.prompt_token_ids is not None
+        self._request, self._params, self._search = request, params, search
+        self._prompt_len = len(request.prompt_token_ids)
         self._most_beams = limits.tokens_per_step
         self._most_blocks = limits.num_blocks
-        self._on_device = limits.on_device and group.is_plain
+        self._on_device = limits.on_device
         self._num_proxies = 0
         self.restart()
 
@@ -194,13 +209,13 @@ class GroupBeams:
     @property
     def device_chooses(self) -> bool:
         """Whether the device chooses the children of the step in flight, or of the next one."""
-        level, group = self.level, self.group
+        level = self.level
         return (
             self._on_device
             and self._anchors is None
             and level is not None
             and level.selects
-            and len(level.parents) == group.beam_width <= self._most_beams
+            and len(level.parents) == self._search.settings.beam_width <= self._most_beams
         )
 
     def num_to_schedule(self) -> int:
@@ -221,7 +236,7 @@ class GroupBeams:
 
     def _num_fresh_ahead(self) -> list[int]:
         """Return by KV cache group the blocks of a step that the device begins."""
-        num_computed, width = self.proxy.num_computed_tokens, self.group.beam_width
+        num_computed, width = self.proxy.num_computed_tokens, self._search.settings.beam_width
         return [width * table.starts_block(num_computed) for table in self._tables]
 
     def settle(self) -> None:
@@ -235,18 +250,18 @@ class GroupBeams:
         in_flight = proxy.num_in_flight_tokens > 0
         placeholders = max(0, proxy.num_computed_tokens - proxy.num_tokens) if self.decodes else 0
         if in_flight and self.ahead is None and self.device_chooses:
-            num_tokens = proxy.num_computed_tokens - self.group.prompt.size + 1  # that it selects
-            placeholders += num_tokens < self.group.search.settings.max_new_tokens
+            num_tokens = proxy.num_computed_tokens - self._prompt_len + 1  # that it selects
+            placeholders += num_tokens < self._search.settings.max_new_tokens
         proxy.num_output_placeholders = placeholders
         proxy.spec_token_ids = []
 
     def _new_proxy(self) -> BeamProxy:
-        request = self.group.request
+        request = self._request
         self._num_proxies += 1
         proxy = BeamProxy(
             f"{request.request_id}~{self._num_proxies}",
             request.prompt_token_ids,
-            self.group.proxy_params,
+            self._params,
             None,
             client_index=request.client_index,
             arrival_time=request.arrival_time,
@@ -256,15 +271,15 @@ class GroupBeams:
             trace_headers=request.trace_headers,
         )
         proxy.block_hashes = request.block_hashes
-        proxy.group = self.group
+        proxy.search_id, proxy.beams = request.request_id, self
         return proxy
 
     def begin(self, manager: KVCacheManager) -> None:
         """Take over the prompt's KV, which is computed; go on to where the search is."""
         parts = manager.coordinator.single_type_managers
-        prompt_len = self.group.prompt.size
+        prompt_len = self._prompt_len
         self._tables = [BeamTables(part, self.proxy.request_id, prompt_len) for part in parts]
-        if self.group.search.steps:
+        if self._search.steps:
             self._begin_step()
 
     def take_blocks(self, manager: KVCacheManager) -> bool:
@@ -300,10 +315,10 @@ class GroupBeams:
             token_ids = self.level.token_ids.astype(np.int32)
             suffix = tuple(table.suffix for table in self._tables)
         else:
-            suffix = tuple(fresh.reshape(self.group.beam_width, -1) for fresh in self.ahead)
+            suffix = tuple(fresh.reshape(len(self.level.parents), -1) for fresh in self.ahead)
         return BeamStep(
             self.proxy.request_id,
-            self.group.prompt.size,
+            self._prompt_len,
             self.proxy.num_computed_tokens - 1,
             token_ids,
             tuple(table.shared for table in self._tables),
@@ -348,7 +363,7 @@ class GroupBeams:
             parents: int64 [hypotheses], beams with KV that lack one token each; None if they are
                 not those of the step before.
         """
-        generated = self.group.search.generated
+        generated = self._search.generated
         self.rows = np.arange(len(generated))
         if self._anchors is not None or len(generated) > self._most_beams:
             self.divide()
@@ -371,9 +386,9 @@ class GroupBeams:
 
     def divide(self) -> None:
         """Begin the present step of the search anew, in the passes for which there is room."""
-        generated = self.group.search.generated
+        generated = self._search.generated
         self._give_up_pass()
-        prompt_len = self.group.prompt.size
+        prompt_len = self._prompt_len
         block_sizes = [table.block_size for table in self._tables]
         room = Room(prompt_len, block_sizes, self._most_blocks, self._most_beams)
         depth, self._passes = cheapest_passes(generated, self._computed.depth, room)
@@ -402,7 +417,7 @@ class GroupBeams:
     def _begin_pass(self) -> None:
         self._give_up_pass()
         self.rows = self._passes.pop(0)
-        self._replay(self.group.search.generated[self.rows])
+        self._replay(self._search.generated[self.rows])
 
     def _give_up_pass(self) -> None:
         """Go back to the anchors, if there are any."""
@@ -423,7 +438,7 @@ class GroupBeams:
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of the scheduler."""
-        proxy, prompt_len = self.proxy, self.group.prompt.size
+        proxy, prompt_len = self.proxy, self._prompt_len
         for i, table in enumerate(self._tables):
             table.check_integrity(() if self.ahead is None else self.ahead[i].tolist())
         assert len({len(table.suffix) for table in self._tables}) <= 1

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.sampling_params import SamplingParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
@@ -23,9 +22,8 @@ from vllm_trie.vllm_hooks.beam_wire import (
     TokenSelection,
 )
 from vllm_trie.vllm_hooks.scheduler.beams import EngineLimits, GroupBeams
+from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogues, GroupItems
 from vllm_trie.vllm_hooks.scheduler.group_rules import GroupRules
-from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
-from vllm_trie.vllm_hooks.scheduler.items.group_items import GroupItems
 from vllm_trie.vllm_hooks.setup.beam_support import check_inputs, min_blocks
 from vllm_trie.vllm_hooks.wire import (
     SPEC_KEY,
@@ -97,7 +95,6 @@ class BeamGroup:
             self.items = GroupItems(catalogues, spec, params, max_new_tokens)
             self.search = self.items.search
             max_new_tokens = self.search.settings.max_new_tokens
-        self.proxy_params: SamplingParams = internal_params(max_new_tokens)
         block_size = limits.block_size
         self.min_blocks = min_blocks(len(prompt), self.beam_width, max_new_tokens, block_size)
         # The trie is little larger than its longest path: hypotheses meet a few tokens back.
@@ -105,7 +102,8 @@ class BeamGroup:
 
         self.arrival, self.arrival_step = time.monotonic(), arrival_step
         self.started = self.parked = False
-        self.beams = GroupBeams(self, limits)
+        limits = limits._replace(on_device=limits.on_device and self._is_plain)
+        self.beams = GroupBeams(request, internal_params(max_new_tokens), self.search, limits)
         self._report: dict[str, object] | None = None
         # Those of the present step of the search, by pass; None if the worker failed.
         self._candidates: list[StepCandidates | None] = []
@@ -113,7 +111,7 @@ class BeamGroup:
         self._history: list[tuple[np.ndarray, np.ndarray]] = []
 
     @property
-    def is_plain(self) -> bool:
+    def _is_plain(self) -> bool:
         """Whether tokens and their probabilities alone decide what the search does."""
         search = self.search
         is_constrained = self.items is not None or self.rules is not None

@@ -24,9 +24,9 @@ from vllm_trie.vllm_hooks.beam_wire import SELECTIONS
 from vllm_trie.vllm_hooks.scheduler import proxies
 from vllm_trie.vllm_hooks.scheduler.admission import Admission
 from vllm_trie.vllm_hooks.scheduler.beams import BeamProxy, EngineLimits
+from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogues
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup, error_output
 from vllm_trie.vllm_hooks.scheduler.group_rules import GroupRules, has_rules
-from vllm_trie.vllm_hooks.scheduler.items.catalogues import Catalogues
 from vllm_trie.vllm_hooks.scheduler.proxies import BeamCounters
 from vllm_trie.vllm_hooks.scheduler.stop_strings import make_stop_string_finder
 from vllm_trie.vllm_hooks.scheduler.tables import num_blocks
@@ -186,15 +186,15 @@ class BeamGroups:
                 if group.rules is not None:
                     group.rules.prepare(group.beam_width)
         self._unpark()
-        self.admission.begin_step(self.by_id.values())
+        self.admission.begin_step(self.by_id)
         proxies.reserve_tokens(self._scheduler, self.limits.tokens_per_step)
 
     def lets_start(self, request: Request) -> bool:
         """Return whether a queued request may start in the step that vLLM is scheduling."""
         if not self.admission.lets_start(request):
             return False
-        if isinstance(request, BeamProxy) and not request.group.started:
-            self._start(request.group)
+        if isinstance(request, BeamProxy) and not self.by_id[request.search_id].started:
+            self._start(self.by_id[request.search_id])
         return True
 
     def after_schedule(self, output: SchedulerOutput) -> None:
@@ -221,7 +221,7 @@ class BeamGroups:
         """
         if self.by_id:
             scheduler_output, ready = proxies.take_outputs(
-                self._scheduler, scheduler_output, model_output
+                self._scheduler, self.by_id, scheduler_output, model_output
             )
             for group in ready:
                 with self._failing_alone(group):
@@ -268,12 +268,12 @@ class BeamGroups:
     def preempt(self, proxy: BeamProxy) -> None:
         """Begin a group anew that vLLM has preempted; park it if others run: they would take the
         blocks from each other."""
-        group = proxy.group
+        group = self.by_id[proxy.search_id]
         if not group.parked and len(self._active()) > 1:
             group.park(True)
             self.counters.groups_parked += 1
         self.counters.beams_preempted += max(1, group.beams.num_beams)
-        proxies.replace_preempted(self._scheduler, proxy)
+        proxies.replace_preempted(self._scheduler, group)
 
     def _active(self) -> list[BeamGroup]:
         return [group for group in self.by_id.values() if group.started and not group.parked]

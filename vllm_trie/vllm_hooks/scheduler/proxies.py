@@ -12,7 +12,7 @@ The functions here change proxies in the scheduler's ``requests``, ``running`` l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.vllm_hooks.beam_wire import BEAM_STEPS, CANDIDATES, SELECTIONS, BeamStep
 from vllm_trie.vllm_hooks.ledger.record import of_beams
-from vllm_trie.vllm_hooks.scheduler.beams import BeamProxy
+from vllm_trie.vllm_hooks.scheduler.beams import BeamProxy, GroupBeams
 from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
 from vllm_trie.vllm_hooks.scheduler.tables import RangedCopies, check_references, ranged
 
@@ -47,10 +47,14 @@ class BeamCounters:
     groups_failed: int = 0
 
 
-def group_of(scheduler: Scheduler, request_id: str) -> BeamGroup | None:
-    """Return the group that a request stands for, None for any other request."""
+Groups = Mapping[str, BeamGroup]
+"""By the id of their search."""
+
+
+def beams_of(scheduler: Scheduler, request_id: str) -> GroupBeams | None:
+    """Return the beams that a request stands for, None for any other request."""
     request = scheduler.requests.get(request_id)
-    return request.group if isinstance(request, BeamProxy) else None
+    return request.beams if isinstance(request, BeamProxy) else None
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -60,9 +64,9 @@ def reserve_tokens(scheduler: Scheduler, budget: int) -> None:
     """Reserve the tokens of the beams that can run, of `budget`: vLLM counts one for each group."""
     manager = scheduler.kv_cache_manager
     for proxy in scheduler.running:
-        if not isinstance(proxy, BeamProxy) or not proxy.group.beams.num_to_schedule():
+        if not isinstance(proxy, BeamProxy) or not proxy.beams.num_to_schedule():
             continue
-        beams = proxy.group.beams
+        beams = proxy.beams
         if not proxy.num_in_flight_tokens and beams.must_divide(manager):
             beams.divide()
         count = beams.num_to_schedule()
@@ -76,8 +80,8 @@ def reserve_tokens(scheduler: Scheduler, budget: int) -> None:
 def send_beams(scheduler: Scheduler, output: SchedulerOutput, counters: BeamCounters) -> None:
     """Put the beams of the scheduled groups in the place of their proxies."""
     scheduled = output.num_scheduled_tokens
-    groups = {i: group for i in scheduled if (group := group_of(scheduler, i)) is not None}
-    decoding = {i: group.beams for i, group in groups.items() if group.beams.decodes}
+    proxies = {i: beams for i in scheduled if (beams := beams_of(scheduler, i)) is not None}
+    decoding = {i: beams for i, beams in proxies.items() if beams.decodes}
     if not decoding:
         return
     steps: list[BeamStep] = []
@@ -100,7 +104,10 @@ def send_beams(scheduler: Scheduler, output: SchedulerOutput, counters: BeamCoun
 
 
 def take_outputs(
-    scheduler: Scheduler, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput
+    scheduler: Scheduler,
+    groups: Groups,
+    scheduler_output: SchedulerOutput,
+    model_output: ModelRunnerOutput,
 ) -> tuple[SchedulerOutput, list[BeamGroup]]:
     """Take a step's outputs of groups.
 
@@ -109,7 +116,8 @@ def take_outputs(
         all candidates of its step.
     """
     scheduled = scheduler_output.num_scheduled_tokens
-    prompts = {i: group for i in scheduled if (group := group_of(scheduler, i)) is not None}
+    of_proxy = {group.beams.proxy.request_id: group for group in groups.values()}
+    prompts = {i: of_proxy[i] for i in scheduled if i in of_proxy}
     rest = copy(scheduler_output)
     rest.num_scheduled_tokens = {i: n for i, n in scheduled.items() if i not in prompts}
     selections = getattr(scheduler_output, SELECTIONS, ())
@@ -117,7 +125,7 @@ def take_outputs(
     candidates = dict(zip(proxy_ids, getattr(model_output, CANDIDATES, ()), strict=False))
     ready: list[BeamGroup] = []
     for step in getattr(scheduler_output, BEAM_STEPS, ()):
-        if (group := group_of(scheduler, step.proxy_id)) is None:
+        if (group := of_proxy.get(step.proxy_id)) is None:
             continue
         beams = group.beams
         beams.proxy.num_in_flight_tokens -= 1
@@ -172,16 +180,17 @@ def requeue(scheduler: Scheduler, group: BeamGroup) -> None:
         scheduler.waiting.prepend_request(group.beams.proxy)
 
 
-def replace_preempted(scheduler: Scheduler, proxy: BeamProxy) -> None:
+def replace_preempted(scheduler: Scheduler, group: BeamGroup) -> None:
     """Put a new proxy in the place of one that vLLM has preempted and queued."""
+    proxy = group.beams.proxy
     scheduler.waiting.remove_request(proxy)
     scheduler.reset_preempted_req_ids.discard(proxy.request_id)
     del scheduler.requests[proxy.request_id]
     scheduler.finished_req_ids.add(proxy.request_id)
-    proxy.group.restart()
-    successor = proxy.group.beams.proxy
+    group.restart()
+    successor = group.beams.proxy
     scheduler.requests[successor.request_id] = successor
-    requeue(scheduler, proxy.group)
+    requeue(scheduler, group)
 
 
 def free(scheduler: Scheduler, proxy: BeamProxy) -> None:
@@ -236,6 +245,6 @@ def allocate_slots(
     *args: object,
     **kwargs: object,
 ) -> KVCacheBlocks | None:
-    if isinstance(request, BeamProxy) and request.group.beams.decodes:
-        return self.empty_kv_cache_blocks if request.group.beams.take_blocks(self) else None
+    if isinstance(request, BeamProxy) and request.beams.decodes:
+        return self.empty_kv_cache_blocks if request.beams.take_blocks(self) else None
     return original(self, request, *args, **kwargs)
