@@ -50,18 +50,6 @@ def test_version() -> None:
     assert (result.exit_code, result.stdout.strip()) == (0, vllm_trie.__version__)
 
 
-def test_no_arguments_show_help() -> None:
-    result = runner.invoke(cli.app, [])
-    assert "model-path" in result.output
-    assert "doctor" in result.output
-
-
-def test_unknown_command_is_refused() -> None:
-    result = runner.invoke(cli.app, ["medussa"])
-    assert result.exit_code == 2
-    assert "medussa" in result.output
-
-
 HEAVY = ("torch", "vllm", "transformers")
 
 

@@ -62,6 +62,7 @@ def test_version_is_the_same_everywhere() -> None:
         ("import vllm_trie", {"torch", "vllm", "numpy"}),
         ("import vllm_trie.cli", {"torch", "vllm", "numpy", "transformers"}),
         ("import vllm_trie.tree", {"torch", "vllm"}),
+        ("import vllm_trie.lab.demo", {"torch", "vllm", "transformers"}),
     ],
 )
 def test_imports_stay_light(statement: str, unwanted: set[str]) -> None:

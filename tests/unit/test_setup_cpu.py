@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -64,43 +64,35 @@ def test_uvs_own_variables_win(setup_cpu: ModuleType) -> None:
     assert "UV_FIND_LINKS" not in setup_cpu.uv_environment({}, base={})
 
 
-def fake_versions(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, versions: dict[str, tuple[int, int]]
+@pytest.mark.parametrize(
+    ("versions", "chosen", "expected"),
+    [
+        # The lock's is preferred, a newer one will do, a chosen one is the only candidate.
+        ({"this": (3, 13), "python3.11": (3, 11)}, None, ("python3.11", (3, 11))),
+        ({"this": (3, 10), "python3.12": (3, 12)}, None, ("python3.12", (3, 12))),
+        ({"this": (3, 10)}, None, r"Python 3\.11 is needed.*\(3\.10\)"),
+        ({"this": (3, 15)}, None, r"Python 3\.11 is needed.*\(3\.15\)"),
+        ({}, None, r"Python 3\.11 is needed.*none that runs"),
+        ({"this": (3, 11), "mine": (3, 9)}, "mine", "mine"),
+    ],
+)
+def test_the_interpreter(
+    setup_cpu: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    versions: dict[str, tuple[int, int]],
+    chosen: str | None,
+    expected: Any,
 ) -> None:
-    monkeypatch.setattr(module, "interpreter_version", versions.get)
-
-
-def test_python_of_the_lock_is_preferred(
-    setup_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_versions(monkeypatch, setup_cpu, {sys.executable: (3, 13), "python3.11": (3, 11)})
-    assert setup_cpu.find_python() == ("python3.11", (3, 11))
-
-
-def test_a_newer_python_will_do(setup_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_versions(monkeypatch, setup_cpu, {sys.executable: (3, 10), "python3.12": (3, 12)})
-    assert setup_cpu.find_python() == ("python3.12", (3, 12))
-    assert not setup_cpu.uses_lock((3, 12))
-
-
-@pytest.mark.parametrize("version", [(3, 10), (3, 15), None])
-def test_unusable_pythons_are_named(
-    setup_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int] | None
-) -> None:
-    fake_versions(monkeypatch, setup_cpu, {sys.executable: version} if version else {})
-    with pytest.raises(setup_cpu.SetupError, match=r"Python 3\.11 is needed") as caught:
-        setup_cpu.find_python()
-    expected = f"({version[0]}.{version[1]})" if version else "none that runs"
-    assert expected in str(caught.value)
-
-
-def test_a_chosen_python_is_the_only_candidate(
-    setup_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHON", "mine")
-    fake_versions(monkeypatch, setup_cpu, {sys.executable: (3, 11), "mine": (3, 9)})
-    with pytest.raises(setup_cpu.SetupError, match="mine"):
-        setup_cpu.find_python()
+    by_name = {sys.executable if name == "this" else name: v for name, v in versions.items()}
+    monkeypatch.setattr(setup_cpu, "interpreter_version", by_name.get)
+    if chosen is not None:
+        monkeypatch.setenv("PYTHON", chosen)
+    if isinstance(expected, tuple):
+        assert setup_cpu.find_python() == expected
+        assert setup_cpu.uses_lock(expected[1]) == (expected[1] == (3, 11))
+    else:
+        with pytest.raises(setup_cpu.SetupError, match=f"(?s){expected}"):
+            setup_cpu.find_python()
 
 
 def test_interpreter_version_of_what_does_not_run(setup_cpu: ModuleType) -> None:
@@ -120,14 +112,14 @@ def test_only_what_differs_from_the_lock_is_installed(
     assert setup_cpu.missing_from_lock() == ["missing==3", "old==2"]
 
 
-def test_set_up_runs_once_and_again_when_an_input_changed(
+def test_set_up_runs_once_and_again_when_an_input_changed_or_it_failed(
     setup_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    lock = tmp_path / "cpu.txt"
+    lock, stamp = tmp_path / "cpu.txt", tmp_path / "stamp.json"
     lock.write_text("a==1\n")
     steps: list[str] = []
     monkeypatch.setattr(setup_cpu, "LOCK", lock)
-    monkeypatch.setattr(setup_cpu, "STAMP", tmp_path / "stamp.json")
+    monkeypatch.setattr(setup_cpu, "STAMP", stamp)
     monkeypatch.setattr(setup_cpu, "VENV_PYTHON", Path(sys.executable))
     monkeypatch.setattr(setup_cpu, "venv_is_usable", lambda: True)
     monkeypatch.setattr(setup_cpu, "install_uv", lambda env: steps.append("uv"))
@@ -140,20 +132,10 @@ def test_set_up_runs_once_and_again_when_an_input_changed(
     setup_cpu.set_up()
     assert steps == ["uv", "packages", "check"] * 2
 
-
-def test_a_failed_set_up_leaves_no_stamp(
-    setup_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    stamp = tmp_path / "stamp.json"
-    stamp.write_text(json.dumps({"fingerprint": "of another state"}))
-    monkeypatch.setattr(setup_cpu, "STAMP", stamp)
-    monkeypatch.setattr(setup_cpu, "VENV_PYTHON", Path(sys.executable))
-    monkeypatch.setattr(setup_cpu, "venv_is_usable", lambda: True)
-    monkeypatch.setattr(setup_cpu, "install_uv", lambda env: None)
-
     def fail(version: tuple[int, int]) -> None:
         raise setup_cpu.SetupError("no network")
 
+    lock.write_text("a==3\n")
     monkeypatch.setattr(setup_cpu, "install_packages", fail)
     with pytest.raises(setup_cpu.SetupError):
         setup_cpu.set_up()

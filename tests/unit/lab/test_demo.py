@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,15 +40,6 @@ def a_step(parents: list[int], path: tuple[int, ...], number: int = 3) -> Observ
     tree = TokenTree.from_lists(tokens, parents)
     new = (*(tokens[node] for node in path), 7)
     return ObservedStep("a [name]", number, (1, 2), RequestStep(0, new, tree))
-
-
-def test_importing_the_demo_imports_no_engine() -> None:
-    code = (
-        "import sys, vllm_trie.lab.demo\n"
-        "print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("source", [chat_prompts, prompts_about_code])
@@ -286,10 +275,3 @@ def test_silence_reports_everything_when_something_fails(capfd: pytest.CaptureFi
     with pytest.raises(RuntimeError):
         fail()
     assert "the reason" in capfd.readouterr().err
-
-
-def test_parameters_are_counted_from_the_files(tmp_path: Path) -> None:
-    assert report.num_parameters(str(tmp_path)) is None
-    weights = {"a": np.zeros((3, 4), np.float32), "b": np.zeros(5, np.float16)}
-    save_file(weights, tmp_path / "model.safetensors")
-    assert report.num_parameters(str(tmp_path)) == 17

@@ -4,51 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from vllm_trie.attention.kernel_check import KernelCheck
 from vllm_trie.lab.check.doctor import check_gpu
 
 
-def levels(problems: list[Any]) -> list[str]:
-    return [problem.level for problem in problems]
-
-
-def test_a_gpu_that_passes_is_warned_of() -> None:
-    seen = []
-
-    def check(shape: Any, device: Any) -> KernelCheck:
-        seen.append(str(shape))
-        return KernelCheck(30, 1e-3, 1e-2)
-
-    summary, problems = check_gpu("cuda:0", (9, 0), check)
-    assert len(seen) == 3
-    assert all(shape in summary for shape in seen)
-    assert levels(problems) == ["warning"]
-    assert "allow_untested_gpu" in problems[0].text
-
-
-def test_a_dtype_that_the_gpu_lacks_is_left_out() -> None:
-    seen = []
+@pytest.mark.parametrize(
+    ("capability", "error", "num_checked", "levels", "said"),
+    [
+        ((9, 0), 1e-3, 3, ["warning"], "allow_untested_gpu"),
+        ((7, 5), 0.0, 2, ["warning"], "allow_untested_gpu"),  # it lacks bfloat16
+        ((9, 0), 0.5, 3, ["warning", *["error"] * 3], "0.5 of the largest value, allowed is 0.01"),
+        ((9, 0), None, 1, ["warning", "error"], "OSError: no ptxas"),
+    ],
+)
+def test_what_is_said_of_a_gpu(
+    capability: tuple[int, int], error: float | None, num_checked: int, levels: Any, said: str
+) -> None:
+    checked = []
 
     def check(shape: Any, device: Any) -> KernelCheck:
-        seen.append(str(shape))
-        return KernelCheck(30, 0.0, 1e-2)
+        checked.append(str(shape))
+        if error is None:
+            raise OSError("no ptxas")
+        return KernelCheck(30, error, 1e-2)
 
-    check_gpu("cuda:0", (7, 5), check)
-    assert len(seen) == 2
-    assert not any("bfloat16" in shape for shape in seen)
-
-
-def test_a_wrong_result_is_an_error() -> None:
-    _, problems = check_gpu("cuda:0", (9, 0), lambda *_: KernelCheck(30, 0.5, 1e-2))
-    assert levels(problems) == ["warning", "error", "error", "error"]
-    assert "0.5 of the largest value, allowed is 0.01" in problems[1].text
-
-
-def test_a_crash_is_an_error() -> None:
-    def check(shape: Any, device: Any) -> KernelCheck:
-        raise OSError("no ptxas")
-
-    summary, problems = check_gpu("cuda:0", (9, 0), check)
-    assert summary == "failed"
-    assert levels(problems) == ["warning", "error"]
-    assert "OSError: no ptxas" in problems[1].text
+    summary, problems = check_gpu("cuda:0", capability, check)
+    assert len(checked) == num_checked
+    assert capability >= (8, 0) or not any("bfloat16" in shape for shape in checked)
+    assert [problem.level for problem in problems] == levels
+    assert said in problems[-1].text
+    if levels == ["warning"]:
+        assert all(shape in summary for shape in checked)
+    elif error is None:
+        assert summary == "failed"

@@ -31,11 +31,6 @@ def test_tokenizer_is_lossless(tokenizer: Tokenizer) -> None:
     check()
 
 
-def test_indentation_costs_one_token(tokenizer: Tokenizer) -> None:
-    flat = len(tokenizer.encode(" return self").ids)
-    assert len(tokenizer.encode("\n            return self").ids) == flat + 1
-
-
 def test_special_tokens_have_the_ids_that_the_files_name(tokenizer: Tokenizer) -> None:
     config = json.loads((WEIGHTS / "config.json").read_text())
     assert config["eos_token_id"] == tokenizer.token_to_id(END)

@@ -59,17 +59,6 @@ class Elements(HTMLParser):
             self.scripts.append(data)
 
 
-def test_hostile_text_stays_data() -> None:
-    elements = Elements(a_page())
-    assert [tag for tag, _ in elements.tags].count("script") == 2
-    assert not [tag for tag, _ in elements.tags if tag in ("img", "b")]
-    document = json.loads(elements.scripts[0])
-    assert list(document["labels"]) == [str(token) for token in range(len(HOSTILE))]
-    assert document["labels"]["0"].startswith("</script>")
-    assert document["prompt"] == "".join(HOSTILE)
-    assert document["runs"][0]["steps"][0]["text"] == HOSTILE[3] + HOSTILE[4]
-
-
 @given(st.text())
 def test_any_text_arrives(text: str) -> None:
     header = Header.of("", "plain", "m", "t", [0])
@@ -143,12 +132,6 @@ def test_the_page_names_the_request_its_date_and_its_options() -> None:
     assert re.fullmatch(
         r"request cmpl-1 · date 20\d\d-\d\d-\d\d \d\d:\d\d UTC · scoring frequency", about
     )
-
-
-@pytest.mark.parametrize("end", ["steps", "bytes", "missing"])
-def test_truncated_traces_say_so(end: str) -> None:
-    document = json.loads(Elements(a_page(end)).scripts[0])
-    assert "truncated" in document["runs"][0]["notice"]
 
 
 @given(st.text(max_size=12), st.data())

@@ -18,7 +18,6 @@ from vllm_trie.lab.medusa import (
 )
 from vllm_trie.lab.medusa.states import StateCache
 from vllm_trie.lab.medusa.text import find_files, split_rows
-from vllm_trie.lab.medusa.trainer import _shifted
 
 HIDDEN, VOCAB, LENGTH = 32, 24, 16
 SHAPE = HeadsShape(2, 1, HIDDEN, VOCAB, VOCAB)
@@ -71,12 +70,6 @@ def test_heads_learn_their_own_distance(targets):
     # Head k says the token k + 2 places on: after token 3 come 4 (the model's), then 5 and 6.
     logits = trainer.heads(trainer.backbone.hidden_states(torch.tensor([3])))[:, 0]
     assert logits.argmax(-1).tolist() == [5, 6]
-
-
-def test_shifted_targets():
-    following = torch.tensor([[1, 2, 3, 4]])  # the token after each of four places
-    assert _shifted(following, 0).tolist() == [2, 3, 4, -100]
-    assert _shifted(following, 1).tolist() == [3, 4, -100, -100]
 
 
 def test_an_interrupted_run_ends_where_a_whole_one_does(tmp_path):
