@@ -1,4 +1,4 @@
-"""What README, docs/cpu.md and examples/README.md tell a newcomer to type, from an empty home.
+"""What README and docs/cpu.md tell a newcomer to type, from an empty home.
 
 The fenced commands and Python blocks are taken from the pages and run as they stand, in a folder
 that looks like the checkout and holds `MODEL` and `HEADS`, the model that ships and its heads. They
@@ -27,15 +27,10 @@ from tests.processes import ROOT, end, wait_for
 from tests.unit.docs.pages import Page, page
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 
-PAGES = ("README.md", "docs/cpu.md", "examples/README.md")
+PAGES = ("README.md", "docs/cpu.md")
 NOT_RUN = {
     "pip install .": "would replace the plugin that the tests run; tests/engine/test_wheel.py "
     "builds the wheel and installs it elsewhere",
-    "pip install examples/own_drafter": "the same; tests/engine/test_examples.py installs it into "
-    "a folder, runs its program and serves its method",
-    "python examples/own_drafter/run.py": "see the line before",
-    "vllm serve MODEL --spec-method paper_ngram_trie": "see the lines before",
-    "docker ": "needs Docker",
 }
 """Beginnings of the commands that cannot run here, and why."""
 SHORTER = {

@@ -6,13 +6,12 @@ import json
 import re
 import shutil
 import xml.etree.ElementTree as ET
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.clean_room import PAGES, Room, run_page, steps_of
-from tests.processes import FORKED, wait_for
+from tests.processes import FORKED
 from tests.unit.docs.pages import page
 
 pytestmark = [
@@ -24,15 +23,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: str) -> str:
-    """The folder of the fetched model; README's commands find it empty, the other pages' do not."""
+    """The folder of the fetched model; README's commands find it empty, the other page's do not."""
     return str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_commands_of_a_page(name: str, cache: str, tmp_path: Path) -> None:
-    """Those of README start their processes as in production."""
-    variables = {} if name == "README.md" else {"PYTHONPATH": str(FORKED)}
-    outcomes = run_page(name, tmp_path, VLLM_TRIE_CACHE_DIR=cache, **variables)
+    outcomes = run_page(name, tmp_path, VLLM_TRIE_CACHE_DIR=cache, PYTHONPATH=str(FORKED))
     assert len(outcomes) == sum(step.reason is None for step in steps_of(page(name)))
     if name != "README.md":
         return
@@ -81,24 +78,3 @@ def test_the_demo_without_index_compiler_and_a_home_to_write_to(tmp_path: Path) 
     assert total["tokens"] == sum(row["tokens"] for row in trees[:-1])
     assert 1.1 < total["tokens_per_step"] < 33
     assert 0 < total["nodes_per_step"] <= 32
-
-
-def test_two_first_starts_at_once(tmp_path: Path) -> None:
-    """By both spellings, with one empty home."""
-    rooms = []
-    for spelling in ("--spec-method", "--speculative-model"):
-        (folder := tmp_path / spelling).mkdir()
-        rooms.append((Room(folder), f"vllm serve MODEL {spelling} ngram_trie"))
-    home = str(rooms[0][0].home)
-    with ExitStack() as stack:
-        started = [
-            (room, stack.enter_context(room.running(command, HOME=home, PYTHONPATH=str(FORKED))))
-            for room, command in rooms
-        ]
-        for room, process in started:
-
-            def is_ready(room: Room = room) -> bool:
-                return "Application startup complete" in room.log.read_text(errors="replace")
-
-            wait_for(is_ready, process, room.log)
-            assert "vllm-trie is on: ngram_trie" in room.log.read_text()
