@@ -5,15 +5,11 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import pytest
 from vllm import SamplingParams
 
 from tests.engine.compare import (
-    check_outputs_beside_aborts,
-    check_same_outputs,
     differences,
     generate,
-    preemptions,
     speculation,
 )
 from tests.engine.conftest import trees_of
@@ -28,48 +24,6 @@ LOOKAHEAD = speculation("lookahead_trie", 64)
 WINDOW_ONLY = speculation("lookahead_trie", 64, pool_from_text=False)
 
 
-@pytest.mark.parametrize("batch_size", [1, 8])
-@pytest.mark.parametrize("config", [LOOKAHEAD, WINDOW_ONLY], ids=["with text", "window only"])
-def test_greedy(engine, expected, config, batch_size):
-    llm = engine(**config)
-    count = COUNT if batch_size > 1 else 4
-    assert check_same_outputs(llm, expected[:count], GREEDY, batch_size) > 0.2
-    assert not any(trees_of(llm).guard.failures.values())
-    generate(llm, prompts(1), SamplingParams(temperature=0.0, max_tokens=2))  # lets it forget
-    assert len(trees_of(llm).guard.drafter._states) <= 1
-
-
-def test_budget_smaller_than_the_window(engine, expected):
-    """The default budget of 32 nodes: fewer columns."""
-    llm = engine(**speculation("lookahead_trie", 32))
-    assert check_same_outputs(llm, expected, GREEDY) > 0.02
-
-
-def test_chunked_prefill(engine, expected):
-    """Prompts in pieces, and drafts that the token budget of a step cuts."""
-    llm = engine(**LOOKAHEAD, max_num_batched_tokens=96, enable_chunked_prefill=True)
-    assert max(len(p["prompt_token_ids"]) for p in prompts(COUNT)) > 2 * 96
-    assert check_same_outputs(llm, expected, GREEDY) > 0.02
-
-
-def test_preemption(engine, expected):
-    llm = engine(
-        **LOOKAHEAD, num_gpu_blocks_override=44, block_size=32, enable_prefix_caching=False
-    )
-    with preemptions(llm) as preempted:
-        assert check_same_outputs(llm, expected, GREEDY) > 0.02
-    assert preempted
-
-
-def test_seeded_sampling(engine, expected):
-    params = [
-        SamplingParams(temperature=0.8, top_p=0.95, seed=100 + i, max_tokens=40, ignore_eos=True)
-        for i in range(COUNT)
-    ]
-    plain = generate(engine(), prompts(COUNT), params)
-    assert check_same_outputs(engine(**LOOKAHEAD), plain, params) > 0.03
-
-
 def test_up_to_the_length_limit(engine):
     """Near the limit there is no room for the window's depth."""
     some = [{"prompt_token_ids": p["prompt_token_ids"][:120]} for p in prompts(6)]
@@ -78,13 +32,6 @@ def test_up_to_the_length_limit(engine):
     outputs = generate(engine(**LOOKAHEAD, max_model_len=160), some, endless)
     assert differences(plain, outputs) == []
     assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
-
-
-def test_abort_midway(engine, expected):
-    llm = engine(**LOOKAHEAD)
-    check_outputs_beside_aborts(llm, expected[:8], GREEDY, {4: (1, 5), 8: (2, 6)})
-    states = trees_of(llm).guard.drafter._states
-    assert not [request for request in states if request.startswith("abort-")]
 
 
 # -- what the window's nodes see ---------------------------------------------------------------

@@ -16,7 +16,6 @@ from tests.engine.compare import (
     check_same_outputs,
     differences,
     generate,
-    preemptions,
     speculation,
 )
 from tests.engine.conftest import trees_of
@@ -34,17 +33,6 @@ def medusa(num_nodes: int = 32, **options) -> dict:
     return speculation("medusa_dynamic", num_nodes, model=str(medusa_path()), **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "batch_size"),
-    [({}, 8), ({"joint": "product"}, 8), ({"joint": "product"}, 1)],
-    ids=str,
-)
-def test_greedy(engine, expected, options, batch_size):
-    count = 5 if batch_size == 1 else COUNT
-    llm = engine(**medusa(**options))
-    assert check_same_outputs(llm, expected[:count], GREEDY, batch_size) > 0.2
-
-
 def test_the_servers_flags(engine, expected):
     """What `vllm serve --spec-method medusa_dynamic --spec-model PATH` passes on."""
     llm = engine(
@@ -54,34 +42,6 @@ def test_the_servers_flags(engine, expected):
         additional_config={"vllm_trie": {"node_budget": "fixed"}},
     )
     assert check_same_outputs(llm, expected[:4], GREEDY) > 0.2
-
-
-def test_seeded_and_mixed_batch(engine):
-    """Requests of several kinds side by side, some seeded and one without drafts."""
-    kinds = [
-        SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True),
-        GREEDY,
-        SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=9, max_tokens=40),
-        SamplingParams(temperature=0.0, max_tokens=30, repetition_penalty=1.2, logprobs=2),
-        SamplingParams(temperature=0.0, max_tokens=40, extra_args={"speculation": False}),
-    ]
-    params = [kinds[i % len(kinds)] for i in range(COUNT)]
-    reference = generate(engine(), prompts(COUNT), params)
-    check_same_outputs(engine(**medusa()), reference, params)
-
-
-def test_chunked_prefill_and_preemption(engine, expected):
-    llm = engine(
-        **medusa(),
-        max_num_batched_tokens=256,
-        enable_chunked_prefill=True,
-        num_gpu_blocks_override=33,
-        block_size=32,
-        enable_prefix_caching=False,
-    )
-    with preemptions(llm) as preempted:
-        check_same_outputs(llm, expected, GREEDY)
-    assert preempted
 
 
 def test_hidden_state_of_the_last_accepted_node(engine, expected, monkeypatch):

@@ -1,0 +1,86 @@
+"""Every method's output is plain vLLM's, whatever it proposes: with room and with little of it."""
+
+from __future__ import annotations
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.compare import (
+    check_outputs_beside_aborts,
+    check_same_outputs,
+    generate,
+    preemptions,
+    speculation,
+)
+from tests.engine.conftest import trees_of
+from tests.engine.prompts import prompts
+from vllm_trie.lab.tiny_model import medusa_path
+
+pytestmark = pytest.mark.usefixtures("test_drafters")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
+COUNT = 12
+HEADS = {"model": str(medusa_path())}
+METHODS = {
+    "lookahead": speculation("lookahead_trie", 64),
+    "medusa": speculation("medusa_dynamic", 32, **HEADS),
+    # The oracle's trees put accepted nodes in all places; n-grams bring long chains.
+    "union": speculation("trie_union", 48, drafters=["test_oracle", "ngram_trie"]),
+}
+VARIANTS = {
+    # Every accepted token is the window's work.
+    "window only": speculation("lookahead_trie", 64, pool_from_text=False),
+    "fewer columns": speculation("lookahead_trie", 32),
+    "product": speculation("medusa_dynamic", 32, joint="product", **HEADS),
+    "default union": speculation("trie_union", 32, drafters=["ngram_trie", "medusa"], **HEADS),
+}
+
+
+@pytest.mark.parametrize("name", METHODS | VARIANTS)
+def test_greedy(engine, expected, name):
+    """One request at a time, and eight."""
+    llm = engine(**(METHODS | VARIANTS)[name])
+    least = {"fewer columns": 0.02, "default union": 0.01}.get(name, 0.2)
+    for count, batch_size in ((4, 1), (COUNT, 8)):
+        assert check_same_outputs(llm, expected[:count], GREEDY, batch_size) > least
+    assert not any(trees_of(llm).guard.failures.values())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_little_room(engine, expected, name):
+    """Prompts in parts, drafts that the tokens of a step cut, and preemptions."""
+    llm = engine(
+        **METHODS[name],
+        max_num_batched_tokens=96,
+        enable_chunked_prefill=True,
+        max_model_len=640,
+        num_gpu_blocks_override=24,
+        block_size=32,
+        enable_prefix_caching=False,
+    )
+    assert max(len(p["prompt_token_ids"]) for p in prompts(COUNT)) > 2 * 96
+    with preemptions(llm) as preempted:
+        assert check_same_outputs(llm, expected, GREEDY) > 0.02
+    assert preempted
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_seeded_and_mixed_batch(engine, name):
+    """Requests of several kinds side by side, some seeded and one without drafts."""
+    kinds = [
+        SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True),
+        GREEDY,
+        SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=9, max_tokens=40),
+        SamplingParams(temperature=0.0, max_tokens=30, repetition_penalty=1.2, logprobs=2),
+        SamplingParams(temperature=0.0, max_tokens=40, extra_args={"speculation": False}),
+    ]
+    params = [kinds[i % len(kinds)] for i in range(COUNT)]
+    reference = generate(engine(), prompts(COUNT), params)
+    assert check_same_outputs(engine(**METHODS[name]), reference, params) > 0.03
+
+
+@pytest.mark.parametrize("name", ["lookahead", "union"])
+def test_aborted_requests_are_forgotten(engine, expected, name):
+    llm = engine(**METHODS[name])
+    check_outputs_beside_aborts(llm, expected[:8], GREEDY, {1: (1, 5), 2: (2, 6)})
+    states = trees_of(llm).guard.drafter._states
+    assert not [request for request in states if request.startswith("abort-")]
