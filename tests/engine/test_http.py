@@ -1,4 +1,4 @@
-"""The same text over HTTP from a plain server and from servers with draft trees."""
+"""The same text over HTTP from a plain server and from one with draft trees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from tests.engine.beam import server_off
 from tests.engine.prompts import texts
 from tests.engine.serving import MODEL_NAME, Server, running
-from vllm_trie.lab.tiny_model import medusa_path, model_path
+from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.trace_file import Trace, read_trace
 
 pytestmark = pytest.mark.slow
@@ -34,14 +34,9 @@ COMMANDS = {
         *("--speculative-model", "ngram_trie"),
         *("--speculative-config", '{"num_speculative_tokens": 16, "max_context_len": 10}'),
     ],
-    "medusa_dynamic": [
-        *("--spec-method", "medusa_dynamic", "--spec-model", str(medusa_path())),
-        *("--spec-tokens", str(NODES)),
-    ],
 }
 """Options of each server, which has the name of its method; `test_configuration.py` has the other
 spellings."""
-WITH_TREES = [name for name in COMMANDS if name != PLAIN]
 
 STOPPED_TOKENS = 100
 NUM_STOPPED = len(texts()[::4]) + 3
@@ -287,20 +282,18 @@ def answers(tmp_path_factory: pytest.TempPathFactory, trace_folder: Path) -> dic
     return answers_of
 
 
-@pytest.mark.parametrize("name", WITH_TREES)
-def test_same_replies(answers: dict[str, Answers], name: str) -> None:
-    expected, replies = answers[PLAIN].replies, answers[name].replies
+def test_same_replies(answers: dict[str, Answers]) -> None:
+    expected, replies = answers[PLAIN].replies, answers[TRACED].replies
     assert replies.keys() == expected.keys()
     for kind in expected:
         if "logprobs" not in kind:
             assert replies[kind] == expected[kind], kind
 
 
-@pytest.mark.parametrize("name", WITH_TREES)
 @pytest.mark.parametrize("kind", ["logprobs", "chat logprobs"])
-def test_same_logprobs(answers: dict[str, Answers], name: str, kind: str) -> None:
+def test_same_logprobs(answers: dict[str, Answers], kind: str) -> None:
     for expected, logprobs in zip(
-        answers[PLAIN].replies[kind], answers[name].replies[kind], strict=True
+        answers[PLAIN].replies[kind], answers[TRACED].replies[kind], strict=True
     ):
         assert logprobs == pytest.approx(expected, abs=1e-3)
 
@@ -320,9 +313,8 @@ def test_the_requests_cover_what_they_should(answers: dict[str, Answers]) -> Non
     assert replies["penalties"] != replies["completions"][:3]
 
 
-@pytest.mark.parametrize("name", WITH_TREES)
-def test_metrics_endpoint(answers: dict[str, Answers], name: str) -> None:
-    metrics = answers[name].metrics
+def test_metrics_endpoint(answers: dict[str, Answers]) -> None:
+    metrics = answers[TRACED].metrics
     nodes = metrics["vllm:trie_draft_nodes_total"]
     accepted = metrics["vllm:trie_accepted_tokens_total"]
     assert nodes == metrics["vllm:spec_decode_num_draft_tokens_total"] > 100
@@ -349,9 +341,8 @@ def test_beam_search_is_vllms_own_where_the_native_one_is_off(answers: dict[str,
     server_off.check_beam_replies(answers[PLAIN].beams)
 
 
-@pytest.mark.parametrize("name", WITH_TREES)
-def test_line_in_the_log(answers: dict[str, Answers], name: str) -> None:
-    lines = [line for line in answers[name].log.splitlines() if f"vllm-trie {name}: " in line]
+def test_line_in_the_log(answers: dict[str, Answers]) -> None:
+    lines = [line for line in answers[TRACED].log.splitlines() if f"vllm-trie {TRACED}: " in line]
     assert lines
     assert "tokens per step" in lines[0]
     assert "failed drafts: 0" in lines[-1]
@@ -367,15 +358,13 @@ def test_bad_requests_harm_nobody(answers: dict[str, Answers], name: str) -> Non
         assert replies[kind] in (400, 422), kind
 
 
-@pytest.mark.parametrize("name", WITH_TREES)
-def test_a_request_can_do_without_drafts(answers: dict[str, Answers], name: str) -> None:
-    assert answers[name].nodes_of_opted_out == 0
-    assert answers[name].replies["opted out"] == answers[name].replies["after bad requests"]
+def test_a_request_can_do_without_drafts(answers: dict[str, Answers]) -> None:
+    assert answers[TRACED].nodes_of_opted_out == 0
+    assert answers[TRACED].replies["opted out"] == answers[TRACED].replies["after bad requests"]
 
 
-@pytest.mark.parametrize("name", WITH_TREES)
-def test_predictions_are_counted(answers: dict[str, Answers], name: str) -> None:
-    details = [usage.completion_tokens_details for usage in answers[name].predicted]
+def test_predictions_are_counted(answers: dict[str, Answers]) -> None:
+    details = [usage.completion_tokens_details for usage in answers[TRACED].predicted]
     accepted = [counts.accepted_prediction_tokens for counts in details]
     rejected = [counts.rejected_prediction_tokens for counts in details]
     whole, parts, other, several, streamed, completion, streamed_completion = accepted
@@ -384,7 +373,7 @@ def test_predictions_are_counted(answers: dict[str, Answers], name: str) -> None
     assert other < 5
     assert min(completion, streamed_completion) > 20
     assert max(rejected[-2:]) < 5
-    metrics = answers[name].metrics
+    metrics = answers[TRACED].metrics
     assert metrics["vllm:trie_accepted_prediction_tokens_total"] == sum(accepted)
     assert metrics["vllm:trie_rejected_prediction_tokens_total"] == sum(rejected)
 
@@ -423,7 +412,6 @@ def test_traces(answers: dict[str, Answers], trace_folder: Path) -> None:
         assert any(step.accepted for step in trace.steps)
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != TRACED])
-def test_a_server_without_a_folder_refuses_traces(answers: dict[str, Answers], name: str) -> None:
-    _, said = answers[name].traced["error"]
+def test_a_server_without_a_folder_refuses_traces(answers: dict[str, Answers]) -> None:
+    _, said = answers[PLAIN].traced["error"]
     assert "this engine writes none" in said

@@ -31,18 +31,3 @@ def test_chat_answers_equal_transformers_and_end(engine: Callable[..., Any]) -> 
         assert list(output.outputs[0].token_ids) == expected[prompt.shape[1] :].tolist()
     ended = [output.outputs[0].finish_reason == "stop" for output in outputs]
     assert sum(ended) >= 0.6 * len(ended)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_dtypes_answer(engine: Callable[..., Any], dtype: str) -> None:
-    """A short question gets an answer that ends, in either precision."""
-    from vllm import SamplingParams
-
-    code = "def first(a):\n    return a\n\ndef second(b):\n    return b + 1"
-    (output,) = engine(dtype=dtype).chat(
-        [{"role": "user", "content": f"What does `first` return?\n\n{code}"}],
-        SamplingParams(temperature=0.0, max_tokens=60),
-        use_tqdm=False,
-    )
-    assert output.outputs[0].text.strip()
-    assert output.outputs[0].finish_reason == "stop"

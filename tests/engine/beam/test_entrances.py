@@ -248,12 +248,8 @@ def test_prompt_at_the_length_limit(engine):
     ("params", "message"),
     [
         ({"width": 0, "n": 1}, "beam_width.*got 0"),
-        ({"width": -2, "n": 1}, "beam_width.*got -2"),
-        ({"width": 10**6, "n": 1}, "max_num_seqs=64, got 1000000"),
         ({"width": 65, "n": 1}, "max_num_seqs=64, got 65"),
-        ({"width": "4", "n": 1}, "beam_width.*integer"),
         ({"width": 4, "n": 5}, "n must be at most beam_width=4, got n=5"),
-        ({"early_stopping": "later"}, "early_stopping"),
         ({"early_stop": True}, "'early_stop' is unknown; did you mean 'early_stopping'"),
         ({"num_beams": 4}, "'num_beams' is unknown with 'beam_width'; use 'beam_width'"),
         ({"diversity_rate": 0.5}, "'diversity_rate' is unknown.*use 'num_beam_groups' and"),
@@ -262,7 +258,6 @@ def test_prompt_at_the_length_limit(engine):
         ({"min_p": 0.1, "temperature": 1.0}, "min_p=0.1"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"do_sample": True}, "temperature"),
-        ({"num_beam_groups": 3}, "num_beam_groups must divide"),
     ],
 )
 def test_bad_requests_are_refused_at_once(engine, params, message):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,29 +109,3 @@ def test_a_copy_takes_whole_blocks_of_every_layer_and_nothing_else(cache, copies
     copy_kv_cache_blocks_inplace(views.values(), NUM_BLOCKS, copies)
     for name, view in views.items():
         assert torch.equal(view, expected[name]), (name, layout)
-
-
-def test_layers_that_share_their_cache_are_copied_once() -> None:
-    spec = FullAttentionSpec(block_size=2, num_kv_heads=1, head_size=4, dtype=torch.float32)
-    config = cache_config(KVCacheLayout.LBNHC, {"layers.0.attn": spec, "layers.1.attn": spec})
-    views = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBNHC, [2])
-    views["layers.2.attn"] = views["layers.1.attn"]
-    views["layers.1.attn"][3] = 7.0
-    copy_kv_cache_blocks_inplace(views.values(), NUM_BLOCKS, [KVCacheBlockCopy(3, 5)])
-    assert (views["layers.2.attn"][5] == 7.0).all()
-    assert not views["layers.0.attn"].any()
-
-
-@pytest.mark.parametrize("layout", list(KVCacheLayout))
-def test_the_null_block_stays_as_it_is(layout) -> None:
-    spec = FullAttentionSpec(block_size=2, num_kv_heads=2, head_size=4, dtype=torch.float32)
-    views = allocate_kv_cache(
-        cache_config(layout, {"layers.0.attn": spec, "layers.1.attn": spec}),
-        torch.device("cpu"),
-        layout,
-        [2],
-    )
-    for view in views.values():
-        view[1:] = 1.0
-    copy_kv_cache_blocks_inplace(views.values(), NUM_BLOCKS, [KVCacheBlockCopy(1, 2)])
-    assert all(not view[0].any() and (view[1:] == 1.0).all() for view in views.values())
