@@ -136,6 +136,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "FULL": {"compilation_config": {"cudagraph_mode": "FULL"}, "speculation": TREES},
     "fp8": {"kv_cache_dtype": "fp8", "speculation": TREES},
     "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2", "speculation": TREES},
+    "another dtype": {"kv_cache_dtype": "float16", "speculation": TREES},
     "chains": {"speculation": CHAINS},
     "chains, synchronous": {"speculation": CHAINS, "async_scheduling": False},
     "chains on V1": {"speculation": CHAINS, "runner_v2": False},

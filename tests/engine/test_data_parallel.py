@@ -73,14 +73,3 @@ def test_beam_search(server: Server) -> None:
     for case, hypotheses in zip(cases, answers, strict=True):
         expected = [hypothesis.token_ids for hypothesis in search(str(model_path()), case)]
         assert hypotheses == tokenizer().batch_decode(expected, skip_special_tokens=True)
-
-
-def test_what_else_is_served(server: Server) -> None:
-    counted = post(server, "/tokenize", prompt=TEXTS[0]).json()
-    assert counted["tokens"] == tokenizer().encode(TEXTS[0])
-    assert post(server, "/detokenize", tokens=counted["tokens"]).json()["prompt"] == TEXTS[0]
-    assert post(server, "/v1/embeddings", input="text").status_code in (400, 404)
-    assert post(server, "/pooling", input="text").status_code in (400, 404)
-    assert len(set(complete(server, TEXTS[0], n=3, temperature=1.0, seed=1))) > 1
-    assert complete(server, TEXTS[0]) == complete(server, TEXTS[0])
-    assert server.is_healthy()

@@ -97,13 +97,3 @@ def test_the_hidden_state_test_can_fail(engine, expected, monkeypatch):
         for tokens, hidden in HiddenStateDrafter.seen
     )
     assert wrong > 20
-
-
-@pytest.mark.parametrize("value", ["no", 2, None, [False]])
-def test_a_bad_request_option_is_refused(engine, expected, value):
-    llm = engine(**speculation("test_faulty", 16))
-    params = GREEDY.clone()
-    params.extra_args = {"speculation": value}
-    with pytest.raises(ValueError, match=r"extra_args\['speculation'\]=.*must be true"):
-        generate(llm, prompts(1), params)
-    assert differences(expected[:2], generate(llm, prompts(2), GREEDY)) == []

@@ -7,13 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.platforms import current_platform
 
 from tests.engine.conftest import needs_triton
 from tests.newer_vllm import newer_vllm
 from tests.processes import run_program, run_python
 from vllm_trie.vllm_hooks import ledger
-from vllm_trie.vllm_hooks.setup import draft_support
 from vllm_trie.vllm_hooks.setup.config import CONFIG_KEY, VERIFICATION
 from vllm_trie.vllm_hooks.worker import cuda_worker
 
@@ -77,51 +75,6 @@ def test_kernels_compile_for_the_devices_that_vllm_takes(tmp_path) -> None:
 # -- a platform that says it is a GPU --------------------------------------------------------------
 
 
-def gpu_config(allow_untested_gpu: bool = True) -> Any:
-    from tests.engine.test_configuration import TREES, engine_config
-
-    return engine_config(speculative_config={**TREES, "allow_untested_gpu": allow_untested_gpu})
-
-
-def test_trees_are_refused_on_a_gpu_unless_the_user_allows_them(monkeypatch) -> None:
-    default, allowed = gpu_config(allow_untested_gpu=False), gpu_config()
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    with pytest.raises(ValueError, match="allow_untested_gpu=True") as caught:
-        draft_support.choose_verification(default, "ngram_trie", "tree")
-    assert "never run on a GPU" in str(caught.value)
-    assert draft_support.choose_verification(allowed, "ngram_trie", "tree") == "tree"
-    for config in (default, allowed):
-        assert draft_support.choose_verification(config, "ngram_trie", "auto") == "chain"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"backend": SimpleNamespace(name="FLASH_ATTN")}, "attention_backend='FLASH_ATTN'"),
-        ({"cache_dtype": "float16"}, "kv_cache_dtype='float16' is not the model's"),
-        ({"cache_dtype": "fp8_e5m2"}, "kv_cache_dtype='fp8_e5m2' is not supported"),
-    ],
-)
-def test_settings_that_a_gpu_cannot_have(monkeypatch, changes, said) -> None:
-    config = gpu_config()
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    for name, value in changes.items():
-        part = config.attention_config if name == "backend" else config.cache_config
-        object.__setattr__(part, name, value)
-    with pytest.raises(ValueError, match=said) as caught:
-        draft_support.choose_verification(config, "ngram_trie", "tree")
-    assert str(caught.value).count("\n- ") == 2  # and that chains run
-
-
-def test_other_accelerators_are_refused(monkeypatch) -> None:
-    config = gpu_config()
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    with pytest.raises(ValueError, match="neither a CPU nor an NVIDIA GPU"):
-        draft_support.choose_verification(config, "ngram_trie", "tree")
-
-
 def test_the_ledger_fits_the_gpus_symbols() -> None:
     findings = ledger.check(patch for patch in ledger.entries() if patch.platform == "cuda")
     assert [finding for finding in findings if finding.status != "ok"] == []
@@ -170,6 +123,7 @@ def test_configurations_on_a_gpu(pretended) -> None:
     assert (on_v1["v2"], on_v1["verification"], on_v1["tokens"]) == (False, "tree", 32)
     assert "attention_backend='FLASH_ATTN'" in allowed["FLASH_ATTN"]["refused"]
     assert "kv_cache_dtype='fp8_e5m2'" in allowed["fp8_e5m2"]["refused"]
+    assert "'float16' is not the model's dtype" in allowed["another dtype"]["refused"]
     assert "on Model Runner V1" in allowed["pipeline stages on V1"]["refused"]
     assert "verification='chain' runs here" in allowed["trees in stages"]["refused"]
     assert "needs asynchronous scheduling" in allowed["synchronous stages"]["refused"]

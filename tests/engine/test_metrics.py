@@ -24,7 +24,6 @@ from tests.engine.compare import (
 from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.vllm_hooks.frontend.metrics import TreeStatLogger
 from vllm_trie.vllm_hooks.scheduler.speculation import TreeSpecDecodingStats
 from vllm_trie.vllm_hooks.wire import FAILURE_REASONS, STATS_ATTRIBUTE, TreeStats
 
@@ -205,14 +204,6 @@ def test_failures_by_reason(engine, traffic):
     assert {reason: n + waiting.get(reason, 0) for reason, n in counted.items()} == failures
     assert failures["error"] > 0
     assert failures["malformed"] > 0
-
-
-def test_plain_engines_have_no_counters_of_ours(engine):
-    llm = engine(max_num_seqs=6)
-    generate(llm, prompts(2), GREEDY)
-    assert not [m for m in llm.get_metrics() if m.name.startswith("vllm:trie_")]
-    loggers = llm.llm_engine.logger_manager.stat_loggers
-    assert not [logger for logger in loggers if isinstance(logger, TreeStatLogger)]
 
 
 STATS = {"num_spec_tokens": 3, "num_drafts": 2, "num_draft_tokens": 6, "num_accepted_tokens": 1}

@@ -87,11 +87,6 @@ def test_offline_runs_are_traces(engine, folder):
     assert all(step.no_draft for step in steps if not step.nodes)
 
 
-def test_requests_without_a_folder_are_refused(engine):
-    with pytest.raises(ValueError, match="this engine writes none"):
-        engine().generate(prompts(1), greedy(), use_tqdm=False)
-
-
 def test_a_beam_search_is_recorded(engine):
     (prompt,) = prompts(1)
     recorded = record_beams(engine(), 3, prompt["prompt_token_ids"], 12)

@@ -88,15 +88,6 @@ def test_many_groups_at_once(engine, block_size):
     run_mixed(llm, SHIPPED, many, greedy_requests(20, max_tokens=9))
 
 
-def test_more_hypotheses_than_there_are(engine):
-    """A search of one token has as many hypotheses as beams, never more."""
-    llm = engine(max_num_seqs=16, block_size=32, max_model_len=128)
-    text, params = request_of(Case(prompt(3, 20), 4, max_tokens=1), n=4)
-    params.n = 5
-    with pytest.raises(ValueError, match="n must be at most beam_width=4, got n=5"):
-        llm.generate([text], params, use_tqdm=False)
-
-
 def test_every_search_of_a_full_queue_can_be_aborted(engine):
     llm = engine(max_num_seqs=4, block_size=32, max_model_len=128)
     scheduler: Any = scheduler_of(llm)

@@ -117,11 +117,6 @@ def test_items_without_text(client):
         assert choice.text == ""
 
 
-def test_unknown_catalogue(client):
-    with pytest.raises(openai.BadRequestError, match="items='other' is no catalogue of this"):
-        completion(client, {"vllm_xargs": {"items": "other", "beam_width": 4}})
-
-
 def test_completions_with_wider_search_and_modes(client):
     extra = {"vllm_xargs": {"beam_width": 9, "early_stopping": "never", "length_penalty": 2.0}}
     result = completion(client, extra, n=3)
