@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import shutil
@@ -128,11 +127,6 @@ class Tab:
         """Click an element."""
         place = self.point(selector, x, y)
         self.drag(place, place)
-
-    def screenshot(self, path: Path, whole: bool = False) -> None:
-        """Write a PNG image of the window, or of the whole page."""
-        taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(taken["data"]))
 
 
 @contextmanager

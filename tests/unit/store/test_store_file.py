@@ -164,13 +164,15 @@ def test_the_newest_file_that_can_be_used_is_read(tmp_path: Path) -> None:
     store = read_newest(tmp_path, MODEL, pytest.fail)
     assert store is not None
     assert as_lists(store.texts) == as_lists([make_text(3)])
-    newest = tmp_path / "3.store"
-    newest.write_bytes(newest.read_bytes()[:-1])
+    # One is truncated, which its header shows, and of one the content is damaged.
+    for age, damaged in ((3, b""), (2, b"x")):
+        path = tmp_path / f"{age}.store"
+        path.write_bytes(path.read_bytes()[:-1] + damaged)
     store = read_newest(tmp_path, MODEL, warnings.append)
     assert store is not None
-    assert as_lists(store.texts) == as_lists([make_text(2)])
-    assert len(warnings) == 1
-    assert "truncated" in warnings[0]
+    assert as_lists(store.texts) == as_lists([make_text(1)])
+    assert ["truncated" in warning for warning in warnings] == [True, False]
+    assert "damaged" in warnings[1]
 
 
 def test_engines_write_files_of_their_own(tmp_path: Path) -> None:
