@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.processes import end, environment, one_at_a_time, wait_for
@@ -31,6 +32,11 @@ class Server:
         self.log = log
         # Loopback only: a proxy of the environment must not see these requests.
         self.http = httpx.Client(base_url=self.url, trust_env=False, timeout=120.0)
+
+    def client(self) -> openai.OpenAI:
+        http = openai.DefaultHttpxClient(trust_env=False, timeout=120.0)
+        url = f"{self.url}/v1"
+        return openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")

@@ -71,15 +71,6 @@ class Answers:
     survived: bool = False
 
 
-def client_of(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="none",
-        max_retries=0,
-        http_client=httpx.Client(trust_env=False, timeout=120.0),
-    )
-
-
 def complete(client: openai.OpenAI, prompt: str | list[str], **options: Any) -> Any:
     settings = {"max_tokens": 60, "temperature": 0.0, **options}
     return client.completions.create(model=MODEL_NAME, prompt=prompt, **settings)
@@ -239,7 +230,7 @@ def ask_with_bad_predictions(client: openai.OpenAI) -> list[tuple[int, str]]:
 
 def interview(server: Server) -> Answers:
     answers = Answers()
-    client = client_of(server)
+    client = server.client()
     answers.replies = ask(client)
     answers.bad_replies = ask_badly(client)
     answers.replies["predicted"], answers.predicted = ask_with_predictions(client)

@@ -36,13 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=120,
-        http_client=openai.DefaultHttpxClient(trust_env=False),
-    )
+    return server.client()
 
 
 def completion(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options: Any) -> Any:

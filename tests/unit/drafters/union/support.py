@@ -28,14 +28,6 @@ def trees(draw: st.DrawFn, max_nodes: int = 8) -> TokenTree:
     return TokenTree.from_lists(tree.token_ids.tolist(), tree.parents.tolist(), probabilities)
 
 
-def paths(tree: TokenTree) -> list[tuple[int, ...]]:
-    """The token sequences that its nodes stand for."""
-    node_paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
-        node_paths.append((*node_paths[parent], token) if parent >= 0 else (token,))
-    return node_paths
-
-
 class NoOptions(DrafterOptions):
     """None."""
 

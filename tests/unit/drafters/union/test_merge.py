@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.drafters.union.support import VOCAB, paths, trees
+from tests.unit.drafters.union.support import VOCAB, trees
+from tests.unit.tree.strategies import paths_of
 from vllm_trie.drafters.union.merge import Draft, build_tree, edge_probabilities, merge
 from vllm_trie.tree import TokenTree
 
@@ -18,22 +19,22 @@ def test_each_prefix_once_and_said_by_its_parts(parts: list[TokenTree]) -> None:
     merged = merge(dict(enumerate(parts)))
     trie = TokenTree.from_lists(merged.token_ids, merged.parents)
     trie.validate(VOCAB, 1000)
-    of_trie = paths(trie)
+    of_trie = paths_of(trie)
     assert len(set(of_trie)) == len(of_trie)
-    assert set(of_trie) == set().union(*map(paths, parts))
+    assert set(of_trie) == set().union(*map(paths_of, parts))
     for path, edges in zip(of_trie, merged.edges, strict=True):
-        assert set(edges) == {i for i, part in enumerate(parts) if path in paths(part)}
+        assert set(edges) == {i for i, part in enumerate(parts) if path in paths_of(part)}
     for part, node_of in zip(parts, merged.node_of.values(), strict=True):
         edge = edge_probabilities(part)
         for node, target in enumerate(node_of):
-            assert of_trie[target] == paths(part)[node]
+            assert of_trie[target] == paths_of(part)[node]
             assert merged.edges[target][parts.index(part)] == pytest.approx(edge[node])
 
 
 @given(PARTS, st.lists(st.integers(0, 2), max_size=5))
 def test_the_true_path_is_the_longest_prefix(parts: list[TokenTree], text: list[int]) -> None:
     merged = merge(dict(enumerate(parts)))
-    all_paths = set().union(*map(paths, parts))
+    all_paths = set().union(*map(paths_of, parts))
     expected = 0
     while expected < len(text) and tuple(text[: expected + 1]) in all_paths:
         expected += 1
@@ -65,9 +66,9 @@ def test_the_tree_keeps_the_budget_and_the_likeliest(
         for node, target in enumerate(node_of):
             if target >= 0:
                 assert union.tree.token_ids[target] == part.token_ids[node]
-                assert paths(union.tree)[target] == paths(part)[node]
-    for path, mask in zip(paths(union.tree), draft.parts_of(union.tree), strict=True):
-        proposing = [i for i, part in enumerate(parts) if path in paths(part)]
+                assert paths_of(union.tree)[target] == paths_of(part)[node]
+    for path, mask in zip(paths_of(union.tree), draft.parts_of(union.tree), strict=True):
+        proposing = [i for i, part in enumerate(parts) if path in paths_of(part)]
         assert mask == sum(1 << part for part in proposing) > 0
     chain = build_tree(draft, trees, chain_only=True)
     assert chain.tree.is_chain

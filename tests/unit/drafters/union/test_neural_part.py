@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.drafters.support import make_context, make_request
-from tests.unit.drafters.union.support import paths, trees
+from tests.unit.drafters.union.support import trees
+from tests.unit.tree.strategies import paths_of
 from vllm_trie.drafters import registry
 from vllm_trie.drafters.neural import Chains
 from vllm_trie.drafters.neural.drafter import chain_tree
@@ -49,7 +50,7 @@ def test_n_grams_go_on_after_every_token_of_the_chain() -> None:
     union = union_with(Source())
     # The text knows what follows 2 and 3, and nothing of the chain's beginning.
     [tree] = union.propose([make_request([2, 30, 9, 3, 31, 32, 9, 8], max_nodes=16)])
-    drafted = {*paths(tree)}
+    drafted = {*paths_of(tree)}
     assert (1, 2, 3) in drafted
     assert {(1, 2, 30), (1, 2, 3, 31), (1, 2, 3, 31, 32)} <= drafted
 
