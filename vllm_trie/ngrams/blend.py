@@ -26,10 +26,8 @@ class Source(NamedTuple):
 class Recycled(NamedTuple):
     """Trust in what the model held likely: a token gets this part of its probability."""
 
-    triple: float = 0.4
-    """After the last three tokens; asked before a text's contexts of three."""
     pair: float = 0.6
-    """After the last two, likewise."""
+    """After the last two tokens; asked before a text's contexts of two."""
     single: float = 0.7
     """After the last one, likewise."""
     sibling: float = 0.7

@@ -16,7 +16,7 @@ from vllm_trie.ngrams.native import ROW_TOKENS
 LEAST_NEWS, LEAST_WEIGHT, UNIT = 0.2, 0.001, 1.0 / 65535
 
 Context = tuple[int, ...]
-"""The last tokens before a row, up to three."""
+"""The last tokens before a row, up to two."""
 
 
 class RecycledTable:
@@ -49,17 +49,17 @@ class RecycledTable:
     def _at(
         self, scope: int, siblings: Row, guesses: Row, last: Sequence[int], is_root: bool
     ) -> Recycled:
-        contexts = [(), *(self.find(scope, last[-length:]) for length in (1, 2, 3))]
+        contexts = [(), *(self.find(scope, last[-length:]) for length in (1, 2))]
         if is_root:
             return Recycled(contexts, siblings, guesses)
-        before = self.find(scope, last[1:3])
+        before = self.find(scope, last[:2])
         return Recycled(contexts, [], [(t, p) for t, p in before if t != last[-1]])
 
     def _take_in(self, scope: int, rows: Rows, text: Sequence[int]) -> tuple[Row, Row]:
         base = len(text) - 1 - len(rows.accepted)
         if base < 1:
             return [], []
-        contexts = [([ANY_TOKEN] * 3 + list(text[:base]))[-3:]]
+        contexts = [([ANY_TOKEN] * 2 + list(text[:base]))[-2:]]
         for token, parent in zip(rows.nodes.tolist(), rows.parents.tolist(), strict=True):
             contexts.append([*contexts[parent + 1][1:], token])
         listed = [
@@ -68,7 +68,7 @@ class RecycledTable:
         ]
         for last, row in zip(contexts, listed, strict=True):
             if last[-1] >= 0 and row[0][1] > 0:
-                for length in (3, 2, 1):
+                for length in (2, 1):
                     if last[-length] != ANY_TOKEN:
                         self._add(scope, tuple(last[-length:]), row)
         last_accepted = rows.accepted[-1] if rows.accepted else -1

@@ -21,8 +21,7 @@ struct Source {
 
 // Trust in what the model held likely: a token gets this part of its probability.
 struct Recycled {
-    double triple;   // after the last three tokens; asked before a text's contexts of three
-    double pair;     // after the last two, likewise
+    double pair;     // after the last two tokens; asked before a text's contexts of two
     double single;   // after the last one, likewise
     double sibling;  // after rejected siblings of the last token; asked before the empty context
     double guess;    // in place of the last token; asked before the empty context
@@ -145,12 +144,12 @@ class Drafter {
     Kind kinds_[kMaxSources];
     int32_t answer_order_ = kNone;  // length of the context that is the job's answer so far
     int32_t num_sources_ = 0;
-    int32_t last_[4] = {};  // the last tokens of the text, kAnyToken before its first
-    // Where a node is expanded: contexts of the last tokens, by their number; what is likely after
+    int32_t last_[3] = {};  // the last tokens of the text, kAnyToken before its first
+    // Where a node is expanded: contexts of the last two tokens and the last; what is likely after
     // the last token's siblings, and in its place.
-    const RecycledContext* recycled_[4] = {};
+    const RecycledContext *pair_ = nullptr, *single_ = nullptr;
     std::vector<Successor> siblings_, guesses_;
-    std::vector<std::array<int32_t, 3>> contexts_of_rows_;
+    std::vector<std::array<int32_t, 2>> contexts_of_rows_;
     std::vector<Contexts> contexts_;  // root's, then one row a node; num_sources_ a row
     Successors successors_;
 };

@@ -1,6 +1,6 @@
 // What the model itself held likely: the likeliest tokens of each row of logits that it computed,
-// after rejected nodes too, by the last three tokens before the row, the last two and the last one. The readable
-// twin is tests/unit/drafters/recycled_oracle.py.
+// after rejected nodes too, by the last two tokens before the row and the last one. The readable
+// twin is tests/oracles/ngrams/recycled.py.
 //
 // Source: Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models
 // with Token Recycling" (2024), section 3; there the table is keyed by one token, and its newest row
@@ -15,13 +15,13 @@
 namespace ngram {
 
 constexpr int kRowTokens = 8;       // of a row of logits, and of a context
-constexpr int32_t kAnyToken = -1;   // in place of a token before a shorter context
+constexpr int32_t kAnyToken = -1;   // before a context of one token
 constexpr double kLeastNews = 0.2;  // part of a row in its context's average; more in the first ones
 constexpr double kUnit = 1.0 / 65535;
 
 // A context of one scope (a cache salt and adapter): the average of its rows.
 struct RecycledContext {
-    int32_t first, before, last;
+    int32_t before, last;
     uint16_t scope;
     uint16_t num_rows;     // up to the number from which each counts kLeastNews
     int32_t next;          // with the same hash
@@ -29,12 +29,12 @@ struct RecycledContext {
     int32_t tokens[kRowTokens];  // likeliest first
     uint16_t units[kRowTokens];  // their probabilities
 
-    bool is(int32_t of_scope, const int32_t* key) const {
-        return last == key[2] && before == key[1] && first == key[0] && scope == of_scope;
+    bool is(int32_t of_scope, int32_t token_before, int32_t last_token) const {
+        return last == last_token && before == token_before && scope == of_scope;
     }
     double probability(int i) const { return units[i] * kUnit; }
 };
-static_assert(sizeof(RecycledContext) == 76, "the documentation has the table's size");
+static_assert(sizeof(RecycledContext) == 72, "the documentation has the table's size");
 
 // A table of bounded size. Where it is full, the context goes whose last row is the oldest of its
 // scope: the writing scope, unless that has less than an equal share of the table. So nobody takes a
@@ -49,20 +49,17 @@ class RecycledTable {
         contexts_.reserve(max_contexts);  // memory that is not touched costs nothing
     }
 
-    // The context of the last `length` of three tokens; null if it has had no row.
-    const RecycledContext* find(int32_t scope, const int32_t* last_three, int length) const {
-        if (last_three[3 - length] == kAnyToken) return nullptr;
-        const Key key = key_of(last_three, length);
-        const int32_t at = find_in_chain(chain_of(scope, key.tokens), scope, key.tokens);
+    // The context of the last token, or of the last two; null if it has had no row.
+    const RecycledContext* find(int32_t scope, int32_t before, int32_t last) const {
+        const int32_t at = find_in_chain(chain_of(scope, before, last), scope, before, last);
         return at == kNone ? nullptr : &contexts_[at];
     }
 
-    // Take in a row of logits, kRowTokens each, which follows three tokens.
-    void add_row(int32_t scope, const int32_t* last_three, const int32_t* tokens,
+    // Take in a row of logits, kRowTokens each, which follows two tokens.
+    void add_row(int32_t scope, int32_t before, int32_t last, const int32_t* tokens,
                  const float* probabilities) {
-        for (int length = 3; length > 0; --length)
-            if (last_three[3 - length] != kAnyToken)
-                add(scope, key_of(last_three, length).tokens, tokens, probabilities);
+        if (before != kAnyToken) add(scope, before, last, tokens, probabilities);
+        add(scope, kAnyToken, last, tokens, probabilities);
     }
 
     // Remove the contexts of a scope.
@@ -82,43 +79,33 @@ class RecycledTable {
         bool is_used = false;
     };
 
-    struct Key {
-        int32_t tokens[3];
-    };
-
-    static Key key_of(const int32_t* last_three, int length) {
-        return {{length > 2 ? last_three[0] : kAnyToken, length > 1 ? last_three[1] : kAnyToken,
-                 last_three[2]}};
-    }
-
-    size_t chain_of(int32_t scope, const int32_t* key) const {
+    size_t chain_of(int32_t scope, int32_t before, int32_t last) const {
         uint64_t hash = key_[1] ^ static_cast<uint32_t>(scope);
-        for (int i = 0; i < 3; ++i) {
+        for (const int32_t token : {before, last}) {
             hash *= key_[0];
-            hash ^= (hash >> 32) ^ static_cast<uint32_t>(key[i]);
+            hash ^= (hash >> 32) ^ static_cast<uint32_t>(token);
         }
         return ((hash * key_[0]) >> 32) & (chains_.size() - 1);
     }
 
-    int32_t find_in_chain(size_t chain, int32_t scope, const int32_t* key) const {
+    int32_t find_in_chain(size_t chain, int32_t scope, int32_t before, int32_t last) const {
         int32_t at = chains_[chain];
-        while (at != kNone && !contexts_[at].is(scope, key)) at = contexts_[at].next;
+        while (at != kNone && !contexts_[at].is(scope, before, last)) at = contexts_[at].next;
         return at;
     }
 
-    void add(int32_t scope, const int32_t* key, const int32_t* tokens,
+    void add(int32_t scope, int32_t before, int32_t last, const int32_t* tokens,
              const float* probabilities) {
-        const size_t chain = chain_of(scope, key);
-        int32_t at = find_in_chain(chain, scope, key);
+        const size_t chain = chain_of(scope, before, last);
+        int32_t at = find_in_chain(chain, scope, before, last);
         if (at != kNone) {
             unlink(at);
         } else {
             at = take_room(scope);
             RecycledContext& context = contexts_[at];
             context = {};
-            context.first = key[0];
-            context.before = key[1];
-            context.last = key[2];
+            context.before = before;
+            context.last = last;
             context.scope = static_cast<uint16_t>(scope);
             context.next = chains_[chain];
             chains_[chain] = at;
@@ -184,7 +171,7 @@ class RecycledTable {
     void remove(int32_t at) {
         unlink(at);
         const RecycledContext& gone = contexts_[at];
-        int32_t* link = &chains_[chain_of(gone.scope, &gone.first)];
+        int32_t* link = &chains_[chain_of(gone.scope, gone.before, gone.last)];
         while (*link != at) link = &contexts_[*link].next;
         *link = gone.next;
     }
