@@ -27,9 +27,9 @@ class Recycled(NamedTuple):
     """Trust in what the model held likely: a token gets this part of its probability."""
 
     pair: float = 0.6
-    """After the last two tokens; asked before a text's contexts of two."""
+    """After the last two tokens; asked before a text's contexts of four."""
     single: float = 0.7
-    """After the last one, likewise."""
+    """After the last one; asked before contexts of one."""
     sibling: float = 0.7
     """After rejected siblings of the last token, in the last step; asked before the empty context,
     as what follows."""

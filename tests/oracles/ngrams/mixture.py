@@ -50,6 +50,7 @@ FindRecycled = Callable[[Sequence[int], bool], Recycled]
 first, and whether the last one is committed."""
 ANY_TOKEN = -1
 MOST_CLAIMED = 0.98
+PAIR_ORDER = 4
 
 
 class Mixture:
@@ -97,19 +98,19 @@ class Mixture:
         """
         longest = max((len(matches) - 1 for matches in contexts), default=-1)
         if recycled.contexts[1]:
-            longest = max(longest, 2)
+            longest = max(longest, PAIR_ORDER)
         elif recycled.siblings or recycled.guesses:
             longest = max(longest, 0)
         shares: dict[int, float] = {}
         left = 1.0
         trust = self.blend.recycled
-        of_length = 0.0, trust.single, trust.pair
         for order in range(longest, self.blend.min_order - 1, -1):
             if left < min_left:
                 break
-            if 0 < order <= 2:
-                row = recycled.contexts[order]
-                left = _ask_row(shares, row, of_length[order], smallest, left)
+            if order == PAIR_ORDER:
+                left = _ask_row(shares, recycled.contexts[2], trust.pair, smallest, left)
+            if order == 1:
+                left = _ask_row(shares, recycled.contexts[1], trust.single, smallest, left)
             if order == 0:
                 left = _ask_row(shares, recycled.siblings, trust.sibling, smallest, left)
                 left = _ask_row(shares, recycled.guesses, trust.guess, smallest, left)

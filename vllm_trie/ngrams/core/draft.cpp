@@ -14,6 +14,7 @@ T take(const char*& bytes) {
 }
 
 constexpr double kMostClaimed = 0.98;
+constexpr int32_t kPairOrder = 4;  // of the text's contexts before which a pair's row is asked
 constexpr double kLeastWeight = 0.001;  // of a sibling that is not among the likeliest
 
 // The tokens of a context with their probabilities.
@@ -131,11 +132,11 @@ void Drafter::expand(const DraftJob& job, const Candidates& candidates, const Bl
 // sure of. Returns what is left in the end.
 double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts, int32_t answer_order,
                              double min_left, double smallest) {
-    int32_t longest = single_ != nullptr ? 2 : siblings_.empty() && guesses_.empty() ? -1 : 0;
+    int32_t longest = single_ != nullptr ? kPairOrder : siblings_.empty() && guesses_.empty() ? -1 : 0;
     for (int32_t s = 0; s < num_sources_; ++s) longest = std::max(longest, contexts[s].size - 1);
     double left = 1.0;
     for (int32_t order = longest; order >= blend.min_order && left >= min_left; --order) {
-        if (order == 2 && pair_ != nullptr)
+        if (order == kPairOrder && pair_ != nullptr)
             ask_row(ContextRow{*pair_}, blend.recycled.pair, smallest, left);
         if (order == 1 && single_ != nullptr)
             ask_row(ContextRow{*single_}, blend.recycled.single, smallest, left);

@@ -21,8 +21,8 @@ struct Source {
 
 // Trust in what the model held likely: a token gets this part of its probability.
 struct Recycled {
-    double pair;     // after the last two tokens; asked before a text's contexts of two
-    double single;   // after the last one, likewise
+    double pair;     // after the last two tokens; asked before a text's contexts of four
+    double single;   // after the last one; asked before contexts of one
     double sibling;  // after rejected siblings of the last token; asked before the empty context
     double guess;    // in place of the last token; asked before the empty context
     double odds;     // of a node, in relation to what the blend makes them
