@@ -49,10 +49,7 @@ class CandidateTrie:
                 if child is None:
                     rank = num_children.get(node, 0)
                     num_children[node] = rank + 1
-                    if depth == 0:
-                        rate = rates.of_first_token(rank, matched, candidates[0].num_matched)
-                    else:
-                        rate = rates.of_next_token(rank, matched, depth)
+                    rate = rates.of(rank, matched, depth)
                     probability *= rate.probability
                     child = child_of[node, token] = len(self.token_ids)
                     self.token_ids.append(token)

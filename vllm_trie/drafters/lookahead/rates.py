@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_trie.drafters.lookahead.pool import CONTEXT_LEN
-
 # Initial rates, fitted on the shipped model with the hand-written prompts (docs/lab_drafters.md).
-# Of a candidate's first token by its rank, where the candidate shares the whole context with the
-# text, as long a part of it as the best candidate, or nothing:
-_FULL_CONTEXT = (0.89, 0.5, 0.1)
-_PART_OF_CONTEXT = (0.65, 0.3, 0.1)
-_NO_CONTEXT = (0.36, 0.14, 0.06, 0.06, 0.03)
-# Where it shares less context than the best candidate, by the length of the best one's:
-_LESS_CONTEXT = (0.0, 0.1, 0.03, 0.012)
+# Of a candidate's first token by its rank, by the length of the context that it shares with the
+# text:
+_FIRST = ((0.36, 0.14, 0.06, 0.06, 0.03), (0.65, 0.3, 0.1), (0.65, 0.3, 0.1), (0.89, 0.5, 0.1))
 # Of a next token, by the length of the shared context and the number of right tokens before:
 _CONTINUED = ((0.68, 0.68, 0.83), (0.76, 0.82, 0.94), (0.72, 0.85, 0.88), (0.93, 0.94, 0.95))
 # Of a next token that differs from a better candidate's; each further one is half as likely:
@@ -54,49 +48,30 @@ class Rate:
 class Rates:
     """The rates of all classes of candidates, shared by the requests of an engine.
 
-    A class is the rank of a candidate, the length of the context that it shares with the text, and
-    the number of right tokens before. Plain arithmetic in the order of the calls, so equal on every
-    rank, and of fixed size.
+    Plain arithmetic in the order of the calls, so equal on every rank, and of fixed size.
     """
 
     def __init__(self) -> None:
-        lengths = range(CONTEXT_LEN + 1)
-        ranks = range(_MAX_RANKS)
-        self._first = [
-            [[Rate(_expected_first(rank, matched, best)) for rank in ranks] for matched in lengths]
-            for best in lengths
-        ]
-        self._next = [
-            [[Rate(_expected_next(rank, matched, right)) for rank in ranks] for matched in lengths]
-            for right in range(1, _MAX_RIGHT + 1)
-        ]
+        self._rates: dict[tuple[int, int, int], Rate] = {}
 
-    def of_first_token(self, rank: int, num_matched: int, best_matched: int) -> Rate:
-        """Return the rate of a candidate's first token.
+    def of(self, rank: int, num_matched: int, num_right: int) -> Rate:
+        """Return the rate of a class of tokens.
 
         Args:
-            rank: Number of other first tokens that better candidates have.
+            rank: Number of other tokens that better candidates have there.
             num_matched: Length of the context that the candidate shares with the text.
-            best_matched: That of the best candidate.
+            num_right: Right tokens before.
         """
-        return self._first[best_matched][num_matched][min(rank, _MAX_RANKS - 1)]
-
-    def of_next_token(self, rank: int, num_matched: int, num_right: int) -> Rate:
-        """Return the rate of a token after `num_right` right ones, at least one; `rank` counts the
-        other tokens that better candidates have there."""
-        return self._next[min(num_right, _MAX_RIGHT) - 1][num_matched][min(rank, _MAX_RANKS - 1)]
+        key = min(rank, _MAX_RANKS - 1), num_matched, min(num_right, _MAX_RIGHT)
+        if key not in self._rates:
+            self._rates[key] = Rate(_expected(*key))
+        return self._rates[key]
 
 
-def _expected_first(rank: int, num_matched: int, best_matched: int) -> float:
-    if num_matched < best_matched:
-        return _LESS_CONTEXT[best_matched]
-    if num_matched == CONTEXT_LEN:
-        return _at(_FULL_CONTEXT, rank)
-    return _at(_PART_OF_CONTEXT if num_matched else _NO_CONTEXT, rank)
-
-
-def _expected_next(rank: int, num_matched: int, num_right: int) -> float:
-    if rank == 0:
+def _expected(rank: int, num_matched: int, num_right: int) -> float:
+    if not num_right:
+        return _at(_FIRST[num_matched], rank)
+    if not rank:
         return _at(_CONTINUED[num_matched], num_right - 1)
     return _BRANCHED[num_matched] * 0.5 ** (rank - 1)
 

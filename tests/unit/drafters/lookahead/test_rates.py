@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-import sys
 from collections import Counter
 
 import numpy as np
@@ -69,11 +69,8 @@ class _Counted:
     def __init__(self) -> None:
         self.seen: Counter[tuple[object, ...]] = Counter()
 
-    def of_first_token(self, *key: int) -> _Class:
-        return _Class(self.seen, ("first", *key))
-
-    def of_next_token(self, *key: int) -> _Class:
-        return _Class(self.seen, ("next", *key))
+    def of(self, *key: int) -> _Class:
+        return _Class(self.seen, key)
 
 
 class _Class:
@@ -109,9 +106,7 @@ def test_what_is_counted(
             prefixes.append(prefix)
             if list(prefix[:-1]) != continuation[: length - 1] or length > len(continuation):
                 continue
-            key: tuple[object, ...] = ("next", rank, candidate.num_matched, length - 1)
-            if length == 1:
-                key = ("first", rank, candidate.num_matched, candidates[0].num_matched)
+            key = rank, candidate.num_matched, length - 1
             expected[*key, prefix[-1] == continuation[length - 1]] += 1
     assert counted.seen == expected
 
@@ -189,28 +184,14 @@ def test_what_one_request_teaches_serves_the_next() -> None:
 def test_memory_does_not_grow() -> None:
     target = toy_target(VOCAB, 3)
     drafter = _drafter(pool_size=50)
-    sizes = []
     for start in range(12):
         decoding = Decoding(drafter, [start, 7, 8], target, str(start))
         for _ in range(30):
             decoding.step()
             assert len(drafter._states[str(start)].drafted) <= 4
         drafter.release(str(start))
-        sizes.append(_size(drafter.rates))
-    assert len(set(sizes)) == 1
-
-
-def _all_rates(rates: Rates) -> list[Rate]:
-    tables = (rates._first, rates._next)
-    return [rate for table in tables for rows in table for row in rows for rate in row]
+    assert len(drafter.rates._rates) <= 5 * 4 * 4
 
 
 def _all_probabilities(rates: Rates) -> list[float]:
-    return [rate.probability for rate in _all_rates(rates)]
-
-
-def _size(rates: Rates) -> int:
-    return sum(
-        sum(sys.getsizeof(getattr(rate, name)) for name in rate.__slots__)
-        for rate in _all_rates(rates)
-    )
+    return [rates.of(*key).probability for key in itertools.product(range(5), range(4), range(4))]
