@@ -35,9 +35,9 @@ def note_order() -> None:
         _note("send")
         return result
 
-    def wait(self: Any, step: Any) -> Any:
+    def wait(self: Any, *args: Any) -> None:
         _note("wait")
-        return wait_for(self, step)
+        wait_for(self, *args)
 
     @functools.wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:

@@ -176,10 +176,11 @@ class Lengths:
         self.verified: list[int] = []
         self.filled = self.undrafted = 0
         adapter = runner_of(llm).adapter
-        stock = adapter._fit
+        stock = adapter._cut
 
-        def fit(output: Any) -> Any:
-            step = stock(output)
+        def cut(output: Any) -> Any:
+            result = stock(output)
+            step = result[0].output
             places = output.scheduled_spec_decode_tokens
             if places:
                 self.scheduled.append(output.total_num_scheduled_tokens)
@@ -189,9 +190,9 @@ class Lengths:
                 self.filled += sum(kept.get(name, 0) - drafted[name] for name in places)
                 alone = [n for n in places if not kept.get(n) and step.num_scheduled_tokens[n] == 1]
                 self.undrafted += bool(alone) and bool(kept)
-            return step
+            return result
 
-        adapter._fit = fit
+        adapter._cut = cut
 
     def summary(self) -> dict[str, float]:
         steps = len(self.scheduled)

@@ -91,7 +91,7 @@ class Steps:
             draft_tokens=torch.zeros(8, WIDTH, dtype=torch.int64),
         )
         self.states = states
-        self.adapter = V2Adapter(TreeVerifier(guard), states, torch.device("cpu"))
+        self.adapter = V2Adapter(TreeVerifier(guard), True, states, torch.device("cpu"))
         runner: Any = SimpleNamespace(
             use_pp=False,
             adaptive_verification=None,
@@ -132,7 +132,7 @@ class Steps:
             scheduled_spec_decode_tokens=places,
             total_num_scheduled_tokens=len(ids) * (scheduled + 1),
         )
-        output = self.adapter.start(output)
+        output = self.adapter.launch(output)
         num_rows = [1 + len(output.scheduled_spec_decode_tokens.get(i, ())) for i in ids]
         tokens = np.full((len(ids), WIDTH + 1), -7)
         for row, some in zip(tokens, sampled.values(), strict=True):
@@ -146,9 +146,10 @@ class Steps:
         )
         # Row r of the logits has hidden state [r].
         hidden_states = torch.arange(-1.0, sum(num_rows)).unsqueeze(1)
-        self.adapter.begin_step(output, ids)
+        self.adapter.go_on("inputs", batch)
+        _, self.fillers = self.adapter.go_on("masks")
         counts = torch.tensor([len(some) for some in sampled.values()])
-        self.adapter.keep_sampled(torch.from_numpy(tokens), counts)
+        self.adapter.go_on("tokens", (torch.from_numpy(tokens), counts))
         placeholders = self.adapter.propose(batch, hidden_states, max_nodes)
         self.states.draft_tokens[batch.idx_mapping] = placeholders
         self.adapter.draft()
@@ -158,7 +159,7 @@ class Steps:
     def statistics(self) -> Any:
         """What is sent with the next output; None if there is nothing."""
         output = SimpleNamespace(model_runner_output=SimpleNamespace())
-        self.adapter.finish(output)
+        self.adapter.finish(output, {})
         return getattr(output.model_runner_output, STATS_ATTRIBUTE, None)
 
     def drafted(self, request_id: str) -> int:
@@ -180,7 +181,7 @@ def test_fillers_never_reach_the_verifier(steps: Steps) -> None:
     step = steps.drafter.requests[0].last_step
     assert step is not None
     assert (step.tree.token_list, step.accepted) == ([14, 15], (0, 1))
-    assert steps.adapter._fillers == {"a": 2}
+    assert steps.fillers == {"a": 2}
     assert steps.drafter.requests[0].token_ids.tolist() == [7, 8, 13, 14, 15, 3]
 
 
@@ -394,7 +395,9 @@ def test_only_drafted_tokens_are_valid(
         fly_entropy_top_k=3,
     )
     read: list[torch.Tensor] = []
-    adapter: Any = SimpleNamespace(num_drafted=num_drafted, is_drafting=True, keep_rows=read.append)
+    adapter: Any = SimpleNamespace(
+        num_drafted=num_drafted, is_drafting=True, go_on=lambda part, logits: read.append(logits)
+    )
     sampler = DraftedOnly(stock, config, adapter)
     output = sampler(torch.empty(6, 4), batch, None, given)
     assert output == "output"

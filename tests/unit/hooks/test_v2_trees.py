@@ -45,7 +45,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> V2TreeAdapter:
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: None)
     guard = GuardedDrafter(Idle(), VOCAB, 30.0, logging.getLogger("tests.v2"))
     states: Any = SimpleNamespace(max_num_reqs=8, num_speculative_steps=NUM_NODES)
-    return V2TreeAdapter(TreeVerifier(guard), states, torch.device("cpu"))
+    return V2TreeAdapter(TreeVerifier(guard), False, states, torch.device("cpu"))
 
 
 def test_rows_of_any_number_are_aligned(adapter) -> None:
@@ -63,9 +63,9 @@ def test_rows_of_any_number_are_aligned(adapter) -> None:
         positions=torch.arange(3) + 29,
         input_ids=torch.zeros(3, dtype=torch.int32),
     )
-    adapter.place(batch, torch.zeros(1, 3))
-    assert [len(rows) for rows in adapter.draft_rows] == [3, 3]
-    offsets = {rows.storage_offset() * rows.element_size() % 16 for rows in adapter.draft_rows}
+    rows = adapter.place(batch)
+    assert [len(part) for part in rows] == [3, 3]
+    offsets = {part.storage_offset() * part.element_size() % 16 for part in rows}
     assert offsets == {0}
 
 

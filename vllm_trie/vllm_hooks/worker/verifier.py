@@ -1,18 +1,8 @@
 """Tree speculation over the steps of an engine, whatever runs its model.
 
-:class:`TreeVerifier` owns all state of tree speculation. An adapter for a model runner calls it in
-this order in each step:
-
-1. ``start_step`` before anything else;
-2. ``begin_step``, then ``place`` in steps with drafts, when the inputs are prepared: the nodes'
-   positions follow their depth, their KV slots stay flat;
-3. attention reads ``tree_batch``;
-4. ``verify`` with the logits, then ``compact``: the accepted nodes' KV moves to its final slots;
-   where the host only sees the outcome, ``observe_outputs`` takes the place of 4, and where vLLM
-   has verified chains, of 2's ``place`` and 3 too;
-5. ``end_step`` with the new tokens, then ``draft`` unless ``is_pausing``; or ``take_in``, where
-   further steps were begun meanwhile;
-6. ``take_stats`` before the engine goes on; ``draft`` may follow it.
+:class:`TreeVerifier` owns all state of tree speculation. The steps of
+:mod:`~vllm_trie.vllm_hooks.worker.runners.v1` and
+:mod:`~vllm_trie.vllm_hooks.worker.runners.v2_adapter` show the order of its calls.
 """
 
 from __future__ import annotations
@@ -227,7 +217,7 @@ class TreeVerifier:
         return self.guard.drafter.needs_rows and is_cheap
 
     def observe_outputs(
-        self, new_tokens: Sequence[Sequence[int]], argmax: list[int] | None = None
+        self, new_tokens: Sequence[Sequence[int]], argmax: np.ndarray | None = None
     ) -> None:
         """Take in what was accepted of the step's drafts, as the output tokens show it.
 
@@ -247,7 +237,7 @@ class TreeVerifier:
         self,
         accepted: Sequence[Sequence[int]],
         first_rows: Sequence[int],
-        argmax: Sequence[int] | np.ndarray | None,
+        argmax: np.ndarray | None,
     ) -> None:
         """Keep each request's accepted nodes, and the argmax of its logits for the drafter."""
         self._accepted, self._first_rows = accepted, first_rows

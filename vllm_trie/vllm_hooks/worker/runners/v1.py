@@ -9,10 +9,9 @@ does.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -22,13 +21,11 @@ from vllm_trie.attention import prefers_chains
 from vllm_trie.device_copy import to_device
 from vllm_trie.vllm_hooks.ledger.record import STATS, TREE_DRAFTS, TREE_MASKS, Symbols, around
 from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.setup.draft_support import check_layers
 from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import hand_on
 from vllm_trie.vllm_hooks.worker.beam.beams_v1 import num_requests, sample_and_select
-from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost
 from vllm_trie.vllm_hooks.worker.drafting.draft_requests import draft_requests
-from vllm_trie.vllm_hooks.worker.verification.compaction import CacheGroup, cache_groups
+from vllm_trie.vllm_hooks.worker.runners.adapter import Adapter, Step
 from vllm_trie.vllm_hooks.worker.verification.placement import QueryTokens, logits_tokens
 from vllm_trie.vllm_hooks.worker.verifier_setup import make_verifier
 
@@ -46,29 +43,15 @@ else:
     _Runner = object
 
 
-Part = Literal["inputs", "logits", "tokens", "drafts", "end"]
-"""What vLLM's runner does next in a step: it lays out inputs, computes logits, gets the tokens, and
-asks for drafts."""
-
-
-class V1Speculation:
-    """The proposer of the plugin's methods, and the step of a worker.
-
-    Attributes:
-        trees: The verifier of this rank.
-        chain_only: Whether vLLM verifies the drafts, as chains.
-        waits_for: What the step needs of vLLM before it goes on.
-    """
+class V1Speculation(Adapter):
+    """The proposer of the plugin's methods, and the step of a worker."""
 
     runner: _Runner
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        self.trees = make_verifier(vllm_config)
-        self.chain_only = config.verification(vllm_config) == "chain"
-        self.waits_for: Part = "end"
-        self._step = self.step()
+        super().__init__(make_verifier(vllm_config), config.verification(vllm_config) == "chain")
 
-    def step(self) -> Generator[tuple[Part, Any], Any, None]:
+    def step(self) -> Step:
         """Run one step. Each ``yield`` returns to vLLM, whose runner does its own part and goes on
         here with what it has made: the overrides below call :meth:`go_on`."""
         trees, runner = self.trees, self.runner
@@ -97,7 +80,7 @@ class V1Speculation:
             outputs = cast(list[list[int]], batch.req_output_token_ids)
             sampled = trees.verify(logits, runner.sampler, batch.sampling_metadata, outputs)
             if trees.tree_batch is not None:
-                trees.compact(self._cache_groups, self._slot_mappings())
+                trees.compact(self.cache_groups, self._slot_mappings())
         new_tokens, hidden_states = yield "tokens", sampled
         if self.chain_only:
             trees.observe_outputs(new_tokens)
@@ -109,29 +92,6 @@ class V1Speculation:
             start = time.perf_counter()
             requests = self._draft_requests(scheduled, new_tokens)
             yield "end", trees.draft(requests, len(new_tokens), hidden_states, start)
-
-    def begin(self) -> None:
-        """Begin a step. One that vLLM left where it was had nothing more to do."""
-        self._step = self.step()
-        self.waits_for, _ = next(self._step)
-
-    def go_on(self, part: Part, made: Any = None) -> Any:
-        """Go on where the step waits for a part of vLLM's; return what the step makes of it.
-
-        Parts before it that vLLM left out, as they had no rows, are None to the step.
-        """
-        while self.waits_for != part:
-            if self.waits_for == "end":
-                raise RuntimeError(f"vLLM's runner is at {part!r} after the end of its step")
-            self._send(None)
-        return self._send(made)
-
-    def _send(self, made: Any) -> Any:
-        try:
-            self.waits_for, result = self._step.send(made)
-        except StopIteration:
-            self.waits_for, result = "end", None
-        return result
 
     def _query_tokens(self) -> tuple[QueryTokens, bool]:
         runner, batch = self.runner, self.runner.input_batch
@@ -146,7 +106,7 @@ class V1Speculation:
 
     def _slot_mappings(self) -> list[torch.Tensor]:
         tables = self.runner.input_batch.block_table
-        return [tables[group.group_id].slot_mapping.gpu for group in self._cache_groups]
+        return [tables[group.group_id].slot_mapping.gpu for group in self.cache_groups]
 
     def _draft_requests(
         self, scheduled: SchedulerOutput, new_tokens: list[list[int]]
@@ -161,11 +121,6 @@ class V1Speculation:
             self.chain_only,
         )
 
-    @cached_property
-    def _cache_groups(self) -> list[CacheGroup]:
-        layers = self.runner.compilation_config.static_forward_context
-        return cache_groups(self.runner.kv_cache_config, layers)
-
     # -- what vLLM asks of a proposer --------------------------------------------------------------
 
     def propose(self, *unused: object, **unused_too: object) -> None:
@@ -179,27 +134,12 @@ class V1Speculation:
             "one; leave worker_cls at 'auto'"
         )
 
-    def load_model(
-        self, target_model: torch.nn.Module, *unused: object, **unused_too: object
-    ) -> None:
-        """Load the drafter's own weights, if it has any; refuse a model that verifies no trees."""
-        self.trees.guard.drafter.load_model(target_model)
-        if not self.chain_only:
-            layers = self.runner.compilation_config.static_forward_context
-            check_layers(self.runner.vllm_config, layers)
-
-    def warm_up(self) -> None:
-        """Let the node budget observe forward passes; the runner is ready and has no requests."""
+    def run_forward(self, num_tokens: int) -> None:
         runner = self.runner
         model: Any = runner.model
-
-        def run_step(num_tokens: int) -> None:
-            hidden_states, _ = runner._dummy_run(num_tokens)
-            model.compute_logits(hidden_states[:num_tokens])
-            runner._sync_device()  # a GPU may still be at work
-
-        num_ranks = runner.parallel_config.world_size_across_dp
-        calibrate_step_cost(self.trees.budget, run_step, runner.max_num_tokens, num_ranks)
+        hidden_states, _ = runner._dummy_run(num_tokens)
+        model.compute_logits(hidden_states[:num_tokens])
+        runner._sync_device()  # a GPU may still be at work
 
 
 _runner = Symbols("v1.worker.gpu_model_runner:GPUModelRunner.", TREE_DRAFTS)
@@ -236,7 +176,7 @@ class ChainRunnerMixin(_Runner):
 
     @_runner.overrides("begins a step, with its clock")
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        self.adapter.begin()
+        self.adapter.begin_step(self.adapter.step())
         return super().execute_model(*args, **kwargs)
 
     @_runner.overrides(

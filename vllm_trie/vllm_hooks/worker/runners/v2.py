@@ -128,7 +128,7 @@ class DraftedOnly(RejectionSampler):
     ) -> SamplerOutput:
         if not self._adapter.is_drafting:
             return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
-        self._adapter.keep_rows(logits)
+        self._adapter.go_on("logits", logits)
         # Row i of a request verifies its draft token i - 1; row 0 belongs to its last token.
         num_drafted = self._adapter.num_drafted[input_batch.expanded_idx_mapping]
         fillers = input_batch.expanded_local_pos > num_drafted
@@ -140,14 +140,13 @@ class DraftedOnly(RejectionSampler):
 def _make_adapter(
     vllm_config: VllmConfig, device: torch.device, req_states: RequestState
 ) -> V2Adapter:
-    trees = make_verifier(vllm_config)
-    adapter = V2Adapter
-    if config.verification(vllm_config) == "tree":
+    adapter, chain_only = V2Adapter, config.verification(vllm_config) == "chain"
+    if not chain_only:
         # Imports much of Model Runner V2, and every worker imports this module.
         from vllm_trie.vllm_hooks.worker.runners.v2_trees import V2TreeAdapter
 
         adapter = V2TreeAdapter
-    return adapter(trees, req_states, device)
+    return adapter(make_verifier(vllm_config), chain_only, req_states, device)
 
 
 class RunnerV2Mixin(_Runner):
@@ -172,8 +171,8 @@ class RunnerV2Mixin(_Runner):
     )
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self.adapter.trees.guard.drafter.load_model(self.model)
-        self.adapter.attach(self)
+        self.adapter.runner = self
+        self.adapter.load_model(self.model)
         assert self.rejection_sampler is not None
         assert self.speculative_config is not None
         sampler = self.adapter.sampler_class or DraftedOnly
@@ -235,7 +234,7 @@ class RunnerV2Mixin(_Runner):
 
     @_runner.overrides("drafts, and verifies as many tokens as were drafted")
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        return super().execute_model(self.adapter.start(scheduler_output), *args, **kwargs)
+        return super().execute_model(self.adapter.launch(scheduler_output), *args, **kwargs)
 
     @_runner.overrides("drafts before the scheduler asks")
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -252,8 +251,7 @@ class RunnerV2Mixin(_Runner):
             # A graph of drafts of any length was captured for this one; kernels may plan by it.
             batch.max_query_len = self.decode_query_len
         self._rows_of_requests = np.diff(batch.cu_num_logits_np)
-        if self.adapter.is_drafting:
-            self.adapter.begin_step(scheduler_output, batch.req_ids)
+        self.adapter.go_on("inputs", batch)
         return batch
 
     @_runner.overrides(
@@ -263,8 +261,7 @@ class RunnerV2Mixin(_Runner):
         self, input_batch: InputBatch
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         prepared = super().prepare_attn(input_batch)
-        if self.adapter.is_drafting:
-            self.adapter.place(input_batch, prepared[1])
+        self.adapter.go_on("positions", prepared[1])
         return prepared
 
     @_runner.overrides(
@@ -291,14 +288,15 @@ class RunnerV2Mixin(_Runner):
         **kwargs: object,
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         sampled = super().sample(hidden_states, input_batch, grammar_output, *args, **kwargs)
-        self.adapter.keep_sampled(sampled[0].sampled_token_ids, sampled[1])
+        self.adapter.go_on("tokens", (sampled[0].sampled_token_ids, sampled[1]))
         return sampled
 
     @_runner.overrides("attaches the worker's statistics to its output", until=STATS)
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        output = super().sample_tokens(self.adapter.fit_masks(grammar_output))
+        masks, fillers = self.adapter.go_on("masks", grammar_output)
+        output = super().sample_tokens(masks)
         if output is not None:
-            self.adapter.finish(output)
+            self.adapter.finish(output, fillers)
         return output
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from vllm.v1.worker.gpu import structured_outputs
@@ -41,62 +41,69 @@ def most_logits_rows(tiers: Sequence[tuple[int, int, int]], max_num_seqs: int) -
     return max_num_seqs + max(min(last, max_num_seqs) * length for _, last, length in tiers)
 
 
-def draft_lengths(
-    output: SchedulerOutput, drafted: Mapping[str, int], graph_lengths: Collection[int]
-) -> dict[str, int]:
-    """Return how many tokens each scheduled draft verifies.
+class CutStep(NamedTuple):
+    """A step with as many places for each draft as it verifies.
+
+    Attributes:
+        output: The step; the scheduler's own object stays as it is.
+        scheduled, verified: Draft tokens by request id, before and after.
+    """
+
+    output: SchedulerOutput
+    scheduled: Mapping[str, int]
+    verified: Mapping[str, int]
+
+    def masks(self, grammar: GrammarOutput | None) -> GrammarOutput | None:
+        """Return a grammar's masks without those of places that are not verified.
+
+        Args:
+            grammar: As scheduled, in vLLM 0.32 with one row for each request's last token and each
+                of its places.
+        """
+        if grammar is None or self.verified is self.scheduled or not HAS_ROW_PER_PLACE:
+            return grammar
+        kept, first = [], 0
+        for name in grammar.structured_output_request_ids:
+            kept.append(first + np.arange(1 + self.verified.get(name, 0)))
+            first += 1 + self.scheduled.get(name, 0)
+        rows = np.concatenate(kept) if kept else np.arange(0)
+        return replace(grammar, grammar_bitmask=grammar.grammar_bitmask[rows])
+
+
+def cut(
+    output: SchedulerOutput, drafted: Mapping[str, int], graph_lengths: Collection[int] | None
+) -> CutStep:
+    """Return a step with as many places for each draft as it verifies.
 
     Args:
         output: As scheduled.
         drafted: Tokens drafted, by request id.
         graph_lengths: Lengths of drafts that CUDA graphs were captured for, where these take one
-            length for all requests of a batch; empty where they take any.
+            length for all requests of a batch; empty where they take any; None verifies all places.
     """
-    places = output.scheduled_spec_decode_tokens
-    lengths = {name: min(drafted[name], len(tokens)) for name, tokens in places.items()}
+    scheduled = {name: len(places) for name, places in output.scheduled_spec_decode_tokens.items()}
+    if not scheduled or graph_lengths is None:
+        return CutStep(output, scheduled, scheduled)
+    lengths = {name: min(drafted[name], places) for name, places in scheduled.items()}
     decodes_only = all(
-        name in places and number == 1 + len(places[name])
+        number == 1 + scheduled.get(name, -1)
         for name, number in output.num_scheduled_tokens.items()
     )
-    room = min(map(len, places.values()))
+    room = min(scheduled.values())
     fitting = [n for n in graph_lengths if max(lengths.values()) <= n <= room]
     if decodes_only and fitting:
-        return dict.fromkeys(lengths, min(fitting))
-    return lengths
-
-
-def shortened(output: SchedulerOutput, lengths: Mapping[str, int]) -> SchedulerOutput:
-    """Return the step with drafts of these lengths; the scheduler's own object stays as it is."""
-    places = output.scheduled_spec_decode_tokens
+        lengths = dict.fromkeys(lengths, min(fitting))
     num_tokens = dict(output.num_scheduled_tokens)
     for name, length in lengths.items():
-        num_tokens[name] -= len(places[name]) - length
+        num_tokens[name] -= scheduled[name] - length
     step = copy.copy(output)
     step.num_scheduled_tokens = num_tokens
     # The total counts beams, too, which are not among the requests.
-    removed = sum(output.num_scheduled_tokens.values()) - sum(num_tokens.values())
+    removed = sum(scheduled.values()) - sum(lengths.values())
     step.total_num_scheduled_tokens = output.total_num_scheduled_tokens - removed
     step.scheduled_spec_decode_tokens = {
-        name: places[name][:length] for name, length in lengths.items() if length
+        name: output.scheduled_spec_decode_tokens[name][:length]
+        for name, length in lengths.items()
+        if length
     }
-    return step
-
-
-def shortened_masks(
-    grammar: GrammarOutput, places: Mapping[str, int], lengths: Mapping[str, int]
-) -> GrammarOutput:
-    """Return the grammar's masks without those of places that are not verified.
-
-    Args:
-        grammar: As scheduled, in vLLM 0.32 with one row for each request's last token and each of
-            its places.
-        places, lengths: Scheduled and verified draft tokens, by request id.
-    """
-    if not HAS_ROW_PER_PLACE:
-        return grammar
-    kept, first = [], 0
-    for name in grammar.structured_output_request_ids:
-        kept.append(first + np.arange(1 + lengths.get(name, 0)))
-        first += 1 + places.get(name, 0)
-    rows = np.concatenate(kept) if kept else np.arange(0)
-    return replace(grammar, grammar_bitmask=grammar.grammar_bitmask[rows])
+    return CutStep(step, scheduled, lengths)

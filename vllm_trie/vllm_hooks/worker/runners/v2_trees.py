@@ -1,4 +1,4 @@
-"""Model Runner V2's steps in the terms of :class:`TreeVerifier`, with trees.
+"""Steps of Model Runner V2 with trees: their places, and a sampler that walks down them.
 
 Every request with a draft verifies N nodes. A smaller tree is filled up with nodes that no other
 node sees and that no walk goes to. The host knows each request's text when a step is prepared, as
@@ -16,7 +16,6 @@ import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
@@ -32,15 +31,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from vllm_trie.attention import prefers_chains
 from vllm_trie.vllm_hooks.ledger.record import around
-from vllm_trie.vllm_hooks.setup.draft_support import check_layers
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import hand_on
 from vllm_trie.vllm_hooks.worker.beam.beams_v2 import sample_and_select
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
-from vllm_trie.vllm_hooks.worker.verification.compaction import (
-    CacheGroup,
-    cache_groups,
-    compact_on_device,
-)
 from vllm_trie.vllm_hooks.worker.verification.placement import QueryTokens
 from vllm_trie.vllm_hooks.worker.verification.tree_walk import NO_PARENT, walk_trees
 
@@ -49,10 +42,6 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu.states import RequestState
-
-    from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 _ALIGNED = 4
 """int32 in 16 bytes."""
@@ -87,14 +76,12 @@ class TreeSampler(RejectionSampler):
         if not self._adapter.is_drafting:  # vLLM's warm-up
             return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        draft_tokens, parents = self._adapter.draft_rows
-        self._adapter.keep_argmax(logits)
-        self._adapter.keep_rows(logits)
+        draft_tokens, parents = self._adapter.go_on("logits", logits)
         sampled, scores = self._sample(logits, input_batch, draft_tokens)
         if invalid_drafts is not None:
             parents = parents.masked_fill(invalid_drafts, NO_PARENT)
         walked = walk_trees(sampled, draft_tokens, parents, input_batch.cu_num_logits, self._width)
-        self._adapter.keep_path(input_batch.logits_indices, walked.rows)
+        self._adapter.go_on("path", (input_batch.logits_indices, walked.rows))
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             walked.num_tokens,
             input_batch.seq_lens,
@@ -161,29 +148,15 @@ class TreeSampler(RejectionSampler):
 
 
 class V2TreeAdapter(V2Adapter):
-    """Verifies trees in place of vLLM.
-
-    Attributes:
-        draft_rows: Token and parent of each row of logits of the step, see :func:`walk_trees`.
-    """
+    """Verifies trees in place of vLLM."""
 
     sampler_class = TreeSampler
-    draft_rows: tuple[torch.Tensor, torch.Tensor]
-    _slot_mappings: torch.Tensor
+    _takes_chains = False
+    _processors_read_chains = False
 
-    def __init__(self, trees: TreeVerifier, req_states: RequestState, device: torch.device) -> None:
-        super().__init__(trees, req_states, device)
-        self._cache_groups: list[CacheGroup] = []
-        self._takes_chains = False
-        self._processors_read_chains = False
-        # Of the step that runs: on its way to the host, and arguments of `compact_on_device`.
-        self._argmax: np.ndarray | None = None
-        self._moves: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def attach(self, runner: GPUModelRunner) -> None:
-        self.runner = runner
-        config: Any = runner.compilation_config
-        check_layers(runner.vllm_config, config.static_forward_context)
+    def load_model(self, target_model: torch.nn.Module, *unused: Any, **unused_too: Any) -> None:
+        super().load_model(target_model)
+        runner = self.runner
         assert runner.sampler is not None
         processors = runner.sampler.logits_processors
         self._processors_read_chains = not all(isinstance(p, _PROCESSORS) for p in processors)
@@ -203,14 +176,14 @@ class V2TreeAdapter(V2Adapter):
 
         return with_trees
 
-    def attach_cache(self) -> None:
-        layers = self.runner.compilation_config.static_forward_context
-        self._cache_groups = cache_groups(self.runner.kv_cache_config, layers)
+    def place(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Put the step's trees in place.
 
-    def place(self, batch: InputBatch, slot_mappings: torch.Tensor) -> None:
-        self._slot_mappings, self._argmax, self._moves = slot_mappings, None, None
+        Returns:
+            Token and parent of each row of logits, see :func:`walk_trees`; None without drafts.
+        """
         if batch.num_draft_tokens == 0:
-            return
+            return None
         num_places = batch.num_draft_tokens_per_req
         assert num_places is not None
         num_computed = np.zeros(batch.num_reqs, dtype=np.int64)
@@ -234,27 +207,10 @@ class V2TreeAdapter(V2Adapter):
                 parents[nodes][tree.never_accept] = NO_PARENT
             trees[index] = tree.filled_up(num_places[index])
         on_device = async_tensor_h2d(rows, device=self._device)
-        self.draft_rows = on_device[0, :num_rows], on_device[1, :num_rows]
         starts = batch.query_start_loc_np[: batch.num_reqs + 1]
         tokens = QueryTokens(starts, num_computed, batch.positions, batch.input_ids)
         self.trees.place(tokens, self._takes_chains, trees)
-
-    def keep_argmax(self, logits: torch.Tensor) -> None:
-        """Start the copy of each row's argmax to the host, for drafters that read it."""
-        if self.trees.guard.drafter.needs_node_argmax:
-            self._argmax = async_copy_to_np(logits.argmax(dim=-1))
-
-    def keep_path(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-        """Note which KV belongs where; for the arguments see :func:`compact_on_device`."""
-        if self.trees.tree_batch is not None:
-            self._moves = tokens, rows
-
-    def propose(
-        self, batch: InputBatch, hidden_states: torch.Tensor, max_nodes: int
-    ) -> torch.Tensor:
-        if self._moves is not None:  # behind the copy of the step's output
-            compact_on_device(self._cache_groups, list(self._slot_mappings), *self._moves)
-        return super().propose(batch, hidden_states, max_nodes)
+        return on_device[0, :num_rows], on_device[1, :num_rows]
 
     def _needs_chain(self, params: SamplingParams) -> bool:
         return (
@@ -264,9 +220,3 @@ class V2TreeAdapter(V2Adapter):
             or params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0
         )
-
-    def _node_argmax(self, batch: InputBatch) -> list[int] | None:
-        if self._argmax is None:
-            return None
-        argmax: list[int] = self._argmax[self._drafted_rows(batch)].tolist()
-        return argmax
