@@ -13,21 +13,21 @@ from tests.engine.conftest import runner_of
 from vllm_trie.vllm_hooks.worker import start_check
 from vllm_trie.vllm_hooks.worker.runners import v2_lengths
 from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly, RunnerV2Mixin
-from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 
 Patch = pytest.MonkeyPatch
 
 
 def _in_batch(patch: Patch, change: Callable[[Any, torch.Tensor], None]) -> None:
     """Change each batch with drafts and its KV slots."""
-    stock = V2Adapter.place
+    stock = RunnerV2Mixin.prepare_attn
 
-    def place(self: Any, batch: Any, slot_mappings: torch.Tensor) -> None:
-        stock(self, batch, slot_mappings)
-        if batch.num_draft_tokens:
-            change(batch, slot_mappings)
+    def prepare_attn(self: Any, input_batch: Any) -> Any:
+        prepared = stock(self, input_batch)
+        if self.adapter.is_drafting and input_batch.num_draft_tokens:
+            change(input_batch, prepared[1])
+        return prepared
 
-    patch.setattr(V2Adapter, "place", place)
+    patch.setattr(RunnerV2Mixin, "prepare_attn", prepare_attn)
 
 
 def _wrong_positions(patch: Patch) -> None:
