@@ -296,23 +296,22 @@ class TreeVerifier:
         if self.budget is not None and self.num_decode_tokens and is_timed:
             self.budget.observe_step(self.num_decode_tokens, self._clock.stop())
         self._num_decoding = sum(map(bool, new_tokens))
-        self._stats.steps += self._num_decoding
-        self._stats.tokens += sum(map(len, new_tokens))
         self.tree_batch = None  # a warm-up or an idle rank's run may come before the next step
-        if self.recorder is not None:
-            self.recorder.record(self._request_ids, self._last_steps, new_tokens)
-        for request_id in self._request_ids:
-            self._stored_trees.pop(request_id, None)
+        self._count(self._request_ids, new_tokens)
         self._stats.bookkeeping_seconds += time.perf_counter() - start
 
     def take_in(self, new_tokens: Mapping[str, Sequence[int]]) -> None:
         """Take in the tokens of an earlier step, which verified no drafts, by request id."""
         self._last_steps.update(dict.fromkeys(new_tokens, _NO_DRAFT))
-        self._stats.steps += sum(map(bool, new_tokens.values()))
-        self._stats.tokens += sum(map(len, new_tokens.values()))
+        self._count([*new_tokens], [*new_tokens.values()])
+
+    def _count(self, request_ids: Sequence[str], new_tokens: Sequence[Sequence[int]]) -> None:
+        """Count and record the tokens of a step, and drop its trees."""
+        self._stats.steps += sum(map(bool, new_tokens))
+        self._stats.tokens += sum(map(len, new_tokens))
         if self.recorder is not None:
-            self.recorder.record([*new_tokens], self._last_steps, [*new_tokens.values()])
-        for request_id in new_tokens:
+            self.recorder.record(request_ids, self._last_steps, new_tokens)
+        for request_id in request_ids:
             self._stored_trees.pop(request_id, None)
 
     def count_wait(self, cause: WaitCause) -> None:
