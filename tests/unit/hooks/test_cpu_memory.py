@@ -1,4 +1,4 @@
-"""A CPU engine reserves no more memory than is free."""
+"""A CPU engine reserves no more memory than is free, and has blocks that beams can share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from vllm.config import CacheConfig
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 
-from vllm_trie.vllm_hooks.setup.cpu_memory import reserve_what_is_free
+from vllm_trie.vllm_hooks.setup import cpu_memory
+from vllm_trie.vllm_hooks.setup.cpu_memory import reserve_what_is_free, shrink_blocks
 
 DEFAULT = CacheConfig.gpu_memory_utilization
 
@@ -42,3 +43,31 @@ def test_half_of_what_is_free_is_reserved(
     config: Any = SimpleNamespace(cache_config=cache)
     reserve_what_is_free(config, asked)
     assert cache.gpu_memory_utilization == reserved
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "reason", "is_cpu", "expected"),
+    [
+        (128, None, None, True, 32),
+        (128, 128, None, True, 128),
+        (16, None, None, True, 16),  # the model's attention takes no other
+        (128, None, "off", True, 128),
+        (128, None, None, False, 128),
+    ],
+)
+def test_blocks_are_small_where_searches_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    asked: int | None,
+    reason: str | None,
+    is_cpu: bool,
+    expected: int,
+) -> None:
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: is_cpu, raising=False)
+    monkeypatch.setattr(cpu_memory, "reason_off", lambda config: reason)
+    cache = SimpleNamespace(block_size=size, user_specified_block_size=False)
+    model = SimpleNamespace(is_hybrid=False)
+    config: Any = SimpleNamespace(cache_config=cache, model_config=model)
+    shrink_blocks(config, asked)
+    assert cache.block_size == expected
+    assert cache.user_specified_block_size == (expected == 32)

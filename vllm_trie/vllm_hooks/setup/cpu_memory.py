@@ -1,6 +1,7 @@
-"""Memory of CPU engines: vLLM would reserve 92 % of it, and does not start where less is free.
+"""Memory of CPU engines: how much of it an engine takes, and the size of a KV block.
 
-The worker checks that after the processes have started, so what is free here is not a promise.
+vLLM would reserve 92 % of the memory, and does not start where less is free. The worker checks that
+after the processes have started, so what is free here is not a promise.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from vllm_trie.vllm_hooks.setup.beam_support import reason_off
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -16,6 +19,32 @@ logger = init_logger(__name__)
 
 _SHARE_OF_FREE = 0.5
 """Of the free memory, for the weights and the KV cache, which takes what is left."""
+_STOCK_BLOCK, _BEAM_BLOCK = 128, 32
+"""Tokens of a KV block: vLLM's default on CPUs, and the least that its CPU attention takes."""
+
+
+def shrink_blocks(vllm_config: VllmConfig, asked: int | None) -> None:
+    """Give an engine that serves beam searches the smallest KV blocks.
+
+    Beams share full blocks, and each has a last one of its own. Leaves alone what the user or the
+    model's attention has set.
+
+    Args:
+        vllm_config: Complete; its block size is changed in place.
+        asked: The engine arguments' ``block_size``.
+    """
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    if (
+        current_platform.is_cpu()
+        and asked is None
+        and cache.block_size == _STOCK_BLOCK
+        and not vllm_config.model_config.is_hybrid
+        and reason_off(vllm_config) is None
+    ):
+        cache.block_size = _BEAM_BLOCK
+        cache.user_specified_block_size = True  # or a copy of the configuration has the default
 
 
 def reserve_what_is_free(vllm_config: VllmConfig, asked: float) -> None:

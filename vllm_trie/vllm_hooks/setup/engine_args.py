@@ -195,6 +195,7 @@ def create_engine_config(
     verify(vllm_config)
     if UsageContext.LLM_CLASS in (*args, *kwargs.values()):
         _count_drafts(vllm_config)
+    cpu_memory.shrink_blocks(vllm_config, self.block_size)
     cpu_memory.reserve_what_is_free(vllm_config, self.gpu_memory_utilization)
     return vllm_config
 
