@@ -70,7 +70,7 @@ test-tools:
 		|| echo "no $(TEST_PACKAGES): their tests are skipped" >&2; fi
 
 # REPLAYS need the files that SPEC_BENCH_QUESTIONS and SPEC_BENCH_ANSWERS name.
-REPLAYS := replay replay_speed ngram_paper
+REPLAYS := replay ngram_paper
 bench: venv ## run the benchmarks; results go to .bench/*.json
 	@mkdir -p .bench
 	@set -e; for script in $(filter-out benchmarks/record.py,$(wildcard benchmarks/*.py)); do \

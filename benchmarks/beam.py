@@ -2,14 +2,16 @@
 
 `trie` is this project's search, `vllm` vLLM's own (`LLM.beam_search` without the plugin), `hf` is
 `transformers`' `generate(num_beams=b)`. `plain` is sampling with `n=b` in the same engine: the cost
-of as many rows that do not search. All take the same float32 model, prompts and number of tokens,
-run in turns in this process, and start each run with an empty prefix cache. Times are medians. vLLM
-runs with its defaults: the model compiled, blocks of the platform's size (128 tokens on CPUs).
+of as many rows that do not search. All take the same model, prompts and number of tokens, run in
+turns in this process, and start each run with an empty prefix cache. Times are medians. The engine
+has its defaults: the model compiled, blocks of the size that an engine gets.
 
 `computed_tokens` are the tokens that went through the model. `peak_blocks` are the most KV blocks
-in use, to be compared with `greedy_blocks`, those of as many greedy requests. `kv_bytes_per_token`
-is the paper's Mem/Tok: peak KV bytes over the tokens of the prompt and of one output. `hf` has no
-blocks: its cache holds the prompt and the output b times, as b separate sequences would.
+in use, `kv_over_greedy` is their ratio to those of as many greedy requests, and
+`kv_bytes_per_token` the paper's Mem/Tok: peak KV bytes over the tokens of the prompt and of one
+output. `hf` has no blocks: its cache holds the prompt and the output b times, as b separate
+sequences would. `tokens_per_s` counts one output a prompt, as the paper does. `best_score` is the
+mean log-probability of a token of the best hypothesis of the first prompt, by the engine's model.
 
     python benchmarks/beam.py --json beam.json
 
@@ -41,6 +43,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from support.beam_parts import PARTS_COLUMNS, measure_parts
@@ -67,8 +70,8 @@ from vllm_trie.lab import local_engine
 
 COLUMNS = (
     "method", "prompt_len", "beam_width", "num_prompts", "total_ms", "ms_per_step", "tokens_per_s",
-    "ratio_to_trie", "computed_tokens", "peak_blocks", "greedy_blocks", "kv_bytes_per_token",
-    "identical_to_hf",
+    "ratio_to_trie", "computed_tokens", "peak_blocks", "kv_over_greedy", "kv_bytes_per_token",
+    "best_score", "identical_to_hf",
 )  # fmt: skip
 DEFAULTS = {
     "methods": ["trie", "vllm", "hf", "plain"], "widths": [4, 8, 16], "prompt_lens": [50, 1500],
@@ -116,7 +119,7 @@ class Bench:
         self._source = AutoTokenizer.from_pretrained(options.model).encode(_text())
         longest = max(options.prompt_lens) + max(options.tokens)
         most = max(options.widths) * max(options.num_prompts)
-        settings: dict[str, Any] = {"dtype": "float32"}
+        settings: dict[str, Any] = {"dtype": options.dtype}
         plugin: dict[str, Any] = {"items": options.catalogues}
         if options.device == "cuda":
             settings = CUDA_OPTIONS
@@ -124,7 +127,7 @@ class Bench:
         self._llm = LLM(
             options.model,
             **settings | {"enforce_eager": options.eager, "load_format": options.load_format},
-            max_model_len=min(longest + 64, 2048),
+            max_model_len=longest + 64,
             max_num_seqs=most,
             max_logprobs=2 * max(options.widths),  # as many as vLLM's own search asks for
             max_num_batched_tokens=4096,
@@ -231,6 +234,17 @@ class Bench:
         tokens = tokens[:, load.prompt_len :].view(load.num_prompts, load.beam_width, -1)
         return tokens.tolist()
 
+    def score(self, prompt: list[int], output: list[int]) -> float:
+        """Return the mean log-probability of an output's tokens."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        [result] = self._llm.generate(
+            [{"prompt_token_ids": prompt + output}], params, use_tqdm=False
+        )
+        entries = zip(result.prompt_logprobs[len(prompt) :], output, strict=True)
+        return fmean(entry[token].logprob for entry, token in entries)
+
     def usage(self, method: str, load: Load) -> Usage:
         """Measure computed tokens and peak blocks, in a run that is not timed."""
         length = load.prompt_len + load.new_tokens
@@ -269,7 +283,6 @@ def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
     usage = {name: bench.usage(name, load) for name in methods}  # this also warms up
     timed = interleave(runs, options.repeats)
     seconds = {name: median_seconds(timed[name]) for name in methods}
-    tokens = load.num_prompts * load.beam_width * load.new_tokens
     length = load.prompt_len + load.new_tokens
     block_bytes = bench.block_size * bench.kv_bytes
     rows = []
@@ -284,11 +297,12 @@ def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
                 "compiled": not options.eager,
                 "total_ms": 1e3 * seconds[name],
                 "ms_per_step": 1e3 * seconds[name] / load.new_tokens,
-                "tokens_per_s": tokens / seconds[name],
+                "tokens_per_s": load.num_prompts * load.new_tokens / seconds[name],
                 "ratio_to_trie": seconds[name] / seconds["trie"] if "trie" in seconds else None,
                 **usage[name]._asdict(),
-                "greedy_blocks": load.num_prompts * -(-length // bench.block_size),
+                "kv_over_greedy": peak / (load.num_prompts * -(-length // bench.block_size)),
                 "kv_bytes_per_token": peak * block_bytes / (load.num_prompts * length),
+                "best_score": bench.score(bench.prompts(load)[0], hypotheses[0][0]),
                 "identical_to_hf": (
                     hypotheses == timed["hf"][0][1] if name == "trie" and "hf" in timed else None
                 ),
@@ -313,7 +327,8 @@ def _options() -> argparse.Namespace:
         help="with --wide: searches inside a catalogue, or without one; both if left out",
     )  # fmt: skip
     parser.add_argument("--items", type=int, default=1_000_000, help="items of a catalogue")
-    parser.add_argument("--block-size", type=int, help="tokens of a KV block; vLLM's default")
+    parser.add_argument("--block-size", type=int, help="tokens of a KV block")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--kv-cache-gib", type=int, default=2)
     parser.add_argument("--eager", action="store_true", help="do not let vLLM compile the model")
     add_device_options(parser)

@@ -6,9 +6,8 @@ prompts written by hand. `tokens_per_step` counts tokens for each verification o
 
     chain        the heads' likeliest tokens
     fixed        Medusa's published tree, its first n nodes
-    fitted       a fixed tree fitted to these heads' accuracy on the very outputs: an upper bound
-                 for fixed trees
-    dynamic      the best paths by the product of the heads' probabilities
+    dynamic      the best paths by the product of the heads' probabilities, as in the paper
+    dynamic_calibrated  the same with the temperatures that the checkpoint has for each head
     context      the same depth, with probabilities corrected by the request's own text
     context_deep the default of `medusa_dynamic`: as deep as the text supports
     ngram_trie   the request's text alone
@@ -20,12 +19,10 @@ place. In bfloat16 near-ties make answers differ; `ratio_to_plain` compares toke
     python benchmarks/medusa.py --model smollm2 --dtype bfloat16 --questions Q.jsonl
     python benchmarks/medusa.py --model MODEL --heads HEADS --dtype bfloat16 --questions Q.jsonl
 
-`--cost` compares drafting with the steps of a model of 0.4 B parameters with random weights (hidden
-size 1024, 24 layers, 32,000 tokens). `draft_ms` is all of it. `select_us` is the time for one
-request of all but the heads' products: likeliest tokens, softmax, choice of the nodes, tree.
+`draft_ms` is all of drafting. `select_us` is the time for one request of all but the heads'
+products: likeliest tokens, softmax, choice of the nodes, tree.
 
     python benchmarks/medusa.py --json medusa.json
-    python benchmarks/medusa.py --cost
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 from support.engines import decode
 from support.harness import (
     Row,
@@ -46,7 +42,7 @@ from support.harness import (
     option_parser,
     run_quietly,
 )
-from support.medusa_cost import TimedTurns, cost, time_model
+from support.medusa_cost import TimedTurns, time_model
 from support.stage import Stage
 
 from vllm_trie.lab import local_engine
@@ -54,13 +50,13 @@ from vllm_trie.lab import local_engine
 COLUMNS = (
     "method", "nodes", "batch_size", "tokens_per_step", "ratio_to_fixed", "tokens_per_s",
     "ratio_to_plain", "draft_ms", "select_us", "model_ms", "draft_over_model",
-    "predicted_over_accepted", "identical", "select_over_model", "heads_ms",
+    "predicted_over_accepted", "identical",
 )  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {
     "chain": {"paths": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]},
     "fixed": {},
-    "fitted": {},
-    "dynamic": {"joint": "product"},
+    "dynamic": {"joint": "product", "calibrate": False},
+    "dynamic_calibrated": {"joint": "product"},
     "context": {"joint": "context", "max_depth": 4},
     "context_deep": {"joint": "context"},
     "ngram_trie": {"store_tokens": 0},
@@ -71,7 +67,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 _DRAFTERS = {"ngram_trie": "ngram_trie", "union": "trie_union"}
 """Those of the methods that are not `medusa_dynamic`, but for fixed trees."""
-_FIXED = ("chain", "fixed", "fitted")
+_FIXED = ("chain", "fixed")
 
 
 def new_drafter(first: Any, method: str, options: dict[str, Any]) -> Any:
@@ -92,40 +88,8 @@ def new_drafter(first: Any, method: str, options: dict[str, Any]) -> Any:
     return drafter
 
 
-def rank_accuracies(first: Any, prompts: list[list[int]], outputs: list[list[int]]) -> np.ndarray:
-    """Measure how often each head's candidate of each rank is the model's own token.
-
-    Args:
-        first: the engine's drafter.
-        prompts, outputs: of plain greedy decoding.
-
-    Returns:
-        float64 [K, 32].
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(first.context.model, dtype=torch.float32).eval()
-    num_heads = len(first.temperatures)
-    hits = np.zeros((num_heads, 32))
-    places = 0
-    for prompt, output in zip(prompts, outputs, strict=True):
-        count = len(output) - num_heads - 1
-        if count <= 0:
-            continue
-        with torch.inference_mode():
-            hidden = model.model(torch.tensor([prompt + output])).last_hidden_state[0]
-            tokens, _ = first.top_candidates(hidden[len(prompt) - 1 :])
-        places += count
-        for head in range(num_heads):
-            right = np.array(output[head + 1 : head + 1 + count])
-            hits[head] += (tokens[:count, head] == right[:, None]).sum(axis=0)
-    return hits / max(places, 1)
-
-
 def compare(options: Any) -> list[Row]:
     """Measure all methods at all node counts on one model."""
-    from support.fixed_trees import fit_paths
     from vllm import SamplingParams
 
     from vllm_trie.lab import smollm2, tiny_model
@@ -157,9 +121,6 @@ def compare(options: Any) -> list[Row]:
     model_seconds = time_model(local_engine.runner_of(llm))
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, detokenize=False)
     plain = decode(llm, prompts, params, size)
-    accuracies = None
-    if "fitted" in options.methods:
-        accuracies = rank_accuracies(stage.own, prompts, plain)
 
     def measured(drafter: Any, nodes: int) -> tuple[list[list[int]], Row]:
         turns.predicted = 0.0
@@ -176,10 +137,7 @@ def compare(options: Any) -> list[Row]:
     runs: dict[tuple[str, int], Callable[[], Any]] = {("plain", 0): lambda: measured(None, 0)}
     for nodes in options.nodes:
         for method in options.methods:
-            settings = METHODS[method]
-            if accuracies is not None and method == "fitted":
-                settings = {"paths": [list(path) for path in fit_paths(accuracies, nodes)]}
-            drafter = new_drafter(stage.own, method, settings)
+            drafter = new_drafter(stage.own, method, METHODS[method])
             runs[method, nodes] = lambda drafter=drafter, nodes=nodes: measured(drafter, nodes)
     timed = interleave(runs, options.repeats)
 
@@ -254,10 +212,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=None, help="use only the first prompts")
-    parser.add_argument("--cost", action="store_true", help="cost for a 0.4 B model instead")
     options = parser.parse_args()
-    rows = run_quietly(cost if options.cost else compare, options)
-    finish(rows, options.json, COLUMNS)
+    finish(run_quietly(compare, options), options.json, COLUMNS)
 
 
 if __name__ == "__main__":

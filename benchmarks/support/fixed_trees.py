@@ -1,4 +1,4 @@
-"""Fixed trees of Medusa heads, as the reference in benchmarks: published, fitted, or any.
+"""Fixed trees of Medusa heads, as the reference in benchmarks: published, or any.
 
 A tree is a list of paths; a path names, head by head, the rank of the candidate to take. The
 published lists put the likeliest path first, so the first n paths are the n-node tree.
@@ -7,7 +7,6 @@ published lists put the likeliest path first, so the first n paths are the n-nod
 from __future__ import annotations
 
 import functools
-import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -81,26 +80,6 @@ def template(
         levels.append((nodes, parents[nodes]))
     ranks = np.array([path[-1] for path in chosen], dtype=np.int64)
     return TreeTemplate(parents, heads, ranks, tuple(levels))
-
-
-def fit_paths(accuracies: np.ndarray, num_nodes: int) -> tuple[Path, ...]:
-    """Return the fixed tree with the largest expected number of accepted tokens.
-
-    Args:
-        accuracies: [K, m], how often the candidate of each rank is right, as if the heads were
-            independent.
-
-    Source: Medusa, section 2.3.3: nodes are added one by one, the most accurate path first.
-    """
-    heap: list[tuple[float, Path]] = [(-1.0, ())]
-    chosen: list[Path] = []
-    while heap and len(chosen) <= num_nodes:
-        negative, path = heapq.heappop(heap)
-        chosen.append(path)
-        if len(path) < len(accuracies):
-            for rank, share in enumerate(accuracies[len(path)].tolist()):
-                heapq.heappush(heap, (negative * share, (*path, rank)))
-    return tuple(chosen[1:])
 
 
 class FixedTreeOptions(MedusaOptions):

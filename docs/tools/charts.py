@@ -100,7 +100,7 @@ def beams() -> str:
 
 def memory() -> str:
     """Return the chart of a beam search's KV over the generated length."""
-    header, series = _table("papers.md", "MiB of KV by generated tokens")
+    header, series = _table("lab_engine.md", "MiB of KV by generated tokens")
     canvas = Canvas(500, 290, "KV memory of a beam search over the generated length")
     _draw(canvas, 0, "MiB of KV, prompt of 910 tokens, width 15", header, series, 0.0, 400.0)
     canvas.text(_LEFT + _WIDTH / 2, 278, "generated tokens", "small dim", "middle")

@@ -140,19 +140,22 @@ def test_own_drafter_served(site: str, tmp_path: Path) -> None:
         *("--additional-config", '{"vllm_trie": {"node_budget": "fixed", "max_prefix_len": 1}}'),
     )
     with running(tmp_path / "log", *options, PYTHONPATH=site) as server:
+        code = (
+            "def net_price(lines):\n    total = 0\n    for line in lines:\n        total += line\n"
+        )
         body = {
             "model": MODEL_NAME,
-            "prompt": "def main():\n    pass\n\ndef main():",
+            "messages": [{"role": "user", "content": f"{code}\nrepeat the code"}],
             "max_tokens": 48,
             "temperature": 0,
         }
         replies = [
-            server.http.post("/v1/completions", json={**body, **extra}).json()
+            server.http.post("/v1/chat/completions", json={**body, **extra}).json()
             for extra in ({}, {"vllm_xargs": {"speculation": False}})
         ]
         metrics = server.http.get("/metrics").text
         counts = server.metrics()
-    texts = [reply["choices"][0]["text"] for reply in replies]
+    texts = [reply["choices"][0]["message"]["content"] for reply in replies]
     assert texts[0] == texts[1]
     assert len(texts[0]) > 20
     assert counts["vllm:trie_accepted_tokens_total"] > 5

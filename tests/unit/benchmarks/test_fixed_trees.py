@@ -8,7 +8,6 @@ from support.fixed_trees import (
     PUBLISHED,
     FixedTreeDrafter,
     FixedTreeOptions,
-    fit_paths,
     template,
 )
 
@@ -88,11 +87,6 @@ def test_chain_only_takes_the_best_candidates_alone():
     tree = template(PUBLISHED["mc_sim_7b_63"], 63, 9, True)
     assert tree.parents.tolist() == [-1, 0, 1, 2]
     assert tree.ranks.tolist() == [0, 0, 0, 0]
-
-
-def test_fitted_tree_of_skewed_heads():
-    accuracies = np.array([[0.6, 0.3], [0.5, 0.1]])
-    assert fit_paths(accuracies, 4) == ((0,), (0, 0), (1,), (1, 0))
 
 
 def test_a_drafter_fills_the_same_tree_in_any_batch():
