@@ -49,7 +49,7 @@ class CandidateTrie:
                 if child is None:
                     rank = num_children.get(node, 0)
                     num_children[node] = rank + 1
-                    rate = rates.of(rank, matched, depth)
+                    rate = rates.of(rank, matched, depth, candidates[0].num_matched)
                     probability *= rate.probability
                     child = child_of[node, token] = len(self.token_ids)
                     self.token_ids.append(token)

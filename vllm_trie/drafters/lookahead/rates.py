@@ -8,6 +8,8 @@ from collections.abc import Sequence
 # Of a candidate's first token by its rank, by the length of the context that it shares with the
 # text:
 _FIRST = ((0.36, 0.14, 0.06, 0.06, 0.03), (0.65, 0.3, 0.1), (0.65, 0.3, 0.1), (0.89, 0.5, 0.1))
+# Where it shares less context than the best candidate, by the length of the best one's:
+_LESS_CONTEXT = (0.0, 0.1, 0.03, 0.012)
 # Of a next token, by the length of the shared context and the number of right tokens before:
 _CONTINUED = ((0.68, 0.68, 0.83), (0.76, 0.82, 0.94), (0.72, 0.85, 0.88), (0.93, 0.94, 0.95))
 # Of a next token that differs from a better candidate's; each further one is half as likely:
@@ -52,23 +54,28 @@ class Rates:
     """
 
     def __init__(self) -> None:
-        self._rates: dict[tuple[int, int, int], Rate] = {}
+        self._rates: dict[tuple[int, int, int, int], Rate] = {}
 
-    def of(self, rank: int, num_matched: int, num_right: int) -> Rate:
+    def of(self, rank: int, num_matched: int, num_right: int, best_matched: int) -> Rate:
         """Return the rate of a class of tokens.
 
         Args:
             rank: Number of other tokens that better candidates have there.
             num_matched: Length of the context that the candidate shares with the text.
             num_right: Right tokens before.
+            best_matched: Length of the context that the best candidate shares, which tells only of
+                first tokens.
         """
-        key = min(rank, _MAX_RANKS - 1), num_matched, min(num_right, _MAX_RIGHT)
+        best_matched = 0 if num_right else best_matched
+        key = min(rank, _MAX_RANKS - 1), num_matched, min(num_right, _MAX_RIGHT), best_matched
         if key not in self._rates:
             self._rates[key] = Rate(_expected(*key))
         return self._rates[key]
 
 
-def _expected(rank: int, num_matched: int, num_right: int) -> float:
+def _expected(rank: int, num_matched: int, num_right: int, best_matched: int) -> float:
+    if num_matched < best_matched:
+        return _LESS_CONTEXT[best_matched]
     if not num_right:
         return _at(_FIRST[num_matched], rank)
     if not rank:

@@ -106,7 +106,7 @@ def test_what_is_counted(
             prefixes.append(prefix)
             if list(prefix[:-1]) != continuation[: length - 1] or length > len(continuation):
                 continue
-            key = rank, candidate.num_matched, length - 1
+            key = rank, candidate.num_matched, length - 1, candidates[0].num_matched
             expected[*key, prefix[-1] == continuation[length - 1]] += 1
     assert counted.seen == expected
 
@@ -190,8 +190,9 @@ def test_memory_does_not_grow() -> None:
             decoding.step()
             assert len(drafter._states[str(start)].drafted) <= 4
         drafter.release(str(start))
-    assert len(drafter.rates._rates) <= 5 * 4 * 4
+    assert len(drafter.rates._rates) <= 5 * 4 * (4 + 3)
 
 
 def _all_probabilities(rates: Rates) -> list[float]:
-    return [rates.of(*key).probability for key in itertools.product(range(5), range(4), range(4))]
+    ranges = range(5), range(4), range(4), range(4)
+    return [rates.of(*key).probability for key in itertools.product(*ranges)]
