@@ -1,12 +1,15 @@
 """Known futures: predicted outputs over edits, and forced tokens over JSON schemas.
 
-`--tasks edits` decodes edits of generated files, each kind of edit several times. In the set `seen`
-the prompt holds the file, which is the prediction. In the set `unseen` it does not: the model
-writes a file, and the prediction is its own text with an edit turned round. `prediction` and
-`wrong_prediction`, a text of other tokens, run in the engine of the row `ngram_trie`.
+Edits of generated files come in five kinds, each several times. In the set `seen` the prompt holds
+the file, which is the prediction. In the set `unseen` it does not: the model writes a file, and the
+prediction is its own text with an edit turned round. `prediction` and `wrong_prediction`, a text of
+other tokens, run in the engine of the row `ngram_trie`.
 
-`--tasks schemas` decodes answers to 20 JSON schemas, which the prompt holds or, in the sets
-`unseen`, does not; in the row `ngram_trie_unforced` without the tokens that a grammar forces.
+Answers to 20 JSON schemas come in five forms. The prompt holds the schema or, in the sets `unseen`,
+does not. The row `ngram_trie_unforced` is without the tokens that a grammar forces.
+
+`--sets` selects kinds and forms. Rows of separate runs can be added up: they have tokens, steps and
+seconds.
 
 Times are of decoding: from the first token on. All methods decode a task one after the other, and
 ratios are of sums over the tasks.
@@ -19,24 +22,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from support.device import add_device_options, check_device, engine_options, start_engine
 from support.engines import keep_kernel_overrides, scheduler_of
-from support.futures_tasks import Edit, edits, schemas, undone
+from support.futures_tasks import FORMS, KINDS, Edit, edits, schemas, undone
 from support.harness import Row, add_model_option, finish, option_parser, run_quietly
 
 from vllm_trie.lab import local_engine
 
 COLUMNS = (
-    "method", "set", "tokens_per_step", "decode_ratio_to_plain", "identical", "tokens",
-    "accepted_predicted", "rejected_predicted",
+    "method", "set", "tokens_per_step", "decode_ratio_to_plain", "cpu_ratio_to_plain", "identical",
+    "tokens", "accepted_predicted", "rejected_predicted",
 )  # fmt: skip
 PLAIN, OURS = "plain", "ngram_trie"
 PEERS = ("ngram", "suffix")
-TASKS = ("edits", "schemas")
-FORMS = ("flat", "nested", "enums", "array", "call")
 
 
 class Decoded(NamedTuple):
@@ -47,6 +48,8 @@ class Decoded(NamedTuple):
     """Behind the first token."""
     seconds: float
     """Of these steps."""
+    cpu_seconds: float
+    """Of the process meanwhile, which other work on the machine changes less."""
     predicted: tuple[int, int] = (0, 0)
 
 
@@ -59,9 +62,7 @@ class Contestant(NamedTuple):
     drafts_forced_tokens: bool = True
 
 
-def decode(
-    llm: Any, prompt: Sequence[int], params: Any, clock: Callable[[], float] = time.perf_counter
-) -> Decoded:
+def decode(llm: Any, prompt: Sequence[int], params: Any) -> Decoded:
     """Decode one prompt in an engine in this process, which shares nothing with earlier ones."""
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
@@ -71,17 +72,18 @@ def decode(
     params.output_kind = RequestOutputKind.CUMULATIVE
     inputs = TokensPrompt(prompt_token_ids=list(prompt), cache_salt=str(time.perf_counter_ns()))
     engine.add_request("task", inputs, params)
-    start, steps, output = 0.0, 0, None
+    start, cpu_start, steps, output = 0.0, 0.0, 0, None
     while engine.has_unfinished_requests():
         for result in engine.step():
             output = result.outputs[0]
             steps += 1
-            start = start or clock()
-    seconds = clock() - start
+            if steps == 1:
+                start, cpu_start = time.perf_counter(), time.process_time()
+    seconds = time.perf_counter() - start, time.process_time() - cpu_start
     names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
     accepted, rejected = (getattr(output, name, 0) for name in names)
     assert output is not None
-    return Decoded(list(output.token_ids), steps - 1, seconds, (accepted, rejected))
+    return Decoded(list(output.token_ids), steps - 1, *seconds, (accepted, rejected))
 
 
 def switch_forced_tokens(llm: Any, is_on: bool) -> None:
@@ -98,7 +100,6 @@ class Sums:
     def __init__(self, name: str, options: Any, parts: Sequence[Sums] = ()) -> None:
         self._name = name
         self._repeats = options.repeats
-        self._clock = time.process_time if options.cpu_time else time.perf_counter
         self._answers: dict[str, list[Decoded]] = {}
         for part in parts:
             for method, answers in part._answers.items():
@@ -112,7 +113,7 @@ class Sums:
                 of_request.extra_args = contestant.extra_args
             if contestant.method.startswith(OURS):
                 switch_forced_tokens(contestant.llm, contestant.drafts_forced_tokens)
-            answer = decode(contestant.llm, prompt, of_request, self._clock)
+            answer = decode(contestant.llm, prompt, of_request)
             self._answers.setdefault(contestant.method, []).append(answer)
 
     def rows(self) -> list[Row]:
@@ -127,10 +128,15 @@ class Sums:
                     "tokens_per_step": decoded / max(sum(answer.steps for answer in answers), 1),
                     "decode_ratio_to_plain": sum(a.seconds for a in plain)
                     / sum(a.seconds for a in answers),
+                    "cpu_ratio_to_plain": sum(a.cpu_seconds for a in plain)
+                    / sum(a.cpu_seconds for a in answers),
                     "identical": all(
                         a.tokens == b.tokens for a, b in zip(plain, answers, strict=True)
                     ),
                     "tokens": decoded,
+                    "steps": sum(answer.steps for answer in answers),
+                    "seconds": sum(answer.seconds for answer in answers),
+                    "cpu_seconds": sum(answer.cpu_seconds for answer in answers),
                     "accepted_predicted": sum(answer.predicted[0] for answer in answers),
                     "rejected_predicted": sum(answer.predicted[1] for answer in answers),
                 }
@@ -143,7 +149,9 @@ def edit_rows(engines: dict[str, Any], tokenizer: Any, options: Any) -> list[Row
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
-    tasks = edits(options.per_kind)
+    tasks = [task for task in edits(options.per_kind) if task.kind in options.sets]
+    if not tasks:
+        return []
     seen, unseen = Sums("seen", options), Sums("unseen", options)
 
     def contestants(right: Any, wrong: Any) -> list[Contestant]:
@@ -181,6 +189,8 @@ def schema_rows(engines: dict[str, Any], tokenizer: Any, options: Any) -> list[R
     contestants = [Contestant(method, llm, {}) for method, llm in engines.items()]
     contestants.append(Contestant(f"{OURS}_unforced", engines[OURS], {}, False))
     for form, question, schema in schemas()[: options.schemas]:
+        if form not in options.sets:
+            continue
         params = SamplingParams(
             temperature=0.0,
             max_tokens=options.max_tokens,
@@ -191,7 +201,8 @@ def schema_rows(engines: dict[str, Any], tokenizer: Any, options: Any) -> list[R
             sums.setdefault(name, Sums(name, options)).compare(contestants, text, params)
     for name, forms in (("schemas", FORMS), ("schemas_unseen", [f"{f}_unseen" for f in FORMS])):
         parts = [sums[form] for form in forms if form in sums]
-        sums[name] = Sums(name, options, parts)
+        if parts:
+            sums[name] = Sums(name, options, parts)
     return [row for of_set in sums.values() for row in of_set.rows()]
 
 
@@ -208,15 +219,13 @@ def main() -> None:
     smoke = {"per_kind": 1, "schemas": 1, "max_tokens": 8, "no_peers": True}
     parser = option_parser(__doc__, repeats=1, smoke=smoke)
     add_model_option(parser, "a chat model; the shipped one if left out")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    sets = (*KINDS, *FORMS)
+    parser.add_argument("--sets", nargs="+", choices=sets, default=sets)
     parser.add_argument("--nodes", type=int, default=32)
     parser.add_argument("--per-kind", type=int, default=6, help="edits of each of five kinds")
     parser.add_argument("--schemas", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--no-peers", action="store_true", help="leave vLLM's own drafters out")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="for a CPU with other work: the process's own time"
-    )
     add_device_options(parser)
     options = parser.parse_args()
     finish(run_quietly(run, options), options.json, COLUMNS)
@@ -249,12 +258,7 @@ def run(options: Any) -> list[Row]:
             **settings,
             speculative_config={**config, **local_engine.without_memory(method)},
         )
-    rows = []
-    if "edits" in options.tasks:
-        rows += edit_rows(engines, tokenizer, options)
-    if "schemas" in options.tasks:
-        rows += schema_rows(engines, tokenizer, options)
-    return rows
+    return edit_rows(engines, tokenizer, options) + schema_rows(engines, tokenizer, options)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import re
 from typing import Any, NamedTuple
 
 KINDS = ("rename", "docstring", "parameter", "constant", "comments")
+FORMS = ("flat", "nested", "enums", "array", "call")
 TOPICS = (
     ("inventory", "item", "quantity"), ("library", "book", "loans"), ("garage", "car", "miles"),
     ("school", "student", "grade"), ("weather", "station", "rain"), ("payroll", "clerk", "hours"),

@@ -34,7 +34,7 @@ NODES = 16
 class Setting:
     """A request with a schema, and the scheduler that it runs in."""
 
-    def __init__(self, backend: str, **params: Any) -> None:
+    def __init__(self, backend: str, schema: dict[str, Any] = SCHEMA, **params: Any) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(model_path())
         config = SimpleNamespace(
             structured_outputs_config=StructuredOutputsConfig(
@@ -47,9 +47,11 @@ class Setting:
         size = len(self.tokenizer)
         self.backend = BACKENDS[backend](config, tokenizer=self.tokenizer, vocab_size=size)
         self.grammar = self.backend.compile_grammar(
-            StructuredOutputOptions.JSON, json.dumps(SCHEMA)
+            StructuredOutputOptions.JSON, json.dumps(schema)
         )
         self.request = SimpleNamespace(
+            request_id="a",
+            output_token_ids=[],
             use_structured_output=True,
             sampling_params=SamplingParams(max_tokens=100, **params),
             structured_output_request=SimpleNamespace(grammar=self.grammar, reasoning_ended=None),
@@ -77,6 +79,7 @@ class Setting:
         self.grammar.reset()
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
         assert self.grammar.accept_tokens("", tokens)
+        self.request.output_token_ids = tokens
         self.request.spec_token_ids = self.tokenizer.encode(draft, add_special_tokens=False)
         self.forced.extend_drafts()
         extended: str = self.tokenizer.decode(self.request.spec_token_ids)
@@ -99,9 +102,22 @@ def test_names_and_quotes_are_drafted_to_the_next_choice(backend: str) -> None:
     assert setting.draft_after('{"').startswith("description")
     assert setting.draft_after('{"description":"n').startswith("ever")
     assert setting.draft_after('{"description":"', draft="n").startswith("never")
-    # `certainly` or `never`, and any number: nothing is forced.
+    # `certainly` or `never`, and any number: nothing is forced, and the request took neither yet.
+    setting.request.request_id = "b"
     assert setting.draft_after('{"description":"') == ""
     assert setting.draft_after('{"description":"never","count":1') == ""
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
+def test_a_choice_is_drafted_as_the_request_took_it_last(backend: str) -> None:
+    words = {"type": "array", "items": {"enum": ["certainly", "never"]}}
+    setting = Setting(backend, words)
+    assert setting.draft_after('["') == ""
+    setting.draft_after('["never')
+    assert setting.draft_after('["never","') == 'never","'  # two choices
+    assert setting.draft_after('["never","certainly","').startswith("certainly")
+    setting.request.request_id = "b"
+    assert setting.draft_after('["') == ""
 
 
 def test_a_draft_has_no_more_tokens_than_the_limits_allow() -> None:

@@ -256,12 +256,7 @@ async def _stream_with_counts(
             yield chunk
         return
     last: dict[int, CompletionOutput] = {}
-
     arguments = [remembered(arg, last) if hasattr(arg, "__aiter__") else arg for arg in args]
-    kwargs = {
-        name: remembered(arg, last) if hasattr(arg, "__aiter__") else arg
-        for name, arg in kwargs.items()
-    }
     async for chunk in original(self, request, *arguments, **kwargs):
         counts = counts_of(last.values())
         if counts and '"choices":[]' in chunk and '"usage":{' in chunk:

@@ -4,6 +4,9 @@ The names, quotes and braces of a JSON schema are known before the model says th
 draft where the grammar forbids its next token; from there the draft goes on with what the grammar
 forces. The model may spell a forced text with other tokens than the longest ones, so these are
 drafts as others are.
+
+Where the same tokens are allowed as before in a request, the draft goes on with the one it took
+then: the space behind a colon, the comma behind a value.
 """
 
 from __future__ import annotations
@@ -30,7 +33,43 @@ STEP_SECONDS = 0.002
 """Time that a step may take, for all requests together."""
 _MOST_TOKENS = 64
 """Allowed tokens beyond which a text is not forced."""
+_MOST_CHOICES = 2
+"""Tokens of a draft that are not forced."""
+_MOST_WORDS = 512
+"""Words of a mask beyond which the text is free."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class _TakenTokens:
+    """The tokens that a request took last, by the tokens that its grammar allowed there."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, int] = {}
+        self._start = 0  # of the last draft, in the output
+        self._draft: list[int] = []
+        self._allowed: list[tuple[int, int]] = []  # places of the draft, and what was allowed there
+
+    def learn(self, output: Sequence[int]) -> None:
+        """Take in what the output has at the places of the last draft, and start another draft."""
+        tokens = list(output[self._start : self._start + len(self._draft) + 1])
+        for place, allowed in self._allowed:
+            if place < len(tokens) and tokens[:place] == self._draft[:place]:
+                self._tokens[allowed] = tokens[place]
+        self._allowed, self._start = [], len(output)
+
+    def after(self, draft: list[int], words: np.ndarray) -> int | None:
+        """Return the token that was taken where the same were allowed as now behind the draft.
+
+        Args:
+            draft: Its next tokens are appended to this list.
+            words: int32 [words], a bit for each allowed token.
+        """
+        if np.count_nonzero(words) > _MOST_WORDS:
+            return None
+        allowed = hash(words.tobytes())
+        self._draft = draft
+        self._allowed.append((len(draft), allowed))
+        return self._tokens.get(allowed)
 
 
 class ForcedTokens:
@@ -49,6 +88,7 @@ class ForcedTokens:
         self._manager = scheduler.structured_output_manager
         self._mask: torch.Tensor | None = None  # int32 [1, words]
         self._texts: dict[int, str] = {}  # of tokens
+        self._taken: dict[str, _TakenTokens] = {}  # of the running requests
 
     def extend_drafts(self) -> None:
         """Extend the drafts of the running requests, while the step's time lasts."""
@@ -56,6 +96,9 @@ class ForcedTokens:
         if not self.is_on or not requests:
             return
         deadline = time.perf_counter() + STEP_SECONDS
+        self._taken = {
+            r.request_id: self._taken.get(r.request_id) or _TakenTokens() for r in requests
+        }
         try:
             for request in requests:
                 self._extend(request, deadline)
@@ -64,10 +107,14 @@ class ForcedTokens:
             logger.exception("vllm-trie: no forced tokens are drafted any more")
 
     def _extend(self, request: Request, deadline: float) -> None:
-        grammar, room = self._grammar_of(request), self._room(request)
-        if grammar is not None and room > 0 and time.perf_counter() < deadline:
+        grammar, most = self._grammar_of(request), self._longest_draft(request)
+        if grammar is None or len(request.spec_token_ids) >= most:
+            return
+        if time.perf_counter() < deadline:
+            taken = self._taken[request.request_id]
+            taken.learn(request.output_token_ids)
             draft = request.spec_token_ids
-            request.spec_token_ids = draft + self._forced(grammar, draft, room, deadline)
+            request.spec_token_ids = self._extended(grammar, draft, most, deadline, taken)
 
     def _grammar_of(self, request: Request) -> StructuredOutputGrammar | None:
         """Return the matcher of a request whose next token it decides, None for others."""
@@ -83,38 +130,44 @@ class ForcedTokens:
             return None
         return None if is_thinking and not manager.enable_in_reasoning else grammar
 
-    def _room(self, request: Request) -> int:
-        """Return how many tokens a draft may have more."""
-        length = min(
+    def _longest_draft(self, request: Request) -> int:
+        """Return how many tokens a draft may have."""
+        return min(
             self._scheduler.num_spec_tokens,
             request.max_tokens - request.num_output_tokens - 1,
             self._scheduler.max_model_len - request.num_tokens - 1,
         )
-        return length - len(request.spec_token_ids)
 
-    def _forced(
-        self, grammar: StructuredOutputGrammar, draft: Sequence[int], room: int, deadline: float
+    def _extended(
+        self,
+        grammar: StructuredOutputGrammar,
+        draft: list[int],
+        most: int,
+        deadline: float,
+        taken: _TakenTokens,
     ) -> list[int]:
-        """Return at most `room` forced tokens behind a draft; the matcher stays where it is."""
+        """Return a draft with more tokens, at most `most` in all; the matcher stays where it is."""
         mask = self._mask
         if mask is None:
             assert self._manager.backend is not None
             mask = self._mask = self._manager.backend.allocate_token_bitmask(1)
         words = mask.numpy()[0]
-        if draft and not grammar.accept_tokens("", list(draft)):
-            return []
-        forced: list[int] = []
-        while len(forced) < room and time.perf_counter() < deadline:
+        if draft and not grammar.accept_tokens("", draft):
+            return draft
+        extended, choices = list(draft), 0
+        while len(extended) < most and time.perf_counter() < deadline:
             if grammar.is_terminated():
                 break
             grammar.fill_bitmask(mask, 0)
-            token = self._only(words)
-            if token is None or not grammar.accept_tokens("", [token]):
+            forced, token = self._only(words), taken.after(extended, words)
+            choices += forced is None
+            token = forced if token is None else token
+            if token is None or choices > _MOST_CHOICES or not grammar.accept_tokens("", [token]):
                 break
-            forced.append(token)
-        if taken := len(draft) + len(forced):
-            grammar.rollback(taken)
-        return forced
+            extended.append(token)
+        if extended:
+            grammar.rollback(len(extended))
+        return extended
 
     def _only(self, words: np.ndarray) -> int | None:
         """Return the longest of the allowed tokens if the others are beginnings of it.
