@@ -61,10 +61,10 @@ docs-tools: venv
 		-r requirements/docs.txt || echo "no mkdocs: the site cannot be built here" >&2
 
 # Debian's packages, as root; the tests that lack them are skipped with that reason.
-TEST_PACKAGES := chromium fonts-dejavu-core curl
+TEST_PACKAGES := chromium fonts-dejavu-core curl redis-server
 test-tools:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
-		&& ! { command -v chromium && command -v curl; } >/dev/null; then \
+		&& ! { command -v chromium && command -v curl && command -v redis-server; } >/dev/null; then \
 		{ apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
 			apt-get -qq install --no-install-recommends $(TEST_PACKAGES); } >/dev/null 2>&1 \
 		|| echo "no $(TEST_PACKAGES): their tests are skipped" >&2; fi

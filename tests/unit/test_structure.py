@@ -54,6 +54,7 @@ FLOORS = {
         "drafting verification",
         "attention",
         "recorder warm_start",
+        "sharing",
         "verifier",
         "verifier_setup",
         "runners",

@@ -16,6 +16,8 @@ from vllm_trie.tree import TokenTree
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from vllm_trie.store.replicas import Replicas
+
 
 class DrafterOptions(BaseModel):
     """Base of every drafter's options: frozen and strictly typed, without unknown names."""
@@ -214,9 +216,18 @@ class Drafter(ABC):
     def restore(self, texts: Sequence[StoredText]) -> None:  # noqa: B027 - optional, not abstract
         """Take up outputs that other engines saved, least recently used first.
 
-        Called before the first call of `propose` with what earlier engines saved, and with
-        `store_reload_minutes` also between two steps, with what engines saved meanwhile.
+        Called before the first call of `propose` with what earlier engines saved, and between two
+        steps with what replicas publish.
         """
+
+    def share(self, replicas: Replicas) -> None:  # noqa: B027 - optional
+        """Publish the outputs of ended requests from now on, and listen to the salts of requests.
+
+        What comes in reaches the drafter by `restore`.
+        """
+
+    def reset(self) -> None:  # noqa: B027 - optional
+        """Forget the outputs of ended requests; called between two steps."""
 
     def set_prompt_key(self, key: bytes) -> None:  # noqa: B027 - optional
         """Take the key of the fingerprints in texts of other engines, before any request or text.

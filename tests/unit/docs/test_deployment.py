@@ -127,9 +127,11 @@ def test_probes_ask_what_a_server_answers() -> None:
 def test_services_find_each_other() -> None:
     services = load("compose.yaml")["services"]
     (job,) = load("prometheus.yml")["scrape_configs"]
-    (target,) = job["static_configs"][0]["targets"]
-    assert target.partition(":")[0] in services
-    assert services["server"]["ports"] == ["127.0.0.1:8000:" + target.partition(":")[2]]
+    for port, target in enumerate(job["static_configs"][0]["targets"], 8000):
+        name, _, inside = target.partition(":")
+        assert services[name]["ports"] == [f"127.0.0.1:{port}:{inside}"]
+    options = json.loads(services["server"]["command"][2].partition("=")[2])["vllm_trie"]
+    assert re.fullmatch(r"redis://(\w+):6379/0", options["store"])[1] in services  # type: ignore[index]
     (source,) = load("grafana.yml")["datasources"]
     assert source["url"] == "http://prometheus:9090"
     assert services["prometheus"]["ports"][0].endswith(":9090")
@@ -140,7 +142,7 @@ def test_services_find_each_other() -> None:
     (dashboard,) = (FOLDER / shared).glob("*.json")
     assert json.loads(dashboard.read_text())["panels"]
     for service in services.values():
-        for mount in service["volumes"]:
+        for mount in service.get("volumes", ()):
             if mount.startswith("."):
                 assert (FOLDER / mount.split(":")[0]).exists(), mount
 

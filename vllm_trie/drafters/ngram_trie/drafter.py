@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from pydantic import BaseModel
@@ -28,6 +28,9 @@ from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
 from vllm_trie.store import StoredText
 from vllm_trie.tree import TokenTree
 from vllm_trie.watched_file import WatchedFile
+
+if TYPE_CHECKING:
+    from vllm_trie.store.replicas import Replicas
 
 BLEND = Blend(
     own=Source(concentration=0.3, discount=0.7),
@@ -154,6 +157,16 @@ class NgramTrieDrafter(Drafter):
     def restore(self, texts: Sequence[StoredText]) -> None:
         if self.store is not None:
             self.store.restore(texts)
+
+    def share(self, replicas: Replicas) -> None:
+        if self.store is not None:
+            self.store.share(replicas)
+
+    def reset(self) -> None:
+        if self.store is not None:
+            self.store.clear()
+        if self.recycling is not None:
+            self.recycling.clear()
 
     def set_prompt_key(self, key: bytes) -> None:
         if self.store is not None:

@@ -27,6 +27,11 @@ class Recycling:
         self.table = NativeRecycled(max(max_contexts, self._max_scopes), self._max_scopes)
         self._scopes: OrderedDict[bytes, int] = OrderedDict()  # by the salt's digest
 
+    def clear(self) -> None:
+        """Forget everything."""
+        for scope in self._scopes.values():
+            self.table.forget(scope)
+
     def scope(self, cache_salt: str | None) -> int:
         """Return the scope of a salt, which stays its own while the batch is drafted for."""
         salt = salt_digest(cache_salt)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_trie.ngrams import NativeBackend, NativeIndex
 from vllm_trie.store import KEY_BYTES, PROMPT_BYTES, StoredText, newest, salt_digest
+
+if TYPE_CHECKING:
+    from vllm_trie.store.replicas import Replicas
 
 PROMPT_TOKENS = 32
 """Of a prompt's end that its fingerprint covers: a chat template's tail, and more."""
@@ -43,6 +48,7 @@ class RequestStore:
         self._answers: dict[bytes, tuple[bytes, int]] = {}  # prompt -> key of its latest answer
         self.key = os.urandom(KEY_BYTES)
         self.num_tokens = 0
+        self._replicas: Replicas | None = None
 
     def index(self, cache_salt: str | None) -> NativeIndex | None:
         """Return the index that requests with this salt draft from, None if it is empty."""
@@ -57,10 +63,15 @@ class RequestStore:
             token_ids: int32, the output.
             prompt: Fingerprint of the prompt, empty if it is not to be found by it.
         """
-        self._add(StoredText(salt_digest(cache_salt), token_ids[-self._max_tokens :], prompt))
+        text = StoredText(salt_digest(cache_salt), token_ids[-self._max_tokens :], prompt)
+        self._add(text)
+        if self._replicas is not None and len(token_ids):
+            self._replicas.publish(text)
 
     def prompt_print(self, cache_salt: str | None, prompt: np.ndarray) -> bytes:
         """Return the fingerprint of a prompt's last tokens, different for each salt."""
+        if self._replicas is not None:
+            self._replicas.listen(salt_digest(cache_salt))
         end = np.ascontiguousarray(prompt[-PROMPT_TOKENS:], dtype="<i4")
         text = salt_digest(cache_salt) + end.tobytes()
         return blake2b(text, digest_size=PROMPT_BYTES, key=self.key).digest()
@@ -84,6 +95,18 @@ class RequestStore:
         """Add texts of an earlier engine, least recently used first; those that fit."""
         for text in newest(texts, self._max_tokens):
             self._add(text)
+
+    def share(self, replicas: Replicas) -> None:
+        """Publish outputs that are added from now on, and hear those of the salts in use."""
+        self.key = replicas.prompt_key
+        self._replicas = replicas
+
+    def clear(self) -> None:
+        """Forget all texts, also those that have just come in."""
+        if self._replicas is not None:
+            self._replicas.receive(sys.maxsize)
+        while self._texts:
+            self._remove_oldest()
 
     def _add(self, text: StoredText) -> None:
         salt, token_ids, prompt = text

@@ -35,6 +35,8 @@ from vllm_trie.tree import ROOT, TokenTree
 if TYPE_CHECKING:
     from torch import nn
 
+    from vllm_trie.store.replicas import Replicas
+
 HORIZON = 20
 """Tokens that must follow a draft before it teaches the calibration; deeper nodes are ignored."""
 _TAIL = 8  # tokens
@@ -123,6 +125,14 @@ class TrieUnionDrafter(Drafter):
     def set_prompt_key(self, key: bytes) -> None:
         for part in self.parts:
             part.set_prompt_key(key)
+
+    def share(self, replicas: Replicas) -> None:
+        for part in self.parts:
+            part.share(replicas)
+
+    def reset(self) -> None:
+        for part in self.parts:
+            part.reset()
 
     def save(self) -> list[StoredText]:
         return [text for part in self.parts for text in part.save()]

@@ -67,6 +67,13 @@ class EngineOptions(BaseModel):
         "at shutdown, and read at the next start. Engines of one model may share it. Its files "
         "hold text of users.",
     )
+    store: str | None = Field(
+        default=None,
+        description="A Redis or Valkey server, redis://HOST:6379/0 (rediss:// with TLS), through "
+        "which replicas of one model draft from one another's finished texts. User and password "
+        "may stand in VLLM_TRIE_STORE_USER and VLLM_TRIE_STORE_PASSWORD. The server holds text of "
+        "users.",
+    )
     allow_untested_gpu: bool = Field(
         default=False,
         description="Allow trees and native beam search on an NVIDIA GPU, where they have never "

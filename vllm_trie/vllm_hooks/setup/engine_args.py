@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_trie.drafters import get_drafter_class
+from vllm_trie.store.replicas import connect
 from vllm_trie.vllm_hooks.ledger.record import PLUGGABLE, Result, Symbols
 from vllm_trie.vllm_hooks.setup import config, cpu_memory, runner_choice
 from vllm_trie.vllm_hooks.setup.beam_support import check_catalogues
@@ -114,6 +115,8 @@ def verify(vllm_config: VllmConfig) -> None:
 
 
 def _check_store(options: config.EngineOptions) -> None:
+    if options.store is not None:
+        connect(options.store).close()
     store_path = options.store_path
     folder = None if store_path is None else Path(store_path)
     if folder is None or (store_path and folder.is_dir()):

@@ -39,6 +39,14 @@ class DraftingWorkerMixin(_Worker):
         if isinstance(self.adapter, V2Adapter):
             self._begin_drafting(self.adapter)
 
+    def reset_drafts(self) -> None:
+        """Forget what ended requests left to draft from; for `collective_rpc`.
+
+        Sleeping, new weights and a reset of the prefix cache leave it: drafts change no output.
+        """
+        if self.adapter is not None:
+            self.adapter.trees.reset_drafts()
+
     def _begin_drafting(self, adapter: V2Adapter) -> None:
         parallel = self.parallel_config
         # Pipeline stages and data-parallel ranks would have to take part in the steps of the check.

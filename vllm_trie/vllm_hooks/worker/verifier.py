@@ -22,6 +22,7 @@ from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.wire import TreeStats, WaitCause
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
+from vllm_trie.vllm_hooks.worker.sharing import Sharing
 from vllm_trie.vllm_hooks.worker.step_clock import StepClock
 from vllm_trie.vllm_hooks.worker.verification import compaction
 from vllm_trie.vllm_hooks.worker.verification.placement import (
@@ -61,7 +62,7 @@ class TreeVerifier:
         share_trees: For several tensor-parallel ranks. They measure different times, so the
             budget's least probabilities are for one rank only, as are its pauses on Model Runner
             V1. On V2 all ranks pause with rank 0.
-        warm_start: Saves what is learned; None saves nothing.
+        memories: Save and share what is learned.
         recorder: Writes the traces that requests ask for; ``None`` where the operator wants none.
 
     Attributes:
@@ -81,7 +82,7 @@ class TreeVerifier:
         guard: GuardedDrafter,
         budget: NodeBudget | None = None,
         share_trees: ShareTrees | None = None,
-        warm_start: WarmStart | None = None,
+        memories: Sequence[WarmStart | Sharing] = (),
         recorder: TraceRecorder | None = None,
     ) -> None:
         self.guard = guard
@@ -94,7 +95,7 @@ class TreeVerifier:
         self.likeliest: tuple[np.ndarray, np.ndarray] | None = None
         self.totals = TreeStats()
         self._share_trees = share_trees
-        self._warm_start = warm_start
+        self._memories = memories
         # By request id: the tree proposed last, and the result of the last verification.
         self._stored_trees: dict[str, TokenTree] = {}
         self._last_steps: dict[str, VerifiedStep] = {}
@@ -389,18 +390,23 @@ class TreeVerifier:
             stats.draft_failures = self.guard.take_new_failures()
             self.totals.add(stats)
             self.totals.predictions.clear()
-            if self._warm_start is not None:
-                self._warm_start.tick()
+            for memory in self._memories:
+                memory.tick()
         self._clock.leave()
         return stats
 
     def close(self) -> None:
         """Save what was learned; the engine ends."""
-        if self._warm_start is not None:
+        if self._memories:
             # The scheduler tells of ended requests with the next step, and there is none.
             for request_id in list(self._last_steps):
                 self.release(request_id)
-            self._warm_start.close()
+        for memory in self._memories:
+            memory.close()
+
+    def reset_drafts(self) -> None:
+        """Forget what ended requests left; running ones keep their drafts."""
+        self.guard.drafter.reset()
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""

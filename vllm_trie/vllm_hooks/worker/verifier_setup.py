@@ -16,8 +16,9 @@ from vllm_trie.tree.batch import LIBRARY
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
+from vllm_trie.vllm_hooks.worker.sharing import Sharing
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
-from vllm_trie.vllm_hooks.worker.warm_start import open_warm_start
+from vllm_trie.vllm_hooks.worker.warm_start import WarmStart, open_warm_start
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -46,6 +47,13 @@ def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
     if context.tensor_parallel_size > 1:
         share_trees = partial(same_on_all_ranks, group=get_tp_group(), budget=budget)
     LIBRARY.load()  # fails here, at the start, if it cannot be used
+    # In this order: the key of replicas takes the place of the folder's.
+    memories: list[WarmStart | Sharing] = []
+    if warm_start := open_warm_start(vllm_config, tree_config, context, drafter):
+        memories.append(warm_start)
+    if options.store is not None and not context.rank:  # the others get this rank's trees
+        revision = vllm_config.model_config.revision
+        memories.append(Sharing(options.store, revision, context, drafter))
     recorder = None
     if options.trace_path is not None and not context.rank:  # all ranks see the same
         recorder = TraceRecorder(Path(options.trace_path), tree_config, drafter)
@@ -53,7 +61,7 @@ def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
         GuardedDrafter(drafter, context.vocab_size, options.draft_timeout_s, logger),
         budget,
         share_trees,
-        warm_start=open_warm_start(vllm_config, tree_config, context, drafter),
+        memories=memories,
         recorder=recorder,
     )
 

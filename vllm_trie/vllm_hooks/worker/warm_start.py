@@ -137,12 +137,14 @@ def open_warm_start(
     options = tree_config.engine_options
     if options.store_path is None or context.rank:
         return None
-    identity = Identity(
-        f"{context.model} {vllm_config.model_config.revision or ''}".strip(),
-        _tokenizer_fingerprint(context),
-        context.vocab_size,
-    )
+    identity = engine_identity(context, vllm_config.model_config.revision)
     return WarmStart(Path(options.store_path), identity, drafter)
+
+
+def engine_identity(context: DrafterContext, revision: str | None) -> Identity:
+    """Return what the texts of an engine have in common with those of others like it."""
+    model = f"{context.model} {revision or ''}".strip()
+    return Identity(model, _tokenizer_fingerprint(context), context.vocab_size)
 
 
 def _tokenizer_fingerprint(context: DrafterContext) -> str:

@@ -1,0 +1,276 @@
+"""Texts that replicas share through a real server, which fails and lies."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.drafters.support import make_drafter, make_request
+from tests.unit.store.redis_server import RedisServer
+from vllm_trie.store import Identity, StoredText, replicas, salt_digest
+from vllm_trie.store.replicas import Replicas, connect, decode, encode
+
+IDENTITY = Identity("model", "tokenizer", 1000)
+SALT = salt_digest("tenant")
+SOON = 1.0
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def server(running: RedisServer) -> RedisServer:
+    running.client.flushall()
+    return running
+
+
+@pytest.fixture
+def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Replicas]]:
+    """Return what makes a replica, which is closed at the end."""
+    monkeypatch.setattr(replicas, "_TIMEOUT", 0.5)
+    monkeypatch.setattr(replicas, "LONGEST_PAUSE", 0.3)
+    monkeypatch.setattr(replicas, "WAIT", 0.05)
+    made: list[Replicas] = []
+
+    def make(url: str, identity: Identity = IDENTITY) -> Replicas:
+        made.append(Replicas(url, identity))
+        return made[-1]
+
+    yield make
+    for replica in made:
+        replica.close()
+
+
+def text(start: int, salt: bytes = SALT, length: int = 20) -> StoredText:
+    return StoredText(salt, np.arange(start, start + length, dtype=np.int32), b"12345678")
+
+
+def receive(replica: Replicas, number: int, seconds: float = SOON) -> list[StoredText]:
+    """Return at least so many texts, or those that come in time."""
+    texts: list[StoredText] = []
+    end = time.monotonic() + seconds
+    while len(texts) < number and time.monotonic() < end:
+        texts += replica.receive(1 << 30)
+        time.sleep(0.01)
+    return texts
+
+
+def warned(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    """Count warnings; one may have passed several loggers."""
+    records = {id(record): record for record in caplog.records if record.levelname == "WARNING"}
+    return sum(text in record.getMessage() for record in records.values())
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.01)
+
+
+def test_a_text_reaches_the_other_replicas_in_less_than_a_second(
+    server: RedisServer, join: Callable[..., Replicas]
+) -> None:
+    first, second, late = (join(server.url) for _ in range(3))
+    foreign = join(server.url, IDENTITY._replace(tokenizer="another"))
+    for replica in (first, second, foreign):
+        replica.listen(SALT)
+    first.publish(text(0))
+    first.publish(text(100, salt_digest("another")))
+    [got] = receive(second, 1)
+    assert got.token_ids.tolist() == list(range(20))
+    assert got[0] == SALT
+    assert got.prompt == b"12345678"
+    late.listen(SALT)
+    assert len(receive(late, 1)) == 1, "it starts with what others know"
+    assert not receive(second, 1, 0.3)
+    assert not first.receive(1000), "its own text comes back"
+    assert not foreign.receive(1000), "another tokenizer's tokens mean something else"
+
+
+def test_the_server_holds_no_salt(server: RedisServer, join: Callable[..., Replicas]) -> None:
+    first = join(server.url)
+    first.publish(text(0, salt_digest("tenant")))
+    wait_for(server.client.keys)
+    [name] = server.client.keys()
+    content = name + b"".join(b"".join(fields.values()) for _, fields in server.client.xrange(name))
+    assert b"tenant" not in content
+    assert SALT not in content
+    assert SALT.hex().encode() not in content
+
+
+def test_streams_are_bounded_in_length_and_age(
+    server: RedisServer, join: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "MAX_ENTRIES", 200)
+    first = join(server.url)
+    first.publish(text(0))
+    wait_for(server.client.keys)
+    [name] = server.client.keys()
+    server.client.delete(name)
+    for number in range(200):
+        server.client.xadd(name, {"old": 1}, id=f"{number + 1}-0")
+    for _ in range(5):
+        for start in range(100):
+            first.publish(text(start))
+        wait_for(lambda: not first._outgoing)
+    time.sleep(0.1)
+    assert server.client.xlen(name) <= 400  # the server drops entries by the hundred
+    assert server.client.xrange(name, count=1)[0][0] > b"1000000"
+    assert 0 < server.client.ttl(name) <= replicas.MAX_AGE
+
+
+def test_without_the_server_nothing_waits(
+    tmp_path: Path, join: Callable[..., Replicas], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = RedisServer(tmp_path)
+    first, second = join(server.url), join(server.url)
+    for replica in (first, second):
+        replica.listen(SALT)
+    first.publish(text(0))
+    assert len(receive(second, 1)) == 1
+    server.kill()
+    start = time.perf_counter()
+    for number in range(2 * replicas.MAX_WAITING):
+        first.listen(salt_digest(str(number)))
+        first.publish(text(number % 900))
+        assert not first.receive(1000)
+    assert time.perf_counter() - start < 0.5, "a call waited"
+    wait_for(lambda: warned(caplog, "nothing is shared") == 2)
+    time.sleep(1.0)
+    assert warned(caplog, "nothing is shared") == 2, "each warns once"
+    server.start()
+    wait_for(lambda: warned(caplog, "shared with replicas again") == 2)
+    second.publish(text(500))
+    first.listen(SALT)
+    assert 500 in [got.token_ids[0] for got in receive(first, 1, 3.0)]
+    server.kill()
+
+
+@pytest.mark.parametrize("fault", ["full", "wrong type", "silent"])
+def test_a_server_that_refuses_costs_the_sharing_alone(
+    fault: str, tmp_path: Path, join: Callable[..., Replicas], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = RedisServer(tmp_path, *(["--maxmemory", "1mb"] if fault == "full" else []))
+    url, silent = server.url, socket.create_server(("127.0.0.1", 0))
+    if fault == "silent":
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+    first = join(url)
+    if fault == "wrong type":
+        server.client.set(first._stream(SALT), "no stream")
+    first.listen(SALT)
+    for start in range(100):
+        first.publish(text(start, length=900))
+    wait_for(lambda: warned(caplog, "nothing is shared"))
+    assert not first.receive(1000)
+    assert warned(caplog, "nothing is shared") == 1
+    assert "12345678" not in caplog.text, "the log has an entry"
+    server.kill()
+    silent.close()
+
+
+def lies(name: bytes, honest: dict[bytes, bytes], other: bytes) -> list[dict[bytes, bytes]]:
+    """Entries that no engine of this stream wrote."""
+    outside = np.array([5, IDENTITY.vocab_size], dtype=np.int32)
+    negative = np.array([-1], dtype=np.int32)
+    return [
+        {b"x": b"y"},
+        {**honest, b"more": b"1"},
+        {**honest, b"v": b"2"},
+        {**honest, b"t": honest[b"t"][:-1]},
+        {**honest, b"t": b""},
+        {**honest, b"t": honest[b"t"][4:]},
+        {**honest, b"p": b"1234567"},
+        {**honest, b"p": b"87654321"},
+        {**honest, b"e": b"e" * 100},
+        encode(other, b"engine", text(0)),
+        *(encode(name, b"engine", text(0)._replace(token_ids=t)) for t in (outside, negative)),
+    ]
+
+
+def test_lies_are_counted_and_dropped(
+    server: RedisServer, join: Callable[..., Replicas], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = join(server.url)
+    name, other = first._stream(SALT), first._stream(salt_digest("other"))
+    honest = encode(name, b"engine", text(0))
+    told = lies(name, honest, other)
+    for fields in told:
+        server.client.xadd(name, fields)
+        assert decode(name, SALT, fields, IDENTITY.vocab_size) is None
+    server.client.xadd(name, honest)
+    first.listen(SALT)
+    [got] = receive(first, 1)
+    assert got.token_ids.tolist() == list(range(20))
+    assert first.num_dropped == len(told)
+    assert warned(caplog, "foreign entries were dropped") == 1
+
+
+@pytest.mark.parametrize(
+    ("victim", "attacker"), [("a", "b"), (None, "b"), ("a", None), ("\0" + "2:xya", "\0" + "1:xya")]
+)
+def test_no_text_crosses_salts_or_adapters(
+    server: RedisServer,
+    join: Callable[..., Replicas],
+    victim: str | None,
+    attacker: str | None,
+) -> None:
+    """The victim's entries, copied into the attacker's stream, and a prompt that both ask."""
+    prompt, secret = list(range(40)), list(range(500, 540))
+    drafters = []
+    for _ in range(2):
+        drafter: Any = make_drafter(store_tokens=10_000)
+        replica = join(server.url)
+        drafter.share(replica)
+        drafters.append((drafter, replica))
+    (origin, _), (target, inbox) = drafters
+    request = make_request([*prompt, *secret], "v", len(prompt), cache_salt=victim)
+    origin.propose([request])
+    origin.release("v")
+    wait_for(server.client.keys)
+    [name] = server.client.keys()
+
+    def ask(drafter: Any, salt: str | None) -> Any:
+        request = make_request([*prompt, 500, 501], "q", len(prompt), cache_salt=salt)
+        [tree] = drafter.propose([request])
+        drafter.release("q")
+        return tree
+
+    alone: Any = make_drafter(store_tokens=10_000)
+    for drafter in (alone, target):
+        ask(drafter, attacker)
+    for _, fields in server.client.xrange(name):
+        server.client.xadd(inbox._stream(salt_digest(attacker)), fields)
+    wait_for(lambda: inbox.num_dropped == 1)
+    target.restore(receive(inbox, 1, 0.3))
+    leaking, without = ask(target, attacker), ask(alone, attacker)
+    for field in ("token_ids", "parents", "probabilities"):
+        np.testing.assert_array_equal(getattr(leaking, field), getattr(without, field))
+    # The victim's own requests find it there.
+    ask(target, victim)
+    target.restore(receive(inbox, 1))
+    assert ask(target, victim).chain().token_ids[:8].tolist() == secret[2:10]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("folder", "must be redis://HOST"),
+        ("http://host", "must be redis://HOST"),
+        ("redis://host:port/0", "is no URL of a server"),
+    ],
+)
+def test_an_address_that_cannot_be_one(url: str, said: str) -> None:
+    pytest.importorskip("redis", reason="the package redis is not installed")
+    with pytest.raises(ValueError, match=said):
+        connect(url)

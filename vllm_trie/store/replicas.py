@@ -1,0 +1,268 @@
+"""Texts of finished requests, shared with other replicas through a Redis or Valkey server.
+
+A stream holds the texts of one model, tokenizer and cache salt, the latest `MAX_ENTRIES` of the
+last `MAX_AGE` seconds. Its name is a digest of them. The fields of an entry:
+
+    v    version of this layout
+    e    the engine that wrote it, drawn at its start
+    p    fingerprint of the prompt, or nothing
+    t    tokens, int32, little-endian
+    d    BLAKE2b of the stream's name and of the other fields
+
+An engine reads the streams of the salts that its own requests have. Whoever may read the server
+reads texts of users.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_trie.store.folder import KEY_BYTES, Identity
+from vllm_trie.store.store_file import PROMPT_BYTES, StoredText
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+VERSION = b"1"
+MAX_ENTRIES = 4096
+MAX_AGE = 24 * 3600
+MAX_TOKENS = 1 << 16
+"""Of a text; of a longer one, the end is shared."""
+MAX_STREAMS = 1024
+"""Of the salts that were used last."""
+MAX_WAITING = 1024
+"""Texts that wait for the server, or for the engine."""
+WAIT = 0.2
+"""Seconds that a read waits for texts of others, and own texts for the read."""
+LONGEST_PAUSE = 30.0
+"""Seconds without an attempt to reach a server that is gone."""
+_TIMEOUT = 5.0
+_ENTRIES_AT_ONCE = 64
+_FIELDS = frozenset((b"v", b"e", b"p", b"t", b"d"))
+_START = b"0-0"
+
+logger = logging.getLogger(__name__)
+
+
+class Replicas:
+    """Publishes an engine's texts and receives those of others, in a thread of its own.
+
+    No call waits for the server. Without it nothing is shared, and the thread tries again; it warns
+    once each time that the server goes.
+
+    Args:
+        url: Of the server.
+        identity: Of the engine; replicas of others are not heard.
+        user, password: For a URL without them.
+
+    Attributes:
+        prompt_key: Of the fingerprints of prompts: the same in all replicas.
+        num_dropped: Entries that were not sound.
+    """
+
+    def __init__(
+        self, url: str, identity: Identity, user: str | None = None, password: str | None = None
+    ) -> None:
+        self.prompt_key = _digest(b"prompts", *map(_encoded, identity))[:KEY_BYTES]
+        self.num_dropped = 0
+        self._identity = identity
+        self._engine = os.urandom(8)
+        self._client = connect(url, user, password)
+        self._outgoing: deque[StoredText] = deque(maxlen=MAX_WAITING)
+        self._incoming: deque[StoredText] = deque(maxlen=MAX_WAITING)
+        # Of each salt in use, the last used one last: the stream's name and its last entry read.
+        self._streams: OrderedDict[bytes, bytes] = OrderedDict()
+        self._salts: dict[bytes, bytes] = {}
+        self._lock = threading.Lock()  # of these two
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vllm-trie-replicas", daemon=True)
+        self._thread.start()
+
+    def listen(self, salt: bytes) -> None:
+        """Receive the texts of a cache salt, by its digest, from now on."""
+        name = self._stream(salt)
+        with self._lock:
+            self._streams.setdefault(name, _START)
+            self._streams.move_to_end(name)
+            self._salts[name] = salt
+            if len(self._streams) > MAX_STREAMS:
+                oldest, _ = self._streams.popitem(last=False)
+                del self._salts[oldest]
+
+    def publish(self, text: StoredText) -> None:
+        """Share a text; of too many that wait, the oldest are dropped."""
+        self._outgoing.append(text)
+
+    def receive(self, max_tokens: int) -> list[StoredText]:
+        """Return texts of others that have come in: at least one, if there are any, and no more
+        after `max_tokens` tokens."""
+        texts = []
+        while self._incoming and max_tokens > 0:
+            texts.append(self._incoming.popleft())
+            max_tokens -= len(texts[-1].token_ids)
+        return texts
+
+    def close(self) -> None:
+        """Publish what waits, if the server is there, and end the thread."""
+        self._ending.set()
+        self._thread.join(_TIMEOUT)
+        self._client.close()
+
+    def _run(self) -> None:
+        pause, has_warned = WAIT, False
+        while not self._ending.is_set():
+            try:
+                self._publish_waiting()
+                self._read()
+            except Exception as error:  # the server is gone, full, or no Redis at all
+                level = logging.DEBUG if has_warned else logging.WARNING
+                logger.log(
+                    level,
+                    "the option 'store': nothing is shared with other replicas, the engine goes "
+                    "on: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
+                has_warned = True
+                self._ending.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            else:
+                if has_warned:
+                    logger.warning("the option 'store': texts are shared with replicas again")
+                pause, has_warned = WAIT, False
+        try:
+            self._publish_waiting()
+        except Exception:
+            logger.debug("texts were not shared at the end", exc_info=True)
+
+    def _publish_waiting(self) -> None:
+        while self._outgoing:
+            with self._client.pipeline(transaction=False) as pipeline:
+                seconds, _ = self._client.time()
+                for _ in range(min(len(self._outgoing), _ENTRIES_AT_ONCE)):
+                    # Taken out first: a text that the server refuses does not stop the others.
+                    text = self._outgoing.popleft()
+                    name = self._stream(text.salt)
+                    entry: Any = encode(name, self._engine, text)
+                    pipeline.xadd(name, entry, maxlen=MAX_ENTRIES, approximate=True)
+                    oldest = f"{(int(seconds) - MAX_AGE) * 1000}-0"
+                    pipeline.xtrim(name, minid=oldest, approximate=True)
+                    pipeline.expire(name, MAX_AGE)
+                # An error that the client raises would quote the text.
+                for answer in pipeline.execute(raise_on_error=False):
+                    if isinstance(answer, Exception):
+                        raise answer
+
+    def _read(self) -> None:
+        with self._lock:
+            streams: Any = dict(self._streams)
+        if not streams:
+            self._ending.wait(WAIT)
+            return
+        block = int(1000 * WAIT)
+        answer: Any = self._client.xread(streams, count=_ENTRIES_AT_ONCE, block=block)
+        for name, entries in answer or ():
+            with self._lock:
+                salt = self._salts.get(name)
+                if salt is None or not entries:
+                    continue
+                self._streams[name] = entries[-1][0]
+            for _, fields in entries:
+                self._take_in(name, salt, fields)
+
+    def _take_in(self, name: bytes, salt: bytes, fields: Mapping[bytes, bytes]) -> None:
+        if fields.get(b"e") == self._engine:
+            return
+        text = decode(name, salt, fields, self._identity.vocab_size)
+        if text is not None:
+            self._incoming.append(text)
+            return
+        self.num_dropped += 1
+        level = logging.WARNING if self.num_dropped == 1 else logging.DEBUG
+        logger.log(level, "the option 'store': %d foreign entries were dropped", self.num_dropped)
+
+    def _stream(self, salt: bytes) -> bytes:
+        digest = _digest(*map(_encoded, self._identity), salt).hex()[:32]
+        return b"vllm-trie:" + digest.encode()
+
+
+def connect(url: str, user: str | None = None, password: str | None = None) -> Redis:
+    """Return a client, which connects with its first command.
+
+    Raises:
+        ValueError: The URL is none of a server, or the package `redis` is missing.
+    """
+    try:
+        from redis import Redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    except ImportError:
+        raise ValueError(
+            "the option 'store' needs the package redis: pip install 'vllm-trie[replicas]'"
+        ) from None
+    if not url.startswith(("redis://", "rediss://")):
+        raise ValueError(
+            "the option 'store' must be redis://HOST:PORT/DATABASE or rediss:// with TLS; for a "
+            "folder take the option 'store_path'"
+        )
+    given = {"username": user, "password": password}
+    try:
+        client: Redis = Redis.from_url(
+            url,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
+            socket_connect_timeout=_TIMEOUT,
+            socket_timeout=_TIMEOUT,
+            **{name: value for name, value in given.items() if value},
+        )
+    except ValueError as error:
+        raise ValueError(f"the option 'store' is no URL of a server: {error}") from None
+    return client
+
+
+def encode(name: bytes, engine: bytes, text: StoredText) -> dict[bytes, bytes]:
+    """Return the fields of an entry of the stream of this name."""
+    tokens = text.token_ids[-MAX_TOKENS:].astype("<i4").tobytes()
+    fields = {b"v": VERSION, b"e": engine, b"p": text.prompt, b"t": tokens}
+    return {**fields, b"d": _digest(name, *fields.values())}
+
+
+def decode(
+    name: bytes, salt: bytes, fields: Mapping[bytes, bytes], vocab_size: int
+) -> StoredText | None:
+    """Return the text of an entry, None if it is not sound.
+
+    An entry of another stream is not: its digest covers the name.
+    """
+    if fields.keys() != _FIELDS or fields[b"v"] != VERSION:
+        return None
+    prompt, packed = fields[b"p"], fields[b"t"]
+    if len(prompt) not in (0, PROMPT_BYTES) or len(fields[b"e"]) > KEY_BYTES:
+        return None
+    if not 0 < len(packed) <= 4 * MAX_TOKENS or len(packed) % 4:
+        return None
+    if fields[b"d"] != _digest(name, *(fields[key] for key in (b"v", b"e", b"p", b"t"))):
+        return None
+    tokens = np.frombuffer(packed, dtype="<i4").astype(np.int32)
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        return None
+    return StoredText(salt, tokens, prompt)
+
+
+def _digest(*parts: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=32, person=b"vllm-trie stream"[:16])
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def _encoded(part: object) -> bytes:
+    return str(part).encode()
