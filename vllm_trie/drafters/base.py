@@ -103,6 +103,7 @@ class DraftRequest:
         sample_of: The same for all samples of one prompt; None for a request that is no sample.
         prediction: int32, the answer as the client predicts it, which is drafted next to the
             drafter's tree; None without one.
+        is_sampled: Whether it has a temperature.
         min_probability: Nodes whose path is less likely are not verified; a drafter that knows
             probabilities may leave them out to save time.
     """
@@ -120,6 +121,7 @@ class DraftRequest:
     min_probability: float = 0.0
     sample_of: str | None = None
     prediction: np.ndarray | None = None
+    is_sampled: bool = False
 
 
 class Drafter(ABC):

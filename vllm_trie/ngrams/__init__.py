@@ -1,6 +1,6 @@
 """N-grams of texts: the index, the blend of its contexts, and corpora in files."""
 
-from vllm_trie.ngrams.blend import Blend, Source
+from vllm_trie.ngrams.blend import Blend, Recycled, Source
 from vllm_trie.ngrams.job import Candidates, Job, Rows
 from vllm_trie.ngrams.native import MAX_ORDER, NativeBackend, NativeIndex
 
@@ -11,6 +11,7 @@ __all__ = [
     "Job",
     "NativeBackend",
     "NativeIndex",
+    "Recycled",
     "Rows",
     "Source",
 ]

@@ -26,8 +26,11 @@ class Source(NamedTuple):
 class Recycled(NamedTuple):
     """Trust in what the model held likely: a token gets this part of its probability."""
 
+    triple: float = 0.4
+    """After the last three tokens, in answers to the same prompt; asked before a text's contexts of
+    four."""
     pair: float = 0.6
-    """After the last two tokens; asked before a text's contexts of four."""
+    """After the last two tokens; asked after it."""
     single: float = 0.7
     """After the last one; asked before contexts of one."""
     sibling: float = 0.7

@@ -58,6 +58,11 @@ class Job(NamedTuple):
     """Text of the store that answered such a prompt, -1 for none."""
     output_begin: int = 0
     """Place in `tokens` where the output begins, negative if it is before them."""
+    prompt: int = 0
+    """Of the table: requests with the same prompt ask what was likely in its answers first. An
+    int32, 0 without."""
+    is_sampled: bool = False
+    """Whether the request has a temperature."""
 
 
 class Candidates(NamedTuple):

@@ -165,7 +165,7 @@ def draft_batch(
 
     Args:
         jobs: Of the batch.
-        blend: Made by :func:`pack_blend`.
+        blend: Made by :func:`pack_blend`, for greedy requests and then for sampled ones.
         candidates: Of heads, for each job.
 
     Raises:
@@ -175,14 +175,14 @@ def draft_batch(
     stride = max((job.max_nodes for job in jobs), default=0)
     for job in jobs:
         own_text, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
-        recycled, logits_rows, scope, first, text, answer, output_begin = job[9:]
+        recycled, logits_rows, scope, first, text, answer, output_begin, *of_request = job[9:]
         packed = _PACK_JOB(
             0 if own_text is None else own_text.handle,
             0 if store is None else store.handle,
             0 if corpus is None else corpus.handle,
             *(least, max_nodes, max_depth, chain, len(tokens), num_indexed, first),
             *(0 if recycled is None else recycled.handle, *_packed_rows(logits_rows)),
-            *(scope, text, answer, output_begin),
+            *(scope, text, answer, output_begin, *of_request),
         )
         parts += (packed, tokens)
     predicted = (0, 0, 0, 0)
@@ -222,11 +222,16 @@ def pack_blend(blend: Blend) -> bytes:
 
 
 class NativeBackend:
-    """Makes indexes, and drafts from them with the parameters of a blend."""
+    """Makes indexes, and drafts from them with the parameters of a blend.
 
-    def __init__(self, blend: Blend) -> None:
+    Args:
+        blend: Of all requests.
+        sampled: In its place for sampled ones.
+    """
+
+    def __init__(self, blend: Blend, sampled: Blend | None = None) -> None:
         LIBRARY.load()  # fails here, at the start, if it cannot be used
-        self._blend = pack_blend(blend)
+        self._blend = pack_blend(blend) + pack_blend(sampled or blend)
 
     def new_index(self, max_order: int) -> NativeIndex:
         return NativeIndex(max_order)

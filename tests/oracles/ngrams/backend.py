@@ -14,8 +14,8 @@ from vllm_trie.ngrams.job import Candidates, Draft, Job
 class PythonBackend:
     """The readable twin."""
 
-    def __init__(self, blend: Blend) -> None:
-        self._blend = blend
+    def __init__(self, blend: Blend, sampled: Blend | None = None) -> None:
+        self._blends = blend, sampled or blend
 
     def new_index(self, max_order: int) -> NgramIndex:
         return NgramIndex(max_order)
@@ -30,20 +30,21 @@ class PythonBackend:
         ]
 
     def _draft(self, job: Job, heads: Sequence[Sequence[tuple[int, float]]]) -> Draft:
+        blend = self._blends[job.is_sampled]
         table = None if job.recycled is None else job.recycled.observe(job)
         sources = ((Kind.OWN, job.own), (Kind.STORE, job.store), (Kind.CORPUS, job.corpus))
         kinds = [kind for kind, index in sources if index is not None]
         indexes = [index for _, index in sources if index is not None]
-        mixture = Mixture(indexes, kinds, self._blend, table)
+        mixture = Mixture(indexes, kinds, blend, table)
         tokens = job.tokens.tolist()
         if job.own is not None and job.num_indexed > 0:
             job.own.synchronize(job.text, job.first, tokens[: job.num_indexed])
-        odds = 1.0 if job.recycled is None else self._blend.recycled.odds
+        odds = 1.0 if job.recycled is None else blend.recycled.odds
         limits = job.max_nodes, job.max_depth, job.chain_only, job.min_probability
         tree = BestFirstTree(*limits, odds)
         answer = None if job.store is None else Answer(job.answer, job.output_begin)
         contexts = grow(tree, mixture, tokens, heads, answer)
         used_text = -1
-        if job.store is not None and len(contexts[1]) > self._blend.use_length:
+        if job.store is not None and len(contexts[1]) > blend.use_length:
             used_text = contexts[1][-1].text
         return Draft(tree.lay_out(), used_text)

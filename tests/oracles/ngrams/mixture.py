@@ -39,18 +39,19 @@ class Recycled(NamedTuple):
     """What the model held likely in earlier steps, for one point of a text; see
     :class:`vllm_trie.ngrams.blend.Recycled`."""
 
-    contexts: Sequence[Row] = ((), (), ())
+    contexts: Sequence[Row] = ((), (), (), ())
     """After the last tokens, by their number."""
     siblings: Row = ()
     guesses: Row = ()
 
 
 FindRecycled = Callable[[Sequence[int], bool], Recycled]
-"""Takes the last three tokens before a point of the text, :data:`ANY_TOKEN` for those before its
+"""Takes the last four tokens before a point of the text, :data:`ANY_TOKEN` for those before its
 first, and whether the last one is committed."""
 ANY_TOKEN = -1
 MOST_CLAIMED = 0.98
-PAIR_ORDER = 4
+ASKED_BEFORE = 0, 1, 4, 4
+"""Lengths of the contexts before which the row of a context of 1, 2 or 3 tokens is asked."""
 
 
 class Mixture:
@@ -98,19 +99,20 @@ class Mixture:
         """
         longest = max((len(matches) - 1 for matches in contexts), default=-1)
         if recycled.contexts[1]:
-            longest = max(longest, PAIR_ORDER)
+            longest = max(longest, ASKED_BEFORE[3])
         elif recycled.siblings or recycled.guesses:
             longest = max(longest, 0)
         shares: dict[int, float] = {}
         left = 1.0
         trust = self.blend.recycled
+        of_length = 0.0, trust.single, trust.pair, trust.triple
         for order in range(longest, self.blend.min_order - 1, -1):
             if left < min_left:
                 break
-            if order == PAIR_ORDER:
-                left = _ask_row(shares, recycled.contexts[2], trust.pair, smallest, left)
-            if order == 1:
-                left = _ask_row(shares, recycled.contexts[1], trust.single, smallest, left)
+            for length in (3, 2, 1):
+                if order == ASKED_BEFORE[length]:
+                    row = recycled.contexts[length]
+                    left = _ask_row(shares, row, of_length[length], smallest, left)
             if order == 0:
                 left = _ask_row(shares, recycled.siblings, trust.sibling, smallest, left)
                 left = _ask_row(shares, recycled.guesses, trust.guess, smallest, left)
@@ -185,7 +187,7 @@ def grow(
         cut = tree.bound() / above
         recycled = Recycled()
         if mixture.recycled is not None:
-            recycled = mixture.recycled(_last_three(tree, token_ids, parent), parent == ROOT)
+            recycled = mixture.recycled(_last_four(tree, token_ids, parent), parent == ROOT)
         shares, left = mixture.ask(
             contexts[parent],
             recycled,
@@ -213,13 +215,13 @@ def grow(
     return contexts[ROOT]
 
 
-def _last_three(tree: BestFirstTree, token_ids: Sequence[int], parent: int) -> list[int]:
-    """Return the last three tokens of a guess's path."""
+def _last_four(tree: BestFirstTree, token_ids: Sequence[int], parent: int) -> list[int]:
+    """Return the last four tokens of a guess's path."""
     path: list[int] = []
-    while parent != ROOT and len(path) < 3:
+    while parent != ROOT and len(path) < 4:
         path.insert(0, tree.chosen[parent].token)
         parent = tree.chosen[parent].parent
-    return ([ANY_TOKEN] * 3 + list(token_ids[-3:]) + path)[-3:]
+    return ([ANY_TOKEN] * 4 + list(token_ids[-4:]) + path)[-4:]
 
 
 def match_answer(

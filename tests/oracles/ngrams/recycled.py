@@ -16,7 +16,7 @@ from vllm_trie.ngrams.native import ROW_TOKENS
 LEAST_NEWS, LEAST_WEIGHT, UNIT = 0.2, 0.001, 1.0 / 65535
 
 Context = tuple[int, ...]
-"""The last tokens before a row, up to two."""
+"""A prompt, or 0, and the last tokens before a row: up to three, of all prompts up to two."""
 
 
 class RecycledTable:
@@ -34,32 +34,36 @@ class RecycledTable:
         self._scopes[scope].clear()
         self._used.discard(scope)
 
-    def find(self, scope: int, context: Sequence[int]) -> Row:
-        _, row = self._scopes[scope].get(tuple(context), (0, []))
-        return [(token, units * UNIT) for token, units in row]
+    def find(self, job: Job, last: Sequence[int]) -> Row:
+        """Return the row of a context: that of the prompt or else that of all prompts."""
+        contexts = self._scopes[job.scope]
+        row = contexts.get((0, *last)) if len(last) < 3 else None
+        if job.prompt:
+            row = contexts.get((job.prompt, *last), row)
+        return [(token, units * UNIT) for token, units in row[1]] if row else []
 
     def observe(self, job: Job) -> FindRecycled:
         """Take in a job's rows; return what finds the contexts at its points."""
         siblings: Row = []
         guesses: Row = []
         if job.rows is not None:
-            siblings, guesses = self._take_in(job.scope, job.rows, job.tokens.tolist())
-        return partial(self._at, job.scope, siblings, guesses)
+            siblings, guesses = self._take_in(job, job.rows, job.tokens.tolist())
+        return partial(self._at, job, siblings, guesses)
 
     def _at(
-        self, scope: int, siblings: Row, guesses: Row, last: Sequence[int], is_root: bool
+        self, job: Job, siblings: Row, guesses: Row, last: Sequence[int], is_root: bool
     ) -> Recycled:
-        contexts = [(), *(self.find(scope, last[-length:]) for length in (1, 2))]
+        contexts = [(), *(self.find(job, last[-length:]) for length in (1, 2, 3))]
         if is_root:
             return Recycled(contexts, siblings, guesses)
-        before = self.find(scope, last[:2])
+        before = self.find(job, last[1:3])
         return Recycled(contexts, [], [(t, p) for t, p in before if t != last[-1]])
 
-    def _take_in(self, scope: int, rows: Rows, text: Sequence[int]) -> tuple[Row, Row]:
+    def _take_in(self, job: Job, rows: Rows, text: Sequence[int]) -> tuple[Row, Row]:
         base = len(text) - 1 - len(rows.accepted)
         if base < 1:
             return [], []
-        contexts = [([ANY_TOKEN] * 2 + list(text[:base]))[-2:]]
+        contexts = [([ANY_TOKEN] * 3 + list(text[:base]))[-3:]]
         for token, parent in zip(rows.nodes.tolist(), rows.parents.tolist(), strict=True):
             contexts.append([*contexts[parent + 1][1:], token])
         listed = [
@@ -68,9 +72,13 @@ class RecycledTable:
         ]
         for last, row in zip(contexts, listed, strict=True):
             if last[-1] >= 0 and row[0][1] > 0:
-                for length in (2, 1):
-                    if last[-length] != ANY_TOKEN:
-                        self._add(scope, tuple(last[-length:]), row)
+                for length in (3, 2, 1):
+                    if last[-length] == ANY_TOKEN:
+                        continue
+                    if length < 3:
+                        self._add(job.scope, (0, *last[-length:]), row)
+                    if job.prompt:
+                        self._add(job.scope, (job.prompt, *last[-length:]), row)
         last_accepted = rows.accepted[-1] if rows.accepted else -1
         likely = listed[last_accepted + 1]
         rejected = [

@@ -16,7 +16,7 @@ from tests.oracles.ngrams.recycled import RecycledTable, rows_of
 from tests.unit.drafters.support import by_path, make_drafter, make_request
 from vllm_trie.drafters import LogitsRows
 from vllm_trie.drafters.ngram_trie import recycling
-from vllm_trie.drafters.ngram_trie.drafter import BLEND
+from vllm_trie.drafters.ngram_trie.drafter import BLEND, SAMPLED
 from vllm_trie.drafters.ngram_trie.recycling import Recycling
 from vllm_trie.ngrams import Job, NativeBackend
 from vllm_trie.ngrams.native import ROW_TOKENS, NativeRecycled
@@ -49,6 +49,21 @@ def test_rejected_branches_are_drafted_from() -> None:
     assert {60, 61, 62} <= drafted_after([5, 2, 20], "a"), "by the last two tokens"
     assert {60, 61, 62} <= drafted_after([5, 6, 20], "a"), "by the last one"
     assert 60 not in drafted_after([5, 2, 20], "a", recycle=False)
+
+
+def test_what_was_likely_in_answers_to_the_prompt_comes_first() -> None:
+    """Two prompts make the model go on differently after the same three tokens."""
+    drafter = make_drafter()
+    for prompt, likely in ((300, 80), (400, 90), (400, 90), (400, 90)):
+        first = [likely, 110, 50, 60, 70]
+        request = stepped([prompt, 1, 2, 10], [], first, request_id="x", num_prompt_tokens=1)
+        drafter.propose([request])
+        drafter.release("x")
+    for prompt, likely in ((300, 80), (400, 90), (500, 90)):
+        [tree] = drafter.propose([make_request([prompt, 7, 1, 2], "y", num_prompt_tokens=1)])
+        drafter.release("y")
+        best = max((p, path) for path, p in by_path(tree).items() if len(path) == 1)
+        assert best[1] == (likely,)
 
 
 @pytest.mark.parametrize("salt", [None, "b"])
@@ -136,8 +151,8 @@ ROW = st.lists(TOKENS, unique=True, min_size=3, max_size=3).flatmap(
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[int, list[int], Any]:
-    """A scope, a text and the rows of its last step."""
+def steps(draw: st.DrawFn) -> tuple[int, int, list[int], Any]:
+    """A scope, a prompt, a text and the rows of its last step."""
     nodes = draw(st.lists(st.tuples(TOKENS, st.integers(-1, 3)), max_size=5))
     parents = [min(parent, node - 1) for node, (_, parent) in enumerate(nodes)]
     path: list[int] = []
@@ -149,27 +164,29 @@ def steps(draw: st.DrawFn) -> tuple[int, list[int], Any]:
     tokens = [token for token, _ in nodes]
     text = [*draw(st.lists(TOKENS, max_size=4)), *(tokens[node] for node in path), draw(TOKENS)]
     listed = [draw(ROW) for _ in range(len(nodes) + 1)]
-    return draw(st.integers(0, 2)), text, rows_of(listed, tokens, parents, path)
+    scope, prompt = draw(st.integers(0, 2)), draw(st.sampled_from([0, 5, -7]))
+    return scope, prompt, text, rows_of(listed, tokens, parents, path)
 
 
 @given(st.lists(steps(), max_size=12), st.integers(3, 40), st.booleans())
 def test_compiled_table_equals_its_twin(
-    observed: list[tuple[int, list[int], Any]], max_contexts: int, chain_only: bool
+    observed: list[tuple[int, int, list[int], Any]], max_contexts: int, chain_only: bool
 ) -> None:
     """Tables so small that contexts are evicted, and a scope that is forgotten."""
     trees: list[list[TokenTree]] = []
     for backend, table in (
-        (NativeBackend(BLEND), NativeRecycled(max_contexts, 3)),
-        (PythonBackend(BLEND), RecycledTable(max_contexts, 3)),
+        (NativeBackend(BLEND, SAMPLED), NativeRecycled(max_contexts, 3)),
+        (PythonBackend(BLEND, SAMPLED), RecycledTable(max_contexts, 3)),
     ):
         drafted = []
-        for number, (scope, text, rows) in enumerate(observed):
+        for number, (scope, prompt, text, rows) in enumerate(observed):
             if number == 6:
                 table.forget(1)
             tokens = np.array(text, dtype=np.int32)
             index: Any = backend.new_index(4)
             job = Job(index, None, None, tokens, len(text), 40, 6, chain_only)
-            job = job._replace(recycled=table, scope=scope, rows=rows)
+            job = job._replace(recycled=table, scope=scope, rows=rows, prompt=prompt)
+            job = job._replace(is_sampled=number % 2 > 0)
             drafted += [draft.tree for draft in backend.draft_batch([job])]
         trees.append(drafted)
     for compiled, readable in itertools.zip_longest(*trees):

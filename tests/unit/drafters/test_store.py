@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.oracles.ngrams.backend import PythonBackend
 from tests.unit.drafters.support import make_drafter, make_request
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
-from vllm_trie.drafters.ngram_trie.store import RequestStore
+from vllm_trie.drafters.ngram_trie.store import RequestStore, prompt_print
 
 QUESTION = [1, 2, 3]
 ANSWER = [10, 11, 12, 13, 14]
@@ -100,17 +100,18 @@ def test_a_repeated_prompt_finds_its_answer_from_the_first_token_on(salt: str | 
 def test_prompts_of_another_salt_are_not_recognized(first: str | None, second: str | None) -> None:
     """Neither drafts nor fingerprints show who guesses a prompt that it was asked before."""
     drafter = answered_before(PROMPT, first)
-    store = drafter.store  # type: ignore[attr-defined]
+    store, key = drafter.store, drafter._prompt_key  # type: ignore[attr-defined]
     prompt = np.array(PROMPT, dtype=np.int32)
     prints = {text.prompt for text in store.texts()}
-    assert store.prompt_print(first, prompt) in prints
-    assert store.prompt_print(second, prompt) not in prints
+    assert prompt_print(key, first, prompt) in prints
+    assert prompt_print(key, second, prompt) not in prints
     # Even who knows the fingerprint gets no answer under another salt.
-    assert store.answer(first, store.prompt_print(first, prompt)) >= 0
-    assert store.answer(second, store.prompt_print(first, prompt)) == -1
+    assert store.answer(first, prompt_print(key, first, prompt)) >= 0
+    assert store.answer(second, prompt_print(key, first, prompt)) == -1
     assert 10 not in first_draft(drafter, PROMPT, second)[1:]
     # Another process has another key: its fingerprints say nothing here.
-    assert RequestStore(PythonBackend(BLEND), 8, 100).prompt_print(first, prompt) not in prints
+    other = make_drafter()._prompt_key  # type: ignore[attr-defined]
+    assert prompt_print(other, first, prompt) not in prints
 
 
 def test_a_text_that_was_evicted_is_no_answer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,9 +14,9 @@ from pydantic import BaseModel
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest, LogitsRows
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafters.ngram_trie.recycling import Recycling
-from vllm_trie.drafters.ngram_trie.store import RequestStore
+from vllm_trie.drafters.ngram_trie.store import RequestStore, prompt_print
 from vllm_trie.drafters.request_texts import IndexedText, RequestTexts
-from vllm_trie.ngrams import Blend, Job, NativeBackend, Rows, Source
+from vllm_trie.ngrams import Blend, Job, NativeBackend, Recycled, Rows, Source
 from vllm_trie.ngrams.corpus_file import (
     CorpusError,
     check_vocabulary,
@@ -25,7 +26,7 @@ from vllm_trie.ngrams.corpus_file import (
 )
 from vllm_trie.ngrams.native import NativeCorpus
 from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
-from vllm_trie.store import StoredText
+from vllm_trie.store import KEY_BYTES, StoredText
 from vllm_trie.tree import TokenTree
 from vllm_trie.watched_file import WatchedFile
 
@@ -42,6 +43,10 @@ BLEND = Blend(
     cut_share=0.25,
 )
 """Fitted on recorded answers; docs/lab_drafters.md has the alternatives that were measured."""
+SAMPLED = BLEND._replace(
+    recycled=Recycled(triple=0.7, pair=0.3, single=0.5, sibling=0.4, guess=0.4), path_trust=0.0
+)
+"""For requests with a temperature, fitted on samples at 0.6 and 1.0: a text repeats itself less."""
 
 CORPUS_INTERVAL = 1.0
 """Seconds between two looks for another corpus: drafts are made between two steps."""
@@ -55,7 +60,7 @@ class _State:
         cache_salt: Of the request.
         output: int32, a copy.
         num_tokens: Length of the text that the last draft continues; 0 before the first.
-        prompt: Fingerprint of the prompt, with a store.
+        prompt: Fingerprint of the prompt.
     """
 
     cache_salt: str | None
@@ -88,10 +93,11 @@ class NgramTrieDrafter(Drafter):
         backend: NativeBackend | None = None,
     ) -> None:
         super().__init__(options, context)
-        self._backend = backend = backend or NativeBackend(BLEND)
+        self._backend = backend = backend or NativeBackend(BLEND, SAMPLED)
         self._newest_corpus = watch_corpus(options.corpus, context)
         self._corpus = self._newest_corpus()
         self._states: dict[str, _State] = {}
+        self._prompt_key = os.urandom(KEY_BYTES)
         order = options.max_context_len
         self._texts = RequestTexts(backend, order, options.index_tokens, options.index_output)
         self.store = (
@@ -159,6 +165,7 @@ class NgramTrieDrafter(Drafter):
             self.store.restore(texts)
 
     def share(self, replicas: Replicas) -> None:
+        self._prompt_key = replicas.prompt_key
         if self.store is not None:
             self.store.share(replicas)
 
@@ -169,16 +176,16 @@ class NgramTrieDrafter(Drafter):
             self.recycling.clear()
 
     def set_prompt_key(self, key: bytes) -> None:
-        if self.store is not None:
-            self.store.key = key
+        self._prompt_key = key
 
     def _update_state(self, request: DraftRequest) -> None:
         state = self._states.get(request.request_id)
         if state is None:
             state = self._states[request.request_id] = _State(request.cache_salt)
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            state.prompt = prompt_print(self._prompt_key, request.cache_salt, prompt)
             if self.store is not None:
-                prompt = request.token_ids[: request.num_prompt_tokens]
-                state.prompt = self.store.prompt_print(request.cache_salt, prompt)
+                self.store.listen(request.cache_salt)
         state.num_tokens = len(request.token_ids)
         if self.store is not None:
             num_prompt_tokens = min(request.num_prompt_tokens, state.num_tokens)
@@ -204,6 +211,8 @@ class NgramTrieDrafter(Drafter):
             text=text.text,
             answer=-1 if self.store is None else self.store.answer(request.cache_salt, prompt),
             output_begin=request.num_prompt_tokens - text.first,
+            prompt=int.from_bytes(prompt[:4], "little", signed=True),
+            is_sampled=request.is_sampled,
         )
 
 

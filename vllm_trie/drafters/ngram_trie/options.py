@@ -45,8 +45,8 @@ class NgramTrieOptions(DrafterOptions):
         default=262_144,
         ge=1024,
         le=1 << 26,
-        description="Contexts of one and two tokens that `recycle` keeps, 80 bytes each. Each "
-        "cache_salt is sure of an equal share of them.",
+        description="Contexts of one to three tokens that `recycle` keeps, 80 bytes each, of all "
+        "texts and of the answers to each prompt. Each cache_salt is sure of an equal share.",
     )
     corpus: str | None = Field(
         default=None,

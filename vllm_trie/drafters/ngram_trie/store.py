@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,13 +11,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_trie.ngrams import NativeBackend, NativeIndex
-from vllm_trie.store import KEY_BYTES, PROMPT_BYTES, StoredText, newest, salt_digest
+from vllm_trie.store import PROMPT_BYTES, StoredText, newest, salt_digest
 
 if TYPE_CHECKING:
     from vllm_trie.store.replicas import Replicas
 
 PROMPT_TOKENS = 32
 """Of a prompt's end that its fingerprint covers: a chat template's tail, and more."""
+
+
+def prompt_print(key: bytes, cache_salt: str | None, prompt: np.ndarray) -> bytes:
+    """Return the keyed hash of a prompt's last tokens and its salt."""
+    end = np.ascontiguousarray(prompt[-PROMPT_TOKENS:], dtype="<i4")
+    text = salt_digest(cache_salt) + end.tobytes()
+    return blake2b(text, digest_size=PROMPT_BYTES, key=key).digest()
 
 
 class RequestStore:
@@ -28,11 +34,8 @@ class RequestStore:
     (requests without a salt share one). The bound is over all salts together; the text that was
     added or matched longest ago goes first.
 
-    Salts are kept as digests, as in the file of a warm start. Of a prompt, a keyed hash of its end
-    and its salt is kept, so that a request that repeats it finds the answer from the first token.
-
-    Attributes:
-        key: Of these hashes. Texts that were added under another are found by their tokens alone.
+    Salts are kept as digests, as in the file of a warm start. Of a prompt, its fingerprint is kept,
+    so that a request that repeats it finds the answer from the first token.
 
     Memory: about 200 bytes a token (an n-gram node takes 52 bytes and 8 to 16 of hash table, and
     text has 2 to 3 of them a token).
@@ -46,7 +49,6 @@ class RequestStore:
         # (digest of the salt, number in its index) -> text, least recently used first.
         self._texts: OrderedDict[tuple[bytes, int], StoredText] = OrderedDict()
         self._answers: dict[bytes, tuple[bytes, int]] = {}  # prompt -> key of its latest answer
-        self.key = os.urandom(KEY_BYTES)
         self.num_tokens = 0
         self._replicas: Replicas | None = None
 
@@ -68,13 +70,10 @@ class RequestStore:
         if self._replicas is not None and len(token_ids):
             self._replicas.publish(text)
 
-    def prompt_print(self, cache_salt: str | None, prompt: np.ndarray) -> bytes:
-        """Return the fingerprint of a prompt's last tokens, different for each salt."""
+    def listen(self, cache_salt: str | None) -> None:
+        """Hear what replicas publish for a salt."""
         if self._replicas is not None:
             self._replicas.listen(salt_digest(cache_salt))
-        end = np.ascontiguousarray(prompt[-PROMPT_TOKENS:], dtype="<i4")
-        text = salt_digest(cache_salt) + end.tobytes()
-        return blake2b(text, digest_size=PROMPT_BYTES, key=self.key).digest()
 
     def answer(self, cache_salt: str | None, prompt: bytes) -> int:
         """Return the number of the latest answer to a prompt in the salt's index, -1 if none."""
@@ -98,7 +97,6 @@ class RequestStore:
 
     def share(self, replicas: Replicas) -> None:
         """Publish outputs that are added from now on, and hear those of the salts in use."""
-        self.key = replicas.prompt_key
         self._replicas = replicas
 
     def clear(self) -> None:

@@ -14,7 +14,8 @@ T take(const char*& bytes) {
 }
 
 constexpr double kMostClaimed = 0.98;
-constexpr int32_t kPairOrder = 4;  // of the text's contexts before which a pair's row is asked
+// Lengths of the text's contexts before which the row of a context of 1, 2 or 3 tokens is asked.
+constexpr int32_t kAskedBefore[4] = {0, 1, 4, 4};
 constexpr double kLeastWeight = 0.001;  // of a sibling that is not among the likeliest
 
 // The tokens of a context with their probabilities.
@@ -33,13 +34,13 @@ struct ContextRow {
 void draft_batch(const char* batch, int32_t* rows) {
     static thread_local Drafter drafter;
     const DraftBatch head = take<DraftBatch>(batch);
-    const Blend blend = take<Blend>(batch);
+    const Blend blend = take<Blend>(batch), sampled = take<Blend>(batch);
     Candidates predicted = head.candidates;
     for (int64_t i = 0; i < head.num_jobs; ++i) {
         const DraftJob job = take<DraftJob>(batch);
         const auto* tokens = reinterpret_cast<const int32_t*>(batch);
         batch += sizeof(int32_t) * job.num_tokens;
-        BestFirstTree& tree = drafter.draft(job, tokens, predicted, blend);
+        BestFirstTree& tree = drafter.draft(job, tokens, predicted, job.is_sampled ? sampled : blend);
         rows[0] = tree.size();
         rows[1] = drafter.used_text(job, blend.use_length);
         int32_t* nodes = rows + 2;
@@ -67,9 +68,9 @@ BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
     for (int32_t s = 0; s < num_sources_; ++s)
         match_suffix(sources_[s], tokens, job.num_tokens, contexts_[s]);
     match_answer(job, tokens);
-    for (int i = 0; i < 3; ++i)
-        last_[i] = job.num_tokens > 2 - i ? tokens[job.num_tokens - 3 + i] : kAnyToken;
-    pair_ = single_ = nullptr;
+    for (int i = 0; i < 4; ++i)
+        last_[i] = job.num_tokens > 3 - i ? tokens[job.num_tokens - 4 + i] : kAnyToken;
+    std::fill(recycled_, recycled_ + 4, nullptr);
     take_in_rows(job, tokens);
     expand(job, candidates, blend, 1.0, kNone, 1);
     while (tree_.choose()) {
@@ -132,17 +133,19 @@ void Drafter::expand(const DraftJob& job, const Candidates& candidates, const Bl
 // sure of. Returns what is left in the end.
 double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts, int32_t answer_order,
                              double min_left, double smallest) {
-    int32_t longest = single_ != nullptr ? kPairOrder : siblings_.empty() && guesses_.empty() ? -1 : 0;
+    const Recycled& trusted = blend.recycled;
+    const double trust[4] = {0.0, trusted.single, trusted.pair, trusted.triple};
+    int32_t longest = siblings_.empty() && guesses_.empty() ? -1 : 0;
+    if (recycled_[1] != nullptr) longest = kAskedBefore[3];
     for (int32_t s = 0; s < num_sources_; ++s) longest = std::max(longest, contexts[s].size - 1);
     double left = 1.0;
     for (int32_t order = longest; order >= blend.min_order && left >= min_left; --order) {
-        if (order == kPairOrder && pair_ != nullptr)
-            ask_row(ContextRow{*pair_}, blend.recycled.pair, smallest, left);
-        if (order == 1 && single_ != nullptr)
-            ask_row(ContextRow{*single_}, blend.recycled.single, smallest, left);
+        for (int length = 3; length > 0; --length)
+            if (order == kAskedBefore[length] && recycled_[length] != nullptr)
+                ask_row(ContextRow{*recycled_[length]}, trust[length], smallest, left);
         if (order == 0) {
-            ask_row(siblings_, blend.recycled.sibling, smallest, left);
-            ask_row(guesses_, blend.recycled.guess, smallest, left);
+            ask_row(siblings_, trusted.sibling, smallest, left);
+            ask_row(guesses_, trusted.guess, smallest, left);
         }
         for (int32_t s = 0; s < num_sources_; ++s)
             if (order < contexts[s].size)
@@ -191,22 +194,24 @@ void Drafter::take_in_rows(const DraftJob& job, const int32_t* tokens) {
     contexts_of_rows_.resize(rows.num_nodes + 1);
     for (int64_t row = 0; row <= rows.num_nodes; ++row) {
         auto& last = contexts_of_rows_[row];
-        if (row == 0)
-            last = {base > 1 ? tokens[base - 2] : kAnyToken, tokens[base - 1]};
-        else
-            last = {contexts_of_rows_[rows.parents[row - 1] + 1][1], rows.nodes[row - 1]};
+        if (row == 0) {
+            for (int i = 0; i < 3; ++i) last[i] = base > 2 - i ? tokens[base - 3 + i] : kAnyToken;
+        } else {
+            const auto& parent = contexts_of_rows_[rows.parents[row - 1] + 1];
+            last = {parent[1], parent[2], rows.nodes[row - 1]};
+        }
         const float* probabilities = rows.probabilities + row * kRowTokens;
-        if (last[1] >= 0 && probabilities[0] > 0.0f)
-            job.recycled->add_row(job.scope, last[0], last[1], rows.tokens + row * kRowTokens,
-                                  probabilities);
+        if (last[2] >= 0 && probabilities[0] > 0.0f)
+            job.recycled->add_row(job.scope, job.prompt, last.data(),
+                                  rows.tokens + row * kRowTokens, probabilities);
     }
     const int32_t* likely = rows.tokens + (rows.last_accepted + 1) * kRowTokens;
     const float* rates = rows.probabilities + (rows.last_accepted + 1) * kRowTokens;
     for (int i = 0; i < kRowTokens; ++i)
-        if (likely[i] != last_[2]) guesses_.push_back({likely[i], rates[i]});
+        if (likely[i] != last_[3]) guesses_.push_back({likely[i], rates[i]});
     double total = 0.0;
     for (int64_t node = 0; node < rows.num_nodes; ++node) {
-        if (rows.parents[node] != rows.last_accepted || rows.nodes[node] == last_[2]) continue;
+        if (rows.parents[node] != rows.last_accepted || rows.nodes[node] == last_[3]) continue;
         const auto* at = std::find(likely, likely + kRowTokens, rows.nodes[node]);
         const double weight = kLeastWeight + (at == likely + kRowTokens ? 0.0 : rates[at - likely]);
         total += weight;
@@ -220,20 +225,19 @@ void Drafter::take_in_rows(const DraftJob& job, const int32_t* tokens) {
 // Find the contexts at the end of a node's path.
 void Drafter::find_recycled(const DraftJob& job, int32_t parent) {
     if (job.recycled == nullptr) return;
-    int32_t path[3];  // the last tokens
-    int32_t place = 2;
+    int32_t path[4];  // the last tokens
+    int32_t place = 3;
     for (int32_t node = parent; node != kNone && place >= 0; node = tree_.chosen(node).parent)
         path[place--] = tree_.chosen(node).token;
-    for (int32_t from = 2; place >= 0; --place, --from) path[place] = last_[from];
-    single_ = job.recycled->find(job.scope, kAnyToken, path[2]);
-    pair_ = path[1] == kAnyToken ? nullptr : job.recycled->find(job.scope, path[1], path[2]);
+    for (int32_t from = 3; place >= 0; --place, --from) path[place] = last_[from];
+    for (int length = 1; length <= 3; ++length)
+        recycled_[length] = job.recycled->find(job.scope, job.prompt, path + 1, length);
     if (parent == kNone) return;
     siblings_.clear();
     guesses_.clear();
-    const RecycledContext* previous =
-        path[0] == kAnyToken ? nullptr : job.recycled->find(job.scope, path[0], path[1]);
+    const RecycledContext* previous = job.recycled->find(job.scope, job.prompt, path, 2);
     for (int i = 0; previous != nullptr && i < kRowTokens; ++i)
-        if (previous->tokens[i] != path[2])
+        if (previous->tokens[i] != path[3])
             guesses_.push_back({previous->tokens[i], previous->probability(i)});
 }
 

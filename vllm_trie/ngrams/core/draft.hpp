@@ -21,8 +21,9 @@ struct Source {
 
 // Trust in what the model held likely: a token gets this part of its probability.
 struct Recycled {
-    double pair;     // after the last two tokens; asked before a text's contexts of four
-    double single;   // after the last one; asked before contexts of one
+    double triple;   // after the last three tokens, in answers to the prompt; see kAskedBefore
+    double pair;     // after the last two tokens
+    double single;   // after the last one
     double sibling;  // after rejected siblings of the last token; asked before the empty context
     double guess;    // in place of the last token; asked before the empty context
     double odds;     // of a node, in relation to what the blend makes them
@@ -86,6 +87,8 @@ struct DraftJob {
     int32_t text;                   // of `own`, which holds the request's text
     int32_t answer;        // text of `store` that answered such a prompt, kNone if there is none
     int64_t output_begin;  // where the output begins, negative: before the tokens that follow
+    int32_t prompt;        // in `recycled`, 0 without
+    int32_t is_sampled;    // at a temperature
 };
 
 // Predictions of heads, [num_heads, num_candidates] for each job: head i predicts the token at
@@ -97,7 +100,7 @@ struct Candidates {
     int64_t num_candidates;
 };
 
-// The beginning of a batch. A Blend and the jobs follow.
+// The beginning of a batch. Two Blends follow, of greedy and of sampled requests, then the jobs.
 struct DraftBatch {
     int64_t num_jobs;
     int64_t stride;  // nodes that a row of the results has room for
@@ -144,12 +147,12 @@ class Drafter {
     Kind kinds_[kMaxSources];
     int32_t answer_order_ = kNone;  // length of the context that is the job's answer so far
     int32_t num_sources_ = 0;
-    int32_t last_[3] = {};  // the last tokens of the text, kAnyToken before its first
+    int32_t last_[4] = {};  // the last tokens of the text, kAnyToken before its first
     // Where a node is expanded: contexts of the last two tokens and the last; what is likely after
     // the last token's siblings, and in its place.
-    const RecycledContext *pair_ = nullptr, *single_ = nullptr;
+    const RecycledContext* recycled_[4] = {};  // by their length
     std::vector<Successor> siblings_, guesses_;
-    std::vector<std::array<int32_t, 2>> contexts_of_rows_;
+    std::vector<std::array<int32_t, 3>> contexts_of_rows_;
     std::vector<Contexts> contexts_;  // root's, then one row a node; num_sources_ a row
     Successors successors_;
 };

@@ -19,9 +19,15 @@ constexpr int32_t kAnyToken = -1;   // before a context of one token
 constexpr double kLeastNews = 0.2;  // part of a row in its context's average; more in the first ones
 constexpr double kUnit = 1.0 / 65535;
 
+// A context: the last token, the one before it or kAnyToken, and where they stand.
+struct ContextKey {
+    int32_t within;  // 0: anywhere; a prompt: in answers to it; of three tokens, a hash of prompt and first
+    int32_t before, last;
+};
+
 // A context of one scope (a cache salt and adapter): the average of its rows.
 struct RecycledContext {
-    int32_t before, last;
+    ContextKey key;
     uint16_t scope;
     uint16_t num_rows;     // up to the number from which each counts kLeastNews
     int32_t next;          // with the same hash
@@ -29,12 +35,13 @@ struct RecycledContext {
     int32_t tokens[kRowTokens];  // likeliest first
     uint16_t units[kRowTokens];  // their probabilities
 
-    bool is(int32_t of_scope, int32_t token_before, int32_t last_token) const {
-        return last == last_token && before == token_before && scope == of_scope;
+    bool is(int32_t of_scope, const ContextKey& sought) const {
+        return key.last == sought.last && key.before == sought.before &&
+               key.within == sought.within && scope == of_scope;
     }
     double probability(int i) const { return units[i] * kUnit; }
 };
-static_assert(sizeof(RecycledContext) == 72, "the documentation has the table's size");
+static_assert(sizeof(RecycledContext) == 76, "the documentation has the table's size");
 
 // A table of bounded size. Where it is full, the context goes whose last row is the oldest of its
 // scope: the writing scope, unless that has less than an equal share of the table. So nobody takes a
@@ -49,17 +56,27 @@ class RecycledTable {
         contexts_.reserve(max_contexts);  // memory that is not touched costs nothing
     }
 
-    // The context of the last token, or of the last two; null if it has had no row.
-    const RecycledContext* find(int32_t scope, int32_t before, int32_t last) const {
-        const int32_t at = find_in_chain(chain_of(scope, before, last), scope, before, last);
-        return at == kNone ? nullptr : &contexts_[at];
+    // The context of the last `length` of three tokens: that of the prompt, or else, of less than
+    // three, that of all prompts. Null if it has had no row.
+    const RecycledContext* find(int32_t scope, int32_t prompt, const int32_t* last_three,
+                                int length) const {
+        if (last_three[3 - length] == kAnyToken) return nullptr;
+        if (prompt != 0)
+            if (const auto* context = find(scope, key_of(prompt, last_three, length)))
+                return context;
+        return length == 3 ? nullptr : find(scope, key_of(0, last_three, length));
     }
 
-    // Take in a row of logits, kRowTokens each, which follows two tokens.
-    void add_row(int32_t scope, int32_t before, int32_t last, const int32_t* tokens,
+    // Take in a row of logits, kRowTokens each, which follows three tokens in an answer to a prompt.
+    void add_row(int32_t scope, int32_t prompt, const int32_t* last_three, const int32_t* tokens,
                  const float* probabilities) {
-        if (before != kAnyToken) add(scope, before, last, tokens, probabilities);
-        add(scope, kAnyToken, last, tokens, probabilities);
+        for (int length = prompt == 0 ? 2 : 3; length > 0; --length) {
+            if (last_three[3 - length] == kAnyToken) continue;
+            if (length < 3)
+                add(scope, key_of(0, last_three, length), tokens, probabilities);
+            if (prompt != 0)
+                add(scope, key_of(prompt, last_three, length), tokens, probabilities);
+        }
     }
 
     // Remove the contexts of a scope.
@@ -79,33 +96,44 @@ class RecycledTable {
         bool is_used = false;
     };
 
-    size_t chain_of(int32_t scope, int32_t before, int32_t last) const {
-        uint64_t hash = key_[1] ^ static_cast<uint32_t>(scope);
-        for (const int32_t token : {before, last}) {
-            hash *= key_[0];
-            hash ^= (hash >> 32) ^ static_cast<uint32_t>(token);
-        }
+    uint64_t mix(uint64_t hash, int32_t number) const {
+        hash *= key_[0];
+        return hash ^ (hash >> 32) ^ static_cast<uint32_t>(number);
+    }
+
+    ContextKey key_of(int32_t prompt, const int32_t* last_three, int length) const {
+        if (length == 3) prompt = static_cast<int32_t>(mix(mix(key_[1], prompt), last_three[0]));
+        return {prompt, length == 1 ? kAnyToken : last_three[1], last_three[2]};
+    }
+
+    size_t chain_of(int32_t scope, const ContextKey& key) const {
+        const uint64_t hash =
+            mix(mix(mix(key_[1] ^ static_cast<uint32_t>(scope), key.within), key.before), key.last);
         return ((hash * key_[0]) >> 32) & (chains_.size() - 1);
     }
 
-    int32_t find_in_chain(size_t chain, int32_t scope, int32_t before, int32_t last) const {
+    int32_t find_in_chain(size_t chain, int32_t scope, const ContextKey& key) const {
         int32_t at = chains_[chain];
-        while (at != kNone && !contexts_[at].is(scope, before, last)) at = contexts_[at].next;
+        while (at != kNone && !contexts_[at].is(scope, key)) at = contexts_[at].next;
         return at;
     }
 
-    void add(int32_t scope, int32_t before, int32_t last, const int32_t* tokens,
+    const RecycledContext* find(int32_t scope, const ContextKey& key) const {
+        const int32_t at = find_in_chain(chain_of(scope, key), scope, key);
+        return at == kNone ? nullptr : &contexts_[at];
+    }
+
+    void add(int32_t scope, const ContextKey& key, const int32_t* tokens,
              const float* probabilities) {
-        const size_t chain = chain_of(scope, before, last);
-        int32_t at = find_in_chain(chain, scope, before, last);
+        const size_t chain = chain_of(scope, key);
+        int32_t at = find_in_chain(chain, scope, key);
         if (at != kNone) {
             unlink(at);
         } else {
             at = take_room(scope);
             RecycledContext& context = contexts_[at];
             context = {};
-            context.before = before;
-            context.last = last;
+            context.key = key;
             context.scope = static_cast<uint16_t>(scope);
             context.next = chains_[chain];
             chains_[chain] = at;
@@ -171,7 +199,7 @@ class RecycledTable {
     void remove(int32_t at) {
         unlink(at);
         const RecycledContext& gone = contexts_[at];
-        int32_t* link = &chains_[chain_of(gone.scope, gone.before, gone.last)];
+        int32_t* link = &chains_[chain_of(gone.scope, gone.key)];
         while (*link != at) link = &contexts_[*link].next;
         *link = gone.next;
     }

@@ -107,6 +107,7 @@ def draft_request(
         cache_salt=_cache_salt(data, params.extra_args or {}),
         sample_of=_sample_of(request_id),
         prediction=_prediction(params.extra_args or {}),
+        is_sampled=params.temperature > 0.0,
     )
 
 
