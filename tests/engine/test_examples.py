@@ -24,6 +24,7 @@ IN_ONE_PROCESS = (
     "rag_and_code_editing.py",
     "trie_union.py",
     "beam_nbest.py",
+    "rl/rollouts.py",
     "own_drafter/run.py",
 )
 RUN_ALL = """
@@ -125,6 +126,13 @@ def test_beam_nbest(printed: dict[str, str]) -> None:
     assert lists[0] != lists[1]
     rows = re.findall(r"^  (\d)\. log p +(-[\d.]+) ", native, re.MULTILINE)
     assert [row[0] for row in rows] == ["1", "2", "3"]
+
+
+def test_rollouts(printed: dict[str, str]) -> None:
+    text = printed["rl/rollouts.py"]
+    rates = list(map(float, re.findall(r"epoch \d: ([\d.]+) tokens per step", text)))
+    assert len(rates) == 3
+    assert 1 < rates[0] < max(rates[1:])
 
 
 def test_own_drafter(printed: dict[str, str]) -> None:
