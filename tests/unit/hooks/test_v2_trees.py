@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm import SamplingParams
 
 from tests.unit.drafters.support import VOCAB, make_context
 from tests.unit.hooks.test_compaction import path_to
@@ -67,6 +68,22 @@ def test_rows_of_any_number_are_aligned(adapter) -> None:
     assert [len(part) for part in rows] == [3, 3]
     offsets = {part.storage_offset() * part.element_size() % 16 for part in rows}
     assert offsets == {0}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"bad_words": ["a"]},
+    ],
+)
+def test_what_reads_drafts_as_a_chain_gets_chains(adapter, params: dict[str, Any]) -> None:
+    assert not adapter._needs_chain(SamplingParams(temperature=0.7, seed=1, min_tokens=2))
+    assert adapter._needs_chain(SamplingParams(**params))
+    adapter._processors_read_chains = True
+    assert adapter._needs_chain(SamplingParams())
 
 
 @given(st.data())
