@@ -147,10 +147,9 @@ def test_own_drafter_served(site: str, tmp_path: Path) -> None:
         *("--spec-method", OWN_METHOD, "--spec-tokens", "16"),
         *("--additional-config", '{"vllm_trie": {"node_budget": "fixed", "max_prefix_len": 1}}'),
     )
+    source = (EXAMPLES / "own_drafter" / "run.py").read_text()
+    code = source.partition('CODE = """\\\n')[2].partition('"""')[0]
     with running(tmp_path / "log", *options, PYTHONPATH=site) as server:
-        code = (
-            "def net_price(lines):\n    total = 0\n    for line in lines:\n        total += line\n"
-        )
         body = {
             "model": MODEL_NAME,
             "messages": [{"role": "user", "content": f"{code}\nrepeat the code"}],
