@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm import SamplingParams
 from tests.engine.compare import speculation
 from tests.engine.conftest import Engines, trees_of
 from tests.engine.prompts import prompts
+from tests.unit.store.redis_server import RedisServer
 from vllm_trie.store import read_store
 
 PROMPTS = prompts(4)
@@ -61,8 +63,37 @@ def test_a_restart_is_warm_and_gives_the_same_tokens(
     assert "warm start from" in said
     assert again == tokens
     assert warm > cold
-    path.write_bytes(path.read_bytes()[:1000])
-    again, still_cold, said = run(folder, caplog)
-    assert "it is truncated" in said
-    assert again == tokens
-    assert still_cold < warm
+
+
+def test_replicas_share_and_forget_when_told(tmp_path: Path) -> None:
+    server, engines = RedisServer(tmp_path), Engines()
+    options = speculation("ngram_trie", 16, store_tokens=1 << 18, store=server.url)
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+
+    def answer(llm: Any) -> tuple[list[list[int]], float]:
+        totals = trees_of(llm).totals
+        before = totals.tokens, totals.steps
+        results = llm.generate(PROMPTS, params, use_tqdm=False)
+        rate = (totals.tokens - before[0]) / (totals.steps - before[1])
+        return [list(result.outputs[0].token_ids) for result in results], rate
+
+    first, second = engines(**options), engines(**options, max_num_seqs=8)
+    short = SamplingParams(max_tokens=4)
+    second.generate([[5, 6, 7]], short, use_tqdm=False)
+    expected, cold = answer(first)
+    first.generate([[5, 6, 7]], short, use_tqdm=False)  # its step learns of the ended requests
+    time.sleep(1.0)
+    tokens, warm = answer(second)
+    assert tokens == expected
+    assert warm > 1.2 * cold
+    server.kill()
+    second.collective_rpc("reload_weights")
+    assert second.reset_prefix_cache()
+    tokens, kept = answer(second)
+    assert tokens == expected
+    assert kept >= warm
+    second.collective_rpc("reset_drafts")
+    tokens, forgotten = answer(second)
+    assert tokens == expected
+    assert forgotten < warm / 1.2
+    engines.close()
