@@ -31,20 +31,22 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 _runner = of_beams("v1.worker.gpu_model_runner:GPUModelRunner.", TOKEN_LISTS)
-_ATTACHED, _SELECTOR = "_vllm_trie_attached", "_vllm_trie_selector"
-"""Attributes of a model runner with its :class:`AttachedBeams` and :class:`Selector`."""
+_BEAMS = "_vllm_trie_beams"
+"""Attribute of a model runner with its :class:`AttachedBeams`."""
 
 
 class AttachedBeams:
     """Owner of the rows of a runner's batch that are beams.
 
     Attributes:
+        selector: Selects the candidates of a step.
         places: int64 [beams] by proxy id, the rows of each group in the present step.
         steps: What the scheduler says of the groups in the present step.
     """
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
+        self.selector = Selector(waits=True)
         self._names: dict[str, list[str]] = {}  # by proxy id
         self._loras: list[int] = []  # of beams alone
         self.places: dict[str, np.ndarray] = {}
@@ -136,14 +138,15 @@ class AttachedBeams:
 
 def num_requests(runner: GPUModelRunner) -> int:
     """Return the number of requests in a runner's batch, before its beams."""
-    beams = attached_to(runner)
-    return runner.input_batch.num_reqs - (0 if beams is None else beams.num_beams)
+    return runner.input_batch.num_reqs - beams_of(runner).num_beams
 
 
-def attached_to(runner: GPUModelRunner) -> AttachedBeams | None:
-    """Return the beams of a runner's present step; None if there are none."""
-    beams: AttachedBeams | None = runner.__dict__.get(_ATTACHED)
-    return beams if beams is not None and beams.places else None
+def beams_of(runner: GPUModelRunner) -> AttachedBeams:
+    """Return the beams of a runner."""
+    beams: AttachedBeams | None = vars(runner).get(_BEAMS)
+    if beams is None:
+        beams = vars(runner)[_BEAMS] = AttachedBeams(runner)
+    return beams
 
 
 def with_own_counts(scheduler_output: SchedulerOutput) -> SchedulerOutput:
@@ -159,12 +162,10 @@ def with_own_counts(scheduler_output: SchedulerOutput) -> SchedulerOutput:
 def _update_states(
     original: Callable[..., Result], self: GPUModelRunner, scheduler_output: SchedulerOutput
 ) -> Result:
-    beams: AttachedBeams | None = self.__dict__.get(_ATTACHED)
-    if beams is not None:
-        beams.forget(scheduler_output.finished_req_ids)
+    beams = beams_of(self)
+    beams.forget(scheduler_output.finished_req_ids)
     corrections = original(self, scheduler_output)
     if steps := getattr(scheduler_output, BEAM_STEPS, ()):
-        beams = self.__dict__.setdefault(_ATTACHED, AttachedBeams(self))
         beams.attach(steps, scheduler_output)
     return corrections
 
@@ -202,10 +203,7 @@ def execute_model(
     *args: object,
     **kwargs: object,
 ) -> Result:
-    selections = getattr(scheduler_output, SELECTIONS, None)
-    if selections is not None or _SELECTOR in self.__dict__:
-        state = self.__dict__.setdefault(_SELECTOR, Selector(waits=True))
-        state.selections = selections or []
+    beams_of(self).selector.selections = getattr(scheduler_output, SELECTIONS, [])
     return original(self, with_own_counts(scheduler_output), *args, **kwargs)
 
 
@@ -219,8 +217,8 @@ def _build_attention_metadata(
     original: Callable[..., Result], self: GPUModelRunner, *args: object, **kwargs: object
 ) -> Result:
     built = original(self, *args, **kwargs)
-    beams = attached_to(self)
-    if beams is not None and beams.num_beams == self.input_batch.num_reqs:
+    beams = beams_of(self)
+    if beams.places and beams.num_beams == self.input_batch.num_reqs:
         share_prompts(built, beams.steps)
     return built
 
@@ -233,20 +231,18 @@ def sample_and_select(
     spec_decode_metadata: Any,
 ) -> SamplerOutput:
     """Select candidates next to the sampler, which sees requests only."""
-    state: Selector | None = self.__dict__.get(_SELECTOR)
-    beams = attached_to(self)
+    beams = beams_of(self)
     num_selected = 0
-    if state is not None and state.selections:
+    if beams.selector.selections:
         # Before the sampler, which may change logits in place.
-        row_of, rows_of_beams = self.input_batch.req_id_to_index, {}
+        row_of = self.input_batch.req_id_to_index
         if spec_decode_metadata is not None:  # a request has a row for each of its drafts, too
             rows = np.cumsum([0, *(1 + n for n in spec_decode_metadata.num_draft_tokens)])
             row_of = dict(zip(self.input_batch.req_ids, rows.tolist(), strict=False))
-        if beams is not None:
-            further = len(logits) - self.input_batch.num_reqs
-            rows_of_beams = {name: rows + further for name, rows in beams.places.items()}
-        num_selected = state.select(row_of, logits, rows_of_beams)
-    if beams is not None:
+        further = len(logits) - self.input_batch.num_reqs
+        rows_of_beams = {name: rows + further for name, rows in beams.places.items()}
+        num_selected = beams.selector.select(row_of, logits, rows_of_beams)
+    if beams.places:
         logits, spec_decode_metadata = without_beams(beams, logits, spec_decode_metadata)
         beams.detach()
     needs_sampler = num_selected < len(logits) or self.speculative_config is not None
@@ -262,9 +258,9 @@ def sample_tokens(
     original: Callable[..., Result], self: GPUModelRunner, *args: object, **kwargs: object
 ) -> Result:
     output = original(self, *args, **kwargs)
-    state: Selector | None = self.__dict__.get(_SELECTOR)
-    if state is not None and state.selected:
+    selector = beams_of(self).selector
+    if selector.selected:
         # Under asynchronous scheduling, inside the output that is still to be copied.
-        send(state.selected, getattr(output, "_model_runner_output", output))
-        state.selected = []
+        send(selector.selected, getattr(output, "_model_runner_output", output))
+        selector.selected = []
     return output

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _v2 = of_beams("v1.worker.gpu.", TOKEN_LISTS)
 _RUNNER = "model_runner:GPUModelRunner."
 _SELECTS = "candidates of beams, out of all beams of a search"
-_SLOTS = "_vllm_trie_slots"
+_BEAMS = "_vllm_trie_beams"
 """Attribute of a model runner, and of its sampler, with its :class:`BeamSlots`."""
 _SELECTED = "_vllm_trie_selected"
 """Attribute of the output of a step with what :class:`Selector` has selected."""
@@ -157,12 +157,12 @@ class BeamSlots:
             self.selector.selected = [each and each.copied() for each in self.selector.selected]
 
 
-def slots_of(runner: GPUModelRunner) -> BeamSlots:
+def beams_of(runner: GPUModelRunner) -> BeamSlots:
     """Return the beams of a runner."""
-    slots: BeamSlots | None = runner.__dict__.get(_SLOTS)
-    if slots is None:
-        slots = runner.__dict__[_SLOTS] = BeamSlots(runner)
-    return slots
+    beams: BeamSlots | None = vars(runner).get(_BEAMS)
+    if beams is None:
+        beams = vars(runner)[_BEAMS] = BeamSlots(runner)
+    return beams
 
 
 @_v2.wraps(f"{_RUNNER}update_requests", "writes the tokens and block tables of beams")
@@ -170,7 +170,7 @@ def update_requests(
     original: Callable[..., None], self: GPUModelRunner, scheduler_output: SchedulerOutput
 ) -> None:
     original(self, scheduler_output)
-    slots_of(self).write()
+    beams_of(self).write()
 
 
 @_v2.wraps(f"{_RUNNER}execute_model", "adds the beams of groups, takes what the scheduler asks for")
@@ -182,11 +182,11 @@ def execute_model(
     **kwargs: object,
 ) -> Result:
     """Add the beams of groups, and let the samplers know what to select."""
-    slots = slots_of(self)
-    slots.selector.selections = getattr(scheduler_output, SELECTIONS, [])
+    beams = beams_of(self)
+    beams.selector.selections = getattr(scheduler_output, SELECTIONS, [])
     if self.sampler is not None:
-        vars(self.sampler)[_SLOTS] = slots
-    return original(self, slots.add_to(scheduler_output), *args, **kwargs)
+        vars(self.sampler)[_BEAMS] = beams
+    return original(self, beams.add_to(scheduler_output), *args, **kwargs)
 
 
 @_v2.wraps("sample.sampler:Sampler.__call__", _SELECTS)
@@ -201,9 +201,9 @@ def sample_and_select(
 ) -> SamplerOutput:
     """Select the candidates of searches next to a sampler, vLLM's own or one of drafts."""
     sampler = getattr(self, "sampler", self)  # one of drafts has vLLM's own
-    slots: BeamSlots | None = getattr(sampler, _SLOTS, None)
-    if slots is not None:
-        slots.select(logits, input_batch)  # first: the sampler may change logits in place
+    beams: BeamSlots | None = getattr(sampler, _BEAMS, None)
+    if beams is not None:
+        beams.select(logits, input_batch)  # first: the sampler may change logits in place
     return original(self, logits, input_batch, *args, **kwargs)
 
 
@@ -212,7 +212,7 @@ def sample_tokens(
     original: Callable[..., Result], self: GPUModelRunner, *args: object, **kwargs: object
 ) -> Result:
     output = original(self, *args, **kwargs)
-    selector = slots_of(self).selector
+    selector = beams_of(self).selector
     if selector.selected:
         setattr(output, _SELECTED, selector.selected)
         selector.selected = []
