@@ -26,6 +26,7 @@ from tests.engine.compare import differences, generate, tell_oracle
 from tests.engine.conftest import runner_of, scheduler_of, trees_of
 from tests.engine.drafters import OracleDrafter
 from tests.engine.gpu_device_check import refusals
+from tests.engine.launches import launches, new_launches, record_launches
 from tests.engine.v2_run import CHAINS, TEXTS, TREES, UNION, greedy, put_in
 from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly
@@ -69,13 +70,15 @@ def run_drafts(name: str, plain: list[Any]) -> dict[str, Any]:
     assert runner_of(llm).adaptive_verification is None
     put_in(llm, OracleDrafter)
     tell_oracle(plain)
+    before = set(launches)
     replays, totals = start.Graph.replays, trees_of(llm).totals
     outputs = generate(llm, TEXTS[:4], REQUESTS)
     _kept.append(llm)
     assert differences(plain, outputs) == []
     assert start.Graph.replays > replays
     assert totals.tokens > totals.steps
-    result = {"replays": start.Graph.replays - replays}
+    result: dict[str, Any] = {"replays": start.Graph.replays - replays}
+    result["new launches"] = new_launches(before)
     if start.device_checks and name == "trees":
         (check,) = start.device_checks
         result |= {"checked_steps": check.num_steps, "largest_error": check.largest_error}
@@ -130,6 +133,7 @@ _kept: list[LLM] = []
 def main() -> int:
     v2_on_cpu.schedule_as_on_a_gpu()
     start.start_as_on_a_gpu()
+    record_launches()
     v2_on_cpu.use_v2(True)
     results: dict[str, Any] = {}
     failed = 0

@@ -30,6 +30,13 @@ def test_the_start_of_a_gpus_engine_and_requests_after_it(started) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("name", ["chains", "trees", "union"])
+def test_no_kernel_is_compiled_while_serving(started, name) -> None:
+    """By the specializations of all launches, those of vLLM's kernels too."""
+    assert started[name]["new launches"] == []
+
+
+@needs_triton
 def test_the_start_on_the_newer_vllm() -> None:
     names = ["chains", "beams"]
     assert [*run_program("tests.engine.gpu_startup", *names, **newer_vllm())] == names

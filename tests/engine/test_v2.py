@@ -74,13 +74,13 @@ def test_trees_leave_nothing(trees) -> None:
 
 
 def test_asynchronous_scheduling_is_the_default_and_can_be_switched_off(results) -> None:
-    is_async = {name: results[name]["async"] for name in results if "async" in results[name]}
-    assert is_async == {
+    expected = {
         "asynchronous": True,
         "synchronous": False,
         "trees": True,
         "synchronous trees": False,
     }
+    assert {name: results[name]["async"] for name in expected} == expected
 
 
 def test_plain_v2_gives_the_tokens_of_plain_v1(results) -> None:
@@ -174,14 +174,48 @@ def test_families_that_trees_cannot_serve(results) -> None:
 @pytest.mark.slow
 def test_the_check_at_a_start_sees_faults() -> None:
     """In bfloat16, where tokens that are as likely may change places."""
-    said = run_program("tests.engine.v2_run", "faults")
+    result = run_program("tests.engine.v2_run", "faults")
+    said = result["reasons"]
     assert said.pop("none") is None
     assert all("of a test prompt is" in reason for reason in said.values()), said
     assert "masked" in said["shifted masks"]
+    assert result["new launches"] == []  # a GPU has compiled all that verifies drafts
 
 
 def test_vllms_own_ngrams_draft_beside_the_plugin(results) -> None:
     assert results["vllm"]["differences"] == []
+
+
+once = pytest.mark.parametrize("results", ["installed"], indirect=True)
+
+
+@once
+def test_unions_with_a_trained_drafter(results) -> None:
+    """With prompts in parts, preemptions, a prefix cache and aborts, scheduled asynchronously."""
+    union = results["union"]
+    assert union["own"]
+    assert union["async"]
+    assert union["greedy"] == []
+    assert union["preempted"] > 0
+    assert union["accepted"] > 0
+    assert not any(union["failures"].values())
+    assert union["blocks_lost"] == 0
+
+
+@once
+def test_trained_drafters_alone_accept_what_vllms_own_method_accepts(results) -> None:
+    vllms, ours = results["alone"]["own"], results["alone"]["ours"]
+    assert vllms["differences"] == ours["differences"] == []
+    assert vllms["accepted"] == ours["accepted"] > 0
+
+
+@once
+def test_waits_with_a_trained_drafter(results) -> None:
+    """Those of vLLM's own method, and, after the first step, for the sampled tokens and the
+    chains; documented in docs/lab_engine.md."""
+    (least, most, _), ours = (results["alone"][name]["waits"]["step"] for name in ("own", "ours"))
+    assert (ours[0], ours[1]) == (least, most + 2)
+    assert ours[2] > 10
 
 
 @pytest.mark.parametrize("name", ["synchronous", "synchronous trees"])
@@ -235,10 +269,8 @@ def test_a_pause_waits_for_nothing(on_ranks, executor) -> None:
     assert result["differences"] == []
     order = result["order"]
     assert order["steps"] > 20
-    if executor == "mp":  # a launch on a CPU takes as long as the step, which may be the last
-        assert order["waits"] <= 2
-    else:
-        assert order["waits"] == 0
+    assert order["waits"] == 0
+    if executor == "uni":  # with `mp` a launch on a CPU takes as long as the step
         assert order["launched before the output of the last"] == order["steps"] - 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 
 from tests.engine.conftest import runner_of
 from vllm_trie.vllm_hooks.worker import start_check
-from vllm_trie.vllm_hooks.worker.runners import v2_lengths
 from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly, RunnerV2Mixin
 
 Patch = pytest.MonkeyPatch
@@ -116,11 +115,10 @@ ENGINE = {
 """Options that leave room for the check."""
 
 
-def reasons(llm: Any) -> dict[str, str | None]:
-    """Return what the check says, by fault; a newer vLLM has some of them only."""
+def reasons(llm: Any, names: Iterable[str]) -> dict[str, str | None]:
+    """Return what the check says, by fault."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     adapter, said = runner_of(llm).adapter, {}
-    names = FAULTS if v2_lengths.HAS_ROW_PER_PLACE else ("none", "shifted masks")
     for name in names:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(start_check, "_slowdown", lambda *runs: None)  # the interpreter's times

@@ -60,6 +60,8 @@ def run(llm: LLM) -> dict[str, Any]:
     """Return one engine's outputs, and what it counted."""
     with preemptions(llm) as preempted:
         outputs = generate(llm, TEXTS, MIXED)
+    # Returns after the wait for the last step's output, which is part of what is recorded.
+    llm.collective_rpc("check_health")
     counted = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     return {
         "outputs": outputs,

@@ -38,16 +38,19 @@ from tests.engine.compare import (
 )
 from tests.engine.conftest import free_blocks, runner_of, scheduler_of, trees_of
 from tests.engine.drafters import FaultyDrafter, HiddenStateDrafter, NoOptions, OracleDrafter
+from tests.engine.launches import launches, new_launches, record_launches
 from tests.engine.prompts import prompts
 from tests.engine.test_random_requests import run as answers_of
 from tests.engine.v2_families import TESTED, compare_families
-from tests.engine.v2_faults import ENGINE, reasons
+from tests.engine.v2_faults import ENGINE, FAULTS, reasons
+from tests.engine.v2_neural import compare_neural
 from tests.engine.v2_trees import differing, differing_walks, random_requests, tell_oracle_of
 from tests.engine.v2_waits import Waits
 from vllm_trie.drafters import DraftRequest
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
+from vllm_trie.vllm_hooks.worker.runners import v2_lengths
 
 TOKENS = 4
 NODES = 6
@@ -406,6 +409,19 @@ def compare_random_requests(count: int, seed: int, method: str) -> dict[str, Any
     }
 
 
+def check_faults() -> dict[str, Any]:
+    """What the check at a start says, and kernels of verification that only serving launches."""
+    record_launches()
+    llm = engine(speculative_config=CHAINS, **ENGINE)
+    said = reasons(llm, ["none"])
+    before = set(launches)
+    structured(llm)
+    generate(llm, TEXTS, [greedy(), *MIXED[:3], *SEEDS_WITHOUT_DRAFTS[2:]])
+    generate(llm, TEXTS[:1], greedy())
+    new = new_launches(before, "vllm.v1.worker.gpu.spec_decode.")
+    return {"reasons": {**reasons(llm, FAULTS), **said}, "new launches": new}
+
+
 def compare_all(folder: Path) -> dict[str, Any]:
     v2_on_cpu.use_v2(False)
     v1 = engine()
@@ -446,6 +462,9 @@ def compare_all(folder: Path) -> dict[str, Any]:
         "differences": differences(plain["long"][:3], outputs),
     }
     result["families"] = compare_families(TESTED, LONG)
+    if v2_lengths.HAS_ROW_PER_PLACE:  # once, with the oldest vLLM
+        requests = TEXTS[:4], greedy()
+        result |= compare_neural(engine, requests, plain["long"][:4], folder)
     return {**result, "walks": differing_walks(20)}
 
 
@@ -455,7 +474,7 @@ def main() -> None:
     if sys.argv[1:] == ["faults"]:
         # Fills memory that nothing has written: what reads it fails each time.
         torch.use_deterministic_algorithms(True, warn_only=True)
-        result = reasons(engine(speculative_config=CHAINS, **ENGINE))
+        result = check_faults()
     elif sys.argv[1:]:
         count, seed, method = [*sys.argv[1:], *("", "1", "oracle")[len(sys.argv) - 1 :]]
         result = compare_random_requests(int(count), int(seed), method)

@@ -146,7 +146,7 @@ def reason_against_drafts(
         }
         trees.guard.drafter = _KnownAnswers(drafter.context, answers)
         adapter.begin()
-        decoder.run("compiling", adapter.num_places)
+        decoder.compile(adapter.num_places)
         # Twice, as another program may slow one down; not only then, as ranks run the same steps.
         runs = [decoder.run(f"drafted{i}", adapter.num_places) for i in range(2)]
         drafted = min(runs, key=lambda run: run.step_seconds)
@@ -295,6 +295,17 @@ class _Decoder:
                 break
             fitting.append(prompt)
         return fitting
+
+    def compile(self, num_drafts: int) -> None:
+        """Run over all prompts, and over the greedy ones alone, whose logits keep the model's
+        type."""
+        self.run("compiling", num_drafts)
+        every_prompt = self.prompts
+        self.prompts = [p for p in every_prompt if not p.params.temperature and not p.has_grammar]
+        try:
+            self.run("compiling_greedy", num_drafts)
+        finally:
+            self.prompts = every_prompt
 
     def run(self, name: str, num_drafts: int) -> _Decoded:
         """Decode all prompts, with places for `num_drafts` draft tokens in each step.

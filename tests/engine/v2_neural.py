@@ -1,18 +1,10 @@
-"""Trained drafters in a union on Model Runner V2, against plain V2 and vLLM's own methods.
-
-A program of its own, see :mod:`tests.engine.v2_on_cpu`. Prints one JSON object.
-"""
+"""Trained drafters in a union on Model Runner V2, against plain V2 and vLLM's own methods."""
 
 from __future__ import annotations
 
-import json
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from tests.engine import v2_on_cpu  # first: it prepares for vLLM
-
-# isort: split
 
 from vllm import LLM
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
@@ -26,20 +18,11 @@ from tests.engine.compare import (
 )
 from tests.engine.conftest import free_blocks, runner_of, scheduler_of, trees_of
 from tests.engine.neural_heads import make_draft_model
-from tests.engine.v2_run import TEXTS, greedy
-from tests.engine.v2_run import engine as new_engine
 from tests.engine.v2_waits import Waits
 from vllm_trie.lab.tiny_model import eagle_path
 
 LENGTH = 3
-PROMPTS = TEXTS[:4]
-_alive: list[LLM] = []
-"""An engine that is freed ends the process groups of the others."""
-
-
-def engine(**options: Any) -> LLM:
-    _alive.append(new_engine(**options))
-    return _alive[-1]
+MakeEngine = Callable[..., LLM]
 
 
 def union(entry: dict[str, Any], num_nodes: int, *others: str) -> dict[str, Any]:
@@ -75,12 +58,11 @@ def count_accepted(llm: LLM) -> list[int]:
     return accepted
 
 
-def run_union(entry: dict[str, Any], plain: list[Any]) -> dict[str, Any]:
+def run_union(llm: LLM, requests: tuple[Any, Any], plain: list[Any]) -> dict[str, Any]:
     """Chains longer than the drafter's, with n-grams: preemptions, prompts in parts, aborts."""
-    llm = engine(**union(entry, 2 * LENGTH, "ngram"))
     before = free_blocks(llm)
     with preemptions(llm) as preempted:
-        outputs = generate(llm, PROMPTS, greedy())
+        outputs = generate(llm, *requests)
     result: dict[str, Any] = {
         "async": type(scheduler_of(llm)).__name__.startswith("Async"),
         "own": isinstance(runner_of(llm).speculator, DraftModelSpeculator),
@@ -88,37 +70,42 @@ def run_union(entry: dict[str, Any], plain: list[Any]) -> dict[str, Any]:
         "preempted": len(preempted),
         "accepted": accepted_tokens(llm),
     }
-    check_outputs_beside_aborts(llm, plain, greedy(), {3: [0]})
+    check_outputs_beside_aborts(llm, plain, requests[1], {3: [0]})
     result["failures"] = trees_of(llm).totals.draft_failures
     result["blocks_lost"] = before - free_blocks(llm)
     return result
 
 
-def run_alone(entry: dict[str, Any], plain: list[Any]) -> dict[str, Any]:
+def run_alone(
+    engines: dict[str, LLM], requests: tuple[Any, Any], plain: list[Any]
+) -> dict[str, Any]:
     """vLLM's method and the part alone: what differs from plain outputs, what is accepted, and how
     often steps wait for the device."""
-    engines = {"own": engine(speculative_config=entry), "ours": engine(**union(entry, LENGTH))}
     results: dict[str, Any] = {}
     for name, llm in engines.items():
         waits, accepted = Waits(llm), count_accepted(llm)
-        outputs = generate(llm, PROMPTS, greedy())
+        outputs = generate(llm, *requests)
         results[name] = {"differences": differences(plain, outputs), "accepted": sum(accepted)}
         results[name]["waits"] = waits.summary()
     return results
 
 
-def main() -> None:
-    v2_on_cpu.schedule_as_on_a_gpu()
-    v2_on_cpu.use_v2(True)
-    plain = generate(engine(), PROMPTS, greedy())
+def compare_neural(
+    engine: MakeEngine, requests: tuple[Any, Any], plain: list[Any], folder: Path
+) -> dict[str, Any]:
+    """Return what differs from plain outputs and what is accepted.
+
+    Args:
+        engine: Takes engine options.
+        requests: Prompts and parameters.
+        plain: Their outputs.
+        folder: Takes a draft model.
+    """
     eagle = {"method": "eagle", "model": str(eagle_path()), "num_speculative_tokens": LENGTH}
-    result = {"alone": run_alone(eagle, plain)}
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_draft_model(Path(folder), num_layers=3)
-        entry = {"method": "draft_model", "model": model, "num_speculative_tokens": LENGTH}
-        result["union"] = run_union(entry, plain)
-    print("RESULT " + json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+    alone = {"own": engine(speculative_config=eagle), "ours": engine(**union(eagle, LENGTH))}
+    model = make_draft_model(folder, num_layers=3)
+    entry = {"method": "draft_model", "model": model, "num_speculative_tokens": LENGTH}
+    return {
+        "alone": run_alone(alone, requests, plain),
+        "union": run_union(engine(**union(entry, 2 * LENGTH, "ngram")), requests, plain),
+    }
