@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import socket
 import subprocess
@@ -30,6 +31,7 @@ class RedisServer:
         self._command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
         self._command += ["--dir", str(folder), *options]
         self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.kill)  # also after a failed test
         self.start()
 
     @property
