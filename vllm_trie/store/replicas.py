@@ -1,7 +1,7 @@
 """Texts of finished requests, shared with other replicas through a Redis or Valkey server.
 
 A stream holds the texts of one model, tokenizer and cache salt, the latest `MAX_ENTRIES` of the
-last `MAX_AGE` seconds. Its name is a digest of them. The fields of an entry:
+`MAX_AGE` seconds before the last. Its name is a digest of them. The fields of an entry:
 
     v    version of this layout
     e    the engine that wrote it, drawn at its start
@@ -19,6 +19,7 @@ import hashlib
 import logging
 import os
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,8 @@ _TIMEOUT = 5.0
 _ENTRIES_AT_ONCE = 64
 _FIELDS = frozenset((b"v", b"e", b"p", b"t", b"d"))
 _START = b"0-0"
+USER, PASSWORD = "VLLM_TRIE_STORE_USER", "VLLM_TRIE_STORE_PASSWORD"
+"""Environment variables."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +80,12 @@ class Replicas:
         self._engine = os.urandom(8)
         self._client = connect(url, user, password)
         self._outgoing: deque[StoredText] = deque(maxlen=MAX_WAITING)
-        self._incoming: deque[StoredText] = deque(maxlen=MAX_WAITING)
+        self._incoming: deque[StoredText] = deque()
         # Of each salt in use, the last used one last: the stream's name and its last entry read.
         self._streams: OrderedDict[bytes, bytes] = OrderedDict()
         self._salts: dict[bytes, bytes] = {}
-        self._lock = threading.Lock()  # of these two
+        self._first = _START  # where other streams begin
+        self._lock = threading.Lock()  # of these three
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vllm-trie-replicas", daemon=True)
         self._thread.start()
@@ -90,7 +94,7 @@ class Replicas:
         """Receive the texts of a cache salt, by its digest, from now on."""
         name = self._stream(salt)
         with self._lock:
-            self._streams.setdefault(name, _START)
+            self._streams.setdefault(name, self._first)
             self._streams.move_to_end(name)
             self._salts[name] = salt
             if len(self._streams) > MAX_STREAMS:
@@ -109,6 +113,14 @@ class Replicas:
             texts.append(self._incoming.popleft())
             max_tokens -= len(texts[-1].token_ids)
         return texts
+
+    def forget(self) -> None:
+        """Drop what came in, and hear only what is published from now on, by this machine's
+        clock."""
+        with self._lock:
+            self._first = b"%d-0" % (1000 * time.time())
+            self._streams = OrderedDict.fromkeys(self._streams, self._first)
+            self._incoming.clear()
 
     def close(self) -> None:
         """Publish what waits, if the server is there, and end the thread."""
@@ -154,7 +166,7 @@ class Replicas:
                     entry: Any = encode(name, self._engine, text)
                     pipeline.xadd(name, entry, maxlen=MAX_ENTRIES, approximate=True)
                     oldest = f"{(int(seconds) - MAX_AGE) * 1000}-0"
-                    pipeline.xtrim(name, minid=oldest, approximate=True)
+                    pipeline.xtrim(name, minid=oldest, approximate=False)
                     pipeline.expire(name, MAX_AGE)
                 # An error that the client raises would quote the text.
                 for answer in pipeline.execute(raise_on_error=False):
@@ -164,30 +176,34 @@ class Replicas:
     def _read(self) -> None:
         with self._lock:
             streams: Any = dict(self._streams)
-        if not streams:
+            salts = dict(self._salts)
+        if not streams or len(self._incoming) >= MAX_WAITING:
             self._ending.wait(WAIT)
             return
-        block = int(1000 * WAIT)
-        answer: Any = self._client.xread(streams, count=_ENTRIES_AT_ONCE, block=block)
+        count, block = max(_ENTRIES_AT_ONCE // len(streams), 1), int(1000 * WAIT)
+        answer: Any = self._client.xread(streams, count=count, block=block)
         for name, entries in answer or ():
+            texts = [self._checked(name, salts[name], fields) for _, fields in entries]
             with self._lock:
-                salt = self._salts.get(name)
-                if salt is None or not entries:
-                    continue
-                self._streams[name] = entries[-1][0]
-            for _, fields in entries:
-                self._take_in(name, salt, fields)
+                # Neither dropped nor begun anew meanwhile.
+                if entries and self._streams.get(name) == streams[name]:
+                    self._streams[name] = entries[-1][0]
+                    self._incoming.extend(text for text in texts if text is not None)
 
-    def _take_in(self, name: bytes, salt: bytes, fields: Mapping[bytes, bytes]) -> None:
+    def _checked(
+        self, name: bytes, salt: bytes, fields: Mapping[bytes, bytes]
+    ) -> StoredText | None:
+        """Return the text of an entry, None if it is this engine's or not sound."""
         if fields.get(b"e") == self._engine:
-            return
+            return None
         text = decode(name, salt, fields, self._identity.vocab_size)
-        if text is not None:
-            self._incoming.append(text)
-            return
-        self.num_dropped += 1
-        level = logging.WARNING if self.num_dropped == 1 else logging.DEBUG
-        logger.log(level, "the option 'store': %d foreign entries were dropped", self.num_dropped)
+        if text is None:
+            self.num_dropped += 1
+            level = logging.WARNING if self.num_dropped == 1 else logging.DEBUG
+            logger.log(
+                level, "the option 'store': %d foreign entries were dropped", self.num_dropped
+            )
+        return text
 
     def _stream(self, salt: bytes) -> bytes:
         digest = _digest(*map(_encoded, self._identity), salt).hex()[:32]

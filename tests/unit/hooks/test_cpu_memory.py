@@ -46,13 +46,15 @@ def test_half_of_what_is_free_is_reserved(
 
 
 @pytest.mark.parametrize(
-    ("size", "asked", "reason", "is_cpu", "expected"),
+    ("size", "asked", "reason", "is_cpu", "more", "expected"),
     [
-        (128, None, None, True, 32),
-        (128, 128, None, True, 128),
-        (16, None, None, True, 16),  # the model's attention takes no other
-        (128, None, "off", True, 128),
-        (128, None, None, False, 128),
+        (128, None, None, True, {}, 32),
+        (128, 128, None, True, {}, 128),
+        (16, None, None, True, {}, 16),  # the model's attention takes no other
+        (128, None, "off", True, {}, 128),
+        (128, None, None, False, {}, 128),
+        (128, None, None, True, {"num_gpu_blocks_override": 64}, 128),
+        (128, None, None, True, {"prefix_match_unit": 128}, 128),
     ],
 )
 def test_blocks_are_small_where_searches_are_served(
@@ -61,13 +63,14 @@ def test_blocks_are_small_where_searches_are_served(
     asked: int | None,
     reason: str | None,
     is_cpu: bool,
+    more: dict[str, int],
     expected: int,
 ) -> None:
     monkeypatch.setattr(current_platform, "is_cpu", lambda: is_cpu, raising=False)
     monkeypatch.setattr(cpu_memory, "reason_off", lambda config: reason)
-    cache = SimpleNamespace(block_size=size, user_specified_block_size=False)
+    cache = CacheConfig(block_size=size, **more)
     model = SimpleNamespace(is_hybrid=False)
     config: Any = SimpleNamespace(cache_config=cache, model_config=model)
     shrink_blocks(config, asked)
     assert cache.block_size == expected
-    assert cache.user_specified_block_size == (expected == 32)
+    assert cache.user_specified_block_size or expected != 32

@@ -53,6 +53,11 @@ def test_drafts_give_way_to_a_stream_that_can_start(steps) -> None:
     assert steps(1, num_waiting=1, kind=RequestOutputKind.FINAL_ONLY) == [6]  # no stream
 
 
+def test_a_search_that_waits_starts_no_stream(steps, monkeypatch) -> None:
+    monkeypatch.setattr(speculation, "BeamProxy", SimpleNamespace)
+    assert steps(1, num_waiting=1) == [6]
+
+
 def test_drafts_stay_in_most_steps_under_load(steps) -> None:
     draft_counts = steps(800, num_waiting=1)
     assert draft_counts[: int(MOST_GIVING)] == [0] * int(MOST_GIVING)

@@ -274,3 +274,18 @@ def test_an_address_that_cannot_be_one(url: str, said: str) -> None:
     pytest.importorskip("redis", reason="the package redis is not installed")
     with pytest.raises(ValueError, match=said):
         connect(url)
+
+
+def test_what_was_published_before_is_forgotten(
+    server: RedisServer, join: Callable[..., Replicas]
+) -> None:
+    first, second = join(server.url), join(server.url)
+    for replica in (first, second):
+        replica.listen(SALT)
+    first.publish(text(0))
+    wait_for(lambda: len(second._incoming) == 1)
+    second.forget()
+    assert second.receive(1000) == []
+    second.listen(salt_digest("another"))
+    first.publish(text(500))
+    assert [got.token_ids[0] for got in receive(second, 1)] == [500]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -49,6 +48,7 @@ class RequestStore:
         # (digest of the salt, number in its index) -> text, least recently used first.
         self._texts: OrderedDict[tuple[bytes, int], StoredText] = OrderedDict()
         self._answers: dict[bytes, tuple[bytes, int]] = {}  # prompt -> key of its latest answer
+        self._digests: set[int] = set()  # of the texts
         self.num_tokens = 0
         self._replicas: Replicas | None = None
 
@@ -91,18 +91,19 @@ class RequestStore:
         return list(self._texts.values())  # an engine's step waits for it
 
     def restore(self, texts: Sequence[StoredText]) -> None:
-        """Add texts of an earlier engine, least recently used first; those that fit."""
+        """Add texts of other engines, least recently used first; those that fit and are new."""
         for text in newest(texts, self._max_tokens):
-            self._add(text)
+            if _digest(text) not in self._digests:  # from a file and from replicas
+                self._add(text)
 
     def share(self, replicas: Replicas) -> None:
         """Publish outputs that are added from now on, and hear those of the salts in use."""
         self._replicas = replicas
 
     def clear(self) -> None:
-        """Forget all texts, also those that have just come in."""
+        """Forget all texts, also those that replicas have published."""
         if self._replicas is not None:
-            self._replicas.receive(sys.maxsize)
+            self._replicas.forget()
         while self._texts:
             self._remove_oldest()
 
@@ -117,12 +118,14 @@ class RequestStore:
             index = self._indexes[salt] = self._backend.new_index(self._max_order)
         key = salt, index.add_text(token_ids)
         self._texts[key] = text
+        self._digests.add(_digest(text))
         if prompt:
             self._answers[prompt] = key
         self.num_tokens += len(token_ids)
 
     def _remove_oldest(self) -> None:
         (salt, number), text = self._texts.popitem(last=False)
+        self._digests.discard(_digest(text))
         self.num_tokens -= len(text.token_ids)
         if self._answers.get(text.prompt) == (salt, number):
             del self._answers[text.prompt]
@@ -130,3 +133,7 @@ class RequestStore:
         index.remove_text(number)
         if index.num_tokens == 0:
             del self._indexes[salt]
+
+
+def _digest(text: StoredText) -> int:
+    return hash((text.salt, text.prompt, text.token_ids.tobytes()))

@@ -51,8 +51,8 @@ class BeamGroup:
     Attributes:
         search: The search, of which ``items`` is more inside a catalogue.
         beams: What it computes next.
-        started, parked: Whether vLLM's scheduler knows of the group, and whether the group has
-            given its blocks up to others.
+        started, parked: Whether the group has its slots, and whether it has given its blocks up to
+            others.
         min_blocks, expected_blocks: KV blocks that the group must have, and may come to hold.
         arrival, arrival_step: When it came, by ``time.monotonic`` and by the scheduler's steps.
     """

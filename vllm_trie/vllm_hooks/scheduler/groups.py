@@ -281,7 +281,7 @@ class BeamGroups:
     def num_unfinished(self) -> int:
         """Return the number of requests to add to those that vLLM counts as unfinished.
 
-        Groups that wait for slots or blocks have nothing in vLLM's own queues.
+        Parked groups have nothing in vLLM's own queues.
         """
         if self._scheduler.pause_state != PauseState.UNPAUSED:
             return 0

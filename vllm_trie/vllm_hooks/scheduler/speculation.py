@@ -19,6 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_trie.vllm_hooks.ledger.record import STATS, Result, Symbols
+from vllm_trie.vllm_hooks.scheduler.beams import BeamProxy
 from vllm_trie.vllm_hooks.scheduler.forced_tokens import ForcedTokens
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.wire import (
@@ -190,7 +191,10 @@ class FirstTokens:
         scheduler = self._scheduler
         if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_running_reqs:
             return False
-        params = scheduler.waiting.peek_request().sampling_params
+        # A search that waits would hide a stream behind it, and streams nothing itself.
+        requests = (one for one in scheduler.waiting if not isinstance(one, BeamProxy))
+        first = next(requests, None)
+        params = None if first is None else first.sampling_params
         return params is not None and params.output_kind is not RequestOutputKind.FINAL_ONLY
 
 

@@ -27,7 +27,7 @@ def shrink_blocks(vllm_config: VllmConfig, asked: int | None) -> None:
     """Give an engine that serves beam searches the smallest KV blocks.
 
     Beams share full blocks, and each has a last one of its own. Leaves alone what the user or the
-    model's attention has set.
+    model's attention has set, and what goes with it.
 
     Args:
         vllm_config: Complete; its block size is changed in place.
@@ -40,6 +40,8 @@ def shrink_blocks(vllm_config: VllmConfig, asked: int | None) -> None:
         current_platform.is_cpu()
         and asked is None
         and cache.block_size == _STOCK_BLOCK
+        and cache.num_gpu_blocks_override is None  # counts blocks of the size that is asked for
+        and cache.prefix_match_unit is None  # must divide it
         and not vllm_config.model_config.is_hybrid
         and reason_off(vllm_config) is None
     ):

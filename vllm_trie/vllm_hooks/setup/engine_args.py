@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_trie.drafters import get_drafter_class
-from vllm_trie.store.replicas import connect
+from vllm_trie.store.replicas import PASSWORD, USER, connect
 from vllm_trie.vllm_hooks.ledger.record import PLUGGABLE, Result, Symbols
 from vllm_trie.vllm_hooks.setup import config, cpu_memory, runner_choice
 from vllm_trie.vllm_hooks.setup.beam_support import check_catalogues
@@ -180,7 +180,10 @@ def environment_variables(original: Mapping[str, object]) -> dict[str, Any]:
 
     Not the others: vLLM's compilation caches depend on the whole table.
     """
-    variables = {name: functools.partial(os.environ.get, name) for name in OWN_VARIABLES}
+    variables: dict[str, Any] = {
+        name: functools.partial(os.environ.get, name) for name in OWN_VARIABLES
+    }
+    variables |= dict.fromkeys((USER, PASSWORD), lambda: None)  # vLLM writes the values to files
     return {**original, **{name: get for name, get in variables.items() if name in os.environ}}
 
 

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING
 
 from vllm_trie.drafters import Drafter
 from vllm_trie.drafters.request_texts import STEP_TOKENS
-from vllm_trie.store.replicas import Replicas
+from vllm_trie.store.replicas import PASSWORD, USER, Replicas
 from vllm_trie.vllm_hooks.worker.warm_start import engine_identity
 
 if TYPE_CHECKING:
     from vllm_trie.drafters import DrafterContext
-
-USER, PASSWORD = "VLLM_TRIE_STORE_USER", "VLLM_TRIE_STORE_PASSWORD"
-"""Environment variables."""
 
 logger = logging.getLogger(__name__)
 
