@@ -356,10 +356,10 @@ def _attend(  # type: ignore[no-untyped-def]
         )
     else:
         program = tl.program_id(0) * tl.num_programs(1) + kv_head
-        own = program * ROWS + row
-        tl.store(partial_ptr + (own * PADDED_HEAD)[:, None] + d[None, :], weighted)
-        tl.store(state_ptr + own * 2, maximum)
-        tl.store(state_ptr + own * 2 + 1, total)
+        partial_row = program * ROWS + row
+        tl.store(partial_ptr + (partial_row * PADDED_HEAD)[:, None] + d[None, :], weighted)
+        tl.store(state_ptr + partial_row * 2, maximum)
+        tl.store(state_ptr + partial_row * 2 + 1, total)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -415,16 +415,18 @@ def _join(  # type: ignore[no-untyped-def]
     first = block * num_splits
     maximum = tl.full([JOINED], float("-inf"), tl.float32)
     for split in range(parts):
-        own = ((first + split) * tl.num_programs(1) + kv_head) * ROWS + row
-        maximum = tl.maximum(maximum, tl.load(state_ptr + own * 2, mask=used, other=0.0))
+        partial_row = ((first + split) * tl.num_programs(1) + kv_head) * ROWS + row
+        maximum = tl.maximum(maximum, tl.load(state_ptr + partial_row * 2, mask=used, other=0.0))
     total = tl.zeros([JOINED], tl.float32)
     weighted = tl.zeros([JOINED, PADDED_HEAD], tl.float32)
     for split in range(parts):
-        own = ((first + split) * tl.num_programs(1) + kv_head) * ROWS + row
-        factor = tl.exp2(tl.load(state_ptr + own * 2, mask=used, other=0.0) - maximum)
-        total += factor * tl.load(state_ptr + own * 2 + 1, mask=used, other=1.0)
+        partial_row = ((first + split) * tl.num_programs(1) + kv_head) * ROWS + row
+        factor = tl.exp2(tl.load(state_ptr + partial_row * 2, mask=used, other=0.0) - maximum)
+        total += factor * tl.load(state_ptr + partial_row * 2 + 1, mask=used, other=1.0)
         some = tl.load(
-            partial_ptr + (own * PADDED_HEAD)[:, None] + d[None, :], mask=used[:, None], other=0.0
+            partial_ptr + (partial_row * PADDED_HEAD)[:, None] + d[None, :],
+            mask=used[:, None],
+            other=0.0,
         )
         weighted += factor[:, None] * some
     token = (start + query).to(tl.int64)

@@ -56,7 +56,7 @@ def text(start: int, salt: bytes = SALT, length: int = 20) -> StoredText:
 
 
 def receive(replica: Replicas, number: int, seconds: float = SOON) -> list[StoredText]:
-    """Return at least so many texts, or those that come in time."""
+    """Return `number` texts or more, fewer if no more come in time."""
     texts: list[StoredText] = []
     end = time.monotonic() + seconds
     while len(texts) < number and time.monotonic() < end:

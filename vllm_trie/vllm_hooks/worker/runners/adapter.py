@@ -58,7 +58,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def run_forward(self, num_tokens: int) -> None:
-        """Run a forward pass of so many tokens and wait for its end."""
+        """Run a forward pass of `num_tokens` tokens and wait for its end."""
 
     def begin_step(self, step: Step) -> Any:
         """Begin a step; return what it has for vLLM. One that vLLM left where it was is over."""
