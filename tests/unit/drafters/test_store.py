@@ -178,3 +178,12 @@ def test_of_a_text_too_long_the_end_is_kept() -> None:
     index = store.index(None)
     assert index is not None
     assert list(index.texts[0]) == [15, 16, 17, 18, 19]  # type: ignore[attr-defined]
+
+
+def test_texts_that_are_there_are_not_restored_again() -> None:
+    store, copy = (RequestStore(PythonBackend(BLEND), 4, 100) for _ in range(2))
+    for _ in range(2):
+        store.add(None, np.arange(10, dtype=np.int32))
+    for _ in range(2):
+        copy.restore(store.texts())  # both, and nothing the second time
+    assert copy.num_tokens == 20

@@ -91,10 +91,13 @@ class RequestStore:
         return list(self._texts.values())  # an engine's step waits for it
 
     def restore(self, texts: Sequence[StoredText]) -> None:
-        """Add texts of other engines, least recently used first; those that fit and are new."""
-        for text in newest(texts, self._max_tokens):
-            if _digest(text) not in self._digests:  # from a file and from replicas
-                self._add(text)
+        """Add texts of other engines, least recently used first; those that fit.
+
+        Those that the store has are left out: a file and replicas may hold the same.
+        """
+        fitting = newest(texts, self._max_tokens)
+        for text in [text for text in fitting if _digest(text) not in self._digests]:
+            self._add(text)
 
     def share(self, replicas: Replicas) -> None:
         """Publish outputs that are added from now on, and hear those of the salts in use."""
