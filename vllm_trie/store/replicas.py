@@ -274,7 +274,7 @@ def decode(
 
 
 def _digest(*parts: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=32, person=b"vllm-trie stream"[:16])
+    digest = hashlib.blake2b(digest_size=32, person=b"vllm-trie stream")
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
