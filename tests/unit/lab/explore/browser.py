@@ -17,19 +17,10 @@ from typing import Any
 from websockets.sync.client import ClientConnection, connect
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
-_FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--remote-debugging-port=0",
-)
+_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync")
+_FLAGS += ("--disable-background-networking", "--disable-component-update")
 _KEYS = {" ": ("Space", 32), "Home": ("Home", 36), "End": ("End", 35)}
-_KEYS |= {"ArrowLeft": ("ArrowLeft", 37), "ArrowRight": ("ArrowRight", 39), "Tab": ("Tab", 9)}
+_KEYS |= {"ArrowLeft": ("ArrowLeft", 37), "ArrowRight": ("ArrowRight", 39)}
 
 
 class Tab:
@@ -46,10 +37,9 @@ class Tab:
         self.problems: list[str] = []
         self.requests: list[str] = []
         for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
+            self._call(f"{domain}.enable")
 
-    def call(self, method: str, **parameters: Any) -> Any:
-        """Call a method of the protocol and return its result."""
+    def _call(self, method: str, **parameters: Any) -> Any:
         number = next(self._numbers)
         self._connection.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
@@ -71,7 +61,7 @@ class Tab:
 
     def open(self, path: Path) -> None:
         """Load a file and wait until it is shown."""
-        self.call("Page.navigate", url=path.as_uri())
+        self._call("Page.navigate", url=path.as_uri())
         deadline = time.monotonic() + 30
         while self.run("document.readyState + location.href") != f"complete{path.as_uri()}":
             assert time.monotonic() < deadline, "the page does not load"
@@ -79,54 +69,39 @@ class Tab:
 
     def run(self, expression: str) -> Any:
         """Return the value of a JavaScript expression."""
-        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        result = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def look(self, width: int = 1360, height: int = 900, scheme: str = "light") -> None:
-        """Set the size of the window and the user's color scheme."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=1, mobile=False,
-        )  # fmt: skip
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self.call("Emulation.setEmulatedMedia", features=features)
+    def text(self, selector: str) -> str:
+        """Return the text of the first element that a selector matches."""
+        text: str = self.run(f"document.querySelector({json.dumps(selector)}).textContent")
+        return text
 
-    def press(self, key: str) -> None:
-        """Press and release a key."""
-        code, number = _KEYS.get(key, (f"Key{key.upper()}", ord(key[0].upper())))
-        fields = {"key": key, "code": code, "windowsVirtualKeyCode": number}
-        text = {"text": key} if len(key) == 1 else {}
-        self.call("Input.dispatchKeyEvent", type="keyDown", **fields, **text)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **fields)
+    def count(self, selector: str) -> int:
+        """Return the number of elements that a selector matches."""
+        number: int = self.run(f"document.querySelectorAll({json.dumps(selector)}).length")
+        return number
 
-    def point(self, selector: str, x: float = 0.5, y: float = 0.5) -> tuple[float, float]:
-        """Return a point of an element's first line, as shares of its width and height."""
-        box = self.run(
+    def press(self, *keys: str) -> None:
+        """Press and release keys, one after another."""
+        for key in keys:
+            code, number = _KEYS.get(key, (f"Key{key.upper()}", ord(key[0].upper())))
+            fields = {"key": key, "code": code, "windowsVirtualKeyCode": number}
+            text = {"text": key} if len(key) == 1 else {}
+            self._call("Input.dispatchKeyEvent", type="keyDown", **fields, **text)
+            self._call("Input.dispatchKeyEvent", type="keyUp", **fields)
+
+    def click(self, selector: str) -> None:
+        """Click in the middle of an element."""
+        x, y = self.run(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             "e.scrollIntoView({block: 'center'}); const b = e.getClientRects()[0];"
-            "return [b.left, b.top, b.width, b.height]; })()"
+            "return [b.left + b.width / 2, b.top + b.height / 2]; })()"
         )
-        return box[0] + x * box[2], box[1] + y * box[3]
-
-    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
-        """Press the mouse button at one point and release it at another."""
-        middle = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2
-        for kind, (x, y) in (
-            ("mousePressed", start),
-            ("mouseMoved", middle),
-            ("mouseMoved", end),
-            ("mouseReleased", end),
-        ):
-            self.call(
-                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1,
-                clickCount=1,
-            )  # fmt: skip
-
-    def click(self, selector: str, x: float = 0.5, y: float = 0.5) -> None:
-        """Click an element."""
-        place = self.point(selector, x, y)
-        self.drag(place, place)
+        for kind in ("mousePressed", "mouseReleased"):
+            where = {"x": x, "y": y, "button": "left", "clickCount": 1}
+            self._call("Input.dispatchMouseEvent", type=kind, **where)
 
 
 @contextmanager
@@ -134,11 +109,9 @@ def chromium() -> Iterator[Tab]:
     """Start a browser with a profile of its own; end it with the block."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        process = subprocess.Popen(
-            [CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        flags = [*_FLAGS, "--remote-debugging-port=0", f"--user-data-dir={profile}"]
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen([CHROMIUM, *flags, "about:blank"], **silent)
         try:
             port = _port(process, Path(profile) / "DevToolsActivePort")
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=30) as answer:
@@ -147,12 +120,8 @@ def chromium() -> Iterator[Tab]:
             with connect(page["webSocketDebuggerUrl"], max_size=None, proxy=None) as connection:
                 yield Tab(connection)
         finally:
-            process.terminate()
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
 
 
 def _port(process: subprocess.Popen[bytes], file: Path) -> int:
