@@ -80,10 +80,6 @@ def refusal(**options: Any) -> str:
 # -- what is taken --------------------------------------------------------------------------------
 
 
-def options_of(vllm_config: Any) -> Any:
-    return config.read(vllm_config).drafter_options
-
-
 def test_options_reach_the_drafter(engine):
     options = {
         "speculative_config": {**TREES, "max_context_len": 9},
@@ -141,16 +137,6 @@ def test_heads_on_the_command_line(flag):
         from_command_line(flag, "medusa_dynamic", "--speculative-config", other)
 
 
-def test_options_on_the_command_line():
-    as_json = json.dumps({**TREES, "max_context_len": 9})
-    assert options_of(from_command_line("--speculative-config", as_json)).max_context_len == 9
-    vllm_config = from_command_line(
-        *("--spec-method", "ngram_trie"),
-        *("--additional-config", '{"vllm_trie": {"index_tokens": 2}}'),
-    )
-    assert options_of(vllm_config).index_tokens == 2
-
-
 def test_help_of_the_server():
     try:
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -185,15 +171,6 @@ def test_models_without_trees(tmp_path: Path, name: str):
         return
     # Without the option they are verified as chains, too: see test_compatibility.py.
     assert config.verification(engine_config(**settings, speculative_config=CHAINS)) == "chain"
-
-
-def test_trees_where_they_are_supported(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.INFO):
-        assert config.verification(engine_config()) == "tree"
-    said = "vllm-trie is on: ngram_trie drafts up to 8 tokens a request, verified as trees"
-    assert said in caplog.text
-    assert config.verification(engine_config(speculative_config=CHAINS)) == "chain"
 
 
 def test_a_model_without_trees_says_so_at_start_up(tmp_path: Path, caplog, monkeypatch):
@@ -335,15 +312,6 @@ def wrapped() -> dict[str, Any]:
         "stats": Scheduler.make_stats,
         "loggers": StatLoggerManager.__init__,
     }
-
-
-def test_registering_twice_wraps_once():
-    engine_config()  # has vLLM load its plugins
-    before = wrapped()
-    assert plugin.status() == {"speculation": "ok", "beam": "ok"}
-    plugin.register()
-    load_general_plugins()
-    assert wrapped() == before
 
 
 @pytest.fixture

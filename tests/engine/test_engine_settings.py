@@ -15,7 +15,6 @@ from tests.engine.compare import (
     differences,
     generate,
     plain_outputs,
-    preemptions,
     speculation,
     tell_oracle,
 )
@@ -32,24 +31,6 @@ pytestmark = pytest.mark.usefixtures("test_drafters")
 @pytest.fixture(scope="module")
 def expected(_engines: Any) -> list[Any]:
     return generate(_engines(), prompts(COUNT), SamplingParams(**GREEDY))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        # Less than a tree, and no more than one token for each request.
-        {"max_num_batched_tokens": 8, "max_num_seqs": 8, "enable_chunked_prefill": True},
-        {"max_num_batched_tokens": NODES + 1, "max_num_seqs": 4, "enable_chunked_prefill": True},
-        {"max_num_seqs": 1},
-        {"block_size": 256},
-    ],
-    ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
-)
-def test_little_room(engine: Any, expected: list[Any], options: dict[str, Any]) -> None:
-    tell_oracle(expected)
-    llm = engine(**TREES, **options)
-    least = 0.0 if options.get("max_num_batched_tokens") == 8 else 0.2
-    assert check_same_outputs(llm, expected, SamplingParams(**GREEDY)) >= least
 
 
 @pytest.mark.parametrize(
@@ -96,37 +77,12 @@ def test_short_length_limit(engine: Any, length: int) -> None:
     check_same_outputs(engine(**TREES, **options), plain, endless)
 
 
-def test_priorities(engine: Any, expected: list[Any]) -> None:
-    llm = engine(
-        **TREES,
-        scheduling_policy="priority",
-        num_gpu_blocks_override=36,
-        block_size=32,
-        enable_prefix_caching=False,
-    )
-    tell_oracle(expected)
-    priorities = [2, 1, 0, 2, 1, 0, 2, 1]
-    params = SamplingParams(**GREEDY)
-    with preemptions(llm) as preempted:
-        outputs = llm.generate(prompts(COUNT), params, use_tqdm=False, priority=priorities)
-    assert differences(expected, outputs) == []
-    assert preempted
-
-
 def test_prefix_cache_that_is_reset(engine: Any, expected: list[Any]) -> None:
     llm = engine(**TREES)
     tell_oracle(expected)
     check_same_outputs(llm, expected, SamplingParams(**GREEDY))
     assert llm.reset_prefix_cache()
     check_same_outputs(llm, expected, SamplingParams(**GREEDY))
-
-
-def test_several_outputs_of_a_prompt(engine: Any) -> None:
-    params = SamplingParams(n=3, temperature=0.8, top_p=0.9, seed=7, max_tokens=40, ignore_eos=True)
-    plain = generate(engine(), prompts(6), params)
-    assert all(len({tuple(c.token_ids) for c in o.outputs}) > 1 for o in plain)
-    tell_oracle(plain)
-    assert check_same_outputs(engine(**TREES), plain, params) > 0.1
 
 
 def test_logprobs_of_prompt_and_output(engine: Any) -> None:

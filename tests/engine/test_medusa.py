@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
@@ -12,18 +11,14 @@ from vllm import SamplingParams
 
 from tests.checkout import ROOT
 from tests.engine.compare import (
-    accepted_tokens,
     check_same_outputs,
-    differences,
     generate,
     speculation,
 )
 from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.drafters.medusa.reading import CheckpointError, load_checkpoint
-from vllm_trie.lab.medusa.writing import save_fasterdecoding
 from vllm_trie.lab.tiny_model import medusa_path, model_path
-from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, detokenize=False)
 COUNT = 14
@@ -42,27 +37,6 @@ def test_the_servers_flags(engine, expected):
         additional_config={"vllm_trie": {"node_budget": "fixed"}},
     )
     assert check_same_outputs(llm, expected[:4], GREEDY) > 0.2
-
-
-def test_hidden_state_of_the_last_accepted_node(engine, expected, monkeypatch):
-    """The state of any other node is a worse one: of the last committed token, of the last node."""
-    llm = engine(**medusa(joint="product"))
-    right = check_same_outputs(llm, expected, GREEDY)
-    stock = TreeVerifier.end_step
-    wrong_rows = {
-        "first": lambda end, size: end - size - 1,
-        "last": lambda end, size: end - 1,
-    }
-    for name, wrong_row in wrong_rows.items():
-
-        def end_step(self, new_tokens, wrong_row=wrong_row):
-            sizes = [tree.num_nodes for tree in self.step_trees]
-            ends = itertools.accumulate(size + 1 for size in sizes)
-            self._last_logits_rows = [wrong_row(*row) for row in zip(ends, sizes, strict=True)]
-            stock(self, new_tokens)
-
-        monkeypatch.setattr(TreeVerifier, "end_step", end_step)
-        assert check_same_outputs(llm, expected, GREEDY) < 0.85 * right, name
 
 
 def test_state_given_is_that_of_the_whole_text(engine, expected, monkeypatch):
@@ -88,20 +62,6 @@ def test_state_given_is_that_of_the_whole_text(engine, expected, monkeypatch):
         with torch.no_grad():
             reference = model(ids).last_hidden_state[0, -1]
         torch.testing.assert_close(hidden, reference, rtol=1e-3, atol=1e-3)
-
-
-def test_both_layouts_draft_alike(engine, tmp_path, expected):
-    """The same heads in FasterDecoding's layout: the same drafts, step for step."""
-    config = json.loads((model_path() / "config.json").read_text())
-    shipped = load_checkpoint(medusa_path(), config["hidden_size"], config["vocab_size"])
-    save_fasterdecoding(shipped.heads, tmp_path, shipped.temperatures)
-    totals = []
-    for path in (medusa_path(), tmp_path):
-        llm = engine(**{**medusa(), **speculation("medusa_dynamic", 32, model=str(path))})
-        before = accepted_tokens(llm)
-        assert differences(expected[:6], generate(llm, prompts(6), GREEDY)) == []
-        totals.append(accepted_tokens(llm) - before)
-    assert totals[0] == totals[1] > 0
 
 
 def test_heads_of_another_model_are_refused(engine, tmp_path):

@@ -9,7 +9,6 @@ from tests.engine.compare import (
     check_outputs_beside_aborts,
     check_same_outputs,
     generate,
-    preemptions,
     speculation,
 )
 from tests.engine.conftest import trees_of
@@ -43,24 +42,6 @@ def test_greedy(engine, expected, name):
     for count, batch_size in ((4, 1), (COUNT, 8)):
         assert check_same_outputs(llm, expected[:count], GREEDY, batch_size) > least
     assert not any(trees_of(llm).guard.failures.values())
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_little_room(engine, expected, name):
-    """Prompts in parts, drafts that the tokens of a step cut, and preemptions."""
-    llm = engine(
-        **METHODS[name],
-        max_num_batched_tokens=96,
-        enable_chunked_prefill=True,
-        max_model_len=640,
-        num_gpu_blocks_override=24,
-        block_size=32,
-        enable_prefix_caching=False,
-    )
-    assert max(len(p["prompt_token_ids"]) for p in prompts(COUNT)) > 2 * 96
-    with preemptions(llm) as preempted:
-        assert check_same_outputs(llm, expected, GREEDY) > 0.02
-    assert preempted
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -65,20 +65,6 @@ def test_greedy_with(engine, params):
         assert any(o.outputs[0].finish_reason == "stop" for o in expected)
 
 
-def test_requests_of_every_kind_in_one_batch(engine):
-    kinds = [
-        SamplingParams(**GREEDY, ignore_eos=True),
-        SamplingParams(**GREEDY, repetition_penalty=1.2, ignore_eos=True),
-        SamplingParams(temperature=0.9, seed=3, max_tokens=80, ignore_eos=True),
-        SamplingParams(**GREEDY, logprobs=2, ignore_eos=True),
-        SamplingParams(temperature=0.7, top_k=40, top_p=0.9, seed=5, max_tokens=60),
-        SamplingParams(**GREEDY, min_tokens=20, bad_words=["return"]),
-        SamplingParams(temperature=1.0, min_p=0.1, seed=7, max_tokens=50, ignore_eos=True),
-        SamplingParams(**GREEDY, logit_bias={210: 5.0}, ignore_eos=True),
-    ]
-    _compare(engine, [kinds[i % len(kinds)] for i in range(16)], count=16)
-
-
 @pytest.mark.parametrize(
     "params",
     [
@@ -159,12 +145,6 @@ def test_tokens_that_a_grammar_forces(engine, monkeypatch):
         count=8,
         **COMPACT,
     )
-
-
-def test_structured_beside_free_requests(engine):
-    structured = SamplingParams(temperature=0.0, max_tokens=60, structured_outputs=STRUCTURED)
-    free = SamplingParams(**GREEDY, ignore_eos=True)
-    _compare(engine, [structured if i % 2 else free for i in range(12)], **COMPACT)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

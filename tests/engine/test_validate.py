@@ -161,19 +161,6 @@ def test_beam_search_with_wrong_kv_or_wrong_scores(run, monkeypatch, broken: str
     assert outcome.measured["found"] > outcome.measured["allowed"]
 
 
-def test_speed_of_an_engine_that_fails(run, monkeypatch) -> None:
-    stock = speed.start_engine
-
-    def start_engine(*arguments: Any, speculative_config: Any, **options: Any) -> Any:
-        if speculative_config is not None:
-            raise RuntimeError("no memory")
-        return stock(*arguments, speculative_config=speculative_config, **options)
-
-    monkeypatch.setattr(speed, "start_engine", start_engine)
-    with pytest.raises(RuntimeError, match="no memory"):  # its process reports that
-        run(speed.measure, "float32")
-
-
 # -- without an engine ----------------------------------------------------------------------------
 
 

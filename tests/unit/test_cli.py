@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,17 @@ def make_hook(status: str, **changes: str) -> Finding:
     return Finding(**parts | changes)  # type: ignore[arg-type]
 
 
-def test_version() -> None:
-    result = runner.invoke(cli.app, ["--version"])
-    assert (result.exit_code, result.stdout.strip()) == (0, vllm_trie.__version__)
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        (["--version"], vllm_trie.__version__),
+        (["model-path"], str(tiny_model.model_path())),
+        (["model-path", "--medusa"], str(tiny_model.medusa_path())),
+    ],
+)
+def test_answers_of_one_line(arguments: list[str], printed: str) -> None:
+    result = runner.invoke(cli.app, arguments)
+    assert (result.exit_code, result.stdout.strip()) == (0, printed)
 
 
 HEAVY = ("torch", "vllm", "transformers")
@@ -86,81 +93,11 @@ def test_help_of_groups_is_theirs() -> None:
         assert cli.importlib.import_module(cli.GROUPS[name]).app.info.help == summary
 
 
-# --- model-path --------------------------------------------------------------------------------
-
-
-def test_model_path_prints_where_the_weights_are(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tiny_model, "model_path", lambda: tmp_path / "model")
-    monkeypatch.setattr(tiny_model, "medusa_path", lambda: tmp_path / "heads")
-    assert runner.invoke(cli.app, ["model-path"]).stdout == f"{tmp_path / 'model'}\n"
-    assert runner.invoke(cli.app, ["model-path", "--medusa"]).stdout == f"{tmp_path / 'heads'}\n"
-
-
-def test_model_path_without_weights_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> Path:
-        raise FileNotFoundError("config.json of the heads is missing")
-
-    monkeypatch.setattr(tiny_model, "medusa_path", fail)
-    result = runner.invoke(cli.app, ["model-path", "--medusa"])
-    assert result.exit_code == 1
-    assert "config.json of the heads is missing" in result.stderr
-    assert result.stdout == ""
-
-
-# --- commands from other modules ---------------------------------------------------------------
-
-
-def add_group(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType | None) -> None:
-    monkeypatch.setattr(cli, "GROUPS", {"extra": "vllm_trie.lab.extra"})
-    spec = None if module is None else object()
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: spec)
-    if module is not None:
-        monkeypatch.setitem(sys.modules, "vllm_trie.lab.extra", module)
-
-
-def test_a_group_of_the_laboratory_is_mounted_when_that_is_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    module = types.ModuleType("vllm_trie.lab.extra")
-    module.app = typer.Typer(help="Something extra.")  # type: ignore[attr-defined]
-
-    @module.app.command()
-    def first(count: int) -> None:
-        typer.echo(f"counted {count}")
-
-    @module.app.command()
-    def second() -> None:
-        """Two commands, so that the application stays a group."""
-
-    add_group(monkeypatch, module)
-    assert "extra" in runner.invoke(cli.app, ["--help"]).output
-    result = runner.invoke(cli.app, ["extra", "first", "3"])
-    assert (result.exit_code, result.stdout.strip()) == (0, "counted 3")
-
-
 def test_a_group_without_its_module_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    add_group(monkeypatch, None)
+    monkeypatch.setattr(cli, "GROUPS", {"extra": "vllm_trie.lab.extra"})
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
     assert "extra" not in runner.invoke(cli.app, ["--help"]).output
     assert runner.invoke(cli.app, ["extra"]).exit_code == 2
-
-
-def test_demo_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("vllm_trie.lab.demo")
-    seen: list[str] = []
-
-    def main() -> int:
-        seen.extend(sys.argv)
-        return 3
-
-    module.main = main  # type: ignore[attr-defined]
-    monkeypatch.setattr(sys, "argv", ["vllm-trie"])
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "vllm_trie.lab.demo", module)
-    result = runner.invoke(cli.app, ["demo", "--help", "--nodes", "8"])
-    assert seen == ["vllm-trie demo", "--help", "--nodes", "8"]
-    assert result.exit_code == 3
 
 
 # --- doctor ------------------------------------------------------------------------------------
@@ -312,10 +249,3 @@ def test_torch_of_another_release_is_an_error() -> None:
 )
 def test_vllm_plugins_variable(allowed: str | None, errors: int) -> None:
     assert len(list(doctor.check_plugin_is_loaded(allowed))) == errors
-
-
-def test_cpu_flags_are_whole_words(tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("model name: x\nflags\t\t: fpu avx2x avx512f amx_tile\n")
-    assert doctor.cpu_flags(cpuinfo) == ["avx512f", "amx_tile"]
-    assert doctor.cpu_flags(tmp_path / "absent") == []

@@ -77,16 +77,6 @@ def test_llm_beam_search_takes_text_and_more_options(engine):
     ]
 
 
-def test_n_best_of_a_wider_search(engine):
-    case = Case(prompt(5, 40), 9)
-    text, params = request_of(case, n=2)
-    (result,) = engine(**OPTIONS).generate([text], params, use_tqdm=False)
-    assert [list(output.token_ids) for output in result.outputs] == [
-        hypothesis.token_ids for hypothesis in search(SHIPPED, case)[:2]
-    ]
-    assert [output.index for output in result.outputs] == [0, 1]
-
-
 def test_a_search_ignores_a_prediction(engine):
     llm = engine(**OPTIONS)
     source = {"prompt_token_ids": list(prompt(5, 40))}
@@ -204,39 +194,6 @@ def test_bad_words_do_not_appear(engine):
     assert not banned & {token for output in result.outputs for token in output.token_ids}
 
 
-def test_sampled_and_diverse_searches(engine):
-    llm = engine(**OPTIONS)
-    source = {"prompt_token_ids": list(prompt(9, 40))}
-
-    def run(**options):
-        (result,) = llm.generate([source], beam_params(4, **options), use_tqdm=False)
-        return [tuple(output.token_ids) for output in result.outputs]
-
-    sampled = {"do_sample": True, "temperature": 1.5}
-    assert run(**sampled, seed=1) == run(**sampled, seed=1)
-    assert len({tuple(run(**sampled, seed=seed)) for seed in range(4)}) > 1
-    assert run(**sampled, seed=-2) == run(**sampled, seed=-2)
-    assert run(**sampled, seed=1, top_k=50) != run(seed=1)
-    diverse = run(num_beam_groups=4, diversity_penalty=50.0)
-    assert len({tokens[0] for tokens in diverse}) == 4
-
-
-def test_whole_search_as_a_trace(engine):
-    from vllm_trie.beam import SearchTrace
-
-    llm = engine(**OPTIONS)
-    source = {"prompt_token_ids": list(prompt(9, 40))}
-    (result,) = llm.generate([source], beam_params(4, beam_trace=True), use_tqdm=False)
-    trace = SearchTrace.from_dict(result.outputs[0].beam["trace"])
-    for output, node, score in zip(result.outputs, trace.returned, trace.scores, strict=True):
-        assert output.score == score
-        path = []
-        while node >= 0:
-            path.append(trace.token_ids[node])
-            node = trace.parents[node]
-        assert path[::-1] == list(output.token_ids)
-
-
 def test_prompt_at_the_length_limit(engine):
     llm = engine(**OPTIONS)
     source = {"prompt_token_ids": list(prompt(1, 507))}
@@ -266,14 +223,6 @@ def test_bad_requests_are_refused_at_once(engine, params, message):
         llm.generate([{"prompt_token_ids": [5, 6, 7]}], beam_params(**params), use_tqdm=False)
     (result,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], beam_params(2), use_tqdm=False)
     assert len(result.outputs) == 2
-
-
-def test_options_without_a_width_are_refused(engine):
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=4, extra_args={"num_beam_groups": 2})
-    with pytest.raises(ValueError, match="num_beam_groups=2 needs 'beam_width'"):
-        engine(**OPTIONS).generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
 
 
 def test_group_that_can_never_fit_is_refused_at_once(engine):

@@ -99,14 +99,6 @@ def test_nodes_below_the_least_probability_are_left_out(text: list[int], least: 
     assert likely <= pruned.keys()
 
 
-def test_release_of_unknown_ids_is_fine() -> None:
-    make_drafter().release("nobody")
-
-
-def test_no_requests_no_trees() -> None:
-    assert make_drafter().propose([]) == []
-
-
 @pytest.mark.parametrize("text", [[], [VOCAB - 1], [VOCAB - 1] * 50, list(range(VOCAB))])
 @pytest.mark.parametrize("num_prompt_tokens", [0, 1])
 def test_odd_texts(text: list[int], num_prompt_tokens: int) -> None:

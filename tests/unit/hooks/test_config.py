@@ -105,14 +105,6 @@ def test_what_is_not_ours_is_left_alone(engine_args: SimpleNamespace) -> None:
     assert requested_method(engine_args) is None
 
 
-def test_the_users_dictionaries_are_not_changed() -> None:
-    speculative = {"method": "ngram_trie", "max_context_len": 9}
-    additional = {CONFIG_KEY: {"store_tokens": 2}}
-    translated(speculative, additional)
-    assert speculative == {"method": "ngram_trie", "max_context_len": 9}
-    assert additional == {CONFIG_KEY: {"store_tokens": 2}}
-
-
 @pytest.mark.parametrize(
     "engine_args",
     [
@@ -150,12 +142,6 @@ def test_vllms_own_settings_stay_with_vllm() -> None:
     assert engine_args.additional_config == {
         CONFIG_KEY: {"method": "ngram_trie", "max_context_len": 9}
     }
-
-
-def test_settings_of_beam_search_live_beside_ours() -> None:
-    engine_args = translated({"method": "ngram_trie"}, {CONFIG_KEY: {"beam_search": False}})
-    assert engine_args.additional_config[CONFIG_KEY]["beam_search"] is False
-    assert read(as_worker_sees(engine_args)) is not None
 
 
 @pytest.mark.parametrize("value", [1, DEFAULT_NODES, MAX_NODES])

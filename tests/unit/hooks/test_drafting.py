@@ -74,16 +74,6 @@ def fail_late(request: DraftRequest) -> TokenTree:
     raise ValueError("too late to matter")
 
 
-def test_good_trees_pass_in_order() -> None:
-    trees = {"a": GOOD, "b": TokenTree.empty(), "c": TokenTree.from_lists([1], [-1])}
-    drafter = ScriptedDrafter({k: lambda _, tree=tree: tree for k, tree in trees.items()})
-    guarded = guard(drafter)
-    passed = guarded.propose(requests("cab"))
-    assert [t.token_ids.tolist() for t in passed] == [[1], [5, 6, 7], []]
-    assert set(guarded.failures.values()) == {0}
-    assert guarded.seconds > 0
-
-
 def test_a_request_that_fails_is_given_up_and_the_others_are_not() -> None:
     drafter = ScriptedDrafter({"b": fail})
     guarded = guard(drafter)
@@ -94,15 +84,6 @@ def test_a_request_that_fails_is_given_up_and_the_others_are_not() -> None:
     assert sizes(guarded.propose(requests("cba"))) == [3, 0, 3]
     assert drafter.asked == [["c", "a"]]
     assert guarded.failures["error"] == 1
-
-
-def test_a_failed_request_that_is_alone_is_not_asked_again() -> None:
-    drafter = ScriptedDrafter({"b": fail})
-    guarded = guard(drafter)
-    assert sizes(guarded.propose(requests("b"))) == [0]
-    drafter.asked.clear()
-    assert sizes(guarded.propose(requests("b"))) == [0]
-    assert drafter.asked == []
 
 
 def test_an_ended_request_leaves_nothing_behind() -> None:
@@ -150,19 +131,6 @@ def test_an_answer_of_the_wrong_shape(answer: Any) -> None:
     # One tree is an answer for one request, so each may be served alone.
     assert tree_sizes == ([3, 3] if answer == [GOOD] else [0, 0])
     assert sum(guarded.failures.values()) == (0 if answer == [GOOD] else 2)
-
-
-def test_a_drafter_that_empties_its_argument() -> None:
-    drafter = ScriptedDrafter({})
-
-    def propose(requests: Any) -> list[TokenTree]:
-        requests.clear()
-        return []
-
-    drafter.propose = propose  # type: ignore[method-assign]
-    guarded = guard(drafter)
-    assert sizes(guarded.propose(requests("ab"))) == [0, 0]
-    assert guarded.failures["malformed"] == 2
 
 
 def test_a_chain_where_a_chain_is_asked_for() -> None:

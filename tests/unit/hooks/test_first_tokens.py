@@ -67,8 +67,3 @@ def test_drafts_stay_in_most_steps_under_load(steps) -> None:
 @pytest.mark.parametrize("setting", ["async_scheduling", "use_v2_model_runner"])
 def test_drafts_stay_where_the_worker_has_them_already(steps, setting: str) -> None:
     assert steps(1, num_waiting=1, **{setting: True}) == [6]
-
-
-def test_drafts_of_other_methods_stay(steps, monkeypatch) -> None:
-    monkeypatch.setattr(speculation.config, "read", lambda _: None)
-    assert steps(1, num_waiting=1) == [6]

@@ -115,19 +115,6 @@ def test_steps_say_why_there_is_no_draft_and_who_drafted(
     assert [step.parts for step in steps] == [[], [3, 1, 2], *[[]] * 6]
 
 
-def test_a_drafter_that_cannot_say_its_parts_ends_the_trace_only(
-    recorder: TraceRecorder, tmp_path: Path
-) -> None:
-    recorder.begin([asking("a")])
-    recorder._drafter.parts_of = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-    recorder.observe_drafts(["a"], {"a": (TREE, TREE)}, lambda _: False)
-    recorder.record(["a"], {"a": NOTHING}, [[4]])
-    recorder.observe_drafts(["a"], {"a": (TREE, TREE)}, lambda _: False)
-    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
-    (path,) = tmp_path.iterdir()
-    assert [step.tokens for step in read_trace(path).steps] == [[4]]
-
-
 def test_the_header_has_the_options(tmp_path: Path) -> None:
     recorder = recorder_of(tmp_path, "trie_union", drafters=["ngram_trie"])
     recorder.begin([asking("a")])
@@ -165,31 +152,6 @@ def test_the_folder_is_bounded(
     monkeypatch.setattr(module, "MAX_FILES", 2)
     recorder.begin([asking(request_id) for request_id in "abc"])
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_trace_that_cannot_begin_leaves_no_file(
-    recorder: TraceRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*unused: Any) -> None:
-        raise RecursionError("nobody thought of this")
-
-    monkeypatch.setattr(module, "TraceWriter", fail)
-    recorder.begin([asking("a")])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_ends_the_trace_only(
-    recorder: TraceRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = os.open("/dev/full", os.O_WRONLY)
-    monkeypatch.setattr(module.os, "open", lambda *unused: full)
-    monkeypatch.setattr(module.Path, "unlink", lambda *unused: None)
-    recorder.begin([asking("a")])
-    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
-    recorder.end("a")
-    assert not recorder._followed
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(full)
 
 
 def test_a_disk_that_fills_up_ends_the_trace_only(
@@ -242,11 +204,6 @@ def test_traces_that_nobody_writes_are_refused(extra: Any, engine: Any, said: st
 def test_beam_searches_have_no_trace() -> None:
     with pytest.raises(BeamRequestError, match="speculation_trace is for requests with drafts"):
         prepare_params(SamplingParams(extra_args={"beam_width": 2, "speculation_trace": True}))
-
-
-@pytest.mark.parametrize("extra", [None, {}, {"speculation_trace": 0}, {"speculation_trace": 1}])
-def test_other_requests_pass(extra: Any) -> None:
-    check_speculation(config("folder"), SimpleNamespace(extra_args=extra))
 
 
 def test_the_folder_must_exist(tmp_path: Path) -> None:

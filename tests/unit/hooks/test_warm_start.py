@@ -66,12 +66,6 @@ def run_once(folder: Path) -> None:
     saving.close()
 
 
-def test_a_restart_drafts_as_before(tmp_path: Path) -> None:
-    run_once(tmp_path)
-    _, drafter = start(tmp_path)
-    assert drafted(drafter, [5, 10, 11])[:3] == [12, 13, 14]
-
-
 def test_a_restart_knows_the_answer_to_a_prompt_from_its_first_token_on(tmp_path: Path) -> None:
     prompt, outputs = (
         list(range(100, 140)),
@@ -100,12 +94,6 @@ def test_a_restart_knows_the_answer_to_a_prompt_from_its_first_token_on(tmp_path
     for path in tmp_path.iterdir():
         content = path.read_bytes()
         assert not any(np.array(prompt[i : i + 2], "<i4").tobytes() in content for i in range(39))
-
-
-def test_nothing_is_taken_up_from_another_model(tmp_path: Path) -> None:
-    run_once(tmp_path)
-    _, drafter = start(tmp_path, identity=Identity("model", "other tokenizer", VOCAB))
-    assert 12 not in draft(drafter, [5, 10, 11]).token_ids
 
 
 def test_a_tenants_text_is_drafted_for_nobody_else(tmp_path: Path) -> None:

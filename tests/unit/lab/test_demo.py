@@ -10,16 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
-from safetensors.numpy import save_file
 
 from vllm_trie.lab import demo, local_engine, smollm2
-from vllm_trie.lab.demo import chat_prompts, command, measure, report
+from vllm_trie.lab.demo import command, measure, report
 from vllm_trie.lab.demo.measure import ObservedStep, Row
 from vllm_trie.lab.local_engine import RequestStep
-from vllm_trie.lab.tiny_model import chat_prompts as prompts_about_code
 from vllm_trie.tree import TokenTree
 
 SECONDS = {"plain": 2.0, "ngram": 1.25, "suffix": 1.6, "ngram_trie": 1.0}
@@ -40,22 +36,6 @@ def a_step(parents: list[int], path: tuple[int, ...], number: int = 3) -> Observ
     tree = TokenTree.from_lists(tokens, parents)
     new = (*(tokens[node] for node in path), 7)
     return ObservedStep("a [name]", number, (1, 2), RequestStep(0, new, tree))
-
-
-@pytest.mark.parametrize("source", [chat_prompts, prompts_about_code])
-def test_prompts_are_distinct(source: Any) -> None:
-    prompts = source.chat_prompts()
-    assert 6 <= len(prompts) <= 8
-    assert len({prompt.name for prompt in prompts}) == len(prompts)
-    assert len({prompt.message for prompt in prompts}) == len(prompts)
-
-
-@given(count=st.integers(0, 40), batch_size=st.integers(1, 12))
-def test_batches_hold_every_prompt_once_in_order(count: int, batch_size: int) -> None:
-    groups = local_engine.batches(range(count), batch_size)
-    assert [index for group in groups for index in group] == list(range(count))
-    assert all(len(group) == batch_size for group in groups[:-1])
-    assert all(1 <= len(group) <= batch_size for group in groups)
 
 
 def test_accepted_nodes_are_those_that_the_output_follows() -> None:
@@ -155,32 +135,6 @@ def test_table_and_verdict_say_whether_outputs_are_identical() -> None:
     assert "second" in text.partition("outputs identical: NO")[2]
 
 
-def test_drawn_step_shows_the_tree_and_where_it_belongs() -> None:
-    step = a_step([-1, 0, -1, 2, 3], (2, 3, 4))
-    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    report.show_step(console, step, lambda tokens: "".join(f"<{t}>" for t in tokens))
-    text = console.export_text()
-    assert "a [name]" in text
-    assert "<1><2><12><13><14><7>" in text
-    accepted = [line for line in text.splitlines() if line.endswith("✓")]
-    assert [line.split()[-2] for line in accepted] == ["<12>", "<13>", "<14>"]
-
-
-def test_the_model_is_described(tmp_path: Path) -> None:
-    assert report.describe(str(tmp_path), False) == tmp_path.name
-    save_file({"a": np.zeros((3, 500_000), np.int8)}, tmp_path / "model.safetensors")
-    assert report.describe(str(tmp_path), False) == f"{tmp_path.name}, 1.5 M parameters"
-    assert "ships with the project" in report.describe(str(tmp_path), True)
-
-
-def test_answers_are_shown_whole() -> None:
-    lines = ["Dear", "    Ms. Keller,", "and so on " * 20 + "[b]"]
-    text = rendered(report.answers_table({"a [name]": "\n".join(lines) + "\n"}))
-    shown = [line.rstrip() for line in text.splitlines()]
-    assert shown[:2] == ["a [name]  Dear", "              Ms. Keller,"]
-    assert shown[-1].endswith("[b]")
-
-
 @pytest.fixture
 def pretended_run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let the command run without engines and return the rows it is given."""
@@ -255,15 +209,6 @@ def test_the_users_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["OMP_NUM_THREADS"] == "3"
     assert os.environ["A_NEW_ONE"] == "x"
     assert "VLLM_LOGGING_LEVEL" not in os.environ
-
-
-def test_silence_holds_back_what_native_code_prints(capfd: pytest.CaptureFixture[str]) -> None:
-    with local_engine.silence():
-        os.write(1, b"noise\n")
-        os.write(2, b"noise\n")
-    with local_engine.silence(active=False):
-        os.write(1, b"wanted\n")
-    assert capfd.readouterr() == ("wanted\n", "")
 
 
 def test_silence_reports_everything_when_something_fails(capfd: pytest.CaptureFixture[str]) -> None:

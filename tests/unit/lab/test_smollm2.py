@@ -121,12 +121,6 @@ def test_vllm_can_be_imported_after_a_fetch_in_the_same_process(cache: Path) -> 
     assert "could not be downloaded" in run_python("-c", program, **variables).stdout
 
 
-def test_the_command_prints_the_folder(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    FakePrograms(monkeypatch)
-    result = CliRunner().invoke(cli.app, ["fetch-model"])
-    assert result.stdout == f"{smollm2.fetch()}\n"
-
-
 def test_the_command_prints_the_folder_of_the_heads_without_fetching(cache: Path) -> None:
     result = CliRunner().invoke(cli.app, ["fetch-model", "--medusa"])
     heads = Path(result.stdout.strip())

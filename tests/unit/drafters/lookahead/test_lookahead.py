@@ -67,13 +67,6 @@ def test_decoding_is_the_two_branch_algorithm(
     assert drafter._states["a"].window.token_ids == [c.token for c in reference.cells()]
 
 
-def test_candidates_are_accepted_and_share_prefixes() -> None:
-    decoding = Decoding(_drafter(pool_from_text=False), [1, 2, 3], toy_target(VOCAB))
-    steps = [decoding.step() for _ in range(60)]
-    decoding.check_text()
-    assert sum(map(len, steps)) > 2 * len(steps)
-
-
 @given(st.data())
 def test_any_schedule_gives_the_same_text(data: st.DataObject) -> None:
     """Drafts that the scheduler cuts, limits that change, steps without a draft."""
@@ -139,17 +132,6 @@ def test_another_text_begins_anew() -> None:
     for _ in range(20):
         assert again.step() == fresh.step()
         assert sorted(again.tree.token_ids.tolist()) == sorted(fresh.tree.token_ids.tolist())
-
-
-def test_ranks_draft_alike() -> None:
-    target = toy_target(VOCAB)
-    left = Decoding(_drafter(), [5, 6], target)
-    right = Decoding(_drafter(), [5, 6], target)
-    for _ in range(30):
-        left.step()
-        right.step()
-        assert left.tree.token_ids.tolist() == right.tree.token_ids.tolist()
-        assert left.tree.parents.tolist() == right.tree.parents.tolist()
 
 
 def test_structured_outputs_get_a_chain() -> None:

@@ -62,23 +62,10 @@ def test_without_a_softmax_the_text_drafts_alone(backend):
     assert nothing.num_nodes == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_vocabulary_of_one_token(backend):
-    [tree] = draft(backend, torch.zeros(3, 1, 1), ([0, 0, 0], 64, 5), m=32)
-    assert tree.token_ids.tolist() == [0] * 5
-    assert tree.is_chain
-
-
 def test_no_room_is_no_tree():
     trees = draft(NativeBackend, torch.randn(2, 3, 9), ([1], 0, 4), ([1], 4, 0), ([1], -3, 4))
     assert [tree.num_nodes for tree in trees] == [0, 0, 0]
     assert draft(NativeBackend, torch.randn(2, 0, 9)) == []
-
-
-def test_more_nodes_than_there_are_paths():
-    for backend in BACKENDS:
-        [tree] = draft(backend, torch.zeros(2, 1, 3), ([], 100_000, 9))
-        assert tree.num_nodes == 3 + 9
 
 
 def test_ties_are_broken_alike():

@@ -38,20 +38,6 @@ def report(*parts: PartReport, **changes: Any) -> Report:
 # -- the report -----------------------------------------------------------------------------------
 
 
-def test_markdown_of_a_run_that_passed() -> None:
-    text = report(
-        part("kernel", details=["| a |", "| --- |"]),
-        part("graphs", "not applicable", summary="no CUDA"),
-        safe=["trees"],
-    ).markdown()
-    assert "# vllm-trie validate: passed" in text
-    assert "| kernel | passed | 1 | ok |" in text
-    assert "| graphs | not applicable | 1 | no CUDA |" in text
-    assert "## kernel\n\n| a |" in text
-    assert "## Safe options\n\n- trees\n" in text
-    assert "Log of" not in text
-
-
 def test_markdown_of_a_run_that_failed() -> None:
     summary = "wrong | for\nall " + 500 * "x"
     log = ["INFO", "```", "RuntimeError: no"]

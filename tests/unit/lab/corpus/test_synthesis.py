@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,12 +164,6 @@ def test_wrong_files_of_questions(tmp_path: Path, content: str, message: str) ->
         read_questions(path)
 
 
-def test_a_turn_without_a_special_token_ends_at_its_text() -> None:
-    chat = prompt_format(Letters("[INST] ", " [/INST]"))
-    assert chat.question_ends == {"stop": ["[/INST]"]}
-    assert "".join(map(chr, chat.question_prompt)) == "[INST] "
-
-
 def test_base_models_begin_with_their_first_token() -> None:
     base = Letters()
     base.chat_template = None
@@ -206,12 +199,3 @@ def test_the_held_out_gain_is_that_of_answers_that_repeat() -> None:
     assert gain is not None
     assert gain.with_corpus == pytest.approx(gain.without, rel=0.02)
     assert held_out.measure(same[:1], chat, 128) is None
-
-
-def test_every_answer_is_in_the_file_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    answers = AnswersFile(path, SETTINGS)
-    answers.add(Answer(3, "why?", [1, 2]))
-    lines = path.read_text().splitlines()
-    assert json.loads(lines[1]) == {"number": 3, "question": "why?", "token_ids": [1, 2]}
-    assert answers.next_number == 4

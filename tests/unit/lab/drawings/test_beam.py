@@ -70,11 +70,6 @@ def test_svg_is_well_formed_and_complete(trace):
             assert apart, "boxes overlap"
 
 
-def test_empty_search_is_drawn():
-    assert "0 steps" in draw_text(SearchTrace(), token_text)
-    ElementTree.fromstring(draw_svg(SearchTrace(), token_text))
-
-
 def test_command_draws_a_saved_search(trace, tmp_path):
     saved = tmp_path / "search.json"
     texts = {str(token): token_text(token) for token in trace.token_ids}

@@ -79,17 +79,6 @@ def test_svg_boxes_do_not_overlap_and_lie_inside(tree: TokenTree) -> None:
             assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
 
 
-def test_svg_marks_the_accepted_path_and_escapes() -> None:
-    svg = draw_svg(TREE, lambda _: '<b>&"\n', accepted=[0, 1])
-    root = ElementTree.fromstring(svg)
-    assert [g.attrib["class"] for g in root.iterfind(f"{SVG}g")] == [
-        "node accepted",
-        "node accepted",
-        "node",
-    ]
-    assert "<b>" not in svg
-
-
 def test_never_accepted_nodes_are_labelled() -> None:
     tree = TokenTree(
         np.array([1], dtype=np.int32),
