@@ -9,9 +9,11 @@ has its defaults: the model compiled, blocks of the size that an engine gets.
 `computed_tokens` are the tokens that went through the model. `peak_blocks` are the most KV blocks
 in use, `kv_over_greedy` is their ratio to those of as many greedy requests, and
 `kv_bytes_per_token` the paper's Mem/Tok: peak KV bytes over the tokens of the prompt and of one
-output. `hf` has no blocks: its cache holds the prompt and the output b times, as b separate
-sequences would. `tokens_per_s` counts one output a prompt, as the paper does. `best_score` is the
-mean log-probability of a token of the best hypothesis of the first prompt, by the engine's model.
+output. `trie_over_greedy` are the most tokens of a search's trie over those of a greedy request:
+`kv_over_greedy` if blocks had one token. `hf` has no blocks: its cache holds the prompt and the
+output b times, as b separate sequences would. `tokens_per_s` counts one output a prompt, as the
+paper does. `best_score` is the mean log-probability of a token of the best hypothesis of the first
+prompt, by the engine's model.
 
     python benchmarks/beam.py --json beam.json
 
@@ -39,14 +41,15 @@ import argparse
 import functools
 import inspect
 import itertools
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import numpy as np
 from support.beam_parts import PARTS_COLUMNS, measure_parts
+from support.beam_peers import Hypotheses, search_with_hf, search_with_vllm
 from support.device import CUDA_OPTIONS, add_device_options, check_device
 from support.engines import each_schedule, scheduler_of
 from support.harness import (
@@ -70,8 +73,8 @@ from vllm_trie.lab import local_engine
 
 COLUMNS = (
     "method", "prompt_len", "beam_width", "num_prompts", "total_ms", "ms_per_step", "tokens_per_s",
-    "ratio_to_trie", "computed_tokens", "peak_blocks", "kv_over_greedy", "kv_bytes_per_token",
-    "best_score", "identical_to_hf",
+    "ratio_to_trie", "computed_tokens", "peak_blocks", "kv_over_greedy", "trie_over_greedy",
+    "kv_bytes_per_token", "best_score", "identical_to_hf",
 )  # fmt: skip
 DEFAULTS = {
     "methods": ["trie", "vllm", "hf", "plain"], "widths": [4, 8, 16], "prompt_lens": [50, 1500],
@@ -79,7 +82,7 @@ DEFAULTS = {
 }  # fmt: skip
 METHODS = ("trie", "vllm", "hf", "plain")
 # Hugging Face copies the prompt's KV to every beam of every prompt: 128 of 1500 tokens would take
-# longer than everything else together.
+# longer than everything else together. One prompt always runs.
 HF_MAX_TOKENS = 40_000
 
 
@@ -98,23 +101,16 @@ class Usage(NamedTuple):
 
     computed_tokens: int
     peak_blocks: int
+    trie_tokens: int = 0
 
 
 class Bench:
     """The engine, the model of `transformers`, and the four ways to run a load."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        import torch
-        from transformers import (
-            AutoConfig,
-            AutoModelForCausalLM,
-            AutoTokenizer,
-            GenerationConfig,
-        )
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
         from vllm import LLM
 
-        self._torch = torch
-        self._generation_config = GenerationConfig
         self._detokenize = not options.wide
         self._source = AutoTokenizer.from_pretrained(options.model).encode(_text())
         longest = max(options.prompt_lens) + max(options.tokens)
@@ -160,7 +156,7 @@ class Bench:
         starts = [number * 911 % room for number in range(load.num_prompts)]
         return [self._source[start : start + load.prompt_len] for start in starts]
 
-    def run(self, method: str, load: Load) -> list[list[list[int]]]:
+    def run(self, method: str, load: Load) -> Hypotheses:
         """Return the generated tokens of each prompt and hypothesis."""
         return getattr(self, f"_run_{method}")(load)
 
@@ -171,7 +167,7 @@ class Bench:
             n=load.beam_width, max_tokens=load.new_tokens, detokenize=self._detokenize, **options
         )
 
-    def _generate(self, load: Load, params: Any) -> list[list[list[int]]]:
+    def _generate(self, load: Load, params: Any) -> Hypotheses:
         self._llm.reset_prefix_cache()
         results = self._llm.generate(
             [{"prompt_token_ids": token_ids} for token_ids in self.prompts(load)],
@@ -180,7 +176,7 @@ class Bench:
         )
         return [[list(output.token_ids) for output in result.outputs] for result in results]
 
-    def _run_trie(self, load: Load) -> list[list[list[int]]]:
+    def _run_trie(self, load: Load) -> Hypotheses:
         extra_args: dict[str, Any] = {"beam_width": load.beam_width}
         if load.constrained:
             extra_args["items"] = str(load.new_tokens)
@@ -189,50 +185,19 @@ class Bench:
         )
         return self._generate(load, params)
 
-    def _run_plain(self, load: Load) -> list[list[list[int]]]:
+    def _run_plain(self, load: Load) -> Hypotheses:
         return self._generate(load, self._sampling_params(load, temperature=1.0, ignore_eos=True))
 
-    def _run_vllm(self, load: Load) -> list[list[list[int]]]:
-        from vllm.sampling_params import BeamSearchParams
-
-        params = BeamSearchParams(load.beam_width, load.new_tokens, ignore_eos=True)
+    def _run_vllm(self, load: Load) -> Hypotheses:
         self._llm.reset_prefix_cache()
-        os.environ["VLLM_TRIE_BEAM"] = "0"
-        try:
-            results = self._llm.beam_search(
-                [{"prompt_token_ids": token_ids} for token_ids in self.prompts(load)], params
-            )
-        finally:
-            del os.environ["VLLM_TRIE_BEAM"]
-        return [
-            [sequence.tokens[load.prompt_len :] for sequence in result.sequences]
-            for result in results
-        ]
+        return search_with_vllm(self._llm, self.prompts(load), load.beam_width, load.new_tokens)
 
-    def _run_hf(self, load: Load) -> list[list[list[int]]]:
-        prompts = self._torch.tensor(self.prompts(load), device=self._hf.device)
-        config = self._generation_config(
-            num_beams=load.beam_width,
-            num_return_sequences=load.beam_width,
-            max_new_tokens=load.new_tokens,
-            min_new_tokens=None,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        with self._torch.inference_mode():
-            tokens = self._hf.generate(
-                prompts,
-                attention_mask=self._torch.ones_like(prompts),
-                generation_config=config,
-                prefix_allowed_tokens_fn=(
-                    allowed_tokens(self._catalogues[str(load.new_tokens)], load.prompt_len)
-                    if load.constrained
-                    else None
-                ),
-            )
-        tokens = tokens[:, load.prompt_len :].view(load.num_prompts, load.beam_width, -1)
-        return tokens.tolist()
+    def _run_hf(self, load: Load) -> Hypotheses:
+        allowed = None
+        if load.constrained:
+            allowed = allowed_tokens(self._catalogues[str(load.new_tokens)], load.prompt_len)
+        prompts = self.prompts(load)
+        return search_with_hf(self._hf, prompts, load.beam_width, load.new_tokens, allowed)
 
     def score(self, prompt: list[int], output: list[int]) -> float:
         """Return the mean log-probability of an output's tokens."""
@@ -251,18 +216,31 @@ class Bench:
         rows = load.num_prompts * load.beam_width
         if method == "hf":
             return Usage(rows * (length - 1), rows * -(-length // self.block_size))
-        pool = scheduler_of(self._llm).kv_cache_manager.block_pool
-        computed, peak = 0, 0
+        scheduler = scheduler_of(self._llm)
+        pool = scheduler.kv_cache_manager.block_pool
+        computed, peak, in_trie = 0, 0, 0
 
         def count(output: Any) -> None:
-            nonlocal computed, peak
+            nonlocal computed, peak, in_trie
             computed += output.total_num_scheduled_tokens
             # One block of the pool is the null block.
             peak = max(peak, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+            groups = scheduler.beam_groups.by_id.values()
+            sizes = [load.prompt_len + _trie_size(group.search.generated) for group in groups]
+            in_trie = max(in_trie, sum(sizes))
 
         with each_schedule(self._llm, count):
             self.run(method, load)
-        return Usage(computed, peak)
+        return Usage(computed, peak, in_trie)
+
+
+def _trie_size(generated: np.ndarray) -> int:
+    """Return the nodes of the trie of hypotheses, int64 [hypotheses, tokens]."""
+    if not generated.size:
+        return 0
+    rows = generated[np.lexsort(generated.T[::-1])]
+    differ = np.logical_or.accumulate(rows[1:] != rows[:-1], axis=1)
+    return rows.shape[1] + int(differ.sum())
 
 
 def _text() -> str:
@@ -276,7 +254,8 @@ def _text() -> str:
 def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
     """Return the rows of one load, one for each method."""
     size = load.num_prompts * load.beam_width * load.prompt_len
-    methods = [name for name in options.methods if name != "hf" or size <= HF_MAX_TOKENS]
+    with_hf = load.num_prompts == 1 or size <= HF_MAX_TOKENS
+    methods = [name for name in options.methods if name != "hf" or with_hf]
     runs: dict[str, Callable[[], Any]] = {
         name: functools.partial(bench.run, name, load) for name in methods
     }
@@ -301,6 +280,7 @@ def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
                 "ratio_to_trie": seconds[name] / seconds["trie"] if "trie" in seconds else None,
                 **usage[name]._asdict(),
                 "kv_over_greedy": peak / (load.num_prompts * -(-length // bench.block_size)),
+                "trie_over_greedy": usage[name].trie_tokens / (load.num_prompts * length) or None,
                 "kv_bytes_per_token": peak * block_bytes / (load.num_prompts * length),
                 "best_score": bench.score(bench.prompts(load)[0], hypotheses[0][0]),
                 "identical_to_hf": (

@@ -1,13 +1,12 @@
-"""Catalogues of items: the build, the step of a constrained search, and searches in the engine.
+"""Catalogues of items: the build, and the step of a constrained search.
 
 Items are random: 4 tokens of 256 values each. `build` rows give CPU seconds, the most memory that
 the build takes, without pages of files, and bytes per item, for a NumPy array and for JSON lines.
 `step` rows give microseconds of one step at the trie's last level but one: the choice among valid
 children and, for comparison, the top 2b of every row over the vocabulary, which a search without a
 constraint takes. Both exclude the normalizer. `rules` rows give the time of a request's deny-list
-of ids, and the microseconds that it adds to a step, without the choice among the children. `search`
-rows give whole searches in the engine, in turns with searches that have no constraint, with the
-shipped model in float32 and eager mode; all results are checked to be items.
+of ids, and the microseconds that it adds to a step, without the choice among the children. Whole
+searches are in `beam.py --wide` and `recommend.py`.
 
     python benchmarks/items.py --items 1000000
 """
@@ -22,7 +21,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from support.harness import (
@@ -40,11 +38,9 @@ from vllm_trie.items.selection import SelectedTrie, select
 
 COLUMNS = (
     "measure", "items", "form", "build_s", "peak_mb", "open_s", "bytes_per_item",
-    "vocabulary", "rules", "select_ms", "beam_width", "step_us", "top_k_us", "items_ms", "free_ms",
-    "ratio",
+    "vocabulary", "rules", "select_ms", "beam_width", "step_us", "top_k_us",
 )  # fmt: skip
 LENGTH, VALUES = 4, 256
-PROMPT_LENGTH = 200
 
 
 def write_sources(folder: Path, count: int) -> dict[str, Path]:
@@ -142,44 +138,6 @@ def measure_rules(path: Path, count: int, repeats: int) -> Row:
     }  # fmt: skip
 
 
-def measure_searches(path: Path, widths: list[int], repeats: int) -> list[Row]:
-    from vllm import LLM, SamplingParams
-
-    from vllm_trie.lab.tiny_model import model_path
-
-    llm = LLM(
-        str(model_path()), dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2 << 30,
-        max_model_len=512, max_num_seqs=max(widths), block_size=32,
-        additional_config={"vllm_trie": {"items": {"catalogue": str(path)}}},
-    )  # fmt: skip
-    rng = np.random.default_rng(0)
-
-    def search(width: int, items: bool) -> None:
-        extra_args: dict[str, Any] = {"beam_width": width}
-        if items:
-            extra_args["items"] = "catalogue"
-        params = SamplingParams(
-            n=width, temperature=0.0, max_tokens=LENGTH, ignore_eos=not items, detokenize=False,
-            extra_args=extra_args,
-        )  # fmt: skip
-        prompt = {"prompt_token_ids": rng.integers(2048, size=PROMPT_LENGTH).tolist()}
-        (result,) = llm.generate([prompt], params, use_tqdm=False)
-        if items and len({output.item for output in result.outputs}) != width:  # type: ignore
-            raise SystemExit("a hypothesis is no item, or one was found twice")
-
-    rows = []
-    for width in widths:
-        runs = {items: lambda w=width, i=items: search(w, i) for items in (True, False)}
-        interleave(runs, 1)
-        timed = interleave(runs, repeats)
-        constrained, free = (1e3 * median_seconds(timed[items]) for items in (True, False))
-        rows.append(
-            {"measure": "search", "beam_width": width, "items_ms": constrained, "free_ms": free,
-             "ratio": constrained / free}
-        )  # fmt: skip
-    return rows
-
-
 def run(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
@@ -193,7 +151,6 @@ def run(options: argparse.Namespace) -> list[Row]:
             for width in options.widths:
                 rows.append(measure_step(target, vocabulary, width, 3 * options.repeats))
         rows += [measure_rules(target, count, options.repeats) for count in (100, 1000, 4096)]
-        rows += measure_searches(target, options.widths, options.repeats)
     return rows
 
 

@@ -13,6 +13,9 @@ prompts written by hand. `tokens_per_step` counts tokens for each verification o
     ngram_trie   the request's text alone
     union        `trie_union` of the two: ngram_trie and the default of `medusa_dynamic`
 
+Each node count runs under each of `--budgets`: `fixed` verifies all nodes, `adaptive` gives each
+method a node budget of its own, which has learned in a first run.
+
 With `--questions`, first turns of Spec-Bench's questions as chats of `--model` take the prompts'
 place. In bfloat16 near-ties make answers differ; `ratio_to_plain` compares tokens per second.
 
@@ -28,6 +31,8 @@ products: likeliest tokens, softmax, choice of the nodes, tree.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,12 +50,13 @@ from support.harness import (
 from support.medusa_cost import TimedTurns, time_model
 from support.stage import Stage
 
+from vllm_trie.budget import NodeBudget
 from vllm_trie.lab import local_engine
 
 COLUMNS = (
-    "method", "nodes", "batch_size", "tokens_per_step", "ratio_to_fixed", "tokens_per_s",
-    "ratio_to_plain", "draft_ms", "select_us", "model_ms", "draft_over_model",
-    "predicted_over_accepted", "identical",
+    "method", "nodes", "budget", "batch_size", "nodes_per_step", "tokens_per_step",
+    "ratio_to_fixed", "tokens_per_s", "ratio_to_plain", "draft_ms", "select_us", "model_ms",
+    "draft_over_model", "predicted_over_accepted", "identical",
 )  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {
     "chain": {"paths": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]},
@@ -68,6 +74,8 @@ METHODS: dict[str, dict[str, Any]] = {
 _DRAFTERS = {"ngram_trie": "ngram_trie", "union": "trie_union"}
 """Those of the methods that are not `medusa_dynamic`, but for fixed trees."""
 _FIXED = ("chain", "fixed")
+_Run = tuple[str, int, str]
+"""A method, its nodes, and its budget."""
 
 
 def new_drafter(first: Any, method: str, options: dict[str, Any]) -> Any:
@@ -112,7 +120,7 @@ def compare(options: Any) -> list[Row]:
             "method": "medusa_dynamic",
             "model": heads,
             "num_speculative_tokens": budget,
-            "node_budget": "fixed",  # every method verifies all of its nodes
+            "node_budget": "fixed",  # the stage has the budgets
         },
     )
     turns = TimedTurns()
@@ -122,26 +130,27 @@ def compare(options: Any) -> list[Row]:
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, detokenize=False)
     plain = decode(llm, prompts, params, size)
 
-    def measured(drafter: Any, nodes: int) -> tuple[list[list[int]], Row]:
+    def measured(drafter: Any, nodes: int, budget: Any) -> tuple[list[list[int]], Row]:
         turns.predicted = 0.0
         model_seconds.clear()
-        outputs, counts = stage.run(drafter, nodes, prompts, params, size)
+        outputs, counts = stage.run(drafter, nodes, prompts, params, size, budget)
         accepted = max(1, counts.tokens - counts.steps)
         return outputs, {
             "tokens_per_step": counts.tokens / counts.steps,
+            "nodes_per_step": counts.nodes / counts.steps,
             "model_ms": 1e3 * median(model_seconds),
             "predicted_over_accepted": turns.predicted / accepted,
             **turns.take(),
         }
 
-    runs: dict[tuple[str, int], Callable[[], Any]] = {("plain", 0): lambda: measured(None, 0)}
-    for nodes in options.nodes:
-        for method in options.methods:
-            drafter = new_drafter(stage.own, method, METHODS[method])
-            runs[method, nodes] = lambda drafter=drafter, nodes=nodes: measured(drafter, nodes)
-    timed = interleave(runs, options.repeats)
-
-    return method_rows(timed, plain, size)
+    runs: dict[_Run, Callable[[], Any]] = {("plain", 0, "fixed"): lambda: measured(None, 0, None)}
+    for nodes, method, name in product(options.nodes, options.methods, options.budgets):
+        drafter = new_drafter(stage.own, method, METHODS[method])
+        budget = NodeBudget() if name == "adaptive" else None
+        runs[method, nodes, name] = partial(measured, drafter, nodes, budget)
+        if budget is not None:
+            measured(drafter, nodes, budget)
+    return method_rows(interleave(runs, options.repeats), plain, size)
 
 
 def choose_prompts(model: str, options: Any) -> list[list[int]]:
@@ -155,25 +164,26 @@ def choose_prompts(model: str, options: Any) -> list[list[int]]:
     return [prompt for prompts in by_category.values() for prompt in prompts]
 
 
-def method_rows(
-    timed: dict[tuple[str, int], Timed], plain: list[list[int]], batch_size: int
-) -> list[Row]:
-    """Return a row for each method and number of nodes.
+def method_rows(timed: dict[_Run, Timed], plain: list[list[int]], batch_size: int) -> list[Row]:
+    """Return a row for each run.
 
     Args:
-        timed: by method and number of nodes; each run returned its outputs and figures.
+        timed: each run returned its outputs and figures.
         plain: outputs of plain decoding.
         batch_size: requests at a time.
     """
-    plain_speed = _tokens_per_s(timed["plain", 0])
+    plain_speed = _tokens_per_s(timed["plain", 0, "fixed"])
     rows = {}
-    for (method, nodes), repeats in timed.items():
+    for key, repeats in timed.items():
+        method, nodes, budget = key
         speed = _tokens_per_s(repeats)
         times = [row for _, (_, row) in repeats]
-        row = rows[method, nodes] = {
+        row = rows[key] = {
             "method": method,
             "nodes": nodes,
+            "budget": budget,
             "batch_size": batch_size,
+            "nodes_per_step": times[0]["nodes_per_step"],
             "tokens_per_step": times[0]["tokens_per_step"],
             "tokens_per_s": speed,
             "ratio_to_plain": speed / plain_speed,
@@ -186,10 +196,9 @@ def method_rows(
         row["select_us"] = median(turn["select_us"] for turn in times)
         row["draft_over_model"] = row["draft_ms"] / row["model_ms"]
         row["predicted_over_accepted"] = times[0]["predicted_over_accepted"]
-    for (_, nodes), row in rows.items():
-        if ("fixed", nodes) in rows:
-            fixed = rows["fixed", nodes]["tokens_per_step"]
-            row["ratio_to_fixed"] = row["tokens_per_step"] / fixed
+    for (_, nodes, budget), row in rows.items():
+        if fixed := rows.get(("fixed", nodes, budget)):
+            row["ratio_to_fixed"] = row["tokens_per_step"] / fixed["tokens_per_step"]
     return list(rows.values())
 
 
@@ -209,6 +218,7 @@ def main() -> None:
     parser.add_argument("--questions-per-category", type=int, default=4)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--nodes", nargs="+", type=int, default=[16, 32, 64])
+    parser.add_argument("--budgets", nargs="+", choices=("fixed", "adaptive"), default=["fixed"])
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=None, help="use only the first prompts")

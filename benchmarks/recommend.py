@@ -25,22 +25,23 @@ import argparse
 import functools
 import itertools
 import json
-import os
 import shutil
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from support.beam_parts import part_seconds
+from support.beam_peers import Hypotheses, search_with_hf, search_with_vllm
 from support.device import CUDA_OPTIONS, add_device_options, check_device
+from support.engines import Prompts
 from support.harness import Row, finish, option_parser, run_quietly
 from support.wide_beams import allowed_tokens, random_items
 
 from vllm_trie.items import build_items, read_items
 from vllm_trie.lab import local_engine, tiny_model
+from vllm_trie.lab.local_engine import batches
 
 COLUMNS = (
     "method", "width", "concurrency", "requests_per_s", "ratio_to_items", "p50_ms", "p99_ms",
@@ -48,6 +49,8 @@ COLUMNS = (
 )  # fmt: skip
 METHODS = ("items", "free", "vllm", "hf")
 CODEBOOKS, CODES = 3, 8192
+Answers = tuple[list[float], Hypotheses]
+"""Seconds of each request, and its hypotheses."""
 _QWEN_TOKENS = 151_936
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {  # for tests
@@ -162,10 +165,8 @@ class Bench:
         chosen = rng.integers(len(self._items), size=(options.requests, options.history))
         prompts = [self._items[numbers].ravel().tolist() for numbers in chosen]
         ways = {
-            "items": self._search,
-            "free": self._search,
-            "vllm": self._vllm,
-            "hf": self._hugging,
+            method: self._search if method in ("items", "free") else self._call
+            for method in options.methods
         }
         rows = []
         for method in options.methods:
@@ -204,9 +205,7 @@ class Bench:
             row["ratio_to_items"] = row["requests_per_s"] / rows[0]["requests_per_s"]
         return rows
 
-    def _search(
-        self, prompts: list[list[int]], width: int, concurrency: int, method: str
-    ) -> tuple[list[float], list[list[list[int]]]]:
+    def _search(self, prompts: Prompts, width: int, concurrency: int, method: str) -> Answers:
         """Answer requests on the engine's own queue; return latencies and hypotheses."""
         from vllm import SamplingParams
 
@@ -232,48 +231,16 @@ class Bench:
                     answers.append([list(hypothesis.token_ids) for hypothesis in output.outputs])
         return latencies, answers
 
-    def _vllm(
-        self, prompts: list[list[int]], width: int, concurrency: int, method: str
-    ) -> tuple[list[float], list[list[list[int]]]]:
-        from vllm.sampling_params import BeamSearchParams
-
-        params = BeamSearchParams(width, CODEBOOKS, ignore_eos=True)
+    def _call(self, prompts: Prompts, width: int, concurrency: int, method: str) -> Answers:
+        """Answer requests by calls that return when all of theirs have ended."""
         latencies, answers = [], []
-        for first in range(0, len(prompts), concurrency):
-            batch = prompts[first : first + concurrency]
+        for batch in batches(prompts, concurrency if method == "vllm" else 1):
             start = time.perf_counter()
-            with patch.dict(os.environ, VLLM_TRIE_BEAM="0"):
-                results = self._llm.beam_search(
-                    [{"prompt_token_ids": prompt} for prompt in batch], params
-                )
+            if method == "vllm":
+                answers += search_with_vllm(self._llm, batch, width, CODEBOOKS)
+            else:
+                answers += search_with_hf(self._hf, batch, width, CODEBOOKS, self._allowed)
             latencies += [time.perf_counter() - start] * len(batch)
-            answers += [
-                [sequence.tokens[len(prompt) :] for sequence in result.sequences]
-                for prompt, result in zip(batch, results, strict=True)
-            ]
-        return latencies, answers
-
-    def _hugging(
-        self, prompts: list[list[int]], width: int, concurrency: int, method: str
-    ) -> tuple[list[float], list[list[list[int]]]]:
-        import torch
-
-        latencies, answers = [], []
-        for prompt in prompts:
-            start = time.perf_counter()
-            with torch.inference_mode():
-                tokens = self._hf.generate(
-                    torch.tensor([prompt], device=self._hf.device),
-                    num_beams=width,
-                    num_return_sequences=width,
-                    max_new_tokens=CODEBOOKS,
-                    do_sample=False,
-                    eos_token_id=None,
-                    pad_token_id=0,
-                    prefix_allowed_tokens_fn=self._allowed,
-                )
-            latencies.append(time.perf_counter() - start)
-            answers.append(tokens[:, len(prompt) :].tolist())
         return latencies, answers
 
 

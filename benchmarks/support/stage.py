@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from support.engines import Prompts, after_each_step, decode
+from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import DraftRequest
 from vllm_trie.lab.local_engine import runner_of, trees_of
 from vllm_trie.tree import TokenTree
@@ -93,10 +94,20 @@ class Stage:
         after_each_step(llm, self._count)
 
     def run(
-        self, drafter: Any, max_nodes: int, prompts: Prompts, params: Any, batch_size: int
+        self,
+        drafter: Any,
+        max_nodes: int,
+        prompts: Prompts,
+        params: Any,
+        batch_size: int,
+        budget: NodeBudget | None = None,
     ) -> tuple[list[list[int]], Counts]:
-        """Decode with a drafter; return the outputs and the counts."""
+        """Decode with a drafter; return the outputs and the counts.
+
+        `budget` cuts its trees, and learns from them; None verifies them whole.
+        """
         self.turns.drafter, self.turns.max_nodes = drafter, max_nodes
+        self.trees.budget = budget
         self._counts, self._verification_nodes = Counts(), {}
         before = self.trees.totals.steps, self.trees.totals.tokens
         outputs = decode(self.llm, prompts, params, batch_size)
