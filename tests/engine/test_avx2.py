@@ -1,7 +1,5 @@
 """A CPU without AVX-512: vLLM's library and our kernel for AVX2, in a process that sees no more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -51,7 +49,7 @@ assert not {"_C.abi3.so", "_C_AVX512.abi3.so"} & libraries
 """
 
 
-def test_without_avx512() -> None:
+def test_without_avx512():
     if not {"avx2", "fma"} <= set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip("this CPU has no AVX2")
     run_python("-c", SCRIPT, VLLM_ENABLE_V1_MULTIPROCESSING="0")

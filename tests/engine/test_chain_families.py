@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ DEEP = ("Qwen 2 of three layers", "Phi 3 of three layers")
 
 
 @pytest.fixture
-def _images(monkeypatch: pytest.MonkeyPatch) -> None:
+def _images(monkeypatch):
     take_text_for_images(monkeypatch)
 
 
@@ -83,7 +82,7 @@ def largest_gap(expected: Sequence[Any], outputs: Sequence[Any]) -> float:
 
 
 @pytest.mark.parametrize("name", [*(n for n in CHAINS if n != "DeepSeek V2"), *DEEP])
-def test_greedy(engine: Any, tmp_path: Path, request: pytest.FixtureRequest, name: str) -> None:
+def test_greedy(engine, tmp_path, request, name):
     family = (FAMILIES | VARIANTS)[name]
     if "vision_config" in family.config:
         request.getfixturevalue("_images")

@@ -1,12 +1,9 @@
 """A newcomer's first commands, from an empty home: those of the pages, and in bare surroundings."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 
@@ -22,13 +19,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: str) -> str:
+def cache(tmp_path_factory, smollm2_folder):
     """The folder of the fetched model; README's commands find it empty, the other page's do not."""
     return str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_commands_of_a_page(name: str, cache: str, tmp_path: Path) -> None:
+def test_the_commands_of_a_page(name, cache, tmp_path):
     outcomes = run_page(name, tmp_path, VLLM_TRIE_CACHE_DIR=cache, PYTHONPATH=str(FORKED))
     assert len(outcomes) == sum(step.reason is None for step in steps_of(page(name)))
     if name != "README.md":
@@ -43,7 +40,7 @@ def test_the_commands_of_a_page(name: str, cache: str, tmp_path: Path) -> None:
     assert "def fibonacci(n):" in snippet
 
 
-def test_the_demo_without_index_compiler_and_a_home_to_write_to(tmp_path: Path) -> None:
+def test_the_demo_without_index_compiler_and_a_home_to_write_to(tmp_path):
     """It says why it has another model, runs, prints, draws and writes."""
     room = Room(tmp_path)
     svg, rows, html = (tmp_path / name for name in ("tree.svg", "rows.json", "page.html"))
@@ -64,7 +61,6 @@ def test_the_demo_without_index_compiler_and_a_home_to_write_to(tmp_path: Path) 
     assert re.search(r"^\W*[└├]─ .* ✓$", printed, re.MULTILINE)
     assert len(ET.parse(svg).getroot().findall(".//{*}rect")) > 3
     shown = re.search(r'id="data">(.*?)</script>', html.read_text(encoding="utf-8"))
-    assert shown is not None
     plain, trees = json.loads(shown[1])["runs"]
     assert "".join(s["text"] for s in plain["steps"]) == "".join(s["text"] for s in trees["steps"])
     assert len(trees["steps"]) < len(plain["steps"])

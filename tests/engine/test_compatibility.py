@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,12 +85,12 @@ def chosen(model: str, verification: str) -> str:
         return "refused"
 
 
-def test_every_row_has_configurations() -> None:
+def test_every_row_has_configurations():
     assert rows().keys() == CONFIGURATIONS.keys()
 
 
 @pytest.mark.parametrize("family", CONFIGURATIONS)
-def test_cells(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells(family, tmp_path, monkeypatch):
     # The CPU build has no Triton, which V2 needs.
     monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)
     # vLLM looks at the classes of models whose description is not in its cache.

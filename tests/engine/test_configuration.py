@@ -7,7 +7,6 @@ import logging
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +154,7 @@ WITHOUT_TREES = [name for name, family in FAMILIES.items() if family.drafts != "
 
 @pytest.mark.parametrize("name", WITHOUT_TREES)
 @pytest.mark.usefixtures("_qwen_vl")
-def test_models_without_trees(tmp_path: Path, name: str):
+def test_models_without_trees(tmp_path, name):
     family = FAMILIES[name]
     path = write_config(tmp_path / "model", family.config)
     settings = {"model": path, **family.engine}
@@ -173,7 +172,7 @@ def test_models_without_trees(tmp_path: Path, name: str):
     assert config.verification(engine_config(**settings, speculative_config=CHAINS)) == "chain"
 
 
-def test_a_model_without_trees_says_so_at_start_up(tmp_path: Path, caplog, monkeypatch):
+def test_a_model_without_trees_says_so_at_start_up(tmp_path, caplog, monkeypatch):
     path = write_config(tmp_path / "model", FAMILIES["DeepSeek V2"].config)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO):
@@ -184,7 +183,7 @@ def test_a_model_without_trees_says_so_at_start_up(tmp_path: Path, caplog, monke
 
 @pytest.mark.parametrize("name", WITHOUT_TREES)
 @pytest.mark.usefixtures("_qwen_vl")
-def test_unsupported_models_and_beam_search(tmp_path: Path, name: str):
+def test_unsupported_models_and_beam_search(tmp_path, name):
     """Forks copy whole blocks, which these models' caches do not allow, or do."""
     family = FAMILIES[name]
     path = write_config(tmp_path / "model", family.config)
@@ -195,7 +194,7 @@ def test_unsupported_models_and_beam_search(tmp_path: Path, name: str):
 
 
 @pytest.mark.usefixtures("experts_group")
-def test_layers_with_sinks(engine, tmp_path: Path):
+def test_layers_with_sinks(engine, tmp_path):
     """What only the layers know is refused when they are made."""
     full = {"layer_types": ["full_attention"] * 4, "sliding_window": None}
     path = write_config(tmp_path / "model", FAMILIES["gpt-oss"].config | full)
@@ -205,7 +204,7 @@ def test_layers_with_sinks(engine, tmp_path: Path):
     assert "verification='chain'" in str(caught.value)
 
 
-def test_a_sliding_window_that_is_switched_off(tmp_path: Path):
+def test_a_sliding_window_that_is_switched_off(tmp_path):
     path = write_config(tmp_path / "model", FAMILIES["Mistral"].config)
     vllm_config = engine_config(model=path, disable_sliding_window=True, max_model_len=32)
     assert config.read(vllm_config).method == "ngram_trie"
@@ -315,7 +314,7 @@ def wrapped() -> dict[str, Any]:
 
 
 @pytest.fixture
-def fresh_process(monkeypatch, caplog) -> Callable[[], list[str]]:
+def fresh_process(monkeypatch, caplog):
     """Registers the plugin as if for the first time; returns what it logged."""
     engine_config()
     monkeypatch.setattr(plugin, "_installed", {})
@@ -374,10 +373,7 @@ def test_hooking_that_fails(fresh_process, monkeypatch):
     messages = fresh_process()
     assert {**wrapped(), **vars(EngineArgs)} == before
     assert "an unforeseen change" in messages[-1]
-    assert plugin.status() == {
-        "speculation": "RuntimeError: an unforeseen change",
-        "beam": "ok",
-    }
+    assert plugin.status() == {"speculation": "RuntimeError: an unforeseen change", "beam": "ok"}
 
 
 def test_the_ledger_fits_this_vllm():
@@ -439,7 +435,7 @@ def test_without_the_plugin_and_where_it_steps_aside():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_low_precision_differs_at_near_ties_only(engine, dtype: str):
+def test_low_precision_differs_at_near_ties_only(engine, dtype):
     """A tree step rounds otherwise than a plain one; the first difference must be a close call."""
     params = SamplingParams(
         temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False, logprobs=2
@@ -455,7 +451,7 @@ def test_low_precision_differs_at_near_ties_only(engine, dtype: str):
 # -- files that options name, and what vLLM need not warn of ---------------------------------------
 
 
-def test_files_are_checked_before_anything_starts(tmp_path: Path):
+def test_files_are_checked_before_anything_starts(tmp_path):
     corpus = tmp_path / "corpus"
     texts = [np.arange(100, dtype=np.int32)]
     write_corpus(corpus, texts, vocab_size=2048, tokenizer="of another model")
@@ -475,7 +471,7 @@ def test_files_are_checked_before_anything_starts(tmp_path: Path):
     assert "`vllm-trie corpus build`" in said
 
 
-def test_options_do_not_change_the_hash_of_the_compiled_model(tmp_path: Path):
+def test_options_do_not_change_the_hash_of_the_compiled_model(tmp_path):
     hashed = engine_config().compute_hash()
     options = {"trace_path": str(tmp_path), "node_budget": "fixed", "store_tokens": 0}
     vllm_config = engine_config(speculative_config={**TREES, **options})
@@ -510,7 +506,7 @@ def test_a_refused_start_is_one_line():
     )
 
 
-def test_heads_are_checked_before_anything_starts(tmp_path: Path):
+def test_heads_are_checked_before_anything_starts(tmp_path):
     medusa = {"method": "medusa_dynamic", "num_speculative_tokens": 8}
     assert "needs the Medusa heads" in refusal(speculative_config=medusa)
     heads = shutil.copytree(medusa_path(), tmp_path / "heads")
@@ -521,7 +517,7 @@ def test_heads_are_checked_before_anything_starts(tmp_path: Path):
     assert f"{file} cannot be read" in refusal(speculative_config=asked)
 
 
-def test_a_store_path_that_is_no_folder(tmp_path: Path):
+def test_a_store_path_that_is_no_folder(tmp_path):
     file = tmp_path / "file"
     file.touch()
     for path in (file, file / "below", tmp_path / "no" / "folder", ""):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,7 +27,7 @@ TEXTS = list(texts()[::2])
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     # vLLM sets this for its processes, and forked ones have read it already.
     with running(folder / "log", *COMMAND, PROMETHEUS_MULTIPROC_DIR=str(folder)) as server:
@@ -45,7 +44,7 @@ def complete(server: Server, text: Any, **body: Any) -> list[str]:
     return [choice["text"] for choice in reply.json()["choices"]]
 
 
-def test_speculation(engine: Any, server: Server) -> None:
+def test_speculation(engine, server):
     prompts = [{"prompt_token_ids": tokenizer().encode(text)} for text in TEXTS]
     plain = generate(engine(), prompts, SamplingParams(temperature=0.0, max_tokens=60))
     with ThreadPoolExecutor(8) as pool:
@@ -61,7 +60,7 @@ def test_speculation(engine: Any, server: Server) -> None:
     assert min(accepted.values()) > 20
 
 
-def test_beam_search(server: Server) -> None:
+def test_beam_search(server):
     cases = [Case(prompt(number, 40), 3) for number in range(4)]
 
     def ask(case: Case) -> list[str]:

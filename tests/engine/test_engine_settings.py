@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("test_drafters")
 
 
 @pytest.fixture(scope="module")
-def expected(_engines: Any) -> list[Any]:
+def expected(_engines):
     return generate(_engines(), prompts(COUNT), SamplingParams(**GREEDY))
 
 
@@ -41,7 +41,7 @@ def expected(_engines: Any) -> list[Any]:
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_prompts_with_one_token_to_compute(engine: Any, options: dict[str, Any]) -> None:
+def test_prompts_with_one_token_to_compute(engine, options):
     """vLLM would pad them to the size of a full draft, which does not fit here."""
     options = {**options, "block_size": 32, "max_num_seqs": 4}
     some = [{"prompt_token_ids": p["prompt_token_ids"][:33]} for p in prompts(4)]
@@ -65,7 +65,7 @@ def test_prompts_with_one_token_to_compute(engine: Any, options: dict[str, Any])
 
 
 @pytest.mark.parametrize("length", [6, 33])
-def test_short_length_limit(engine: Any, length: int) -> None:
+def test_short_length_limit(engine, length):
     """Prompts up to the limit, which leaves room for a node or two at most."""
     options = {"max_model_len": length, "max_num_seqs": 4}
     some = [
@@ -77,7 +77,7 @@ def test_short_length_limit(engine: Any, length: int) -> None:
     check_same_outputs(engine(**TREES, **options), plain, endless)
 
 
-def test_prefix_cache_that_is_reset(engine: Any, expected: list[Any]) -> None:
+def test_prefix_cache_that_is_reset(engine, expected):
     llm = engine(**TREES)
     tell_oracle(expected)
     check_same_outputs(llm, expected, SamplingParams(**GREEDY))
@@ -85,13 +85,9 @@ def test_prefix_cache_that_is_reset(engine: Any, expected: list[Any]) -> None:
     check_same_outputs(llm, expected, SamplingParams(**GREEDY))
 
 
-def test_logprobs_of_prompt_and_output(engine: Any) -> None:
+def test_logprobs_of_prompt_and_output(engine):
     """Of the whole vocabulary, with prompts that come in several parts."""
-    options = {
-        "max_logprobs": -1,
-        "max_num_batched_tokens": 32,
-        "enable_chunked_prefill": True,
-    }
+    options = {"max_logprobs": -1, "max_num_batched_tokens": 32, "enable_chunked_prefill": True}
     some = [{"prompt_token_ids": p["prompt_token_ids"][:50]} for p in prompts(3)]
     short = {**GREEDY, "max_tokens": 20, "detokenize": False}
     params = SamplingParams(**short, prompt_logprobs=-1, logprobs=-1)
@@ -112,7 +108,7 @@ def test_logprobs_of_prompt_and_output(engine: Any) -> None:
             assert worst < 1e-3
 
 
-def test_several_reasons_to_stop_in_one_path(engine: Any, expected: list[Any]) -> None:
+def test_several_reasons_to_stop_in_one_path(engine, expected):
     """Stop strings, stop tokens and EOS may all lie in one accepted path; the first one counts."""
     frequent = Counter(token for o in expected for token in set(o.outputs[0].token_ids[5:60]))
     params = SamplingParams(
@@ -132,7 +128,7 @@ def test_several_reasons_to_stop_in_one_path(engine: Any, expected: list[Any]) -
     check_same_outputs(engine(**TREES), plain, params)
 
 
-def test_prompts_of_embeddings_beside_tokens(engine: Any, expected: list[Any]) -> None:
+def test_prompts_of_embeddings_beside_tokens(engine, expected):
     """Requests whose prompt has no tokens are decoded without drafts, the others with them."""
     table = load_file(model_path() / "model.safetensors")["model.embed_tokens.weight"].float()
     mixed = [

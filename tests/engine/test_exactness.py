@@ -1,7 +1,5 @@
 """Greedy float32 output with trees is that of plain vLLM, token for token."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

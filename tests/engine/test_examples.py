@@ -47,7 +47,7 @@ def run(*command: str, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> str:
+def site(tmp_path_factory):
     """PYTHONPATH of a folder with the package of `own_drafter`, installed as any package."""
     folder = tmp_path_factory.mktemp("own_drafter")
     source = shutil.copytree(EXAMPLES / "own_drafter", folder / "source")  # builds leave traces
@@ -57,7 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def printed(site: str) -> dict[str, str]:
+def printed(site):
     """What each example printed."""
     paths = [str(EXAMPLES / name) for name in IN_ONE_PROCESS]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": site}
@@ -67,7 +67,7 @@ def printed(site: str) -> dict[str, str]:
     return {name: parts[path] for name, path in zip(IN_ONE_PROCESS, paths, strict=True)}
 
 
-def test_every_example_is_run_somewhere() -> None:
+def test_every_example_is_run_somewhere():
     tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
     readme = (EXAMPLES / "README.md").read_text()
     paths = [path for path in EXAMPLES.rglob("*.py") if path.name != f"{OWN_METHOD}.py"]
@@ -78,7 +78,7 @@ def test_every_example_is_run_somewhere() -> None:
         assert path.parent != EXAMPLES or name in readme, f"examples/README.md misses {name}"
 
 
-def test_offline(printed: dict[str, str]) -> None:
+def test_offline(printed):
     text = printed["offline.py --method lookahead_trie"]
     assert text.count("\n--- ") == 3
     assert "class Stack" in text
@@ -86,13 +86,13 @@ def test_offline(printed: dict[str, str]) -> None:
     assert 0 < steps < tokens
 
 
-def test_corpus_and_warm_start(printed: dict[str, str]) -> None:
+def test_corpus_and_warm_start(printed):
     text = printed["corpus_and_warm_start.py"]
     cold, warm = map(float, re.findall(r"start: ([\d.]+) tokens per step", text))
     assert 1 < cold < warm
 
 
-def test_rag_and_code_editing(printed: dict[str, str]) -> None:
+def test_rag_and_code_editing(printed):
     text = printed["rag_and_code_editing.py"]
     rows = re.findall(r"^(RAG|editing) +(\d+) +(\d+) +([\d.]+)  (yes|no)$", text, re.MULTILINE)
     assert [row[0] for row in rows] == ["RAG", "editing"]
@@ -102,14 +102,14 @@ def test_rag_and_code_editing(printed: dict[str, str]) -> None:
         assert same == "yes"
 
 
-def test_union(printed: dict[str, str]) -> None:
+def test_union(printed):
     text = printed["trie_union.py"]
     tokens, steps = map(int, re.findall(r"(\d+) tokens in (\d+) steps", text)[0])
     assert 0 < steps < tokens <= 3 * 96
     assert len(set(text.split("\n\n"))) > 3
 
 
-def test_beam_nbest(printed: dict[str, str]) -> None:
+def test_beam_nbest(printed):
     text, native = printed["beam_nbest.py"].split("=== LLM.beam_search")
     lists = re.split(r"^(?:diverse )?beam, width 8:$", text, flags=re.MULTILINE)[1:]
     assert len(lists) == 4
@@ -128,21 +128,21 @@ def test_beam_nbest(printed: dict[str, str]) -> None:
     assert [row[0] for row in rows] == ["1", "2", "3"]
 
 
-def test_rollouts(printed: dict[str, str]) -> None:
+def test_rollouts(printed):
     text = printed["rl/rollouts.py"]
     rates = list(map(float, re.findall(r"epoch \d: ([\d.]+) tokens per step", text)))
     assert len(rates) == 3
     assert 1 < rates[0] < max(rates[1:])
 
 
-def test_own_drafter(printed: dict[str, str]) -> None:
+def test_own_drafter(printed):
     text = printed["own_drafter/run.py"]
     accepted, tokens = map(int, re.findall(r"(\d+) of (\d+) tokens came from drafts", text)[0])
     assert tokens / 3 < accepted < tokens
     assert "same as without drafts: yes" in text
 
 
-def test_own_drafter_served(site: str, tmp_path: Path) -> None:
+def test_own_drafter_served(site, tmp_path):
     options = (
         *("--spec-method", OWN_METHOD, "--spec-tokens", "16"),
         *("--additional-config", '{"vllm_trie": {"node_budget": "fixed", "max_prefix_len": 1}}'),
@@ -170,7 +170,7 @@ def test_own_drafter_served(site: str, tmp_path: Path) -> None:
     assert f'method="{OWN_METHOD}"' in metrics
 
 
-def test_serve_openai_client() -> None:
+def test_serve_openai_client():
     text = run("examples/serve_openai_client.py", *WORKER_IN_ENGINE, **IN_ENGINE)
     parts = re.split(r"^=== (.*)$", text, flags=re.MULTILINE)
     titles, bodies = parts[1::2], parts[2::2]
@@ -190,7 +190,7 @@ def test_serve_openai_client() -> None:
     assert len({hypothesis for _, hypothesis in ranked}) == 3
 
 
-def test_medusa_train_and_serve() -> None:
+def test_medusa_train_and_serve():
     text = run("examples/medusa_train_and_serve.py", *WORKER_IN_ENGINE, **IN_ENGINE)
     assert "saved to " in text
     assert re.findall(r"^head (\d): \d+% ", text, re.MULTILINE) == ["1", "2", "3", "4"]
@@ -199,7 +199,7 @@ def test_medusa_train_and_serve() -> None:
     assert "same as without drafts: yes" in text
 
 
-def test_tensor_parallel() -> None:
+def test_tensor_parallel():
     text = run("examples/tensor_parallel.py", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     counts = re.findall(r"on 2 ranks: (\d+) of (\d+) tokens came from drafts", text)
     accepted, tokens = map(int, counts[0])
@@ -207,7 +207,7 @@ def test_tensor_parallel() -> None:
     assert "same as without drafts: yes" in text
 
 
-def test_recommendation() -> None:
+def test_recommendation():
     # The example imports its neighbour.
     path = EXAMPLES / "recommendation.py"
     options = ["--items", "20000", "--width", "40", *WORKER_IN_ENGINE]

@@ -1,7 +1,5 @@
 """No request ends a server or changes another's answer; `hostile.py` attacks for longer."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engine import hostile

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -252,12 +251,12 @@ def interview(server: Server) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def trace_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trace_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("traces")
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory, trace_folder: Path) -> dict[str, Answers]:
+def answers(tmp_path_factory, trace_folder):
     """The answers of each server; one runs at a time, for their memory."""
     folder, answers_of = tmp_path_factory.mktemp("servers"), {}
     tracing = ["--additional-config", json.dumps({"vllm_trie": {"trace_path": str(trace_folder)}})]
@@ -273,7 +272,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, trace_folder: Path) -> dic
     return answers_of
 
 
-def test_same_replies(answers: dict[str, Answers]) -> None:
+def test_same_replies(answers):
     expected, replies = answers[PLAIN].replies, answers[TRACED].replies
     assert replies.keys() == expected.keys()
     for kind in expected:
@@ -282,14 +281,14 @@ def test_same_replies(answers: dict[str, Answers]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["logprobs", "chat logprobs"])
-def test_same_logprobs(answers: dict[str, Answers], kind: str) -> None:
+def test_same_logprobs(answers, kind):
     for expected, logprobs in zip(
         answers[PLAIN].replies[kind], answers[TRACED].replies[kind], strict=True
     ):
         assert logprobs == pytest.approx(expected, abs=1e-3)
 
 
-def test_the_requests_cover_what_they_should(answers: dict[str, Answers]) -> None:
+def test_the_requests_cover_what_they_should(answers):
     """Long texts, some that end at a stop string, some at the length limit."""
     replies = answers[PLAIN].replies
     assert replies["completions"] == [answer for (answer,) in replies["at once"]]
@@ -304,7 +303,7 @@ def test_the_requests_cover_what_they_should(answers: dict[str, Answers]) -> Non
     assert replies["penalties"] != replies["completions"][:3]
 
 
-def test_metrics_endpoint(answers: dict[str, Answers]) -> None:
+def test_metrics_endpoint(answers):
     metrics = answers[TRACED].metrics
     nodes = metrics["vllm:trie_draft_nodes_total"]
     accepted = metrics["vllm:trie_accepted_tokens_total"]
@@ -323,16 +322,16 @@ def test_metrics_endpoint(answers: dict[str, Answers]) -> None:
     assert metrics["vllm:trie_draft_failures_total"] == 0
 
 
-def test_plain_server_has_no_counters_of_ours(answers: dict[str, Answers]) -> None:
+def test_plain_server_has_no_counters_of_ours(answers):
     assert not [name for name in answers[PLAIN].metrics if "trie" in name]
     assert not [name for name in answers[PLAIN].metrics if "spec_decode" in name]
 
 
-def test_beam_search_is_vllms_own_where_the_native_one_is_off(answers: dict[str, Answers]) -> None:
+def test_beam_search_is_vllms_own_where_the_native_one_is_off(answers):
     server_off.check_beam_replies(answers[PLAIN].beams)
 
 
-def test_line_in_the_log(answers: dict[str, Answers]) -> None:
+def test_line_in_the_log(answers):
     lines = [line for line in answers[TRACED].log.splitlines() if f"vllm-trie {TRACED}: " in line]
     assert lines
     assert "tokens per step" in lines[0]
@@ -340,7 +339,7 @@ def test_line_in_the_log(answers: dict[str, Answers]) -> None:
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
-def test_bad_requests_harm_nobody(answers: dict[str, Answers], name: str) -> None:
+def test_bad_requests_harm_nobody(answers, name):
     replies = answers[name].bad_replies
     assert answers[name].survived
     assert "Traceback" not in answers[name].log
@@ -349,12 +348,12 @@ def test_bad_requests_harm_nobody(answers: dict[str, Answers], name: str) -> Non
         assert replies[kind] in (400, 422), kind
 
 
-def test_a_request_can_do_without_drafts(answers: dict[str, Answers]) -> None:
+def test_a_request_can_do_without_drafts(answers):
     assert answers[TRACED].nodes_of_opted_out == 0
     assert answers[TRACED].replies["opted out"] == answers[TRACED].replies["after bad requests"]
 
 
-def test_predictions_are_counted(answers: dict[str, Answers]) -> None:
+def test_predictions_are_counted(answers):
     details = [usage.completion_tokens_details for usage in answers[TRACED].predicted]
     accepted = [counts.accepted_prediction_tokens for counts in details]
     rejected = [counts.rejected_prediction_tokens for counts in details]
@@ -369,21 +368,19 @@ def test_predictions_are_counted(answers: dict[str, Answers]) -> None:
     assert metrics["vllm:trie_rejected_prediction_tokens_total"] == sum(rejected)
 
 
-def test_a_plain_server_takes_predictions_and_says_that_they_do_nothing(
-    answers: dict[str, Answers],
-) -> None:
+def test_a_plain_server_takes_predictions_and_says_that_they_do_nothing(answers):
     assert all(usage.completion_tokens_details is None for usage in answers[PLAIN].predicted)
     assert answers[PLAIN].log.count("predictions have no effect") == 1
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
-def test_bad_predictions_name_the_field(answers: dict[str, Answers], name: str) -> None:
+def test_bad_predictions_name_the_field(answers, name):
     for status, message in answers[name].bad_predictions:
         assert status == 400
         assert "prediction" in message
 
 
-def test_traces(answers: dict[str, Answers], trace_folder: Path) -> None:
+def test_traces(answers, trace_folder):
     decode = AutoTokenizer.from_pretrained(model_path()).decode
 
     def text_of(trace: Trace) -> str:
@@ -403,6 +400,6 @@ def test_traces(answers: dict[str, Answers], trace_folder: Path) -> None:
         assert any(step.accepted for step in trace.steps)
 
 
-def test_a_server_without_a_folder_refuses_traces(answers: dict[str, Answers]) -> None:
+def test_a_server_without_a_folder_refuses_traces(answers):
     _, said = answers[PLAIN].traced["error"]
     assert "this engine writes none" in said

@@ -150,7 +150,7 @@ def test_no_row_is_computed_twice(engine, expected, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def bloom(tmp_path_factory) -> str:
+def bloom(tmp_path_factory):
     """A small model with linear biases (ALiBi); random weights, large enough to say much."""
     from transformers import BloomConfig, BloomForCausalLM
 

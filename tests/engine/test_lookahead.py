@@ -7,11 +7,7 @@ import random
 import numpy as np
 from vllm import SamplingParams
 
-from tests.engine.compare import (
-    differences,
-    generate,
-    speculation,
-)
+from tests.engine.compare import differences, generate, speculation
 from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.tree import TokenTree

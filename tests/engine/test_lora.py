@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("test_drafters")
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
+def adapters(tmp_path_factory):
     """An adapter for each request, or none."""
     assert LORA["max_lora_rank"] >= RANK
     made: list[LoRARequest | None] = [None]
@@ -41,7 +41,7 @@ def run(llm: Any, adapters: list[LoRARequest | None]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(_engines: Any, adapters: list[LoRARequest | None]) -> list[Any]:
+def expected(_engines, adapters):
     """Plain vLLM's outputs, each of which depends on its adapter."""
     llm = _engines(**LORA)
     outputs = run(llm, adapters)
@@ -65,14 +65,7 @@ def expected(_engines: Any, adapters: list[LoRARequest | None]) -> list[Any]:
     ],
     ids=["oracle", "ngram_trie", "medusa"],
 )
-def test_greedy(
-    engine: Any,
-    adapters: list[LoRARequest | None],
-    expected: list[Any],
-    method: str,
-    options: dict[str, Any],
-    least: float,
-) -> None:
+def test_greedy(engine, adapters, expected, method, options, least):
     tell_oracle(expected)
     llm = engine(**speculation(method, 24, **options), **LORA)
     before = accepted_tokens(llm)
@@ -80,9 +73,7 @@ def test_greedy(
     assert accepted_tokens(llm) - before > least * COUNT * NUM_TOKENS
 
 
-def test_text_is_shared_within_an_adapter_only(
-    engine: Any, adapters: list[LoRARequest | None], expected: list[Any]
-) -> None:
+def test_text_is_shared_within_an_adapter_only(engine, adapters, expected):
     HiddenStateDrafter.salts.clear()
     llm = engine(**speculation("test_hidden_states", 8), **LORA)
     tell_oracle(expected)

@@ -1,7 +1,5 @@
 """Every method's output is plain vLLM's, whatever it proposes: with room and with little of it."""
 
-from __future__ import annotations
-
 import pytest
 from vllm import SamplingParams
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def _test_drafters(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def traffic(_engines) -> tuple[Any, list[Any]]:
+def traffic(_engines):
     """An engine and all outputs it has made; no engine starts after it.
 
     vLLM forgets the counters of earlier engines of a process when it starts another.
@@ -124,7 +123,7 @@ def test_labels(traffic):
 
 
 @pytest.fixture
-def log(monkeypatch, caplog) -> Callable[[Any], list[str]]:
+def log(monkeypatch, caplog):
     """What an engine logs at vLLM's interval."""
     monkeypatch.setattr(logging.getLogger("vllm_trie"), "handlers", [caplog.handler])
     caplog.set_level(logging.INFO, logger="vllm_trie")

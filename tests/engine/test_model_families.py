@@ -6,7 +6,6 @@ embeddings or learned positions, its norms and biases, its layers.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,19 +76,17 @@ def check(engine: Any, model: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("family", TREES)
-def test_greedy(engine: Any, tmp_path: Path, family: str) -> None:
+def test_greedy(engine, tmp_path, family):
     check(engine, write_model(tmp_path / "model", FAMILIES[family]))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants(engine: Any, tmp_path: Path, variant: str) -> None:
+def test_variants(engine, tmp_path, variant):
     check(engine, write_model(tmp_path / "model", VARIANTS[variant]))
 
 
 @pytest.mark.parametrize("family", WITHOUT_A_CHECKPOINT)
-def test_without_a_checkpoint(
-    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_without_a_checkpoint(engine, tmp_path, monkeypatch, family):
     monkeypatch.setattr(DummyModelLoader, "load_weights", random_weights)
     for name in UNKNOWN_TO_TRANSFORMERS:
         config_class = type("TestConfig", (PreTrainedConfig,), {"model_type": name})

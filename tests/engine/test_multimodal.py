@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("test_drafters", "inspect_models_here")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("blip2")
     tokenizer = AutoTokenizer.from_pretrained(str(model_path()))
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
@@ -84,7 +84,7 @@ def prompts() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_images(engine: Any, model: str, chunked: bool) -> None:
+def test_images(engine, model, chunked):
     options = {"max_num_batched_tokens": 16, "enable_chunked_prefill": True} if chunked else {}
     llm = engine(
         model=model,

@@ -61,7 +61,7 @@ def outcomes(vllm: Path, folder: Path) -> dict[str, set[str]]:
     return by_file
 
 
-def test_subjects_and_reasons() -> None:
+def test_subjects_and_reasons():
     for version in TREES:
         numbers = [int(patch.name[:4]) for patch in series(version)]
         assert numbers == list(range(1, len(numbers) + 1))
@@ -72,7 +72,7 @@ def test_subjects_and_reasons() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_each_test_fails_without_its_patch(version: str, tmp_path: Path) -> None:
+def test_each_test_fails_without_its_patch(version, tmp_path):
     folder = link(TREES[version], tmp_path, version)
     script = [PATCHES / "apply.sh", version, folder]
     done = subprocess.run(script, capture_output=True, text=True, check=False)

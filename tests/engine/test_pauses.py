@@ -17,11 +17,7 @@ from vllm_trie.lab.tiny_model import medusa_path
 pytestmark = pytest.mark.usefixtures("test_drafters")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
-METHODS = {
-    "test_oracle": {},
-    "lookahead_trie": {},
-    "medusa_dynamic": {"model": str(medusa_path())},
-}
+METHODS = {"test_oracle": {}, "lookahead_trie": {}, "medusa_dynamic": {"model": str(medusa_path())}}
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,7 @@ from support import peers_engines
 
 from vllm_trie.lab.tiny_model import model_path
 
-PINNED = {
-    "method",
-    "workload",
-    "category",
-    "tokens_per_s",
-    "tokens_per_step",
-    "ratio_to_plain",
-}
+PINNED = {"method", "workload", "category", "tokens_per_s", "tokens_per_step", "ratio_to_plain"}
 FIXED = "ngram_trie_fixed_8"
 """The tests count its drafts: what the adaptive budget drafts depends on measured times."""
 METHODS = ["plain", "ngram", "ngram_trie", FIXED]
@@ -47,20 +39,20 @@ def write_recordings(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rows(tmp_path_factory):
     files = write_recordings(tmp_path_factory.mktemp("recordings"))
     options = ["--workload", "replay", "--shape", "tiny", "--eager", "--max-tokens", "80"]
     options += ["--at-once", "1", "2", "--methods", *METHODS, "--repeats", "2"]
     return peers.run(peers.parse([*options, *files]))
 
 
-def test_all_methods_give_the_recorded_answers(rows: list[dict[str, Any]]) -> None:
+def test_all_methods_give_the_recorded_answers(rows):
     assert {row["method"] for row in rows} == set(METHODS)
     assert {row["category"] for row in rows} == {"multi-turn", "qa", "rag", "2 at once", "mean"}
     assert all(row["identical"] is True for row in rows)
 
 
-def test_rows_have_the_pinned_keys_and_plausible_values(rows: list[dict[str, Any]]) -> None:
+def test_rows_have_the_pinned_keys_and_plausible_values(rows):
     by_method: dict[str, dict[str, Any]] = {}
     for row in rows:
         assert set(row) >= PINNED
@@ -79,7 +71,7 @@ def test_rows_have_the_pinned_keys_and_plausible_values(rows: list[dict[str, Any
     assert by_method["ngram_trie"]["tokens_per_step"] >= 1
 
 
-def test_chats_have_free_answers(tmp_path: Path) -> None:
+def test_chats_have_free_answers(tmp_path):
     options = ["--workload", "chat", "--model", str(model_path()), "--dtype", "float32", "--eager"]
     options += ["--max-tokens", "24", "--methods", "plain", FIXED]
     rows = peers.run(peers.parse([*options, *write_recordings(tmp_path)]))
@@ -93,7 +85,7 @@ def test_chats_have_free_answers(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def learner(tmp_path: Path) -> Iterator[Callable[[], peers_engines.Measured]]:
+def learner(tmp_path):
     """Ask one and the same question of an engine whose drafter learns from finished requests."""
     rng = random.Random(5)
     prompt, answer = ([rng.randrange(10, 30_000) for _ in range(n)] for n in (20, 60))
@@ -116,7 +108,7 @@ def learner(tmp_path: Path) -> Iterator[Callable[[], peers_engines.Measured]]:
         yield ask
 
 
-def test_engines_learn_and_forget(learner: Callable[..., peers_engines.Measured]) -> None:
+def test_engines_learn_and_forget(learner):
     first, second, third = learner(), learner(), learner(forget=True)
     assert first.steps == 59, "random text cannot be guessed"
     assert second.steps < 30, "the answer was seen a moment ago"

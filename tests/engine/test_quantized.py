@@ -1,9 +1,5 @@
 """Trees on models with quantized weights, which vLLM's CPU kernels multiply."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from vllm import SamplingParams
@@ -28,9 +24,7 @@ pytestmark = pytest.mark.usefixtures("test_drafters")
     # vLLM takes weights of 4 bits in 16-bit floating point only, and on CPUs with AMX those of 8.
     [("int8", INT8_DTYPE), ("gptq", "bfloat16"), ("awq", "bfloat16")],
 )
-def test_greedy(
-    engine: Any, tmp_path_factory: pytest.TempPathFactory, kind: str, dtype: str
-) -> None:
+def test_greedy(engine, tmp_path_factory, kind, dtype):
     options = {
         "model": write_quantized(tmp_path_factory.mktemp(kind), kind),
         "tokenizer": str(model_path()),

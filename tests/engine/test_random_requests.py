@@ -29,11 +29,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chains": (
         {"max_num_batched_tokens": 96, "max_num_seqs": 6, "block_size": 32},
         speculation(
-            "trie_union",
-            12,
-            drafters=["ngram", "medusa"],
-            model=HEADS,
-            verification="chain",
+            "trie_union", 12, drafters=["ngram", "medusa"], model=HEADS, verification="chain"
         ),
     ),
     "little memory": (
@@ -143,7 +139,7 @@ def answer(choice: Any) -> Answer:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_random_requests(engine: Any, name: str) -> None:
+def test_random_requests(engine, name):
     options, trees = SETTINGS[name]
     rng = random.Random(name)
     seeds = options.get("max_num_batched_tokens") == 16384

@@ -1,7 +1,5 @@
 """A real model: every method leaves outputs as they are, and searches equal Hugging Face's."""
 
-from __future__ import annotations
-
 from itertools import compress
 
 import pytest
@@ -114,10 +112,7 @@ def test_searches_in_a_catalogue_equal_hugging_face(
     llm = smollm2_engine(additional_config={"vllm_trie": {"items": {"things": str(catalogue)}}})
     width, plain = 8, PlainTrie(ITEMS)
     params = SamplingParams(
-        n=width,
-        temperature=0.0,
-        max_tokens=3,
-        extra_args={"beam_width": width, "items": "things"},
+        n=width, temperature=0.0, max_tokens=3, extra_args={"beam_width": width, "items": "things"}
     )
     for chat, result in zip(chats, generate(llm, chats, params), strict=True):
         expected = constrained_search(

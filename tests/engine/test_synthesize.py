@@ -1,7 +1,5 @@
 """`vllm-trie corpus synthesize` with the shipped model, whose corpus an engine then drafts from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.ngrams.corpus_file import read_header
 
 
-def test_a_corpus_of_the_models_own_answers(tmp_path: Path) -> None:
+def test_a_corpus_of_the_models_own_answers(tmp_path):
     corpus, model = tmp_path / "own.corpus", str(model_path())
     questions = tmp_path / "questions.txt"
     questions.write_text("What is a trie?\nWhat is a cache?\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -42,7 +41,7 @@ def chosen_prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def run(tmp_path_factory):
     """Outputs and counters of each engine with two ranks, and what its processes logged."""
     folder = tmp_path_factory.mktemp("ranks")
     write_entry_point(folder)
@@ -70,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(_engines) -> list[list[int]]:
+def expected(_engines):
     """Plain vLLM's output tokens on one rank."""
     params = SamplingParams(
         temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False

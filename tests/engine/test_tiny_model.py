@@ -1,10 +1,6 @@
 """The shipped model in real engines: it loads, agrees with Hugging Face, ends its answers."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +13,7 @@ transformers = pytest.importorskip("transformers", reason="compares with its Lla
 CODE_PROMPTS = ROOT / "benchmarks" / "support" / "code_prompts.json"
 
 
-def test_chat_answers_equal_transformers_and_end(engine: Callable[..., Any]) -> None:
+def test_chat_answers_equal_transformers_and_end(engine):
     from vllm import SamplingParams
 
     llm = engine()

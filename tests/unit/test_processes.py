@@ -1,10 +1,7 @@
 """Waiting for processes: as long as they make progress, no longer."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -24,13 +21,7 @@ IDLE = "import time; time.sleep(60)"
     ],
     ids=["ended", "too slow", "idle"],
 )
-def test_a_wait_ends_with_an_error(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    code: str,
-    limits: tuple[float, float],
-    message: str,
-) -> None:
+def test_a_wait_ends_with_an_error(tmp_path, monkeypatch, code, limits, message):
     limit, idle_limit = limits
     monkeypatch.setattr(processes, "IDLE_LIMIT_S", idle_limit)
     log = tmp_path / "log"
@@ -47,14 +38,12 @@ def test_a_wait_ends_with_an_error(
     assert process.returncode is not None
 
 
-def test_a_program_that_fails_says_what_it_printed() -> None:
+def test_a_program_that_fails_says_what_it_printed():
     with pytest.raises(AssertionError, match="no such thing"):
         processes.run_python("-c", "raise SystemExit('no such thing')")
 
 
-def test_no_process_outlives_a_program_that_does_not_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_process_outlives_a_program_that_does_not_end(tmp_path, monkeypatch):
     """A server that the program started in a session of its own, too."""
     written = tmp_path / "pid"
     start = f"subprocess.Popen({[sys.executable, '-c', IDLE]!r}, start_new_session=True).pid"

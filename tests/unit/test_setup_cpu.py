@@ -6,8 +6,6 @@ import importlib.util
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -15,17 +13,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def setup_cpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def setup_cpu(monkeypatch):
     spec = importlib.util.spec_from_file_location("setup_cpu", ROOT / "packaging" / "setup_cpu.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.delenv("PYTHON", raising=False)
     return module
 
 
-def test_pip_settings_follow_pips_precedence(setup_cpu: ModuleType) -> None:
+def test_pip_settings_follow_pips_precedence(setup_cpu):
     listing = "\n".join(
         [
             ":env:.find-links='from-env'",
@@ -43,7 +39,7 @@ def test_pip_settings_follow_pips_precedence(setup_cpu: ModuleType) -> None:
     }
 
 
-def test_uv_looks_where_pip_looks(setup_cpu: ModuleType) -> None:
+def test_uv_looks_where_pip_looks(setup_cpu):
     settings = {
         "find-links": "wheels-a\nwheels-b",
         "index-url": "https://index.example/simple",
@@ -58,7 +54,7 @@ def test_uv_looks_where_pip_looks(setup_cpu: ModuleType) -> None:
     assert env["UV_INDEX_STRATEGY"] == "unsafe-best-match"
 
 
-def test_uvs_own_variables_win(setup_cpu: ModuleType) -> None:
+def test_uvs_own_variables_win(setup_cpu):
     env = setup_cpu.uv_environment({"find-links": "pips"}, base={"UV_FIND_LINKS": "mine"})
     assert env["UV_FIND_LINKS"] == "mine"
     assert "UV_FIND_LINKS" not in setup_cpu.uv_environment({}, base={})
@@ -76,13 +72,7 @@ def test_uvs_own_variables_win(setup_cpu: ModuleType) -> None:
         ({"this": (3, 11), "mine": (3, 9)}, "mine", "mine"),
     ],
 )
-def test_the_interpreter(
-    setup_cpu: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    versions: dict[str, tuple[int, int]],
-    chosen: str | None,
-    expected: Any,
-) -> None:
+def test_the_interpreter(setup_cpu, monkeypatch, versions, chosen, expected):
     by_name = {sys.executable if name == "this" else name: v for name, v in versions.items()}
     monkeypatch.setattr(setup_cpu, "interpreter_version", by_name.get)
     if chosen is not None:
@@ -95,15 +85,13 @@ def test_the_interpreter(
             setup_cpu.find_python()
 
 
-def test_interpreter_version_of_what_does_not_run(setup_cpu: ModuleType) -> None:
+def test_interpreter_version_of_what_does_not_run(setup_cpu):
     assert setup_cpu.interpreter_version(sys.executable) == sys.version_info[:2]
     assert setup_cpu.interpreter_version("no-such-python") is None
     assert setup_cpu.interpreter_version(shutil.which("false") or "false") is None
 
 
-def test_only_what_differs_from_the_lock_is_installed(
-    setup_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_only_what_differs_from_the_lock_is_installed(setup_cpu, monkeypatch, tmp_path):
     lock = tmp_path / "cpu.txt"
     lock.write_text("# header\na-b==1.0\n    # via c\ntorch==2.0+cpu\nmissing==3\nold==2\n")
     monkeypatch.setattr(setup_cpu, "LOCK", lock)
@@ -113,8 +101,8 @@ def test_only_what_differs_from_the_lock_is_installed(
 
 
 def test_set_up_runs_once_and_again_when_an_input_changed_or_it_failed(
-    setup_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    setup_cpu, monkeypatch, tmp_path
+):
     lock, stamp = tmp_path / "cpu.txt", tmp_path / "stamp.json"
     lock.write_text("a==1\n")
     steps: list[str] = []

@@ -70,7 +70,7 @@ KNOWING_VLLM = ("vllm_hooks", "lab")
 """The folders that import vLLM; the second one its public interface only."""
 
 
-def test_imports_form_no_circle() -> None:
+def test_imports_form_no_circle():
     assert sum(map(len, IMPORTS.values())) > 500
     TopologicalSorter(IMPORTS).prepare()  # raises CycleError
 
@@ -89,7 +89,7 @@ def imported(source: ast.Module) -> Iterator[str]:
 IMPORTS = {name: {*imported(SOURCES[path])} - {name} for name, path in MODULES.items()}
 
 
-def test_no_folder_imports_a_floor_above_it() -> None:
+def test_no_folder_imports_a_floor_above_it():
     upward = set()
     for name, targets in IMPORTS.items():
         for target in targets:
@@ -102,7 +102,7 @@ def test_no_folder_imports_a_floor_above_it() -> None:
     assert upward == set()
 
 
-def test_nothing_imports_the_laboratory() -> None:
+def test_nothing_imports_the_laboratory():
     """The command line imports its commands by name, when they are asked for."""
     users = {name for name, targets in IMPORTS.items() if any(map(in_lab, targets))}
     assert {name for name in users if not in_lab(name)} == set()
@@ -124,7 +124,7 @@ def short(module: str) -> str:
     return module.removeprefix(f"{HOOKS}.").removeprefix("vllm_trie.")
 
 
-def test_no_gpu_process_imports_a_cpu_hook() -> None:
+def test_no_gpu_process_imports_a_cpu_hook():
     """vLLM's CPU worker puts placeholders into ``torch.cuda`` when it is imported."""
     pending = [
         f"{HOOKS}.{name}"
@@ -158,7 +158,7 @@ def imported_at_start(source: ast.Module, prefix: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("title", "most"), [("Path of a draft", 20), ("Path of a beam", 16)])
-def test_the_files_of_a_walk_import_one_another(title: str, most: int) -> None:
+def test_the_files_of_a_walk_import_one_another(title, most):
     page = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
     section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
     steps = [row.split("|") for row in re.findall(r"^\|.* \d+\. .*$", section, re.MULTILINE)]
@@ -189,13 +189,13 @@ def module_of(path: str) -> str:
     return f"{HOOKS}.{name}" if f"{HOOKS}.{name}" in MODULES else f"vllm_trie.{name}"
 
 
-def test_no_two_hook_files_have_one_name() -> None:
+def test_no_two_hook_files_have_one_name():
     names = Counter(path.name for path in SOURCES if "vllm_hooks" in path.parts)
     del names["__init__.py"]
     assert {name for name, count in names.items() if count > 1} == set()
 
 
-def test_the_layers_below_do_not_know_vllm() -> None:
+def test_the_layers_below_do_not_know_vllm():
     imports = [
         f"{path}: {name}"
         for path, source in SOURCES.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,21 +59,21 @@ def any_steps(draw: st.DrawFn) -> Step:
 
 
 @given(st.lists(any_steps(), max_size=5))
-def test_what_is_written_is_read(steps: list[Step]) -> None:
+def test_what_is_written_is_read(steps):
     assert read(written(*steps)) == Trace(HEADER, steps, "complete")
 
 
-def test_tokens_that_end_inside_the_path() -> None:
+def test_tokens_that_end_inside_the_path():
     assert Step.of(TREE, (0, 1, 3), (5, 6), 0.0).accepted == [0, 1]
 
 
-def test_the_end_of_a_long_prompt_is_kept() -> None:
+def test_the_end_of_a_long_prompt_is_kept():
     header = Header.of("", "plain", "m", "t", range(MAX_PROMPT + 5))
     assert header.prompt == list(range(5, MAX_PROMPT + 5))
     assert header.num_prompt_tokens == MAX_PROMPT + 5
 
 
-def test_bounds_cut_the_trace_and_say_so() -> None:
+def test_bounds_cut_the_trace_and_say_so():
     assert read(written(STEP, STEP, STEP, max_steps=2)) == Trace(HEADER, [STEP, STEP], "steps")
     full = written(STEP, STEP)
     assert read(full).end == "complete"
@@ -87,7 +86,7 @@ def test_bounds_cut_the_trace_and_say_so() -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 20, 60])
-def test_a_file_that_was_being_written_is_truncated(kept: int, tmp_path: Path) -> None:
+def test_a_file_that_was_being_written_is_truncated(kept, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(written(STEP, STEP)[:-kept])
     trace = read_trace(path)
@@ -112,7 +111,7 @@ def test_a_file_that_was_being_written_is_truncated(kept: int, tmp_path: Path) -
         ({"more": 1}, "more"),
     ],
 )
-def test_damaged_steps_are_refused(change: dict[str, object], said: str) -> None:
+def test_damaged_steps_are_refused(change, said):
     line = json.dumps({**json.loads(STEP.encoded()), **change}).encode() + b"\n"
     with pytest.raises(ValueError, match=rf"file, line 2, is no line of a trace: .*{said}"):
         read(HEADER.encoded() + line)
@@ -129,14 +128,14 @@ def test_damaged_steps_are_refused(change: dict[str, object], said: str) -> None
         (b"\xff\xfe\n", "line 1"),
     ],
 )
-def test_other_files_are_refused(content: bytes, said: str, tmp_path: Path) -> None:
+def test_other_files_are_refused(content, said, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=said):
         read_trace(path)
 
 
-def test_huge_files_are_refused(tmp_path: Path) -> None:
+def test_huge_files_are_refused(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(HEADER.encoded() + b" " * MAX_BYTES)
     with pytest.raises(ValueError, match="larger than a trace"):

@@ -1,7 +1,5 @@
 """All hypotheses, their order and scores against ``transformers``, in every mode of the engine."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engine.beam.cases import (
@@ -48,11 +46,7 @@ def test_model_with_a_likely_eos(engine, eos_heavy_model):
         pytest.param({"enable_prefix_caching": False}, id="no prefix caching"),
         pytest.param({"num_gpu_blocks_override": 12, "max_model_len": 256}, id="preemption"),
         pytest.param(
-            {
-                "num_gpu_blocks_override": 12,
-                "max_model_len": 256,
-                "enable_prefix_caching": False,
-            },
+            {"num_gpu_blocks_override": 12, "max_model_len": 256, "enable_prefix_caching": False},
             id="preemption, no prefix caching",
         ),
         pytest.param({"scheduling_policy": "priority"}, id="priority policy"),

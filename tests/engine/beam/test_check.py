@@ -21,7 +21,7 @@ def small_check(llm: Any) -> BeamCheck:
 
 
 @pytest.fixture
-def llm(engine) -> Any:
+def llm(engine):
     return engine(block_size=32, max_model_len=512, max_num_seqs=16)
 
 

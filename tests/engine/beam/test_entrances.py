@@ -1,7 +1,5 @@
 """``LLM.beam_search`` and ``LLM.generate``: what goes in, what comes out, what is refused."""
 
-from __future__ import annotations
-
 import math
 import time
 

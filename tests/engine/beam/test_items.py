@@ -1,7 +1,5 @@
 """Searches inside a catalogue: parity with Hugging Face, traffic, refusals, new versions."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter
@@ -12,13 +10,7 @@ import pytest
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.oracle import constrained_search
 from tests.engine.conftest import scheduler_of
-from tests.unit.items.catalogues import (
-    PlainTrie,
-    random_items,
-    selected_items,
-    weight_of,
-    write,
-)
+from tests.unit.items.catalogues import PlainTrie, random_items, selected_items, weight_of, write
 from vllm_trie.items import Rules
 from vllm_trie.lab.tiny_model import model_path
 
@@ -31,7 +23,7 @@ OPTIONS = {"max_num_seqs": 64, "max_model_len": 256, "block_size": 32}
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory) -> dict[str, str]:
+def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("catalogues")
     catalogues = {"equal": EQUAL, "mixed": MIXED, "few": FEW}
     return {

@@ -67,12 +67,12 @@ def make(seed: int, low: int, high: int) -> Catalogue:
 
 
 @pytest.fixture(scope="module")
-def catalogues() -> dict[str, Catalogue]:
+def catalogues():
     return {"equal": make(1, 5, 5), "mixed": make(2, 3, 8)}
 
 
 @pytest.fixture(scope="module")
-def paths(catalogues, tmp_path_factory) -> dict[str, str]:
+def paths(catalogues, tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("catalogues")
     for name, catalogue in catalogues.items():
         np.save(folder / f"{name}.npy", catalogue.rows)

@@ -86,7 +86,7 @@ def forks(draw: st.DrawFn) -> list[KVCacheBlockCopy]:
 
 @settings(max_examples=200, deadline=None)
 @given(caches(), forks())
-def test_a_copy_takes_whole_blocks_of_every_layer_and_nothing_else(cache, copies) -> None:
+def test_a_copy_takes_whole_blocks_of_every_layer_and_nothing_else(cache, copies):
     config, layout, block_size, kernel_block_size = cache
     views = allocate_kv_cache(config, torch.device("cpu"), layout, [kernel_block_size])
     assert config.num_blocks == NUM_BLOCKS

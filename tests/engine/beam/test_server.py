@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -12,7 +11,7 @@ import pytest
 
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.oracle import Case, constrained_search, search
-from tests.engine.serving import MODEL_NAME, Server, running
+from tests.engine.serving import MODEL_NAME, running
 from tests.unit.items.catalogues import PlainTrie, random_items, write
 from vllm_trie.lab.tiny_model import model_path
 
@@ -26,7 +25,7 @@ ITEMS = random_items(5, 500, 0, (1, 4), branching=40)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     additional = {"vllm_trie": {"items": {"catalogue": str(write(folder / "items", ITEMS))}}}
     options = [*OPTIONS, "--additional-config", json.dumps(additional)]
@@ -35,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
+def client(server):
     return server.client()
 
 

@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.engine.beam.simulation import (
-    Simulation,
-    expected_beam,
-    expected_greedy,
-)
+from tests.engine.beam.simulation import Simulation, expected_beam, expected_greedy
 
 
 def check_beam(simulation: Simulation, name: str, expected: list[Any]) -> None:

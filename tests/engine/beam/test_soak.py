@@ -8,12 +8,9 @@ aborts and preemptions. Its worker computes nothing and checks every KV slot: se
     BEAM_SOAK_MINUTES=10 python -m pytest tests/engine/beam/test_soak.py
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import time
-from typing import Any
 
 import pytest
 
@@ -25,7 +22,7 @@ NUM_REQUESTS = 120
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_random_groups_leave_nothing_behind(vllm_config: Any, seed: int) -> None:
+def test_random_groups_leave_nothing_behind(vllm_config, seed):
     simulation = random_run(vllm_config, seed, NUM_REQUESTS)
     assert simulation.finished
     assert simulation.scheduler.beam_counters.beams_forked
@@ -34,7 +31,7 @@ def test_random_groups_leave_nothing_behind(vllm_config: Any, seed: int) -> None
 @pytest.mark.slow
 @pytest.mark.skipif(not MINUTES, reason="BEAM_SOAK_MINUTES is not set")
 @pytest.mark.timeout(60 * MINUTES + 240)
-def test_further_seeds(vllm_config: Any) -> None:
+def test_further_seeds(vllm_config):
     deadline = time.monotonic() + 60 * MINUTES
     for seed in itertools.count(NUM_SEEDS):
         try:

@@ -29,7 +29,7 @@ def step_of(requests, shape: LayerShape = SHAPE, seed: int = 0) -> Step:
 
 
 @pytest.mark.parametrize("requests", BATCHES)
-def test_expected_is_what_the_portable_kernel_gives(requests) -> None:
+def test_expected_is_what_the_portable_kernel_gives(requests):
     step = step_of(requests)
     gpu_cache = torch.empty(64, 2, 16, 2 * 64)
     fill_cache(gpu_cache, step)
@@ -40,11 +40,7 @@ def test_expected_is_what_the_portable_kernel_gives(requests) -> None:
     # Requests without a tree are trees without nodes to the portable kernel.
     lengths = np.diff(step.starts).tolist()
     words = dict(
-        zip(
-            [row.batch_index for row in step.trees.rows],
-            step.trees.ancestor_words,
-            strict=True,
-        )
+        zip([row.batch_index for row in step.trees.rows], step.trees.ancestor_words, strict=True)
     )
     rows = [
         TreeRow(i, int(step.starts[i]), lengths[i], request.num_nodes, request.seq_len)
@@ -60,7 +56,7 @@ def test_expected_is_what_the_portable_kernel_gives(requests) -> None:
 
 @pytest.mark.parametrize("num_heads", [1, 4])
 @pytest.mark.parametrize("head_size", [32, 64, 128, 256])
-def test_a_wrong_mask_shows(num_heads, head_size) -> None:
+def test_a_wrong_mask_shows(num_heads, head_size):
     shape = LayerShape(num_heads, 1, head_size, 16, torch.float32)
     for seed, requests in enumerate(BATCHES[1:4]):
         step = step_of(requests, shape, seed)
@@ -69,7 +65,7 @@ def test_a_wrong_mask_shows(num_heads, head_size) -> None:
         assert relative_error(wrong.expected(), step.expected(), step) > 0.2
 
 
-def test_one_wrong_block_shows() -> None:
+def test_one_wrong_block_shows():
     step = step_of([RequestShape(600, 1, 32)])
     values = step.values.clone()
     values[320:336] = 0
@@ -77,7 +73,7 @@ def test_one_wrong_block_shows() -> None:
     assert relative_error(wrong.expected(), step.expected(), step) > 0.2
 
 
-def test_nan_is_an_error_however_large_the_rest() -> None:
+def test_nan_is_an_error_however_large_the_rest():
     step = step_of([RequestShape(3, 1, 4)])
     output = step.expected()
     assert relative_error(output, step.expected(), step) == 0.0

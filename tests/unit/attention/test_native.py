@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.attention.paged_cases import HEAD_SIZES, PagedCase, RequestShape, paged_case
-from vllm_trie.attention import (
-    TreeRow,
-    build_tree_batch,
-    move_slots,
-    split_cache,
-    tree_attention,
-)
+from vllm_trie.attention import TreeRow, build_tree_batch, move_slots, split_cache, tree_attention
 from vllm_trie.attention.cache_layout import move_rows_in_layers
 from vllm_trie.attention.native import NativeKernels
 from vllm_trie.attention.tree_batch import NO_NODES
@@ -43,14 +36,14 @@ def _cpu_has(flag: str) -> bool:
 
 
 @pytest.fixture(scope="module", params=[None, "x86-64-v3", "x86-64"])
-def native(request: pytest.FixtureRequest) -> NativeKernels:
+def native(request):
     if request.param == "x86-64-v3" and not (_cpu_has("avx2") and _cpu_has("fma")):
         pytest.skip("this CPU has no AVX2")
     return NativeKernels(request.param)
 
 
 @pytest.fixture(autouse=True)
-def _restore_threads() -> Iterator[None]:
+def _restore_threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -113,15 +106,13 @@ def cases(draw: st.DrawFn) -> PagedCase:
 
 @settings(max_examples=60, **SOME_FIXTURES)
 @given(case=cases())
-def test_equals_float64(native: NativeKernels, case: PagedCase) -> None:
+def test_equals_float64(native, case):
     check(native, case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
-def test_rows_that_need_several_units(
-    native: NativeKernels, dtype: torch.dtype, num_threads: int
-) -> None:
+def test_rows_that_need_several_units(native, dtype, num_threads):
     """More rows than a unit of work holds, and threads that share units unevenly."""
     torch.set_num_threads(num_threads)
     requests = [RequestShape(400, 130, 64), RequestShape(0, 300, 3), RequestShape(777, 1, 1)]
@@ -129,7 +120,7 @@ def test_rows_that_need_several_units(
     check(native, paged_case([RequestShape(1500, 1, 9)], dtype, 1, 1, 128, 128, seed=4))
 
 
-def test_scores_far_apart(native: NativeKernels) -> None:
+def test_scores_far_apart(native):
     """Weights that underflow against those seen before or later, across chunks and threads."""
     for scale_of_query in (1e-4, 30.0, 300.0):
         for num_threads in (1, 3):
@@ -141,7 +132,7 @@ def test_scores_far_apart(native: NativeKernels) -> None:
             assert error.max() <= 1e-6 * max(1.0, scale_of_query) * case.largest_value
 
 
-def test_other_rows_are_left_alone(native: NativeKernels) -> None:
+def test_other_rows_are_left_alone(native):
     case = paged_case([RequestShape(50, 1, 6)] * 3, torch.float32, 4, 2, 32, 32, seed=7)
     whole = run(native, case)
     trees = build_tree_batch(case.trees.rows[1:2], case.trees.ancestor_words[1:2], len(case.query))
@@ -152,7 +143,7 @@ def test_other_rows_are_left_alone(native: NativeKernels) -> None:
     assert (output[14:] == 7.0).all()
 
 
-def test_calls_from_several_threads(native: NativeKernels) -> None:
+def test_calls_from_several_threads(native):
     """ctypes lets other threads run meanwhile: calls must not share memory."""
     torch.set_num_threads(2)
     batches = [
@@ -205,9 +196,7 @@ def stock_attention(vllm_operations):
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_chain_equals_the_stock_kernel(
-    native: NativeKernels, stock_attention, head_size: int
-) -> None:
+def test_chain_equals_the_stock_kernel(native, stock_attention, head_size):
     """On chains, float32 differs from vLLM's kernel by rounding only."""
     requests = [RequestShape(70, 1, 12), RequestShape(256, 3, 33), RequestShape(0, 1, 7)]
     case = paged_case(requests, torch.float32, 6, 2, head_size, 32, seed=head_size, chains=True)
@@ -218,7 +207,7 @@ def test_chain_equals_the_stock_kernel(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_move_slots(native: NativeKernels, dtype: torch.dtype, num_threads: int) -> None:
+def test_move_slots(native, dtype, num_threads):
     torch.set_num_threads(num_threads)
     generator = torch.Generator().manual_seed(num_threads)
     caches = [torch.randn(5, 3, 32, 2 * 80, generator=generator).to(dtype) for _ in range(4)]
@@ -232,7 +221,7 @@ def test_move_slots(native: NativeKernels, dtype: torch.dtype, num_threads: int)
         assert torch.equal(cache, expected_cache)
 
 
-def test_move_slots_of_other_caches(native: NativeKernels) -> None:
+def test_move_slots_of_other_caches(native):
     """What is remembered of one call's caches is not believed of another's."""
     caches = [torch.randn(2, 1, 32, 64) for _ in range(3)]
     source, target = torch.tensor([5, 40]), torch.tensor([40, 2])
@@ -246,14 +235,14 @@ def test_move_slots_of_other_caches(native: NativeKernels) -> None:
     assert not native.move_slots([caches[0], torch.randn(2, 2, 32, 64)], source, target)
 
 
-def test_shapes_that_no_vllm_kernel_has_are_refused() -> None:
+def test_shapes_that_no_vllm_kernel_has_are_refused():
     case = paged_case([RequestShape(20, 1, 5)], torch.float32, 2, 1, 24, 8, seed=8)
     output = torch.zeros_like(case.query)
     with pytest.raises(ValueError, match=r"query of torch.float32 \[6, 2, 24\] .* multiple of 16"):
         tree_attention(case.query, case.kv_cache, case.block_table, case.trees, case.scale, output)
 
 
-def test_refuses_what_it_would_get_wrong(native: NativeKernels) -> None:
+def test_refuses_what_it_would_get_wrong(native):
     case = paged_case([RequestShape(20, 1, 5)], torch.float32, 2, 1, 32, 32, seed=9)
     output = torch.zeros_like(case.query)
     arguments = (case.query, case.kv_cache, case.block_table, case.trees, case.scale, output)
@@ -273,7 +262,7 @@ def test_refuses_what_it_would_get_wrong(native: NativeKernels) -> None:
     )
 
 
-def test_empty_batch(native: NativeKernels) -> None:
+def test_empty_batch(native):
     trees = build_tree_batch([], [], 4)
     query = torch.zeros(4, 2, 32)
     output = torch.full_like(query, 7.0)
@@ -285,7 +274,7 @@ def test_empty_batch(native: NativeKernels) -> None:
 
 @settings(max_examples=25, **SOME_FIXTURES)
 @given(st.data())
-def test_requests_that_share_slots(native: NativeKernels, data: st.DataObject) -> None:
+def test_requests_that_share_slots(native, data):
     """Each gets what it gets alone; slots behind its own ones hold NaN."""
     num_shared, num_private = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 70))
     num_rows, block_size = data.draw(st.integers(1, 90)), data.draw(st.sampled_from([16, 48, 128]))
@@ -310,7 +299,7 @@ def test_requests_that_share_slots(native: NativeKernels, data: st.DataObject) -
     check(native, replace(case, trees=shared))
 
 
-def test_move_rows_of_gpu_caches() -> None:
+def test_move_rows_of_gpu_caches():
     keys, values = split_cache(torch.randn(4, 3, 16, 2 * 32))
     cpu_cache = torch.empty(4, 3, 16, 2 * 32)
     split_cache(cpu_cache)[0].copy_(keys)

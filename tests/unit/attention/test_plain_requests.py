@@ -26,7 +26,7 @@ class Metadata:
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=2, max_size=9))
-def test_every_row_is_in_one_part(requests: list[tuple[int, bool]]) -> None:
+def test_every_row_is_in_one_part(requests):
     requests = [*requests, (2, False), (3, True)]  # there is always something to split
     lengths = [length for length, _ in requests]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

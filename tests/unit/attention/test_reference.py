@@ -9,13 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.tree.strategies import token_trees
-from vllm_trie.attention import (
-    move_slots,
-    split_cache,
-)
+from vllm_trie.attention import move_slots, split_cache
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.attention.tree_batch import query_mask
-from vllm_trie.tree import TokenTree
 
 
 def filled_cache(
@@ -39,7 +35,7 @@ def write(
 
 
 @given(token_trees(max_nodes=150), st.integers(0, 5))
-def test_query_mask(tree: TokenTree, committed: int) -> None:
+def test_query_mask(tree, committed):
     num_queries = committed + tree.num_nodes
     mask = query_mask(tree.ancestor_words(), num_queries)
     assert mask.shape == (num_queries, num_queries)
@@ -79,9 +75,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("isa", "dtype", "block_size", "head_size"), LAYOUTS)
-def test_split_cache_finds_what_vllm_wrote(
-    write_as_vllm_does, isa: str, dtype: torch.dtype, block_size: int, head_size: int
-) -> None:
+def test_split_cache_finds_what_vllm_wrote(write_as_vllm_does, isa, dtype, block_size, head_size):
     num_blocks, num_kv_heads, num_tokens = 5, 2, 40
     cache = filled_cache(num_blocks, num_kv_heads, block_size, head_size, dtype)
     keys = torch.randn(num_tokens, num_kv_heads, head_size).to(dtype)
@@ -95,9 +89,7 @@ def test_split_cache_finds_what_vllm_wrote(
 
 
 @pytest.mark.parametrize(("isa", "dtype", "block_size", "head_size"), LAYOUTS)
-def test_move_slots_equals_writing_again(
-    write_as_vllm_does, isa: str, dtype: torch.dtype, block_size: int, head_size: int
-) -> None:
+def test_move_slots_equals_writing_again(write_as_vllm_does, isa, dtype, block_size, head_size):
     """Moving KV gives the cache that vLLM's update makes of it at the new slots."""
     num_blocks, num_kv_heads = 4, 2
     num_slots = num_blocks * block_size

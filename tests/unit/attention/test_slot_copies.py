@@ -37,7 +37,7 @@ def copies(draw: st.DrawFn, block_size: int) -> np.ndarray:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_the_kernel_does_what_its_twin_does(data: st.DataObject) -> None:
+def test_the_kernel_does_what_its_twin_does(data):
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     block_size = data.draw(st.sampled_from([16, 32, 128]))
     shape = (NUM_BLOCKS, data.draw(st.integers(1, 3)), block_size, 2 * 16)
@@ -59,6 +59,6 @@ def test_the_kernel_does_what_its_twin_does(data: st.DataObject) -> None:
         pytest.param(torch.zeros(2, 4, 2, 32, 32), id="keys and values apart"),
     ],
 )
-def test_other_caches_are_left_alone(cache: torch.Tensor) -> None:
+def test_other_caches_are_left_alone(cache):
     assert not copy_slots([cache], np.array([[0, 1, 0, 4]]))
     assert not copy_slots([torch.zeros(4, 2, 32, 32), cache], np.array([[0, 1, 0, 4]]))

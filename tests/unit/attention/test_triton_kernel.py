@@ -1,7 +1,5 @@
 """The GPU kernel in Triton's interpreter: its results, not its speed, need no GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest
@@ -10,7 +8,7 @@ from tests.processes import ROOT, run_python
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_equals_float64_in_the_interpreter() -> None:
+def test_equals_float64_in_the_interpreter():
     result = run_python(
         *("-m", "tests.unit.attention.triton_check"),
         timeout=250,

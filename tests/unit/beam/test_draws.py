@@ -45,7 +45,7 @@ def outcomes(run: Callable[[int], BeamSearch]) -> Counter[tuple[tuple[int, ...],
 
 
 @pytest.mark.parametrize(("width", "temperature"), [(1, 1.0), (2, 0.7), (2, 1.6)])
-def test_distribution(width: int, temperature: float) -> None:
+def test_distribution(width, temperature):
     """Pearson's test that two samples have one distribution, over all hypotheses of a search."""
     model = random_model(3, peaked=0.5)
 
@@ -65,7 +65,7 @@ def test_distribution(width: int, temperature: float) -> None:
     assert statistic < len(frequent) + 5 * np.sqrt(2 * len(frequent))
 
 
-def test_a_search_is_reproducible_and_its_steps_differ() -> None:
+def test_a_search_is_reproducible_and_its_steps_differ():
     model = random_model(4)
     search_settings = SearchSettings(4, 5, do_sample=True, seed=11)
     first, second = (
@@ -80,7 +80,7 @@ def test_a_search_is_reproducible_and_its_steps_differ() -> None:
     assert len(seeds) == 3
 
 
-def test_rules_and_rows_that_are_no_numbers() -> None:
+def test_rules_and_rows_that_are_no_numbers():
     allowed = np.array([[0b110110]], dtype=np.int32)
     rules = TokenRules(np.array([1]), np.array([50.0], dtype=np.float32), allowed)
     logits = torch.zeros(2, VOCAB)
@@ -98,7 +98,7 @@ def test_rules_and_rows_that_are_no_numbers() -> None:
     "options",
     [{"do_sample": False}, {"top_k": 5}, {"top_p": 0.9}, {"min_tokens": 1}, {"bad_words": ((3,),)}],
 )
-def test_what_is_not_drawn_out_of_all(options: dict[str, object]) -> None:
+def test_what_is_not_drawn_out_of_all(options):
     search_settings = SearchSettings(
         **{"beam_width": 2, "max_new_tokens": 3, "do_sample": True, **options}
     )

@@ -1,7 +1,5 @@
 """What a user may write, and what is said when it is wrong."""
 
-from __future__ import annotations
-
 import pytest
 
 from vllm_trie.beam import parse_options

@@ -54,7 +54,7 @@ def server_arguments() -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def parser() -> Any:
+def parser():
     """vLLM's own parser of `vllm serve`, with the plugin's additions."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.plugins import load_general_plugins
@@ -64,7 +64,7 @@ def parser() -> Any:
     return make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
 
 
-def test_servers_are_started_with_options_that_exist(parser: Any) -> None:
+def test_servers_are_started_with_options_that_exist(parser):
     from vllm_trie.vllm_hooks.setup.config import EngineOptions
 
     for name, arguments in server_arguments().items():
@@ -89,7 +89,7 @@ def serve_commands(document: Page) -> list[list[str]]:
     return arguments
 
 
-def test_every_page_starts_servers_with_options_that_exist(parser: Any) -> None:
+def test_every_page_starts_servers_with_options_that_exist(parser):
     pages = [page for page in all_pages() if not page.name.startswith("examples/")]
     commands = [words for page in pages for words in serve_commands(page)]
     assert len(commands) > 20
@@ -97,7 +97,7 @@ def test_every_page_starts_servers_with_options_that_exist(parser: Any) -> None:
         parser.parse_args([word for word in words if word != "&"])
 
 
-def test_a_warm_start_is_kept_where_a_restart_finds_it(parser: Any) -> None:
+def test_a_warm_start_is_kept_where_a_restart_finds_it(parser):
     (home,) = re.findall(r"^ENV HOME=(\S+)", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
     (state,) = unit()["StateDirectory"]
     for name, kept in (("compose", home), ("kubernetes", home), ("systemd", f"/var/lib/{state}")):
@@ -107,7 +107,7 @@ def test_a_warm_start_is_kept_where_a_restart_finds_it(parser: Any) -> None:
         assert Path(options["store_path"]).parent == Path(kept), name
 
 
-def test_probes_ask_what_a_server_answers() -> None:
+def test_probes_ask_what_a_server_answers():
     from vllm.entrypoints.serve.instrumentator.health import router
 
     paths = {route.path for route in router.routes}
@@ -121,14 +121,14 @@ def test_probes_ask_what_a_server_answers() -> None:
     assert check[-1].removeprefix("http://localhost:8000") in paths
 
 
-def test_services_find_each_other() -> None:
+def test_services_find_each_other():
     services = load("compose.yaml")["services"]
     (job,) = load("prometheus.yml")["scrape_configs"]
     for port, target in enumerate(job["static_configs"][0]["targets"], 8000):
         name, _, inside = target.partition(":")
         assert services[name]["ports"] == [f"127.0.0.1:{port}:{inside}"]
     options = json.loads(services["server"]["command"][2].partition("=")[2])["vllm_trie"]
-    assert re.fullmatch(r"redis://(\w+):6379/0", options["store"])[1] in services  # type: ignore[index]
+    assert re.fullmatch(r"redis://(\w+):6379/0", options["store"])[1] in services
     (source,) = load("grafana.yml")["datasources"]
     assert source["url"] == "http://prometheus:9090"
     assert services["prometheus"]["ports"][0].endswith(":9090")
@@ -144,7 +144,7 @@ def test_services_find_each_other() -> None:
                 assert (FOLDER / mount.split(":")[0]).exists(), mount
 
 
-def test_a_deployment_keeps_its_volume() -> None:
+def test_a_deployment_keeps_its_volume():
     pod = manifest("Deployment")["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
@@ -160,7 +160,7 @@ def test_a_deployment_keeps_its_volume() -> None:
     assert pod["metadata"]["annotations"]["prometheus.io/port"] == "8000"
 
 
-def test_a_server_has_the_time_to_end() -> None:
+def test_a_server_has_the_time_to_end():
     """Its own patience ends before the supervisor's, in every file."""
     deployment, compose = manifest("Deployment"), load("compose.yaml")
     pod = deployment["spec"]["template"]["spec"]
@@ -172,7 +172,7 @@ def test_a_server_has_the_time_to_end() -> None:
             assert re.search(r"--shutdown-timeout[= ]60", " ".join(arguments)), name
 
 
-def test_the_image_is_of_the_supported_vllm() -> None:
+def test_the_image_is_of_the_supported_vllm():
     text = (FOLDER / "Dockerfile").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (needed,) = map(Requirement, project["optional-dependencies"]["cpu"])

@@ -1,9 +1,5 @@
 """Drawings, tables and the dashboard are what their scripts make."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from docs import generate
@@ -12,17 +8,17 @@ from docs.tools import tree_drawings
 
 
 @pytest.mark.parametrize(("path", "text"), list(contents()), ids=lambda v: getattr(v, "name", ""))
-def test_generated_files_are_up_to_date(path: Path, text: str) -> None:
+def test_generated_files_are_up_to_date(path, text):
     assert path.read_text(encoding="utf-8") == text, "run: python -m docs.generate"
 
 
-def test_check_notices_a_stale_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_notices_a_stale_file(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "DOCS", tmp_path)
     assert generate.main(["--check"]) == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_the_drawn_step_is_a_real_one() -> None:
+def test_the_drawn_step_is_a_real_one():
     step = tree_drawings.example_step()
     step.tree.validate(100, tree_drawings.NUM_NODES)
     taken = [step.words[node] for node in step.accepted]

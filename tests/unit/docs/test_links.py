@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import posixpath
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -34,24 +33,24 @@ def broken_links(document: Page) -> list[str]:
 
 
 @pytest.mark.parametrize("document", PAGES, ids=lambda p: p.name)
-def test_links(document: Page) -> None:
+def test_links(document):
     assert broken_links(document) == []
 
 
 @pytest.mark.parametrize("document", WRAPPED, ids=lambda p: p.name)
-def test_prose_wraps_at_100_columns(document: Page) -> None:
+def test_prose_wraps_at_100_columns(document):
     lines = document.prose.splitlines()
     assert [line for line in lines if len(line) > 100 and not line.startswith("|")] == []
 
 
-def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_links_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.unit.docs.test_links.ROOT", tmp_path)
     path = tmp_path / "page.md"
     path.write_text("# A title\n[a](#a-title) [b](#b-title) [c](missing.md) `[d](code)`\n")
     assert broken_links(Page(path)) == ["#b-title", "missing.md"]
 
 
-def test_every_page_is_in_the_navigation_and_can_be_reached() -> None:
+def test_every_page_is_in_the_navigation_and_can_be_reached():
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -79,7 +78,7 @@ def test_every_page_is_in_the_navigation_and_can_be_reached() -> None:
     assert {f"docs/{name}" for name in listed} <= reached
 
 
-def test_drawings_are_shown_and_described() -> None:
+def test_drawings_are_shown_and_described():
     shown = {link for document in PAGES for link in document.links() if link.endswith(".svg")}
     for path in (ROOT / "docs" / "drawings").glob("*.svg"):
         assert any(link.endswith(f"drawings/{path.name}") for link in shown), path.name
@@ -87,7 +86,7 @@ def test_drawings_are_shown_and_described() -> None:
         assert "![](" not in document.text, f"{document.name}: an image without a description"
 
 
-def test_blocks_of_json_and_toml_can_be_read() -> None:
+def test_blocks_of_json_and_toml_can_be_read():
     for document in PAGES:
         for block in document.fenced("json"):
             json.loads(block)

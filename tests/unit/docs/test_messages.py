@@ -19,17 +19,17 @@ def quoted() -> list[str]:
 
 
 @pytest.mark.parametrize("message", quoted())
-def test_message_is_in_the_code(message: str) -> None:
+def test_message_is_in_the_code(message):
     assert len(message.replace(VARYING, "")) > 12, "too short to be recognized"
     assert is_quoted_rightly(message), message
 
 
-def test_invented_messages_are_found() -> None:
+def test_invented_messages_are_found():
     assert not is_quoted_rightly("num_speculative_tokens=… is far too large for …")
     assert len(quoted()) > 20
 
 
-def test_line_in_the_log() -> None:
+def test_line_in_the_log():
     lines = [line for line in page("docs/metrics.md").indented() if line.startswith("vllm-trie ")]
     assert len(lines) == 1
     patterns = [text for text in templates() if text.startswith(f"vllm-trie {VARYING}: {VARYING} ")]

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ SUFFIXES = ("_total", "_bucket", "_sum", "_count")
 
 
 @pytest.fixture(scope="module")
-def ours() -> dict[str, tuple[str, ...]]:
+def ours():
     """Name as `/metrics` has it -> labels."""
     from vllm_trie.vllm_hooks.frontend import metrics
 
@@ -34,10 +33,9 @@ def ours() -> dict[str, tuple[str, ...]]:
 
 
 @pytest.fixture(scope="module")
-def stock() -> set[str]:
+def stock():
     """Names that vLLM registers, without the suffixes that Prometheus adds."""
     spec = importlib.util.find_spec("vllm")
-    assert spec is not None
     folder = Path(str(spec.origin)).parent / "v1"
     names: set[str] = set()
     for path in [*folder.glob("metrics/*.py"), *folder.glob("spec_decode/metrics.py")]:
@@ -50,7 +48,7 @@ def expressions() -> list[str]:
     return [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 
 
-def test_page_lists_every_metric_with_its_type(ours: dict[str, Any]) -> None:
+def test_page_lists_every_metric_with_its_type(ours):
     rows = {
         row[0].strip("`"): row
         for table in page("docs/metrics.md").tables()
@@ -62,13 +60,13 @@ def test_page_lists_every_metric_with_its_type(ours: dict[str, Any]) -> None:
         assert row[1] == ("counter" if name.endswith("_total") else "gauge")
 
 
-def test_no_page_names_a_metric_that_does_not_exist(ours: dict[str, Any]) -> None:
+def test_no_page_names_a_metric_that_does_not_exist(ours):
     for document in all_pages():
         named = set(re.findall(r"vllm:trie_\w*[a-z]\b(?![*_])", document.text))
         assert named <= set(ours), document.name
 
 
-def test_dashboard_names_metrics_that_exist(ours: dict[str, Any], stock: set[str]) -> None:
+def test_dashboard_names_metrics_that_exist(ours, stock):
     used: set[str] = set()
     for expression in expressions():
         used |= set(re.findall(r"vllm:\w+", expression))
@@ -78,7 +76,7 @@ def test_dashboard_names_metrics_that_exist(ours: dict[str, Any], stock: set[str
     assert set(ours) <= used, "a metric of the plugin is in no panel"
 
 
-def test_dashboard_groups_by_labels_that_exist(ours: dict[str, tuple[str, ...]]) -> None:
+def test_dashboard_groups_by_labels_that_exist(ours):
     for expression in expressions():
         labels = re.findall(r"by \(([\w, ]+)\)", expression)
         matched = re.findall(r"[{,] ?(\w+)=~", expression)
@@ -91,7 +89,7 @@ def test_dashboard_groups_by_labels_that_exist(ours: dict[str, tuple[str, ...]])
                 assert f"by ({label})" in target["expr"]
 
 
-def test_dashboard_can_be_imported() -> None:
+def test_dashboard_can_be_imported():
     variables = {one["name"] for one in DASHBOARD["templating"]["list"]}
     places = set()
     for panel in DASHBOARD["panels"]:
@@ -109,7 +107,7 @@ def test_dashboard_can_be_imported() -> None:
             assert name in variables | {"__rate_interval"}, expression
 
 
-def test_failure_reasons(ours: dict[str, Any]) -> None:
+def test_failure_reasons(ours):
     from vllm_trie.vllm_hooks.wire import FAILURE_REASONS
 
     text = page("docs/metrics.md").text

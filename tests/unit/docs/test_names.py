@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.docs.messages import VARYING, is_quoted_rightly
-from tests.unit.docs.pages import ROOT, Page, all_pages
+from tests.unit.docs.pages import ROOT, all_pages
 
 PAGES = all_pages()
 FOLDERS = (
@@ -21,7 +21,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("document", PAGES, ids=lambda p: p.name)
-def test_files(document: Page) -> None:
+def test_files(document):
     missing = []
     for span in document.code_spans():
         is_path = re.fullmatch(rf"({'|'.join(FOLDERS)})/[\w./*-]*", span)
@@ -38,7 +38,7 @@ def test_files(document: Page) -> None:
 
 
 @pytest.mark.parametrize("document", PAGES, ids=lambda p: p.name)
-def test_make_targets(document: Page) -> None:
+def test_make_targets(document):
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
     for command in document.commands():
         for words in re.findall(r"(?:^|\s)make ([^#;&|`]*)", command.strip()):
@@ -49,16 +49,15 @@ def test_make_targets(document: Page) -> None:
             assert not unknown, f"{document.name}: make {unknown}"
 
 
-def test_help_lists_the_targets_for_people() -> None:
+def test_help_lists_the_targets_for_people():
     listed = set(re.findall(r"^([a-z]+):.*## ", MAKEFILE, re.MULTILINE))
     assert {"demo", "test", "docs", "bench", "lint"} <= listed
     phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
-    assert phony is not None
     assert listed <= set(phony[1].split())
 
 
 @pytest.mark.parametrize("document", PAGES, ids=lambda p: p.name)
-def test_flags_of_benchmarks(document: Page) -> None:
+def test_flags_of_benchmarks(document):
     for command in document.commands():
         for script, rest in re.findall(r"python (benchmarks/\w+\.py)([^|;&`]*)", command):
             source = _with_modules(ROOT / script)
@@ -77,14 +76,14 @@ def _with_modules(script: Path) -> str:
     )
 
 
-def test_the_table_of_gpu_benchmarks_lists_those_that_run() -> None:
+def test_the_table_of_gpu_benchmarks_lists_those_that_run():
     source = (ROOT / "benchmarks" / "support" / "bench_gpu.py").read_text()
     listed = re.findall(r"^\| `(\w+)\.txt` ", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
     assert listed == re.findall(r'Benchmark\(\n\s+"(\w+)"', source)
 
 
 @pytest.fixture(scope="module")
-def cli() -> dict[str, set[str]]:
+def cli():
     """Each command of `vllm-trie` and its options."""
     import typer
 
@@ -114,7 +113,7 @@ def cli() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("document", PAGES, ids=lambda p: p.name)
-def test_commands(document: Page, cli: dict[str, set[str]]) -> None:
+def test_commands(document, cli):
     for line in document.commands():
         start = re.match(r"\s*(?:\$ )?(?:[\w./]*/)?vllm-trie(?= )(.*)", line)
         if start is None:
@@ -137,7 +136,7 @@ def test_commands(document: Page, cli: dict[str, set[str]]) -> None:
                 assert word.partition("=")[0] in cli[name], f"{document.name}: {line}"
 
 
-def test_the_generated_table_holds_every_command(cli: dict[str, set[str]]) -> None:
+def test_the_generated_table_holds_every_command(cli):
     rows = (ROOT / "docs" / "options.md").read_text().splitlines()
     for name, options in cli.items():
         (row,) = [row for row in rows if re.match(rf"\| `vllm-trie {name}[ `]", row)]
@@ -145,7 +144,7 @@ def test_the_generated_table_holds_every_command(cli: dict[str, set[str]]) -> No
         assert options - {"--help"} <= listed, name
 
 
-def test_the_table_of_families_is_that_of_the_tests() -> None:
+def test_the_table_of_families_is_that_of_the_tests():
     from tests.engine.families import FAMILIES
 
     text = (ROOT / "docs" / "compatibility.md").read_text()
@@ -160,7 +159,7 @@ def test_the_table_of_families_is_that_of_the_tests() -> None:
             assert name.split()[0].lower() in refused.lower(), name
 
 
-def test_what_layers_refuse_is_in_the_limits() -> None:
+def test_what_layers_refuse_is_in_the_limits():
     source = (ROOT / "vllm_trie" / "vllm_hooks" / "worker" / "attention" / "cpu.py").read_text()
     block = source.partition("unsupported = {")[2].partition("}")[0]
     refused = re.findall(r'"(?:an? )?([\w ]+?)(?: on the logits)?":', block)

@@ -28,7 +28,7 @@ def table_of(name: str) -> Table:
 
 
 @pytest.mark.parametrize("name", OPTION_CLASSES)
-def test_table_holds_every_field_with_its_default(name: str) -> None:
+def test_table_holds_every_field_with_its_default(name):
     fields = option_class(name).model_fields
     rows = {row[0].strip("`"): row for row in table_of(name).rows}
     assert list(rows) == list(fields)
@@ -44,7 +44,7 @@ def test_table_holds_every_field_with_its_default(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTION_CLASSES)
-def test_allowed_values_are_those_that_the_class_takes(name: str) -> None:
+def test_allowed_values_are_those_that_the_class_takes(name):
     options = option_class(name)
     for row in table_of(name).rows:
         option, allowed = row[0].strip("`"), row[2]
@@ -70,14 +70,14 @@ def complains(options: type[BaseModel], option: str, value: object) -> bool:
     return False
 
 
-def test_every_method_has_a_table() -> None:
+def test_every_method_has_a_table():
     shown = {option_class(name) for name in OPTION_CLASSES}
     for method in registry._BUILT_IN:
         assert registry.get_drafter_class(method).Options in shown, method
         assert f"`{method}`" in OPTIONS_PAGE.text
 
 
-def test_node_budget() -> None:
+def test_node_budget():
     from vllm_trie.vllm_hooks.setup.translate import DEFAULT_NODES, MAX_NODES
 
     rows = [row for table in OPTIONS_PAGE.tables() for row in table.rows]
@@ -86,7 +86,7 @@ def test_node_budget() -> None:
     assert f"1 to {MAX_NODES}" in row[2]
 
 
-def test_request_and_engine_keys() -> None:
+def test_request_and_engine_keys():
     from vllm_trie.vllm_hooks import wire
     from vllm_trie.vllm_hooks.setup import config
 
@@ -96,7 +96,7 @@ def test_request_and_engine_keys() -> None:
         assert f"`{key}`" in REQUESTS_PAGE.text
 
 
-def test_environment_variables() -> None:
+def test_environment_variables():
     in_code = set()
     for path in (ROOT / "vllm_trie").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

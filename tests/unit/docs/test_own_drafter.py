@@ -18,20 +18,20 @@ PAGE = page("docs/custom_drafter.md")
 
 
 @pytest.fixture(scope="module")
-def namespace() -> dict[str, Any]:
+def namespace():
     (code,) = [block for block in PAGE.fenced("python") if "class EchoDrafter" in block]
     names: dict[str, Any] = {"__name__": "echo"}
     exec(code, names)
     return names
 
 
-def test_it_is_as_short_as_it_looks(namespace: dict[str, Any]) -> None:
+def test_it_is_as_short_as_it_looks(namespace):
     (code,) = [block for block in PAGE.fenced("python") if "class EchoDrafter" in block]
     assert len([line for line in code.splitlines() if line.strip()]) <= 30
     assert issubclass(namespace["EchoDrafter"], Drafter)
 
 
-def test_it_guesses_what_followed_before(namespace: dict[str, Any]) -> None:
+def test_it_guesses_what_followed_before(namespace):
     drafter = namespace["EchoDrafter"](namespace["EchoOptions"](), make_context())
     (tree,) = drafter.propose([make_request([5, 6, 7, 5, 8, 5], max_nodes=8)])
     first = tree.token_ids[tree.parents == -1].tolist()
@@ -47,7 +47,7 @@ def test_it_guesses_what_followed_before(namespace: dict[str, Any]) -> None:
     st.integers(1, 6),
     st.booleans(),
 )
-def test_it_obeys_the_rules(tokens: list[int], max_nodes: int, max_depth: int, chain: bool) -> None:
+def test_it_obeys_the_rules(tokens, max_nodes, max_depth, chain):
     names: dict[str, Any] = {}
     exec(next(b for b in PAGE.fenced("python") if "class EchoDrafter" in b), names)
     drafter = names["EchoDrafter"](names["EchoOptions"](branches=3), make_context())
@@ -58,13 +58,10 @@ def test_it_obeys_the_rules(tokens: list[int], max_nodes: int, max_depth: int, c
     assert tree.is_chain or not chain
 
 
-def test_the_entry_point_makes_it_a_method(
-    namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_entry_point_makes_it_a_method(namespace, monkeypatch):
     (toml,) = PAGE.fenced("toml")
     assert f'"{ENTRY_POINT_GROUP}"' in toml
     entry = re.search(r'^(\w+) = "([\w.]+):(\w+)"', toml, re.MULTILINE)
-    assert entry is not None
     assert entry[3] in namespace
     point = EntryPoint(entry[1], f"{entry[2]}:{entry[3]}", ENTRY_POINT_GROUP)
     monkeypatch.setattr(EntryPoint, "load", lambda self: namespace[entry[3]])
@@ -73,7 +70,7 @@ def test_the_entry_point_makes_it_a_method(
     assert parse_options(entry[1], {"branches": 2}).branches == 2
 
 
-def test_every_field_of_a_request_is_explained() -> None:
+def test_every_field_of_a_request_is_explained():
     for name in DraftRequest.__dataclass_fields__:
         if name != "request_id":
             assert f"`{name}`" in PAGE.text, name

@@ -41,7 +41,7 @@ class _Html(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, _Html]:
+def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
@@ -61,7 +61,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, _Html]:
 
 
 @needs_mkdocs
-def test_every_link_and_anchor(site: dict[Path, _Html]) -> None:
+def test_every_link_and_anchor(site):
     assert len(site) > 15
     for path, html in site.items():
         for link in [*html.links, *html.loaded]:
@@ -76,13 +76,13 @@ def test_every_link_and_anchor(site: dict[Path, _Html]) -> None:
 
 
 @needs_mkdocs
-def test_nothing_is_loaded_from_elsewhere(site: dict[Path, _Html]) -> None:
+def test_nothing_is_loaded_from_elsewhere(site):
     for path, html in site.items():
         assert not [link for link in html.loaded if "://" in link], path.name
 
 
 @needs_mkdocs
-def test_drawings_are_on_the_pages(site: dict[Path, _Html]) -> None:
+def test_drawings_are_on_the_pages(site):
     loaded = {Path(link).name for html in site.values() for link in html.loaded}
     assert {path.name for path in (ROOT / "docs" / "drawings").glob("*.svg")} <= loaded
 
@@ -96,7 +96,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("name", "tool"), [("docs", "mkdocs-material"), ("dist", "auditwheel")])
-def test_the_locks_fit_the_large_one(name: str, tool: str) -> None:
+def test_the_locks_fit_the_large_one(name, tool):
     """All are installed into one environment."""
     tool_pins, cpu = pins(f"{name}.txt"), pins("cpu.txt")
     assert tool in tool_pins

@@ -22,12 +22,7 @@ from vllm_trie.drafters.ngram_trie import drafter as drafter_module
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
 from vllm_trie.lab.commands import corpus as corpus_cli
 from vllm_trie.ngrams import Job, NativeBackend
-from vllm_trie.ngrams.corpus_file import (
-    CorpusError,
-    fingerprint,
-    open_corpus,
-    write_corpus,
-)
+from vllm_trie.ngrams.corpus_file import CorpusError, fingerprint, open_corpus, write_corpus
 from vllm_trie.ngrams.tokenizers import CorpusTokenizer
 
 VOCABULARY = {chr(ord("a") + token): token for token in range(26)}
@@ -39,14 +34,14 @@ def encode(text: str) -> list[int]:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     path = tmp_path / "corpus"
     write_corpus(path, DOCUMENTS, len(VOCABULARY), fingerprint(VOCABULARY))
     return path
 
 
 @pytest.fixture
-def letters(monkeypatch: pytest.MonkeyPatch) -> None:
+def letters(monkeypatch):
     """The tokenizer "letters", whose tokens are those of VOCABULARY."""
 
     def load(name: str) -> CorpusTokenizer:
@@ -58,7 +53,7 @@ def letters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_cli, "load_corpus_tokenizer", load)
 
 
-def test_drafts_as_the_readable_twin_from_the_same_texts(path: Path) -> None:
+def test_drafts_as_the_readable_twin_from_the_same_texts(path):
     """Of contexts of all lengths."""
     in_memory = NgramIndex(8)
     in_memory.add_text(np.concatenate([[*document, -1] for document in DOCUMENTS]))
@@ -81,18 +76,16 @@ def test_drafts_as_the_readable_twin_from_the_same_texts(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("letters")
-def test_a_corpus_is_replaced_while_it_is_used(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_corpus_is_replaced_while_it_is_used(path, tmp_path, monkeypatch):
     monkeypatch.setattr(drafter_module, "CORPUS_INTERVAL", 0.0)
     context = make_context(tokenizer="letters")
-    drafter = NgramTrieDrafter(parse_options("ngram_trie", {"corpus": str(path)}), context)  # type: ignore[arg-type]
+    drafter = NgramTrieDrafter(parse_options("ngram_trie", {"corpus": str(path)}), context)
 
     def draft() -> list[int]:
         for _ in range(2):
             [tree] = drafter.propose([make_request([30, 3, 4])])
             drafter.release("a")
-            file = drafter._newest_corpus.__self__  # type: ignore[union-attr, attr-defined]
+            file = drafter._newest_corpus.__self__
             if file._thread is not None:
                 file._thread.join()
         return tree.token_ids[:1].tolist()
@@ -109,19 +102,18 @@ def test_a_corpus_is_replaced_while_it_is_used(
 
 
 @pytest.mark.usefixtures("letters")
-def test_the_drafter_reads_it(path: Path) -> None:
+def test_the_drafter_reads_it(path):
     context = make_context(tokenizer="letters")
-    drafter = NgramTrieDrafter(parse_options("ngram_trie", {"corpus": str(path)}), context)  # type: ignore[arg-type]
+    drafter = NgramTrieDrafter(parse_options("ngram_trie", {"corpus": str(path)}), context)
     [tree] = drafter.propose([make_request([30, 3, 4])])
     assert tree.token_ids.tolist()[:1] == [5]
     with pytest.raises(CorpusError, match="another tokenizer than the model's"):
         NgramTrieDrafter(
-            parse_options("ngram_trie", {"corpus": str(path)}),  # type: ignore[arg-type]
-            make_context(tokenizer="others"),
+            parse_options("ngram_trie", {"corpus": str(path)}), make_context(tokenizer="others")
         )
 
 
-def test_tokenizer_and_vocabulary_must_fit(path: Path) -> None:
+def test_tokenizer_and_vocabulary_must_fit(path):
     with pytest.raises(CorpusError, match="another tokenizer"):
         open_corpus(path, tokenizer=fingerprint({"a": 0}))
     with pytest.raises(CorpusError, match="its vocabulary has 26 tokens, the model's has 25"):
@@ -130,7 +122,7 @@ def test_tokenizer_and_vocabulary_must_fit(path: Path) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_a_forged_file_with_a_right_digest_cannot_crash(path: Path, data: st.DataObject) -> None:
+def test_a_forged_file_with_a_right_digest_cannot_crash(path, data):
     """Numbers of the index are changed and the digest is made to match: refused, or harmless."""
     content = bytearray(path.read_bytes())
     _, _, size, _ = PREFIX.unpack(content[: PREFIX.size])
@@ -158,7 +150,7 @@ def test_a_forged_file_with_a_right_digest_cannot_crash(path: Path, data: st.Dat
         assert all(0 <= token < len(VOCABULARY) for token in draft.tree.token_ids)
 
 
-def test_writing_checks_its_input(tmp_path: Path) -> None:
+def test_writing_checks_its_input(tmp_path):
     path = tmp_path / "corpus"
     with pytest.raises(CorpusError, match=r"document 1 has token 26.*\[0, 26\)"):
         write_corpus(path, [DOCUMENTS[0], np.array([26])], 26, "x")
@@ -168,7 +160,7 @@ def test_writing_checks_its_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("letters")
-def test_the_commands(tmp_path: Path) -> None:
+def test_the_commands(tmp_path):
     (tmp_path / "one.txt").write_text("abcdef")
     (tmp_path / "many.jsonl").write_text('{"text": "xyz"}\n\n{"token_ids": [1, 2, 3]}\n')
     np.save(tmp_path / "ids.npy", np.arange(5))
@@ -198,7 +190,7 @@ def test_the_commands(tmp_path: Path) -> None:
         ("a.txt", b"\xff\xfe", "not UTF-8"),
     ],
 )
-def test_wrong_sources_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_wrong_sources_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     arguments = ["build", str(tmp_path / name), "-o", str(tmp_path / "out")]
     result = CliRunner().invoke(corpus_cli.app, [*arguments, "--tokenizer", "letters"])
@@ -207,7 +199,7 @@ def test_wrong_sources_are_named(tmp_path: Path, name: str, content: bytes, mess
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_an_error(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_loaded_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "bad.model").write_bytes(b"not SentencePiece")
     arguments = ["build", str(tmp_path / "a.txt"), "-o", str(tmp_path / "out")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from random import Random
 
 import numpy as np
 import pytest
@@ -78,9 +77,7 @@ def apply(index: NgramIndex | native.NativeIndex, edits: list[list[int] | int]) 
 
 
 @given(edits, st.integers(1, 4))
-def test_counts_are_those_of_the_texts_that_are_left(
-    edits: list[list[int] | int], max_order: int
-) -> None:
+def test_counts_are_those_of_the_texts_that_are_left(edits, max_order):
     index = NgramIndex(max_order)
     texts = apply(index, edits)
     expected = expected_counts(texts, max_order)
@@ -140,15 +137,8 @@ def head_candidates(draw: st.DrawFn) -> Candidates:
     st.integers(0, 4),
 )
 def test_compiled_core_equals_its_twin(
-    edits: list[list[int] | int],
-    text: list[int],
-    max_order: int,
-    num_indexed: int,
-    limits: tuple[int, int, bool, float],
-    candidates: Candidates | None,
-    blend: Blend,
-    answer: int,
-) -> None:
+    edits, text, max_order, num_indexed, limits, candidates, blend, answer
+):
     backends = (NativeBackend(blend), PythonBackend(blend))
     drafts = []
     for backend in backends:
@@ -178,7 +168,7 @@ def test_compiled_core_equals_its_twin(
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1))
-def test_twins_agree_on_contexts_with_many_successors(seed: int) -> None:
+def test_twins_agree_on_contexts_with_many_successors(seed):
     """More successors than are kept in order, with additions and removals."""
     results = []
     for backend in (NativeBackend(BLEND), PythonBackend(BLEND)):
@@ -198,7 +188,7 @@ def test_twins_agree_on_contexts_with_many_successors(seed: int) -> None:
         np.testing.assert_array_equal(getattr(results[0], name), getattr(results[1], name))
 
 
-def test_token_ids_up_to_the_largest() -> None:
+def test_token_ids_up_to_the_largest():
     largest = 2**31 - 1
     text = np.array([largest, largest - 1, 0] * 3, dtype=np.int32)
     backend = NativeBackend(BLEND)
@@ -208,7 +198,7 @@ def test_token_ids_up_to_the_largest() -> None:
 
 
 @pytest.mark.parametrize("kind", ["random", "constant", "periodic", "tail"])
-def test_long_prompts_take_linear_time_and_bounded_memory(kind: str) -> None:
+def test_long_prompts_take_linear_time_and_bounded_memory(kind):
     """Every token makes at most `max_order + 1` nodes, whatever the text."""
     size = 100_000
     random = np.random.default_rng(0)
@@ -229,9 +219,7 @@ def test_long_prompts_take_linear_time_and_bounded_memory(kind: str) -> None:
 
 
 @given(st.lists(texts, max_size=8), st.randoms(use_true_random=False), st.integers(1, 15))
-def test_nothing_is_left_of_removed_texts(
-    added: list[list[int]], random: Random, max_order: int
-) -> None:
+def test_nothing_is_left_of_removed_texts(added, random, max_order):
     index = native.NativeIndex(max_order)
     numbers = [index.add_text(np.array(text, dtype=np.int32)) for text in added]
     random.shuffle(numbers)
@@ -240,7 +228,7 @@ def test_nothing_is_left_of_removed_texts(
     assert (index.num_nodes, index.num_tokens) == (1, 0)
 
 
-def test_removing_what_is_not_there() -> None:
+def test_removing_what_is_not_there():
     index = native.NativeIndex(3)
     with pytest.raises(KeyError, match="no text 5"):
         index.remove_text(5)

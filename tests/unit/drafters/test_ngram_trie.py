@@ -26,9 +26,7 @@ def same(a: TokenTree, b: TokenTree) -> bool:
 
 
 @given(texts, st.integers(1, 40), st.integers(1, 10), st.booleans(), st.integers(0, 60))
-def test_trees_obey_the_limits(
-    text: list[int], max_nodes: int, max_depth: int, chain_only: bool, prompt: int
-) -> None:
+def test_trees_obey_the_limits(text, max_nodes, max_depth, chain_only, prompt):
     request = make_request(
         text,
         num_prompt_tokens=min(prompt, len(text)),
@@ -46,9 +44,7 @@ def test_trees_obey_the_limits(
 
 
 @given(texts, st.lists(st.integers(1, 6), max_size=6), st.integers(0, 10))
-def test_growing_step_by_step_equals_starting_fresh(
-    text: list[int], steps: list[int], prompt: int
-) -> None:
+def test_growing_step_by_step_equals_starting_fresh(text, steps, prompt):
     prompt = min(prompt, len(text))
     drafter = make_drafter()
     length = max(prompt, 1)
@@ -61,7 +57,7 @@ def test_growing_step_by_step_equals_starting_fresh(
 
 
 @given(st.lists(texts, min_size=1, max_size=4))
-def test_batch_equals_requests_one_by_one(batch: list[list[int]]) -> None:
+def test_batch_equals_requests_one_by_one(batch):
     requests = [make_request(text, request_id=str(i)) for i, text in enumerate(batch)]
     together = make_drafter().propose(requests)
     for request, tree in zip(requests, together, strict=True):
@@ -69,9 +65,7 @@ def test_batch_equals_requests_one_by_one(batch: list[list[int]]) -> None:
 
 
 @given(texts, texts, st.booleans())
-def test_a_request_that_comes_back_changed_is_indexed_anew(
-    before: list[int], after: list[int], released: bool
-) -> None:
+def test_a_request_that_comes_back_changed_is_indexed_anew(before, after, released):
     # A text is known by its last tokens.
     assume(released or before[-MAX_ORDER:] != after[max(0, len(before) - MAX_ORDER) : len(before)])
     drafter = make_drafter()
@@ -86,7 +80,7 @@ def test_a_request_that_comes_back_changed_is_indexed_anew(
 
 
 @given(texts, st.floats(0.01, 0.5))
-def test_nodes_below_the_least_probability_are_left_out(text: list[int], least: float) -> None:
+def test_nodes_below_the_least_probability_are_left_out(text, least):
     [full] = make_drafter().propose([make_request(text, max_nodes=64)])
     [tree] = make_drafter().propose([make_request(text, max_nodes=64, min_probability=least)])
     pruned, complete = by_path(tree), by_path(full)
@@ -101,7 +95,7 @@ def test_nodes_below_the_least_probability_are_left_out(text: list[int], least: 
 
 @pytest.mark.parametrize("text", [[], [VOCAB - 1], [VOCAB - 1] * 50, list(range(VOCAB))])
 @pytest.mark.parametrize("num_prompt_tokens", [0, 1])
-def test_odd_texts(text: list[int], num_prompt_tokens: int) -> None:
+def test_odd_texts(text, num_prompt_tokens):
     drafter = make_drafter()
     request = make_request(text, num_prompt_tokens=min(num_prompt_tokens, len(text)))
     for _ in range(2):
@@ -126,7 +120,7 @@ for i in range(4):
 """
 
 
-def test_every_process_drafts_the_same_trees() -> None:
+def test_every_process_drafts_the_same_trees():
     printed = set()
     for seed in "12":
         result = subprocess.run(
@@ -142,9 +136,7 @@ def test_every_process_drafts_the_same_trees() -> None:
 
 
 @given(texts, texts)
-def test_a_prompt_that_is_read_ahead_is_indexed_as_by_a_draft(
-    prompt: list[int], output: list[int]
-) -> None:
+def test_a_prompt_that_is_read_ahead_is_indexed_as_by_a_draft(prompt, output):
     ahead, usual = make_drafter(), make_drafter()
     ahead.read_prompts([make_request(prompt)])
     usual.propose([make_request(prompt)])

@@ -32,12 +32,12 @@ def decode(
 
 
 @pytest.fixture
-def source() -> list[int]:
+def source():
     """A text in which tokens and pairs of tokens repeat, as in code."""
     return np.random.default_rng(1).integers(10, 90, 400).tolist()
 
 
-def test_a_right_prediction_takes_whole_runs(source: list[int]) -> None:
+def test_a_right_prediction_takes_whole_runs(source):
     steps, accepted, rejected = decode(Predictions(), source, source)
     assert steps <= 2 + len(source) // (NODES + 1)
     assert accepted >= len(source) - steps
@@ -47,9 +47,7 @@ def test_a_right_prediction_takes_whole_runs(source: list[int]) -> None:
 @pytest.mark.parametrize(
     ("kind", "most_steps"), [("replaced", 2), ("inserted", 7), ("removed", 3), ("renamed", 2)]
 )
-def test_the_place_is_found_again_after_a_difference(
-    source: list[int], kind: str, most_steps: int
-) -> None:
+def test_the_place_is_found_again_after_a_difference(source, kind, most_steps):
     """`most_steps` are those that each of eight differences may cost."""
     text: list[int] = []
     for start in range(0, 400, 50):
@@ -61,14 +59,14 @@ def test_the_place_is_found_again_after_a_difference(
     assert steps <= 2 + len(text) // (NODES + 1) + 8 * most_steps
 
 
-def test_a_wrong_prediction_is_soon_drafted_no_more(source: list[int]) -> None:
+def test_a_wrong_prediction_is_soon_drafted_no_more(source):
     text = np.random.default_rng(2).integers(10, 90, 400).tolist()
     _, accepted, rejected = decode(Predictions(), text, source)
     assert rejected < 0.5 * len(text)
     assert accepted < 20
 
 
-def test_requests_share_nothing_and_are_forgotten(source: list[int]) -> None:
+def test_requests_share_nothing_and_are_forgotten(source):
     predictions = Predictions()
     alone = decode(predictions, source, source[::-1], "a")
     decode(predictions, source, source, "b")
@@ -77,33 +75,32 @@ def test_requests_share_nothing_and_are_forgotten(source: list[int]) -> None:
     assert decode(predictions, source, source[::-1], "a") == alone
 
 
-def test_a_text_that_starts_again_is_drafted_from_its_beginning(source: list[int]) -> None:
+def test_a_text_that_starts_again_is_drafted_from_its_beginning(source):
     predictions = Predictions()
     first = decode(predictions, source, source)
     assert decode(predictions, source, source) == first
 
 
-def test_merging_keeps_the_likeliest_nodes_of_both() -> None:
+def test_merging_keeps_the_likeliest_nodes_of_both():
     # The drafter agrees on 1, and then says 5 where the chain says 2.
     drafted = TokenTree.from_lists([1, 5, 6, 4], [-1, 0, 1, -1], [0.6, 0.5, 0.4, 0.3])
     merged = merge_chain(drafted, [1, 2, 3], [0.9, 0.8, 0.7], max_nodes=6)
     merged.validate(100, 6)
     assert merged.token_list == [1, 2, 3, 5, 6, 4]
     assert merged.parent_list == [-1, 0, 1, 0, 3, -1]
-    assert merged.probabilities is not None
     expected = 0.9 + 0.1 * 0.6  # the chain's claim, and the drafter's part of the rest
     assert merged.probabilities[0] == pytest.approx(expected)
     assert merged.probabilities[-1] == pytest.approx(0.1 * 0.3)
     assert merge_chain(drafted, [1, 2, 3], [0.9, 0.8, 0.7], max_nodes=2).token_list == [1, 2]
 
 
-def test_a_tree_without_probabilities_fills_the_rest() -> None:
+def test_a_tree_without_probabilities_fills_the_rest():
     merged = merge_chain(TokenTree.from_lists([8, 9], [-1, 0]), [1, 2], [0.9, 0.8], max_nodes=3)
     merged.validate(100, 3)
     assert merged.token_list == [1, 2, 8]
 
 
-def test_the_step_is_short_however_the_prediction_repeats_itself() -> None:
+def test_the_step_is_short_however_the_prediction_repeats_itself():
     predictions = Predictions()
     for text in ([5] * 60, [1, 2] * 30):
         steps, _, _ = decode(predictions, text, [5] * 50_000 + [1, 2] * 25_000, str(text[:2]))

@@ -45,13 +45,13 @@ def drafted_after(text: list[int], salt: str | None, recycle: bool = True) -> se
     return {path[0] for path in by_path(tree) if len(path) == 1}
 
 
-def test_rejected_branches_are_drafted_from() -> None:
+def test_rejected_branches_are_drafted_from():
     assert {60, 61, 62} <= drafted_after([5, 2, 20], "a"), "by the last two tokens"
     assert {60, 61, 62} <= drafted_after([5, 6, 20], "a"), "by the last one"
     assert 60 not in drafted_after([5, 2, 20], "a", recycle=False)
 
 
-def test_what_was_likely_in_answers_to_the_prompt_comes_first() -> None:
+def test_what_was_likely_in_answers_to_the_prompt_comes_first():
     """Two prompts make the model go on differently after the same three tokens."""
     drafter = make_drafter()
     for prompt, likely in ((300, 80), (400, 90), (400, 90), (400, 90)):
@@ -67,11 +67,11 @@ def test_what_was_likely_in_answers_to_the_prompt_comes_first() -> None:
 
 
 @pytest.mark.parametrize("salt", [None, "b"])
-def test_requests_with_another_salt_learn_nothing(salt: str | None) -> None:
+def test_requests_with_another_salt_learn_nothing(salt):
     assert not drafted_after([5, 20, 21], salt) & {10, 50, 60, 70}
 
 
-def test_the_last_step_tells_what_may_follow() -> None:
+def test_the_last_step_tells_what_may_follow():
     drafter = make_drafter()
     # The model says 13 in place of both branches: after these it held 110 and 60 likely.
     [tree] = drafter.propose([stepped([1, 2, 13], [], [13, 110, 50, 60, 70])])
@@ -83,7 +83,7 @@ def test_the_last_step_tells_what_may_follow() -> None:
     assert {13, 14} <= first, "in place of the token after accepted nodes"
 
 
-def test_forgotten_salts_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_salts_leave_nothing(monkeypatch):
     monkeypatch.setattr(recycling, "MIN_SCOPES", 2)
     kept = Recycling(1024, 1)
     assert [kept.scope(salt) for salt in ("a", "b", "a", "c", "a", "b")] == [0, 1, 0, 1, 0, 1]
@@ -115,7 +115,7 @@ def write(table: NativeRecycled, scope: int, pairs: Sequence[tuple[int, int]]) -
         backend.draft_batch([job])
 
 
-def test_no_eviction_tells_of_a_neighbour() -> None:
+def test_no_eviction_tells_of_a_neighbour():
     """A tenant that fills the table sees the same whether another used a pair of tokens."""
     rng = np.random.default_rng(0)
     for trial in range(40):
@@ -130,7 +130,7 @@ def test_no_eviction_tells_of_a_neighbour() -> None:
         assert seen[0] == seen[1], f"trial {trial}, {rng}"
 
 
-def test_no_scope_takes_another_ones_share() -> None:
+def test_no_scope_takes_another_ones_share():
     table = NativeRecycled(90, 3)
     pairs = [(100 + i, 200 + i) for i in range(10)]  # 30 contexts, a third
     write(table, 0, pairs)
@@ -169,9 +169,7 @@ def steps(draw: st.DrawFn) -> tuple[int, int, list[int], Any]:
 
 
 @given(st.lists(steps(), max_size=12), st.integers(3, 40), st.booleans())
-def test_compiled_table_equals_its_twin(
-    observed: list[tuple[int, int, list[int], Any]], max_contexts: int, chain_only: bool
-) -> None:
+def test_compiled_table_equals_its_twin(observed, max_contexts, chain_only):
     """Tables so small that contexts are evicted, and a scope that is forgotten."""
     trees: list[list[TokenTree]] = []
     for backend, table in (

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -16,7 +14,7 @@ from vllm_trie.drafters import (
 from vllm_trie.drafters import registry as registry_module
 
 
-def test_every_available_method_loads_and_has_default_options() -> None:
+def test_every_available_method_loads_and_has_default_options():
     assert "ngram_trie" in available_methods()
     for method in available_methods():
         drafter = get_drafter_class(method)
@@ -24,18 +22,18 @@ def test_every_available_method_loads_and_has_default_options() -> None:
         assert drafter.name == method
 
 
-def test_unknown_method_names_what_is_allowed() -> None:
+def test_unknown_method_names_what_is_allowed():
     with pytest.raises(ValueError, match=r"'nonesuch'.*allowed:.*ngram_trie"):
         get_drafter_class("nonesuch")
 
 
-def test_options_are_described() -> None:
+def test_options_are_described():
     for method in available_methods():
         for name, field in get_drafter_class(method).Options.model_fields.items():
             assert field.description, f"{method}: option {name} has no description"
 
 
-def test_methods_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_of_other_packages(monkeypatch):
     points = [
         EntryPoint("mine", "vllm_trie.drafters.ngram_trie:NgramTrieDrafter", "vllm_trie.drafters"),
         EntryPoint("broken", "vllm_trie.drafters:parse_options", "vllm_trie.drafters"),
@@ -57,7 +55,7 @@ class Mine(Drafter):
         return []
 
 
-def test_a_class_becomes_a_method_of_this_process() -> None:
+def test_a_class_becomes_a_method_of_this_process():
     register(Mine)
     register(Mine)
     try:
@@ -72,14 +70,14 @@ def test_a_class_becomes_a_method_of_this_process() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, parse_options, Mine.__mro__[-1], Drafter])
-def test_what_is_no_drafter_is_not_registered(wrong: object) -> None:
+def test_what_is_no_drafter_is_not_registered(wrong):
     with pytest.raises(
         ValueError, match=r"register\(\) got .*subclass of .*Drafter that has a `name`"
     ):
-        register(wrong)  # type: ignore[arg-type]
+        register(wrong)
 
 
-def test_names_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_taken(monkeypatch):
     with pytest.raises(ValueError, match=r"'ngram_trie', which belongs to NgramTrieDrafter"):
         register(type("Other", (Mine,), {"name": "ngram_trie"}))
     point = EntryPoint("mine", "vllm_trie.drafters.ngram_trie:NgramTrieDrafter", "group")

@@ -38,13 +38,7 @@ def shape(tree: TokenTree) -> tuple[list[int], list[int], list[float]]:
     st.integers(1, 6),
     st.integers(1, 60),
 )
-def test_twins_agree_on_samples_that_come_and_go(
-    prompt: list[int],
-    events: list[tuple[int, int]],
-    is_sample: bool,
-    max_order: int,
-    step_tokens: int,
-) -> None:
+def test_twins_agree_on_samples_that_come_and_go(prompt, events, is_sample, max_order, step_tokens):
     """Each event gives one of five requests a token, or ends it where the token is 4."""
     options = NgramTrieOptions(max_context_len=max_order, store_tokens=0, recycle=False)
     drafters = [
@@ -78,7 +72,7 @@ def test_twins_agree_on_samples_that_come_and_go(
         assert not drafter._texts._prompts
 
 
-def test_samples_share_a_prompt() -> None:
+def test_samples_share_a_prompt():
     texts = RequestTexts(NativeBackend(BLEND), 4, 1000)
     prompt = [1, 2, 3, 1, 2]
     one, other = texts.update([make_request(f"{i}_x", prompt, [3, i], "x") for i in range(2)])
@@ -91,7 +85,7 @@ def test_samples_share_a_prompt() -> None:
     assert texts.num_tokens == 0
 
 
-def test_equal_ids_do_not_share_different_prompts() -> None:
+def test_equal_ids_do_not_share_different_prompts():
     texts = RequestTexts(NativeBackend(BLEND), 4, 1000)
     one, other = texts.update(
         [make_request("0_x", [1, 2, 3], [], "x"), make_request("1_x", [1, 2, 4], [], "x")]
@@ -102,9 +96,7 @@ def test_equal_ids_do_not_share_different_prompts() -> None:
     assert texts.update([salted])[0].own is not one.own
 
 
-def test_long_prompts_take_several_steps_and_short_ones_do_not_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_long_prompts_take_several_steps_and_short_ones_do_not_wait(monkeypatch):
     monkeypatch.setattr(request_texts, "STEP_TOKENS", 100)
     texts = RequestTexts(NativeBackend(BLEND), 4, 10_000)
     long = make_request("long", list(range(250)))
@@ -117,7 +109,7 @@ def test_long_prompts_take_several_steps_and_short_ones_do_not_wait(
     assert sizes == [100, 200, 290, 290]
 
 
-def test_text_beyond_the_limit_is_not_indexed() -> None:
+def test_text_beyond_the_limit_is_not_indexed():
     texts = RequestTexts(NativeBackend(BLEND), 4, max_tokens=50)
     texts.update([make_request("a", list(range(30)))])
     texts.update([make_request("b", list(range(30)))])

@@ -26,15 +26,15 @@ def answered(store_tokens: int = 1000, salt: str | None = None) -> object:
 
 def drafted(drafter: object, salt: str | None = None) -> list[int]:
     request = make_request([5, 10, 11], "third", num_prompt_tokens=1, cache_salt=salt)
-    [tree] = drafter.propose([request])  # type: ignore[attr-defined]
+    [tree] = drafter.propose([request])
     return tree.chain().token_ids.tolist()
 
 
-def test_finished_outputs_are_drafted_from() -> None:
+def test_finished_outputs_are_drafted_from():
     assert drafted(answered())[:3] == [12, 13, 14]
 
 
-def test_an_answer_that_repeats_at_length_is_expected_to_go_on() -> None:
+def test_an_answer_that_repeats_at_length_is_expected_to_go_on():
     drafter = make_drafter(store_tokens=1000)
     answer = list(range(10, 50))
     drafter.propose([make_request(QUESTION + answer, "first", num_prompt_tokens=3)])
@@ -45,20 +45,19 @@ def test_an_answer_that_repeats_at_length_is_expected_to_go_on() -> None:
         request = make_request(text, f"after {num_repeated}", num_prompt_tokens=1, chain_only=True)
         chain = drafter.propose([request])[0]
         assert chain.token_ids[:8].tolist() == answer[num_repeated : num_repeated + 8]
-        assert chain.probabilities is not None
         return float(chain.probabilities[7])
 
     assert last_probability(8) > 0.5 > last_probability(4)
 
 
-def test_the_store_can_be_switched_off() -> None:
+def test_the_store_can_be_switched_off():
     assert drafted(answered(store_tokens=0))[:1] != [12]
 
 
 @pytest.mark.parametrize(("first", "second"), [(None, "b"), ("a", None), ("a", "b")])
-def test_requests_with_another_salt_learn_nothing(first: str | None, second: str | None) -> None:
+def test_requests_with_another_salt_learn_nothing(first, second):
     drafter = answered(salt=first)
-    [with_store] = drafter.propose([make_request([5, 10, 11], "x", cache_salt=second)])  # type: ignore[attr-defined]
+    [with_store] = drafter.propose([make_request([5, 10, 11], "x", cache_salt=second)])
     [without] = make_drafter(store_tokens=0).propose([make_request([5, 10, 11], "x")])
     for name in ("token_ids", "parents", "probabilities"):
         np.testing.assert_array_equal(getattr(with_store, name), getattr(without, name))
@@ -72,8 +71,8 @@ def first_draft(drafter: object, prompt: list[int], salt: str | None) -> list[in
     """The chain after the first token of an answer that begins as REPLY does."""
     text = [*prompt, REPLY[0]]
     request = make_request(text, "later", num_prompt_tokens=len(prompt), cache_salt=salt)
-    [tree] = drafter.propose([request])  # type: ignore[attr-defined]
-    drafter.release("later")  # type: ignore[attr-defined]
+    [tree] = drafter.propose([request])
+    drafter.release("later")
     return tree.chain().token_ids.tolist()
 
 
@@ -89,7 +88,7 @@ def answered_before(prompt: list[int], salt: str | None) -> object:
 
 
 @pytest.mark.parametrize("salt", [None, "a"])
-def test_a_repeated_prompt_finds_its_answer_from_the_first_token_on(salt: str | None) -> None:
+def test_a_repeated_prompt_finds_its_answer_from_the_first_token_on(salt):
     assert first_draft(answered_before(PROMPT, salt), PROMPT, salt)[:10] == REPLY[1:]
     # The end of the prompt decides; another prompt finds what most answers say.
     assert first_draft(answered_before(PROMPT, salt), [3, *PROMPT], salt)[:10] == REPLY[1:]
@@ -97,10 +96,10 @@ def test_a_repeated_prompt_finds_its_answer_from_the_first_token_on(salt: str | 
 
 
 @pytest.mark.parametrize(("first", "second"), [(None, "b"), ("a", None), ("a", "b")])
-def test_prompts_of_another_salt_are_not_recognized(first: str | None, second: str | None) -> None:
+def test_prompts_of_another_salt_are_not_recognized(first, second):
     """Neither drafts nor fingerprints show who guesses a prompt that it was asked before."""
     drafter = answered_before(PROMPT, first)
-    store, key = drafter.store, drafter._prompt_key  # type: ignore[attr-defined]
+    store, key = drafter.store, drafter._prompt_key
     prompt = np.array(PROMPT, dtype=np.int32)
     prints = {text.prompt for text in store.texts()}
     assert prompt_print(key, first, prompt) in prints
@@ -110,11 +109,11 @@ def test_prompts_of_another_salt_are_not_recognized(first: str | None, second: s
     assert store.answer(second, prompt_print(key, first, prompt)) == -1
     assert 10 not in first_draft(drafter, PROMPT, second)[1:]
     # Another process has another key: its fingerprints say nothing here.
-    other = make_drafter()._prompt_key  # type: ignore[attr-defined]
+    other = make_drafter()._prompt_key
     assert prompt_print(other, first, prompt) not in prints
 
 
-def test_a_text_that_was_evicted_is_no_answer() -> None:
+def test_a_text_that_was_evicted_is_no_answer():
     store = RequestStore(PythonBackend(BLEND), max_order=8, max_tokens=30)
     tokens = np.arange(20, dtype=np.int32)
     store.add(None, tokens, b"question")
@@ -124,13 +123,13 @@ def test_a_text_that_was_evicted_is_no_answer() -> None:
     assert store.answer(None, b"another") == number, "the number is used again"
 
 
-def test_prompts_are_not_stored() -> None:
+def test_prompts_are_not_stored():
     drafter = answered()
-    [tree] = drafter.propose([make_request([5, 1, 2], "third", num_prompt_tokens=1)])  # type: ignore[attr-defined]
+    [tree] = drafter.propose([make_request([5, 1, 2], "third", num_prompt_tokens=1)])
     assert 3 not in tree.token_ids
 
 
-def test_the_least_recently_used_text_goes_first() -> None:
+def test_the_least_recently_used_text_goes_first():
     store = RequestStore(PythonBackend(BLEND), max_order=4, max_tokens=30)
     for start in (0, 100, 200):
         store.add("salt", np.arange(start, start + 10, dtype=np.int32))
@@ -139,14 +138,13 @@ def test_the_least_recently_used_text_goes_first() -> None:
     store.mark_used("salt", 77)
     store.add(None, np.arange(10, dtype=np.int32))
     index = store.index("salt")
-    assert index is not None
     assert store.num_tokens == 30
     assert index.num_tokens == 20
-    indexed = {t for text in index.texts.values() for t in text}  # type: ignore[attr-defined]
+    indexed = {t for text in index.texts.values() for t in text}
     assert indexed == {*range(10), *range(200, 210)}
 
 
-def test_a_match_counts_as_use() -> None:
+def test_a_match_counts_as_use():
     drafter = make_drafter(store_tokens=10)
     for i, answer in enumerate(([10, 11, 12, 13, 14], [20, 21, 22, 23, 24])):
         drafter.propose([make_request([i, *answer], str(i), num_prompt_tokens=1)])
@@ -161,7 +159,7 @@ def test_a_match_counts_as_use() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.integers(0, 20)), max_size=30))
-def test_the_bound_holds(additions: list[tuple[str | None, int]]) -> None:
+def test_the_bound_holds(additions):
     store = RequestStore(PythonBackend(BLEND), max_order=2, max_tokens=25)
     for salt, size in additions:
         store.add(salt, np.arange(size, dtype=np.int32))
@@ -172,15 +170,14 @@ def test_the_bound_holds(additions: list[tuple[str | None, int]]) -> None:
     assert len(store.texts()) <= 25
 
 
-def test_of_a_text_too_long_the_end_is_kept() -> None:
+def test_of_a_text_too_long_the_end_is_kept():
     store = RequestStore(PythonBackend(BLEND), max_order=2, max_tokens=5)
     store.add(None, np.arange(20, dtype=np.int32))
     index = store.index(None)
-    assert index is not None
-    assert list(index.texts[0]) == [15, 16, 17, 18, 19]  # type: ignore[attr-defined]
+    assert list(index.texts[0]) == [15, 16, 17, 18, 19]
 
 
-def test_texts_that_are_there_are_not_restored_again() -> None:
+def test_texts_that_are_there_are_not_restored_again():
     store, copy = (RequestStore(PythonBackend(BLEND), 4, 100) for _ in range(2))
     for _ in range(2):
         store.add(None, np.arange(10, dtype=np.int32))

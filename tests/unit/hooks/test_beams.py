@@ -86,9 +86,7 @@ class Cache:
 
 
 @given(st.integers(1, 5), st.integers(1, 11), st.integers(0, 2), st.data())
-def test_each_beam_has_the_kv_of_its_text(
-    block_size: int, prompt_len: int, reserved: int, data: st.DataObject
-) -> None:
+def test_each_beam_has_the_kv_of_its_text(block_size, prompt_len, reserved, data):
     texts: list[tuple[int, ...]] = [tuple(range(-prompt_len, 0))]
     cache = Cache(block_size, texts[0], reserved)
     for token in range(9):
@@ -114,15 +112,8 @@ def test_each_beam_has_the_kv_of_its_text(
 )
 @settings(max_examples=150, deadline=None)
 def test_the_device_makes_the_transitions_of_the_search(
-    block_size: int,
-    prompt_len: int,
-    width: int,
-    vocab: int,
-    spread: float,
-    forbidden: float,
-    num_stops: int,
-    seed: int,
-) -> None:
+    block_size, prompt_len, width, vocab, spread, forbidden, num_stops, seed
+):
     """Children, tables and copied tails, with ties; the search hears of each choice later."""
     random = np.random.default_rng(seed)
     stops = tuple(random.permutation(vocab)[:num_stops].tolist())
@@ -196,7 +187,7 @@ def test_the_device_makes_the_transitions_of_the_search(
         )
     )
 )
-def test_levels_lead_to_the_hypotheses(generated: list[list[int]]) -> None:
+def test_levels_lead_to_the_hypotheses(generated):
     """Each distinct beginning is computed once, and each hypothesis ends as its own beam."""
     paths: list[list[int]] = [[]]
     hypotheses = np.array(generated)
@@ -233,14 +224,8 @@ def blocks_behind_prompt(generated: np.ndarray, room: Room) -> set[tuple[Any, ..
     seed=st.integers(0, 10**6),
 )
 def test_passes_use_what_there_is(
-    num_rows: int,
-    length: int,
-    block_sizes: tuple[int, ...],
-    prompt_len: int,
-    num_beams: int,
-    spare: int,
-    seed: int,
-) -> None:
+    num_rows, length, block_sizes, prompt_len, num_beams, spare, seed
+):
     random = np.random.default_rng(seed)
     generated = random.integers(2, size=(num_rows, length))
     generated[:, -1] = np.arange(num_rows)  # all are distinct
@@ -272,7 +257,7 @@ def distinct_rows(generated: np.ndarray) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(len(rows), -1)
 
 
-def test_a_tail_that_two_beams_write_is_found() -> None:
+def test_a_tail_that_two_beams_write_is_found():
     cache = Cache(4, (1, 2, 3, 4, 5), 0)
     cache.take_step(np.array([0, 0]), [(1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 7)])
     cache.tables.suffix[1] = cache.tables.suffix[0]

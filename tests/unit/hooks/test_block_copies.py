@@ -27,7 +27,7 @@ def refuse(*arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_whole_blocks(dtype: torch.dtype) -> None:
+def test_whole_blocks(dtype):
     copied, expected = caches(dtype), caches(dtype)
     copy_kv_cache_blocks_inplace(expected, 6, COPIES)
     block_copies.copy_kv_cache_blocks_inplace(refuse, copied, 6, COPIES)
@@ -35,7 +35,7 @@ def test_whole_blocks(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("has_slots", [True, False])
-def test_ranges_where_the_place_of_slots_is_known(has_slots: bool, monkeypatch) -> None:
+def test_ranges_where_the_place_of_slots_is_known(has_slots, monkeypatch):
     """Elsewhere whole blocks."""
     monkeypatch.setattr(block_copies, "_has_slots", lambda *arguments: has_slots)
     copied, before = caches(torch.float32), caches(torch.float32)
@@ -48,7 +48,7 @@ def test_ranges_where_the_place_of_slots_is_known(has_slots: bool, monkeypatch) 
         assert int((cache[4] != old[4]).sum()) == (2 * 2 * 16 * 2 if has_slots else 2 * 32 * 32)
 
 
-def test_vllm_copies_what_the_kernel_cannot(monkeypatch) -> None:
+def test_vllm_copies_what_the_kernel_cannot(monkeypatch):
     """Blocks that the kernels see as several, and caches that are not vLLM's."""
     called: list[Any] = []
     copy = functools.partial(

@@ -37,27 +37,27 @@ def passes(num_ranks: int, seconds: float, limit: float, budget: Budget | None =
     return sizes
 
 
-def test_one_rank_stops_when_it_takes_long() -> None:
+def test_one_rank_stops_when_it_takes_long():
     assert len(passes(1, 0.002, limit=1e-6)) < len(passes(1, 0.0, limit=60.0))
     assert 100 < max(passes(1, 0.0, limit=60.0)) <= MAX_NUM_TOKENS
 
 
-def test_sizes_that_would_take_long_are_left_out() -> None:
+def test_sizes_that_would_take_long_are_left_out():
     assert max(passes(1, 0.005, limit=0.05)) < 100
 
 
 @pytest.mark.parametrize("limit", [1e-6, 60.0])
-def test_ranks_do_the_same_whatever_their_clocks_say(limit: float) -> None:
+def test_ranks_do_the_same_whatever_their_clocks_say(limit):
     assert passes(2, 0.0, limit) == passes(2, 0.001, 60.0)
 
 
-def test_the_whole_pass_is_timed() -> None:
+def test_the_whole_pass_is_timed():
     budget = Budget()
     passes(1, 0.002, 2.0, budget)
     assert min(budget.seconds) >= 0.002
 
 
-def test_the_shortest_pass_of_a_size_counts() -> None:
+def test_the_shortest_pass_of_a_size_counts():
     """Something else keeps the machine busy during the first passes, then during a late one."""
     for slow in (range(15), range(20, 21)):
         budget = Budget()
@@ -66,5 +66,5 @@ def test_the_shortest_pass_of_a_size_counts() -> None:
         assert max(budget.seconds) < 0.02
 
 
-def test_a_fixed_budget_learns_nothing() -> None:
+def test_a_fixed_budget_learns_nothing():
     calibrate_step_cost(None, lambda num_tokens: pytest.fail("a pass"), MAX_NUM_TOKENS, 1)

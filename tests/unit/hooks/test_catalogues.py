@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-
-import pytest
 
 from tests.unit.items.catalogues import write
 from vllm_trie.beam import BeamOptions
@@ -13,9 +10,7 @@ from vllm_trie.vllm_hooks.scheduler import catalogues as module
 from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogues
 
 
-def test_a_version_that_cannot_be_opened_is_tried_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_cannot_be_opened_is_tried_once(tmp_path, monkeypatch):
     path = write(tmp_path / "items", {(1, 2): 5})
     catalogues = Catalogues({"a": path}, vocab_size=9)
     first = catalogues.latest("a")
@@ -33,7 +28,7 @@ def test_a_version_that_cannot_be_opened_is_tried_once(
     assert len(calls) == 1
 
 
-def test_equal_rules_are_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_rules_are_looked_up_once(tmp_path, monkeypatch):
     catalogues = Catalogues({"a": write(tmp_path / "items", {(1, 2): 5, (3,): 6})}, vocab_size=9)
     monkeypatch.setattr(module, "MAX_SELECTIONS", 2)
     catalogue = catalogues.latest("a")

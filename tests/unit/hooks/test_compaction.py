@@ -43,7 +43,7 @@ def steps(draw: st.DrawFn) -> tuple[list[tuple[int, TokenTree, list[int]]], list
 
 
 @given(steps())
-def test_accepted_nodes_end_in_the_slots_behind_the_committed_tokens(step) -> None:
+def test_accepted_nodes_end_in_the_slots_behind_the_committed_tokens(step):
     batch, slots = step
     rows, accepted, start = [], [], 0
     for index, (committed, tree, path) in enumerate(batch):
@@ -75,14 +75,14 @@ def test_accepted_nodes_end_in_the_slots_behind_the_committed_tokens(step) -> No
         assert torch.equal(read(cache, row), read(before, row))
 
 
-def test_a_path_that_lies_in_front_moves_nothing() -> None:
+def test_a_path_that_lies_in_front_moves_nothing():
     row = TreeRow(0, 0, 5, 4, 20)
     assert moved_tokens([row], [[0, 1, 2]]) == ([], [])
     assert moved_tokens([row], [[]]) == ([], [])
     assert moved_tokens([row], [[0, 3]]) == ([4], [2])
 
 
-def test_caches_that_layers_share_are_moved_once() -> None:
+def test_caches_that_layers_share_are_moved_once():
     private, shared = torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2)
     layers = {
         "a": SimpleNamespace(kv_cache=private),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ from vllm_trie.vllm_hooks.setup.translate import (
 
 
 @pytest.fixture(autouse=True)
-def _fields(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fields(monkeypatch):
     """Some fields of vLLM's class; importing it takes longer than all these tests."""
     fields = {"method", "model", "num_speculative_tokens", "quantization", "draft_sample_method"}
     fields |= {"prompt_lookup_max", "suffix_decoding_max_tree_depth"}
@@ -59,7 +58,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_all_ways_to_name_a_method(way: str) -> None:
+def test_all_ways_to_name_a_method(way):
     engine_args = arguments(**{})
     engine_args.__dict__.update(WAYS[way].__dict__)
     assert requested_method(engine_args) == "ngram_trie"
@@ -70,12 +69,11 @@ def test_all_ways_to_name_a_method(way: str) -> None:
         "num_speculative_tokens": DEFAULT_NODES,
     }
     settings = read(as_worker_sees(engine_args))
-    assert settings is not None
     assert settings.method == "ngram_trie"
     assert settings.draft_model is None
 
 
-def test_translating_twice_changes_nothing() -> None:
+def test_translating_twice_changes_nothing():
     engine_args = translated(
         {"method": "ngram_trie", "max_context_len": 9, "num_speculative_tokens": 7},
         {"theirs": 1, CONFIG_KEY: {"store_tokens": 2}},
@@ -98,7 +96,7 @@ def test_translating_twice_changes_nothing() -> None:
         arguments("no dictionary"),
     ],
 )
-def test_what_is_not_ours_is_left_alone(engine_args: SimpleNamespace) -> None:
+def test_what_is_not_ours_is_left_alone(engine_args):
     before = dict(vars(engine_args))
     translate(engine_args)
     assert vars(engine_args) == before
@@ -126,17 +124,16 @@ def test_what_is_not_ours_is_left_alone(engine_args: SimpleNamespace) -> None:
         ),
     ],
 )
-def test_options_arrive(engine_args: SimpleNamespace) -> None:
+def test_options_arrive(engine_args):
     translate(engine_args)
     settings = read(as_worker_sees(engine_args))
-    assert settings is not None
     assert settings.drafter_options.max_context_len == 9
     defaults = type(settings.drafter_options)()
     assert settings.drafter_options.store_tokens == defaults.store_tokens
     assert settings.engine_options.draft_timeout_s == 2.0
 
 
-def test_vllms_own_settings_stay_with_vllm() -> None:
+def test_vllms_own_settings_stay_with_vllm():
     engine_args = translated({"method": "ngram_trie", "quantization": "x", "max_context_len": 9})
     assert engine_args.speculative_config["quantization"] == "x"
     assert engine_args.additional_config == {
@@ -145,7 +142,7 @@ def test_vllms_own_settings_stay_with_vllm() -> None:
 
 
 @pytest.mark.parametrize("value", [1, DEFAULT_NODES, MAX_NODES])
-def test_node_budgets(value: int) -> None:
+def test_node_budgets(value):
     for engine_args in (
         translated({"method": "ngram_trie", "num_speculative_tokens": value}),
         translated(spec_method="ngram_trie", spec_tokens=value),
@@ -154,7 +151,7 @@ def test_node_budgets(value: int) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, MAX_NODES + 1, True, "8", 8.0, [8]])
-def test_wrong_node_budgets(value: Any) -> None:
+def test_wrong_node_budgets(value):
     with pytest.raises(ValueError, match="num_speculative_tokens") as caught:
         translated({"method": "ngram_trie", "num_speculative_tokens": value})
     message = str(caught.value)
@@ -183,7 +180,7 @@ def test_wrong_node_budgets(value: Any) -> None:
         ("draft_timeout_s", "fast", ["draft_timeout_s='fast'", "number"]),
     ],
 )
-def test_wrong_options(place: str, option: str, value: Any, said: list[str]) -> None:
+def test_wrong_options(place, option, value, said):
     engine_args = (
         arguments({"method": "ngram_trie", option: value})
         if place == "speculative"
@@ -248,7 +245,7 @@ def test_wrong_options(place: str, option: str, value: Any, said: list[str]) -> 
         ),
     ],
 )
-def test_contradictions(engine_args: SimpleNamespace, said: list[str]) -> None:
+def test_contradictions(engine_args, said):
     with pytest.raises(ValueError, match=r"must be|differ|leave|write") as caught:
         translate(engine_args)
     for words in said:
@@ -256,14 +253,14 @@ def test_contradictions(engine_args: SimpleNamespace, said: list[str]) -> None:
 
 
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram"}])
-def test_options_without_a_method_are_refused(speculative: dict | None) -> None:
+def test_options_without_a_method_are_refused(speculative):
     for option in ("method", "node_budget"):
         with pytest.raises(ValueError, match=f"sets {option}, but no speculative method") as caught:
             translate(arguments(speculative, {CONFIG_KEY: {option: "ngram_trie"}}))
         assert "--spec-method" in str(caught.value)
 
 
-def test_options_of_beam_search_need_no_method() -> None:
+def test_options_of_beam_search_need_no_method():
     engine_args = arguments(None, {CONFIG_KEY: {"beam_search": False, "allow_untested_gpu": True}})
     translate(engine_args)
     assert engine_args.speculative_config is None
@@ -272,29 +269,28 @@ def test_options_of_beam_search_need_no_method() -> None:
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram_trie"}])
 @pytest.mark.parametrize("key", ["beam_search", "allow_untested_gpu"])
 @pytest.mark.parametrize("value", [0, 1, "false", None, {}])
-def test_switches_are_true_or_false(speculative: dict | None, key: str, value: Any) -> None:
+def test_switches_are_true_or_false(speculative, key, value):
     with pytest.raises(ValueError, match="must be True or False") as caught:
         translate(arguments(speculative, {CONFIG_KEY: {key: value}}))
     assert f"additional_config['vllm_trie']['{key}']={value!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram"}])
-def test_a_part_that_is_no_mapping_is_refused_without_a_method_too(speculative: Any) -> None:
+def test_a_part_that_is_no_mapping_is_refused_without_a_method_too(speculative):
     with pytest.raises(ValueError, match="must be a mapping"):
         translate(arguments(speculative, {CONFIG_KEY: "beam_search=False"}))
 
 
-def test_a_path_is_the_drafters_own_model() -> None:
+def test_a_path_is_the_drafters_own_model():
     engine_args = translated({"method": "ngram_trie", "model": "some/heads"})
     assert engine_args.speculative_config["model"] == PROPOSER_CLASS
     settings = read(as_worker_sees(engine_args))
-    assert settings is not None
     assert settings.draft_model == "some/heads"
     translate(engine_args)
     assert read(as_worker_sees(engine_args)) == settings
 
 
-def test_a_trained_drafter_becomes_its_method_of_vllm() -> None:
+def test_a_trained_drafter_becomes_its_method_of_vllm():
     entry = {"method": "eagle3", "model": "some/head", "num_speculative_tokens": 3}
     union = {"method": "trie_union", "drafters": ["ngram", entry], "num_speculative_tokens": 24}
     engine_args = translated({**union, "quantization": "fp8"})
@@ -305,30 +301,28 @@ def test_a_trained_drafter_becomes_its_method_of_vllm() -> None:
         "num_speculative_tokens": 24,
     }
     settings = read(as_worker_sees(engine_args))
-    assert settings is not None
     assert settings.method == "trie_union"
-    assert settings.neural is not None
     assert settings.neural.num_speculative_tokens == 3
     before = dict(vars(engine_args))
     translate(engine_args)
     assert vars(engine_args) == before
 
 
-def test_the_class_without_a_method_is_refused() -> None:
+def test_the_class_without_a_method_is_refused():
     engine_args = translated({"method": "custom_class", "model": PROPOSER_CLASS})
     with pytest.raises(ValueError, match="names no method") as caught:
         read(as_worker_sees(engine_args))
     assert "ngram_trie" in str(caught.value)
 
 
-def test_engines_without_trees_have_no_configuration() -> None:
+def test_engines_without_trees_have_no_configuration():
     assert read(as_worker_sees(arguments())) is None
     assert read(as_worker_sees(arguments({"model": "ngram"}))) is None
 
 
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram_trie"}])
 @pytest.mark.parametrize("items", ["path", ["path"], {"name": 3}, {"name": ""}, {3: "path"}, None])
-def test_catalogues_are_paths_by_name(speculative: dict | None, items: Any) -> None:
+def test_catalogues_are_paths_by_name(speculative, items):
     with pytest.raises(ValueError, match="must map names to paths, as in") as caught:
         translate(arguments(speculative, {CONFIG_KEY: {"items": items}}))
     assert f"additional_config['vllm_trie']['items']={items!r}" in str(caught.value)
@@ -342,17 +336,17 @@ def serving(path: object, **values: Any) -> SimpleNamespace:
     )
 
 
-def test_catalogues_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catalogues_that_cannot_be_served(tmp_path, monkeypatch):
     monkeypatch.setattr(beam_support, "reason_off", lambda config: None)
     path = write(tmp_path / "items.trie", {(1, 9): 1})
-    beam_support.check_catalogues(serving(path))  # type: ignore[arg-type]
+    beam_support.check_catalogues(serving(path))
     larger = write(tmp_path / "larger.trie", {(1, 10): 1})
     for wrong, message in (
         (serving(tmp_path / "none"), "none: No such file"),
         (serving(larger), "it has token 10, the model's vocabulary has 10 tokens"),
     ):
         with pytest.raises(ValueError, match=message):
-            beam_support.check_catalogues(wrong)  # type: ignore[arg-type]
+            beam_support.check_catalogues(wrong)
     monkeypatch.setattr(beam_support, "reason_off", lambda config: "it is switched off")
     with pytest.raises(ValueError, match=r"\['items'\] cannot be served: it is switched off"):
-        beam_support.check_catalogues(serving(path))  # type: ignore[arg-type]
+        beam_support.check_catalogues(serving(path))

@@ -27,13 +27,8 @@ DEFAULT = CacheConfig.gpu_memory_utilization
     ],
 )
 def test_half_of_what_is_free_is_reserved(
-    monkeypatch: pytest.MonkeyPatch,
-    free: int,
-    asked: float,
-    kv_cache_memory_bytes: int | None,
-    is_cpu: bool,
-    reserved: float,
-) -> None:
+    monkeypatch, free, asked, kv_cache_memory_bytes, is_cpu, reserved
+):
     monkeypatch.setattr(current_platform, "is_cpu", lambda: is_cpu, raising=False)
     memory = SimpleNamespace(available_memory=free << 30, total_memory=100 << 30)
     monkeypatch.setattr(cpu_resource_utils, "get_memory_node_info", lambda node: memory)
@@ -58,14 +53,8 @@ def test_half_of_what_is_free_is_reserved(
     ],
 )
 def test_blocks_are_small_where_searches_are_served(
-    monkeypatch: pytest.MonkeyPatch,
-    size: int,
-    asked: int | None,
-    reason: str | None,
-    is_cpu: bool,
-    more: dict[str, int],
-    expected: int,
-) -> None:
+    monkeypatch, size, asked, reason, is_cpu, more, expected
+):
     monkeypatch.setattr(current_platform, "is_cpu", lambda: is_cpu, raising=False)
     monkeypatch.setattr(cpu_memory, "reason_off", lambda config: reason)
     cache = CacheConfig(block_size=size, **more)

@@ -74,7 +74,7 @@ def fail_late(request: DraftRequest) -> TokenTree:
     raise ValueError("too late to matter")
 
 
-def test_a_request_that_fails_is_given_up_and_the_others_are_not() -> None:
+def test_a_request_that_fails_is_given_up_and_the_others_are_not():
     drafter = ScriptedDrafter({"b": fail})
     guarded = guard(drafter)
     assert sizes(guarded.propose(requests("abc"))) == [3, 0, 3]
@@ -86,7 +86,7 @@ def test_a_request_that_fails_is_given_up_and_the_others_are_not() -> None:
     assert guarded.failures["error"] == 1
 
 
-def test_an_ended_request_leaves_nothing_behind() -> None:
+def test_an_ended_request_leaves_nothing_behind():
     drafter = ScriptedDrafter({"b": fail})
     guarded = guard(drafter)
     guarded.propose(requests("b"))
@@ -98,8 +98,8 @@ def test_an_ended_request_leaves_nothing_behind() -> None:
 MALFORMED: dict[str, Callable[[], Any]] = {
     "no tree": lambda: None,
     "a list": lambda: [5, 6, 7],
-    "no arrays": lambda: TokenTree(None, None),  # type: ignore[arg-type]
-    "lists for arrays": lambda: TokenTree([1], [-1]),  # type: ignore[arg-type]
+    "no arrays": lambda: TokenTree(None, None),
+    "lists for arrays": lambda: TokenTree([1], [-1]),
     "child before its parent": lambda: TokenTree.from_lists([5, 6], [1, -1]),
     "token above the vocabulary": lambda: TokenTree.from_lists([VOCAB], [-1]),
     "too many nodes": lambda: TokenTree.from_lists(range(33), range(-1, 32)),
@@ -112,7 +112,7 @@ MALFORMED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
-def test_malformed_trees_are_found(kind: str) -> None:
+def test_malformed_trees_are_found(kind):
     drafter = ScriptedDrafter({"b": lambda _: MALFORMED[kind]()})
     guarded = guard(drafter)
     assert sizes(guarded.propose(requests("abc"))) == [3, 0, 3]
@@ -123,9 +123,9 @@ def test_malformed_trees_are_found(kind: str) -> None:
 
 
 @pytest.mark.parametrize("answer", [None, [], [GOOD], [GOOD] * 3, 5])
-def test_an_answer_of_the_wrong_shape(answer: Any) -> None:
+def test_an_answer_of_the_wrong_shape(answer):
     drafter = ScriptedDrafter({})
-    drafter.propose = lambda requests: answer  # type: ignore[method-assign]
+    drafter.propose = lambda requests: answer
     guarded = guard(drafter)
     tree_sizes = sizes(guarded.propose(requests("ab")))
     # One tree is an answer for one request, so each may be served alone.
@@ -133,7 +133,7 @@ def test_an_answer_of_the_wrong_shape(answer: Any) -> None:
     assert sum(guarded.failures.values()) == (0 if answer == [GOOD] else 2)
 
 
-def test_a_chain_where_a_chain_is_asked_for() -> None:
+def test_a_chain_where_a_chain_is_asked_for():
     guarded = guard(ScriptedDrafter({}))
     (tree,) = guarded.propose(requests("a", chain_only=True))
     assert tree.token_ids.tolist() == [5, 6]
@@ -141,9 +141,7 @@ def test_a_chain_where_a_chain_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("behaviour", [dawdle, fail_late])
-def test_a_drafter_that_takes_too_long_rests_and_is_tried_again(
-    behaviour: Behaviour, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_takes_too_long_rests_and_is_tried_again(behaviour, monkeypatch):
     drafter = ScriptedDrafter({"b": behaviour})
     guarded = guard(drafter, time_limit_s=0.05)
     assert sizes(guarded.propose(requests("abc"))) == [0, 0, 0]
@@ -159,7 +157,7 @@ def test_a_drafter_that_takes_too_long_rests_and_is_tried_again(
     assert drafter.released == ["b"]
 
 
-def test_each_pause_is_twice_the_last_up_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_pause_is_twice_the_last_up_to_the_longest(monkeypatch):
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
 
@@ -180,7 +178,7 @@ def test_each_pause_is_twice_the_last_up_to_the_longest(monkeypatch: pytest.Monk
         now += 2
 
 
-def test_nobody_waits_twice_when_the_culprit_is_looked_for() -> None:
+def test_nobody_waits_twice_when_the_culprit_is_looked_for():
     """A batch that fails is tried request by request; the first that takes too long ends that."""
     drafter = ScriptedDrafter({"a": dawdle, "b": dawdle, "c": dawdle})
 
@@ -189,26 +187,26 @@ def test_nobody_waits_twice_when_the_culprit_is_looked_for() -> None:
             raise RuntimeError("a bug")
         return ScriptedDrafter.propose(drafter, requests)
 
-    drafter.propose = propose  # type: ignore[method-assign]
+    drafter.propose = propose
     guarded = guard(drafter, time_limit_s=0.05)
     assert sizes(guarded.propose(requests("abc"))) == [0, 0, 0]
     assert guarded.failures["timeout"] == 1
     assert drafter.asked == [["a"]]
 
 
-def test_release_may_fail() -> None:
+def test_release_may_fail():
     drafter = ScriptedDrafter({})
 
     def release(request_id: str) -> None:
         raise KeyError(request_id)
 
-    drafter.release = release  # type: ignore[method-assign]
+    drafter.release = release
     guarded = guard(drafter)
     guarded.release("a")
     assert guarded.failures["error"] == 1
 
 
-def test_release_may_take_too_long() -> None:
+def test_release_may_take_too_long():
     drafter = ScriptedDrafter({})
     calls = []
 
@@ -216,7 +214,7 @@ def test_release_may_take_too_long() -> None:
         calls.append(request_id)
         time.sleep(0.1)
 
-    drafter.release = release  # type: ignore[method-assign]
+    drafter.release = release
     guarded = guard(drafter, time_limit_s=0.05)
     guarded.release("a")
     guarded.release("b")
@@ -225,7 +223,7 @@ def test_release_may_take_too_long() -> None:
     assert sizes(guarded.propose(requests("c"))) == [0]
 
 
-def test_a_timeout_names_its_setting(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_timeout_names_its_setting(caplog):
     guarded = guard(ScriptedDrafter({"a": dawdle}), time_limit_s=0.05)
     with caplog.at_level(logging.ERROR, logger=LOGGER.name):
         guarded.propose(requests("a"))
@@ -233,7 +231,7 @@ def test_a_timeout_names_its_setting(caplog: pytest.LogCaptureFixture) -> None:
     assert "longer than draft_timeout_s=0.05; drafting rests for 60 s" in record.getMessage()
 
 
-def test_a_drafter_may_use_its_arrays_again() -> None:
+def test_a_drafter_may_use_its_arrays_again():
     drafted = TokenTree.from_lists([5, 6, 7], [-1, 0, 0])
     (tree,) = guard(ScriptedDrafter({"a": lambda _: drafted})).propose(requests("a"))
     drafted.token_ids[:] = 0
@@ -242,9 +240,7 @@ def test_a_drafter_may_use_its_arrays_again() -> None:
     assert tree.parents.tolist() == tree.parent_list == [-1, 0, 0]
 
 
-def test_only_the_first_failure_is_logged_and_with_its_traceback(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_only_the_first_failure_is_logged_and_with_its_traceback(caplog):
     guarded = guard(ScriptedDrafter({"a": fail, "b": lambda _: None}))
     with caplog.at_level(logging.INFO, logger=LOGGER.name):
         guarded.propose(requests("abc"))
@@ -254,11 +250,10 @@ def test_only_the_first_failure_is_logged_and_with_its_traceback(
     assert "'scripted'" in message
     assert "request a" in message
     assert "vllm:trie_draft_failures_total" in message
-    assert record.exc_info is not None
     assert "a bug with a" in str(record.exc_info[1])
 
 
-def test_an_interrupt_by_the_user_is_not_swallowed() -> None:
+def test_an_interrupt_by_the_user_is_not_swallowed():
     def interrupt(request: DraftRequest) -> TokenTree:
         raise KeyboardInterrupt
 
@@ -266,17 +261,17 @@ def test_an_interrupt_by_the_user_is_not_swallowed() -> None:
         guard(ScriptedDrafter({"a": interrupt})).propose(requests("a"))
 
 
-def test_adapters_and_salts_never_collide() -> None:
+def test_adapters_and_salts_never_collide():
     def salt(adapter: str | None, cache_salt: str | None) -> str | None:
         lora = None if adapter is None else SimpleNamespace(lora_name=adapter)
         extra_args = {} if cache_salt is None else {CACHE_SALT: cache_salt}
-        return _cache_salt(SimpleNamespace(lora_request=lora), extra_args)  # type: ignore[arg-type]
+        return _cache_salt(SimpleNamespace(lora_request=lora), extra_args)
 
     names, salts = ("sql", "sql\0", "", "\x003:sql"), (None, "s", "sql\0", "\x003:sql", "\0:s")
     keys = [salt(adapter, given) for adapter in (None, *names) for given in salts]
     assert len(set(keys)) == len(keys)
 
 
-def test_samples_are_known_by_their_ids() -> None:
+def test_samples_are_known_by_their_ids():
     assert _sample_of("12_chat-1") == _sample_of("0_chat-1") == "chat-1"
     assert [_sample_of(name) for name in ("chat_1", "7", "_x", "7_")] == [None] * 4

@@ -14,7 +14,7 @@ from vllm_trie.vllm_hooks.scheduler.speculation import GIVING_SHARE, MOST_GIVING
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
+def steps(monkeypatch):
     """Return a function that counts the drafts left in each of some steps."""
     monkeypatch.setattr(speculation.config, "read", lambda _: object())
 
@@ -46,24 +46,24 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
     return steps
 
 
-def test_drafts_give_way_to_a_stream_that_can_start(steps) -> None:
+def test_drafts_give_way_to_a_stream_that_can_start(steps):
     assert steps(1, num_waiting=1) == [0]
     assert steps(1, num_waiting=0) == [6]
     assert steps(1, num_waiting=1, places=2) == [6]  # it waits for the end of another one
     assert steps(1, num_waiting=1, kind=RequestOutputKind.FINAL_ONLY) == [6]  # no stream
 
 
-def test_a_search_that_waits_starts_no_stream(steps, monkeypatch) -> None:
+def test_a_search_that_waits_starts_no_stream(steps, monkeypatch):
     monkeypatch.setattr(speculation, "BeamProxy", SimpleNamespace)
     assert steps(1, num_waiting=1) == [6]
 
 
-def test_drafts_stay_in_most_steps_under_load(steps) -> None:
+def test_drafts_stay_in_most_steps_under_load(steps):
     draft_counts = steps(800, num_waiting=1)
     assert draft_counts[: int(MOST_GIVING)] == [0] * int(MOST_GIVING)
     assert draft_counts.count(0) == pytest.approx(MOST_GIVING + 800 * GIVING_SHARE, abs=1)
 
 
 @pytest.mark.parametrize("setting", ["async_scheduling", "use_v2_model_runner"])
-def test_drafts_stay_where_the_worker_has_them_already(steps, setting: str) -> None:
+def test_drafts_stay_where_the_worker_has_them_already(steps, setting):
     assert steps(1, num_waiting=1, **{setting: True}) == [6]

@@ -90,12 +90,12 @@ class Setting:
 
 
 @pytest.fixture(autouse=True)
-def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def enough_time(monkeypatch):
     monkeypatch.setattr(forced_tokens, "STEP_SECONDS", 60.0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_names_and_quotes_are_drafted_to_the_next_choice(backend: str) -> None:
+def test_names_and_quotes_are_drafted_to_the_next_choice(backend):
     if backend == "outlines" and importlib.util.find_spec("outlines_core") is None:
         pytest.skip("outlines is not installed")
     setting = Setting(backend)
@@ -109,7 +109,7 @@ def test_names_and_quotes_are_drafted_to_the_next_choice(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
-def test_a_choice_is_drafted_as_the_request_took_it_last(backend: str) -> None:
+def test_a_choice_is_drafted_as_the_request_took_it_last(backend):
     words = {"type": "array", "items": {"enum": ["certainly", "never"]}}
     setting = Setting(backend, words)
     assert setting.draft_after('["') == ""
@@ -120,7 +120,7 @@ def test_a_choice_is_drafted_as_the_request_took_it_last(backend: str) -> None:
     assert setting.draft_after('["') == ""
 
 
-def test_a_draft_has_no_more_tokens_than_the_limits_allow() -> None:
+def test_a_draft_has_no_more_tokens_than_the_limits_allow():
     setting = Setting("xgrammar")
     setting.request.max_tokens = 4  # one is there, and one is sampled behind the draft
     setting.draft_after('{"')
@@ -132,7 +132,7 @@ def test_a_draft_has_no_more_tokens_than_the_limits_allow() -> None:
 
 
 @pytest.mark.parametrize("why", ["opted out", "prefill", "thinking", "time", "compiling"])
-def test_other_requests_keep_their_drafts(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_keep_their_drafts(why, monkeypatch):
     opted_out = {"extra_args": {SPECULATION: False}} if why == "opted out" else {}
     setting = Setting("xgrammar", **opted_out)
     setting.request.is_prefill_chunk = why == "prefill"
@@ -147,7 +147,7 @@ def test_other_requests_keep_their_drafts(why: str, monkeypatch: pytest.MonkeyPa
     assert setting.request.spec_token_ids == []
 
 
-def test_an_error_ends_the_extension_and_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_ends_the_extension_and_not_the_engine(monkeypatch):
     setting = Setting("xgrammar")
 
     def fail(*_: object) -> None:

@@ -119,7 +119,7 @@ def as_a_search(params: SamplingParams, num_logprobs: int | None) -> list[Any]:
     ],
     ids=lambda options: "-".join(options) or "text",
 )
-def test_outputs(options: dict[str, Any], kind: RequestOutputKind) -> None:
+def test_outputs(options, kind):
     assert len(PROMPT) > 2 * PROMPT_TAIL
     params = SamplingParams(
         n=len(LENGTHS), output_kind=kind, extra_args={"beam_width": 4}, **options
@@ -143,7 +143,7 @@ def test_outputs(options: dict[str, Any], kind: RequestOutputKind) -> None:
 
 
 @pytest.mark.usefixtures("patched")
-def test_an_aborted_search_has_all_its_outputs() -> None:
+def test_an_aborted_search_has_all_its_outputs():
     params = SamplingParams(n=3, extra_args={"beam_width": 4})
     processor, request = OutputProcessor(tokenizer(), log_stats=False), made(prepare_params(params))
     queue: list[Any] = []

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ HERE = "a_module_of_vllm:Subject"
 
 
 @pytest.fixture(autouse=True)
-def subject(monkeypatch: pytest.MonkeyPatch) -> type:
+def subject(monkeypatch):
     """A class to patch, in a module to import."""
 
     class Base:
@@ -39,7 +38,7 @@ def subject(monkeypatch: pytest.MonkeyPatch) -> type:
             return value
 
     module = types.ModuleType("a_module_of_vllm")
-    module.Subject = Subject  # type: ignore[attr-defined]
+    module.Subject = Subject
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return Subject
 
@@ -56,13 +55,13 @@ def check_one(target: str, parameters: tuple[str, ...] | None = None) -> ledger.
     "parameters",
     [None, (), ("first",), ("first", "second"), ("first", "third"), ("second", "third")],
 )
-def test_what_fits(parameters: tuple[str, ...] | None) -> None:
+def test_what_fits(parameters):
     finding = check_one(f"{HERE}.method", parameters)
     assert (finding.status, finding.detail, finding.fits) == ("ok", "", True)
 
 
 @pytest.mark.parametrize("parameters", [("renamed",), ("second", "first"), ("first", "gone")])
-def test_changed_signatures(parameters: tuple[str, ...]) -> None:
+def test_changed_signatures(parameters):
     finding = check_one(f"{HERE}.method", parameters)
     assert (finding.status, finding.fits) == ("changed", False)
     assert "first" in finding.detail
@@ -72,7 +71,7 @@ def test_changed_signatures(parameters: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "target", ["no_such_package.module:x", "json:no_such_name", "json:JSONDecoder.no_such_name"]
 )
-def test_missing_symbols(target: str) -> None:
+def test_missing_symbols(target):
     finding = check_one(target)
     assert (finding.status, finding.fits) == ("missing", False)
     assert "no_such" in finding.detail
@@ -82,7 +81,7 @@ def test_missing_symbols(target: str) -> None:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def test_every_entry_says_why_and_until_when() -> None:
+def test_every_entry_says_why_and_until_when():
     for patch in ledger.entries():
         assert patch.why
         assert patch.until, patch.target
@@ -92,14 +91,14 @@ def test_every_entry_says_why_and_until_when() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_importing_the_table_imports_nothing_of_vllm() -> None:
+def test_importing_the_table_imports_nothing_of_vllm():
     code = "import sys, vllm_trie.vllm_hooks.ledger; print([m for m in sys.modules if m == 'vllm'])"
     from tests.processes import run_python
 
     assert run_python("-c", code, timeout=60).stdout.strip() == "[]"
 
 
-def test_nothing_else_assigns_to_what_vllm_defines() -> None:
+def test_nothing_else_assigns_to_what_vllm_defines():
     """Assignments to attributes of imported names, which classes and modules of vLLM are."""
     assignments = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -138,7 +137,7 @@ def a_patch(name: str, **changes: Any) -> Patch:
     return dataclasses.replace(patch, **changes)
 
 
-def test_patches_come_out_as_they_went_in(subject: Any) -> None:
+def test_patches_come_out_as_they_went_in(subject):
     installation, before = Installation(), dict(vars(subject))
     for name in ("method", "static", "inherited"):
         installation.apply(a_patch(name))
@@ -149,7 +148,7 @@ def test_patches_come_out_as_they_went_in(subject: Any) -> None:
     assert installation.patches == ()
 
 
-def test_a_patch_goes_in_once(subject: Any) -> None:
+def test_a_patch_goes_in_once(subject):
     installation = Installation()
     installation.apply(a_patch("method"))
     with pytest.raises(RuntimeError, match=r"Subject\.method is patched already"):
@@ -157,7 +156,7 @@ def test_a_patch_goes_in_once(subject: Any) -> None:
     assert subject().method(3) == "3!"
 
 
-def test_two_features_wrap_one_symbol(subject: Any) -> None:
+def test_two_features_wrap_one_symbol(subject):
     installation, before = Installation(), dict(vars(subject))
     installation.apply(a_patch("method"))
     installation.apply(a_patch("method", feature="beam"))
@@ -168,7 +167,7 @@ def test_two_features_wrap_one_symbol(subject: Any) -> None:
     assert dict(vars(subject)) == before
 
 
-def test_somebody_elses_patch_on_top_is_not_lost(subject: Any) -> None:
+def test_somebody_elses_patch_on_top_is_not_lost(subject):
     installation = Installation()
     installation.apply(a_patch("method"))
     subject.method = theirs = lambda self: "theirs"
@@ -178,7 +177,7 @@ def test_somebody_elses_patch_on_top_is_not_lost(subject: Any) -> None:
 
 
 @pytest.fixture
-def one_feature(monkeypatch: pytest.MonkeyPatch) -> Iterator[Installation]:
+def one_feature(monkeypatch):
     """An installation of a table with a patch for each scope."""
     patches = (
         a_patch("method"),
@@ -195,9 +194,9 @@ def names_of(installation: Installation) -> list[str]:
     return [patch.target.rpartition(".")[2] for patch in installation.patches]
 
 
-def test_scopes(one_feature: Installation, subject: Any) -> None:
+def test_scopes(one_feature, subject):
     for feature in ("speculation", "speculation", "beam"):
-        one_feature.install(feature, native_search=False)  # type: ignore[arg-type]
+        one_feature.install(feature, native_search=False)
     assert names_of(one_feature) == ["method"]
     with contextlib.suppress(KeyError), one_feature.installed("tree_runner"):
         assert names_of(one_feature) == ["method", "inherited"]
@@ -209,9 +208,7 @@ def test_scopes(one_feature: Installation, subject: Any) -> None:
     assert names_of(one_feature) == ["method", "static"]
 
 
-def test_a_feature_is_installed_whole_or_not_at_all(
-    one_feature: Installation, subject: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_feature_is_installed_whole_or_not_at_all(one_feature, subject, monkeypatch):
     broken = dataclasses.replace(record.ENTRIES[1], target=f"{HERE}.gone")
     monkeypatch.setattr(record, "ENTRIES", (record.ENTRIES[0], broken))
     before = dict(vars(subject))

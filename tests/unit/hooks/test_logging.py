@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,7 +19,7 @@ class Records(logging.Handler):
 
 
 @pytest.fixture
-def loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[logging.Logger, logging.Logger]]:
+def loggers(monkeypatch):
     """vLLM's logger and the package's, both as in a fresh process."""
     pair = logging.getLogger("vllm"), logging.getLogger("vllm_trie")
     before = [(logger.handlers, logger.level, logger.propagate) for logger in pair]
@@ -35,9 +34,7 @@ def loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[logging.Logger, l
         logger.propagate = propagate
 
 
-def test_lines_reach_what_vllm_sets_up_later(
-    loggers: tuple[logging.Logger, logging.Logger],
-) -> None:
+def test_lines_reach_what_vllm_sets_up_later(loggers):
     theirs, _ = loggers
     plugin._log_as_vllm_does()
     plugin._log_as_vllm_does()
@@ -54,7 +51,7 @@ def test_lines_reach_what_vllm_sets_up_later(
     assert records.lines == ["a line of statistics", "wanted"]
 
 
-def test_the_users_own_handlers_stay(loggers: tuple[logging.Logger, logging.Logger]) -> None:
+def test_the_users_own_handlers_stay(loggers):
     theirs, ours = loggers
     kept, unwanted = Records(), Records()
     ours.addHandler(kept)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ THEIRS = ("ngram", "medusa", "suffix", "eagle", "eagle3", "draft_model", "custom
 
 
 @pytest.fixture(autouse=True)
-def _methods_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def _methods_of_vllm(monkeypatch):
     monkeypatch.setattr(misspelled, "vllm_methods", lambda: THEIRS)
 
 
@@ -32,14 +31,14 @@ def _methods_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ("union", "trie_union"),
     ],
 )
-def test_what_was_meant(name: str, method: str) -> None:
+def test_what_was_meant(name, method):
     assert meant(name, THEIRS) == method
 
 
 @pytest.mark.parametrize(
     "name", [*THEIRS, *available_methods(), "ngrm", "eagle4", "medusa2", "no_such", "", None, 7]
 )
-def test_what_is_vllms_to_answer(name: Any) -> None:
+def test_what_is_vllms_to_answer(name):
     assert meant(name, THEIRS) == ""
 
 
@@ -58,7 +57,7 @@ def arguments(speculative: Any = None, **flags: Any) -> SimpleNamespace:
         arguments({"num_speculative_tokens": 4}, spec_method="ngram_tri"),
     ],
 )
-def test_refusals(engine_args: SimpleNamespace) -> None:
+def test_refusals(engine_args):
     with pytest.raises(ValueError, match="'ngram_tri' is unknown; did you mean") as caught:
         refuse_misspelled_method(engine_args)
     for method in available_methods():
@@ -78,11 +77,11 @@ def test_refusals(engine_args: SimpleNamespace) -> None:
         arguments({"method": 3}),
     ],
 )
-def test_what_is_left_to_vllm(engine_args: SimpleNamespace) -> None:
+def test_what_is_left_to_vllm(engine_args):
     refuse_misspelled_method(engine_args)
 
 
-def test_a_folder_of_that_name_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_that_name_is_a_model(tmp_path, monkeypatch):
     (tmp_path / "ngram_tri").mkdir()
     monkeypatch.chdir(tmp_path)
     refuse_misspelled_method(arguments({"model": "ngram_tri"}))

@@ -35,7 +35,7 @@ class Layer:
 FULL = FullAttentionSpec(**SHAPE)
 
 
-def test_full_attention_is_taken() -> None:
+def test_full_attention_is_taken():
     no_attention = SimpleNamespace()
     without_cache = Layer(None)
     check_layers(None, {"a": Layer(FULL), "b": no_attention, "c": without_cache})
@@ -53,13 +53,13 @@ def test_full_attention_is_taken() -> None:
     ],
     ids=repr,
 )
-def test_other_kinds_are_refused(spec: Any) -> None:
+def test_other_kinds_are_refused(spec):
     with pytest.raises(ValueError, match="full causal attention") as caught:
         check_layers(None, {"full": Layer(FULL), "other": Layer(spec)})
     assert ": other (Layer);" in str(caught.value)
 
 
-def test_backends_that_know_no_trees_are_refused() -> None:
+def test_backends_that_know_no_trees_are_refused():
     with pytest.raises(ValueError, match=r"two \(SimpleNamespace\)") as caught:
         check_layers(None, {"one": Layer(FULL), "two": Layer(FULL, attends_to_trees=False)})
     assert "attention_backend" in str(caught.value)

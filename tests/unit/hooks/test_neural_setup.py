@@ -44,7 +44,7 @@ def configuration(**changes: Any) -> Any:
     return SimpleNamespace(**parts)
 
 
-def test_what_it_can_draft_in_passes() -> None:
+def test_what_it_can_draft_in_passes():
     draft_support.check_trained_drafter(configuration(), EAGLE, "auto")
 
 
@@ -64,12 +64,12 @@ def test_what_it_can_draft_in_passes() -> None:
         ({"speculative_config__draft_sample_method": "probabilistic"}, "set it to 'greedy'"),
     ],
 )
-def test_others_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_others_are_refused(changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         draft_support.check_trained_drafter(configuration(**changes), EAGLE, "auto")
     assert "trie_union cannot run with {'method': 'eagle'}" in str(caught.value)
 
 
-def test_trees_are_refused() -> None:
+def test_trees_are_refused():
     with pytest.raises(ValueError, match="leave verification='tree' out"):
         draft_support.check_trained_drafter(configuration(), EAGLE, "tree")

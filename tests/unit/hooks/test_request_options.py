@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ ENGINE: Any = SimpleNamespace(kv_transfer_config=None)
 
 
 @pytest.mark.parametrize("value", ["nonsense", 5, [1, 2], None, 0.5])
-def test_nonsense_is_the_clients_error(value: Any) -> None:
+def test_nonsense_is_the_clients_error(value):
     """The server answers 400 to a ``VLLMClientError`` and 500 to any other exception."""
     with pytest.raises(VLLMClientError, match=r"extra_args\['speculation'\]") as error:
         check_speculation(ENGINE, SimpleNamespace(extra_args={"speculation": value}))
@@ -29,7 +28,7 @@ def test_nonsense_is_the_clients_error(value: Any) -> None:
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"speculation": True}, {"speculation": 0}])
-def test_what_makes_sense_passes(extra_args: dict[str, Any] | None) -> None:
+def test_what_makes_sense_passes(extra_args):
     check_speculation(ENGINE, SimpleNamespace(extra_args=extra_args))
 
 
@@ -41,9 +40,7 @@ def test_what_makes_sense_passes(extra_args: dict[str, Any] | None) -> None:
         (SPEC_KEY, lambda engine, params: check_extra_args(engine, params, []), "beam_width"),
     ],
 )
-def test_what_the_plugin_tells_itself_is_not_for_requests(
-    key: str, check: Callable[[Any, Any], None], instead: str, value: Any
-) -> None:
+def test_what_the_plugin_tells_itself_is_not_for_requests(key, check, instead, value):
     """It is believed without checks where it arrives: in the worker, and in the scheduler."""
     params = SimpleNamespace(extra_args={key: value})
     with pytest.raises(VLLMClientError, match=key) as error:
@@ -70,9 +67,7 @@ def check(extra_args: dict[str, Any] | None, *processors: str, connector: Any = 
         ({"speculation_trase": True}, "did you mean 'speculation_trace'"),
     ],
 )
-def test_options_that_would_be_ignored_are_refused(
-    extra_args: dict[str, Any], message: str
-) -> None:
+def test_options_that_would_be_ignored_are_refused(extra_args, message):
     with pytest.raises(VLLMClientError, match=message):
         check(extra_args)
     check(extra_args, "package:Processor")  # it may read the key
@@ -91,9 +86,7 @@ def test_options_that_would_be_ignored_are_refused(
     ],
 )
 @pytest.mark.parametrize("leader", [{}, {"beam_width": 4}])
-def test_the_work_for_a_request_is_bounded(
-    extra_args: dict[str, Any], message: str, leader: dict[str, Any]
-) -> None:
+def test_the_work_for_a_request_is_bounded(extra_args, message, leader):
     """Misspelling help takes 50 us for a key: plain work for as many keys as a client likes."""
     begin = time.process_time()
     with pytest.raises(VLLMClientError, match=message) as error:
@@ -114,7 +107,7 @@ PREFIXES = f"[{','.join(['[' + '-1,' * 20 + '-1]'] * 4000)}]"
     ids=["strings", "string", "digits", "numbers", "prefixes"],
 )
 @pytest.mark.parametrize("name", sorted(OPTION_NAMES - {"items"}))
-def test_a_large_wrong_value_is_refused_at_once(name: str, value: Any) -> None:
+def test_a_large_wrong_value_is_refused_at_once(name, value):
     begin = time.process_time()
     with pytest.raises(ValueError, match=name) as error:
         parse_options({"beam_width": 4, "items": "a", name: value})
@@ -122,7 +115,7 @@ def test_a_large_wrong_value_is_refused_at_once(name: str, value: Any) -> None:
     assert len(str(error.value)) < 1000
 
 
-def test_a_large_misplaced_value_is_refused_at_once() -> None:
+def test_a_large_misplaced_value_is_refused_at_once():
     """Fields outside of ``vllm_xargs`` are any JSON."""
     numbers = [*range(200_000)]
     random.Random(1).shuffle(numbers)
@@ -148,9 +141,7 @@ def test_a_large_misplaced_value_is_refused_at_once() -> None:
         ({"use_beam_search": True, "length_penalty": 2.0}, None),
     ],
 )
-def test_options_outside_of_vllm_xargs_are_refused(
-    fields: dict[str, Any], misplaced: str | None
-) -> None:
+def test_options_outside_of_vllm_xargs_are_refused(fields, misplaced):
     """vLLM drops fields that it does not know; only those of other servers pass."""
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
@@ -170,7 +161,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("kind", LARGE)
-def test_large_values_that_nobody_reads_are_refused(kind: str) -> None:
+def test_large_values_that_nobody_reads_are_refused(kind):
     value = LARGE[kind]
     for key in ("unknown", "speculation", "beam_width", "items"):
         with pytest.raises(VLLMClientError, match=rf"has a size of \d+ .*'{key}'") as error:
@@ -185,5 +176,5 @@ def test_large_values_that_nobody_reads_are_refused(kind: str) -> None:
     "extra_args",
     [None, {}, {"unknown": "x" * 260_000}, {"beam_width": 4, "num_beam_groups": 2}, {"items": "a"}],
 )
-def test_other_extra_arguments_pass(extra_args: dict[str, Any] | None) -> None:
+def test_other_extra_arguments_pass(extra_args):
     check(extra_args)

@@ -40,7 +40,7 @@ def flagged_trees(draw: st.DrawFn) -> TokenTree:
 
 
 @given(st.lists(flagged_trees(), min_size=1, max_size=5), st.data())
-def test_all_ranks_get_the_trees_of_rank_0(trees: list[TokenTree], data: st.DataObject) -> None:
+def test_all_ranks_get_the_trees_of_rank_0(trees, data):
     others = [data.draw(flagged_trees()) for _ in trees]
     first: Any = Rank(0)
     second: Any = Rank(1)
@@ -55,7 +55,7 @@ def test_all_ranks_get_the_trees_of_rank_0(trees: list[TokenTree], data: st.Data
         after.validate(vocab_size=6, max_nodes=12)
 
 
-def test_all_ranks_pause_with_rank_0() -> None:
+def test_all_ranks_pause_with_rank_0():
     budgets = NodeBudget(), NodeBudget()
     budgets[0].pause = 3, 2, 8
     for number, budget in enumerate(budgets):
@@ -65,6 +65,6 @@ def test_all_ranks_pause_with_rank_0() -> None:
     assert drafts == [[False] * 3 + [True] * 2] * 2
 
 
-def test_no_trees_are_not_sent() -> None:
+def test_no_trees_are_not_sent():
     group: Any = Rank(1)
     assert same_on_all_ranks([], group) == []

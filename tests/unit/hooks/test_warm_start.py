@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.unit.drafters.support import VOCAB, make_drafter, make_request
 from vllm_trie.drafters import Drafter
@@ -24,16 +23,13 @@ SECRET = [500, 501, 502, 503, 504, 505, 506, 507]
 
 
 def start(
-    folder: Path,
-    drafter: Drafter | None = None,
-    identity: Identity = IDENTITY,
+    folder: Path, drafter: Drafter | None = None, identity: Identity = IDENTITY
 ) -> tuple[WarmStart, Drafter]:
     drafter = drafter or make_drafter()
     return WarmStart(folder, identity, drafter), drafter
 
 
 def finish_job(saving: WarmStart) -> None:
-    assert saving._job is not None
     saving._job.join()
 
 
@@ -66,7 +62,7 @@ def run_once(folder: Path) -> None:
     saving.close()
 
 
-def test_a_restart_knows_the_answer_to_a_prompt_from_its_first_token_on(tmp_path: Path) -> None:
+def test_a_restart_knows_the_answer_to_a_prompt_from_its_first_token_on(tmp_path):
     prompt, outputs = (
         list(range(100, 140)),
         [[10, *range(20, 40)], *([10, 50, i] for i in range(5))],
@@ -96,7 +92,7 @@ def test_a_restart_knows_the_answer_to_a_prompt_from_its_first_token_on(tmp_path
         assert not any(np.array(prompt[i : i + 2], "<i4").tobytes() in content for i in range(39))
 
 
-def test_a_tenants_text_is_drafted_for_nobody_else(tmp_path: Path) -> None:
+def test_a_tenants_text_is_drafted_for_nobody_else(tmp_path):
     """By attack: other salts, none, the digest, a salt like an adapter's, all prefixes of it."""
     saving, drafter = start(tmp_path)
     answer(drafter, SECRET, salt="tenant")
@@ -124,9 +120,7 @@ def test_a_tenants_text_is_drafted_for_nobody_else(tmp_path: Path) -> None:
     assert drafted(drafter, [5, *SECRET[:2]], "tenant")[:2] == SECRET[2:4]
 
 
-def test_saves_at_intervals_in_a_thread_and_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saves_at_intervals_in_a_thread_and_at_the_end(tmp_path, monkeypatch):
     threads: list[str] = []
     write = write_store
 
@@ -154,9 +148,7 @@ def test_saves_at_intervals_in_a_thread_and_at_the_end(
     assert len(threads) == 2
 
 
-def test_a_folder_that_cannot_be_written_costs_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monkeypatch):
     blocked = tmp_path / "file"
     blocked.touch()
     saving, _ = start(blocked / "below")
@@ -177,7 +169,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(
     assert "the engine goes on" in caplog.text
 
 
-def test_no_damage_stops_a_start(tmp_path: Path) -> None:
+def test_no_damage_stops_a_start(tmp_path):
     run_once(tmp_path)
     [path] = tmp_path.glob("*.store")
     content, rng = path.read_bytes(), random.Random(0)
@@ -207,7 +199,7 @@ class _Broken(Drafter):
         raise RuntimeError("no memory")
 
 
-def test_a_broken_drafter_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_drafter_costs_a_warning(tmp_path, caplog):
     run_once(tmp_path)
     whole = make_drafter()
     saving, _ = start(tmp_path, _Broken(whole.options, whole.context))
@@ -219,7 +211,7 @@ def test_a_broken_drafter_costs_a_warning(tmp_path: Path, caplog: pytest.LogCapt
     assert read_store(path).texts == []
 
 
-def test_the_texts_of_a_union_are_those_of_its_parts(tmp_path: Path) -> None:
+def test_the_texts_of_a_union_are_those_of_its_parts(tmp_path):
     run_once(tmp_path)
     union = make_drafter("trie_union", drafters=["ngram_trie"])
     start(tmp_path, union)

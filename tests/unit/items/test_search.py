@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 from tests.engine.beam.oracle import constrained_search, load
 from tests.unit.beam.models import extended, random_model, scores_of, tokens_of
 from tests.unit.beam.reference import reference_search
-from tests.unit.items.catalogues import (
-    PlainTrie,
-    random_items,
-    selected_items,
-    trie_of,
-    weight_of,
-)
+from tests.unit.items.catalogues import PlainTrie, random_items, selected_items, trie_of, weight_of
 from vllm_trie.beam import SearchSettings
-from vllm_trie.items import ItemTrie
 from vllm_trie.items.search import ItemSearch
 from vllm_trie.items.selection import Rules, SelectedTrie, select
 from vllm_trie.items.step import best_continuations
@@ -63,7 +56,7 @@ def masked(model, plain: PlainTrie, eos: int | None, normalize: str):
 
 
 @pytest.fixture(scope="module")
-def catalogues(tmp_path_factory) -> list[tuple[ItemTrie, PlainTrie]]:
+def catalogues(tmp_path_factory):
     folder = tmp_path_factory.mktemp("catalogues")
     catalogues = [
         random_items(seed, count, VOCAB, lengths)

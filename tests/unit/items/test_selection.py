@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.items.catalogues import random_items, selected_items, trie_of
-from vllm_trie.items import ItemTrie
 from vllm_trie.items.selection import Rules, SelectedTrie, select
 
 VOCAB = 6
@@ -35,7 +34,7 @@ def walk(view) -> set[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def catalogues(tmp_path_factory) -> list[tuple[ItemTrie, dict, dict]]:
+def catalogues(tmp_path_factory):
     folder = tmp_path_factory.mktemp("catalogues")
     result = []
     for number, (count, lengths) in enumerate([(3, (1, 2)), (60, (1, 4)), (400, (2, 5))]):

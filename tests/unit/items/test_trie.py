@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ SMALL = {(1, 2, 3): 7, (1, 2): 8, (4,): 9, (1, 5, 0): 3}
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return write(tmp_path / "items.trie", SMALL)
 
 

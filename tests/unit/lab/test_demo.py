@@ -38,7 +38,7 @@ def a_step(parents: list[int], path: tuple[int, ...], number: int = 3) -> Observ
     return ObservedStep("a [name]", number, (1, 2), RequestStep(0, new, tree))
 
 
-def test_accepted_nodes_are_those_that_the_output_follows() -> None:
+def test_accepted_nodes_are_those_that_the_output_follows():
     tree = TokenTree.from_lists([5, 6, 4, 8, 9], [-1, 0, -1, 0, 3])
     assert RequestStep(0, (5, 8, 9, 1), tree).accepted == (0, 3, 4)
     assert RequestStep(0, (5, 8), tree).accepted == (0, 3)  # cut off at a stop
@@ -66,7 +66,7 @@ class FakeEngines:
         return output
 
 
-def test_comparison_takes_turns_and_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_takes_turns_and_medians(monkeypatch):
     same, other = [[1] * 20, [2] * 10], [[1] * 20, [3] * 10]
     engines = FakeEngines(
         monkeypatch,
@@ -100,7 +100,7 @@ def test_comparison_takes_turns_and_medians(monkeypatch: pytest.MonkeyPatch) -> 
     assert (row.identical, row.best_peer) == (False, None)
 
 
-def test_the_last_row_adds_up() -> None:
+def test_the_last_row_adds_up():
     first = Row("a, b", 30, {"plain": 2.0, "trees": 1.0}, 10, 150, True)
     second = Row("c", 10, {"plain": 4.0, "trees": 2.0}, 10, 0, False)
     row = measure.total([first, second])
@@ -109,7 +109,7 @@ def test_the_last_row_adds_up() -> None:
     assert row.identical is False
 
 
-def test_drawn_step_is_one_that_needed_the_tree() -> None:
+def test_drawn_step_is_one_that_needed_the_tree():
     short = a_step([-1, -1, -1, -1], (3,))
     chain = a_step([-1, 0, 1, 2], (0, 1, 2, 3))
     leading = a_step([-1, 0, 1, 0, -1], (0, 1, 2))
@@ -121,7 +121,7 @@ def test_drawn_step_is_one_that_needed_the_tree() -> None:
     assert measure.most_telling([chain, leading, branched, short]) is branched
 
 
-def test_table_and_verdict_say_whether_outputs_are_identical() -> None:
+def test_table_and_verdict_say_whether_outputs_are_identical():
     text = rendered(report.comparison_table([GOOD, GOOD]), report.verdict([GOOD]))
     assert "2.00×" in text
     assert "outputs identical: yes" in text
@@ -136,7 +136,7 @@ def test_table_and_verdict_say_whether_outputs_are_identical() -> None:
 
 
 @pytest.fixture
-def pretended_run(monkeypatch: pytest.MonkeyPatch) -> Any:
+def pretended_run(monkeypatch):
     """Let the command run without engines and return the rows it is given."""
 
     def pretend(rows: list[Row]) -> None:
@@ -148,9 +148,7 @@ def pretended_run(monkeypatch: pytest.MonkeyPatch) -> Any:
     return pretend
 
 
-def test_identical_outputs_succeed_and_files_are_written(
-    pretended_run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_identical_outputs_succeed_and_files_are_written(pretended_run, tmp_path, capfd):
     pretended_run([GOOD, GOOD])
     svg, rows = tmp_path / "tree.svg", tmp_path / "rows.json"
     assert demo.main(["--model", "any", "--svg", str(svg), "--json", str(rows)]) == 0
@@ -162,15 +160,15 @@ def test_identical_outputs_succeed_and_files_are_written(
     assert (trees["method"], trees["tokens_per_s"], trees["speed_up"]) == ("ngram_trie", 100, 2)
 
 
-def test_a_difference_fails(pretended_run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_fails(pretended_run, capfd):
     pretended_run([BAD, BAD])
     assert demo.main(["--model", "any"]) == 1
     assert "outputs identical: NO" in capfd.readouterr().out
 
 
 def test_the_shipped_model_takes_the_place_of_one_that_cannot_be_fetched(
-    pretended_run: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+    pretended_run, monkeypatch, capfd
+):
     def fail() -> Path:
         raise smollm2.FetchError("no network")
 
@@ -193,14 +191,12 @@ def test_the_shipped_model_takes_the_place_of_one_that_cannot_be_fetched(
         (["--colour"], "--colour"),
     ],
 )
-def test_wrong_options_are_explained(
-    arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_options_are_explained(arguments, said, capfd):
     assert demo.main(arguments) == 2
     assert said in capfd.readouterr().err
 
 
-def test_the_users_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_environment_wins(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     monkeypatch.setenv("A_NEW_ONE", "")
@@ -211,7 +207,7 @@ def test_the_users_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "VLLM_LOGGING_LEVEL" not in os.environ
 
 
-def test_silence_reports_everything_when_something_fails(capfd: pytest.CaptureFixture[str]) -> None:
+def test_silence_reports_everything_when_something_fails(capfd):
     def fail() -> None:
         with local_engine.silence():
             os.write(1, b"the reason\n")

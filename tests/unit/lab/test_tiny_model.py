@@ -19,11 +19,11 @@ SETTINGS = json.loads((WEIGHTS / "tokenizer_config.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     return Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
 
 
-def test_tokenizer_is_lossless(tokenizer: Tokenizer) -> None:
+def test_tokenizer_is_lossless(tokenizer):
     @given(st.text())
     def check(text: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
@@ -31,7 +31,7 @@ def test_tokenizer_is_lossless(tokenizer: Tokenizer) -> None:
     check()
 
 
-def test_special_tokens_have_the_ids_that_the_files_name(tokenizer: Tokenizer) -> None:
+def test_special_tokens_have_the_ids_that_the_files_name(tokenizer):
     config = json.loads((WEIGHTS / "config.json").read_text())
     assert config["eos_token_id"] == tokenizer.token_to_id(END)
     assert config["vocab_size"] == tokenizer.get_vocab_size()
@@ -43,7 +43,7 @@ ROLES = st.sampled_from(("system", "user", "assistant"))
 
 @given(st.lists(st.tuples(ROLES, st.text()), max_size=4), st.booleans())
 @settings(max_examples=50)
-def test_chat_template_puts_each_turn_after_its_role(turns: list, generate: bool) -> None:
+def test_chat_template_puts_each_turn_after_its_role(turns, generate):
     template = jinja2.Environment(autoescape=False).from_string(SETTINGS["chat_template"])
     messages = [{"role": role, "content": text} for role, text in turns]
     expected = "".join(
@@ -53,14 +53,14 @@ def test_chat_template_puts_each_turn_after_its_role(turns: list, generate: bool
     assert rendered == expected + "<|assistant|>" * generate
 
 
-def test_chat_template_takes_content_parts() -> None:
+def test_chat_template_takes_content_parts():
     template = jinja2.Environment(autoescape=False).from_string(SETTINGS["chat_template"])
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "you"}]
     rendered = template.render(messages=[{"role": "user", "content": parts}])
     assert rendered == "<|user|>Helloyou"
 
 
-def test_shipped_files_are_small_and_whole() -> None:
+def test_shipped_files_are_small_and_whole():
     folder = tiny_model.model_path()
     shapes = json.loads((folder / "config.json").read_text())
     raw = (folder / "model.safetensors").read_bytes()
@@ -76,7 +76,7 @@ def test_shipped_files_are_small_and_whole() -> None:
     assert (tiny_model.eagle_path() / "README.md").read_text().startswith("---")
 
 
-def test_missing_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_files_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(tiny_model, "_HERE", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"weights-medusa.config\.json is missing"):
         tiny_model.medusa_path()

@@ -52,7 +52,7 @@ static int32_t hidden(int32_t value) { return value; }
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NativeLibrary:
+def library(tmp_path, monkeypatch):
     header, source = tmp_path / "shapes.hpp", tmp_path / "shapes.cpp"
     header.write_text(HEADER)
     source.write_text(SOURCE)
@@ -60,7 +60,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NativeLibrary:
     return NativeLibrary("shapes", [source], [header])
 
 
-def test_a_packed_structure_is_the_compilers(library: NativeLibrary) -> None:
+def test_a_packed_structure_is_the_compilers(library):
     core, layout = library.functions, library.layout("Job")
     assert layout.size == core.size_of_job()
     number = ctypes.c_int32(5)
@@ -73,7 +73,7 @@ def test_a_packed_structure_is_the_compilers(library: NativeLibrary) -> None:
     assert out.value == 1.5
 
 
-def test_results_are_read_back(library: NativeLibrary) -> None:
+def test_results_are_read_back(library):
     layout = library.layout("Job")
     job = ctypes.create_string_buffer(layout.pack(*[3] * 9), layout.size)
     library.functions.double_last(job)
@@ -86,7 +86,7 @@ def read(tmp_path: Path, text: str) -> Interface:
     return Interface([file])
 
 
-def test_functions_are_found_by_their_definitions(library: NativeLibrary, tmp_path: Path) -> None:
+def test_functions_are_found_by_their_definitions(library, tmp_path):
     assert set(read(tmp_path, SOURCE).functions()) == {"size_of_job", "sum_job", "double_last"}
 
 
@@ -99,11 +99,11 @@ def test_functions_are_found_by_their_definitions(library: NativeLibrary, tmp_pa
         ("struct Job {\n    int a;\n};\nstruct Job {\n    int b;\n};", "define 2 structures"),
     ],
 )
-def test_what_cannot_be_read_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+def test_what_cannot_be_read_is_an_error(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         read(tmp_path, text).layout("Job")
 
 
-def test_a_function_of_other_types_is_an_error(tmp_path: Path) -> None:
+def test_a_function_of_other_types_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="'short' is not a type that Python can pass; use int, "):
         read(tmp_path, 'extern "C" int half(short value) { return value / 2; }').functions()

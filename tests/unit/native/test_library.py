@@ -19,13 +19,13 @@ extern "C" int64_t twice(int64_t value) { return 2 * value; }
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     path = tmp_path / "twice.cpp"
     path.write_text(SOURCE)
     return path
 
 
-def test_functions_have_their_types(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_have_their_types(source, monkeypatch):
     compile_library(source, monkeypatch)
     functions = NativeLibrary("twice", [source]).functions
     assert functions.twice(1 << 40) == 1 << 41  # more than ctypes' default, an int
@@ -46,9 +46,7 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_core_that_cannot_be_used_is_named_with_the_way_out(
-    damage: str, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_core_that_cannot_be_used_is_named_with_the_way_out(damage, source, monkeypatch):
     library = compile_library(source, monkeypatch)
     DAMAGES[damage](library, source)
     message = (
@@ -58,7 +56,7 @@ def test_a_core_that_cannot_be_used_is_named_with_the_way_out(
         NativeLibrary("twice", [source]).load()
 
 
-def test_the_best_set_that_the_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_set_that_the_processor_has(monkeypatch):
     def best(flags: set[str]) -> str:
         monkeypatch.setattr(library_module, "cpu_flags", lambda: frozenset(flags))
         return usable_sets()[0]
@@ -74,14 +72,14 @@ def test_the_best_set_that_the_processor_has(monkeypatch: pytest.MonkeyPatch) ->
     assert best(every) == "native"
 
 
-def test_a_build_for_some_sets_will_do(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_for_some_sets_will_do(source, monkeypatch):
     library = compile_library(source, monkeypatch)
     sets = ["better", usable_sets()[0]]
     monkeypatch.setattr(library_module, "usable_sets", lambda: sets)
     assert NativeLibrary("twice", [source]).functions._name == str(library)
 
 
-def test_flags_are_whole_words_of_the_first_processor(tmp_path: Path) -> None:
+def test_flags_are_whole_words_of_the_first_processor(tmp_path):
     listing = tmp_path / "cpuinfo"
     listing.write_text("model name : avx512f\nflags\t\t: fma avx2 avx2x\nflags\t\t: sse2\n")
     assert {"fma", "avx2"} <= cpu_flags(listing)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,20 +21,20 @@ SOON = 1.0
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+def running(tmp_path_factory):
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.kill()
 
 
 @pytest.fixture
-def server(running: RedisServer) -> RedisServer:
+def server(running):
     running.client.flushall()
     return running
 
 
 @pytest.fixture
-def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Replicas]]:
+def join(monkeypatch):
     """Return what makes a replica, which is closed at the end."""
     monkeypatch.setattr(replicas, "_TIMEOUT", 0.5)
     monkeypatch.setattr(replicas, "LONGEST_PAUSE", 0.3)
@@ -78,9 +77,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 5.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_text_reaches_the_other_replicas_in_less_than_a_second(
-    server: RedisServer, join: Callable[..., Replicas]
-) -> None:
+def test_a_text_reaches_the_other_replicas_in_less_than_a_second(server, join):
     first, second, late = (join(server.url) for _ in range(3))
     foreign = join(server.url, IDENTITY._replace(tokenizer="another"))
     for replica in (first, second, foreign):
@@ -98,7 +95,7 @@ def test_a_text_reaches_the_other_replicas_in_less_than_a_second(
     assert not foreign.receive(1000), "another tokenizer's tokens mean something else"
 
 
-def test_the_server_holds_no_salt(server: RedisServer, join: Callable[..., Replicas]) -> None:
+def test_the_server_holds_no_salt(server, join):
     first = join(server.url)
     first.publish(text(0, salt_digest("tenant")))
     wait_for(server.client.keys)
@@ -109,9 +106,7 @@ def test_the_server_holds_no_salt(server: RedisServer, join: Callable[..., Repli
     assert SALT.hex().encode() not in content
 
 
-def test_streams_are_bounded_in_length_and_age(
-    server: RedisServer, join: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_are_bounded_in_length_and_age(server, join, monkeypatch):
     monkeypatch.setattr(replicas, "MAX_ENTRIES", 200)
     first = join(server.url)
     first.publish(text(0))
@@ -130,9 +125,7 @@ def test_streams_are_bounded_in_length_and_age(
     assert 0 < server.client.ttl(name) <= replicas.MAX_AGE
 
 
-def test_without_the_server_nothing_waits(
-    tmp_path: Path, join: Callable[..., Replicas], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_the_server_nothing_waits(tmp_path, join, caplog):
     server = RedisServer(tmp_path)
     first, second = join(server.url), join(server.url)
     for replica in (first, second):
@@ -158,9 +151,7 @@ def test_without_the_server_nothing_waits(
 
 
 @pytest.mark.parametrize("fault", ["full", "wrong type", "silent"])
-def test_a_server_that_refuses_costs_the_sharing_alone(
-    fault: str, tmp_path: Path, join: Callable[..., Replicas], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_refuses_costs_the_sharing_alone(fault, tmp_path, join, caplog):
     server = RedisServer(tmp_path, *(["--maxmemory", "1mb"] if fault == "full" else []))
     url, silent = server.url, socket.create_server(("127.0.0.1", 0))
     if fault == "silent":
@@ -198,9 +189,7 @@ def lies(name: bytes, honest: dict[bytes, bytes], other: bytes) -> list[dict[byt
     ]
 
 
-def test_lies_are_counted_and_dropped(
-    server: RedisServer, join: Callable[..., Replicas], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lies_are_counted_and_dropped(server, join, caplog):
     first = join(server.url)
     name, other = first._stream(SALT), first._stream(salt_digest("other"))
     honest = encode(name, b"engine", text(0))
@@ -219,12 +208,7 @@ def test_lies_are_counted_and_dropped(
 @pytest.mark.parametrize(
     ("victim", "attacker"), [("a", "b"), (None, "b"), ("a", None), ("\0" + "2:xya", "\0" + "1:xya")]
 )
-def test_no_text_crosses_salts_or_adapters(
-    server: RedisServer,
-    join: Callable[..., Replicas],
-    victim: str | None,
-    attacker: str | None,
-) -> None:
+def test_no_text_crosses_salts_or_adapters(server, join, victim, attacker):
     """The victim's entries, copied into the attacker's stream, and a prompt that both ask."""
     prompt, secret = list(range(40)), list(range(500, 540))
     drafters = []
@@ -270,15 +254,13 @@ def test_no_text_crosses_salts_or_adapters(
         ("redis://host:port/0", "is no URL of a server"),
     ],
 )
-def test_an_address_that_cannot_be_one(url: str, said: str) -> None:
+def test_an_address_that_cannot_be_one(url, said):
     pytest.importorskip("redis", reason="the package redis is not installed")
     with pytest.raises(ValueError, match=said):
         connect(url)
 
 
-def test_what_was_published_before_is_forgotten(
-    server: RedisServer, join: Callable[..., Replicas]
-) -> None:
+def test_what_was_published_before_is_forgotten(server, join):
     first, second = join(server.url), join(server.url)
     for replica in (first, second):
         replica.listen(SALT)

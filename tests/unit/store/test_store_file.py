@@ -46,7 +46,7 @@ TEXTS = [make_text(1, 2, 3), make_text(4, salt=TENANT), make_text(5, 6), make_te
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "a.store"
     write_store(path, make_header(), TEXTS)
     return path
@@ -55,7 +55,7 @@ def file(tmp_path: Path) -> Path:
 # -- one file --------------------------------------------------------------------------------------
 
 
-def test_what_is_read_is_what_was_written(file: Path) -> None:
+def test_what_is_read_is_what_was_written(file):
     header, texts = read_store(file)
     assert as_lists(texts) == as_lists(TEXTS)
     assert (header.num_texts, header.num_salts, header.num_tokens) == (4, 1, 8)
@@ -65,7 +65,7 @@ def test_what_is_read_is_what_was_written(file: Path) -> None:
     assert read_store(file).texts == []
 
 
-def test_prompts_are_kept_with_their_answers(file: Path) -> None:
+def test_prompts_are_kept_with_their_answers(file):
     texts = [TEXTS[0]._replace(prompt=b"12345678"), TEXTS[1]]
     header = write_store(file, make_header(), texts)
     assert header.num_prompts == 2
@@ -73,7 +73,7 @@ def test_prompts_are_kept_with_their_answers(file: Path) -> None:
     assert write_store(file, make_header(), TEXTS).num_prompts == 0
 
 
-def test_the_key_of_prompts_is_made_once_and_is_private(tmp_path: Path) -> None:
+def test_the_key_of_prompts_is_made_once_and_is_private(tmp_path):
     folder = tmp_path / "new"
     key = prompt_key(folder)
     assert len(set(key)) > 8
@@ -84,7 +84,7 @@ def test_the_key_of_prompts_is_made_once_and_is_private(tmp_path: Path) -> None:
         prompt_key(folder)
 
 
-def test_a_file_is_bounded(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_bounded(file, monkeypatch):
     monkeypatch.setattr("vllm_trie.store.store_file.MAX_TOKENS", 5)
     write_store(file, make_header(), TEXTS)
     assert as_lists(read_store(file).texts) == as_lists(TEXTS[1:])
@@ -101,7 +101,7 @@ def forge(file: Path, header: dict[str, Any], body: bytes) -> None:
 
             return json.dumps(complete)
 
-    FORMAT.write(file, Loose, [body])  # type: ignore[arg-type]
+    FORMAT.write(file, Loose, [body])
 
 
 def ints(*values: int) -> bytes:
@@ -128,13 +128,13 @@ FORGED: dict[str, tuple[dict[str, Any], bytes]] = {
 
 
 @pytest.mark.parametrize("case", FORGED)
-def test_forged_files_are_refused(case: str, file: Path) -> None:
+def test_forged_files_are_refused(case, file):
     forge(file, *FORGED[case])
     with pytest.raises(StoreError, match=f"{file}.*delete it"):
         read_store(file)
 
 
-def test_a_file_of_an_earlier_version_is_read(file: Path) -> None:
+def test_a_file_of_an_earlier_version_is_read(file):
     """Version 0.3 kept the numbers of drafter and node budget in the header."""
     numbers = {"drafter": "ngram_trie", "acceptance": {"verified": [1.0]}, "machine": "cpu"}
     forge(file, {"num_texts": 1, "num_tokens": 1, **numbers}, ints(1, -1, 5))
@@ -144,7 +144,7 @@ def test_a_file_of_an_earlier_version_is_read(file: Path) -> None:
 # -- a folder --------------------------------------------------------------------------------------
 
 
-def test_files_of_others_and_no_files(tmp_path: Path) -> None:
+def test_files_of_others_and_no_files(tmp_path):
     warnings: list[str] = []
     assert read_newest(tmp_path / "none", MODEL, warnings.append) is None
     write_store(tmp_path / "other.store", make_header(Identity("other", "", 7)), [])
@@ -157,25 +157,23 @@ def test_files_of_others_and_no_files(tmp_path: Path) -> None:
     assert len(warnings) == 3
 
 
-def test_the_newest_file_that_can_be_used_is_read(tmp_path: Path) -> None:
+def test_the_newest_file_that_can_be_used_is_read(tmp_path):
     warnings: list[str] = []
     for age in (1, 3, 2):
         write_store(tmp_path / f"{age}.store", make_header(saved_at=float(age)), [make_text(age)])
     store = read_newest(tmp_path, MODEL, pytest.fail)
-    assert store is not None
     assert as_lists(store.texts) == as_lists([make_text(3)])
     # One is truncated, which its header shows, and of one the content is damaged.
     for age, damaged in ((3, b""), (2, b"x")):
         path = tmp_path / f"{age}.store"
         path.write_bytes(path.read_bytes()[:-1] + damaged)
     store = read_newest(tmp_path, MODEL, warnings.append)
-    assert store is not None
     assert as_lists(store.texts) == as_lists([make_text(1)])
     assert ["truncated" in warning for warning in warnings] == [True, False]
     assert "damaged" in warnings[1]
 
 
-def test_engines_write_files_of_their_own(tmp_path: Path) -> None:
+def test_engines_write_files_of_their_own(tmp_path):
     folder = tmp_path / "new"
     first, second = Slot.claim(folder, MODEL), Slot.claim(folder, MODEL)
     other = Slot.claim(folder, Identity("other", "", 7))
@@ -189,7 +187,7 @@ def test_engines_write_files_of_their_own(tmp_path: Path) -> None:
     assert not leftover.exists()
 
 
-def test_lock_files_that_are_none(tmp_path: Path) -> None:
+def test_lock_files_that_are_none(tmp_path):
     """Links are not followed, pipes do not block, folders do not end the search."""
     target = tmp_path / "precious"
     target.write_text("kept")
@@ -225,7 +223,7 @@ print(len(list(path.parent.glob(".*"))), "left over")
 """
 
 
-def test_a_killed_writer_leaves_the_file_whole(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_the_file_whole(tmp_path):
     slot = Slot.claim(tmp_path, MODEL)
     printed = run_python("-c", WRITER, str(slot.path), "60", timeout=300).stdout
     assert not printed.startswith("0 "), "no kill hit a write"
@@ -242,7 +240,7 @@ def run(*arguments: Any) -> Any:
     return CliRunner().invoke(cli.app, ["store", *map(str, arguments)])
 
 
-def test_info(file: Path) -> None:
+def test_info(file):
     result = run("info", file)
     assert result.exit_code == 0
     assert "4 texts, 8 tokens, model 'model'" in result.stdout

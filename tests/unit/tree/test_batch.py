@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.tree.strategies import flags, token_trees
-from vllm_trie.tree import (
-    TokenTree,
-    accept_all,
-    accept_greedy,
-    check_all,
-    place,
-    select_all,
-)
+from vllm_trie.tree import TokenTree, accept_all, accept_greedy, check_all, place, select_all
 
 VOCAB = 6
 

@@ -8,7 +8,7 @@ from vllm_trie.tree import TokenTree, depth_first_layout, depth_first_order
 
 
 @given(token_trees())
-def test_layout_is_the_same_tree(tree: TokenTree) -> None:
+def test_layout_is_the_same_tree(tree):
     laid_out = depth_first_layout(tree)
     order = depth_first_order(tree)
     assert sorted(order.tolist()) == list(range(tree.num_nodes))
@@ -20,7 +20,7 @@ def test_layout_is_the_same_tree(tree: TokenTree) -> None:
 
 
 @given(token_trees(with_probabilities=True))
-def test_layout_is_depth_first_and_likeliest_first(tree: TokenTree) -> None:
+def test_layout_is_depth_first_and_likeliest_first(tree):
     laid_out = depth_first_layout(tree)
     depths = laid_out.depths()
     last_sibling: dict[int, float] = {}
@@ -34,7 +34,7 @@ def test_layout_is_depth_first_and_likeliest_first(tree: TokenTree) -> None:
 
 
 @given(token_trees())
-def test_layout_is_idempotent_and_breaks_ties_by_index(tree: TokenTree) -> None:
+def test_layout_is_idempotent_and_breaks_ties_by_index(tree):
     laid_out = depth_first_layout(tree)
     assert depth_first_layout(laid_out) is laid_out
     order = depth_first_order(tree).tolist()
@@ -49,7 +49,7 @@ def test_layout_is_idempotent_and_breaks_ties_by_index(tree: TokenTree) -> None:
                 assert position[first] < position[second]
 
 
-def test_flags_travel_with_their_nodes() -> None:
+def test_flags_travel_with_their_nodes():
     tree = TokenTree(
         np.array([1, 2], dtype=np.int32),
         np.array([-1, -1], dtype=np.int32),
@@ -57,5 +57,4 @@ def test_flags_travel_with_their_nodes() -> None:
         np.array([True, False]),
     )
     laid_out = depth_first_layout(tree)
-    assert laid_out.never_accept is not None
     assert laid_out.never_accept.tolist() == [False, True]

@@ -14,7 +14,7 @@ VOCAB = 6
 
 
 @given(token_trees())
-def test_generated_trees_are_valid_and_so_is_every_prefix(tree: TokenTree) -> None:
+def test_generated_trees_are_valid_and_so_is_every_prefix(tree):
     for size in range(tree.num_nodes + 1):
         part = tree.prefix(size)
         part.validate(VOCAB, max_nodes=size)
@@ -23,14 +23,14 @@ def test_generated_trees_are_valid_and_so_is_every_prefix(tree: TokenTree) -> No
 
 
 @given(token_trees())
-def test_depth_is_path_length(tree: TokenTree) -> None:
+def test_depth_is_path_length(tree):
     depths = tree.depths()
     assert depths.dtype == np.int32
     assert depths.tolist() == [len(path) for path in paths_of(tree)]
 
 
 @given(token_trees(), st.data())
-def test_the_path_that_spells_tokens(tree: TokenTree, data: st.DataObject) -> None:
+def test_the_path_that_spells_tokens(tree, data):
     paths = paths_of(tree)
     tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=5))
     tokens = [*data.draw(st.sampled_from([(), *paths])), *tokens]
@@ -43,7 +43,7 @@ def test_the_path_that_spells_tokens(tree: TokenTree, data: st.DataObject) -> No
 
 
 @given(token_trees(), st.integers(0, 50))
-def test_fillers_are_below_the_last_node_and_never_accepted(tree: TokenTree, size: int) -> None:
+def test_fillers_are_below_the_last_node_and_never_accepted(tree, size):
     filled = tree.filled_up(size)
     filled.validate(VOCAB, max_nodes=max(size, tree.num_nodes))
     assert paths_of(filled)[: tree.num_nodes] == paths_of(tree)
@@ -57,7 +57,7 @@ def test_fillers_are_below_the_last_node_and_never_accepted(tree: TokenTree, siz
 
 
 @given(token_trees(max_nodes=150))
-def test_ancestor_words_equal_the_readable_mask(tree: TokenTree) -> None:
+def test_ancestor_words_equal_the_readable_mask(tree):
     words = tree.ancestor_words()
     assert words.dtype == np.uint64
     assert words.shape == (tree.num_nodes, -(-tree.num_nodes // 64))
@@ -66,7 +66,7 @@ def test_ancestor_words_equal_the_readable_mask(tree: TokenTree) -> None:
 
 
 @given(token_trees())
-def test_ancestor_mask_is_the_prefix_relation_of_paths(tree: TokenTree) -> None:
+def test_ancestor_mask_is_the_prefix_relation_of_paths(tree):
     paths = paths_of(tree)
     mask = tree.ancestor_mask()
     for row, path in enumerate(paths):
@@ -75,9 +75,7 @@ def test_ancestor_mask_is_the_prefix_relation_of_paths(tree: TokenTree) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=6), max_size=8), st.integers(0, 30))
-def test_from_paths_holds_each_distinct_prefix_once(
-    sequences: list[list[int]], max_nodes: int
-) -> None:
+def test_from_paths_holds_each_distinct_prefix_once(sequences, max_nodes):
     tree = TokenTree.from_paths(sequences, max_nodes)
     tree.validate(VOCAB, max_nodes)
     prefixes = {tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)}
@@ -87,13 +85,13 @@ def test_from_paths_holds_each_distinct_prefix_once(
     assert len(paths) == min(max_nodes, len(prefixes))
 
 
-def test_from_paths_keeps_using_known_nodes_when_full() -> None:
+def test_from_paths_keeps_using_known_nodes_when_full():
     tree = TokenTree.from_paths([[1, 2], [1, 2, 3], [4]], max_nodes=3)
     assert paths_of(tree) == [(1,), (1, 2), (1, 2, 3)]
 
 
 @given(token_trees())
-def test_chain_is_the_leading_first_child_path(tree: TokenTree) -> None:
+def test_chain_is_the_leading_first_child_path(tree):
     chain = tree.chain()
     assert chain.is_chain
     paths = paths_of(tree)
@@ -102,7 +100,7 @@ def test_chain_is_the_leading_first_child_path(tree: TokenTree) -> None:
         assert tree.parents[chain.num_nodes] != chain.num_nodes - 1
 
 
-def test_chain_stops_before_nodes_that_are_never_accepted() -> None:
+def test_chain_stops_before_nodes_that_are_never_accepted():
     tree = TokenTree(
         np.array([1, 2, 3], dtype=np.int32),
         np.array([-1, 0, 1], dtype=np.int32),
@@ -127,15 +125,13 @@ def test_chain_stops_before_nodes_that_are_never_accepted() -> None:
         ([1, 2], [-1, 0], [0.5], r"probabilities has shape \(1,\)"),
     ],
 )
-def test_validation_names_what_is_wrong(
-    tokens: list[int], parents: list[int], probabilities: list[float] | None, message: str
-) -> None:
+def test_validation_names_what_is_wrong(tokens, parents, probabilities, message):
     tree = TokenTree.from_lists(tokens, parents, probabilities)
     with pytest.raises(MalformedTreeError, match=message):
         tree.validate(VOCAB, max_nodes=3)
 
 
-def test_validation_checks_dtypes() -> None:
+def test_validation_checks_dtypes():
     good = TokenTree.from_lists([1], [-1], [0.5])
     for name, value in [
         ("token_ids", np.array([1], dtype=np.int64)),
@@ -152,7 +148,7 @@ def test_validation_checks_dtypes() -> None:
             TokenTree(**{**arrays, name: value}).validate(VOCAB, max_nodes=3)
 
 
-def test_only_nodes_that_may_be_accepted_need_distinct_siblings() -> None:
+def test_only_nodes_that_may_be_accepted_need_distinct_siblings():
     def flagged(never_accept: list[bool]) -> TokenTree:
         tree = TokenTree.from_lists([1, 1, 1], [-1, -1, -1])
         return TokenTree(tree.token_ids, tree.parents, None, np.array(never_accept))
@@ -173,9 +169,7 @@ def test_only_nodes_that_may_be_accepted_need_distinct_siblings() -> None:
     ),
     st.booleans(),
 )
-def test_the_quick_check_finds_what_the_checks_one_by_one_find(
-    nodes: list[tuple[int, int, float]], has_probabilities: bool
-) -> None:
+def test_the_quick_check_finds_what_the_checks_one_by_one_find(nodes, has_probabilities):
     probabilities = [p for *_, p in nodes] if has_probabilities else None
     tree = TokenTree.from_lists([t for t, *_ in nodes], [p for _, p, _ in nodes], probabilities)
     slowly = replace(tree, never_accept=np.zeros(len(nodes), dtype=np.bool_))
@@ -190,20 +184,18 @@ def test_the_quick_check_finds_what_the_checks_one_by_one_find(
 
 
 @given(token_trees())
-def test_lists_are_those_of_the_arrays(tree: TokenTree) -> None:
+def test_lists_are_those_of_the_arrays(tree):
     for variant in (tree, tree.copy(), tree.prefix(tree.num_nodes // 2)):
         assert variant.token_list == variant.token_ids.tolist()
         assert variant.parent_list == variant.parents.tolist()
 
 
-def test_a_copy_does_not_follow_its_original() -> None:
+def test_a_copy_does_not_follow_its_original():
     tree = TokenTree.from_lists([5, 6, 7], [-1, 0, 0], [0.9, 0.5, 0.4])
     copy = tree.copy()
     for array in (tree.token_ids, tree.parents, tree.probabilities):
-        assert array is not None
         array[:] = 0
     assert copy.token_list == [5, 6, 7]
     assert copy.parent_list == [-1, 0, 0]
-    assert copy.probabilities is not None
     assert copy.probabilities.tolist() == pytest.approx([0.9, 0.5, 0.4])
     assert copy.never_accept is None

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.tree.strategies import flags, paths_of, token_trees
-from vllm_trie.tree import TokenTree, accept_greedy, depth_first_layout
+from vllm_trie.tree import accept_greedy, depth_first_layout
 
 
 def accept_greedy_reference(
@@ -33,7 +33,7 @@ def accept_greedy_reference(
 
 
 @given(token_trees(vocab_size=3), st.data())
-def test_fast_walk_equals_its_readable_twin(tree: TokenTree, data: st.DataObject) -> None:
+def test_fast_walk_equals_its_readable_twin(tree, data):
     size = tree.num_nodes
     target = data.draw(st.lists(st.integers(0, 2), min_size=size + 1, max_size=size + 1))
     never = None if data.draw(st.booleans()) else flags(data.draw, size).tolist()
@@ -50,9 +50,7 @@ def test_fast_walk_equals_its_readable_twin(tree: TokenTree, data: st.DataObject
 
 
 @given(token_trees(vocab_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=10))
-def test_accepts_the_longest_prefix_of_the_continuation_in_any_layout(
-    tree: TokenTree, continuation: list[int]
-) -> None:
+def test_accepts_the_longest_prefix_of_the_continuation_in_any_layout(tree, continuation):
     """A target that recites one text accepts as much of it as the tree has."""
     paths = paths_of(tree)
     best = max((len(p) for p in paths if tuple(continuation[: len(p)]) == p), default=0)

@@ -31,9 +31,7 @@ def _drafter(num_nodes: int = 64, **options: object) -> LookaheadDrafter:
     st.integers(3, 6),
     st.integers(1, 3),
 )
-def test_decoding_is_the_two_branch_algorithm(
-    prompt: list[int], window_size: int, ngram_size: int, order: int
-) -> None:
+def test_decoding_is_the_two_branch_algorithm(prompt, window_size, ngram_size, order):
     """Step for step the output, the window and the pool of the paper's algorithm."""
     target = toy_target(VOCAB, order)
     drafter = _drafter(
@@ -68,7 +66,7 @@ def test_decoding_is_the_two_branch_algorithm(
 
 
 @given(st.data())
-def test_any_schedule_gives_the_same_text(data: st.DataObject) -> None:
+def test_any_schedule_gives_the_same_text(data):
     """Drafts that the scheduler cuts, limits that change, steps without a draft."""
     prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
     decoding = Decoding(_drafter(32), prompt, toy_target(VOCAB))
@@ -78,7 +76,7 @@ def test_any_schedule_gives_the_same_text(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("lost", ["cut", "none", "unknown", "other"])
-def test_a_window_that_was_not_verified_stays(lost: str) -> None:
+def test_a_window_that_was_not_verified_stays(lost):
     drafter = _drafter()
     decoding = Decoding(drafter, [1, 2, 3], toy_target(VOCAB))
     for _ in range(10):
@@ -86,8 +84,6 @@ def test_a_window_that_was_not_verified_stays(lost: str) -> None:
     window = drafter._states["a"].window
 
     step = decoding.last_step
-    assert step is not None
-    assert step.node_argmax is not None
     unknown = np.where(np.arange(step.tree.num_nodes + 1) < 5, step.node_argmax, -1)
     decoding.last_step = {
         "cut": VerifiedStep(step.tree.prefix(20), step.accepted, step.node_argmax[:21]),
@@ -102,13 +98,12 @@ def test_a_window_that_was_not_verified_stays(lost: str) -> None:
     assert window.token_ids != before
 
 
-def test_the_window_survives_the_way_to_other_ranks() -> None:
+def test_the_window_survives_the_way_to_other_ranks():
     """A tree that was broadcast is an equal one, not the same object."""
     drafter = _drafter()
     decoding = Decoding(drafter, [1, 2, 3], toy_target(VOCAB))
     decoding.step()
     step = decoding.last_step
-    assert step is not None
     copy = type(step.tree)(
         step.tree.token_ids.copy(), step.tree.parents.copy(), None, step.tree.never_accept
     )
@@ -118,7 +113,7 @@ def test_the_window_survives_the_way_to_other_ranks() -> None:
     assert drafter._states["a"].window.num_nodes > before
 
 
-def test_another_text_begins_anew() -> None:
+def test_another_text_begins_anew():
     target = toy_target(VOCAB)
     # All candidates, because it goes on knowing how often they were right.
     drafter = _drafter(min_probability=0.0)
@@ -134,7 +129,7 @@ def test_another_text_begins_anew() -> None:
         assert sorted(again.tree.token_ids.tolist()) == sorted(fresh.tree.token_ids.tolist())
 
 
-def test_structured_outputs_get_a_chain() -> None:
+def test_structured_outputs_get_a_chain():
     drafter = _drafter()
     decoding = Decoding(drafter, [1, 2, 3], toy_target(VOCAB))
     for _ in range(20):
@@ -148,7 +143,7 @@ def test_structured_outputs_get_a_chain() -> None:
     assert longest > 1
 
 
-def test_pools_stay_bounded_over_many_requests() -> None:
+def test_pools_stay_bounded_over_many_requests():
     target = toy_target(VOCAB, 3)
     drafter = _drafter(pool_size=50)
     for start in range(60):
@@ -166,7 +161,7 @@ def test_pools_stay_bounded_over_many_requests() -> None:
     assert not drafter._states
 
 
-def test_text_fills_the_pool() -> None:
+def test_text_fills_the_pool():
     prompt = [1, 2, 3, 4, 5, 6, 1]
     [with_text] = _drafter().propose([make_request(prompt)])
     [without] = _drafter(pool_from_text=False).propose([make_request(prompt)])
@@ -176,7 +171,7 @@ def test_text_fills_the_pool() -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [7, 8, 16, 32, 48, 64, 256])
-def test_defaults_fit_the_budget(num_nodes: int) -> None:
+def test_defaults_fit_the_budget(num_nodes):
     shape = fit(LookaheadOptions(), num_nodes)
     assert window_nodes(shape.window_size, 5) + shape.max_candidate_nodes <= num_nodes
     assert shape.max_candidate_nodes >= num_nodes // 4 or shape.max_candidate_nodes >= 20
@@ -193,7 +188,7 @@ def test_defaults_fit_the_budget(num_nodes: int) -> None:
         (4, {}, "num_speculative_tokens=4 is too small .*5-grams"),
     ],
 )
-def test_a_window_that_cannot_fit(num_nodes: int, options: dict[str, object], message: str) -> None:
+def test_a_window_that_cannot_fit(num_nodes, options, message):
     with pytest.raises(ValueError, match=message) as error:
         _drafter(num_nodes, **options)
     needed = [n for n in range(1, 80) if _fits(n, options)]
@@ -209,7 +204,7 @@ def _fits(num_nodes: int, options: dict[str, object]) -> bool:
     return True
 
 
-def test_trees_put_the_newest_candidate_first() -> None:
+def test_trees_put_the_newest_candidate_first():
     #          old: 1 -> 2 3 4 5          new: 1 -> 2 3 8 9
     tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3, 8, 9, 6, 6, 1]
     [tree] = _drafter(min_probability=0.0).propose([make_request(tokens)])
@@ -217,16 +212,14 @@ def test_trees_put_the_newest_candidate_first() -> None:
     # The context of the old one agrees.
     [tree] = _drafter(min_probability=0.0).propose([make_request([7, 7, 9, *tokens, 7, 7, 9, 1])])
     assert tree.token_ids[:6].tolist() == [2, 3, 4, 5, 8, 9]
-    assert tree.probabilities is not None
     assert all(a >= b for a, b in pairwise(tree.probabilities[:4].tolist()))
 
 
-def test_depth_and_node_limits_of_the_trie() -> None:
+def test_depth_and_node_limits_of_the_trie():
     tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3, 8, 9, 6, 6, 1]
     [shallow] = _drafter(max_candidate_depth=3, min_probability=0.0).propose([make_request(tokens)])
     assert shallow.chain().token_ids.tolist() == [2, 3, 8]
     [small] = _drafter(max_candidate_nodes=5, min_probability=0.0).propose([make_request(tokens)])
-    assert small.never_accept is not None
     assert (~small.never_accept).sum() == 5
     assert small.token_ids[:5].tolist() == [2, 3, 8, 9, 4]
 
@@ -239,9 +232,7 @@ CANDIDATES = st.lists(
 
 
 @given(CANDIDATES, st.integers(0, 12), st.integers(1, 4))
-def test_the_trie_holds_the_likeliest_prefixes(
-    candidates: list[Candidate], max_nodes: int, max_depth: int
-) -> None:
+def test_the_trie_holds_the_likeliest_prefixes(candidates, max_nodes, max_depth):
     full = CandidateTrie(candidates, max_depth, Rates()).tree(100)
     tree = CandidateTrie(candidates, max_depth, Rates()).tree(max_nodes)
     tree.validate(VOCAB, max_nodes)
@@ -251,16 +242,12 @@ def test_the_trie_holds_the_likeliest_prefixes(
     drafted = {tuple(tree.token_ids[row].tolist()) for row in tree.ancestor_mask()}
     assert drafted <= prefixes
     if tree.num_nodes:
-        assert full.probabilities is not None
-        assert tree.probabilities is not None
         best = sorted(full.probabilities.tolist(), reverse=True)[: tree.num_nodes]
         assert sorted(tree.probabilities.tolist(), reverse=True) == best
 
 
 @given(CANDIDATES, st.integers(0, 12), st.floats(0.0, 1.0))
-def test_unlikely_nodes_are_left_out(
-    candidates: list[Candidate], max_nodes: int, least: float
-) -> None:
+def test_unlikely_nodes_are_left_out(candidates, max_nodes, least):
     trie = CandidateTrie(candidates, 3, Rates())
     full, tree = trie.tree(max_nodes), trie.tree(max_nodes, least)
     tree.validate(VOCAB, max_nodes)

@@ -9,9 +9,7 @@ NGRAMS = st.lists(st.tuples(st.integers(0, 4), st.tuples(st.integers(0, 2), st.i
 
 
 @given(NGRAMS, st.integers(1, 4), st.integers(1, 12))
-def test_pool_keeps_the_newest(
-    ngrams: list[tuple[int, tuple[int, int]]], max_per_token: int, max_ngrams: int
-) -> None:
+def test_pool_keeps_the_newest(ngrams, max_per_token, max_ngrams):
     pool = NgramPool(max_per_token, max_ngrams)
     kept: list[tuple[int, tuple[int, int]]] = []  # oldest first
     for first, rest in ngrams:
@@ -32,9 +30,7 @@ def test_pool_keeps_the_newest(
 
 
 @given(st.lists(st.integers(0, 3), max_size=30), st.integers(2, 4), st.integers(0, 10))
-def test_text_gives_its_last_ngrams_with_their_context(
-    tokens: list[int], size: int, start: int
-) -> None:
+def test_text_gives_its_last_ngrams_with_their_context(tokens, size, start):
     pool = NgramPool(max_per_token=100, max_ngrams=10)
     pool.add_text(tokens, size, start)
     starts = range(max(start, len(tokens) - size + 1 - 10), len(tokens) - size + 1)
@@ -51,7 +47,7 @@ def test_text_gives_its_last_ngrams_with_their_context(
                     assert before[-matched - 1] != context[-matched - 1]
 
 
-def test_order_of_candidates() -> None:
+def test_order_of_candidates():
     pool = NgramPool(max_per_token=5, max_ngrams=100)
     pool.add(1, (2, 3), before=(7, 8, 9))
     pool.add(1, (4, 5), before=(6, 9))

@@ -21,11 +21,7 @@ from vllm_trie.drafters.lookahead.rates import Rate, Rates
 
 VOCAB = 40
 CANDIDATES = st.lists(
-    st.builds(
-        Candidate,
-        st.tuples(*[st.integers(0, 2)] * 3),
-        st.integers(0, 3),
-    ),
+    st.builds(Candidate, st.tuples(*[st.integers(0, 2)] * 3), st.integers(0, 3)),
     max_size=5,
     unique_by=lambda candidate: candidate.tokens,
 ).map(lambda candidates: sorted(candidates, key=lambda candidate: -candidate.num_matched))
@@ -38,7 +34,7 @@ def _drafter(**options: object) -> LookaheadDrafter:
 
 @pytest.mark.parametrize("true_rate", [0.02, 0.3, 0.9])
 @pytest.mark.parametrize("expected", [0.05, 0.7])
-def test_a_rate_becomes_what_is_seen(true_rate: float, expected: float) -> None:
+def test_a_rate_becomes_what_is_seen(true_rate, expected):
     rng, rate = random.Random(1), Rate(expected)
     assert rate.probability == pytest.approx(expected)
     for _ in range(20_000):
@@ -46,7 +42,7 @@ def test_a_rate_becomes_what_is_seen(true_rate: float, expected: float) -> None:
     assert rate.probability == pytest.approx(true_rate, abs=0.06)
 
 
-def test_a_rate_follows_another_text() -> None:
+def test_a_rate_follows_another_text():
     rate = Rate(0.5)
     for _ in range(100_000):
         rate.count(True)
@@ -56,7 +52,7 @@ def test_a_rate_follows_another_text() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=300))
-def test_rates_stay_probabilities(seen: list[bool]) -> None:
+def test_rates_stay_probabilities(seen):
     rate = Rate(0.3)
     for was_right in seen:
         rate.count(was_right)
@@ -87,13 +83,11 @@ TEXT = st.lists(st.integers(0, 2), max_size=4)
 
 
 @given(CANDIDATES, TEXT, st.integers(1, 3))
-def test_what_is_counted(
-    candidates: list[Candidate], continuation: list[int], max_depth: int
-) -> None:
+def test_what_is_counted(candidates, continuation, max_depth):
     """Against every distinct prefix on its own: those whose predecessors were right count, once,
     for the class of the best candidate that has them."""
     counted = _Counted()
-    trie = CandidateTrie(candidates, max_depth, counted)  # type: ignore[arg-type]
+    trie = CandidateTrie(candidates, max_depth, counted)
     trie.learn(continuation)
     expected: Counter[tuple[object, ...]] = Counter()
     prefixes: list[tuple[int, ...]] = []
@@ -111,7 +105,7 @@ def test_what_is_counted(
     assert counted.seen == expected
 
 
-def test_probabilities_become_those_of_a_simulated_text() -> None:
+def test_probabilities_become_those_of_a_simulated_text():
     """Drafting with full knowledge of the text: predicted and observed rates agree, far from the
     initial ones."""
     rng, rates = random.Random(3), Rates()
@@ -134,7 +128,7 @@ def test_probabilities_become_those_of_a_simulated_text() -> None:
     assert at_first[0] > 0.3 > 0.2 > at_first[2]
 
 
-def test_candidates_are_judged_by_the_text_and_not_by_what_was_verified() -> None:
+def test_candidates_are_judged_by_the_text_and_not_by_what_was_verified():
     """Whatever share of the tree is verified, the same text teaches the same."""
     target = toy_target(VOCAB)
     tokens = [1, 2, 3]
@@ -149,7 +143,7 @@ def test_candidates_are_judged_by_the_text_and_not_by_what_was_verified() -> Non
     assert _all_probabilities(drafters[0].rates) != _all_probabilities(Rates())
 
 
-def test_a_step_that_is_drafted_again_counts_once() -> None:
+def test_a_step_that_is_drafted_again_counts_once():
     tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1]
     once, twice = _drafter(), _drafter()
     for drafter, times in ((once, 1), (twice, 3)):
@@ -160,7 +154,7 @@ def test_a_step_that_is_drafted_again_counts_once() -> None:
     assert _all_probabilities(once.rates) != _all_probabilities(Rates())
 
 
-def test_what_one_request_teaches_serves_the_next() -> None:
+def test_what_one_request_teaches_serves_the_next():
     """Deterministic on two drafters that are fed the same, and shared by their requests."""
     target = toy_target(VOCAB)
     left, right = _drafter(), _drafter()
@@ -181,7 +175,7 @@ def test_what_one_request_teaches_serves_the_next() -> None:
     assert not np.array_equal(trees[0].probabilities, fresh_tree.probabilities)
 
 
-def test_memory_does_not_grow() -> None:
+def test_memory_does_not_grow():
     target = toy_target(VOCAB, 3)
     drafter = _drafter(pool_size=50)
     for start in range(12):

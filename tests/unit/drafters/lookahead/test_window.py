@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.drafters.lookahead.reference import (
-    Cell,
-    TwoBranchDecoder,
-    toy_target,
-    visible,
-)
+from tests.unit.drafters.lookahead.reference import Cell, TwoBranchDecoder, toy_target, visible
 from vllm_trie.drafters.lookahead.candidates import CandidateTrie
 from vllm_trie.drafters.lookahead.options import window_nodes
 from vllm_trie.drafters.lookahead.pool import Candidate
@@ -50,7 +45,7 @@ def _assert_equal(window: Window, reference: TwoBranchDecoder) -> None:
 
 
 @given(SIZES, st.integers(0, 12))
-def test_comb_and_candidates_have_the_two_branch_mask(sizes: tuple[int, int], steps: int) -> None:
+def test_comb_and_candidates_have_the_two_branch_mask(sizes, steps):
     """Ancestors and depths of the tree are the mask and the positions of the paper's two branches:
     a window token sees level 0 up to its column and its own column below it, a candidate's token
     what comes before it in its candidate, and neither branch sees the other."""
@@ -70,7 +65,6 @@ def test_comb_and_candidates_have_the_two_branch_mask(sizes: tuple[int, int], st
     assert not mask[first:, :first].any()
     assert not mask[:first, first:].any()
     assert depths[first:].tolist() == [cell.level + cell.column for cell in cells]
-    assert tree.never_accept is not None
     assert tree.never_accept.tolist() == [False] * first + [True] * len(cells)
 
     # Candidates: one row for each distinct prefix, which sees its own prefixes only.
@@ -83,7 +77,7 @@ def test_comb_and_candidates_have_the_two_branch_mask(sizes: tuple[int, int], st
     tree.validate(vocab_size=13, max_nodes=tree.num_nodes)
 
 
-def test_the_mask_test_can_fail() -> None:
+def test_the_mask_test_can_fail():
     """With the rows of two columns exchanged the mask is another one."""
     cells = [Cell(0, 1, 0), Cell(0, 2, 0), Cell(1, 0, 0), Cell(1, 1, 0)]
     seen = [[other in visible(cells, cell) for other in cells] for cell in cells]
@@ -92,14 +86,14 @@ def test_the_mask_test_can_fail() -> None:
 
 
 @given(SIZES, st.integers(0, 20))
-def test_window_makes_the_reference_ngrams(sizes: tuple[int, int], steps: int) -> None:
+def test_window_makes_the_reference_ngrams(sizes, steps):
     window, reference = _filled(*sizes, steps)
     _assert_equal(window, reference)
     assert window.is_filled == (steps >= sizes[1] - 2)
 
 
 @pytest.mark.parametrize(("window_size", "ngram_size"), [(1, 3), (1, 5), (10, 5), (7, 4)])
-def test_sizes(window_size: int, ngram_size: int) -> None:
+def test_sizes(window_size, ngram_size):
     window = Window(range(Window.start_size(window_size, ngram_size)), ngram_size)
     depth = window.depth
     while not window.is_filled:

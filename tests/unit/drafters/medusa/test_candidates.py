@@ -1,7 +1,5 @@
 """Each head's likeliest tokens and their probabilities."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

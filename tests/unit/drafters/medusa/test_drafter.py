@@ -1,7 +1,5 @@
 """The drafter: heads, candidates, trees and state."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -52,11 +50,7 @@ def test_first_node_is_the_first_heads_guess(joint):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"joint": "product"},
-        {"num_heads": 2, "top_tokens": 5, "max_depth": 2},
-    ],
+    [{}, {"joint": "product"}, {"num_heads": 2, "top_tokens": 5, "max_depth": 2}],
     ids=str,
 )
 def test_trees_are_valid_and_the_same_alone_or_in_a_batch(options):
@@ -91,7 +85,6 @@ def test_released_and_changed_requests():
     assert describe(drafter.propose(make_requests(3, seed=1))) == fresh  # same ids, other texts
     for name in ("r0", "r1", "r2", "r2", "unknown"):
         drafter.release(name)
-    assert drafter._texts is not None
     assert drafter._texts.num_tokens == 0
 
 

@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.ngrams.backend import PythonBackend
-from vllm_trie.drafters.medusa.candidates import (
-    BLEND,
-    top_candidates,
-)
+from vllm_trie.drafters.medusa.candidates import BLEND, top_candidates
 from vllm_trie.ngrams import Candidates, Job, NativeBackend
 from vllm_trie.tree import TokenTree
 

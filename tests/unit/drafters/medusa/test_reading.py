@@ -1,7 +1,5 @@
 """Reading heads in both layouts, and refusing what does not fit."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -66,9 +66,7 @@ def run(
         ("failed", "failed"),
     ],
 )
-def test_a_part_that_fails_is_told_and_the_next_one_runs(
-    tmp_path: Path, act: str, said: str
-) -> None:
+def test_a_part_that_fails_is_told_and_the_next_one_runs(tmp_path, act, said):
     broken, after = run(tmp_path, act, "passed")
     assert (broken.name, broken.status, broken.summary) == (act, "failed", said)
     assert f"acting out {act}" in broken.log
@@ -76,7 +74,7 @@ def test_a_part_that_fails_is_told_and_the_next_one_runs(
     assert after.measured == {"seen": 1}
 
 
-def test_a_part_that_hangs_ends_at_its_limit_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_part_that_hangs_ends_at_its_limit_with_all_that_it_started(tmp_path):
     start = time.monotonic()
     hung, after = run(tmp_path, "hang", "passed", limit=1.5)
     assert time.monotonic() - start < 20
@@ -86,12 +84,12 @@ def test_a_part_that_hangs_ends_at_its_limit_with_all_that_it_started(tmp_path: 
     assert after.status == "passed"
 
 
-def test_what_does_not_apply_is_no_failure_and_no_pass(tmp_path: Path) -> None:
+def test_what_does_not_apply_is_no_failure_and_no_pass(tmp_path):
     (outcome,) = run(tmp_path, "not applicable")
     assert (outcome.status, outcome.log) == ("not applicable", ())
 
 
-def test_a_part_without_what_it_needs_is_left_out(tmp_path: Path) -> None:
+def test_a_part_without_what_it_needs_is_left_out(tmp_path):
     *_, left_out = run(tmp_path, "raise", "passed", needs="raise")
     assert (left_out.status, left_out.seconds) == ("failed", 0.0)
     assert left_out.summary == "left out: the part “raise” failed"
@@ -99,13 +97,13 @@ def test_a_part_without_what_it_needs_is_left_out(tmp_path: Path) -> None:
     assert ran.status == "passed"
 
 
-def test_of_a_long_log_the_end_is_kept(tmp_path: Path) -> None:
+def test_of_a_long_log_the_end_is_kept(tmp_path):
     (outcome,) = run(tmp_path, "long log")
     assert outcome.status == "failed"
     assert 10 < len(outcome.log) < 100
 
 
-def test_an_old_result_is_no_result(tmp_path: Path) -> None:
+def test_an_old_result_is_no_result(tmp_path):
     passed, nothing = run(tmp_path, "passed", "nothing")
     assert (passed.status, nothing.status) == ("passed", "failed")
     assert os.listdir(tmp_path) == ["log.txt"]

@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +37,7 @@ def report(*parts: PartReport, **changes: Any) -> Report:
 # -- the report -----------------------------------------------------------------------------------
 
 
-def test_markdown_of_a_run_that_failed() -> None:
+def test_markdown_of_a_run_that_failed():
     summary = "wrong | for\nall " + 500 * "x"
     log = ["INFO", "```", "RuntimeError: no"]
     text = report(part("a"), part("b", "failed", summary=summary, log=log), safe=["a"]).markdown()
@@ -51,14 +50,14 @@ def test_markdown_of_a_run_that_failed() -> None:
     assert text.endswith("``````text\nINFO\n```\nRuntimeError: no\n``````\n")
 
 
-def test_only_a_finished_run_without_failures_passed() -> None:
+def test_only_a_finished_run_without_failures_passed():
     assert report(part("a"), part("b", "not applicable")).passed
     assert not report(part("a"), part("b", "failed")).passed
     assert not report(part("a"), finished=False).passed
     assert json.loads(report(part("a")).model_dump_json())["passed"] is True
 
 
-def test_safe_options_name_what_passed() -> None:
+def test_safe_options_name_what_passed():
     parts = all_parts(False, ["float32"])
     reports = [part(entry.name) for entry in parts]
     for report in reports:
@@ -79,7 +78,7 @@ def test_safe_options_name_what_passed() -> None:
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_the_table_of_parts(quick: bool) -> None:
+def test_the_table_of_parts(quick):
     parts = all_parts(quick, ["float32", "bfloat16"])
     names = [entry.name for entry in parts]
     assert len(set(names)) == len(names)
@@ -90,7 +89,7 @@ def test_the_table_of_parts(quick: bool) -> None:
         assert entry.needs is None or entry.needs in names[:index]
 
 
-def test_every_shipped_method_is_a_part() -> None:
+def test_every_shipped_method_is_a_part():
     assert set(METHODS) == set(registry._BUILT_IN)
 
 
@@ -115,15 +114,13 @@ def plain(*tokens: int) -> PlainOutput:
         ([1, 2, 3, 4, 5, 6], 0.15, 1, []),
     ],
 )
-def test_differences_are_wrong_or_near_ties(
-    decoded: list[int], allowed: float, wrong: int, ties: list[float]
-) -> None:
+def test_differences_are_wrong_or_near_ties(decoded, allowed, wrong, ties):
     problems, near = judge([plain(7, 8), plain(1, 2, 3, 4, 5)], [[7, 8], decoded], allowed)
     assert (len(problems), near) == (wrong, ties)
     assert all(problem.startswith("prompt 1: ") for problem in problems)
 
 
-def test_unlikely_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlikely_tokens_are_found(monkeypatch):
     """The token 7 is the likeliest everywhere."""
     below = {7: 0.0, 1: 3.0, 2: 20.0, 3: float("nan")}
 
@@ -133,7 +130,7 @@ def test_unlikely_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return [SimpleNamespace(prompt_logprobs=entry) for entry in entries]
 
     vllm = SimpleNamespace(SamplingParams=lambda **options: options)
-    monkeypatch.setitem(sys.modules, "vllm", vllm)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
     llm = SimpleNamespace(generate=generate)
     outputs = [[7, 1, 7], [7, 2], [3], []]
     assert unlikely(llm, [[1, 1]] * len(outputs), outputs) == [1, 2]
@@ -143,7 +140,7 @@ def test_unlikely_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def acted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def acted(monkeypatch):
     """Parts end as this says, by name; those that it does not name pass."""
     ends: dict[str, Any] = {}
 
@@ -155,7 +152,7 @@ def acted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return ends
 
 
-def test_exit_status_and_files(acted: dict[str, Any], tmp_path: Path) -> None:
+def test_exit_status_and_files(acted, tmp_path):
     path = tmp_path / "report.json"
     done = runner.invoke(cli.app, ["validate", "--quick", "--json", str(path)])
     assert done.exit_code == 0, done.output
@@ -170,7 +167,7 @@ def test_exit_status_and_files(acted: dict[str, Any], tmp_path: Path) -> None:
     assert Report.model_validate_json(path.read_text()).safe == []
 
 
-def test_parts_can_be_chosen_and_bring_what_they_need(acted: dict[str, Any]) -> None:
+def test_parts_can_be_chosen_and_bring_what_they_need(acted):
     done = runner.invoke(cli.app, ["validate", "--part", "lookahead_trie, trees, bfloat16"])
     rows = [line.split(" | ")[0] for line in done.stdout.splitlines() if " | passed | " in line]
     assert rows == [
@@ -191,7 +188,7 @@ def test_parts_can_be_chosen_and_bring_what_they_need(acted: dict[str, Any]) -> 
         (["--quik"], "--quik"),
     ],
 )
-def test_bad_usage(acted: dict[str, Any], arguments: list[str], said: str) -> None:
+def test_bad_usage(acted, arguments, said):
     done = runner.invoke(cli.app, ["validate", *arguments])
     assert (done.exit_code, done.stdout) == (2, "")
     assert said in done.stderr

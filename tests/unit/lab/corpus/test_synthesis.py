@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def plan(num_tokens: int, questions_at_once: int = 8) -> Plan:
     return Plan(num_tokens, 0.0, 16, 32, seed=1, questions_at_once=questions_at_once)
 
 
-def test_asks_itself_until_there_are_enough_tokens(tmp_path: Path) -> None:
+def test_asks_itself_until_there_are_enough_tokens(tmp_path):
     engine, answers = Echo(unended=[4, 5]), AnswersFile(tmp_path / "a", SETTINGS)
     synthesize(engine, prompt_format(Letters()), plan(60), answers)
     # Questions of two seeds are the same here; each is asked once, and those without an end never.
@@ -77,7 +76,7 @@ def test_asks_itself_until_there_are_enough_tokens(tmp_path: Path) -> None:
     assert all(p["temperature"] == 0.0 and p["max_tokens"] == 32 for p in engine.params[8:11])
 
 
-def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on(tmp_path):
     path = tmp_path / "a"
     first = Echo(fails_after=3)
     with pytest.raises(KeyboardInterrupt):
@@ -94,7 +93,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     assert reread.num_tokens >= 100
 
 
-def test_the_users_questions_are_asked_in_order_and_once(tmp_path: Path) -> None:
+def test_the_users_questions_are_asked_in_order_and_once(tmp_path):
     questions = [f"question {i}" for i in range(5)]
     engine, path = Echo(fails_after=3), tmp_path / "a"
     chat, answers = prompt_format(Letters()), AnswersFile(path, SETTINGS)
@@ -107,13 +106,13 @@ def test_the_users_questions_are_asked_in_order_and_once(tmp_path: Path) -> None
     assert [answer.number for answer in answers.answers] == [0, 1, 2, 3, 4]
 
 
-def test_a_model_that_ends_no_question_is_an_error(tmp_path: Path) -> None:
+def test_a_model_that_ends_no_question_is_an_error(tmp_path):
     answers = AnswersFile(tmp_path / "a", SETTINGS)
     with pytest.raises(ValueError, match=r"none of 8 questions .* raise --question-tokens"):
         synthesize(Echo(unended=range(8)), prompt_format(Letters()), plan(10), answers)
 
 
-def test_a_model_that_repeats_its_questions_is_an_error(tmp_path: Path) -> None:
+def test_a_model_that_repeats_its_questions_is_an_error(tmp_path):
     class Stuck(Echo):
         def complete(
             self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]]
@@ -125,7 +124,7 @@ def test_a_model_that_repeats_its_questions_is_an_error(tmp_path: Path) -> None:
         synthesize(Stuck(), prompt_format(Letters()), plan(1000), answers)
 
 
-def test_answers_of_other_settings_are_refused(tmp_path: Path) -> None:
+def test_answers_of_other_settings_are_refused(tmp_path):
     AnswersFile(tmp_path / "a", SETTINGS)
     with pytest.raises(ValueError, match=r"other settings \(seed 1, now 2\)"):
         AnswersFile(tmp_path / "a", {**SETTINGS, "seed": 2})
@@ -142,7 +141,7 @@ def test_answers_of_other_settings_are_refused(tmp_path: Path) -> None:
         ('{"question": "one"}\n{"text": "two"}\n', ".jsonl"),
     ],
 )
-def test_files_of_questions(tmp_path: Path, content: str, suffix: str) -> None:
+def test_files_of_questions(tmp_path, content, suffix):
     path = tmp_path / f"questions{suffix}"
     path.write_text(content)
     assert read_questions(path) == ["one", "two"]
@@ -157,14 +156,14 @@ def test_files_of_questions(tmp_path: Path, content: str, suffix: str) -> None:
         ("[1]", "line 1 has none"),
     ],
 )
-def test_wrong_files_of_questions(tmp_path: Path, content: str, message: str) -> None:
+def test_wrong_files_of_questions(tmp_path, content, message):
     path = tmp_path / "questions.jsonl"
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         read_questions(path)
 
 
-def test_base_models_begin_with_their_first_token() -> None:
+def test_base_models_begin_with_their_first_token():
     base = Letters()
     base.chat_template = None
     chat = prompt_format(base)
@@ -175,7 +174,7 @@ def test_base_models_begin_with_their_first_token() -> None:
     assert prompt_format(base).question_prompt == [ord("<")]
 
 
-def test_a_template_that_hides_the_question_is_refused() -> None:
+def test_a_template_that_hides_the_question_is_refused():
     class Shouts(Letters):
         def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
             return super().apply_chat_template(messages).upper()
@@ -184,18 +183,16 @@ def test_a_template_that_hides_the_question_is_refused() -> None:
         prompt_format(Shouts())
 
 
-def test_the_held_out_gain_is_that_of_answers_that_repeat() -> None:
+def test_the_held_out_gain_is_that_of_answers_that_repeat():
     def answer(i: int, text: str) -> Answer:
         return Answer(i, f"question {i}", [ord(c) for c in text])
 
     chat = PromptFormat(Letters(), True, "", "?")
     same = [answer(i, f"{i} is a number, and so are all numbers below it") for i in range(20)]
     gain = held_out.measure(same, chat, 128)
-    assert gain is not None
     assert gain.num_answers == 2
     assert gain.with_corpus > 2 * gain.without
     different = [answer(i, "".join(chr(33 + i * 4 + k % 4) for k in range(40))) for i in range(20)]
     gain = held_out.measure(different, chat, 128)
-    assert gain is not None
     assert gain.with_corpus == pytest.approx(gain.without, rel=0.02)
     assert held_out.measure(same[:1], chat, 128) is None

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.beam.models import random_model, run_search
-from vllm_trie.beam import SearchSettings, SearchTrace
+from vllm_trie.beam import SearchSettings
 from vllm_trie.lab.commands.beam import app
 from vllm_trie.lab.drawings.beam import draw_svg, draw_text
 
@@ -17,7 +17,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
-def trace() -> SearchTrace:
+def trace():
     search = run_search(random_model(8), SearchSettings(3, 5, (0,), trace=True))
     search.hypotheses()
     assert search.trace is not None

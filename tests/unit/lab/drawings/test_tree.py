@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 import numpy as np
@@ -16,7 +14,7 @@ TREE = TokenTree.from_lists([1, 2, 3], [-1, 0, -1], [0.7, 0.5, 0.004])
 
 
 @given(token_trees(), st.data())
-def test_text_has_one_marked_line_for_each_node(tree: TokenTree, data: st.DataObject) -> None:
+def test_text_has_one_marked_line_for_each_node(tree, data):
     nodes = list(range(tree.num_nodes))
     accepted = data.draw(st.sets(st.sampled_from(nodes))) if nodes else set()
     lines = draw_text(tree, lambda token: f"<{token}>", accepted).split("\n")
@@ -27,7 +25,7 @@ def test_text_has_one_marked_line_for_each_node(tree: TokenTree, data: st.DataOb
         assert drawn == int((tree.token_ids == token).sum())
 
 
-def test_text_shows_the_shape_and_probabilities() -> None:
+def test_text_shows_the_shape_and_probabilities():
     lines = draw_text(TREE, lambda token: "abcd"[token], accepted=[0]).split("\n")
     assert lines == ["●", "├─ b  (70%) ✓", "│  └─ c  (50%)", "└─ d  (0.4%)"]
 
@@ -46,12 +44,12 @@ def test_text_shows_the_shape_and_probabilities() -> None:
         ("東é", "東é"),
     ],
 )
-def test_invisible_characters_are_shown(text: str, shown: str) -> None:
+def test_invisible_characters_are_shown(text, shown):
     assert visible_text(text) == shown
 
 
 @given(token_trees(), st.text(max_size=12))
-def test_svg_is_well_formed_whatever_the_tokens_say(tree: TokenTree, text: str) -> None:
+def test_svg_is_well_formed_whatever_the_tokens_say(tree, text):
     svg = draw_svg(tree, lambda _: text, accepted=range(min(2, tree.num_nodes)))
     svg.encode()
     root = ElementTree.fromstring(svg)
@@ -59,12 +57,11 @@ def test_svg_is_well_formed_whatever_the_tokens_say(tree: TokenTree, text: str) 
     assert len(nodes) == len(root.findall(f"{SVG}path")) == tree.num_nodes
     for node in nodes:
         label = node.find(f"{SVG}text")
-        assert label is not None
         assert label.text == visible_text(text)
 
 
 @given(token_trees(max_nodes=64))
-def test_svg_boxes_do_not_overlap_and_lie_inside(tree: TokenTree) -> None:
+def test_svg_boxes_do_not_overlap_and_lie_inside(tree):
     root = ElementTree.fromstring(draw_svg(tree, lambda token: "word" * (token + 1)))
     boxes = []
     for rect in root.iterfind(f"{SVG}g/{SVG}rect"):
@@ -79,11 +76,9 @@ def test_svg_boxes_do_not_overlap_and_lie_inside(tree: TokenTree) -> None:
             assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
 
 
-def test_never_accepted_nodes_are_labelled() -> None:
+def test_never_accepted_nodes_are_labelled():
     tree = TokenTree(
-        np.array([1], dtype=np.int32),
-        np.array([-1], dtype=np.int32),
-        never_accept=np.array([True]),
+        np.array([1], dtype=np.int32), np.array([-1], dtype=np.int32), never_accept=np.array([True])
     )
     assert "never accepted" in draw_text(tree, str)
     assert "never accepted" in draw_svg(tree, str)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +21,7 @@ STEPS = TRACES[1].steps
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     contents = {
         "short": page(TRACES, decode, search(24), "<b>sample</b>"),
@@ -37,13 +35,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def _browser() -> Iterator[Tab]:
+def _browser():
     with chromium() as tab:
         yield tab
 
 
 @pytest.fixture
-def show(_browser: Tab, pages: dict[str, Path]) -> Iterator[Callable[[str], Tab]]:
+def show(_browser, pages):
     """Open a page; after the test, check that nothing failed and nothing was fetched."""
     _browser.problems.clear()
     _browser.requests.clear()
@@ -71,7 +69,7 @@ def place(tab: Tab) -> int:
     return number
 
 
-def test_keys_and_pointer(show: Callable[[str], Tab]) -> None:
+def test_keys_and_pointer(show):
     tab = show("short")
     last = len(STEPS)
     for keys, expected in (
@@ -96,7 +94,7 @@ def test_keys_and_pointer(show: Callable[[str], Tab]) -> None:
     assert place(tab) == 1
 
 
-def test_the_text_and_the_trees_are_those_of_the_trace(show: Callable[[str], Tab]) -> None:
+def test_the_text_and_the_trees_are_those_of_the_trace(show):
     tab = show("short")
     # It opens on the step with most accepted nodes, and jumps between it and the slowest.
     index = max(range(len(STEPS)), key=lambda number: len(STEPS[number].accepted))
@@ -120,7 +118,7 @@ def test_the_text_and_the_trees_are_those_of_the_trace(show: Callable[[str], Tab
     assert "worth its time" in tab.text(f"{tree} .empty")
 
 
-def test_a_thousand_steps(show: Callable[[str], Tab]) -> None:
+def test_a_thousand_steps(show):
     tab = show("long")
     assert "truncated" in tab.text(".notice")
     tab.press("End")
@@ -131,7 +129,7 @@ def test_a_thousand_steps(show: Callable[[str], Tab]) -> None:
     assert place(tab) == search(300, 8).search.steps > 200
 
 
-def test_beams(show: Callable[[str], Tab]) -> None:
+def test_beams(show):
     tab, trace = show("beams"), search(5, 2).search
     assert tab.run("document.getElementById('views').hidden")
     for kind in ("kept", "finished"):
@@ -148,7 +146,7 @@ def readable(text: str) -> str:
     return text.replace("\u202e", "\\u{202e}").replace("\u2028", "\\u{2028}")
 
 
-def test_hostile_text_is_shown(show: Callable[[str], Tab]) -> None:
+def test_hostile_text_is_shown(show):
     tab = show("short")
     tab.press("1")
     assert tab.text("#title") == "<b>sample</b>"
@@ -165,7 +163,7 @@ def test_hostile_text_is_shown(show: Callable[[str], Tab]) -> None:
     tab.problems.clear()
 
 
-def test_a_trace_without_steps(show: Callable[[str], Tab]) -> None:
+def test_a_trace_without_steps(show):
     tab = show("empty")
     tab.press("j", "End", " ", "2", "b", "t")
     assert "truncated" in tab.text(".notice")

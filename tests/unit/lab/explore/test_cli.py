@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -20,7 +19,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.exit_code, " ".join(re.sub(r"[│\n]", " ", done.output).split())
 
 
-def test_a_servers_trace_becomes_a_page(tmp_path: Path) -> None:
+def test_a_servers_trace_becomes_a_page(tmp_path):
     trace, output = tmp_path / "a.trace.jsonl", tmp_path / "page.html"
     with trace.open("wb") as file:
         model = str(model_path())
@@ -29,7 +28,6 @@ def test_a_servers_trace_becomes_a_page(tmp_path: Path) -> None:
     status, said = run("--trace", str(trace), "-o", str(output))
     assert (status, said) == (0, f"wrote {output}".replace("\n", ""))
     data = re.search(r'id="data">(.*?)</script>', output.read_text(encoding="utf-8"))
-    assert data is not None
     (shown,) = json.loads(data[1])["runs"]
     assert shown["method"] == "ngram_trie"
     assert shown["steps"][0]["accepted"] == [1]
@@ -47,13 +45,13 @@ def test_a_servers_trace_becomes_a_page(tmp_path: Path) -> None:
         (["--output", "missing/page.html"], "'missing' is no folder"),
     ],
 )
-def test_wrong_options_are_explained(arguments: list[str], said: str) -> None:
+def test_wrong_options_are_explained(arguments, said):
     status, output = run(*arguments)
     assert status == 2
     assert said in output
 
 
-def test_other_files_are_no_traces(tmp_path: Path) -> None:
+def test_other_files_are_no_traces(tmp_path):
     wrong = tmp_path / "x"
     wrong.write_text('{"a": 1}\n')
     status, said = run("--trace", str(wrong))

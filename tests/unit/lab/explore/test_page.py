@@ -39,7 +39,7 @@ def a_page(end: str = "complete") -> str:
     tokens = list(range(len(HOSTILE)))
     tree = TokenTree.from_lists(tokens, [-1] * len(tokens))
     header = Header.of("</script>", "ngram_trie", "a/<b>model", "t", tokens)
-    return page([Trace(header, [Step.of(tree, (3,), (3, 4), 0.1)], end)], hostile)  # type: ignore[arg-type]
+    return page([Trace(header, [Step.of(tree, (3,), (3, 4), 0.1)], end)], hostile)
 
 
 class Elements(HTMLParser):
@@ -60,18 +60,17 @@ class Elements(HTMLParser):
 
 
 @given(st.text())
-def test_any_text_arrives(text: str) -> None:
+def test_any_text_arrives(text):
     header = Header.of("", "plain", "m", "t", [0])
     content = page([Trace(header, [], "complete")], lambda token_ids: text, title=text)
     elements = Elements(content)
     document = json.loads(elements.scripts[0])
     assert (document["prompt"], document["title"]) == (text, text or "m")
     data = re.search(r'id="data">(.*?)</script>', content, re.DOTALL)
-    assert data is not None
     assert not set("<>&") & set(data[1])
 
 
-def test_nothing_comes_from_elsewhere() -> None:
+def test_nothing_comes_from_elsewhere():
     text = a_page()
     for tag, attributes in Elements(text).tags:
         assert tag not in ("link", "iframe", "object", "base", "img")
@@ -88,7 +87,7 @@ def trace_of(method: str, *steps: Step, prompt: Sequence[int] = (0, 1)) -> Trace
     return Trace(Header.of("", method, "m", "t", prompt), list(steps), "complete")
 
 
-def test_nodes_are_from_the_longest_n_gram_that_occurs() -> None:
+def test_nodes_are_from_the_longest_n_gram_that_occurs():
     empty = TokenTree.empty()
     tree = TokenTree.from_lists([5, 6, 9, 3], [-1, 0, 0, -1])
     trace = trace_of(
@@ -105,7 +104,7 @@ def test_nodes_are_from_the_longest_n_gram_that_occurs() -> None:
     assert list(origins(trace)) == ["", "", "", "", "oee", "ppee"]
 
 
-def test_speed_is_measured_where_plain_decoding_was_recorded() -> None:
+def test_speed_is_measured_where_plain_decoding_was_recorded():
     empty, tree = TokenTree.empty(), TokenTree.from_lists([5], [-1])
     prefill, undrafted = Step.of(empty, (), (1,), 9.0), Step.of(empty, (), (1,), 0.2)
     drafted = Step.of(tree, (0,), (5, 6), 0.2)
@@ -119,12 +118,11 @@ def test_speed_is_measured_where_plain_decoding_was_recorded() -> None:
     other = trace_of("plain", prefill, undrafted, prompt=[3])
     mixed = trace_of("x", prefill, *[drafted] * 3, *[undrafted] * 3)
     estimated = _speed(mixed, [mixed, other])
-    assert estimated is not None
     assert estimated.factor == pytest.approx(1.5)  # 9 tokens in the time of 6 steps
     assert "median of 3 steps" in estimated.source
 
 
-def test_the_page_names_the_request_its_date_and_its_options() -> None:
+def test_the_page_names_the_request_its_date_and_its_options():
     header = Header.of("cmpl-1", "x", "folder/model", "t", [0], {"scoring": "frequency"})
     document = json.loads(Elements(page([Trace(header, [], "complete")], hostile)).scripts[0])
     assert document["title"] == "model"
@@ -135,7 +133,7 @@ def test_the_page_names_the_request_its_date_and_its_options() -> None:
 
 
 @given(st.text(max_size=12), st.data())
-def test_pieces_add_up(text: str, data: st.DataObject) -> None:
+def test_pieces_add_up(text, data):
     """Tokens are bytes here, so that characters are spread over steps."""
     encoded = text.encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(encoded)), max_size=4)))
