@@ -136,10 +136,7 @@ def check_same_outputs(
 
 
 def check_outputs_beside_aborts(
-    llm: Any,
-    expected: Sequence[Any],
-    params: SamplingParams,
-    aborts: Mapping[int, Sequence[int]],
+    llm: Any, expected: Sequence[Any], params: SamplingParams, aborts: Mapping[int, Sequence[int]]
 ) -> None:
     """Requests that stay must bring the same outputs while others are aborted midway.
 

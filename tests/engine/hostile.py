@@ -1,8 +1,6 @@
 """Hostile requests over HTTP: every option of the plugin, right, wrong and absurd.
 
 `python -m tests.engine.hostile --requests 5000 --seed 1` attacks longer than the suite does.
-With `--sizes`, large requests go one by one to these servers and to one of plain vLLM, and the
-longest time that `/health` waits is measured.
 """
 
 from __future__ import annotations
@@ -101,9 +99,6 @@ FIELDS: dict[str, tuple[Any, ...]] = {
 }
 """Fields of OpenAI's and vLLM's, which meet the options."""
 
-SIZES = {1_000: 10, 10_000: 10, 250_000: 8, 2_000_000: 2, 20_000_000: 1}
-"""Bytes of large requests, and how many there are of each option and kind of key."""
-
 
 def values_of_size(size: int) -> dict[str, Any]:
     """Return values of about as many bytes of JSON, by what they are."""
@@ -151,11 +146,8 @@ def large_requests(size: int, num: int) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{label}, fields", {**request, **added, "vllm_xargs": leader}
 
 
-def longest_waits(server: Server, size: int, num: int, repeats: int = 1) -> dict[str, float]:
-    """Return the longest wait of `/health`, in seconds, during each of the large requests.
-
-    The least of `repeats`: a request that blocks the server does so each time.
-    """
+def longest_waits(server: Server, size: int, num: int) -> dict[str, float]:
+    """Return the longest wait of `/health`, in seconds, during each of the large requests."""
     waits: dict[str, float] = {}
     with (
         ThreadPoolExecutor(1) as pool,
@@ -163,15 +155,13 @@ def longest_waits(server: Server, size: int, num: int, repeats: int = 1) -> dict
     ):
         for label, request in large_requests(size, num):
             body = json.dumps({"model": MODEL_NAME, **request})
-            for _ in range(repeats):
-                sending, longest_s = pool.submit(post, server, body), 0.0
-                while not sending.done():
-                    start = time.perf_counter()
-                    assert other_client.get("/health").status_code == 200
-                    longest_s = max(longest_s, time.perf_counter() - start)
-                waits[label] = min(waits.get(label, longest_s), longest_s)
-                answer = sending.result()
-                assert answer.status_code < 500, f"{label}: {answer.text[:500]}"
+            sending, waits[label] = pool.submit(post, server, body), 0.0
+            while not sending.done():
+                start = time.perf_counter()
+                assert other_client.get("/health").status_code == 200
+                waits[label] = max(waits[label], time.perf_counter() - start)
+            answer = sending.result()
+            assert answer.status_code < 500, f"{label}: {answer.text[:500]}"
     return waits
 
 
@@ -296,7 +286,7 @@ def server_options(folder: Path) -> dict[str, list[str]]:
     return {
         "items": ["--additional-config", json.dumps({"vllm_trie": {"items": catalogues}})],
         "trees": [
-            *("--spec-method", "ngram_trie", "--speculative-config", json.dumps(speculation)),
+            *("--spec-method", "ngram_trie", "--speculative-config", json.dumps(speculation))
         ],
     }
 
@@ -308,36 +298,13 @@ def neighbours_of(name: str) -> list[Mapping[str, Any]]:
     return [NEIGHBOUR, {**NEIGHBOUR, "n": 4, "vllm_xargs": {"beam_width": 4}}]
 
 
-def compare_waits(folder: Path) -> None:
-    """Print the longest waits of `/health` by size, and requests with more than twice plain's."""
-    waits: dict[str, dict[int, dict[str, float]]] = {}
-    for name, options in {"plain": [], **server_options(folder)}.items():
-        variables: dict[str, Any] = {"VLLM_PLUGINS": ""} if name == "plain" else {}
-        with running(folder / f"{name}.log", *options, **variables) as server:
-            waits[name] = {size: longest_waits(server, size, n, 3) for size, n in SIZES.items()}
-    for size in SIZES:
-        for name, by_size in waits.items():
-            label, longest_s = max(by_size[size].items(), key=lambda item: item[1])
-            print(
-                f"{size} bytes, {len(by_size[size])} requests, {name}: {longest_s:.3f} s, {label}"
-            )
-            for label, wait_s in by_size[size].items():
-                if wait_s > 2 * waits["plain"][size][label] + 0.02:
-                    plain_s = waits["plain"][size][label]
-                    print(f"    {wait_s:.3f} s, plain {plain_s:.3f} s: {label}")
-
-
 def main() -> None:
     """Attack both servers, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1000, help="for each server")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--sizes", action="store_true", help="of requests, next to plain vLLM")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
-    if arguments.sizes:
-        compare_waits(folder)
-        return
     for name, options in server_options(folder).items():
         with running(folder / f"{name}.log", *options) as server:
             figures = attack(server, arguments.requests, arguments.seed, neighbours_of(name))

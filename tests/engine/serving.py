@@ -113,11 +113,7 @@ def start(
 
 @contextlib.contextmanager
 def running(
-    log: Path,
-    *options: str,
-    worker_process: bool = False,
-    spawns: bool = False,
-    **variables: str,
+    log: Path, *options: str, worker_process: bool = False, spawns: bool = False, **variables: str
 ) -> Iterator[Server]:
     """Run a server that is ready for requests; no other test starts one in the meantime.
 

@@ -10,12 +10,7 @@ import httpx
 from tests.engine.serving import MODEL_NAME, Server
 
 OPTIONS = ["--additional-config", '{"vllm_trie": {"beam_search": false}}']
-QUESTION: dict[str, Any] = {
-    "model": MODEL_NAME,
-    "max_tokens": 6,
-    "temperature": 0,
-    "n": 2,
-}
+QUESTION: dict[str, Any] = {"model": MODEL_NAME, "max_tokens": 6, "temperature": 0, "n": 2}
 CHAT = {**QUESTION, "messages": [{"role": "user", "content": "def add(a, b):"}]}
 NATIVE, WIDTH = {"use_beam_search": True}, {"vllm_xargs": {"beam_width": 2}}
 

@@ -10,12 +10,7 @@ import numpy as np
 import torch
 
 from tests.oracles.attention import tree_attention_in_torch
-from vllm_trie.attention import (
-    TreeBatch,
-    TreeRow,
-    build_tree_batch,
-    split_cache,
-)
+from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch, split_cache
 from vllm_trie.tree import TokenTree
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

@@ -1,15 +1,19 @@
-"""What the user may write, and how vLLM gets to see it."""
+"""What the user may write, how vLLM gets to see it, and what is refused with which words."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.unit.items.catalogues import write
+from vllm_trie.drafters import available_methods
+from vllm_trie.vllm_hooks.setup import arguments as misspelled
 from vllm_trie.vllm_hooks.setup import beam_support
 from vllm_trie.vllm_hooks.setup import translate as translation
+from vllm_trie.vllm_hooks.setup.arguments import meant, refuse_misspelled_method
 from vllm_trie.vllm_hooks.setup.config import CONFIG_KEY, PROPOSER_CLASS, read
 from vllm_trie.vllm_hooks.setup.translate import (
     DEFAULT_NODES,
@@ -18,314 +22,264 @@ from vllm_trie.vllm_hooks.setup.translate import (
     translate,
 )
 
+THEIRS = ("ngram", "medusa", "suffix", "eagle", "eagle3", "draft_model", "custom_class")
+TRIE = {"method": "ngram_trie"}
+
 
 @pytest.fixture(autouse=True)
-def _fields(monkeypatch):
-    """Some fields of vLLM's class; importing it takes longer than all these tests."""
+def _vllm(monkeypatch):
+    """Some fields and methods of vLLM's; importing it takes longer than all these tests."""
     fields = {"method", "model", "num_speculative_tokens", "quantization", "draft_sample_method"}
     fields |= {"prompt_lookup_max", "suffix_decoding_max_tree_depth"}
     monkeypatch.setattr(translation, "_speculative_config_fields", lambda: frozenset(fields))
+    monkeypatch.setattr(misspelled, "vllm_methods", lambda: THEIRS)
 
 
-def arguments(speculative: Any = None, additional: Any = None, **flags: Any) -> SimpleNamespace:
-    values = {"spec_method": None, "spec_model": None, "spec_tokens": None, **flags}
-    return SimpleNamespace(speculative_config=speculative, additional_config=additional, **values)
+def arguments(speculative: Any = None, ours: Any = None, **flags: Any) -> SimpleNamespace:
+    """Return engine arguments; `ours` is the plugin's part of `additional_config`."""
+    additional = None if ours is None else {CONFIG_KEY: ours}
+    values = {"spec_method": None, "spec_model": None, "spec_tokens": None}
+    values |= {"speculative_config": speculative, "additional_config": additional}
+    return SimpleNamespace(**deepcopy(values | flags))
 
 
-def translated(*args: Any, **flags: Any) -> SimpleNamespace:
-    engine_args = arguments(*args, **flags)
+def settings_of(engine_args: SimpleNamespace) -> Any:
+    """Return what a worker reads, after a translation that a second one does not change."""
     translate(engine_args)
-    return engine_args
-
-
-def as_worker_sees(engine_args: SimpleNamespace) -> SimpleNamespace:
-    speculative = engine_args.speculative_config
-    return SimpleNamespace(
-        speculative_config=speculative and SimpleNamespace(**speculative),
-        additional_config=engine_args.additional_config,
-    )
-
-
-WAYS = {
-    "method": arguments({"method": "ngram_trie"}),
-    "model": arguments({"model": "ngram_trie"}),
-    "both": arguments({"method": "ngram_trie", "model": "ngram_trie"}),
-    "--spec-method": arguments(spec_method="ngram_trie"),
-    "--spec-model": arguments(spec_model="ngram_trie"),
-    "--spec-method and --spec-model": arguments(spec_method="ngram_trie", spec_model="ngram_trie"),
-    "flag and dictionary": arguments({"method": "ngram_trie"}, spec_method="ngram_trie"),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_all_ways_to_name_a_method(way):
-    engine_args = arguments(**{})
-    engine_args.__dict__.update(WAYS[way].__dict__)
-    assert requested_method(engine_args) == "ngram_trie"
-    translate(engine_args)
-    assert engine_args.speculative_config == {
-        "method": "custom_class",
-        "model": PROPOSER_CLASS,
-        "num_speculative_tokens": DEFAULT_NODES,
-    }
-    settings = read(as_worker_sees(engine_args))
-    assert settings.method == "ngram_trie"
-    assert settings.draft_model is None
-
-
-def test_translating_twice_changes_nothing():
-    engine_args = translated(
-        {"method": "ngram_trie", "max_context_len": 9, "num_speculative_tokens": 7},
-        {"theirs": 1, CONFIG_KEY: {"store_tokens": 2}},
-    )
-    before = dict(vars(engine_args))
+    before = deepcopy(vars(engine_args))
     translate(engine_args)
     assert vars(engine_args) == before
-    assert before["additional_config"]["theirs"] == 1
+    speculative = engine_args.speculative_config
+    return read(
+        SimpleNamespace(
+            speculative_config=speculative and SimpleNamespace(**speculative),
+            additional_config=engine_args.additional_config,
+        )
+    )
 
 
 @pytest.mark.parametrize(
-    "engine_args",
+    ("speculative", "flags"),
     [
-        arguments(),
-        arguments({"method": "ngram", "num_speculative_tokens": 4}),
-        arguments({"method": "eagle", "model": "some/model"}),
-        arguments({"method": "custom_class", "model": "theirs.Proposer"}),
-        arguments(spec_method="ngram"),
-        arguments(additional={"theirs": 1}),
-        arguments("no dictionary"),
+        (TRIE, {}),
+        ({"model": "ngram_trie"}, {}),
+        ({**TRIE, "model": "ngram_trie"}, {}),
+        (None, {"spec_method": "ngram_trie"}),
+        (None, {"spec_model": "ngram_trie"}),
+        (None, {"spec_method": "ngram_trie", "spec_model": "ngram_trie"}),
+        (TRIE, {"spec_method": "ngram_trie"}),
     ],
 )
-def test_what_is_not_ours_is_left_alone(engine_args):
-    before = dict(vars(engine_args))
+def test_all_ways_to_name_a_method(speculative, flags):
+    engine_args = arguments(speculative, **flags)
+    assert requested_method(engine_args) == "ngram_trie"
+    settings = settings_of(engine_args)
+    expected = {"method": "custom_class", "model": PROPOSER_CLASS}
+    assert engine_args.speculative_config == {**expected, "num_speculative_tokens": DEFAULT_NODES}
+    assert (settings.method, settings.draft_model) == ("ngram_trie", None)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "more"),
+    [
+        (None, {}),
+        ({"method": "ngram", "num_speculative_tokens": 4}, {}),
+        ({"method": "eagle", "model": "some/model"}, {}),
+        ({"method": "custom_class", "model": "theirs.Proposer"}, {}),
+        (None, {"spec_method": "ngram"}),
+        (None, {"additional_config": {"theirs": 1}}),
+        ("no dictionary", {}),
+    ],
+)
+def test_what_is_not_ours_is_left_alone(speculative, more):
+    engine_args = arguments(speculative, **more)
+    before = deepcopy(vars(engine_args))
     translate(engine_args)
     assert vars(engine_args) == before
     assert requested_method(engine_args) is None
+    assert settings_of(arguments()) is settings_of(arguments({"model": "ngram"})) is None
+
+
+OPTIONS = {"max_context_len": 9, "draft_timeout_s": 2.0}
 
 
 @pytest.mark.parametrize(
-    "engine_args",
+    ("speculative", "ours", "flags"),
     [
-        arguments({"method": "ngram_trie", "max_context_len": 9, "draft_timeout_s": 2.0}),
-        arguments(
-            {"method": "ngram-trie".replace("-", "_"), "max-context-len": 9, "draft-timeout-s": 2.0}
-        ),
-        arguments(
-            {"method": "ngram_trie"}, {CONFIG_KEY: {"max_context_len": 9, "draft_timeout_s": 2.0}}
-        ),
-        arguments(
-            None,
-            {CONFIG_KEY: {"max_context_len": 9, "draft_timeout_s": 2.0}},
-            spec_method="ngram_trie",
-        ),
-        arguments(
-            {"method": "ngram_trie", "max_context_len": 9},
-            {CONFIG_KEY: {"max_context_len": 9, "draft_timeout_s": 2.0, "method": "ngram_trie"}},
-        ),
+        ({**TRIE, **OPTIONS}, None, {}),
+        ({**TRIE, "max-context-len": 9, "draft-timeout-s": 2.0}, None, {}),
+        (TRIE, OPTIONS, {}),
+        (None, OPTIONS, {"spec_method": "ngram_trie"}),
+        ({**TRIE, "max_context_len": 9}, {**OPTIONS, **TRIE, "beam_search": False}, {}),
     ],
 )
-def test_options_arrive(engine_args):
-    translate(engine_args)
-    settings = read(as_worker_sees(engine_args))
-    assert settings.drafter_options.max_context_len == 9
+def test_options_arrive(speculative, ours, flags):
+    settings = settings_of(arguments(speculative, ours, **flags))
     defaults = type(settings.drafter_options)()
+    assert settings.drafter_options.max_context_len == 9
     assert settings.drafter_options.store_tokens == defaults.store_tokens
     assert settings.engine_options.draft_timeout_s == 2.0
 
 
-def test_vllms_own_settings_stay_with_vllm():
-    engine_args = translated({"method": "ngram_trie", "quantization": "x", "max_context_len": 9})
+def test_settings_of_others_stay_theirs():
+    engine_args = arguments({**TRIE, "quantization": "x", "max_context_len": 9})
+    engine_args.additional_config = {"theirs": 1}
+    settings_of(engine_args)
     assert engine_args.speculative_config["quantization"] == "x"
-    assert engine_args.additional_config == {
-        CONFIG_KEY: {"method": "ngram_trie", "max_context_len": 9}
-    }
+    ours = {**TRIE, "max_context_len": 9}
+    assert engine_args.additional_config == {"theirs": 1, CONFIG_KEY: ours}
+    engine_args = arguments(None, {"beam_search": False, "allow_untested_gpu": True})
+    translate(engine_args)  # those of beam search need no method
+    assert engine_args.speculative_config is None
 
 
 @pytest.mark.parametrize("value", [1, DEFAULT_NODES, MAX_NODES])
 def test_node_budgets(value):
     for engine_args in (
-        translated({"method": "ngram_trie", "num_speculative_tokens": value}),
-        translated(spec_method="ngram_trie", spec_tokens=value),
+        arguments({**TRIE, "num_speculative_tokens": value}),
+        arguments(spec_method="ngram_trie", spec_tokens=value),
     ):
+        settings_of(engine_args)
         assert engine_args.speculative_config["num_speculative_tokens"] == value
 
 
-@pytest.mark.parametrize("value", [0, -1, MAX_NODES + 1, True, "8", 8.0, [8]])
-def test_wrong_node_budgets(value):
-    with pytest.raises(ValueError, match="num_speculative_tokens") as caught:
-        translated({"method": "ngram_trie", "num_speculative_tokens": value})
-    message = str(caught.value)
-    assert f"num_speculative_tokens={value!r}" in message
-    assert f"from 1 to {MAX_NODES}" in message
-    assert "leave it out" in message
+NODES, CONTEXT = "num_speculative_tokens", "max_context_len"
+BEAMS = "additional_config['vllm_trie']"
+REFUSALS: list[tuple[Any, Any, dict[str, Any], list[str]]] = [
+    *(
+        ({**TRIE, NODES: v}, None, {}, [f"{NODES}={v!r}", f"from 1 to {MAX_NODES}", "leave it out"])
+        for v in (0, -1, MAX_NODES + 1, True, "8", 8.0, [8])
+    ),
+    *(
+        (*place, {}, ["ngram_trie", f"{name}={value!r}" if words else name, *words.split("|")])
+        for name, value, words in [
+            ("no_such_option", 1, ""),
+            (CONTEXT, "9", "integer"),
+            (CONTEXT, True, "integer"),
+            (CONTEXT, 9.5, "integer"),
+            (CONTEXT, 0, "1"),
+            (CONTEXT, 16, "15"),
+            ("index_output", "yes", "boolean"),
+            ("store_tokens", -1, "0"),
+            ("draft_timeout_s", 0.0, "greater than 0"),
+            ("draft_timeout_s", "fast", "number"),
+        ]
+        for place in [({**TRIE, name: value}, None), (TRIE, {name: value})]
+    ),
+    (TRIE, {"no_such_option": 1}, {}, ["not an option", CONTEXT, "draft_timeout_s"]),
+    ({**TRIE, CONTEXT: 9}, {CONTEXT: 8}, {}, [CONTEXT, "9", "8", "differ", "give one"]),
+    ({**TRIE, NODES: 8}, None, {"spec_tokens": 16}, ["--spec-tokens=16", "8", "differ"]),
+    ({"method": "ngram"}, None, {"spec_method": "ngram_trie"}, ["'ngram_trie'", "'ngram'"]),
+    ({"method": "eagle", "model": "ngram_trie"}, None, {}, ["='eagle'", "leave the model out"]),
+    ({**TRIE, "model": "lookahead_trie"}, None, {}, ["'lookahead_trie'", "differ", "trie_union"]),
+    (None, None, {"spec_method": "ngram_trie", "spec_model": "lookahead_trie"}, ["trie_union"]),
+    (TRIE, {"method": "other"}, {}, ["'ngram_trie'", "'other'", "differ", "give one"]),
+    (TRIE, None, {"additional_config": ["a list"]}, ["additional_config", "mapping"]),
+    (TRIE, 5, {}, [CONFIG_KEY, "5", "mapping"]),
+    (None, "beam_search=False", {}, ["must be a mapping"]),
+    ({"method": "ngram"}, "beam_search=False", {}, ["must be a mapping"]),
+    ("ngram_trie", None, {}, ["'ngram_trie'", "dictionary", "{'method': 'ngram_trie'}"]),
+    ("x", None, {"spec_method": "ngram_trie"}, ["'x'", "dictionary"]),
+    ({**TRIE, "model": 5}, None, {}, ["5", "path or a name"]),
+    ({**TRIE, "prompt_lookup_max": 5}, None, {}, ["prompt_lookup_max"]),
+    ({"method": "trie_union", "suffix_decoding_max_tree_depth": 5}, None, {}, ["'trie_union'"]),
+    (TRIE, None, {"additional_config": {"vllm-trie": {}}}, ["write 'vllm_trie'"]),
+    (TRIE, None, {"additional_config": {"beam_search": False}}, [f"{BEAMS}['beam_search']"]),
+    *(
+        (speculative, {option: "ngram_trie"}, {}, [f"sets {option}, but no", "--spec-method"])
+        for speculative in (None, {"method": "ngram"})
+        for option in ("method", "node_budget")
+    ),
+    *(
+        (speculative, {key: v}, {}, [f"{BEAMS}['{key}']={v!r}", "must be True or False"])
+        for speculative in (None, TRIE)
+        for key in ("beam_search", "allow_untested_gpu")
+        for v in (0, 1, "false", None, {})
+    ),
+    *(
+        (speculative, {"items": v}, {}, [f"{BEAMS}['items']={v!r}", "must map names to paths"])
+        for speculative in (None, TRIE)
+        for v in ("path", ["path"], {"name": 3}, {"name": ""}, {3: "path"}, None)
+    ),
+]
 
 
-@pytest.mark.parametrize("place", ["speculative", "additional"])
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        (
-            "no_such_option",
-            1,
-            ["no_such_option", "not an option", "max_context_len", "draft_timeout_s"],
-        ),
-        ("max_context_len", "9", ["max_context_len='9'", "integer"]),
-        ("max_context_len", True, ["max_context_len=True", "integer"]),
-        ("max_context_len", 9.5, ["max_context_len=9.5", "integer"]),
-        ("max_context_len", 0, ["max_context_len=0", "1"]),
-        ("max_context_len", 16, ["max_context_len=16", "15"]),
-        ("index_output", "yes", ["index_output='yes'", "boolean"]),
-        ("store_tokens", -1, ["store_tokens=-1", "0"]),
-        ("draft_timeout_s", 0.0, ["draft_timeout_s=0.0", "greater than 0"]),
-        ("draft_timeout_s", "fast", ["draft_timeout_s='fast'", "number"]),
-    ],
-)
-def test_wrong_options(place, option, value, said):
-    engine_args = (
-        arguments({"method": "ngram_trie", option: value})
-        if place == "speculative"
-        else arguments({"method": "ngram_trie"}, {CONFIG_KEY: {option: value}})
-    )
-    with pytest.raises(ValueError, match="ngram_trie") as caught:
-        translate(engine_args)
+@pytest.mark.parametrize(("speculative", "ours", "more", "said"), REFUSALS)
+def test_refusals(speculative, ours, more, said):
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        translate(arguments(speculative, ours, **more))
     for words in said:
         assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("engine_args", "said"),
-    [
-        (
-            arguments(
-                {"method": "ngram_trie", "max_context_len": 9}, {CONFIG_KEY: {"max_context_len": 8}}
-            ),
-            ["max_context_len", "9", "8", "differ", "give one"],
-        ),
-        (
-            arguments({"method": "ngram_trie", "num_speculative_tokens": 8}, spec_tokens=16),
-            ["--spec-tokens=16", "8", "differ", "give one"],
-        ),
-        (
-            arguments({"method": "ngram"}, spec_method="ngram_trie"),
-            ["--spec-method='ngram_trie'", "'ngram'", "differ", "give one"],
-        ),
-        (
-            arguments({"method": "eagle", "model": "ngram_trie"}),
-            ["'ngram_trie'", "method='eagle'", "leave the model out"],
-        ),
-        (
-            arguments({"method": "ngram_trie", "model": "lookahead_trie"}),
-            ["'ngram_trie'", "'lookahead_trie'", "differ", "trie_union"],
-        ),
-        (
-            arguments(None, spec_method="ngram_trie", spec_model="lookahead_trie"),
-            ["'ngram_trie'", "'lookahead_trie'", "differ", "trie_union"],
-        ),
-        (
-            arguments({"method": "ngram_trie"}, {CONFIG_KEY: {"method": "other"}}),
-            ["'ngram_trie'", "'other'", "differ", "give one"],
-        ),
-        (arguments({"method": "ngram_trie"}, ["a list"]), ["additional_config", "mapping"]),
-        (arguments({"method": "ngram_trie"}, {CONFIG_KEY: 5}), [CONFIG_KEY, "5", "mapping"]),
-        (arguments("ngram_trie"), ["'ngram_trie'", "dictionary", "{'method': 'ngram_trie'}"]),
-        (arguments("x", spec_method="ngram_trie"), ["'x'", "dictionary"]),
-        (arguments({"method": "ngram_trie", "model": 5}), ["5", "path or a name"]),
-        (arguments({"method": "ngram_trie", "prompt_lookup_max": 5}), ["prompt_lookup_max"]),
-        (
-            arguments({"method": "trie_union", "suffix_decoding_max_tree_depth": 5}),
-            ["suffix_decoding_max_tree_depth", "'trie_union'"],
-        ),
-        (
-            arguments({"method": "ngram_trie"}, {"vllm-trie": {"recycle": True}}),
-            ["additional_config['vllm-trie']", "write 'vllm_trie'"],
-        ),
-        (
-            arguments({"method": "ngram_trie"}, {"beam_search": False}),
-            ["additional_config['beam_search']", "additional_config['vllm_trie']['beam_search']"],
-        ),
-    ],
-)
-def test_contradictions(engine_args, said):
-    with pytest.raises(ValueError, match=r"must be|differ|leave|write") as caught:
-        translate(engine_args)
-    for words in said:
-        assert words in str(caught.value)
-
-
-@pytest.mark.parametrize("speculative", [None, {"method": "ngram"}])
-def test_options_without_a_method_are_refused(speculative):
-    for option in ("method", "node_budget"):
-        with pytest.raises(ValueError, match=f"sets {option}, but no speculative method") as caught:
-            translate(arguments(speculative, {CONFIG_KEY: {option: "ngram_trie"}}))
-        assert "--spec-method" in str(caught.value)
-
-
-def test_options_of_beam_search_need_no_method():
-    engine_args = arguments(None, {CONFIG_KEY: {"beam_search": False, "allow_untested_gpu": True}})
-    translate(engine_args)
-    assert engine_args.speculative_config is None
-
-
-@pytest.mark.parametrize("speculative", [None, {"method": "ngram_trie"}])
-@pytest.mark.parametrize("key", ["beam_search", "allow_untested_gpu"])
-@pytest.mark.parametrize("value", [0, 1, "false", None, {}])
-def test_switches_are_true_or_false(speculative, key, value):
-    with pytest.raises(ValueError, match="must be True or False") as caught:
-        translate(arguments(speculative, {CONFIG_KEY: {key: value}}))
-    assert f"additional_config['vllm_trie']['{key}']={value!r}" in str(caught.value)
-
-
-@pytest.mark.parametrize("speculative", [None, {"method": "ngram"}])
-def test_a_part_that_is_no_mapping_is_refused_without_a_method_too(speculative):
-    with pytest.raises(ValueError, match="must be a mapping"):
-        translate(arguments(speculative, {CONFIG_KEY: "beam_search=False"}))
 
 
 def test_a_path_is_the_drafters_own_model():
-    engine_args = translated({"method": "ngram_trie", "model": "some/heads"})
+    engine_args = arguments({**TRIE, "model": "some/heads"})
+    assert settings_of(engine_args).draft_model == "some/heads"
     assert engine_args.speculative_config["model"] == PROPOSER_CLASS
-    settings = read(as_worker_sees(engine_args))
-    assert settings.draft_model == "some/heads"
-    translate(engine_args)
-    assert read(as_worker_sees(engine_args)) == settings
 
 
 def test_a_trained_drafter_becomes_its_method_of_vllm():
-    entry = {"method": "eagle3", "model": "some/head", "num_speculative_tokens": 3}
-    union = {"method": "trie_union", "drafters": ["ngram", entry], "num_speculative_tokens": 24}
-    engine_args = translated({**union, "quantization": "fp8"})
-    assert engine_args.speculative_config == {
-        "quantization": "fp8",
-        "method": "eagle3",
-        "model": "some/head",
-        "num_speculative_tokens": 24,
-    }
-    settings = read(as_worker_sees(engine_args))
-    assert settings.method == "trie_union"
-    assert settings.neural.num_speculative_tokens == 3
-    before = dict(vars(engine_args))
-    translate(engine_args)
-    assert vars(engine_args) == before
+    entry = {"method": "eagle3", "model": "some/head", NODES: 3}
+    union = {"method": "trie_union", "drafters": ["ngram", entry], NODES: 24}
+    engine_args = arguments({**union, "quantization": "fp8"})
+    settings = settings_of(engine_args)
+    assert engine_args.speculative_config == {**entry, "quantization": "fp8", NODES: 24}
+    assert (settings.method, settings.neural.num_speculative_tokens) == ("trie_union", 3)
 
 
 def test_the_class_without_a_method_is_refused():
-    engine_args = translated({"method": "custom_class", "model": PROPOSER_CLASS})
-    with pytest.raises(ValueError, match="names no method") as caught:
-        read(as_worker_sees(engine_args))
-    assert "ngram_trie" in str(caught.value)
+    with pytest.raises(ValueError, match=r"names no method.*ngram_trie"):
+        settings_of(arguments({"method": "custom_class", "model": PROPOSER_CLASS}))
 
 
-def test_engines_without_trees_have_no_configuration():
-    assert read(as_worker_sees(arguments())) is None
-    assert read(as_worker_sees(arguments({"model": "ngram"}))) is None
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("ngram_tri", "ngram_trie"),
+        ("ngram-trie", "ngram_trie"),
+        ("NGram_Trie", "ngram_trie"),
+        ("ngramtree", "ngram_trie"),
+        ("medusa-dynamic", "medusa_dynamic"),
+        ("lookahead", "lookahead_trie"),
+        ("union", "trie_union"),
+    ],
+)
+def test_what_was_meant(name, method):
+    assert meant(name, THEIRS) == method
 
 
-@pytest.mark.parametrize("speculative", [None, {"method": "ngram_trie"}])
-@pytest.mark.parametrize("items", ["path", ["path"], {"name": 3}, {"name": ""}, {3: "path"}, None])
-def test_catalogues_are_paths_by_name(speculative, items):
-    with pytest.raises(ValueError, match="must map names to paths, as in") as caught:
-        translate(arguments(speculative, {CONFIG_KEY: {"items": items}}))
-    assert f"additional_config['vllm_trie']['items']={items!r}" in str(caught.value)
+@pytest.mark.parametrize(
+    "name", [*THEIRS, *available_methods(), "ngrm", "eagle4", "medusa2", "no_such", "", None, 7]
+)
+def test_what_is_vllms_to_answer(name):
+    assert meant(name, THEIRS) == ""
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"speculative": {"method": "ngram_tri"}},
+        {"speculative": {"model": "ngram_tri"}},
+        {"spec_method": "ngram_tri"},
+        {"spec_model": "ngram_tri"},
+        {"speculative": {NODES: 4}, "spec_method": "ngram_tri"},
+    ],
+)
+def test_misspelled_methods_are_refused(way):
+    with pytest.raises(ValueError, match="'ngram_tri' is unknown; did you mean") as caught:
+        refuse_misspelled_method(arguments(**way))
+    assert all(method in str(caught.value) for method in available_methods())
+
+
+def test_what_is_left_to_vllm(tmp_path, monkeypatch):
+    (tmp_path / "ngram_tri").mkdir()
+    monkeypatch.chdir(tmp_path)  # a folder of that name is a model
+    for speculative in (
+        None, {"method": "ngram"}, {"method": "eagel"}, {"model": "someone/ngram-trie-7b"},
+        {"method": "draft_model", "model": "ngram_tri"}, {"model": "gpt2"}, "ngram_tri",
+        {"method": 3}, {"model": "ngram_tri"},
+    ):  # fmt: skip
+        refuse_misspelled_method(arguments(speculative))
 
 
 def serving(path: object, **values: Any) -> SimpleNamespace:
