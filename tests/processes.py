@@ -69,7 +69,7 @@ def wait_for(
     """Wait until `ready()` is true.
 
     Args:
-        ready: asked twice a second.
+        ready: asked twice a second, and when the process ends.
         process: its CPU time and that of its descendants count as progress.
         log: its growth counts as progress.
         limit: of the whole wait, in seconds.
@@ -95,7 +95,8 @@ def wait_for(
         elif now - last_progress > IDLE_LIMIT_S:
             problem = f"the process made no progress for {IDLE_LIMIT_S:g} s"
         else:
-            time.sleep(0.5)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.5)
             continue
         raise RuntimeError(f"{problem}; its log ends:\n{log.read_text(errors='replace')[-6000:]}")
 

@@ -25,12 +25,6 @@ def namespace():
     return names
 
 
-def test_it_is_as_short_as_it_looks(namespace):
-    (code,) = [block for block in PAGE.fenced("python") if "class EchoDrafter" in block]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 30
-    assert issubclass(namespace["EchoDrafter"], Drafter)
-
-
 def test_it_guesses_what_followed_before(namespace):
     drafter = namespace["EchoDrafter"](namespace["EchoOptions"](), make_context())
     (tree,) = drafter.propose([make_request([5, 6, 7, 5, 8, 5], max_nodes=8)])

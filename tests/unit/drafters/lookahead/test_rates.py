@@ -51,14 +51,6 @@ def test_a_rate_follows_another_text():
     assert rate.probability < 0.05
 
 
-@given(st.lists(st.booleans(), max_size=300))
-def test_rates_stay_probabilities(seen):
-    rate = Rate(0.3)
-    for was_right in seen:
-        rate.count(was_right)
-        assert 0.0 < rate.probability < 1.0
-
-
 class _Counted:
     """Stands in for the rates: the same probability for all, and counts what it gets."""
 

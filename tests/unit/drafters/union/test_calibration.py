@@ -17,11 +17,6 @@ def test_a_part_alone_is_believed_at_first() -> None:
     assert Calibrator().probability({3: 0.3}, 1) == pytest.approx(0.3)
 
 
-@given(st.dictionaries(st.integers(0, 2), PROBABILITIES, min_size=1))
-def test_probabilities_stay_within_bounds(edges: dict[int, float]) -> None:
-    assert 0.0 < Calibrator().probability(edges, 3) < 1.0
-
-
 @given(PROBABILITIES, PROBABILITIES)
 def test_likelier_edges_stay_likelier(low: float, high: float) -> None:
     low, high = sorted((low, high))
@@ -66,13 +61,3 @@ def test_what_is_learned_of_some_parts_says_nothing_of_others() -> None:
     assert calibrator.probability({0: 0.5}, 1) < 0.3
     assert calibrator.probability({1: 0.5}, 1) == pytest.approx(0.5)
     assert calibrator.probability({0: 0.5, 1: 0.5}, 2) > 0.5
-
-
-def test_ranks_learn_alike() -> None:
-    left, right, rng = Calibrator(), Calibrator(), random.Random(2)
-    for _ in range(300):
-        edges = {part: rng.random() for part in range(rng.randint(1, 3))}
-        outcome = rng.random() < 0.5
-        left.learn(edges, 3, outcome)
-        right.learn(edges, 3, outcome)
-        assert left.probability(edges, 3) == right.probability(edges, 3)

@@ -84,23 +84,12 @@ def test_a_part_that_hangs_ends_at_its_limit_with_all_that_it_started(tmp_path):
     assert after.status == "passed"
 
 
-def test_what_does_not_apply_is_no_failure_and_no_pass(tmp_path):
-    (outcome,) = run(tmp_path, "not applicable")
-    assert (outcome.status, outcome.log) == ("not applicable", ())
-
-
 def test_a_part_without_what_it_needs_is_left_out(tmp_path):
     *_, left_out = run(tmp_path, "raise", "passed", needs="raise")
     assert (left_out.status, left_out.seconds) == ("failed", 0.0)
     assert left_out.summary == "left out: the part “raise” failed"
     *_, ran = run(tmp_path, "failed", "nothing", "passed", needs="another")
     assert ran.status == "passed"
-
-
-def test_of_a_long_log_the_end_is_kept(tmp_path):
-    (outcome,) = run(tmp_path, "long log")
-    assert outcome.status == "failed"
-    assert 10 < len(outcome.log) < 100
 
 
 def test_an_old_result_is_no_result(tmp_path):
