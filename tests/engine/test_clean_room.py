@@ -1,4 +1,4 @@
-"""A newcomer's first commands, from an empty home: those of the pages, and in bare surroundings."""
+"""A newcomer's first commands, from an empty home: README's, and in bare surroundings."""
 
 import json
 import re
@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from tests.clean_room import PAGES, Room, run_page, steps_of
+from tests.clean_room import Room, run_page, steps_of
 from tests.processes import FORKED
 from tests.unit.docs.pages import page
 
@@ -18,18 +18,12 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory, smollm2_folder):
-    """The folder of the fetched model; README's commands find it empty, the other page's do not."""
-    return str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_the_commands_of_a_page(name, cache, tmp_path):
-    outcomes = run_page(name, tmp_path, VLLM_TRIE_CACHE_DIR=cache, PYTHONPATH=str(FORKED))
-    assert len(outcomes) == sum(step.reason is None for step in steps_of(page(name)))
-    if name != "README.md":
-        return
+@pytest.mark.usefixtures("smollm2_folder")
+def test_the_commands_of_readme(tmp_path):
+    variables = {"VLLM_TRIE_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(FORKED)}
+    outcomes = run_page("README.md", tmp_path, **variables)
+    steps = steps_of(page("README.md"))
+    assert len(outcomes) == sum(step.reason is None for step in steps)
     printed = {outcome.text: outcome.output for outcome in outcomes}
     assert "outputs identical: yes" in printed["make demo"]
     assert "model: smollm2-135m-instruct" in printed["make demo"]
