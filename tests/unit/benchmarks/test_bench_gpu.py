@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import shutil
 import subprocess
 import sys
@@ -32,7 +31,7 @@ def commands(tmp_path: Path, *arguments: str) -> dict[str, list[str]]:
     return bench_gpu.commands(bench_gpu.parse(["--out", str(tmp_path), *arguments]))
 
 
-def test_the_target_of_make() -> None:
+def test_the_target_of_make():
     if shutil.which("make") is None:
         pytest.skip("no make")
     done = subprocess.run(
@@ -54,9 +53,7 @@ def test_the_target_of_make() -> None:
 
 
 @pytest.mark.parametrize("name", [benchmark.name for benchmark in BENCHMARKS])
-def test_each_benchmark_takes_its_arguments(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_benchmark_takes_its_arguments(name, tmp_path, monkeypatch):
     def stop(*arguments: Any) -> None:
         raise Parsed
 
@@ -80,7 +77,7 @@ def test_each_benchmark_takes_its_arguments(
     assert "dummy" not in command
 
 
-def test_without_a_model_the_weights_are_random(tmp_path: Path) -> None:
+def test_without_a_model_the_weights_are_random(tmp_path):
     folder = str(tmp_path / "dummy-8b")
     for name, command in commands(tmp_path).items():
         if name != "attention":
@@ -91,7 +88,7 @@ def test_without_a_model_the_weights_are_random(tmp_path: Path) -> None:
     assert len(AutoTokenizer.from_pretrained(folder)) <= config.vocab_size
 
 
-def test_a_device_that_vllm_does_not_run_on_is_refused() -> None:
+def test_a_device_that_vllm_does_not_run_on_is_refused():
     device.check_device("cpu")
     with pytest.raises(SystemExit, match="--device cuda: this vLLM runs on 'cpu'"):
         device.check_device("cuda")
@@ -100,9 +97,7 @@ def test_a_device_that_vllm_does_not_run_on_is_refused() -> None:
 @pytest.mark.parametrize(
     ("method", "allowed"), [(None, False), ("ngram", False), ("ngram_trie", True)]
 )
-def test_engines_on_a_gpu(
-    method: str | None, allowed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_on_a_gpu(method, allowed, monkeypatch):
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(local_engine, "start_engine", lambda model, **all: started.append(all))
     config = method and {"method": method}
@@ -114,9 +109,7 @@ def test_engines_on_a_gpu(
     assert bool((on_gpu["speculative_config"] or {}).get("allow_untested_gpu")) == allowed
 
 
-def test_a_benchmark_that_fails_does_not_stop_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     def run(command: list[str], stdout: Any, check: bool) -> Any:
         name = Path(command[1]).stem
         stdout.write(f"table of {name}\n")
@@ -134,25 +127,10 @@ def test_a_benchmark_that_fails_does_not_stop_the_others(
     assert (tmp_path / "load.txt").read_text() == "table of load\n"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="no matplotlib")
-def test_a_chart(tmp_path: Path) -> None:
-    row: dict[str, Any] = dict.fromkeys(
-        ("context", "nodes", "batch_size", "category", "prompts", "prompt_len", "beam_width"), 8
-    )
-    row |= {"num_prompts": 1, "machine": "a machine", "method": "x", "kernel": "x"}
-    assert all("8" in benchmark.category(row) for benchmark in BENCHMARKS)
-    benchmark = BENCHMARKS[0]
-    rows = [row | {benchmark.value: 1.5}, row | {benchmark.value: None}]
-    (tmp_path / f"{benchmark.name}.json").write_text(json.dumps(rows))
-    written = bench_gpu.chart(benchmark, tmp_path)
-    assert [path.suffix for path in written] == [".png", ".svg"]
-    assert min(path.stat().st_size for path in written) > 1000
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("nodes", [1, 31, 64])
-def test_kernels_of_others_agree_on_a_gpu(nodes: int) -> None:
+def test_kernels_of_others_agree_on_a_gpu(nodes):
     """xFormers' tree attention is among them if it is installed and its Triton is."""
     step = gpu_attention.one_request(LayerShape(32, 8, 128, 16, torch.bfloat16), 700, nodes)
     compared = gpu_attention.runs(step, torch.device("cuda", 0))

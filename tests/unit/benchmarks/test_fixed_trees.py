@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.fixed_trees import (
-    PUBLISHED,
-    FixedTreeDrafter,
-    FixedTreeOptions,
-    template,
-)
+from support.fixed_trees import PUBLISHED, FixedTreeDrafter, FixedTreeOptions, template
 
 from tests.unit.drafters.medusa.support import VOCAB, describe, make_requests, random_heads
 from tests.unit.drafters.support import make_context

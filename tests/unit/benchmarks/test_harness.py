@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-import pytest
 from support import harness
 
 
-def test_smoke_sets_options_that_later_ones_change() -> None:
+def test_smoke_sets_options_that_later_ones_change():
     parser = harness.option_parser("", smoke={"widths": [2], "tokens": 4})
     parser.add_argument("--widths", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--tokens", type=int, default=64)
@@ -18,7 +16,7 @@ def test_smoke_sets_options_that_later_ones_change() -> None:
     assert parser.parse_args([]).widths == [4, 8]
 
 
-def test_runs_take_turns() -> None:
+def test_runs_take_turns():
     order: list[str] = []
 
     def run(name: str) -> str:
@@ -33,7 +31,7 @@ def test_runs_take_turns() -> None:
     assert harness.median_ratio(slower, [(1.0, None), (2.0, None), (4.0, None)]) == 3.0
 
 
-def test_rows_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_printed_and_written(tmp_path, capsys):
     rows = [{"method": "plain", "ms": 0.12345, "hidden": 1}, {"method": "trees", "ms": None}]
     harness.finish(rows, tmp_path / "rows.json", ["method", "ms"])
     assert "0.123" in capsys.readouterr().out

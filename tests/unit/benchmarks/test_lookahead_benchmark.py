@@ -1,7 +1,5 @@
 """The lookahead benchmark's independent verification computes more and accepts the same."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from support.lookahead import CountedLookahead, IndependentLookahead, repeat_shared_prefixes
@@ -23,7 +21,7 @@ CANDIDATES = st.lists(
 
 
 @given(candidates=CANDIDATES, depth=st.integers(1, 3))
-def test_every_candidate_has_a_branch_of_its_own(candidates: list[Candidate], depth: int) -> None:
+def test_every_candidate_has_a_branch_of_its_own(candidates, depth):
     trie = CandidateTrie(candidates, depth, Rates()).tree(100)
     tree = repeat_shared_prefixes(trie, candidates, depth)
     tree.validate(VOCAB, 100)
@@ -33,7 +31,7 @@ def test_every_candidate_has_a_branch_of_its_own(candidates: list[Candidate], de
     assert accepted == verify(trie, [1, 2], target).accepted
 
 
-def test_both_accept_the_same_and_are_counted() -> None:
+def test_both_accept_the_same_and_are_counted():
     options = LookaheadOptions(window_size=4, pool_from_text=False, min_probability=0.0)
     context = make_context(num_nodes=64, vocab_size=VOCAB)
     decodings = [

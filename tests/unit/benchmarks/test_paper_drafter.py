@@ -19,7 +19,7 @@ texts = st.lists(st.integers(0, 3), max_size=40)
 def draft(text: list[int], prompt: int | None = None, **limits: object) -> TokenTree:
     options = {k: limits.pop(k) for k in ("ngram_size", "max_prefix_len") if k in limits}
     drafter = make_drafter(PaperDrafter.name, **options)
-    request = make_request(text, num_prompt_tokens=prompt, **limits)  # type: ignore[arg-type]
+    request = make_request(text, num_prompt_tokens=prompt, **limits)
     [tree] = drafter.propose([request])
     tree.validate(VOCAB, 32)
     return tree
@@ -49,13 +49,8 @@ def algorithm1(
 
 @given(texts, texts, st.integers(2, 8), st.integers(1, 4), st.integers(1, 32), st.integers(1, 8))
 def test_drafts_are_those_of_algorithm_1(
-    prompt: list[int],
-    output: list[int],
-    ngram_size: int,
-    prefix_len: int,
-    max_nodes: int,
-    max_depth: int,
-) -> None:
+    prompt, output, ngram_size, prefix_len, max_nodes, max_depth
+):
     prefix_len, text = min(prefix_len, ngram_size - 1), prompt + output
     expected = algorithm1(prompt, text, ngram_size, prefix_len)
     expected = {path: value for path, value in expected.items() if len(path) <= max_depth}
@@ -76,12 +71,12 @@ def test_drafts_are_those_of_algorithm_1(
     assert max(left_out, default=0.0) <= min(chosen.values(), default=1.0) * (1 + 1e-6)
 
 
-def test_a_match_that_backs_off_is_not_drafted_deeper() -> None:
+def test_a_match_that_backs_off_is_not_drafted_deeper():
     text = [*range(10, 40), 11]
     assert draft(text, ngram_size=13, max_prefix_len=3).num_nodes == 10
 
 
-def test_chain_only_follows_the_most_frequent_continuation() -> None:
+def test_chain_only_follows_the_most_frequent_continuation():
     text = [1, 5, 6, 1, 7, 8, 1, 7, 9, 1]
     tree = draft(text, chain_only=True, max_depth=3)
     assert tree.is_chain
@@ -89,7 +84,7 @@ def test_chain_only_follows_the_most_frequent_continuation() -> None:
     assert tree.num_nodes == 3
 
 
-def test_a_request_that_comes_back_changed_is_indexed_again() -> None:
+def test_a_request_that_comes_back_changed_is_indexed_again():
     drafter = make_drafter(PaperDrafter.name)
     drafter.propose([make_request([1, 2, 3, 1])])
     [tree] = drafter.propose([make_request([1, 5, 6, 1])])
@@ -98,6 +93,6 @@ def test_a_request_that_comes_back_changed_is_indexed_again() -> None:
     drafter.release("a")
 
 
-def test_a_window_holds_a_match_and_a_draft() -> None:
+def test_a_window_holds_a_match_and_a_draft():
     with pytest.raises(ValueError, match="max_prefix_len=3 must be smaller than ngram_size=3"):
         make_drafter(PaperDrafter.name, ngram_size=3)

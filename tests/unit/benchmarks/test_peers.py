@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import peers
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import peers_engines, peers_plot, replay_model
+from support import peers_engines, replay_model
 from support.replay_data import Recording
 
 VOCAB_SIZE = 1000
@@ -19,9 +18,7 @@ TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=20)
 
 
 @given(texts=st.lists(TOKENS, min_size=1, max_size=3), data=st.data())
-def test_rows_on_the_recorded_path_predict_it_and_others_do_not(
-    texts: list[list[int]], data: st.DataObject
-) -> None:
+def test_rows_on_the_recorded_path_predict_it_and_others_do_not(texts, data):
     rows = st.tuples(
         st.integers(0, len(texts) - 1), st.integers(0, 24), st.integers(0, VOCAB_SIZE - 1)
     )
@@ -44,30 +41,12 @@ def test_rows_on_the_recorded_path_predict_it_and_others_do_not(
         assert (after == truth) == (token == recorded[min(position, last)])
 
 
-@given(st.lists(st.integers(0, 65_535), min_size=1, max_size=20))
-def test_token_ids_survive_bfloat16_as_two_digits(tokens: list[int]) -> None:
-    digits = torch.zeros(len(tokens), 8, dtype=torch.bfloat16)
-    replay_model.write_digits(digits, torch.tensor(tokens))
-    assert replay_model.read_digits(digits).tolist() == tokens
-
-
-def test_the_shapes_have_the_parameters_that_their_names_say() -> None:
-    for shape, millions in (("0.4b", (380, 440)), ("1b", (950, 1100))):
-        sizes = replay_model.SHAPES[shape]
-        hidden = sizes["hidden_size"]
-        head_size = hidden // sizes["num_attention_heads"]
-        attention = hidden * (2 * hidden + 2 * head_size * sizes["num_key_value_heads"])
-        layer = attention + 3 * hidden * sizes["intermediate_size"]
-        total = (sizes["num_hidden_layers"] * layer + 32_000 * hidden) / 1e6
-        assert millions[0] < total < millions[1]
-
-
 def recordings() -> list[Recording]:
     multi = [Recording(i, "multi-turn", [1], [turn]) for i in range(10) for turn in (0, 1)]
     return [*multi, *(Recording(100 + i, "qa", [1], [2]) for i in range(10))]
 
 
-def test_questions_are_spread_and_their_turns_stay_together() -> None:
+def test_questions_are_spread_and_their_turns_stay_together():
     chosen = peers.choose(recordings(), 4, None)
     assert [(r.question_id, r.output[0]) for r in chosen] == [
         (0, 0), (0, 1), (5, 0), (5, 1), (100, 2), (102, 2), (105, 2), (107, 2),
@@ -100,7 +79,7 @@ def example_rows() -> list[dict]:
     return peers.with_means(peers.summarize("replay", methods, questions, measurements))
 
 
-def test_ratios_count_the_prefill_and_steps_do_not() -> None:
+def test_ratios_count_the_prefill_and_steps_do_not():
     rows = {(row["category"], row["method"]): row for row in example_rows()}
     ours = rows["qa", "ngram_trie"]
     assert ours["ratio_to_plain"] == 2.0  # 5.0 is the median of plain's repeats
@@ -114,7 +93,7 @@ def test_ratios_count_the_prefill_and_steps_do_not() -> None:
     assert rows["rag", "ngram_trie"]["identical"] is False
 
 
-def test_free_answers_of_other_lengths_are_compared_by_time_per_token() -> None:
+def test_free_answers_of_other_lengths_are_compared_by_time_per_token():
     questions = [peers_engines.Question("qa", [1], None, 5)] * 2
     measurements = {
         (0, "plain"): [measured([5, 6, 7, 8, 9], 5.0, 1.0, 4)],
@@ -128,7 +107,7 @@ def test_free_answers_of_other_lengths_are_compared_by_time_per_token() -> None:
     assert (rows[1]["identical"], rows[1]["identical_share"]) == (False, 0.5)
 
 
-def test_means_are_over_categories_and_the_best_peer_is_the_one_with_the_best_mean() -> None:
+def test_means_are_over_categories_and_the_best_peer_is_the_one_with_the_best_mean():
     rows = {(row["category"], row["method"]): row for row in example_rows()}
     assert rows["mean", "ngram_trie"]["ratio_to_plain"] == pytest.approx((2.0 + 1.5) / 2)
     assert rows["mean", "ngram"]["ratio_to_plain"] == pytest.approx((1.25 + 3.0) / 2)
@@ -138,9 +117,7 @@ def test_means_are_over_categories_and_the_best_peer_is_the_one_with_the_best_me
     assert rows["mean", "ngram_trie"]["identical"] is False
 
 
-def test_rows_of_earlier_runs_are_joined_and_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_earlier_runs_are_joined_and_drawn(tmp_path, monkeypatch):
     rows = example_rows()
     for category in ("qa", "rag"):
         part = [row for row in rows if row["category"] in (category, "mean")]
@@ -159,20 +136,14 @@ def test_rows_of_earlier_runs_are_joined_and_drawn(
     assert "dummy weights of a 0.4b shape" in drawing or (folder / "peers-replay.png").exists()
 
 
-def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_peer_is_named(monkeypatch):
     monkeypatch.setattr(peers_engines.importlib.util, "find_spec", lambda name: None)
     methods, missing = peers_engines.available(["plain", "suffix"])
     assert methods == ["plain"]
     assert "arctic-inference" in missing[0]
 
 
-def test_every_drawing_has_a_title() -> None:
-    assert set(peers_plot.TITLES) == set(peers.WORKLOADS)
-
-
-def test_replay_is_left_out_without_its_data(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_is_left_out_without_its_data(monkeypatch, capsys):
     for variable in (peers.QUESTIONS_VARIABLE, peers.ANSWERS_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     assert peers.run(peers.parse(["--workload", "replay"])) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ class Scripted:
         self.finished = tokens.tolist()
 
 
-def test_steps_follow_the_definition() -> None:
+def test_steps_follow_the_definition():
     method = Scripted()
     recording = replay.Recording(1, "qa", prompt=[7, 8], output=[9, 1, 2, 3, 1, 5, 6, 1, 0])
     steps = replay.replay(method, "a", recording)
@@ -41,13 +40,13 @@ def test_steps_follow_the_definition() -> None:
     assert method.finished == [7, 8, 9, 1, 2, 3, 1, 5, 6, 1, 0]
 
 
-def test_the_last_step_is_not_counted_beyond_the_end() -> None:
+def test_the_last_step_is_not_counted_beyond_the_end():
     recording = replay.Recording(1, "qa", prompt=[7], output=[9, 1])
     [step] = replay.replay(Scripted(), "a", recording)
     assert step.num_tokens == 1
 
 
-def test_categories_pool_their_questions_and_the_mean_does_not() -> None:
+def test_categories_pool_their_questions_and_the_mean_does_not():
     step = replay.Step
     rows = replay.summarize(
         "m", 8, {"qa": [step(4, 8, 1.0, 2.5), step(2, 6, 3.0, 1.5)], "rag": [step(1, 0, 2.0, None)]}
@@ -61,7 +60,7 @@ def test_categories_pool_their_questions_and_the_mean_does_not() -> None:
     assert {row["nodes"] for row in rows} == {8}
 
 
-def test_the_command_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_rows(tmp_path, monkeypatch):
     output = tmp_path / "out.json"
     command = ["replay.py", "--smoke", "--json", str(output)]
     monkeypatch.setattr(sys, "argv", command)
@@ -84,7 +83,7 @@ def test_the_command_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert row["tokens_per_step"] > 1.5, "the answer is in the prompt"
 
 
-def test_a_missing_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_named(monkeypatch):
     monkeypatch.delenv(QUESTIONS_VARIABLE, raising=False)
     monkeypatch.setattr(sys, "argv", ["replay.py"])
     with pytest.raises(SystemExit, match=f"--questions: .*, or set {QUESTIONS_VARIABLE}"):

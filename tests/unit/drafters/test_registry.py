@@ -27,12 +27,6 @@ def test_unknown_method_names_what_is_allowed():
         get_drafter_class("nonesuch")
 
 
-def test_options_are_described():
-    for method in available_methods():
-        for name, field in get_drafter_class(method).Options.model_fields.items():
-            assert field.description, f"{method}: option {name} has no description"
-
-
 def test_methods_of_other_packages(monkeypatch):
     points = [
         EntryPoint("mine", "vllm_trie.drafters.ngram_trie:NgramTrieDrafter", "vllm_trie.drafters"),

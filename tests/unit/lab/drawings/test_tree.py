@@ -1,6 +1,5 @@
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,11 +73,3 @@ def test_svg_boxes_do_not_overlap_and_lie_inside(tree):
     for i, a in enumerate(boxes):
         for b in boxes[:i]:
             assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
-
-
-def test_never_accepted_nodes_are_labelled():
-    tree = TokenTree(
-        np.array([1], dtype=np.int32), np.array([-1], dtype=np.int32), never_accept=np.array([True])
-    )
-    assert "never accepted" in draw_text(tree, str)
-    assert "never accepted" in draw_svg(tree, str)
