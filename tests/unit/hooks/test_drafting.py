@@ -74,27 +74,6 @@ def fail_late(request: DraftRequest) -> TokenTree:
     raise ValueError("too late to matter")
 
 
-def test_a_request_that_fails_is_given_up_and_the_others_are_not():
-    drafter = ScriptedDrafter({"b": fail})
-    guarded = guard(drafter)
-    assert sizes(guarded.propose(requests("abc"))) == [3, 0, 3]
-    assert guarded.failures == {"error": 1, "malformed": 0, "timeout": 0, "start_check": 0}
-    assert "b" in drafter.released
-    drafter.asked.clear()
-    assert sizes(guarded.propose(requests("cba"))) == [3, 0, 3]
-    assert drafter.asked == [["c", "a"]]
-    assert guarded.failures["error"] == 1
-
-
-def test_an_ended_request_leaves_nothing_behind():
-    drafter = ScriptedDrafter({"b": fail})
-    guarded = guard(drafter)
-    guarded.propose(requests("b"))
-    guarded.release("b")
-    drafter.behaviours.clear()
-    assert sizes(guarded.propose(requests("b"))) == [3]
-
-
 MALFORMED: dict[str, Callable[[], Any]] = {
     "no tree": lambda: None,
     "a list": lambda: [5, 6, 7],
@@ -111,15 +90,21 @@ MALFORMED: dict[str, Callable[[], Any]] = {
 """For more see the tests of :meth:`TokenTree.validate`, which the guard calls."""
 
 
-@pytest.mark.parametrize("kind", MALFORMED)
-def test_malformed_trees_are_found(kind):
-    drafter = ScriptedDrafter({"b": lambda _: MALFORMED[kind]()})
+@pytest.mark.parametrize("kind", ["error", *MALFORMED])
+def test_a_request_that_fails_is_given_up_until_it_ends_and_the_others_are_not(kind):
+    drafter = ScriptedDrafter({"b": fail if kind == "error" else lambda _: MALFORMED[kind]()})
     guarded = guard(drafter)
     assert sizes(guarded.propose(requests("abc"))) == [3, 0, 3]
-    assert guarded.failures == {"error": 0, "malformed": 1, "timeout": 0, "start_check": 0}
+    reason = "error" if kind == "error" else "malformed"
+    assert guarded.failures == dict.fromkeys(guarded.failures, 0) | {reason: 1}
+    assert "b" in drafter.released
     drafter.asked.clear()
-    guarded.propose(requests("abc"))
-    assert drafter.asked == [["a", "c"]]
+    assert sizes(guarded.propose(requests("cba"))) == [3, 0, 3]
+    assert drafter.asked == [["c", "a"]]
+    assert guarded.failures[reason] == 1
+    guarded.release("b")
+    drafter.behaviours.clear()
+    assert sizes(guarded.propose(requests("b"))) == [3]
 
 
 @pytest.mark.parametrize("answer", [None, [], [GOOD], [GOOD] * 3, 5])
