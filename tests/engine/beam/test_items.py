@@ -258,19 +258,11 @@ def test_refused_requests_without_a_search(items_engine, extra_args, message):
         (
             {"items": "equal", "deny_items": [*range(5000)]},
             {},
-            "deny_items: 5000 entries, at most 4096",
+            "5000 entries, at most 4096",
         ),
-        (
-            {"items": "equal", "allow_items": [2**63]},
-            {},
-            "allow_items: must be a list of integers of 64",
-        ),
+        ({"items": "equal", "allow_items": [2**63]}, {}, "must be a list of integers of 64"),
         ({"items": "equal", "deny_items": "[" * 50_000}, {}, "deny_items: must be a list of"),
-        (
-            {"items": "equal", "deny_items": ["\ud800"]},
-            {},
-            "deny_items: must be a list of integers",
-        ),
+        ({"items": "equal", "deny_items": ["\ud800"]}, {}, "must be a list of integers"),
         ({"items": "equal", "deny_prefixes": "[[1"}, {}, "deny_prefixes: Input should be a valid"),
         ({"items": "equal", "deny_prefixes": [[]]}, {}, "deny_prefixes: List should have at least"),
         ({"items": "equal", "weight_factor": 1e9}, {}, "weight_factor: Input should be less than"),
@@ -279,7 +271,7 @@ def test_refused_requests_without_a_search(items_engine, extra_args, message):
         (
             {"items": "equal", "items_end": "eos"},
             {"max_tokens": 4},
-            "max_tokens must be at least 5, the longest item of 'equal' and EOS, got 4",
+            "at least 5, .* and EOS",
         ),
         ({"items": "equal"}, {"stop": ["a"]}, r"stop=\['a'\] is not supported with items"),
         ({"items": "equal"}, {"min_tokens": 2}, "min_tokens=2 is not supported with items"),

@@ -177,22 +177,10 @@ BAD = [
     ({"use_beam_search": True}, {"n": 2, "logit_bias": {"9999999": 1}}, "logit_bias"),
     ({"use_beam_search": "perhaps"}, {"n": 2}, "boolean"),
     ({"use_beam_search": True, "structured_outputs": {"regex": "("}}, {"n": 2}, "regex|grammar"),
-    (
-        {
-            "vllm_xargs": {"beam_width": 2},
-            "structured_outputs": {"regex": "a+"},
-            "ignore_eos": True,
-        },
-        {},
-        "structured_outputs is not supported with ignore_eos",
-    ),
-    ({"use_beam_search": True, "prompt_logprobs": 1}, {"n": 2}, "prompt_logprobs"),
     ({"use_beam_search": True, "vllm_xargs": {"lenght_penalty": 2}}, {"n": 2}, "length_penalty"),
-    ({"use_beam_search": True, "vllm_xargs": {"vllm_trie_beam": "x"}}, {"n": 2}, "vllm_trie_beam"),
-    ({"vllm_xargs": {"beam_width": 0}}, {}, "beam_width"),
-    ({"vllm_xargs": {"beam_width": "four"}}, {}, "beam_width"),
     ({"vllm_xargs": {"beam_width": 4}}, {"n": 5}, "n must be at most beam_width=4"),
 ]
+"""What the tests of the offline engine refuse besides takes the same way."""
 
 
 @pytest.mark.parametrize("call", [completion, chat])
