@@ -2,9 +2,13 @@
 
 A program of its own: one failure in Triton's compiler ends the process. Prints one row of a table
 for each kernel, and ends with 1 if one spills registers, or if a multiprocessor cannot hold as many
-programs as the kernel's buffers are made for.
+programs as the kernel's buffers are made for::
 
     python -m tests.engine.gpu_compile_run --all
+
+It also compiles each kernel as it was launched elsewhere, vLLM's too, for the devices by turns::
+
+    python -m tests.engine.gpu_compile_run --launches FILE [--all]
 """
 
 # ruff: noqa: E402
@@ -12,6 +16,8 @@ programs as the kernel's buffers are made for.
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
 import re
 import subprocess
 import sys
@@ -23,12 +29,16 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language
+import triton.language.extra.libdevice
 import vllm.triton_utils
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 # vLLM has placeholders for Triton on a CPU.
 vllm.triton_utils.triton, vllm.triton_utils.tl = triton, triton.language
+vllm.triton_utils.tldevice = triton.language.extra.libdevice
 
 from vllm_trie.attention import gpu_launch, triton_kernel
 from vllm_trie.vllm_hooks.worker.verification import tree_walk
@@ -136,11 +146,34 @@ def compile_kernel(
         if name not in constants
         and (name.endswith("_ptr") or (name.endswith("_stride") and name != "table_stride"))
     }
-    source = ASTSource(
-        kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes
-    )
+    places = {(names.index(name),): value for name, value in constants.items()}
+    return _compiled(ASTSource(kernel, signature, places, attributes), capability, options)
+
+
+def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Used:
     target = GPUTarget("cuda", capability, 32)
     return resources(triton.compile(source, target=target, options=options))
+
+
+def compile_launch(name: str, specialization: str, capability: int) -> Used:
+    """Compile for what a launch passes, see :mod:`tests.engine.launches`."""
+    module, _, function = name.rpartition(".")
+    kernel = getattr(importlib.import_module(module), function)
+    while not isinstance(kernel, JITFunction):  # that heuristics choose constants for
+        kernel = kernel.fn
+    arguments, options = json.loads(specialization, object_hook=_type_of)
+    constants, attributes = {}, {}
+    for index, (kind, value) in enumerate(arguments.values()):
+        if kind == "constexpr":
+            constants[(index,)] = value
+        elif value:
+            attributes[(index,)] = CUDABackend.parse_attr(value)
+    signature = {argument: kind for argument, (kind, _) in arguments.items()}
+    return _compiled(ASTSource(kernel, signature, constants, attributes), capability, options)
+
+
+def _type_of(value: dict[str, Any]) -> Any:
+    return triton.language.dtype(value["tl"]) if value.keys() == {"tl"} else value
 
 
 def compile_case(case: Case) -> tuple[gpu_launch.Launch, Used, Used]:
@@ -191,16 +224,30 @@ def is_bad(case: Case, launch: gpu_launch.Launch, attend: Used, join: Used) -> b
     return spills or attend.shared > of_program or (case.capability in DATA_CENTRE and not fits)
 
 
+def compile_launches(launches: list[tuple[str, str]], every: bool) -> int:
+    """Compile launches, one for each device or by turns."""
+    for number, (name, text) in enumerate(launches):
+        for capability in DATA_CENTRE if every else [DATA_CENTRE[number % len(DATA_CENTRE)]]:
+            print(
+                f"{name} on sm_{capability}: {compile_launch(name, text, capability)}", flush=True
+            )
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--all", action="store_true", help="every launch, for three devices")
+    parser.add_argument("--all", action="store_true", help="every case, for three devices")
+    parser.add_argument("--launches", type=argparse.FileType(), help="JSON, a list of `launches`")
+    arguments = parser.parse_args()
+    if arguments.launches:
+        return compile_launches(json.load(arguments.launches), arguments.all)
     bad = 0
     print(
         "| device | dtype | cache | head size | group | block | rows | tile | warps | registers "
         "| spilled bytes |"
     )
     print("| --- | --- | --- " + 8 * "| ---: " + "|", flush=True)
-    for case in all_cases() if parser.parse_args().all else CASES:
+    for case in all_cases() if arguments.all else CASES:
         launch, attend, join = compile_case(case)
         is_wrong = is_bad(case, launch, attend, join)
         bad += is_wrong

@@ -154,7 +154,7 @@ def main() -> int:
         except Exception:
             failed += 1
             print(f"{name}: failed\n{traceback.format_exc()}", flush=True)
-    print("RESULT " + json.dumps(results))
+    print("RESULT " + json.dumps({**results, "launches": sorted(launches)}))
     return int(failed > 0)
 
 

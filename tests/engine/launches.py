@@ -2,11 +2,13 @@
 
 A GPU compiles a kernel anew for another type of an argument, another constant, and for numbers and
 addresses that 16 divides or not. A launch with a new specialization makes a request wait.
+:mod:`tests.engine.gpu_compile_run` compiles what was launched.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 Launch = tuple[str, str]
-"""A kernel's name and its specialization."""
+"""A kernel's name and its specialization: as JSON, the type of each argument with the constant or
+what is true of the number, and the options."""
 launches: set[Launch] = set()
 """Of this process, since :func:`record_launches`."""
 
@@ -47,7 +50,8 @@ def record_launches() -> None:
         named = {k: _OnDevice(v) if torch.is_tensor(v) else v for k, v in kwargs.items()}
         arguments, specialization, options = _binder(self)(*on_device, **named)
         pairs = dict(zip(arguments, specialization, strict=True))
-        launches.add((f"{self.fn.__module__}.{self.fn.__name__}", f"{pairs} {options}"))
+        text = json.dumps([pairs, options], default=lambda constant: {"tl": str(constant)})
+        launches.add((f"{self.fn.__module__}.{self.fn.__name__}", text))
         return stock(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     InterpretedFunction.run = run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ def started() -> dict[str, Any]:
 @needs_triton
 def test_the_start_of_a_gpus_engine_and_requests_after_it(started) -> None:
     """Memory profiling, warm-up, graphs, the checks."""
-    assert set(started) == {"chains", "trees", "union", "broken chains", "beams"}
+    assert set(started) == {"chains", "trees", "union", "broken chains", "beams", "launches"}
 
 
 @needs_triton
@@ -39,7 +40,8 @@ def test_no_kernel_is_compiled_while_serving(started, name) -> None:
 @needs_triton
 def test_the_start_on_the_newer_vllm() -> None:
     names = ["chains", "beams"]
-    assert [*run_program("tests.engine.gpu_startup", *names, **newer_vllm())] == names
+    started = run_program("tests.engine.gpu_startup", *names, **newer_vllm())
+    assert [*started] == [*names, "launches"]
 
 
 @needs_triton
@@ -77,6 +79,17 @@ def test_kernels_compile_for_the_devices_that_vllm_takes(tmp_path) -> None:
     done = run_python("-m", "tests.engine.gpu_compile_run", TRITON_CACHE_DIR=str(tmp_path))
     assert done.stdout.count("| sm_") == 5
     assert done.stdout.count("The walk on sm_") == 3
+
+
+@needs_triton
+def test_what_was_launched_compiles(started, tmp_path) -> None:
+    """Each kernel of the start and of requests, vLLM's too, for one of three devices."""
+    file = tmp_path / "launches.json"
+    file.write_text(json.dumps(started["launches"]))
+    command = "-m", "tests.engine.gpu_compile_run", "--launches", str(file)
+    done = run_python(*command, TRITON_CACHE_DIR=str(tmp_path))
+    for name, _ in started["launches"]:
+        assert f"{name} on sm_" in done.stdout
 
 
 # -- a platform that says it is a GPU --------------------------------------------------------------
