@@ -177,6 +177,7 @@ def test_the_check_at_a_start_sees_faults() -> None:
     result = run_program("tests.engine.v2_run", "faults")
     said = result["reasons"]
     assert said.pop("none") is None
+    assert "RuntimeError: adapters of" in said.pop("adapters raise")
     assert all("of a test prompt is" in reason for reason in said.values()), said
     assert "masked" in said["shifted masks"]
     assert result["new launches"] == []  # a GPU has compiled all that verifies drafts

@@ -95,6 +95,17 @@ def _another_ranks_drafts(patch: Patch) -> None:
     patch.setattr(RunnerV2Mixin, "sample", sample)
 
 
+def _adapters_raise(patch: Patch) -> None:
+    stock = RunnerV2Mixin._set_active_loras
+
+    def set_active_loras(self: Any, rows: Any, tokens: Any, *rest: Any) -> None:
+        if self.adapter.is_drafting and any(tokens):
+            raise RuntimeError(f"adapters of {len(rows)} rows")
+        stock(self, rows, tokens, *rest)
+
+    patch.setattr(RunnerV2Mixin, "_set_active_loras", set_active_loras)
+
+
 FAULTS: dict[str, Callable[[Patch], None]] = {
     "none": lambda patch: None,
     "wrong positions": _wrong_positions,
@@ -103,6 +114,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "shifted masks": _shifted_masks,
     "another rank's drafts": _another_ranks_drafts,
     "wrong sampler rows": _wrong_sampler_rows,
+    "adapters raise": _adapters_raise,
 }
 
 
@@ -111,6 +123,8 @@ ENGINE = {
     "num_gpu_blocks_override": 24,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 96,
+    "enable_lora": True,
+    "max_lora_rank": 8,
 }
 """Options that leave room for the check."""
 
@@ -127,4 +141,5 @@ def reasons(llm: Any, names: Iterable[str]) -> dict[str, str | None]:
             FAULTS[name](patch)
             adapter._state = "warm-up"
             said[name] = start_check.reason_against_drafts(worker, adapter, agree=lambda why: why)
+            assert not runner_of(llm).list_loras()
     return said

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import logging
-import threading
+import multiprocessing
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.unit.drafters.support import VOCAB, make_context
 from tests.unit.hooks.test_v2_adapter import NextNumbers
 from vllm_trie.drafters import DraftRequest
+from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker import drafting_worker, start_check
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
+from vllm_trie.vllm_hooks.worker.verifier_setup import same_on_all_ranks
 
 MARGINS = [{7: 0.0, 9: 0.1}, {8: 0.0, 3: 2.0}]
 GREEDY = start_check._Prompt([1], SamplingParams(temperature=0.0))
 MASKED = start_check._Prompt([1], SamplingParams(temperature=0.0), has_grammar=True)
 SAMPLED = start_check._Prompt([1], SamplingParams(temperature=0.4))
+PLACES = ("start", "draft", "share", "execute_model", "end")
+RANKS_FAIL_IN = [
+    *((place, None) for place in PLACES),
+    *((None, place) for place in PLACES),
+    ("draft", "end"),  # the second, once the first has refused
+    ("end", "draft"),
+    (None, None),
+]
+"""Where each of two ranks raises."""
+LIMIT = timedelta(seconds=60)
 
 
 def decoded(tokens: list[int], seconds: float = 1.0, per_step: float = 1.0) -> Any:
@@ -73,64 +91,114 @@ def test_drafts_of_the_check_are_right_but_for_some(monkeypatch) -> None:
     assert draft([]) == [3, 5]
 
 
-@pytest.mark.parametrize("fails_in", ["__init__", "draft", "execute_model", None])
-def test_a_rank_that_raises_leaves_none_waiting(monkeypatch, fails_in) -> None:
-    """Two ranks that wait for each other in each step, as in a model's collectives."""
-    meeting, said = threading.Barrier(2, timeout=10), dict[int, Any]()
-    reasons: list[str | None] = [None, None]
+class _Rank:
+    """One of two processes that decode together, with vLLM's groups and without its model.
 
-    class Steps(start_check._Decoder):
-        prompts, dtype = [GREEDY], torch.float32
+    Args:
+        group: Of the two.
+        fails_in: Where it raises, but for its start once drafts are on.
+    """
 
-        def __init__(self, worker: Any, adapter: Any, agree: Any) -> None:
-            self._worker, self._adapter, self._agree = worker, adapter, agree
-            worker.fail_in("__init__")
+    def __init__(self, group: GroupCoordinator, fails_in: str | None) -> None:
+        self._group, self._fails_in = group, fails_in
+        self._is_drafting = self._has_sampled = False
+        share = partial(same_on_all_ranks, group=group)
+        guard = SimpleNamespace(drafter=SimpleNamespace(context=None))
+        self.trees = SimpleNamespace(guard=guard, budget=None, share_trees=share)
+        self.model_runner = MagicMock()
 
-        def run(self, name: str, num_drafts: int) -> Any:
-            for _ in range(3):
-                self._execute(SimpleNamespace(), {"a": 1})
-            return decoded([7, 8])
+    def fail_in(self, name: str) -> None:
+        if name == self._fails_in and (self._is_drafting or name == "start"):
+            raise RuntimeError(f"in {name}")
 
-    class Rank:
-        def __init__(self, number: int) -> None:
-            self.number, self.begun = number, False
+    def check(self) -> str | None:
+        worker: Any = self
+        return start_check.reason_against_drafts(worker, worker, drafting_worker._first_reason)
 
-        def fail_in(self, name: str) -> None:
-            if name == fails_in and self.number and (self.begun or name == "__init__"):
-                raise RuntimeError(f"in {name}")
+    # Of the worker:
 
-        def agree(self, why: str | None) -> str | None:
-            reasons[self.number] = why
-            meeting.wait()
-            first = next(filter(None, reasons), None)
-            meeting.wait()
-            return first
+    def execute_model(self, step: Any) -> None:
+        self.draft()
+        if not step.num_scheduled_tokens:
+            return self.fail_in("end")
+        torch.distributed.barrier(self._group.cpu_group)  # as in a model's collectives
+        self.fail_in("execute_model")
+        self._names = list(step.num_scheduled_tokens)
 
-        def execute_model(self, step: Any) -> None:
-            meeting.wait()
-            self.fail_in("execute_model")
+    def sample_tokens(self, grammar: Any) -> Any:
+        self._has_sampled = True
+        logprobs = SimpleNamespace(
+            cu_num_generated_tokens=None, logprob_token_ids=[[7]], logprobs=[[0.0]]
+        )
+        return SimpleNamespace(req_ids=self._names, sampled_token_ids=[[7]], logprobs=logprobs)
 
-        def check(self) -> None:
-            guard = SimpleNamespace(drafter=SimpleNamespace(context=None))
-            adapter: Any = SimpleNamespace(
-                trees=SimpleNamespace(guard=guard, budget=None),
-                num_places=4,
-                begin=lambda: setattr(self, "begun", True),
-                draft=lambda: self.fail_in("draft"),
-                forget_stats=lambda: None,
-            )
-            worker: Any = self
-            said[self.number] = start_check.reason_against_drafts(worker, adapter, self.agree)
+    # Of the adapter:
 
-        sample_tokens = staticmethod(lambda grammar: None)
+    num_places = 4
 
-    monkeypatch.setattr(start_check, "_Decoder", Steps)
-    ranks = [threading.Thread(target=Rank(number).check) for number in range(2)]
+    def begin(self) -> None:
+        self._is_drafting = True
+
+    def draft(self) -> None:
+        has_sampled, self._has_sampled = self._has_sampled, False
+        if self._is_drafting and has_sampled:
+            self.fail_in("draft")
+            self.trees.share_trees([TokenTree.empty()])
+            self.fail_in("share")
+
+    def forget_stats(self) -> None:
+        pass
+
+
+class _Steps(start_check._Decoder):
+    prompts, dtype = [GREEDY], torch.float32
+
+    def __init__(self, worker: Any, adapter: Any, agreement: Any) -> None:
+        self._worker, self._adapter, self._agreement = worker, adapter, agreement
+        self._runner: Any = SimpleNamespace(kv_connector=MagicMock())
+        self._is_async = False
+        worker.fail_in("start")
+
+    def _prefill(self, names: Any, output: Any) -> None:
+        output.tokens[0].append(7)
+        output.margins[0].append({7: 0.0})
+
+    def _launch(self, names: Any, *unused: Any) -> Any:
+        return self._execute(self._empty(), {names[0]: 1})
+
+    def _empty(self) -> Any:
+        return SchedulerOutput.make_empty()
+
+
+def _check_on_rank(said: Any, number: int, file: Path) -> None:
+    address = f"file://{file}"
+    torch.distributed.init_process_group("gloo", address, LIMIT, rank=number, world_size=2)
+    options = {"use_device_communicator": False, "use_message_queue_broadcaster": True}
+    group = GroupCoordinator([[0, 1]], number, "gloo", **options)
+    drafting_worker.get_tp_group = lambda: group
+    start_check._Decoder = _Steps  # type: ignore[misc]
+    start_check._NUM_TOKENS = 3
+    start_check._slowdown = lambda *runs: None
+    said.put((number, [_Rank(group, fails_in[number]).check() for fails_in in RANKS_FAIL_IN]))
+
+
+def test_a_rank_that_raises_leaves_none_waiting(tmp_path) -> None:
+    """In each step, and in each exchange of drafts."""
+    context = multiprocessing.get_context("fork")
+    said = context.SimpleQueue()
+    arguments = [(said, number, tmp_path / "group") for number in range(2)]
+    ranks = [context.Process(target=_check_on_rank, args=of_rank) for of_rank in arguments]
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join()
-    assert said == dict.fromkeys(range(2), fails_in and f"RuntimeError: in {fails_in}")
+        rank.join(LIMIT.seconds)
+        rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    expected = [
+        next((f"RuntimeError: in {p}" for p in sorted(filter(None, places))), None)
+        for places in RANKS_FAIL_IN
+    ]
+    assert dict(said.get() for _ in ranks) == {0: expected, 1: expected}
 
 
 @pytest.mark.parametrize(

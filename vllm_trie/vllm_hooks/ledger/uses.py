@@ -119,6 +119,10 @@ _check("v1.worker.gpu.kv_connector:KVConnector.set_disabled", "called",
     "by the check at start-up: its requests have no KV elsewhere", "disabled")
 _check("v1.worker.gpu.warmup:_warmup_block_counter", "called",
     "by the check at start-up: the KV blocks of its requests", "model_runner")
+_check("v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.maybe_setup_dummy_loras", "called",
+    "by the check at start-up: adapters of zeros, whose first is warmup_1", "lora_config")
+_check("v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.maybe_remove_all_loras", "called",
+    "by the check at start-up, whatever happened", "lora_config")
 
 _v2_trained = Symbols(
     "v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.",

@@ -3,9 +3,10 @@
 No GPU was at hand where the plugin was written. An engine whose drafts raise, change greedy output,
 or make decoding slower therefore serves without them.
 
-Among the prompts are a sampled one, one with a grammar, and one that is as long as 2,048 tokens.
-Rounding turns two tokens round that are about as likely: a different token must be among the six
-likeliest of plain decoding, and near the first of them (:func:`near_tie`).
+Among the prompts are a sampled one, one with a grammar, one with vLLM's adapter of zeros where LoRA
+is on, and one that is as long as 2,048 tokens. Rounding turns two tokens round that are about as
+likely: a different token must be among the six likeliest of plain decoding, and near the first of
+them (:func:`near_tie`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import (
     CachedRequestData,
     GrammarOutput,
@@ -68,11 +70,13 @@ class _Prompt(NamedTuple):
     Attributes:
         params: Of sampling.
         has_grammar: Whether its tokens must be even and odd by turns.
+        adapter: One of those of vLLM's warm-up.
     """
 
     token_ids: list[int]
     params: SamplingParams
     has_grammar: bool = False
+    adapter: LoRARequest | None = None
 
 
 class _Decoded(NamedTuple):
@@ -117,8 +121,27 @@ class _KnownAnswers(Drafter):
         return [TokenTree.from_paths([path], len(path)) for path in paths]
 
 
-class _RefusedByARank(Exception):
-    """The reason of another rank."""
+class _Agreement:
+    """The first reason of all ranks, each of which waits for the others until there is one.
+
+    A rank that raises leaves the others waiting in whatever comes next: they agree before that.
+
+    Args:
+        agree: Returns the first reason of all ranks, once each of them has called it.
+    """
+
+    def __init__(self, agree: Callable[[str | None], str | None]) -> None:
+        self._agree = agree
+        self._reason: str | None = None
+
+    def reason(self, why: str | None = None) -> str | None:
+        self._reason = self._reason or self._agree(why)
+        return self._reason
+
+    def go_on(self) -> None:
+        """Raise if a rank has a reason."""
+        if self.reason() is not None:
+            raise RuntimeError(self._reason)
 
 
 def reason_against_drafts(
@@ -129,38 +152,49 @@ def reason_against_drafts(
     Args:
         worker: Warmed up and without requests.
         adapter: Of its runner, not drafting yet.
-        agree: Returns the first reason of all ranks, once each of them has called it. They do
-            before each step: a rank whose drafting raised would leave the others waiting in it.
+        agree: See :class:`_Agreement`.
     """
-    trees, drafter, budget = adapter.trees, adapter.trees.guard.drafter, adapter.trees.budget
-    trees.budget = None
+    trees, agreement, why = adapter.trees, _Agreement(agree), None
+    drafter, budget, share_trees = trees.guard.drafter, trees.budget, trees.share_trees
+
+    def share_together(drafts: list[TokenTree]) -> list[TokenTree]:
+        agreement.go_on()
+        return drafts if share_trees is None else share_trees(drafts)
+
+    trees.budget, trees.share_trees = None, share_together
+    runner: Any = worker.model_runner
     try:
-        decoder = _Decoder(worker, adapter, agree)
-        if not decoder.prompts:
-            return None
-        decoder.run("compiling_plain", num_drafts=0)
-        plain = decoder.run("plain", num_drafts=0)
-        answers = {
-            tuple(prompt.token_ids): tokens
-            for prompt, tokens in zip(decoder.prompts, plain.tokens, strict=True)
-        }
-        trees.guard.drafter = _KnownAnswers(drafter.context, answers)
-        adapter.begin()
-        decoder.compile(adapter.num_places)
-        # Twice, as another program may slow one down; not only then, as ranks run the same steps.
-        runs = [decoder.run(f"drafted{i}", adapter.num_places) for i in range(2)]
-        drafted = min(runs, key=lambda run: run.step_seconds)
-        allowed = near_tie(decoder.dtype)
-        wrong = (_wrong_token(decoder.prompts, plain, run, allowed) for run in runs)
-        why = next(filter(None, wrong), None) or _slowdown(plain, drafted)
-    except _RefusedByARank as refused:
-        return str(refused)
+        with runner.maybe_setup_dummy_loras(runner.lora_config):
+            decoder = _Decoder(worker, adapter, agreement)
+            if decoder.prompts:
+                why = _compare(decoder, adapter)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     finally:
-        trees.guard.drafter, trees.budget = drafter, budget
+        trees.guard.drafter, trees.budget, trees.share_trees = drafter, budget, share_trees
         adapter.forget_stats()
-    return agree(why)
+        runner.maybe_remove_all_loras(runner.lora_config)  # vLLM leaves them after an exception
+    return agreement.reason(why)
+
+
+def _compare(decoder: _Decoder, adapter: V2Adapter) -> str | None:
+    """Decode without drafts and with them; return what speaks against them."""
+    guard = adapter.trees.guard
+    decoder.run("compiling_plain", num_drafts=0)
+    plain = decoder.run("plain", num_drafts=0)
+    answers = {
+        tuple(prompt.token_ids): tokens
+        for prompt, tokens in zip(decoder.prompts, plain.tokens, strict=True)
+    }
+    guard.drafter = _KnownAnswers(guard.drafter.context, answers)
+    adapter.begin()
+    decoder.compile(adapter.num_places)
+    # Twice, as another program may slow one down; not only then, as ranks run the same steps.
+    runs = [decoder.run(f"drafted{i}", adapter.num_places) for i in range(2)]
+    drafted = min(runs, key=lambda run: run.step_seconds)
+    allowed = near_tie(decoder.dtype)
+    wrong = (_wrong_token(decoder.prompts, plain, run, allowed) for run in runs)
+    return next(filter(None, wrong), None) or _slowdown(plain, drafted)
 
 
 def _wrong_token(
@@ -235,12 +269,10 @@ class _Decoder:
         dtype: Of the model.
     """
 
-    def __init__(
-        self, worker: Worker, adapter: V2Adapter, agree: Callable[[str | None], str | None]
-    ) -> None:
+    def __init__(self, worker: Worker, adapter: V2Adapter, agreement: _Agreement) -> None:
         self._worker = worker
         self._adapter = adapter
-        self._agree = agree
+        self._agreement = agreement
         self._runner: GPUModelRunner = worker.model_runner  # type: ignore[assignment]
         self.dtype: Any = self._runner.dtype
         runner = self._runner
@@ -248,12 +280,13 @@ class _Decoder:
         self._specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
         self._num_runs = 0
         self._is_async = runner.scheduler_config.async_scheduling
+        dummy = LoRARequest("warmup_1", 1, "no path") if runner.lora_config else None
         self.prompts = self._fitting(
             [
                 self._prompt(0, _PROMPT_LENGTH),
                 self._prompt(1, _PROMPT_LENGTH, temperature=TEMPERATURE, seed=1),
                 self._prompt(2, _PROMPT_LENGTH, has_grammar=True),
-                self._prompt(3, _PROMPT_LENGTH),
+                self._prompt(3, _PROMPT_LENGTH)._replace(adapter=dummy),
                 self._prompt(4, min(_LONG_PROMPT, runner.max_model_len - self._room(0))),
             ]
         )
@@ -364,7 +397,7 @@ class _Decoder:
                     pooling_params=None,
                     block_ids=tuple(block_ids),
                     num_computed_tokens=0,
-                    lora_request=None,
+                    lora_request=prompt.adapter,
                     prefill_token_ids=prompt.token_ids,
                 )
             )
@@ -435,7 +468,6 @@ class _Decoder:
         step.num_scheduled_tokens = sizes
         step.total_num_scheduled_tokens = sum(sizes.values())
         self._adapter.draft()
-        if (why := self._agree(None)) is not None:
-            raise _RefusedByARank(why)
+        self._agreement.go_on()
         self._worker.execute_model(step)
         return self._worker.sample_tokens(grammar)

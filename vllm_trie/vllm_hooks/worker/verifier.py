@@ -94,7 +94,7 @@ class TreeVerifier:
         self.is_pausing = False
         self.likeliest: tuple[np.ndarray, np.ndarray] | None = None
         self.totals = TreeStats()
-        self._share_trees = share_trees
+        self.share_trees = share_trees
         self._memories = memories
         # By request id: the tree proposed last, and the result of the last verification.
         self._stored_trees: dict[str, TokenTree] = {}
@@ -114,7 +114,7 @@ class TreeVerifier:
         self._clock.start()
         self.is_pausing = (
             self.budget is not None
-            and (self._share_trees is None or self.budget.drafting_waits)
+            and (self.share_trees is None or self.budget.drafting_waits)
             and not self.budget.should_draft(num_requests)
         )
 
@@ -370,7 +370,7 @@ class TreeVerifier:
     def _propose(self, requests: list[DraftRequest]) -> list[TokenTree]:
         """Return the trees of some requests, cut by the budget, the same on all ranks."""
         request_ids = [request.request_id for request in requests]
-        if self.budget is not None and self._share_trees is None:
+        if self.budget is not None and self.share_trees is None:
             least = self.budget.least_probabilities(request_ids, self._num_decoding)
             for request, probability in zip(requests, least, strict=True):
                 request.min_probability = probability
@@ -380,7 +380,7 @@ class TreeVerifier:
         if self.recorder is not None:
             drafts = dict(zip(request_ids, zip(proposed, trees, strict=True), strict=True))
             self.recorder.observe_drafts(self._request_ids, drafts, self.guard.has_failed)
-        return trees if self._share_trees is None else self._share_trees(trees)
+        return trees if self.share_trees is None else self.share_trees(trees)
 
     def take_stats(self) -> TreeStats | None:
         """Return the statistics since the last call, if any request got tokens; end the step."""
