@@ -171,16 +171,30 @@ def test_families_that_trees_cannot_serve(results) -> None:
     assert results["families"]["Qwen 3 VL"]["score_error"] < 1e-4  # of native beams
 
 
+@pytest.fixture(scope="module")
+def in_bfloat16() -> dict[str, Any]:
+    return run_program("tests.engine.v2_run", "bfloat16")
+
+
 @pytest.mark.slow
-def test_the_check_at_a_start_sees_faults() -> None:
-    """In bfloat16, where tokens that are as likely may change places."""
-    result = run_program("tests.engine.v2_run", "faults")
-    said = result["reasons"]
+def test_the_check_at_a_start_sees_faults(in_bfloat16) -> None:
+    """Where tokens that are as likely may change places."""
+    said = in_bfloat16["reasons"]
     assert said.pop("none") is None
     assert "RuntimeError: adapters of" in said.pop("adapters raise")
     assert all("of a test prompt is" in reason for reason in said.values()), said
     assert "masked" in said["shifted masks"]
-    assert result["new launches"] == []  # a GPU has compiled all that verifies drafts
+    assert in_bfloat16["new launches"] == []  # a GPU has compiled all that verifies drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chains", "trees"])
+def test_recorded_text_from_a_model_of_an_8bs_shapes(in_bfloat16, name) -> None:
+    result = in_bfloat16["replayed"][name]
+    assert all(result["is_text"])
+    assert result["preempted"] > 0
+    steps, tokens = result["steps"]
+    assert tokens > 1.3 * steps
 
 
 def test_vllms_own_ngrams_draft_beside_the_plugin(results) -> None:

@@ -44,6 +44,7 @@ from tests.engine.test_random_requests import run as answers_of
 from tests.engine.v2_families import TESTED, compare_families
 from tests.engine.v2_faults import ENGINE, FAULTS, reasons
 from tests.engine.v2_neural import compare_neural
+from tests.engine.v2_replay import replay
 from tests.engine.v2_trees import differing, differing_walks, random_requests, tell_oracle_of
 from tests.engine.v2_waits import Waits
 from vllm_trie.drafters import DraftRequest
@@ -116,6 +117,7 @@ STRUCTURED = StructuredOutputsParams(json={"type": "array", "items": {"type": "i
 
 def engine(**options: Any) -> LLM:
     settings = {
+        "model": str(model_path()),
         "block_size": 32,
         "num_gpu_blocks_override": 8,  # for two requests, and vLLM keeps one
         "max_num_seqs": 3,
@@ -125,7 +127,6 @@ def engine(**options: Any) -> LLM:
         **options,
     }
     return LLM(
-        model=str(model_path()),
         enforce_eager=True,
         kv_cache_memory_bytes=16 << 20,
         disable_log_stats=False,
@@ -422,6 +423,14 @@ def check_faults() -> dict[str, Any]:
     return {"reasons": {**reasons(llm, FAULTS), **said}, "new launches": new}
 
 
+def replayed() -> dict[str, Any]:
+    """Recorded text in bfloat16."""
+    methods = {"chains": (CHAINS, ChainOracle), "trees": (TREES, OracleDrafter)}
+    texts = [TEXTS[i]["prompt_token_ids"] for i in (0, 2, 3, 4)]
+    with tempfile.TemporaryDirectory() as folder:
+        return replay(engine, methods, texts, greedy(max_tokens=20), Path(folder))
+
+
 def compare_all(folder: Path) -> dict[str, Any]:
     v2_on_cpu.use_v2(False)
     v1 = engine()
@@ -471,10 +480,10 @@ def compare_all(folder: Path) -> dict[str, Any]:
 def main() -> None:
     v2_on_cpu.schedule_as_on_a_gpu()
     v2_on_cpu.use_v2(True)
-    if sys.argv[1:] == ["faults"]:
+    if sys.argv[1:] == ["bfloat16"]:
         # Fills memory that nothing has written: what reads it fails each time.
         torch.use_deterministic_algorithms(True, warn_only=True)
-        result = check_faults()
+        result = {"replayed": replayed(), **check_faults()}
     elif sys.argv[1:]:
         count, seed, method = [*sys.argv[1:], *("", "1", "oracle")[len(sys.argv) - 1 :]]
         result = compare_random_requests(int(count), int(seed), method)
