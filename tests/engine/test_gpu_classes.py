@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import needs_triton
-from tests.newer_vllm import newer_vllm
+from tests.newer_vllm import VERSION, newer_vllm
 from tests.processes import run_program, run_python
 from vllm_trie.vllm_hooks import ledger
 from vllm_trie.vllm_hooks.setup.config import CONFIG_KEY, VERIFICATION
@@ -90,6 +90,19 @@ def test_what_was_launched_compiles(started, tmp_path) -> None:
     done = run_python(*command, TRITON_CACHE_DIR=str(tmp_path))
     for name, _ in started["launches"]:
         assert f"{name} on sm_" in done.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("release", ["installed", VERSION])
+def test_steps_on_a_fake_device(release) -> None:
+    """They wait for nothing but their event, queue each copy, and mix no tensors of host and
+    device."""
+    newer = newer_vllm() if release == VERSION else {}
+    result = run_program("tests.engine.fake_device", **newer)
+    controls = result.pop("controls")
+    assert result == {"chains": [], "trees": [], "beams": []}
+    assert [name for name, faults in controls.items() if not faults] == ["queued copy", "number"]
+    assert len(controls) == 10
 
 
 # -- a platform that says it is a GPU --------------------------------------------------------------
