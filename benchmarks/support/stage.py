@@ -119,7 +119,7 @@ class Stage:
 
     def _count(self, trees: Any) -> None:
         request_ids = runner_of(self.llm).input_batch.req_ids
-        for request_id, tree in zip(request_ids, trees.step_trees, strict=True):
+        for request_id, tree in zip(request_ids, trees.step.trees, strict=True):
             self._counts.nodes += tree.num_nodes
             if tree.num_nodes and tree.never_accept is not None:
                 candidates = int((~tree.never_accept).sum())

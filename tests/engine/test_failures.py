@@ -11,7 +11,7 @@ from tests.engine.compare import accepted_tokens, differences, generate, specula
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.drafters import HiddenStateDrafter
 from tests.engine.prompts import prompts
-from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
+from vllm_trie.vllm_hooks.worker.verifier import TreeStep
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, detokenize=False)
@@ -84,13 +84,8 @@ def test_the_hidden_state_test_can_fail(engine, expected, monkeypatch):
     llm = engine(**speculation("test_hidden_states", 16), enable_prefix_caching=False)
     HiddenStateDrafter.seen.clear()
     runner = runner_of(llm)
-    stock = TreeVerifier.end_step
-
-    def wrong_rows(self, new_tokens):
-        self._last_logits_rows = [max(0, row - 1) for row in self._last_logits_rows]
-        stock(self, new_tokens)
-
-    monkeypatch.setattr(TreeVerifier, "end_step", wrong_rows)
+    stock = TreeStep.last_row
+    monkeypatch.setattr(TreeStep, "last_row", lambda step, i: max(0, stock(step, i) - 1))
     generate(llm, prompts(6), GREEDY)
     wrong = sum(
         int(runner.model.compute_logits(hidden[None]).argmax()) != tokens[-1]

@@ -153,9 +153,9 @@ def count_drafts(llm: LLM, drafts: list[int]) -> None:
     trees = trees_of(llm)
     stock = trees.begin_step
 
-    def begin_step(request_ids: Any, scheduled: Any, num_tokens: int) -> None:
+    def begin_step(request_ids: Any, scheduled: Any, *others: Any) -> Any:
         drafts.append(sum(map(len, scheduled.values())))
-        stock(request_ids, scheduled, num_tokens)
+        return stock(request_ids, scheduled, *others)
 
     trees.begin_step = begin_step
 

@@ -293,7 +293,7 @@ def decode_steps(
         if trees is not None:
             # vLLM appends a random part to each id.
             indices = (int(name.split("-")[1]) for name in runner.input_batch.req_ids)
-            verified = dict(zip(indices, trees.step_trees, strict=False))
+            verified = dict(zip(indices, trees.step.trees, strict=False))
         steps = []
         for output in cast("list[RequestOutput]", outputs):
             index = int(output.request_id.split("-")[1])

@@ -46,6 +46,11 @@ def recorder_of(folder: Path, method: str = "ngram_trie", **options: Any) -> Tra
     return TraceRecorder(folder, tree_config, drafter)
 
 
+def record(recorder: TraceRecorder, results: dict[str, VerifiedStep], new_tokens: Any) -> None:
+    trees = [result.tree for result in results.values()]
+    recorder.record([*results], trees, [r.accepted for r in results.values()], new_tokens)
+
+
 @pytest.fixture
 def recorder(tmp_path: Path) -> TraceRecorder:
     return recorder_of(tmp_path)
@@ -53,10 +58,10 @@ def recorder(tmp_path: Path) -> TraceRecorder:
 
 def test_a_request_that_asks_gets_a_file(recorder: TraceRecorder, tmp_path: Path) -> None:
     recorder.begin([asking("a"), asking("b", {}), asking("c", {"speculation_trace": 0})])
-    recorder.record(["a", "b"], {"a": NOTHING, "b": NOTHING}, [[4], [4]])
+    record(recorder, {"a": NOTHING, "b": NOTHING}, [[4], [4]])
     recorder.begin([asking("a")])  # preempted: its text starts again, its trace goes on
-    recorder.record(["b", "a"], {"a": ACCEPTED, "b": NOTHING}, [[8], [5, 6, 9]])
-    recorder.record(["a"], {"a": NOTHING}, [[]])
+    record(recorder, {"b": NOTHING, "a": ACCEPTED}, [[8], [5, 6, 9]])
+    record(recorder, {"a": NOTHING}, [[]])
     for request_id in "abc":
         recorder.end(request_id)
     (path,) = tmp_path.iterdir()
@@ -81,7 +86,7 @@ def test_the_trace_ends_with_the_output(
     recorder: TraceRecorder, tmp_path: Path, params: dict[str, Any], tokens: list[int]
 ) -> None:
     recorder.begin([asking("a", **params)])
-    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
+    record(recorder, {"a": ACCEPTED}, [[5, 6, 9]])
     recorder.end("a")
     (path,) = tmp_path.iterdir()
     assert [step.tokens for step in read_trace(path).steps] == [tokens]
@@ -94,7 +99,7 @@ def test_steps_say_why_there_is_no_draft_and_who_drafted(
     empty = TokenTree.empty()
     recorder.observe_drafts(["a"], {}, lambda _: False)  # while its prefill goes on
     expected = ["prefill"]
-    recorder.record(["a"], {"a": NOTHING}, [[4]])
+    record(recorder, {"a": NOTHING}, [[4]])
     for drafts, has_failed, result, reason in (
         ({"a": (TREE, TREE)}, False, ACCEPTED, ""),
         ({"a": (TREE, TREE)}, False, NOTHING, "dropped"),
@@ -106,7 +111,7 @@ def test_steps_say_why_there_is_no_draft_and_who_drafted(
     ):
         if drafts is not None:
             recorder.observe_drafts(["a", "b"], drafts, lambda _, failed=has_failed: failed)
-        recorder.record(["a"], {"a": result}, [[5, 6, 9]])
+        record(recorder, {"a": result}, [[5, 6, 9]])
         expected.append(reason)
     recorder.end("a")
     (path,) = tmp_path.iterdir()
@@ -141,7 +146,7 @@ def test_existing_files_stay(recorder: TraceRecorder, tmp_path: Path) -> None:
     target.write_text("kept")
     link.symlink_to(target)
     recorder.begin([asking("a")])
-    recorder.record(["a"], {"a": NOTHING}, [[4]])
+    record(recorder, {"a": NOTHING}, [[4]])
     recorder.end("a")
     assert target.read_text() == "kept"
 
@@ -158,12 +163,12 @@ def test_a_disk_that_fills_up_ends_the_trace_only(
     recorder: TraceRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder.begin([asking("a")])
-    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
+    record(recorder, {"a": ACCEPTED}, [[5, 6, 9]])
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, recorder._followed["a"].file.fileno())
-    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
+    record(recorder, {"a": ACCEPTED}, [[5, 6, 9]])
     os.close(full)
-    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
+    record(recorder, {"a": ACCEPTED}, [[5, 6, 9]])
     recorder.end("a")
     assert not recorder._followed
     (path,) = tmp_path.iterdir()
@@ -175,8 +180,8 @@ def test_a_step_that_makes_no_sense_ends_the_trace_only(
     recorder: TraceRecorder, tmp_path: Path
 ) -> None:
     recorder.begin([asking("a")])
-    recorder.record(["a"], {"a": VerifiedStep(TREE, (2, 1), None)}, [[5, 6, 9]])
-    recorder.record(["a"], {"a": ACCEPTED}, [[5, 6, 9]])
+    record(recorder, {"a": VerifiedStep(TREE, (2, 1), None)}, [[5, 6, 9]])
+    record(recorder, {"a": ACCEPTED}, [[5, 6, 9]])
     recorder.end("a")
     (path,) = tmp_path.iterdir()
     assert read_trace(path)[1:] == ([], "missing")

@@ -29,9 +29,9 @@ def run_step(clock: StepClock, now: Now, inside: float, outside: float, drafting
     """Return the duration of a step that the engine answers for `outside` seconds before it."""
     now.seconds += outside + drafting
     clock.leave_out(drafting)
-    clock.start()
+    started = now.seconds
     now.seconds += inside
-    seconds = clock.stop()
+    seconds = clock.stop(started)
     clock.leave()
     return seconds
 

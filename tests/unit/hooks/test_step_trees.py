@@ -57,19 +57,16 @@ def verifier(*options: Any) -> TreeVerifier:
 
 def test_trees_of_requests_outside_the_batch_stay() -> None:
     trees = verifier()
-    trees.start_step(0)
-    trees.begin_step(["a", "b"], {}, 9)
+    step = trees.begin_step(["a", "b"], {}, 9, 0.0)
     requests = {i: make_request([0, 3, i], request_id) for i, request_id in enumerate("ab")}
-    draft = trees.draft(requests, 2, torch.zeros(2, 4), time.perf_counter())[0]
-    trees.begin_step(["b"], {}, 1)
-    trees.end_step([[3]])
-    trees.begin_step(["a", "b"], {"a": draft, "b": draft}, 10)
-    assert [tree.is_chain for tree in trees.step_trees] == [False, True]
+    draft = trees.draft(step, requests, torch.zeros(2, 4), time.perf_counter())[0]
+    trees.end_step(trees.begin_step(["b"], {}, 1, 0.0), [[3]])
+    step = trees.begin_step(["a", "b"], {"a": draft, "b": draft}, 10, 0.0)
+    assert [tree.is_chain for tree in step.trees] == [False, True]
 
 
 def test_the_budget_pauses_drafting_on_one_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NodeBudget, "should_draft", lambda self, num_requests: False)
     for share_trees, is_pausing in ((None, True), (lambda trees: trees, False)):
-        trees = verifier(NodeBudget(), share_trees)
-        trees.start_step(1)
-        assert trees.is_pausing == is_pausing
+        step = verifier(NodeBudget(), share_trees).begin_step(["a"], {}, 1, 0.0)
+        assert step.is_pausing == is_pausing

@@ -25,7 +25,7 @@ from vllm_trie.vllm_hooks.worker.verification.compaction import (
     compact,
     compact_on_device,
 )
-from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
+from vllm_trie.vllm_hooks.worker.verifier import TreeStep, TreeVerifier
 
 NUM_NODES = 4
 
@@ -51,7 +51,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> V2TreeAdapter:
 
 def test_rows_of_any_number_are_aligned(adapter) -> None:
     """Triton compiles a kernel anew for a pointer that is no multiple of 16 bytes."""
-    adapter.trees.step_trees = [TokenTree.from_lists([11, 12], [-1, -1])]
+    step = TreeStep(["a"], [TokenTree.from_lists([11, 12], [-1, -1])])
     adapter._requests = {"a": SimpleNamespace(num_tokens=30)}
     batch: Any = SimpleNamespace(
         num_reqs=1,
@@ -64,7 +64,7 @@ def test_rows_of_any_number_are_aligned(adapter) -> None:
         positions=torch.arange(3) + 29,
         input_ids=torch.zeros(3, dtype=torch.int32),
     )
-    rows = adapter.place(batch)
+    rows = adapter.place(step, batch)
     assert [len(part) for part in rows] == [3, 3]
     offsets = {part.storage_offset() * part.element_size() % 16 for part in rows}
     assert offsets == {0}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData
 
-    from vllm_trie.drafters import Drafter, DrafterContext, VerifiedStep
+    from vllm_trie.drafters import Drafter, DrafterContext
     from vllm_trie.tree import TokenTree
     from vllm_trie.vllm_hooks.setup.config import TreeConfig
 
@@ -87,27 +87,28 @@ class TraceRecorder:
     def record(
         self,
         request_ids: Sequence[str],
-        results: Mapping[str, VerifiedStep],
+        trees: Sequence[TokenTree],
+        accepted: Sequence[Sequence[int]],
         new_tokens: Sequence[Sequence[int]],
     ) -> None:
         """Write a step of each followed request that got tokens.
 
         Args:
             request_ids: Of the batch.
-            results: Tree and accepted nodes, by request id.
-            new_tokens: Of each request of the batch.
+            trees, accepted, new_tokens: Of each request of the batch; the second are node indices.
         """
         if not self._followed:
             return
         now = time.perf_counter()
-        for request_id, sampled in zip(request_ids, new_tokens, strict=True):
+        for request_id, tree, path, sampled in zip(
+            request_ids, trees, accepted, new_tokens, strict=True
+        ):
             followed = self._followed.get(request_id)
             if followed is None or not (tokens := _before_stop(followed, sampled)):
                 continue
-            tree, accepted, _ = results[request_id]
             try:
                 seconds = now - followed.last_time
-                step = Step.of(tree, accepted, tokens, seconds, followed.parts, followed.no_draft)
+                step = Step.of(tree, path, tokens, seconds, followed.parts, followed.no_draft)
                 followed.writer.add(step)
             except (OSError, ValueError) as error:
                 self._give_up(request_id, error)

@@ -16,19 +16,13 @@ class StepClock:
     """
 
     def __init__(self) -> None:
-        self._started = 0.0
         self._ended = 0.0
         self._outside = 0.0
 
-    def start(self) -> None:
-        """Begin a step."""
-        self._started = time.perf_counter()
-
-    def stop(self) -> float:
-        """Return the step's seconds; its tokens are known now."""
-        now = time.perf_counter()
-        inside = now - self._started
-        gap = min(self._started - self._ended, inside) if self._ended else 0.0
+    def stop(self, started: float) -> float:
+        """Return the seconds of the step that began at `started`; its tokens are known now."""
+        inside = time.perf_counter() - started
+        gap = min(started - self._ended, inside) if self._ended else 0.0
         self._outside += _MEMORY * (gap - self._outside)
         return inside + self._outside
 

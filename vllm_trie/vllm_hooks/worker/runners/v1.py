@@ -55,43 +55,44 @@ class V1Speculation(Adapter):
         """Run one step. Each ``yield`` returns to vLLM, whose runner does its own part and goes on
         here with what it has made: the overrides below call :meth:`go_on`."""
         trees, runner = self.trees, self.runner
-        trees.start_step(runner.input_batch.num_reqs)
+        started = time.perf_counter()
 
         # Receive the batch, whose inputs are laid out as if all drafts were chains.
         scheduled: SchedulerOutput = yield "inputs", None
         drafts = scheduled.scheduled_spec_decode_tokens
         request_ids = runner.input_batch.req_ids[: num_requests(runner)]
-        trees.begin_step(request_ids, drafts, scheduled.total_num_scheduled_tokens)
+        num_tokens = scheduled.total_num_scheduled_tokens
+        step = trees.begin_step(request_ids, drafts, num_tokens, started)
         if trees.recorder is not None:
             trees.recorder.begin(scheduled.scheduled_new_reqs)
 
         # Place: positions of nodes follow their depth. In the forward pass, attention reads
-        # `trees.tree_batch`.
+        # `step.tree_batch`.
         if drafts and not self.chain_only:
-            trees.place(*self._query_tokens())
+            trees.place(step, *self._query_tokens())
 
         # Verify: walk down the trees, and move the accepted nodes' KV.
         sampled = None
         logits: torch.Tensor | None = yield "logits", None
         if self.chain_only:
-            trees.read_logits(logits, runner.sampler)
+            trees.read_logits(step, logits, runner.sampler)
         elif logits is not None:
             batch = runner.input_batch
             outputs = cast(list[list[int]], batch.req_output_token_ids)
-            sampled = trees.verify(logits, runner.sampler, batch.sampling_metadata, outputs)
-            if trees.tree_batch is not None:
-                trees.compact(self.cache_groups, self._slot_mappings())
+            sampled = trees.verify(step, logits, runner.sampler, batch.sampling_metadata, outputs)
+            if step.tree_batch is not None:
+                trees.compact(step, self.cache_groups, self._slot_mappings())
         new_tokens, hidden_states = yield "tokens", sampled
         if self.chain_only:
-            trees.observe_outputs(new_tokens)
-        trees.end_step(new_tokens)
+            trees.accept(step, step.paths_of(new_tokens))
+        trees.end_step(step, new_tokens)
 
         # Draft, after vLLM has sent the tokens off, so that no answer waits for it.
-        if not trees.is_pausing:
+        if not step.is_pausing:
             yield "drafts", None
             start = time.perf_counter()
             requests = self._draft_requests(scheduled, new_tokens)
-            yield "end", trees.draft(requests, len(new_tokens), hidden_states, start)
+            yield "end", trees.draft(step, requests, hidden_states, start)
 
     def _query_tokens(self) -> tuple[QueryTokens, bool]:
         runner, batch = self.runner, self.runner.input_batch
@@ -207,7 +208,7 @@ class ChainRunnerMixin(_Runner):
         until=STATS,
     )
     def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
-        is_hidden = self.adapter.trees.is_pausing and self.execute_model_state is not None
+        is_hidden = self.adapter.trees.step.is_pausing and self.execute_model_state is not None
         with self.without_speculation(is_hidden):
             output: Any = super().sample_tokens(grammar_output)
         if is_hidden:
@@ -279,7 +280,7 @@ class TreeRunnerMixin(ChainRunnerMixin):
     @_runner.overrides("hands the trees to the attention backend", until=TREE_MASKS)
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         built: Any = super()._build_attention_metadata(*args, **kwargs)
-        hand_on(self.adapter.trees.tree_batch, built[0])
+        hand_on(self.adapter.trees.step.tree_batch, built[0])
         return built
 
     @around(sample_and_select)

@@ -48,7 +48,7 @@ from vllm_trie.vllm_hooks.worker.runners.adapter import Adapter, Step
 from vllm_trie.vllm_hooks.worker.runners.v2_requests import RequestText
 from vllm_trie.vllm_hooks.worker.verification.compaction import compact_on_device
 from vllm_trie.vllm_hooks.worker.verification.sampling import likeliest_on_device
-from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
+from vllm_trie.vllm_hooks.worker.verifier import TreeStep, TreeVerifier
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -120,8 +120,7 @@ class V2Adapter(Adapter):
             grammar = yield "masks", cut.output
             yield "end", (cut.masks(grammar), fillers)
             return
-        if scheduled.num_scheduled_tokens:
-            trees.start_step(len(scheduled.num_scheduled_tokens))
+        started = time.perf_counter()
 
         # Receive the batch, with as many places for each draft as it verifies.
         batch: InputBatch = yield "inputs", cut.output
@@ -131,48 +130,51 @@ class V2Adapter(Adapter):
             for text in texts
             if text.drafted and cut.verified.get(text.data.req_id)
         }
-        trees.begin_step(batch.req_ids, drafts, cut.output.total_num_scheduled_tokens)
+        num_tokens = cut.output.total_num_scheduled_tokens
+        step = trees.begin_step(batch.req_ids, drafts, num_tokens, started)
 
         # Place: positions of nodes follow their depth, once the KV slots follow from flat ones.
         slot_mappings = yield "positions", None
-        draft_rows = self.place(batch)
+        draft_rows = self.place(step, batch)
 
         # Verify, on the device. The host gets its copies of what was there before the tokens, too.
         grammar = yield "masks", None
-        likeliest, argmax = self._copies_of((yield "logits", (cut.masks(grammar), fillers)))
+        likeliest, argmax = self._copies_of(step, (yield "logits", (cut.masks(grammar), fillers)))
         path = yield "path", draft_rows
         tokens, counts = yield "tokens", None
         arrived = torch.cuda.Event(blocking=True)
         tokens, counts = async_copy_to_np(tokens), async_copy_to_np(counts)
         arrived.record()
         hidden_states, max_nodes = yield "states", None
-        if path is not None and trees.tree_batch is not None:  # behind the copy of the output
+        if path is not None and step.tree_batch is not None:  # behind the copy of the output
             compact_on_device(self.cache_groups, list(slot_mappings), *path)
         self._read_prompts(texts, max_nodes)
 
-        wait = self._wait_cause(max_nodes)
+        wait = self._wait_cause(step, max_nodes)
         if wait is None:
             # Nobody drafts after this step, nor waits for its tokens.
             self.num_drafted[batch.idx_mapping] = 0
             del hidden_states
             following, seconds = yield "launch", None
-            self._observe_unwaited(batch, following, seconds)
+            self._observe_unwaited(step, following, seconds)
             for text in texts:
                 text.drafted = []
             yield "arrival", arrived
-            self._take_in(texts, tokens, counts)
+            self._take_in(step, texts, tokens, counts)
             return
 
         # Draft, after vLLM has sent the tokens off, so that no answer waits for it.
         yield "drafts", None
         self._wait_for(arrived, wait)
         new_tokens = _extended(texts, tokens, counts)
-        rows = self._drafted_rows(batch)
+        rows = _drafted_rows(step, batch)
         if likeliest is not None:
-            trees.likeliest = likeliest[0][rows], likeliest[1][rows]
-        trees.observe_outputs(new_tokens, None if argmax is None else argmax[rows])
+            step.likeliest = likeliest[0][rows], likeliest[1][rows]
+        if argmax is not None:
+            step.argmax = argmax[rows]
+        trees.accept(step, step.paths_of(new_tokens))
         # After a pause the step began behind others, so that its duration is unknown.
-        trees.end_step(new_tokens, is_timed=wait != "pause_end")
+        trees.end_step(step, new_tokens, is_timed=wait != "pause_end")
         paths: list[list[int]] = [[] for _ in texts]
         if wait != "verification":
             start = time.perf_counter()
@@ -180,7 +182,7 @@ class V2Adapter(Adapter):
                 on_device = async_tensor_h2d(rows, device=self._device)
                 hidden_states = hidden_states[batch.logits_indices[on_device]]
             requests = self._draft_requests(texts, new_tokens, max_nodes)
-            paths = trees.draft(requests, len(texts), hidden_states, start)
+            paths = trees.draft(step, requests, hidden_states, start)
         for text, drafted in zip(texts, paths, strict=True):
             text.drafted = drafted
         self._keep_stats()
@@ -332,14 +334,17 @@ class V2Adapter(Adapter):
         is_full = self.runner.use_pp or self._state == "warm-up"
         return v2_lengths.cut(output, drafted, None if is_full else self._graph_lengths), fillers
 
-    def place(self, batch: InputBatch) -> Any:
+    def place(self, step: TreeStep, batch: InputBatch) -> Any:
         """Put the step's trees in place; return what their verification reads.
 
         Args:
+            step: Changed.
             batch: Of the step; positions of nodes are changed.
         """
 
-    def _copies_of(self, logits: torch.Tensor | None) -> tuple[Arrays | None, np.ndarray | None]:
+    def _copies_of(
+        self, step: TreeStep, logits: torch.Tensor | None
+    ) -> tuple[Arrays | None, np.ndarray | None]:
         """Start copies to the host, for drafters that read them, before anything changes the
         logits.
 
@@ -352,7 +357,7 @@ class V2Adapter(Adapter):
         likeliest = argmax = None
         if not self.chain_only and self.trees.guard.drafter.needs_node_argmax:
             argmax = async_copy_to_np(logits.argmax(dim=-1))
-        if self.trees.reads_rows(len(logits)):
+        if self.trees.reads_rows(step, len(logits)):
             tokens, probabilities = likeliest_on_device(logits)
             likeliest = async_copy_to_np(tokens), async_copy_to_np(probabilities)
         return likeliest, argmax
@@ -365,34 +370,31 @@ class V2Adapter(Adapter):
             requests = [self._draft_request(text, max_nodes) for text in unread]
             self.trees.guard.read_prompts([request for request in requests if request is not None])
 
-    def _wait_cause(self, max_nodes: int) -> WaitCause | None:
+    def _wait_cause(self, step: TreeStep, max_nodes: int) -> WaitCause | None:
         """Return why the launch after the step that runs waits for its tokens, None if it does
         not."""
-        if not self.trees.is_pausing and max_nodes:
+        if not step.is_pausing and max_nodes:
             return "pause_end" if self._num_ahead else "drafting"
-        return "verification" if self.trees.has_drafts else None
+        return "verification" if step.has_drafts else None
 
-    def _observe_unwaited(
-        self, batch: InputBatch, following: SchedulerOutput, seconds: float
-    ) -> None:
+    def _observe_unwaited(self, step: TreeStep, following: SchedulerOutput, seconds: float) -> None:
         """Let the budget observe the time between the launches of a step and of its successor."""
         self._num_ahead += 1
         # One launch follows another as fast as steps end, once the engine is as far ahead as it
         # gets. After a while without work it goes on with other requests.
-        goes_on = not following.num_scheduled_tokens.keys().isdisjoint(batch.req_ids)
+        goes_on = not following.num_scheduled_tokens.keys().isdisjoint(step.request_ids)
         if self.trees.budget is not None and self._num_ahead > _MOST_AHEAD and goes_on:
-            self.trees.budget.observe_unwaited(self.trees.num_decode_tokens, seconds)
+            self.trees.budget.observe_unwaited(step.num_decode_tokens, seconds)
 
     def _take_in(
-        self, texts: Sequence[RequestText], tokens: np.ndarray, counts: np.ndarray
+        self, step: TreeStep, texts: Sequence[RequestText], tokens: np.ndarray, counts: np.ndarray
     ) -> None:
         """Take in the tokens of a step that nobody has waited for."""
-        new_tokens = {
-            text.data.req_id: some
+        new_tokens = [
+            some if self._requests.get(text.data.req_id) is text else []  # ended meanwhile
             for text, some in zip(texts, _extended(texts, tokens, counts), strict=True)
-            if self._requests.get(text.data.req_id) is text  # it may have ended meanwhile
-        }
-        self.trees.take_in(new_tokens)
+        ]
+        self.trees.end_step(step, new_tokens, is_timed=False)
         self._keep_stats()
 
     def _wait_for(self, arrived: torch.cuda.Event, cause: WaitCause) -> None:
@@ -427,13 +429,6 @@ class V2Adapter(Adapter):
         """Return whether a request's draft must be a chain, as structured outputs always do."""
         return True
 
-    def _drafted_rows(self, batch: InputBatch) -> np.ndarray:
-        """Return int64 [rows], the rows of logits without those of fillers."""
-        num_rows = np.array([tree.num_nodes + 1 for tree in self.trees.step_trees])
-        fillers_before = batch.cu_num_logits_np[:-1] - (num_rows.cumsum() - num_rows)
-        rows: np.ndarray = np.arange(num_rows.sum()) + np.repeat(fillers_before, num_rows)
-        return rows
-
     def _put_on_device(
         self, batch: InputBatch, drafts: Sequence[Sequence[int]], max_nodes: int
     ) -> torch.Tensor:
@@ -458,3 +453,11 @@ def _extended(
     """Add a step's tokens, which have arrived, to the texts; return those before their ends."""
     rows = zip(texts, tokens.tolist(), counts, strict=True)
     return [text.extend(row[:count]) for text, row, count in rows]
+
+
+def _drafted_rows(step: TreeStep, batch: InputBatch) -> np.ndarray:
+    """Return int64 [rows], the rows of logits without those of fillers."""
+    num_rows = np.array([tree.num_nodes + 1 for tree in step.trees])
+    fillers_before = batch.cu_num_logits_np[:-1] - (num_rows.cumsum() - num_rows)
+    rows: np.ndarray = np.arange(num_rows.sum()) + np.repeat(fillers_before, num_rows)
+    return rows

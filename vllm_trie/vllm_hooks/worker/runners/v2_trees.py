@@ -36,6 +36,7 @@ from vllm_trie.vllm_hooks.worker.beam.beams_v2 import sample_and_select
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.verification.placement import QueryTokens
 from vllm_trie.vllm_hooks.worker.verification.tree_walk import NO_PARENT, walk_trees
+from vllm_trie.vllm_hooks.worker.verifier import TreeStep
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -171,12 +172,12 @@ class V2TreeAdapter(V2Adapter):
         @functools.wraps(prepare_attn)
         def with_trees(*args: object, **kwargs: object) -> Any:
             by_layer = prepare_attn(*args, **kwargs)
-            hand_on(self.trees.tree_batch, by_layer)
+            hand_on(self.trees.step.tree_batch, by_layer)
             return by_layer
 
         return with_trees
 
-    def place(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def place(self, step: TreeStep, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Put the step's trees in place.
 
         Returns:
@@ -192,7 +193,7 @@ class V2TreeAdapter(V2Adapter):
         rows = np.zeros((2, round_up(num_rows, _ALIGNED)), dtype=np.int32)
         draft_tokens, parents = rows
         parents.fill(NO_PARENT)
-        trees = list(self.trees.step_trees)
+        trees = list(step.trees)
         for index, tree in enumerate(trees):
             if not tree.num_nodes:
                 continue
@@ -209,7 +210,7 @@ class V2TreeAdapter(V2Adapter):
         on_device = async_tensor_h2d(rows, device=self._device)
         starts = batch.query_start_loc_np[: batch.num_reqs + 1]
         tokens = QueryTokens(starts, num_computed, batch.positions, batch.input_ids)
-        self.trees.place(tokens, self._takes_chains, trees)
+        self.trees.place(step, tokens, self._takes_chains, trees)
         return on_device[0, :num_rows], on_device[1, :num_rows]
 
     def _needs_chain(self, params: SamplingParams) -> bool:
