@@ -100,7 +100,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -130,7 +129,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "attention_backend": "TRITON_ATTN",
     },
     "trees": {"speculation": TREES},
-    "trees on V1": {"speculation": TREES, "runner_v2": False},
+    "V1": {"runner_v2": False},
     "TRITON_ATTN": {"attention_backend": "TRITON_ATTN", "speculation": TREES},
     "FLASH_ATTN": {"attention_backend": "FLASH_ATTN", "speculation": TREES},
     "FULL": {"compilation_config": {"cudagraph_mode": "FULL"}, "speculation": TREES},
@@ -139,9 +138,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "another dtype": {"kv_cache_dtype": "float16", "speculation": TREES},
     "chains": {"speculation": CHAINS},
     "chains, synchronous": {"speculation": CHAINS, "async_scheduling": False},
-    "chains on V1": {"speculation": CHAINS, "runner_v2": False},
     "pipeline stages": STAGES,
-    "pipeline stages on V1": {**STAGES, "runner_v2": False},
     "trees in stages": {**STAGES, "speculation": TREES},
     "synchronous stages": {**STAGES, "async_scheduling": False},
 }
@@ -207,34 +204,23 @@ def chosen_backend() -> dict[str, Any]:
     return {"backend": backend.__name__, "graphs": graphs, "mm_prefix": prefix}
 
 
-def dispatched(asked: str, backend: Any) -> dict[str, list[str]]:
-    """The kinds of graphs that serve a step of full drafts and one of other lengths, by runner."""
+def dispatched(asked: str, backend: Any) -> list[str]:
+    """The mode, and the kinds of graphs of a step of full drafts and of one of other lengths."""
     config = configure(True, compilation_config={"cudagraph_mode": asked})
     length = 1 + config.num_speculative_tokens
-    modes = {}
-    for is_v2 in (False, True):
-        mode = config.compilation_config.resolve_cudagraph_mode_and_sizes(
-            backend.get_builder_cls().get_cudagraph_support(config, None),
-            backend.__name__,
-            length,
-            use_v2_model_runner=is_v2,
-        )
-        if is_v2:
-            manager = cudagraph_utils.CudaGraphManager(config, torch.device("cpu"), mode, length)
-            manager._graphs_captured = True
-            kinds = [
-                manager.dispatch(2, 2 * length, length, 0).cg_mode,
-                manager.dispatch(2, 2 * length - 3, None, 0).cg_mode,
-            ]
-        else:
-            dispatcher = CudagraphDispatcher(config)
-            dispatcher.initialize_cudagraph_keys(mode, length)
-            kinds = [
-                dispatcher.dispatch(2 * length, uniform_decode=True)[0],
-                dispatcher.dispatch(2 * length - 3)[0],
-            ]
-        modes["V2" if is_v2 else "V1"] = [mode.name, *(kind.name for kind in kinds)]
-    return modes
+    mode = config.compilation_config.resolve_cudagraph_mode_and_sizes(
+        backend.get_builder_cls().get_cudagraph_support(config, None),
+        backend.__name__,
+        length,
+        use_v2_model_runner=True,
+    )
+    manager = cudagraph_utils.CudaGraphManager(config, torch.device("cpu"), mode, length)
+    manager._graphs_captured = True
+    kinds = [
+        manager.dispatch(2, 2 * length, length, 0).cg_mode,
+        manager.dispatch(2, 2 * length - 3, None, 0).cg_mode,
+    ]
+    return [mode.name, *(kind.name for kind in kinds)]
 
 
 def speculation() -> dict[str, Any]:

@@ -152,33 +152,30 @@ def test_configurations_on_a_gpu(pretended) -> None:
         assert allowed[name]["v2"]
         assert allowed[name]["async"]
         assert (allowed[name]["verification"], allowed[name]["tokens"]) == ("tree", 31)
-    on_v1 = allowed["trees on V1"]
-    assert (on_v1["v2"], on_v1["verification"], on_v1["tokens"]) == (False, "tree", 32)
+    assert "Model Runner V1 is not supported on NVIDIA GPUs" in allowed["V1"]["refused"]
     assert "attention_backend='FLASH_ATTN'" in allowed["FLASH_ATTN"]["refused"]
     assert "kv_cache_dtype='fp8_e5m2'" in allowed["fp8_e5m2"]["refused"]
     assert "'float16' is not the model's dtype" in allowed["another dtype"]["refused"]
-    assert "on Model Runner V1" in allowed["pipeline stages on V1"]["refused"]
     assert "verification='chain' runs here" in allowed["trees in stages"]["refused"]
     assert "needs asynchronous scheduling" in allowed["synchronous stages"]["refused"]
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("name", "v2", "asynchronous", "tokens"),
+    ("name", "asynchronous"),
     [
-        ("chains", True, True, 8),
-        ("chains, synchronous", True, False, 8),
-        ("default", True, True, 8),
-        ("chains on V1", False, False, 32),
-        ("pipeline stages", True, True, 8),
+        ("chains", True),
+        ("chains, synchronous", False),
+        ("default", True),
+        ("pipeline stages", True),
     ],
 )
 def test_chains_run_on_the_runner_that_vllm_prefers(
-    pretended, name: str, v2: bool, asynchronous: bool, tokens: int
+    pretended, name: str, asynchronous: bool
 ) -> None:
     chains = pretended["allowed"][name]
     assert chains["verification"] == "chain"
-    assert (chains["v2"], chains["async"], chains["tokens"]) == (v2, asynchronous, tokens)
+    assert (chains["v2"], chains["async"], chains["tokens"]) == (True, asynchronous, 8)
     assert chains["worker"].endswith("TreeGPUWorker")
 
 
@@ -222,19 +219,16 @@ def test_vllm_takes_the_backend_and_captures_attention_in_graphs(pretended) -> N
     chosen = pretended["chosen"]
     assert chosen["backend"] == "TreeTritonAttentionBackend"
     # The mode, and the graphs of a step of full drafts and of one with other lengths.
-    both = ["FULL_AND_PIECEWISE", "FULL", "PIECEWISE"]
-    assert chosen["graphs"]["FULL_AND_PIECEWISE"] == {"V1": both, "V2": both}
-    assert chosen["graphs"]["FULL"] == {runner: ["FULL"] * 3 for runner in ("V1", "V2")}
+    assert chosen["graphs"]["FULL_AND_PIECEWISE"] == ["FULL_AND_PIECEWISE", "FULL", "PIECEWISE"]
+    assert chosen["graphs"]["FULL"] == ["FULL"] * 3
     assert "not supported" in chosen["mm_prefix"]
 
 
 def test_nothing_serves_before_the_check(monkeypatch) -> None:
-    """The classes of Model Runner V1; for V2 see `gpu_startup`."""
     done = []
     worker = object.__new__(cuda_worker.TreeGPUWorker)
     adapter = SimpleNamespace(warm_up=lambda: done.append("costs"))
-    worker.model_runner = object.__new__(cuda_worker.TreeGPUModelRunner)
-    worker.model_runner.adapter = adapter
+    worker.model_runner = SimpleNamespace(adapter=adapter)
     own_part = {CONFIG_KEY: {VERIFICATION: "tree"}}
     worker.vllm_config = SimpleNamespace(additional_config=own_part)
 
@@ -258,28 +252,6 @@ def test_nothing_serves_before_the_check(monkeypatch) -> None:
     with pytest.raises(RuntimeError, match="wrong results"):
         worker.compile_or_warm_up_model()
     assert done == []
-
-
-def test_profiling_sees_the_logits_of_a_step_with_trees(monkeypatch) -> None:
-    import torch
-
-    rows = []
-
-    class Model:
-        def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
-            rows.append(len(states))
-            return states.new_zeros(len(states), 7)
-
-    stock = cuda_worker.gpu_model_runner.GPUModelRunner
-    monkeypatch.setattr(stock, "_dummy_sampler_run", lambda self, hidden_states: "sampled")
-    runner = object.__new__(cuda_worker.TreeGPUModelRunner)
-    runner.model, runner.sampler = Model(), None
-    runner.max_num_reqs, runner.num_spec_tokens, runner.max_num_tokens = 8, 32, 200
-    assert runner._dummy_sampler_run(torch.zeros(8, 4)) == "sampled"
-    assert rows == [200]
-    runner.max_num_tokens = 8192
-    runner._dummy_sampler_run(torch.zeros(8, 4))
-    assert rows[1:] == [8 * 33]
 
 
 @needs_triton

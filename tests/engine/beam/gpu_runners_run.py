@@ -6,8 +6,8 @@ A program of its own, see :mod:`tests.engine.v2_on_cpu`. Prints one JSON object 
     python -m tests.engine.beam.gpu_runners_run [CASE ...]
 
 Model Runner V2 is vLLM's default on GPUs: the class is the GPU's own, its Triton kernels run in
-Triton's interpreter. Model Runner V1 has its buffers on the host and on the device apart, as on a
-GPU. Asynchronous scheduling has stand-ins for streams and events. Attention is the CPU's.
+Triton's interpreter. Asynchronous scheduling has stand-ins for streams and events. Attention is the
+CPU's.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 import pytest
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.worker import gpu_model_runner
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.gpu import model_runner as gpu_model_runner_v2
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.engine.beam import test_token_rules as token_rules
 from tests.engine.beam.cases import check_case, greedy_requests, prompt, request_of
@@ -50,14 +48,12 @@ class Load(NamedTuple):
 
     Attributes:
         engine: Options of the engine.
-        is_v2: Whether it has Model Runner V2.
         overcommits: Whether groups are admitted whatever runs, and fight for blocks.
         is_constrained: Whether searches have rules and a catalogue, instead of a random load.
         searches: Their number.
     """
 
     engine: dict[str, Any]
-    is_v2: bool = True
     overcommits: bool = False
     is_constrained: bool = False
     searches: int = 8
@@ -78,7 +74,6 @@ CASES = {
     "beside trees": Load(
         {"num_gpu_blocks_override": 12, "speculative_config": TREES}, overcommits=True
     ),
-    "V1": Load({"num_gpu_blocks_override": 9}, is_v2=False, overcommits=True, searches=10),
 }
 
 
@@ -192,7 +187,7 @@ def overcommitment() -> Iterator[None]:
 
 def run_load(load: Load, catalogue: str) -> dict[str, Any]:
     """Start an engine, give it a load, and look at what it leaves behind."""
-    v2_on_cpu.use_v2(load.is_v2)
+    v2_on_cpu.use_v2(True)
     llm = LLM(
         **{
             "model": str(model_path()),
@@ -213,11 +208,10 @@ def run_load(load: Load, catalogue: str) -> dict[str, Any]:
     )
     _kept.append(llm)
     scheduler, runner = scheduler_of(llm), runner_of(llm)
-    expected = gpu_model_runner_v2 if load.is_v2 else gpu_model_runner
-    assert isinstance(runner, expected.GPUModelRunner)
+    assert isinstance(runner, GPUModelRunner)
     is_async = type(scheduler).__name__.startswith("Async")
     assert is_async == load.engine.get("async_scheduling", True)
-    waits = Waits(llm) if load.is_v2 and is_async else None
+    waits = Waits(llm) if is_async else None
     before = free_blocks(llm)
     result = run_constrained(llm) if load.is_constrained else run(llm, load.searches)
     for _ in range(3):  # let the worker hear of the last ones
@@ -228,7 +222,7 @@ def run_load(load: Load, catalogue: str) -> dict[str, Any]:
     if load.is_constrained:
         result["start"] = check_at_start(llm)
     result["blocks_lost"] = before - free_blocks(llm)
-    of_worker = runner.req_states.req_id_to_index if load.is_v2 else runner.requests
+    of_worker = runner.req_states.req_id_to_index
     result["requests_left"] = len(scheduler.requests) + len(of_worker)
     counters = scheduler.beam_counters
     return result | {name: getattr(counters, name) for name in type(counters).__slots__}
@@ -241,8 +235,6 @@ _kept: list[LLM] = []
 def main() -> None:
     v2_on_cpu.schedule_as_on_a_gpu()
     v2_on_cpu.let_streams_idle()
-    # The CPU's runner makes one buffer of each pair; on a GPU they stay two.
-    CPUModelRunner._postprocess_tensors = lambda self: None
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         catalogue = str(write(Path(folder) / "items", ITEMS))

@@ -28,7 +28,6 @@ def on_gpus_runners() -> dict[str, Any]:
         "no prefix caching, synchronous",
         "beside chains",
         "beside trees",
-        "V1",
     ],
 )
 def test_hypotheses_are_those_of_transformers_on_a_gpus_runner(
@@ -52,7 +51,7 @@ def check(case: str, result: dict[str, Any]) -> None:
         assert "differ by" in result["start"][2]
         assert result["start"][3] == "RuntimeError: a fault of the device"
     assert result["groups_failed"] == result["blocks_lost"] == result["requests_left"] == 0
-    if case in ("default", "beside chains", "beside trees", "V1"):  # whose groups fight for blocks
+    if case in ("default", "beside chains", "beside trees"):  # whose groups fight for blocks
         assert result["beams_preempted"] > 0
     if case in ("default", "rules and catalogues", "beside chains", "beside trees"):
         # On V2, asynchronously, nobody waits but who fetches an output, once, and who drafts.

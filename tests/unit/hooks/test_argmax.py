@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_trie.attention import likeliest
 from vllm_trie.ngrams.native import ROW_TOKENS
-from vllm_trie.vllm_hooks.worker.verification.sampling import (
-    argmax_of_logits,
-    likeliest_of_logits,
-    likeliest_on_device,
-)
+from vllm_trie.vllm_hooks.worker.verification.sampling import likeliest_on_device
 
 SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x3F80, 0xBF80, 0x0001, 0x8001]
 BITS = st.one_of(st.sampled_from(SPECIAL), st.integers(0, 0xFFFF))
@@ -29,7 +24,7 @@ def logits_of(rows: list[list[int]]) -> torch.Tensor:
 def test_any_bits(rows: list[list[int]]) -> None:
     logits = logits_of(rows or [[0]])
     expected = logits.float().numpy().argmax(axis=-1)
-    assert argmax_of_logits(mock.Mock(), logits).tolist() == expected.tolist()
+    assert likeliest(logits, 1)[0][:, 0].tolist() == expected.tolist()
 
 
 @given(
@@ -46,13 +41,13 @@ def test_likeliest_of_any_shape(
     logits = torch.randint(-values, values, (3, vocab_size + 5), generator=generator) / 3
     logits = logits.to(dtype)[:, :vocab_size]
     logits[0, : vocab_size - 3] = -torch.inf
-    tokens, probabilities = likeliest_of_logits(logits)
+    tokens, probabilities = likeliest(logits, ROW_TOKENS)
     expected = logits.float().sort(descending=True, stable=True)
     assert tokens.tolist() == expected.indices[:, :ROW_TOKENS].tolist()
-    likeliest = expected.values.softmax(-1)[:, :ROW_TOKENS]
-    torch.testing.assert_close(torch.from_numpy(probabilities), likeliest, rtol=1e-4, atol=1e-7)
+    softmax = expected.values.softmax(-1)[:, :ROW_TOKENS]
+    torch.testing.assert_close(torch.from_numpy(probabilities), softmax, rtol=1e-4, atol=1e-7)
     _, on_device = likeliest_on_device(logits)
-    torch.testing.assert_close(on_device, likeliest, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(on_device, softmax, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -61,7 +56,7 @@ def test_rows_without_a_distribution_have_no_probabilities(value: float) -> None
     logits[0, 600] = value
     if value == -torch.inf:
         logits[0] = value
-    tokens, probabilities = likeliest_of_logits(logits)
+    tokens, probabilities = likeliest(logits, ROW_TOKENS)
     assert tokens[:, 0].tolist() == logits.numpy().argmax(axis=-1).tolist()
     assert probabilities[0].tolist() == [0.0] * ROW_TOKENS
     assert probabilities[1, 0] == pytest.approx(0.001)

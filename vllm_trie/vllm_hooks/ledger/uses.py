@@ -28,8 +28,6 @@ _verified("v1.sample.rejection_sampler:RejectionSampler.parse_output", "relied o
     "reads rows of sampled tokens padded with -1", "output_token_ids vocab_size")
 _verified("v1.sample.sampler:Sampler.forward", "called",
     "at each level of the walk", "logits sampling_metadata")
-_verified("v1.sample.sampler:Sampler.greedy_sample", "called",
-    "for batches of plain greedy requests", "logits")
 _v2("async_utils:AsyncOutput.__init__", "relied on",
     "the output that the scheduler gets is in its model_runner_output", "model_runner_output")
 _v2("async_utils:async_copy_to_np", "called",
@@ -67,8 +65,6 @@ _v2("structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask", "relied 
     "logits input_batch grammar_req_ids grammar_bitmask")
 _verified("v1.worker.gpu_model_runner:GPUModelRunner._dummy_run", "called",
     "at start-up: first step costs for the adaptive node budget", "num_tokens")
-_verified("v1.worker.gpu_model_runner:GPUModelRunner._sync_device", "called",
-    "at start-up: waits until a pass is done, to time it", "")
 _verified("v1.worker.gpu_model_runner:GPUModelRunner.finalize_kv_connector", "called",
     "in steps in which no drafts are wanted", "")
 

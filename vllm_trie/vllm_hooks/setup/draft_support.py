@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _STATES_OF_DRAFTS = ("GDN_ATTN", "MAMBA2", "SHORT_CONV")
-_TREES_ON_V2 = (
-    "on a GPU and on Model Runner V2 they are untested; verification='tree' switches them on"
-)
+_TREES_ON_V2 = "on Model Runner V2 they are untested; verification='tree' switches them on"
 
 
 def choose_verification(
@@ -42,7 +40,7 @@ def choose_verification(
     """
     against_trees = list(problems("trees", vllm_config))
     against_chains = list(problems("chains", vllm_config))
-    if asked == "auto" and (vllm_config.use_v2_model_runner or is_cuda()):
+    if asked == "auto" and vllm_config.use_v2_model_runner:
         against_trees = [_TREES_ON_V2]
     chosen = asked if asked != "auto" else "chain" if against_trees else "tree"
     if reasons := against_trees if chosen == "tree" else against_chains:

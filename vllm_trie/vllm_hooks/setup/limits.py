@@ -113,17 +113,14 @@ def _other_backend(config: VllmConfig) -> str | None:
     return None if backend is None or backend.name in _REPLACED_BACKENDS else backend.name
 
 
-def _may_reorder(config: VllmConfig) -> str | None:
-    """Return the attention backend of Model Runner V1 if it may put prefills behind beams."""
-    backend = config.attention_config.backend
-    name = "None" if backend is None else backend.name
-    return None if name in ("FLASH_ATTN", "TRITON_ATTN") else name
-
-
 def _other_cache_dtype(config: VllmConfig) -> str | None:
     dtype = config.cache_config.cache_dtype
     allowed = ("auto", *_DTYPES, *(_FLOAT8_CACHES if is_cuda() else ()))
     return None if dtype in allowed else dtype
+
+
+def _is_on_v2(config: VllmConfig) -> bool:
+    return config.use_v2_model_runner or belongs_on_v2(config)
 
 
 def _has_state(config: VllmConfig) -> bool:
@@ -201,6 +198,10 @@ LIMITS: tuple[Limit, ...] = (
     # Platform
     *PLATFORM_LIMITS,
     *UNTESTED_LIMITS,
+    Limit(ALL, "NVIDIA GPUs with Model Runner V1",
+        lambda c: is_cuda() and not _is_on_v2(c),
+        "Model Runner V1 is not supported on NVIDIA GPUs; leave VLLM_USE_V2_MODEL_RUNNER=0 out, "
+        "or the setting for which vLLM takes V1, as its log says"),
     # Model
     Limit(ALL, "models that do not generate text",
         lambda c: c.model_config is None or c.model_config.runner_type != "generate",
@@ -215,9 +216,8 @@ LIMITS: tuple[Limit, ...] = (
     Limit(TREES + BEAMS, "state-space, recurrent and hybrid models",
         lambda c: _has_state(c),
         "{model}: models with state-space or recurrent layers are not supported"),
-    Limit(CHAINS,
-        "state-space, recurrent and hybrid models, but on NVIDIA GPUs with Model Runner V2",
-        lambda c: _has_state(c) and not (is_cuda() and (c.use_v2_model_runner or belongs_on_v2(c))),
+    Limit(CHAINS, "state-space, recurrent and hybrid models, but on NVIDIA GPUs",
+        lambda c: _has_state(c) and not is_cuda(),
         "{model}: models with state-space or recurrent layers need Model Runner V2 on an NVIDIA "
         "GPU. On V1 a step without drafts after one with accepted ones reads an old state "
         "(vllm-project/vllm#39273), and vLLM's kernels for CPUs keep no state for each draft "
@@ -250,7 +250,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(TREES + BEAMS, "pipeline parallelism", _stages,
         "pipeline_parallel_size={found} is not supported; set it to 1 (tensor parallelism works)"),
     Limit(CHAINS, "pipeline parallelism on Model Runner V1",
-        lambda c: not (c.use_v2_model_runner or belongs_on_v2(c)) and _stages(c),
+        lambda c: not _is_on_v2(c) and _stages(c),
         "pipeline_parallel_size={found} is not supported on Model Runner V1, where vLLM's own "
         "n-grams do not start either; set VLLM_USE_V2_MODEL_RUNNER=1 where it runs, or set "
         "pipeline_parallel_size to 1"),
@@ -292,12 +292,6 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: is_cuda() and _other_backend(c),
         "attention_backend={found!r} knows nothing of draft trees; leave it out or set it to "
         "'TRITON_ATTN'"),
-    Limit(BEAMS,
-        "on a GPU with Model Runner V1: an `attention_backend` other than `FLASH_ATTN` and "
-        "`TRITON_ATTN`",
-        lambda c: is_cuda() and not c.use_v2_model_runner and _may_reorder(c),
-        "attention_backend={found} may reorder the batch, whose last rows are beams; set it to "
-        "'FLASH_ATTN', or use Model Runner V2"),
     Limit(TREES, "on a GPU: `backend_per_kind`",
         lambda c: is_cuda() and c.attention_config.backend_per_kind,
         "backend_per_kind={found!r} is not supported; leave it out"),

@@ -1,4 +1,4 @@
-"""vLLM's GPU worker and its model runners with the plugin's speculation.
+"""vLLM's GPU worker and its Model Runner V2 with the plugin's speculation.
 
 These classes have not run on a GPU yet: drafts are chains there unless the user allows trees
 (:mod:`vllm_trie.vllm_hooks.setup.limits`), and checks at the start try both.
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.worker import gpu_model_runner
-from vllm.v1.worker.gpu import model_runner as gpu_model_runner_v2
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_trie.vllm_hooks import ledger
@@ -21,58 +19,17 @@ from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.runner_choice import runner_scopes
 from vllm_trie.vllm_hooks.worker.drafting_worker import DraftingWorkerMixin
 from vllm_trie.vllm_hooks.worker.gpu_check import check_device
-from vllm_trie.vllm_hooks.worker.runners.v1 import ChainRunnerMixin, TreeRunnerMixin
 from vllm_trie.vllm_hooks.worker.runners.v2 import RunnerV2Mixin
-from vllm_trie.vllm_hooks.worker.verification.sampling import argmax_of_logits
 
 GPU_BACKEND_CLASS = "vllm_trie.vllm_hooks.worker.attention.cuda.TreeTritonAttentionBackend"
 
-_module = Symbols("v1.worker.gpu_model_runner:", TREE_DRAFTS, platform="cuda")
 _worker = Symbols("v1.worker.gpu_worker:Worker.", TREE_DRAFTS, platform="cuda")
-_PARAMETERS = "vllm_config device"
-
-
-@_module.subclasses(
-    "GPUModelRunner",
-    "the same, where vLLM verifies the drafts",
-    _PARAMETERS,
-    scope="chain_runner",
-)
-class ChainGPUModelRunner(ChainRunnerMixin, gpu_model_runner.GPUModelRunner):
-    """The GPU model runner with drafts that vLLM verifies."""
-
-
-@_module.subclasses(
-    "GPUModelRunner",
-    "the class that the worker makes its runner of",
-    _PARAMETERS,
-    scope="tree_runner",
-)
-class TreeGPUModelRunner(TreeRunnerMixin, gpu_model_runner.GPUModelRunner):
-    """The GPU model runner with tree speculation."""
-
-    @Symbols("v1.worker.gpu_model_runner:GPUModelRunner.", TREE_DRAFTS, platform="cuda").overrides(
-        "memory profiling sees the logits of a step with trees"
-    )
-    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Let vLLM's memory profiling see the logits of a step with trees.
-
-        vLLM gives the KV cache all memory that profiling left, and profiles with two logits rows
-        for each request. A step with trees has one for each node too.
-        """
-        model: Any = self.model
-        sampled = super()._dummy_sampler_run(hidden_states)
-        rows = min(self.max_num_tokens, self.max_num_reqs * (1 + self.num_spec_tokens))
-        states = hidden_states.new_zeros(rows, hidden_states.shape[1])
-        with torch.inference_mode():
-            argmax_of_logits(self.sampler, model.compute_logits(states))
-        return sampled
 
 
 @Symbols("v1.worker.gpu.model_runner:", TREE_DRAFTS, platform="cuda").subclasses(
-    "GPUModelRunner", "Model Runner V2 that drafts", _PARAMETERS, scope="v2_runner"
+    "GPUModelRunner", "Model Runner V2 that drafts", "vllm_config device", scope="v2_runner"
 )
-class DraftingGPUModelRunnerV2(RunnerV2Mixin, gpu_model_runner_v2.GPUModelRunner):
+class DraftingGPUModelRunnerV2(RunnerV2Mixin, GPUModelRunner):
     """Model Runner V2, with drafts that vLLM verifies."""
 
 
@@ -81,9 +38,7 @@ class TreeGPUWorker(DraftingWorkerMixin, Worker):
 
     checks_start = True
 
-    model_runner: (  # type: ignore[assignment]
-        ChainGPUModelRunner | TreeGPUModelRunner | DraftingGPUModelRunnerV2
-    )
+    model_runner: DraftingGPUModelRunnerV2  # type: ignore[assignment]
 
     @_worker.overrides("registers the attention backend, makes the runner with trees")
     def init_device(self) -> None:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_trie.attention import TreeBatch
+from vllm_trie.attention import TreeBatch, likeliest
 from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import DraftRequest, LogitsRows, VerifiedStep
+from vllm_trie.ngrams.native import ROW_TOKENS
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.wire import TreeStats, WaitCause
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
@@ -32,9 +33,7 @@ from vllm_trie.vllm_hooks.worker.verification.placement import (
     scheduled_tree,
 )
 from vllm_trie.vllm_hooks.worker.verification.sampling import (
-    argmax_of_logits,
     is_plain_greedy,
-    likeliest_of_logits,
     sample_greedy,
     sample_levels,
 )
@@ -68,8 +67,8 @@ class TreeStep:
         is_pausing: Whether no drafts are wanted after it.
         has_drafts: Whether it verifies any.
         tree_batch: The trees that need tree attention.
-        likeliest: Tokens and probabilities of the rows of logits, see :func:`likeliest_of_logits`;
-            None where they are not read.
+        likeliest: Tokens and probabilities of the rows of logits, see :func:`likeliest`; None
+            where they are not read.
         argmax: int of each row of logits; None where the drafter does not need it.
         num_decoding: Requests that got tokens.
     """
@@ -227,7 +226,7 @@ class TreeVerifier:
         """
         start = time.perf_counter()
         is_greedy = step.has_drafts and is_plain_greedy(metadata)
-        argmax = self.read_logits(step, logits, sampler, is_greedy)
+        argmax = self.read_logits(step, logits, is_greedy)
         if not step.has_drafts:
             self.accept(step, step.accepted)
             output: SamplerOutput = sampler(logits=logits, sampling_metadata=metadata)
@@ -243,11 +242,7 @@ class TreeVerifier:
         return output
 
     def read_logits(
-        self,
-        step: TreeStep,
-        logits: torch.Tensor | None,
-        sampler: Sampler,
-        needs_argmax: bool = False,
+        self, step: TreeStep, logits: torch.Tensor | None, needs_argmax: bool = False
     ) -> np.ndarray | None:
         """Read what the drafter wants of a step's logits, before anything changes them.
 
@@ -256,14 +251,14 @@ class TreeVerifier:
         """
         if logits is None:
             return None
-        argmax = None
+        reads_rows = self.reads_rows(step, len(logits))
         needs_node_argmax = self.guard.drafter.needs_node_argmax
-        if self.reads_rows(step, len(logits)):
-            step.likeliest = likeliest_of_logits(logits)
-            if logits.device.type == "cpu":
-                argmax = step.likeliest[0][:, 0]
-        if argmax is None and (needs_argmax or needs_node_argmax):
-            argmax = argmax_of_logits(sampler, logits)
+        if not (reads_rows or needs_argmax or needs_node_argmax):
+            return None
+        read = likeliest(logits, ROW_TOKENS if reads_rows else 1)
+        argmax: np.ndarray = read[0][:, 0]
+        if reads_rows:
+            step.likeliest = read
         if needs_node_argmax:
             step.argmax = argmax
         return argmax

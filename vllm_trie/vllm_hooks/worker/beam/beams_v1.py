@@ -63,19 +63,9 @@ class AttachedBeams:
         Args:
             steps: Of the groups in this step.
             scheduler_output: The runner's own copy, to which the beams are added.
-
-        Raises:
-            RuntimeError: The attention backend wants the prompts behind the beams.
         """
         runner, batch = self._runner, self._runner.input_batch
         scheduled = scheduler_output.num_scheduled_tokens
-        if runner.reorder_batch_threshold is not None and any(
-            count > runner.reorder_batch_threshold for count in scheduled.values()
-        ):
-            raise RuntimeError(
-                "native beam search on Model Runner V1 does not run with an attention backend that "
-                "reorders the batch; choose another attention_backend, or set beam_search=False"
-            )
         self.steps = steps
         for step in steps:
             first = batch.num_reqs

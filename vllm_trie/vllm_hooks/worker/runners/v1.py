@@ -1,9 +1,8 @@
 """Model Runner V1: a step of tree speculation, and the overrides of vLLM's runner that carry it.
 
-The mixins come before the runner's class in the subclasses of
-:mod:`~vllm_trie.vllm_hooks.worker.cpu_worker` and :mod:`~vllm_trie.vllm_hooks.worker.cuda_worker`:
-:class:`ChainRunnerMixin` where vLLM verifies the drafts, :class:`TreeRunnerMixin` where the plugin
-does.
+It runs on CPUs alone. The mixins come before the runner's class in the subclasses of
+:mod:`~vllm_trie.vllm_hooks.worker.cpu_worker`: :class:`ChainRunnerMixin` where vLLM verifies the
+drafts, :class:`TreeRunnerMixin` where the plugin does.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class V1Speculation(Adapter):
         sampled = None
         logits: torch.Tensor | None = yield "logits", None
         if self.chain_only:
-            trees.read_logits(step, logits, runner.sampler)
+            trees.read_logits(step, logits)
         elif logits is not None:
             batch = runner.input_batch
             outputs = cast(list[list[int]], batch.req_output_token_ids)
@@ -140,7 +139,6 @@ class V1Speculation(Adapter):
         model: Any = runner.model
         hidden_states, _ = runner._dummy_run(num_tokens)
         model.compute_logits(hidden_states[:num_tokens])
-        runner._sync_device()  # a GPU may still be at work
 
 
 _runner = Symbols("v1.worker.gpu_model_runner:GPUModelRunner.", TREE_DRAFTS)

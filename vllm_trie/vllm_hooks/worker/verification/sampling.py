@@ -23,7 +23,6 @@ from vllm.v1.sample.logits_processor.builtin import (
     MinTokensLogitsProcessor,
 )
 
-from vllm_trie.attention import likeliest
 from vllm_trie.device_copy import to_device
 from vllm_trie.ngrams.native import ROW_TOKENS
 from vllm_trie.tree import TokenTree, accept_all
@@ -75,36 +74,9 @@ def is_plain_greedy(metadata: SamplingMetadata) -> bool:
     )
 
 
-def argmax_of_logits(sampler: Sampler, logits: torch.Tensor) -> np.ndarray:
-    """Return int [logits rows], the token that greedy sampling takes from each logits row.
-
-    On CPUs the kernel is several times faster than vLLM's operation, with the same answer for ties
-    (the first), infinities and NaN.
-    """
-    if logits.device.type == "cpu":
-        return likeliest(logits, 1)[0][:, 0]
-    # A step with many trees has thousands of rows; a float32 copy of all would take gigabytes.
-    parts = [
-        sampler.greedy_sample(part.to(torch.float32)) for part in torch.split(logits, _DEVICE_ROWS)
-    ]
-    found: np.ndarray = torch.cat(parts).cpu().numpy().astype(np.int64)
-    return found
-
-
-def likeliest_of_logits(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the likeliest tokens of each row, [rows, ROW_TOKENS], and their probabilities.
-
-    They are int32 and float32, at temperature 1, the likeliest first. On CPUs the first is what
-    :func:`argmax_of_logits` returns.
-    """
-    if logits.device.type == "cpu":
-        return likeliest(logits, ROW_TOKENS)
-    tokens, probabilities = likeliest_on_device(logits)
-    return tokens.cpu().numpy(), probabilities.cpu().numpy()
-
-
 def likeliest_on_device(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what :func:`likeliest_of_logits` does, without waiting for the device."""
+    """Return what :func:`vllm_trie.attention.likeliest` does, of ROW_TOKENS tokens, without waiting
+    for the device."""
     tokens, probabilities = [], []
     for part in torch.split(logits, _DEVICE_ROWS):
         values, indices = part.topk(ROW_TOKENS, dim=-1)
