@@ -96,7 +96,8 @@ class DraftRequest:
         chain_only: The tree must be a chain (structured outputs).
         hidden_state: torch tensor [hidden_size] of the last accepted position, only for drafters
             with `needs_hidden_states`.
-        last_step: The last verification of this request, None before the first.
+        last_step: The last verification of this request, None before the first. Parts of a union
+            see that of the union's tree.
         rows: Of the step that gave the newest token, where they are known; only for drafters with
             `needs_rows`.
         cache_salt: Only requests with the same salt may profit from one another's text.

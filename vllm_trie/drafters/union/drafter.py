@@ -21,13 +21,7 @@ from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
 from vllm_trie.drafters.neural import NeuralDrafter, NeuralOptions
 from vllm_trie.drafters.union.calibration import Calibrator
 from vllm_trie.drafters.union.grafting import graft
-from vllm_trie.drafters.union.merge import (
-    Draft,
-    Graft,
-    UnionTree,
-    build_tree,
-    merge,
-)
+from vllm_trie.drafters.union.merge import Draft, Graft, build_tree, merge
 from vllm_trie.drafters.union.options import METHOD, TrieUnionOptions
 from vllm_trie.store import StoredText
 from vllm_trie.tree import ROOT, TokenTree
@@ -48,13 +42,11 @@ class _State:
     Attributes:
         drafts: Those that the calibration has not learned from, at most `HORIZON`.
         tail: Length and last tokens of the text at the last call.
-        union: The last tree.
     """
 
     def __init__(self) -> None:
         self.drafts: deque[Draft] = deque()
         self.tail: tuple[int, list[int]] = (0, [])
-        self.union: UnionTree | None = None
 
     def is_continued_by(self, tokens: np.ndarray) -> bool:
         """Return whether these tokens extend those of the last call."""
@@ -151,12 +143,11 @@ class TrieUnionDrafter(Drafter):
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         states = [self._updated_state(request) for request in requests]
         proposed: list[dict[int, TokenTree]] = [{} for _ in requests]
+        # The minimum is for the union's probabilities, not for those of its parts.
+        of_part = [replace(request, min_probability=0.0) for request in requests]
         for index, part in enumerate(self.parts):
             if part is not self.neural:
-                trees = part.propose(
-                    [_part_request(r, s, index) for r, s in zip(requests, states, strict=True)]
-                )
-                for of_parts, tree in zip(proposed, trees, strict=True):
+                for of_parts, tree in zip(proposed, part.propose(of_part), strict=True):
                     of_parts[index] = tree
         grafts = self._add_neural(requests, proposed)
         return [
@@ -226,8 +217,7 @@ class TrieUnionDrafter(Drafter):
         num_tokens = len(request.token_ids)
         draft = Draft(merged, probabilities, [*trees], request.max_nodes, num_tokens)
         state.drafts.append(draft)
-        state.union = build_tree(draft, trees, request.chain_only)
-        return state.union.tree
+        return build_tree(draft, request.chain_only)
 
 
 def _make_part(
@@ -237,10 +227,3 @@ def _make_part(
         return NeuralDrafter(entry, context)
     part_options = registry.parse_options(entry, options.of_part(entry))
     return registry.get_drafter_class(entry)(part_options, context)
-
-
-def _part_request(request: DraftRequest, state: _State, part: int) -> DraftRequest:
-    """Return the request as a part sees it, with the verification of the part's own nodes."""
-    last_step = state.union.step_of_part(request.last_step, part) if state.union else None
-    # The minimum is for the union's probabilities, not for those of its parts.
-    return replace(request, last_step=last_step, min_probability=0.0)

@@ -6,10 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
-from vllm_trie.drafters.base import VerifiedStep
-from vllm_trie.tree import ROOT, TokenTree, depth_first_order, is_prefix
+from vllm_trie.tree import ROOT, TokenTree, depth_first_layout
 
 # For parts without probabilities: each further sibling is half as likely as the one before.
 _SIBLING_FACTOR = 0.5
@@ -23,13 +20,11 @@ class MergedTrie:
         token_ids, parents: Of the merged nodes.
         edges: For each node, the probability of its token given its parent, by the parts that
             propose the node.
-        node_of: The merged node of each node of each part's tree.
     """
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     edges: list[dict[int, float]] = field(default_factory=list)
-    node_of: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def num_nodes(self) -> int:
@@ -67,7 +62,7 @@ def merge(trees: Mapping[int, TokenTree], grafts: Sequence[Graft] = ()) -> Merge
     merged = MergedTrie()
     child_of: dict[tuple[int, int], int] = {}
     for part, tree in trees.items():
-        merged.node_of[part] = _add(merged, child_of, part, tree, ROOT)
+        _add(merged, child_of, part, tree, ROOT)
     for part, path, tree in grafts:
         base = ROOT
         for token in path:
@@ -85,8 +80,8 @@ def _add(
     part: int,
     tree: TokenTree,
     base: int,
-) -> list[int]:
-    """Add a part's tree below a merged node; returns the merged node of each of its nodes."""
+) -> None:
+    """Add a part's tree below a merged node."""
     node_of: list[int] = []
     tokens, parents = tree.token_ids.tolist(), tree.parents.tolist()
     for token, parent, edge in zip(tokens, parents, edge_probabilities(tree), strict=True):
@@ -99,7 +94,6 @@ def _add(
             merged.edges.append({})
         merged.edges[target].setdefault(part, edge)
         node_of.append(target)
-    return node_of
 
 
 def edge_probabilities(tree: TokenTree) -> list[float]:
@@ -159,56 +153,18 @@ class Draft:
         ]
 
 
-@dataclass(slots=True)
-class UnionTree:
-    """The tree of a step and where the parts' nodes are in it.
-
-    Attributes:
-        tree: Candidates, depth-first with the likeliest child first.
-        part_trees: The tree of each part that drafted.
-        node_of: The node of `tree` for each node of each part's tree; -1 if it did not fit.
-    """
-
-    tree: TokenTree
-    part_trees: Mapping[int, TokenTree]
-    node_of: dict[int, list[int]]
-
-    def step_of_part(self, step: VerifiedStep | None, part: int) -> VerifiedStep | None:
-        """Translate the result of a verification into a part's own nodes.
-
-        The argmax after nodes that were not verified is -1. Returns None if the part did not draft
-        or another tree was verified.
-        """
-        tree = self.part_trees.get(part)
-        if step is None or tree is None or not is_prefix(step.tree, self.tree):
-            return None
-        node_of = self.node_of[part]
-        was_accepted = set(step.accepted)
-        accepted = tuple(node for node, target in enumerate(node_of) if target in was_accepted)
-        argmax = None
-        if step.node_argmax is not None:
-            of_union = step.node_argmax
-            argmax = np.full(tree.num_nodes + 1, -1, dtype=np.int32)
-            argmax[0] = of_union[0]
-            for node, target in enumerate(node_of):
-                if 0 <= target < len(of_union) - 1:
-                    argmax[node + 1] = of_union[target + 1]
-        return VerifiedStep(tree, accepted, argmax)
-
-
-def build_tree(draft: Draft, trees: Mapping[int, TokenTree], chain_only: bool = False) -> UnionTree:
-    """Lay out the likeliest candidates that fit; of a chain only the path with the most expected
-    tokens. `draft` holds the merged candidates of `trees`, by part."""
+def build_tree(draft: Draft, chain_only: bool = False) -> TokenTree:
+    """Lay out the likeliest candidates that fit, depth-first with the likeliest child first; of a
+    chain only the path with the most expected tokens."""
     merged = draft.merged
-    nodes = best_chain(draft) if chain_only else _depth_first(draft)
-    place = {node: index for index, node in enumerate(nodes)}
-    parents = [place.get(merged.parents[node], ROOT) for node in nodes]
-    token_ids = [merged.token_ids[node] for node in nodes]
-    probabilities = [draft.probabilities[node] for node in nodes]
-    node_of = {part: [place.get(n, -1) for n in of] for part, of in merged.node_of.items()}
-    if not token_ids:
-        return UnionTree(TokenTree.empty(), trees, node_of)
-    return UnionTree(TokenTree.from_lists(token_ids, parents, probabilities), trees, node_of)
+    nodes = best_chain(draft) if chain_only else draft.selected()
+    index = {node: i for i, node in enumerate(nodes)}
+    tree = TokenTree.from_lists(
+        [merged.token_ids[node] for node in nodes],
+        [index.get(merged.parents[node], ROOT) for node in nodes],
+        [draft.probabilities[node] for node in nodes],
+    )
+    return depth_first_layout(tree)
 
 
 def best_chain(draft: Draft) -> list[int]:
@@ -228,15 +184,3 @@ def best_chain(draft: Draft) -> list[int]:
     while (parent := merged.parents[path[-1]]) >= 0:
         path.append(parent)
     return path[::-1]
-
-
-def _depth_first(draft: Draft) -> list[int]:
-    """Return the selected merged nodes in the order of the tree."""
-    merged, nodes = draft.merged, draft.selected()
-    index = {node: i for i, node in enumerate(nodes)}
-    tree = TokenTree.from_lists(
-        [merged.token_ids[node] for node in nodes],
-        [index.get(merged.parents[node], ROOT) for node in nodes],
-        [draft.probabilities[node] for node in nodes],
-    )
-    return [nodes[old] for old in depth_first_order(tree).tolist()]

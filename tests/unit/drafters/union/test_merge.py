@@ -1,4 +1,4 @@
-"""Several trees in one trie: duplicates once, budgets kept, every part's nodes found again."""
+"""Several trees in one trie: duplicates once, budgets kept, every part's nodes among them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ def test_each_prefix_once_and_said_by_its_parts(parts: list[TokenTree]) -> None:
     assert set(of_trie) == set().union(*map(paths_of, parts))
     for path, edges in zip(of_trie, merged.edges, strict=True):
         assert set(edges) == {i for i, part in enumerate(parts) if path in paths_of(part)}
-    for part, node_of in zip(parts, merged.node_of.values(), strict=True):
-        edge = edge_probabilities(part)
-        for node, target in enumerate(node_of):
-            assert of_trie[target] == paths_of(part)[node]
-            assert merged.edges[target][parts.index(part)] == pytest.approx(edge[node])
+    for i, part in enumerate(parts):
+        for path, edge in zip(paths_of(part), edge_probabilities(part), strict=True):
+            assert merged.edges[of_trie.index(path)][i] == pytest.approx(edge)
 
 
 @given(PARTS, st.lists(st.integers(0, 2), max_size=5))
@@ -53,28 +51,18 @@ def test_the_tree_keeps_the_budget_and_the_likeliest(
     probabilities: list[float] = []
     for parent, edge in zip(merged.parents, edges, strict=True):
         probabilities.append(edge * (probabilities[parent] if parent >= 0 else 1.0))
-    trees = dict(enumerate(parts))
-    draft = Draft(merged, probabilities, [*trees], budget, 10)
-    union = build_tree(draft, trees)
-    union.tree.validate(VOCAB, budget)
-    assert union.tree.num_nodes == min(budget, merged.num_nodes)
-    if union.tree.num_nodes:
-        best = sorted(probabilities, reverse=True)[: union.tree.num_nodes]
-        assert union.tree.probabilities is not None
-        assert sorted(union.tree.probabilities.tolist(), reverse=True) == pytest.approx(best)
-    for part, node_of in zip(parts, union.node_of.values(), strict=True):
-        for node, target in enumerate(node_of):
-            if target >= 0:
-                assert union.tree.token_ids[target] == part.token_ids[node]
-                assert paths_of(union.tree)[target] == paths_of(part)[node]
-    for path, mask in zip(paths_of(union.tree), draft.parts_of(union.tree), strict=True):
+    draft = Draft(merged, probabilities, range(len(parts)), budget, 10)
+    tree = build_tree(draft)
+    tree.validate(VOCAB, budget)
+    assert tree.num_nodes == min(budget, merged.num_nodes)
+    if tree.num_nodes:
+        best = sorted(probabilities, reverse=True)[: tree.num_nodes]
+        assert tree.probabilities is not None
+        assert sorted(tree.probabilities.tolist(), reverse=True) == pytest.approx(best)
+    for path, mask in zip(paths_of(tree), draft.parts_of(tree), strict=True):
         proposing = [i for i, part in enumerate(parts) if path in paths_of(part)]
         assert mask == sum(1 << part for part in proposing) > 0
-    chain = build_tree(draft, trees, chain_only=True)
-    assert chain.tree.is_chain
-    assert all(
-        target < chain.tree.num_nodes for nodes in chain.node_of.values() for target in nodes
-    )
+    assert build_tree(draft, chain_only=True).is_chain
 
 
 def test_parts_without_probabilities_expect_less_of_each_sibling() -> None:

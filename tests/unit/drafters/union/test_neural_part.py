@@ -93,7 +93,7 @@ def test_the_best_chain_promises_the_most_tokens(
             path.append(merged.parents[path[-1]])
         promised.append(sum(probabilities[n] for n in path) if len(path) <= room else 0.0)
     assert sum(probabilities[n] for n in chain) == pytest.approx(max(promised, default=0.0))
-    assert build_tree(draft, {0: one, 1: other}, chain_only=True).tree.is_chain
+    assert build_tree(draft, chain_only=True).is_chain
 
 
 @pytest.mark.parametrize(
