@@ -1,4 +1,5 @@
-"""What is added to answers: scores of hypotheses over HTTP, counts of drafts offline."""
+"""What is added to answers: scores of hypotheses and counts of predictions over HTTP, counts of
+drafts offline."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_trie.vllm_hooks.ledger.record import STATS, Symbols, of_beams
+from vllm_trie.vllm_hooks.ledger.record import STATS, Symbols
 from vllm_trie.vllm_hooks.setup import config
 
 if TYPE_CHECKING:
@@ -19,7 +20,10 @@ logger = init_logger(__name__)
 _COUNTS = ("num_accepted_draft_tokens", "num_draft_tokens", "num_spec_steps")
 """Of vLLM's ``RequestSpecDecodeMetrics``."""
 
-_openai = of_beams("entrypoints.openai.")
+COUNTS = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+"""Fields of the usage, and attributes of a ``CompletionOutput``."""
+
+_openai = Symbols("entrypoints.openai.", "vLLM serves searches, and takes predicted outputs")
 
 
 async def remembered(
@@ -32,11 +36,22 @@ async def remembered(
         yield result
 
 
-def _with_beams(response: Any, outputs: Iterable[CompletionOutput]) -> Any:
-    """Return an answer with the field ``beams`` if its choices are hypotheses of searches.
+def counts_of(outputs: Iterable[CompletionOutput]) -> dict[str, int]:
+    """Return the counts of a request's predictions, summed over its outputs; empty without any."""
+    predicted = [output for output in outputs if hasattr(output, COUNTS[0])]
+    return {name: sum(getattr(out, name) for out in predicted) for name in COUNTS if predicted}
 
-    An entry for each choice, in their order: what ``CompletionOutput.beam`` has offline.
-    """
+
+def _completed(response: Any, outputs: Iterable[CompletionOutput]) -> Any:
+    """Return an answer with the counts of predictions in its usage and, if its choices are
+    hypotheses of searches, with the field ``beams``: what ``CompletionOutput.beam`` has of each."""
+    outputs = list(outputs)
+    usage = getattr(response, "usage", None)
+    if usage is not None and (counts := counts_of(outputs)):
+        from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
+
+        details = usage.completion_tokens_details or CompletionTokenUsageInfo()
+        usage.completion_tokens_details = CompletionTokenUsageInfo(**dict(details), **counts)
     beams = [output.beam for output in outputs if hasattr(output, "beam")]
     if beams and hasattr(response, "choices"):
         response.beams = beams
@@ -45,7 +60,7 @@ def _with_beams(response: Any, outputs: Iterable[CompletionOutput]) -> Any:
 
 @_openai.wraps(
     "completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
-    "answers with the scores of hypotheses",
+    "answers with scores of hypotheses and counts of predictions",
 )
 def completion_response(
     original: Callable[..., Any],
@@ -55,12 +70,12 @@ def completion_response(
     **kwargs: object,
 ) -> Any:
     response = original(self, final_res_batch, *args, **kwargs)
-    return _with_beams(response, (out for result in final_res_batch for out in result.outputs))
+    return _completed(response, (out for result in final_res_batch for out in result.outputs))
 
 
 @_openai.wraps(
     "chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
-    "answers with the scores of hypotheses",
+    "answers with scores of hypotheses and counts of predictions",
 )
 async def chat_response(
     original: Callable[..., Any],
@@ -70,11 +85,10 @@ async def chat_response(
     *args: object,
     **kwargs: object,
 ) -> Any:
-    """Add the scores to an answer of ``/v1/chat/completions``."""
     last: dict[int, CompletionOutput] = {}
     results = remembered(result_generator, last)
     response = await original(self, request, results, *args, **kwargs)
-    return _with_beams(response, last.values())
+    return _completed(response, last.values())
 
 
 @Symbols("entrypoints.common.offline:OfflineInferenceMixin.", STATS).wraps(

@@ -7,7 +7,7 @@ rejected tokens come back with a request's last output.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.utils.async_utils import make_async
 
 from vllm_trie.beam.settings import shown
-from vllm_trie.vllm_hooks.frontend.answers import remembered
+from vllm_trie.vllm_hooks.frontend.answers import COUNTS, counts_of, remembered
 from vllm_trie.vllm_hooks.frontend.extra_args import SpeculationRequestError
 from vllm_trie.vllm_hooks.ledger.record import Result, Symbols
 from vllm_trie.vllm_hooks.setup import config
@@ -23,14 +23,12 @@ from vllm_trie.vllm_hooks.wire import PREDICTION, extra_args_of, is_search
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import CompletionOutput
     from vllm.tokenizers import TokenizerLike
     from vllm.v1.engine.output_processor import RequestState
 
 logger = init_logger(__name__)
 
-COUNTS = ("accepted_prediction_tokens", "rejected_prediction_tokens")
-"""Fields of the usage, and attributes of a ``CompletionOutput``."""
 _ALLOWED = (
     '{"type": "content", "content": TEXT}, with a string or a list of {"type": "text", "text": '
     "TEXT}"
@@ -192,59 +190,6 @@ def new_completion_output(
     for name, count in zip(COUNTS, getattr(self, "prediction_counts", ()), strict=False):
         setattr(output, name, count)
     return output
-
-
-def counts_of(outputs: Iterable[CompletionOutput]) -> dict[str, int]:
-    """Return the counts of a request's predictions, summed over its outputs; empty without any."""
-    predicted = [output for output in outputs if hasattr(output, COUNTS[0])]
-    return {name: sum(getattr(out, name) for out in predicted) for name in COUNTS if predicted}
-
-
-def add_counts(response: Any, outputs: Iterable[CompletionOutput]) -> None:
-    """Add the counts to the usage of an answer."""
-    counts = counts_of(outputs)
-    usage = getattr(response, "usage", None)
-    if counts and usage is not None:
-        from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
-
-        details = usage.completion_tokens_details or CompletionTokenUsageInfo()
-        usage.completion_tokens_details = CompletionTokenUsageInfo(**dict(details), **counts)
-
-
-@_predicted.wraps(
-    "entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
-    "answers with the counts",
-)
-async def chat_response(
-    original: Callable[..., Any],
-    self: object,
-    request: object,
-    result_generator: AsyncIterator[RequestOutput],
-    *args: object,
-    **kwargs: object,
-) -> Any:
-    last: dict[int, CompletionOutput] = {}
-    results = remembered(result_generator, last)
-    response = await original(self, request, results, *args, **kwargs)
-    add_counts(response, last.values())
-    return response
-
-
-@_predicted.wraps(
-    "entrypoints.openai.completion.serving:OpenAIServingCompletion."
-    "request_output_to_completion_response",
-    "answers with the counts",
-)
-def completion_response(
-    original: Callable[..., Any],
-    self: object,
-    final_res_batch: Sequence[RequestOutput],
-    *args: object,
-    **kwargs: object,
-) -> Any:
-    response = original(self, final_res_batch, *args, **kwargs)
-    add_counts(response, [output for result in final_res_batch for output in result.outputs])
-    return response
 
 
 async def _stream_with_counts(
