@@ -100,7 +100,7 @@ def _options(
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command."""
     app(prog_name="vllm-trie")
 
 

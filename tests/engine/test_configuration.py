@@ -526,6 +526,8 @@ def test_a_store_path_that_is_no_folder(tmp_path):
     new = tmp_path / "new"
     engine_config(speculative_config={**TREES, "store_path": str(new)})
     assert not new.exists()
+    said = refusal(speculative_config={**TREES, "store_path": str(new), "store_tokens": 0})
+    assert "store_path: method 'ngram_trie' with these options keeps no texts" in said
     said = refusal(speculative_config={**TREES, "store_reload_minutes": 5})
     assert "store_reload_minutes=5 has no effect since 0.5" in said
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import vllm_trie
 from tests.processes import run_python
-from vllm_trie import cli
+from vllm_trie import __main__, cli
 from vllm_trie.lab import tiny_model
 from vllm_trie.lab.check import doctor
 from vllm_trie.lab.demo.command import app as demo_app
@@ -55,6 +55,16 @@ def make_hook(status: str, **changes: str) -> Finding:
 def test_answers_of_one_line(arguments, printed):
     result = runner.invoke(cli.app, arguments)
     assert (result.exit_code, result.stdout.strip()) == (0, printed)
+
+
+@pytest.mark.parametrize("missing", ["vllm.sampling_params", "typer"])
+def test_a_missing_package_is_one_line(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without() -> None:
+        raise ModuleNotFoundError(name=missing)
+
+    monkeypatch.setattr(cli, "main", without)
+    with pytest.raises(SystemExit, match=f"error: the package '{missing.split('.')[0]}' is not"):
+        __main__.main()
 
 
 HEAVY = ("torch", "vllm", "transformers")

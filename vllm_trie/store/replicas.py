@@ -23,6 +23,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -228,6 +229,12 @@ def connect(url: str, user: str | None = None, password: str | None = None) -> R
         raise ValueError(
             "the option 'store' must be redis://HOST:PORT/DATABASE or rediss:// with TLS; for a "
             "folder take the option 'store_path'"
+        )
+    database = urlsplit(url).path.strip("/")
+    if database and not database.isdecimal():
+        raise ValueError(
+            f"the option 'store' names the database {database!r}, which must be a number, as in "
+            "redis://HOST:PORT/0"
         )
     given = {"username": user, "password": password}
     try:

@@ -119,6 +119,10 @@ class NgramTrieDrafter(Drafter):
         except CorpusError as error:
             raise CorpusError(f"option 'corpus' is an unusable file: {error}") from None
 
+    @classmethod
+    def has_store(cls, options: NgramTrieOptions) -> bool:
+        return options.store_tokens > 0
+
     def read_prompts(self, requests: Sequence[DraftRequest]) -> None:
         # The backend indexes where it drafts: for one node, which is dropped.
         for request in requests:

@@ -9,9 +9,9 @@ the draft teaches the calibration.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import BaseModel
@@ -79,9 +79,7 @@ class TrieUnionDrafter(Drafter):
         parts: Sequence[Drafter] | None = None,
     ) -> None:
         super().__init__(options, context)
-        self.parts = list(
-            parts or [_make_part(entry, options, context) for entry in options.drafters]
-        )
+        self.parts = list(parts or (made(given, context) for made, given in _classes(options)))
         self.neural = next((p for p in self.parts if isinstance(p, NeuralDrafter)), None)
         # Class attributes of other drafters; here they follow from the parts.
         self.needs_hidden_states = any(part.needs_hidden_states for part in self.parts)  # type: ignore[misc]
@@ -94,12 +92,12 @@ class TrieUnionDrafter(Drafter):
     def check_files(
         cls, options: TrieUnionOptions, vocab_size: int, draft_model: str | None
     ) -> None:
-        for name in options.drafters:
-            if isinstance(name, NeuralOptions):
-                continue  # vLLM reads the checkpoint's configuration
-            part_options = registry.parse_options(name, options.of_part(name))
-            part_class = registry.get_drafter_class(name)
+        for part_class, part_options in _classes(options):
             part_class.check_files(part_options, vocab_size, draft_model)
+
+    @classmethod
+    def has_store(cls, options: TrieUnionOptions) -> bool:
+        return any(part_class.has_store(of_part) for part_class, of_part in _classes(options))
 
     def load_model(self, target_model: nn.Module) -> None:
         for part in self.parts:
@@ -220,10 +218,11 @@ class TrieUnionDrafter(Drafter):
         return build_tree(draft, request.chain_only)
 
 
-def _make_part(
-    entry: str | NeuralOptions, options: TrieUnionOptions, context: DrafterContext
-) -> Drafter:
-    if isinstance(entry, NeuralOptions):
-        return NeuralDrafter(entry, context)
-    part_options = registry.parse_options(entry, options.of_part(entry))
-    return registry.get_drafter_class(entry)(part_options, context)
+def _classes(options: TrieUnionOptions) -> Iterator[tuple[type[Drafter], Any]]:
+    """Yield class and options of each part; vLLM checks the files of a trained drafter."""
+    for entry in options.drafters:
+        if isinstance(entry, NeuralOptions):
+            yield NeuralDrafter, entry
+        else:
+            part_options = registry.parse_options(entry, options.of_part(entry))
+            yield registry.get_drafter_class(entry), part_options

@@ -104,7 +104,7 @@ def verify(vllm_config: VllmConfig) -> None:
         chosen = choose_verification(vllm_config, tree_config.method, asked)
         config.set_verification(vllm_config, chosen)
         _leave_requests_unpadded(vllm_config)
-        _check_store(tree_config.engine_options)
+        _check_store(tree_config)
         # A worker would find them too, a minute later and inside its traceback.
         get_drafter_class(tree_config.method).check_files(
             tree_config.drafter_options,
@@ -114,7 +114,14 @@ def verify(vllm_config: VllmConfig) -> None:
     check_catalogues(vllm_config)
 
 
-def _check_store(options: config.EngineOptions) -> None:
+def _check_store(tree_config: config.TreeConfig) -> None:
+    method, options = tree_config.method, tree_config.engine_options
+    given = [name for name in ("store", "store_path") if getattr(options, name) is not None]
+    if given and not get_drafter_class(method).has_store(tree_config.drafter_options):
+        raise ValueError(
+            f"{' and '.join(given)}: method {method!r} with these options keeps no texts of ended "
+            "requests; leave it out, or take ngram_trie with store_tokens above 0"
+        )
     if options.store is not None:
         connect(options.store).close()
     store_path = options.store_path
