@@ -1,4 +1,4 @@
-"""``vllm-trie beam check`` and the check at a start: both pass what works, and find wrong KV."""
+"""The check at a start passes what works, and finds wrong KV."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from tests.engine.beam.cases import greedy_requests
 from tests.engine.conftest import scheduler_of
 from tests.processes import run_python
 from vllm_trie.beam import Candidates
-from vllm_trie.lab.check.beams import BeamCheck, check
 from vllm_trie.vllm_hooks.scheduler import group, search_check
-
-
-def small_check(llm: Any) -> BeamCheck:
-    return check(llm, widths=(2, 4), max_tokens=20)
 
 
 @pytest.fixture
@@ -46,11 +41,6 @@ def with_rows_of_others(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_works_passes(llm):
-    outcome = small_check(llm)
-    assert outcome.passed
-    assert outcome.num_hypotheses == 18
-    assert outcome.num_pairs > 5
-    assert outcome.found < 1e-4
     before = scheduler_of(llm).beam_counters.groups
     assert at_start(llm) is None
     assert scheduler_of(llm).beam_counters.groups == before + 6  # 2, 9 and 16 wide, and 3 of 9
@@ -58,17 +48,11 @@ def test_what_works_passes(llm):
 
 def test_forks_without_their_copies_are_found(llm, monkeypatch):
     without_tails(monkeypatch)
-    outcome = small_check(llm)
-    llm.reset_prefix_cache()
-    assert not outcome.passed
-    assert outcome.found > outcome.allowed
-    assert outcome.ordinary < 1e-4
     assert "differ by" in at_start(llm)
 
 
 def test_log_probabilities_of_another_row_are_found(llm, monkeypatch):
     with_rows_of_others(monkeypatch)
-    assert not small_check(llm).passed
     assert "differ by" in at_start(llm)
 
 

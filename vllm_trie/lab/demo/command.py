@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,8 +43,6 @@ class Settings:
     max_tokens: int
     repeats: int
     verbose: bool
-    svg: Path | None = None
-    html: Path | None = None
 
 
 @app.command()
@@ -62,12 +59,8 @@ def demo(
     batch_size: Annotated[int, typer.Option(min=1, max=64, help="Prompts that run together.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=8, help="Longest answer.")] = 96,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt.")] = 2,
-    svg: Annotated[Path | None, typer.Option(help="Also draw the tree into this SVG file.")] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write the results to this file.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Also show one answer step by step in this HTML file.")
     ] = None,
     verbose: Annotated[bool, typer.Option(help="Show vLLM's own messages.")] = False,
 ) -> None:
@@ -84,10 +77,8 @@ def demo(
             param_hint="--method",
         )
     path, reason = _found(model)
-    settings = Settings(
-        *(path, Path(path) == model_path(), method, nodes, batch_size, max_tokens, repeats),
-        *(verbose, svg, html),
-    )
+    is_shipped = Path(path) == model_path()
+    settings = Settings(path, is_shipped, method, nodes, batch_size, max_tokens, repeats, verbose)
     rows = _run(settings, reason)
     if json_path is not None:
         flat = report.json_rows(rows, nodes, batch_size)
@@ -123,9 +114,7 @@ def _run(settings: Settings, reason: str) -> list[Row]:
         console.print()
         console.print(report.answers_table(answers))
         console.print(f"\n[dim]{report.notes(is_shipped, settings.method)}[/]\n")
-        report.show_step(console, drawn, decode, settings.svg)
-        if settings.html is not None:
-            console.print(f"\nThe same answer step by step: {settings.html}")
+        report.show_step(console, drawn, decode)
     return rows
 
 
@@ -171,10 +160,7 @@ def _measure(
         params = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
         rows, answers = [], dict[str, str]()
         observed: list[ObservedStep] = []
-        with local_engine.silence(not settings.verbose), TemporaryDirectory() as folder:
-            if settings.html is not None:
-                options = configs[settings.method] or {}
-                configs[settings.method] = {**options, "trace_path": folder}
+        with local_engine.silence(not settings.verbose):
             engines = _start_engines(settings, configs, length, advance)
             short = SamplingParams(temperature=0.0, max_tokens=8)
             for name, llm in engines.items():
@@ -191,12 +177,6 @@ def _measure(
                 answers |= dict(zip(names, texts, strict=True))
                 observed += steps
             drawn = measure.most_telling(observed)
-            if settings.html is not None:
-                names = [prompt.name for prompt in prompts]
-                shown = names.index(drawn.prompt) if drawn is not None else 0
-                pair = {name: engines[name] for name in (measure.PLAIN, settings.method)}
-                content = _page(pair, token_ids[shown], params, decode, Path(folder))
-                settings.html.write_text(content, encoding="utf-8")
     return [*rows, measure.total(rows)], answers, drawn, decode
 
 
@@ -229,17 +209,6 @@ def _start_engines(
             speculative_config=configs[name],
         )
     return engines
-
-
-def _page(
-    engines: dict[str, Any], prompt: Sequence[int], params: Any, decode: Any, folder: Path
-) -> str:
-    """Return the page of one answer by each engine, which write traces to `folder`."""
-    from vllm_trie.lab.explore import page
-    from vllm_trie.lab.explore.record import record
-
-    traces = [record(llm, name, prompt, params, folder) for name, llm in engines.items()]
-    return page(traces, decode, title="vllm-trie demo")
 
 
 def _tokenized(path: str, messages: Sequence[str]) -> tuple[Any, list[list[int]]]:

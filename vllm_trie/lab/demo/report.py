@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_trie.lab.demo.measure import PLAIN, ObservedStep, Row
-from vllm_trie.lab.drawings.tree import draw_svg, draw_text
+from vllm_trie.lab.drawings.tree import draw_text
 
 _SHOWN_BEFORE = 240  # characters of output shown before the drawn step
 _JSON_KEYS = ("nodes", "tokens_per_step", "nodes_per_step", "identical")
@@ -87,9 +87,8 @@ def show_step(
     console: Console,
     observed: ObservedStep | None,
     decode: Callable[[Sequence[int]], str],
-    svg: Path | None = None,
 ) -> None:
-    """Draw one step's tree under the text that it continues, and into a file if one is given."""
+    """Draw one step's tree under the text that it continues."""
     if observed is None:
         console.print("[yellow]No tree was drafted in any step, so there is none to draw.[/]")
         return
@@ -110,10 +109,6 @@ def show_step(
     drawn = draw_text(step.tree, lambda token: decode([token]), accepted)
     for line in drawn.splitlines():
         console.print(Text(line, style="bold green" if line.endswith(" ✓") else ""), soft_wrap=True)
-    if svg is not None:
-        picture = draw_svg(step.tree, lambda token: decode([token]), accepted)
-        svg.write_text(picture, encoding="utf-8")
-        console.print(f"\nThe same tree as a picture: {svg}")
 
 
 def describe(model: str, is_shipped: bool) -> str:

@@ -86,9 +86,8 @@ def say_where_untested(vllm_config: VllmConfig) -> None:
     if reason is None:
         logger.warning(
             "Native beam search is on by %s=True, after a check. It has never run on a GPU: before "
-            "you rely on it, run `vllm-trie beam check MODEL --%s`.",
+            "you rely on it, run `vllm-trie validate --model MODEL`.",
             ALLOW_GPU,
-            ALLOW_GPU.replace("_", "-"),
         )
     elif reason in problems("beams", vllm_config, PLATFORM_LIMITS + UNTESTED_LIMITS):
         logger.info("Native beam search is off, vLLM's own serves: %s", reason)
