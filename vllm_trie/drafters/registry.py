@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -27,6 +27,14 @@ _BUILT_IN = {
     }.items()
 }
 _registered: dict[str, type[Drafter]] = {}
+_REMOVED = {
+    "adaptive": "all parts draft in every step",
+    "num_alternatives": "a trained drafter drafts a chain",
+    "store_reload_minutes": "an engine reads its store at the start alone",
+}
+"""Options of earlier releases, and what goes without them."""
+
+OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
 
 def register(drafter_class: type[Drafter]) -> None:
@@ -87,18 +95,34 @@ def parse_options(method: str, mapping: Mapping[str, object]) -> BaseModel:
     Raises:
         ValueError: Naming each wrong option, the value received and what is allowed.
     """
-    options = get_drafter_class(method).Options
+    return validated(get_drafter_class(method).Options, mapping, method)
+
+
+def validated(options: type[OptionsT], mapping: Mapping[str, object], method: str) -> OptionsT:
+    """Return some of a method's options, checked.
+
+    Raises:
+        ValueError: As :func:`parse_options`.
+    """
     try:
         return options.model_validate(dict(mapping))
     except ValidationError as error:
-        problems = [
-            _describe_problem(options, ".".join(map(str, problem["loc"])), problem)
-            for problem in error.errors()
-        ]
+        every = error.errors()
+        # Of an entry that may be of several types each has a problem with a removed option.
+        every = [problem for problem in every if _removed(problem)] or every
+        problems = [_describe_problem(options, problem) for problem in every]
         raise ValueError(f"options of method {method!r}: {'; '.join(problems)}") from None
 
 
-def _describe_problem(options: type[BaseModel], name: str, problem: ErrorDetails) -> str:
+def _removed(problem: ErrorDetails) -> str | None:
+    return _REMOVED.get(str(problem["loc"][-1])) if problem["loc"] else None
+
+
+def _describe_problem(options: type[BaseModel], problem: ErrorDetails) -> str:
+    if why := _removed(problem):
+        given = f"{problem['loc'][-1]}={problem['input']!r}"
+        return f"{given} has no effect since 0.5: {why}; leave it out"
+    name = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
         allowed = ", ".join(options.model_fields) or "none"
         return f"{name} is not an option; allowed: {allowed}"

@@ -25,16 +25,6 @@ class NeuralOptions(DrafterOptions):
         default=4, ge=1, le=16, description="Length of its chain, in forward passes of the drafter."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_alternatives(cls, given: object) -> object:
-        if isinstance(given, dict) and "num_alternatives" in given:
-            raise ValueError(
-                f"num_alternatives={given['num_alternatives']!r} has no effect since 0.5: a "
-                "trained drafter drafts a chain; leave it out"
-            )
-        return given
-
     @model_validator(mode="after")
     def _check_model(self) -> NeuralOptions:
         if self.model is None and self.method != "mtp":

@@ -30,16 +30,6 @@ class TrieUnionOptions(DrafterOptions):
         description="Options of the parts, as {'ngram_trie': {'store_tokens': 0}}.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_adaptive(cls, given: object) -> object:
-        if isinstance(given, dict) and "adaptive" in given:
-            raise ValueError(
-                f"adaptive={given['adaptive']!r} has no effect since 0.5: all parts draft in every "
-                "step; leave it out"
-            )
-        return given
-
     @field_validator("drafters", mode="before")
     @classmethod
     def _check_entries(cls, entries: object) -> object:

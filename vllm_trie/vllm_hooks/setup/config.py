@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_trie.drafters import available_methods, parse_options
 from vllm_trie.drafters.neural import NeuralOptions
+from vllm_trie.drafters.registry import validated
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -187,17 +188,8 @@ def parse(carried: Mapping[str, Any]) -> TreeConfig:
         raise ValueError(
             f"the speculative model {draft_model!r} of method {method!r} must be a path or a name"
         )
-    if (minutes := options.get("store_reload_minutes")) is not None:
-        raise ValueError(
-            f"store_reload_minutes={minutes!r} has no effect since 0.5: an engine reads its store "
-            "at the start alone; leave it out"
-        )
     engine = {name: options.pop(name) for name in EngineOptions.model_fields if name in options}
-    try:
-        engine_options = EngineOptions.model_validate(engine)
-    except ValidationError as error:
-        problems = "; ".join(f"{p['loc'][0]}={p['input']!r}: {p['msg']}" for p in error.errors())
-        raise ValueError(f"options of method {method!r}: {problems}") from None
+    engine_options = validated(EngineOptions, engine, method)
     try:
         drafter_options = parse_options(method, options)
     except ValueError as error:
