@@ -277,7 +277,7 @@ def test_a_misspelled_method(name):
 def test_a_misspelled_method_on_the_command_line(capsys):
     with pytest.raises(SystemExit):
         from_command_line("--spec-method", "ngram_tri")
-    assert "did you mean 'ngram_trie'?" in capsys.readouterr().err
+    assert "ngram_trie" in capsys.readouterr().err  # among the choices
     with pytest.raises(ValueError, match=r"did you mean 'ngram_trie'\?"):
         from_command_line("--speculative-model", "ngram_tri")
 

@@ -51,10 +51,12 @@ class Claim(NamedTuple):
     Attributes:
         steps: Steps until the group is expected to start.
         spare: Slots that it leaves over then.
+        num_let: Requests that the step had let before; `spare` counts them in.
     """
 
     steps: int
     spare: int
+    num_let: int
 
 
 class Admission:
@@ -145,11 +147,11 @@ class Admission:
 
     # -- slots -------------------------------------------------------------------------------------
 
-    def _taken(self) -> list[tuple[int, int]]:
-        """Return the most steps and the slots of what starts in this step."""
+    def _taken(self, first: int = 0) -> list[tuple[int, int]]:
+        """Return the most steps and the slots of what starts in this step, of those let since."""
         return [
             (steps_left, slots)
-            for request, steps_left, slots in self._let
+            for request, steps_left, slots in self._let[first:]
             if isinstance(request, BeamProxy) or request.status == RequestStatus.RUNNING
         ]
 
@@ -163,7 +165,7 @@ class Admission:
         claim = self._claim
         if claim is None or steps_left <= claim.steps or not heeds_claim:
             return True
-        late = sum(slots for steps, slots in self._taken() if steps > claim.steps)
+        late = sum(slots for steps, slots in self._taken(claim.num_let) if steps > claim.steps)
         return slots <= claim.spare - late
 
     def _claim_of(self, group: BeamGroup) -> Claim | None:
@@ -174,7 +176,8 @@ class Admission:
         for steps, same in groupby(sorted(ends), key=itemgetter(0)):
             spare += sum(slots for _, slots in same)
             if spare >= 0:
-                return Claim(steps, spare) if steps <= max(SOON, waited // 2) else None
+                is_soon = steps <= max(SOON, waited // 2)
+                return Claim(steps, spare, len(self._let)) if is_soon else None
         return None
 
     def _steps_left(self, request: Request) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -39,8 +39,6 @@ def add_methods(parser: Any) -> None:
         if "--spec-method" in action.option_strings and action.choices is not None:
             new = [method for method in available_methods() if method not in action.choices]
             action.choices = [*action.choices, *new]
-            if new:
-                action.type = _checked(action.type or str, action.choices)
     if not any(ALIAS in action.option_strings for action in parser._actions):
         parser.add_argument(
             ALIAS,
@@ -49,18 +47,6 @@ def add_methods(parser: Any) -> None:
             help="Another name of --spec-model. Also takes a method of vllm-trie: "
             + ", ".join(available_methods()),
         )
-
-
-def _checked(convert: Callable[[str], Any], methods: Sequence[object]) -> Callable[[str], Any]:
-    """Make a type of ``--spec-method`` that names the method meant, before argparse lists all."""
-
-    def checked(text: str) -> Any:
-        value = convert(text)
-        if method := meant(value, methods):
-            raise argparse.ArgumentTypeError(_question(value, method))
-        return value
-
-    return checked
 
 
 def meant(name: object, methods: Iterable[Any] = (), similarity: float = _SIMILAR) -> str:
