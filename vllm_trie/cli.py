@@ -23,7 +23,6 @@ GROUPS = {
     "explore": "vllm_trie.lab.commands.explore",
     "items": "vllm_trie.commands.items",
     "medusa": "vllm_trie.lab.medusa.command",
-    "store": "vllm_trie.commands.store",
 }
 """Commands that live in other modules, each as a typer application named ``app``."""
 
@@ -33,7 +32,6 @@ SUMMARIES = {
     "corpus": "Corpora that `ngram_trie` drafts from (its option `corpus`).",
     "items": "Catalogues of items for constrained beam search (the request option `items`).",
     "medusa": "Train Medusa heads for a model.",
-    "store": "Files of a warm start (option `store_path`). They hold text of users.",
 }
 """The help of these groups, so that `--help` lists them without their imports."""
 

@@ -70,7 +70,7 @@ def test_a_missing_package_is_one_line(missing: str, monkeypatch: pytest.MonkeyP
 HEAVY = ("torch", "vllm", "transformers")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--quick"], ["store", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--quick"], ["items", "--help"]])
 def test_what_answers_at_once_imports_nothing_large(arguments):
     code = (
         "import sys; from vllm_trie import cli\n"
@@ -79,7 +79,7 @@ def test_what_answers_at_once_imports_nothing_large(arguments):
     )
     result = run_python("-c", code, *arguments, timeout=120)
     assert result.stderr.splitlines()[-1].split() == []
-    assert "Files of a warm start" in result.stdout or arguments == ["doctor", "--quick"]
+    assert "Catalogues of items" in result.stdout or arguments == ["doctor", "--quick"]
 
 
 def test_no_help_text_is_eaten_by_markup():

@@ -37,8 +37,8 @@ def build(
             dir_okay=False,
             metavar="FILE",
             help="*.jsonl: an item a line, {'id': ..., 'tokens': [...]} or {'id': ..., 'text': "
-            "...}. *.parquet: the same as columns. *.npy: an integer array of items x "
-            "width, negative behind the last token; ids are the row numbers.",
+            "...}. *.npy: an integer array of items x width, negative behind the last token; ids "
+            "are the row numbers.",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],

@@ -1,4 +1,4 @@
-"""Items from files: JSON lines, Parquet, and NumPy arrays."""
+"""Items from files: JSON lines and NumPy arrays."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 def read_items(
     path: Path, encode: Encode | None = None, vocab_size: int | None = None
 ) -> Iterator[Batch]:
-    """Yield the items of a file: ``*.jsonl``, ``*.parquet`` or ``*.npy``.
+    """Yield the items of a file: ``*.jsonl`` or ``*.npy``.
 
     Args:
         path: The file.
@@ -54,10 +54,10 @@ def read_items(
         ItemsError: The file is of another kind, or something in it is wrong; the message names the
             place.
     """
-    readers = {".jsonl": _read_lines, ".parquet": _read_parquet, ".npy": _read_array}
+    readers = {".jsonl": _read_lines, ".npy": _read_array}
     reader = readers.get(path.suffix)
     if reader is None:
-        raise ItemsError(f"{path} is not *.jsonl, *.parquet or *.npy; convert it to one of them")
+        raise ItemsError(f"{path} is not *.jsonl or *.npy; convert it to one of them")
     return reader(path, encode, MAX_TOKEN if vocab_size is None else vocab_size - 1)
 
 
@@ -187,33 +187,6 @@ def _rows(every: list[Any], max_token: int, where: _Where) -> np.ndarray:
     rows = np.zeros((len(every), lengths.max()), dtype=">u4")
     rows[np.arange(rows.shape[1]) < lengths[:, None]] = flat + 1
     return rows
-
-
-def _read_parquet(path: Path, encode: Encode | None, max_token: int) -> Iterator[Batch]:
-    try:
-        from pyarrow import parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    except ImportError:
-        raise ItemsError(
-            f"{path}: reading Parquet needs pyarrow, which is not installed; install it, or write "
-            "the items as JSON lines"
-        ) from None
-    try:
-        file = parquet.ParquetFile(path)
-    except (OSError, ValueError) as error:
-        raise ItemsError(f"{path} cannot be read as Parquet: {error}") from None
-    columns = [name for name in ("id", "tokens", "text") if name in file.schema_arrow.names]
-    if "id" not in columns or len(columns) == 1:
-        raise ItemsError(
-            f"{path} has the columns {file.schema_arrow.names}; it needs 'id' and 'tokens' or "
-            "'text'"
-        )
-    columns = columns[:2] + (["weight"] if "weight" in file.schema_arrow.names else [])
-    first = 0
-    for table in file.iter_batches(batch_size=_BATCH, columns=columns):
-        where = _Where(f"{path}, row", range(first, first + table.num_rows))
-        first += table.num_rows
-        if table.num_rows:
-            yield _batch(table.to_pylist(), encode, max_token, where)
 
 
 def _read_array(path: Path, encode: Encode | None, max_token: int) -> Iterator[Batch]:

@@ -164,7 +164,7 @@ def test_empty_and_foreign_sources(tmp_path):
     (tmp_path / "items.jsonl").write_text("\n\n")
     with pytest.raises(ItemsError, match="the catalogue has no items"):
         build_items(tmp_path / "items.trie", read_items(tmp_path / "items.jsonl"))
-    with pytest.raises(ItemsError, match=r"items.csv is not \*.jsonl, \*.parquet or \*.npy"):
+    with pytest.raises(ItemsError, match=r"items.csv is not \*.jsonl or \*.npy"):
         read_items(tmp_path / "items.csv")
     (tmp_path / "items.npy").write_text("not an array")
     with pytest.raises(ItemsError, match="cannot be read as a NumPy array"):

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from tests.processes import run_python
-from vllm_trie import cli
 from vllm_trie.store import (
     Identity,
     Slot,
@@ -231,21 +229,3 @@ def test_a_killed_writer_leaves_the_file_whole(tmp_path):
     slot.release()
     assert Slot.claim(tmp_path, MODEL).path == slot.path
     assert list(tmp_path.glob(".*")) == []
-
-
-# -- the commands ----------------------------------------------------------------------------------
-
-
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(cli.app, ["store", *map(str, arguments)])
-
-
-def test_info(file):
-    result = run("info", file)
-    assert result.exit_code == 0
-    assert "4 texts, 8 tokens, model 'model'" in result.stdout
-    assert "1 texts of 1 cache salts or adapters" in result.stdout
-    file.write_bytes(file.read_bytes()[:-1])
-    result = run("info", file)
-    assert result.exit_code == 1
-    assert "truncated" in result.stderr
