@@ -54,7 +54,6 @@ FLOORS = {
         "drafting verification",
         "attention",
         "recorder warm_start",
-        "sharing",
         "verifier",
         "verifier_setup",
         "runners",

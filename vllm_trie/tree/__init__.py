@@ -1,9 +1,8 @@
 """Token trees: data structure, node order and greedy verification, with NumPy only."""
 
-from vllm_trie.tree.batch import accept_all, check_all, place, select_all
+from vllm_trie.tree.batch import accept_all, accept_greedy, check_all, place, select_all
 from vllm_trie.tree.layout import depth_first_layout, depth_first_order, is_prefix
 from vllm_trie.tree.token_tree import ROOT, MalformedTreeError, TokenTree, words_per_node
-from vllm_trie.tree.verify import accept_greedy
 
 __all__ = [
     "ROOT",

@@ -1,7 +1,7 @@
 """The method `trie_union`: candidates of several drafters in one tree.
 
 A step: all parts draft, a trained drafter last, and parts that can draft again after the tokens of
-its chain (`grafting`). `merge` puts all candidates into one trie, the `calibration` turns their
+its chain (grafts). `merge` puts all candidates into one trie, the `calibration` turns their
 probabilities into one, and the likeliest nodes that fit become the tree. Once the text has gone on,
 the draft teaches the calibration.
 """
@@ -20,7 +20,6 @@ from vllm_trie.drafters import registry
 from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest
 from vllm_trie.drafters.neural import NeuralDrafter, NeuralOptions
 from vllm_trie.drafters.union.calibration import Calibrator
-from vllm_trie.drafters.union.grafting import graft
 from vllm_trie.drafters.union.merge import Draft, Graft, build_tree, merge
 from vllm_trie.drafters.union.options import METHOD, TrieUnionOptions
 from vllm_trie.store import StoredText
@@ -34,6 +33,9 @@ if TYPE_CHECKING:
 HORIZON = 20
 """Tokens that must follow a draft before it teaches the calibration; deeper nodes are ignored."""
 _TAIL = 8  # tokens
+_SHARE_OF_NODES = 4
+"""A graft inside the chain has at most this fraction of the step's nodes; the one at its end, which
+goes on where the chain stops, may have twice as many."""
 
 
 class _State:
@@ -170,7 +172,7 @@ class TrieUnionDrafter(Drafter):
                 for of_parts, chain in zip(proposed, chains, strict=True):
                     of_parts[index] = chain
                 continue
-            for row, of_row in zip(grafts, graft(part, index, requests, chains), strict=True):
+            for row, of_row in zip(grafts, _graft(part, index, requests, chains), strict=True):
                 row += of_row
         return grafts
 
@@ -216,6 +218,36 @@ class TrieUnionDrafter(Drafter):
         draft = Draft(merged, probabilities, [*trees], request.max_nodes, num_tokens)
         state.drafts.append(draft)
         return build_tree(draft, request.chain_only)
+
+
+def _graft(
+    part: Drafter, index: int, requests: Sequence[DraftRequest], trees: Sequence[TokenTree]
+) -> list[list[Graft]]:
+    """Return a part's candidates after each token of some chains, by request.
+
+    Args:
+        part: Asked once for all of them.
+        index: Of the part.
+        requests: As of the step.
+        trees: Of the trained drafter, whose first branch is the chain.
+    """
+    grafts: list[list[Graft]] = [[] for _ in requests]
+    asked, added, owners = [], [], []
+    for row, (request, tree) in enumerate(zip(requests, trees, strict=True)):
+        chain = tree.chain().token_list
+        for length in range(1, len(chain) + 1):
+            share = request.max_nodes // _SHARE_OF_NODES
+            max_nodes = max(1, share if length < len(chain) else 2 * share)
+            if length < request.max_depth:
+                asked.append(replace(request, max_nodes=max_nodes, min_probability=0.0))
+                added.append(chain[:length])
+                owners.append(row)
+    if asked:
+        drafted = part.propose_after(asked, added)
+        for row, path, tree in zip(owners, added, drafted, strict=True):
+            if tree.num_nodes:
+                grafts[row].append(Graft(index, path, tree))
+    return grafts
 
 
 def _classes(options: TrieUnionOptions) -> Iterator[tuple[type[Drafter], Any]]:

@@ -24,7 +24,6 @@ from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.wire import TreeStats, WaitCause
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
-from vllm_trie.vllm_hooks.worker.sharing import Sharing
 from vllm_trie.vllm_hooks.worker.step_clock import StepClock
 from vllm_trie.vllm_hooks.worker.verification import compaction
 from vllm_trie.vllm_hooks.worker.verification.placement import (
@@ -37,7 +36,7 @@ from vllm_trie.vllm_hooks.worker.verification.sampling import (
     sample_greedy,
     sample_levels,
 )
-from vllm_trie.vllm_hooks.worker.warm_start import WarmStart
+from vllm_trie.vllm_hooks.worker.warm_start import Sharing, WarmStart
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import SamplerOutput

@@ -16,9 +16,8 @@ from vllm_trie.tree.batch import LIBRARY
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
-from vllm_trie.vllm_hooks.worker.sharing import Sharing
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
-from vllm_trie.vllm_hooks.worker.warm_start import WarmStart, open_warm_start
+from vllm_trie.vllm_hooks.worker.warm_start import Sharing, WarmStart, open_warm_start
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

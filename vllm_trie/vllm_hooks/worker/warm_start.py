@@ -1,9 +1,11 @@
-"""What an engine learned, saved while it runs and taken up by the next one."""
+"""What an engine learned: saved while it runs and taken up by the next one, and shared with
+replicas."""
 
 from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_trie.drafters import Drafter
+from vllm_trie.drafters.request_texts import STEP_TOKENS
 from vllm_trie.ngrams.corpus_file import fingerprint
 from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
 from vllm_trie.store import (
@@ -23,6 +26,7 @@ from vllm_trie.store import (
     read_newest,
     write_store,
 )
+from vllm_trie.store.replicas import PASSWORD, USER, Replicas
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -122,6 +126,39 @@ class WarmStart:
             return
         self._drafter.restore(store.texts)
         logger.info("warm start from %s: %d texts", folder, len(store.texts))
+
+
+class Sharing:
+    """Gives the drafter what other replicas publish, and them what it stores.
+
+    Args:
+        url: Of the server.
+        revision: Of the model.
+        context: Of the engine.
+        drafter: Whose texts are shared.
+    """
+
+    def __init__(
+        self, url: str, revision: str | None, context: DrafterContext, drafter: Drafter
+    ) -> None:
+        self._drafter = drafter
+        identity = engine_identity(context, revision)
+        self.replicas = Replicas(url, identity, os.environ.get(USER), os.environ.get(PASSWORD))
+        drafter.share(self.replicas)
+
+    def tick(self) -> None:
+        """Take up what came in; to be called at the end of each step."""
+        texts = self.replicas.receive(STEP_TOKENS)
+        if not texts:
+            return
+        try:
+            self._drafter.restore(texts)
+        except Exception:  # a drafter of somebody else's
+            logger.warning("texts of replicas were not taken up", exc_info=True)
+
+    def close(self) -> None:
+        """Publish what waits."""
+        self.replicas.close()
 
 
 def open_warm_start(
