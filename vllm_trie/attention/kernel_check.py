@@ -60,14 +60,6 @@ class LayerShape(NamedTuple):
         return (8, 0) if self.dtype == torch.bfloat16 else (7, 5)
 
 
-TYPICAL_LAYERS = (
-    LayerShape(32, 8, 128, 16, torch.bfloat16),
-    LayerShape(28, 4, 128, 16, torch.float16),
-    LayerShape(16, 16, 64, 32, torch.float32),
-)
-"""Checked where no model is loaded."""
-
-
 class RequestShape(NamedTuple):
     """One request of a step."""
 

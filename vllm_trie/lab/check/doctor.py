@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution, entry_points, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -29,9 +29,6 @@ from vllm_trie.drafters import available_methods
 from vllm_trie.lab.check.parts import Outcome, Settings
 from vllm_trie.vllm_hooks import ledger
 
-if TYPE_CHECKING:
-    import torch
-
 _QUERY = ("--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "vllm_trie"
@@ -40,6 +37,11 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
 _NO_TORCH_COMPILER = (
     "vLLM's CPU build starts only with enforce_eager=True, and samples, computes log-probabilities "
     "and searches with beams only with TORCHDYNAMO_DISABLE=1 in the environment"
+)
+_UNTESTED = (
+    "speculation has never run on a GPU where it was written: chains check themselves at start-up, "
+    "trees start only with allow_untested_gpu=True. `vllm-trie validate --model MODEL` tries all "
+    "of it on this device; please report what it prints"
 )
 
 
@@ -76,16 +78,11 @@ class Report:
         return not any(problem.level == "error" for problem in self.problems)
 
 
-def collect(
-    quick: bool = False,
-    run_kernel: bool = True,
-    say: Callable[[str], None] = lambda text: None,
-) -> Report:
+def collect(quick: bool = False, say: Callable[[str], None] = lambda text: None) -> Report:
     """Look at this environment.
 
     Args:
         quick: Leave out the device and the ledger. Importing torch and vLLM takes most of the time.
-        run_kernel: Let a GPU run tree attention on random trees.
         say: Is told what takes time.
     """
     # Its log would otherwise mix with the report: vLLM logs to standard output.
@@ -110,7 +107,7 @@ def collect(
         hooks, hook_problems = check_hooks()
         problems += hook_problems
         say("importing torch to look at the device")
-    machine, machine_problems = describe_platform(not quick, run_kernel)
+    machine, machine_problems = describe_platform(not quick)
     return Report(
         versions=versions,
         vllm_distributions=distributions,
@@ -238,9 +235,7 @@ def describe_support(hooks: Sequence[ledger.Finding]) -> dict[str, Any]:
     }
 
 
-def describe_platform(
-    look_at_device: bool = True, run_kernel: bool = True
-) -> tuple[dict[str, Any], list[Problem]]:
+def describe_platform(look_at_device: bool = True) -> tuple[dict[str, Any], list[Problem]]:
     """Return the machine, its device and instruction sets, and what compiling lacks on it.
 
     Without a look at the device, which needs torch, it is "not looked at"; see :func:`collect`.
@@ -269,9 +264,7 @@ def describe_platform(
             capability = torch.cuda.get_device_capability(0)
             machine |= {"device": "cuda", "gpu": torch.cuda.get_device_name(0)}
             machine |= {"cuda": torch.version.cuda, "compute_capability": capability}
-            if run_kernel:
-                attention, problems = check_gpu(torch.device("cuda", 0), capability)
-                machine["tree_attention"] = attention
+            problems.append(_warning(_UNTESTED))
     except Exception as error:  # a torch of the wrong build fails with OSError and others
         problems.append(_error(f"torch does not import: {error}"))
     if machine["device"] == "cpu":
@@ -285,39 +278,6 @@ def describe_platform(
     return machine, problems
 
 
-def check_gpu(
-    device: torch.device, capability: tuple[int, int], check: Callable[..., Any] | None = None
-) -> tuple[str, list[Problem]]:
-    """Run the GPU kernel on random trees, for the layers of three kinds of models.
-
-    Returns what was found, in words, and the problems. `check` replaces the kernel's own check.
-    """
-    problems = [
-        _warning(
-            "speculation has never run on a GPU where it was written: chains check themselves at "
-            "start-up, trees start only with allow_untested_gpu=True. `vllm-trie validate "
-            "--model MODEL` tries all of it on this device; please report what it prints"
-        )
-    ]
-    failed = "tree attention does not work on this GPU, so trees will not start: "
-    try:
-        from vllm_trie.attention.kernel_check import TYPICAL_LAYERS, check_kernel
-
-        layers = [one for one in TYPICAL_LAYERS if capability >= one.min_capability]
-        results = [(one, (check or check_kernel)(one, device)) for one in layers]
-    except Exception as error:  # compilers and drivers fail in their own ways
-        return "failed", [*problems, _error(f"{failed}{type(error).__name__}: {error}")]
-    for one, result in results:
-        if not result.passed:
-            text = (
-                f"its error is {result.largest_error:.2g} of the largest value, allowed is "
-                f"{result.tolerance:.2g} ({one})"
-            )
-            problems.append(_error(failed + text))
-    errors = ", ".join(f"{result.largest_error:.1g} ({one})" for one, result in results)
-    return f"largest errors {errors}", problems
-
-
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     """Return the instruction sets that the machine has, of those that vLLM's kernels choose by."""
     flags = native.cpu_flags(cpuinfo)
@@ -325,8 +285,8 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
 
 
 def describe(settings: Settings) -> Outcome:
-    """Return `vllm-trie doctor`'s report, without its run of the GPU's kernel."""
-    report = collect(run_kernel=False)
+    """Return `vllm-trie doctor`'s report."""
+    report = collect()
     machine = {name: value for name, value in report.platform.items() if value is not None}
     if program := shutil.which("nvidia-smi"):
         asked = subprocess.run([program, *_QUERY], capture_output=True, text=True, check=False)

@@ -17,7 +17,6 @@ from vllm_trie.attention import (
 from vllm_trie.attention.kernel_check import (
     BATCHES,
     TOLERANCE,
-    TYPICAL_LAYERS,
     KernelCheck,
     LayerShape,
     RequestShape,
@@ -31,6 +30,11 @@ from vllm_trie.attention.kernel_check import (
 from vllm_trie.lab.check.parts import Outcome, Settings
 from vllm_trie.lab.local_engine import text_config
 
+TYPICAL_LAYERS = (
+    LayerShape(32, 8, 128, 16, torch.bfloat16),
+    LayerShape(28, 4, 128, 16, torch.float16),
+    LayerShape(16, 16, 64, 32, torch.float32),
+)
 FURTHER_LAYERS = (
     LayerShape(8, 1, 128, 32, torch.bfloat16),
     LayerShape(12, 12, 64, 16, torch.bfloat16),
