@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 
 class NodeFate(StrEnum):
@@ -17,7 +16,7 @@ class NodeFate(StrEnum):
 
 @dataclass(slots=True)
 class SearchTrace:
-    """Every candidate that a search looked at, as a trie in flat arrays.
+    """Every candidate that a search looked at, as a trie in flat lists, which make up its JSON.
 
     Node ``i`` is token ``token_ids[i]`` below node ``parents[i]`` (-1: below the prompt); parents
     come before children.
@@ -41,29 +40,3 @@ class SearchTrace:
     scores: list[float] = field(default_factory=list)
     steps: int = 0
     beam_width: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers, for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SearchTrace:
-        """Return the trace of a dictionary that :meth:`to_dict` made.
-
-        Raises:
-            ValueError: The arrays do not describe a trie.
-        """
-        try:
-            trace = cls(**values)
-        except TypeError as error:
-            raise ValueError(f"not a beam search trace: {error}") from None
-        count = len(trace.token_ids)
-        if not len(trace.parents) == len(trace.sums) == len(trace.fates) == count:
-            raise ValueError(
-                "not a beam search trace: token_ids, parents, sums and fates differ in length"
-            )
-        if any(not -1 <= parent < node for node, parent in enumerate(trace.parents)):
-            raise ValueError("not a beam search trace: a parent does not come before its child")
-        if any(not 0 <= node < count for node in trace.returned):
-            raise ValueError("not a beam search trace: a returned node does not exist")
-        return trace

@@ -66,7 +66,7 @@ def run(
     if not hasattr(outputs[0], "beam"):
         typer.echo("native beam search is off; see `vllm-trie doctor`", err=True)
         raise typer.Exit(1)
-    trace = SearchTrace.from_dict(outputs[0].beam["trace"])
+    trace = SearchTrace(**outputs[0].beam["trace"])
     tokenizer = llm.get_tokenizer()
     for rank, output in enumerate(outputs, 1):
         typer.echo(f"#{rank}  {output.score:8.4f}  {output.text!r}")

@@ -72,5 +72,5 @@ def record_beams(llm: LLM, beam_width: int, prompt: Sequence[int], max_tokens: i
     output = result.outputs[0]
     if not hasattr(output, "beam"):
         raise RuntimeError("native beam search is off; see `vllm-trie doctor`")
-    search = SearchTrace.from_dict(output.beam["trace"])
+    search = SearchTrace(**output.beam["trace"])
     return Beams(search, len(prompt), llm.llm_engine.vllm_config.cache_config.block_size)

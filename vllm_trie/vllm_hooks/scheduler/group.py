@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -219,7 +220,7 @@ class BeamGroup:
             if self.items is not None:
                 report |= {"item_steps": self.search.steps, **self.items.counts}
         if self.search.trace is not None:
-            shared["trace"] = self.search.trace.to_dict()
+            shared["trace"] = asdict(self.search.trace)
         answers = [self._answer(hypothesis) for hypothesis in hypotheses]
         answer = SearchAnswer(answers, self._logprobs_of(hypotheses), shared, report)
         output = EngineCoreOutput(
