@@ -196,9 +196,6 @@ _beams("v1.structured_output.backend_types:StructuredOutputBackend.allocate_toke
     "called", "the masks of a search's beams", "max_num_seqs")
 _beams("v1.structured_output.request:StructuredOutputRequest.grammar", "read",
     "the grammar that vLLM has compiled for a search")
-_beams("v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput", "relied on",
-    "its _model_runner_output carries the candidates under asynchronous scheduling",
-    "model_runner_output")
 _beams("v1.worker.gpu.async_utils:stream", "called",
     "copies candidates in the stream of a step's output", "to_stream from_stream",
     until=TOKEN_LISTS)

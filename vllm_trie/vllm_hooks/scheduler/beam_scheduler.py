@@ -155,10 +155,6 @@ class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
     a search takes part in every other step, unless the device can choose for it.
     """
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        self._last_scheduled: dict[str, int] = {}  # by the last step that was not empty
-
     @of_beams("v1.core.sched.async_scheduler:AsyncScheduler.").overrides(
         "beams do not run ahead of their outputs"
     )
@@ -170,23 +166,6 @@ class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
         for group in self.beam_groups.by_id.values():
             if group.beams.proxy.request_id in scheduled:
                 group.beams.settle()
-        if not self.use_v2_model_runner:
-            self._recompute_last_token(scheduler_output)
-        if scheduled:
-            self._last_scheduled = scheduled
-
-    def _recompute_last_token(self, scheduler_output: SchedulerOutput) -> None:
-        """Have the last token of some resumed requests computed again.
-
-        Model Runner V1 takes the last token that it computes of a request from the last step that
-        was not empty, if the request was in it. That is wrong for a request that was preempted in
-        an empty step and comes back with a part of its tokens. Empty steps are rare in vLLM alone,
-        and usual next to beam search.
-        """
-        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
-            request = self.requests[request_id]
-            if request_id in self._last_scheduled and request.is_prefill_chunk:
-                request.num_computed_tokens -= 1
 
 
 def scheduler_class(scheduler_config: SchedulerConfig) -> type[TrieBeamScheduler]:

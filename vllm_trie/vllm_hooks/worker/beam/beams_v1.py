@@ -250,7 +250,6 @@ def sample_tokens(
     output = original(self, *args, **kwargs)
     selector = beams_of(self).selector
     if selector.selected:
-        # Under asynchronous scheduling, inside the output that is still to be copied.
-        send(selector.selected, getattr(output, "_model_runner_output", output))
+        send(selector.selected, output)
         selector.selected = []
     return output
