@@ -15,7 +15,7 @@ from tests.processes import run_python
 from vllm_trie.lab.check import beams, doctor, identity, kernels, speed
 from vllm_trie.lab.check.parts import Settings
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.vllm_hooks.frontend import hypotheses
+from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
 from vllm_trie.vllm_hooks.worker.verification import compaction, sampling
 
 
@@ -148,15 +148,20 @@ def worse(beam: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("broken", ["copies", "scores"])
 def test_beam_search_with_wrong_kv_or_wrong_scores(run, monkeypatch, broken):
-    stock = hypotheses._add_beam
     if broken == "copies":
         copy = "copy_kv_cache_blocks_inplace"
         monkeypatch.setattr(gpu_model_runner, copy, lambda *arguments: None)
     else:
-        monkeypatch.setattr(hypotheses, "_add_beam", lambda out, beam: stock(out, worse(beam)))
+        stock = BeamGroup._answer
+
+        def worse_answer(group: BeamGroup, hypothesis: Any) -> Any:
+            answer = stock(group, hypothesis)
+            return answer._replace(beam=worse(answer.beam))
+
+        monkeypatch.setattr(BeamGroup, "_answer", worse_answer)
     outcome = run(*BEAMS)
     assert outcome.status == "failed"
-    assert outcome.measured["found"] > outcome.measured["allowed"]
+    assert "differ by" in outcome.summary
 
 
 # -- without an engine ----------------------------------------------------------------------------
