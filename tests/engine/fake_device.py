@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 from tests.engine import v2_on_cpu  # first: it prepares for vLLM
@@ -30,24 +29,20 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
-from vllm import SamplingParams
-from vllm.v1.core.sched.output import NewRequestData
 
 from tests.unit.drafters.support import VOCAB, make_context
+from tests.unit.hooks.test_v2_adapter import WIDTH, Pausing, Steps
 from vllm_trie.drafters import Drafter, DrafterOptions
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.beam_wire import BeamStep, TokenSelection
 from vllm_trie.vllm_hooks.worker.beam.device_beams import DeviceBeams
-from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.runners import v2_adapter
+from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.runners.v2_trees import V2TreeAdapter
 from vllm_trie.vllm_hooks.worker.verification.compaction import CacheGroup
 from vllm_trie.vllm_hooks.worker.verification.tree_walk import walk_trees
-from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 aten = torch.ops.aten
-PLACES = 4
-"""Draft tokens of each request."""
 
 
 class Watch(TorchDispatchMode):
@@ -93,8 +88,7 @@ class Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_device() -> Iterator[tuple[Watch, torch.device]]:
-    """Let tensors be fake, kernels do nothing, and copies to the host give what :func:`on` put on
-    the device, or zeros."""
+    """Let tensors be fake, and kernels do nothing; copies to the host are zeros, or known."""
     watch = Watch()
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -104,7 +98,7 @@ def fake_device() -> Iterator[tuple[Watch, torch.device]]:
     def to_host(tensor: torch.Tensor) -> np.ndarray:
         tensor.to("cpu", non_blocking=True)
         zeros = np.zeros(tensor.shape, dtype=str(tensor.dtype).removeprefix("torch."))
-        return _values.get(id(tensor), zeros)
+        return _on_device.get(id(tensor), (tensor, zeros))[1]
 
     InterpretedFunction.run = launch
     v2_adapter.async_copy_to_np = to_host
@@ -112,24 +106,16 @@ def fake_device() -> Iterator[tuple[Watch, torch.device]]:
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
     torch.Tensor.data_ptr = lambda self: id(self)  # type: ignore[method-assign]
     with FakeTensorMode(allow_non_fake_inputs=True), watch:
-        yield watch, torch.device("pretended", 0)
+        StepsOnDevice.device = torch.device("pretended", 0)
+        yield watch, StepsOnDevice.device
 
 
-_values: dict[int, np.ndarray] = {}
-_kept: list[torch.Tensor] = []
-
-
-def on(device: torch.device, values: Any, dtype: Any = np.int64) -> torch.Tensor:
-    """Return values on the device, which :func:`to_host` knows."""
-    array = np.asarray(values, dtype=dtype)
-    tensor = torch.from_numpy(array).to(device, non_blocking=True)
-    _kept.append(tensor)  # an id is for its life
-    _values[id(tensor)] = array
-    return tensor
+_on_device: dict[int, tuple[torch.Tensor, np.ndarray]] = {}
+"""Tensors whose values are known, by id."""
 
 
 class Drafts(Drafter):
-    """Drafts a chain, or a tree, and reads all that a drafter may read."""
+    """Drafts one tree, and reads all that a drafter may read."""
 
     name = "drafts"
     Options = DrafterOptions
@@ -143,86 +129,49 @@ class Drafts(Drafter):
         return [self._tree for _ in requests]
 
 
-def run_steps(device: torch.device, adapter_class: Any, tree: TokenTree) -> Any:
-    """Three steps of two requests with drafts; return the statistics."""
-    drafts = torch.zeros(8, PLACES, dtype=torch.int64, device=device)
-    states: Any = SimpleNamespace(
-        max_num_reqs=8, max_model_len=60, num_speculative_steps=PLACES, draft_tokens=drafts
-    )
-    guard = GuardedDrafter(Drafts(tree), VOCAB, 30.0, logging.getLogger("tests.fake"))
-    has_trees = adapter_class is V2TreeAdapter
-    adapter = adapter_class(TreeVerifier(guard), not has_trees, states, device)
-    adapter.runner = SimpleNamespace(
-        use_pp=False,
-        adaptive_verification=None,
-        cudagraph_manager=None,
-        draft_tokens_handler=SimpleNamespace(set_draft_tokens=lambda batch, drafts: None),
-    )
-    cache = torch.zeros(8, 2, 4, 6, device=device)
-    adapter.cache_groups = [CacheGroup(0, (cache,))]
-    adapter.begin()
-    ids = ["a", "b"]
-    params = SamplingParams(max_tokens=30)
-    params.update_from_generation_config({}, 2)
-    requests = [
-        NewRequestData(name, [7, 8], [], params, None, (), 0, None, prefill_token_ids=[7, 8])
-        for name in ids
-    ]
-    adapter.add_requests(requests)
-    for number in range(3):
-        places = {name: [-1] * PLACES for name in ids} if number else {}
-        num_tokens = PLACES + 1 if number else 2
-        scheduled: Any = SimpleNamespace(
-            scheduled_new_reqs=[],
-            num_scheduled_tokens=dict.fromkeys(ids, num_tokens),
-            scheduled_spec_decode_tokens=places,
-            total_num_scheduled_tokens=2 * num_tokens,
-        )
-        output = adapter.launch(scheduled)
-        lengths = [len(output.scheduled_spec_decode_tokens.get(name, ())) for name in ids]
-        counts = np.array([output.num_scheduled_tokens[name] for name in ids])
-        rows = np.cumsum([0, *(1 + length for length in lengths)])
-        starts = np.cumsum([0, *counts])
-        batch: Any = SimpleNamespace(
-            req_ids=ids,
-            num_reqs=2,
-            idx_mapping=on(device, [2, 3]),
-            cu_num_logits=on(device, rows, np.int32),
-            cu_num_logits_np=rows,
-            query_start_loc_np=starts,
-            num_scheduled_tokens=counts,
-            num_draft_tokens=sum(lengths),
-            num_draft_tokens_per_req=np.array(lengths),
-            positions=on(device, np.arange(starts[-1])),
-            input_ids=on(device, np.zeros(starts[-1]), np.int32),
-            logits_indices=on(device, np.arange(rows[-1])),
-        )
-        adapter.go_on("inputs", batch)
-        adapter.go_on("positions", [on(device, np.arange(starts[-1]))])
-        adapter.go_on("masks")
-        logits = torch.zeros(rows[-1], VOCAB, device=device)
-        placed = adapter.go_on("logits", logits)
+class StepsOnDevice(Steps):
+    """Steps of two requests whose last drafted node is accepted, and a pause of drafting.
+
+    Args:
+        tree: Of each draft.
+        adapter_class: Of chains or trees.
+    """
+
+    def __init__(self, tree: TokenTree, adapter_class: type[V2Adapter]) -> None:
+        super().__init__(Drafts(tree), adapter_class)
+        cache = torch.zeros(8, 2, 4, 6, device=self.device)
+        self.adapter.cache_groups = [CacheGroup(0, (cache,))]
+        for name in "ab":
+            self.add(name, [7, 8])
+        accepted = [tree.token_list[-1], 9]
+        for tokens in ([9], accepted, accepted):
+            self.run_step(dict.fromkeys("ab", tokens), WIDTH)
+        budget = self.adapter.trees.budget = Pausing()
+        budget.pauses = True
+        for tokens in (accepted, [9], [9]):  # the last drafts are verified yet
+            self.run_step(dict.fromkeys("ab", tokens), WIDTH)
+        assert self.adapter.trees.totals.tokens > self.adapter.trees.totals.steps
+
+    def on_device(self, values: Any, dtype: Any = np.int64) -> torch.Tensor:
+        array = np.asarray(values, dtype=dtype)
+        tensor = torch.from_numpy(array).to(self.device, non_blocking=True)
+        _on_device[id(tensor)] = tensor, array
+        return tensor
+
+    def verify(self, batch: Any) -> None:
+        logits = torch.zeros(batch.cu_num_logits_np[-1], VOCAB, device=self.device)
+        placed = self.adapter.go_on("logits", logits)
         if placed is not None:
-            sampled = logits.argmax(dim=-1)
-            walked = walk_trees(sampled, *placed, batch.cu_num_logits, PLACES + 1)
-            adapter.go_on("path", (batch.logits_indices, walked.rows))
-        tokens = np.full((2, PLACES + 1), 9)
-        tokens[:, 0] = tree.token_ids[-1]
-        adapter.go_on("tokens", (on(device, tokens), on(device, [1 + bool(number)] * 2)))
-        hidden_states = torch.zeros(starts[-1], 4, device=device)
-        drafts[batch.idx_mapping] = adapter.propose(batch, hidden_states, PLACES)
-        adapter.draft()
-    return adapter.trees.totals
+            walked = walk_trees(logits.argmax(dim=-1), *placed, batch.cu_num_logits, WIDTH + 1)
+            self.adapter.go_on("path", (batch.logits_indices, walked.rows))
 
 
 def chains(device: torch.device) -> None:
-    totals = run_steps(device, v2_adapter.V2Adapter, TokenTree.from_lists([11, 12], [-1, 0]))
-    assert totals.tokens > totals.steps
+    StepsOnDevice(TokenTree.from_lists([11, 12], [-1, 0]), V2Adapter)
 
 
 def trees(device: torch.device) -> None:
-    totals = run_steps(device, V2TreeAdapter, TokenTree.from_lists([11, 12, 13], [-1, -1, -1]))
-    assert totals.tokens > totals.steps
+    StepsOnDevice(TokenTree.from_lists([11, 12, 13], [-1, -1, -1]), V2TreeAdapter)
 
 
 def beams(device: torch.device) -> None:

@@ -81,17 +81,22 @@ class Event:
 class Steps:
     """An adapter and the runner's part of its steps."""
 
-    def __init__(self) -> None:
-        self.drafter = NextNumbers()
+    device = torch.device("cpu")
+
+    def __init__(
+        self, drafter: Drafter | None = None, adapter_class: type[V2Adapter] = V2Adapter
+    ) -> None:
+        self.drafter: Any = drafter or NextNumbers()
         guard = GuardedDrafter(self.drafter, VOCAB, 30.0, logging.getLogger("tests.v2"))
         states: Any = SimpleNamespace(
             max_num_reqs=8,
             max_model_len=MAX_MODEL_LEN,
             num_speculative_steps=WIDTH,
-            draft_tokens=torch.zeros(8, WIDTH, dtype=torch.int64),
+            draft_tokens=torch.zeros(8, WIDTH, dtype=torch.int64, device=self.device),
         )
         self.states = states
-        self.adapter = V2Adapter(TreeVerifier(guard), True, states, torch.device("cpu"))
+        chain_only = adapter_class is V2Adapter
+        self.adapter = adapter_class(TreeVerifier(guard), chain_only, states, self.device)
         runner: Any = SimpleNamespace(
             use_pp=False,
             adaptive_verification=None,
@@ -101,6 +106,9 @@ class Steps:
         self.adapter.runner = runner
         self.adapter.begin()
         self.indices: dict[str, int] = {}
+
+    def on_device(self, values: Any, dtype: Any = np.int64) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=dtype))
 
     def add(self, request_id: str, prompt: list[int], num_output: int = 0, **params: Any) -> None:
         """A request; the last `num_output` tokens of its text are output."""
@@ -124,6 +132,12 @@ class Steps:
         self, sampled: dict[str, list[int]], scheduled: int = 0, max_nodes: int = WIDTH
     ) -> list[list[int]]:
         """Run a step with these tokens sampled; return each request's row of draft tokens."""
+        rows: list[list[int]] = self.run_step(sampled, scheduled, max_nodes).tolist()
+        return rows
+
+    def run_step(
+        self, sampled: dict[str, list[int]], scheduled: int = 0, max_nodes: int = WIDTH
+    ) -> torch.Tensor:
         ids = [*sampled]
         places = {i: [-1] * scheduled for i in ids} if scheduled else {}
         output: Any = SimpleNamespace(
@@ -133,28 +147,42 @@ class Steps:
             total_num_scheduled_tokens=len(ids) * (scheduled + 1),
         )
         output = self.adapter.launch(output)
-        num_rows = [1 + len(output.scheduled_spec_decode_tokens.get(i, ())) for i in ids]
+        num_drafts = np.array([len(output.scheduled_spec_decode_tokens.get(i, ())) for i in ids])
+        first_rows = np.cumsum([0, *(1 + num_drafts)])
+        num_rows = first_rows[-1]
         tokens = np.full((len(ids), WIDTH + 1), -7)
         for row, some in zip(tokens, sampled.values(), strict=True):
             row[: len(some)] = some
         batch: Any = SimpleNamespace(
             req_ids=ids,
             num_reqs=len(ids),
-            idx_mapping=torch.tensor([self.indices[i] for i in ids]),
-            cu_num_logits_np=np.cumsum([0, *num_rows]),
-            logits_indices=torch.arange(sum(num_rows)) + 1,
+            num_draft_tokens=int(num_drafts.sum()),
+            num_draft_tokens_per_req=num_drafts,
+            num_scheduled_tokens=1 + num_drafts,
+            query_start_loc_np=first_rows,
+            cu_num_logits_np=first_rows,
+            cu_num_logits=self.on_device(first_rows, np.int32),
+            idx_mapping=self.on_device([self.indices[i] for i in ids]),
+            positions=self.on_device(range(num_rows)),
+            input_ids=self.on_device(range(num_rows), np.int32),
+            logits_indices=self.on_device(range(1, 1 + num_rows)),
         )
         # Row r of the logits has hidden state [r].
-        hidden_states = torch.arange(-1.0, sum(num_rows)).unsqueeze(1)
+        hidden_states = self.on_device(range(-1, num_rows), np.float32).unsqueeze(1)
         self.adapter.go_on("inputs", batch)
+        self.adapter.go_on("positions", [self.on_device(range(1 + num_rows))])
         _, self.fillers = self.adapter.go_on("masks")
-        counts = torch.tensor([len(some) for some in sampled.values()])
-        self.adapter.go_on("tokens", (torch.from_numpy(tokens), counts))
+        self.verify(batch)
+        counts = self.on_device([len(some) for some in sampled.values()])
+        self.adapter.go_on("tokens", (self.on_device(tokens), counts))
         placeholders = self.adapter.propose(batch, hidden_states, max_nodes)
         self.states.draft_tokens[batch.idx_mapping] = placeholders
         self.adapter.draft()
-        rows: list[list[int]] = self.states.draft_tokens[batch.idx_mapping].tolist()
+        rows: torch.Tensor = self.states.draft_tokens[batch.idx_mapping]
         return rows
+
+    def verify(self, batch: Any) -> None:
+        """Do nothing: what is sampled is given."""
 
     def statistics(self) -> Any:
         """What is sent with the next output; None if there is nothing."""
