@@ -55,14 +55,12 @@ def _some_without_drafts() -> list[SamplingParams]:
     return params
 
 
-@pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_greedy_with_each_kernel(engine, expected, use_kernel, kernel, batch_size):
+def test_greedy_with_each_kernel(engine, expected, use_kernel, kernel):
     """What test_exactness.py asks of the machine's best kernel."""
     use_kernel(kernel)
     llm = engine(**speculation("test_oracle", 32))
-    count = len(expected) if batch_size > 1 else 6
-    assert check_same_outputs(llm, expected[:count], GREEDY, batch_size) > 0.2
+    assert check_same_outputs(llm, expected, GREEDY, 8) > 0.2
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -98,16 +96,6 @@ def test_chains_take_the_tree_kernel(engine, dtype, monkeypatch):
     assert len(differences(plain, outputs)) <= (0 if dtype == "float32" else 4)
     assert seen["chains"] > 100
     assert seen["plain"] > 0
-
-
-def test_several_threads(engine, expected):
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        llm = engine(**speculation("test_oracle", 24))
-        assert differences(expected[:12], generate(llm, prompts(12), GREEDY, 6)) == []
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_no_row_is_computed_twice(engine, expected, monkeypatch):

