@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import sys
 from pathlib import Path
 
@@ -54,12 +53,6 @@ def test_uv_looks_where_pip_looks(setup_cpu):
     assert env["UV_INDEX_STRATEGY"] == "unsafe-best-match"
 
 
-def test_uvs_own_variables_win(setup_cpu):
-    env = setup_cpu.uv_environment({"find-links": "pips"}, base={"UV_FIND_LINKS": "mine"})
-    assert env["UV_FIND_LINKS"] == "mine"
-    assert "UV_FIND_LINKS" not in setup_cpu.uv_environment({}, base={})
-
-
 @pytest.mark.parametrize(
     ("versions", "chosen", "expected"),
     [
@@ -83,12 +76,6 @@ def test_the_interpreter(setup_cpu, monkeypatch, versions, chosen, expected):
     else:
         with pytest.raises(setup_cpu.SetupError, match=f"(?s){expected}"):
             setup_cpu.find_python()
-
-
-def test_interpreter_version_of_what_does_not_run(setup_cpu):
-    assert setup_cpu.interpreter_version(sys.executable) == sys.version_info[:2]
-    assert setup_cpu.interpreter_version("no-such-python") is None
-    assert setup_cpu.interpreter_version(shutil.which("false") or "false") is None
 
 
 def test_only_what_differs_from_the_lock_is_installed(setup_cpu, monkeypatch, tmp_path):

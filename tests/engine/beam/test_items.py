@@ -328,18 +328,6 @@ def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place):
     assert not scheduler_of(llm).requests
 
 
-def test_searches_share_what_their_rules_select(items_engine, monkeypatch):
-
-    from vllm_trie.vllm_hooks.scheduler import catalogues
-
-    calls = []
-    select = catalogues.select
-    monkeypatch.setattr(catalogues, "select", lambda *rules: calls.append(1) or select(*rules))
-    params = items_params(3, "equal", deny_items=[1001, 5])
-    items_engine().generate([{"prompt_token_ids": [1, 2, 3]}] * 5, params, use_tqdm=False)
-    assert len(calls) == 1
-
-
 def test_prompt_without_room(items_engine):
     llm = items_engine()
     with pytest.raises(ValueError, match="needs 4 tokens, the prompt of 253 tokens leaves 3"):

@@ -262,16 +262,6 @@ def test_refuses_what_it_would_get_wrong(native):
     )
 
 
-def test_empty_batch(native):
-    trees = build_tree_batch([], [], 4)
-    query = torch.zeros(4, 2, 32)
-    output = torch.full_like(query, 7.0)
-    cache, table = torch.zeros(1, 1, 32, 64), torch.zeros(1, 1, dtype=torch.int32)
-    assert native.tree_attention(query, cache, table, trees, 1.0, output)
-    assert (output == 7.0).all()
-    assert not trees.covers_batch
-
-
 @settings(max_examples=25, **SOME_FIXTURES)
 @given(st.data())
 def test_requests_that_share_slots(native, data):

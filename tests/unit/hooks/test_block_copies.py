@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
-from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from vllm_trie.vllm_hooks.scheduler.tables import RangedCopies
 from vllm_trie.vllm_hooks.worker.beam import block_copies
@@ -24,14 +23,6 @@ def caches(dtype: torch.dtype) -> list[torch.Tensor]:
 
 def refuse(*arguments: Any) -> None:
     raise AssertionError("vLLM's own copy was called")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_whole_blocks(dtype):
-    copied, expected = caches(dtype), caches(dtype)
-    copy_kv_cache_blocks_inplace(expected, 6, COPIES)
-    block_copies.copy_kv_cache_blocks_inplace(refuse, copied, 6, COPIES)
-    assert all(map(torch.equal, copied, expected))
 
 
 @pytest.mark.parametrize("has_slots", [True, False])

@@ -75,13 +75,6 @@ def test_accepted_nodes_end_in_the_slots_behind_the_committed_tokens(step):
         assert torch.equal(read(cache, row), read(before, row))
 
 
-def test_a_path_that_lies_in_front_moves_nothing():
-    row = TreeRow(0, 0, 5, 4, 20)
-    assert moved_tokens([row], [[0, 1, 2]]) == ([], [])
-    assert moved_tokens([row], [[]]) == ([], [])
-    assert moved_tokens([row], [[0, 3]]) == ([4], [2])
-
-
 def test_caches_that_layers_share_are_moved_once():
     private, shared = torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2)
     layers = {

@@ -96,16 +96,6 @@ def test_resuming_something_else_is_refused():
         other.start_from(make_trainer().heads)
 
 
-def test_a_shared_output_layer_stays_the_models():
-    plan = TrainingPlan(steps=5, batch_rows=4, learning_rate=1e-2)
-    shape = HeadsShape(2, 2, HIDDEN, VOCAB, VOCAB, shares_output=True)
-    rows = TokenRows(counting_rows().ravel(), LENGTH)
-    trainer = Trainer(CountingModel(), rows, plan, shape)
-    run(trainer, 5)
-    torch.testing.assert_close(trainer.heads.output_weight[0], trainer.backbone.output_weight)
-    assert trainer.heads.block_weight.abs().sum() > 0
-
-
 def test_heads_for_the_most_frequent_tokens():
     plan = TrainingPlan(steps=60, batch_rows=4, learning_rate=2e-2, warmup_steps=5)
     shape = HeadsShape(2, 1, HIDDEN, VOCAB, 6, shares_output=True)
@@ -193,16 +183,6 @@ def test_text_files_and_token_files(tmp_path):
         read_tokens(find_files([tmp_path]), encoder)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         find_files([tmp_path / "absent"])
-
-
-def test_rows_come_in_an_order_of_their_own_each_epoch():
-    rows = TokenRows(np.arange(40, dtype=np.int32), 4, seed=3)
-    epochs = [rows.batch(10 * epoch, 10)[:, 0].tolist() for epoch in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(0, 40, 4))
-    assert epochs[0] != epochs[1]
-    assert rows.batch(7, 6)[:, 0].tolist() == [*epochs[0][7:], *epochs[1][:3]]
-    with pytest.raises(ValueError, match="has 3 tokens"):
-        TokenRows(np.arange(3, dtype=np.int32), 4)
 
 
 def test_validation_rows_are_not_trained_on():
