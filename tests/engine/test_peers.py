@@ -16,7 +16,7 @@ from vllm_trie.lab.tiny_model import model_path
 PINNED = {"method", "workload", "category", "tokens_per_s", "tokens_per_step", "ratio_to_plain"}
 FIXED = "ngram_trie_fixed_8"
 """The tests count its drafts: what the adaptive budget drafts depends on measured times."""
-METHODS = ["plain", "ngram", "ngram_trie", FIXED]
+METHODS = ["plain", "ngram", FIXED]
 
 
 def write_recordings(folder: Path) -> list[str]:
@@ -42,7 +42,7 @@ def write_recordings(folder: Path) -> list[str]:
 def rows(tmp_path_factory):
     files = write_recordings(tmp_path_factory.mktemp("recordings"))
     options = ["--workload", "replay", "--shape", "tiny", "--eager", "--max-tokens", "80"]
-    options += ["--at-once", "1", "2", "--methods", *METHODS, "--repeats", "2"]
+    options += ["--at-once", "1", "2", "--methods", *METHODS]
     return peers.run(peers.parse([*options, *files]))
 
 
@@ -68,7 +68,6 @@ def test_rows_have_the_pinned_keys_and_plausible_values(rows):
     assert by_method["ngram"]["tokens_per_step"] > 1.5
     assert by_method[FIXED]["tokens_per_step"] > 1.5
     assert by_method[FIXED]["nodes_per_step"] > 1
-    assert by_method["ngram_trie"]["tokens_per_step"] >= 1
 
 
 def test_chats_have_free_answers(tmp_path):
