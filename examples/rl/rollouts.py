@@ -31,7 +31,11 @@ def advantages(group: RequestOutput) -> list[float]:
 
 
 def main(model: str, epochs: int, store: str | None) -> None:
-    drafts = {"method": "ngram_trie", "num_speculative_tokens": 16}
+    drafts = {
+        "method": "ngram_trie",
+        "num_speculative_tokens": 16,
+        "node_budget": "fixed",  # verify every node: the same counts on every machine
+    }
     llm = LLM(
         model,
         speculative_config=drafts if store is None else {**drafts, "store": store},
