@@ -42,15 +42,6 @@ def test_a_rate_becomes_what_is_seen(true_rate, expected):
     assert rate.probability == pytest.approx(true_rate, abs=0.06)
 
 
-def test_a_rate_follows_another_text():
-    rate = Rate(0.5)
-    for _ in range(100_000):
-        rate.count(True)
-    for _ in range(4000):
-        rate.count(False)
-    assert rate.probability < 0.05
-
-
 class _Counted:
     """Stands in for the rates: the same probability for all, and counts what it gets."""
 
@@ -133,17 +124,6 @@ def test_candidates_are_judged_by_the_text_and_not_by_what_was_verified():
     assert trees[0].num_nodes > trees[1].num_nodes
     assert _all_probabilities(drafters[0].rates) == _all_probabilities(drafters[1].rates)
     assert _all_probabilities(drafters[0].rates) != _all_probabilities(Rates())
-
-
-def test_a_step_that_is_drafted_again_counts_once():
-    tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1]
-    once, twice = _drafter(), _drafter()
-    for drafter, times in ((once, 1), (twice, 3)):
-        for _ in range(times):
-            drafter.propose([make_request(tokens)])
-        drafter.propose([make_request([*tokens, 2, 3, 4, 5])])
-    assert _all_probabilities(once.rates) == _all_probabilities(twice.rates)
-    assert _all_probabilities(once.rates) != _all_probabilities(Rates())
 
 
 def test_what_one_request_teaches_serves_the_next():

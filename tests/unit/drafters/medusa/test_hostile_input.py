@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from tests.oracles.ngrams.backend import PythonBackend
 from vllm_trie.drafters.medusa.candidates import BLEND, top_candidates
-from vllm_trie.ngrams import Candidates, Job, NativeBackend
+from vllm_trie.ngrams import Job, NativeBackend
 from vllm_trie.tree import TokenTree
 
 BACKENDS = [NativeBackend, PythonBackend]
-NO_TEXT = np.empty(0, dtype=np.int32)
 
 
 def draft(backend_class: type, logits: torch.Tensor, *jobs: tuple, m: int = 8) -> list[TokenTree]:
@@ -63,14 +62,3 @@ def test_no_room_is_no_tree():
     trees = draft(NativeBackend, torch.randn(2, 3, 9), ([1], 0, 4), ([1], 4, 0), ([1], -3, 4))
     assert [tree.num_nodes for tree in trees] == [0, 0, 0]
     assert draft(NativeBackend, torch.randn(2, 0, 9)) == []
-
-
-def test_ties_are_broken_alike():
-    tokens = np.arange(12, dtype=np.int32).reshape(1, 3, 4)
-    shares = np.full((1, 3, 4), 0.25, dtype=np.float32)
-    trees = []
-    for backend in BACKENDS:
-        job = Job(None, None, None, NO_TEXT, 0, 50, 3, False)
-        [(tree, _)] = backend(BLEND).draft_batch([job], Candidates(tokens, shares))
-        trees.append((tree.token_ids.tolist(), tree.parents.tolist()))
-    assert trees[0] == trees[1]
