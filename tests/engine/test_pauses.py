@@ -25,7 +25,7 @@ def pauses(monkeypatch):
     """Drafting is wanted after some steps and not after others, and every node is verified."""
     answers = itertools.cycle([True] * 3 + [False] * 4 + [True] + [False])
     monkeypatch.setattr(NodeBudget, "should_draft", lambda self, num_rows: next(answers))
-    monkeypatch.setattr(NodeBudget, "cut", lambda self, request_ids, trees, num_rows: list(trees))
+    monkeypatch.setattr(NodeBudget, "cut", lambda self, trees, num_rows: list(trees))
 
 
 def count_calls(monkeypatch, runner, *names: str) -> Counter[str]:

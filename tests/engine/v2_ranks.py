@@ -42,7 +42,7 @@ def pauses() -> Path:
 
 
 NodeBudget.should_draft = lambda self, num_rows: not pauses().exists()  # type: ignore[method-assign]
-NodeBudget.cut = lambda self, names, trees, num_rows: list(trees)  # type: ignore[method-assign]
+NodeBudget.cut = lambda self, trees, num_rows: list(trees)  # type: ignore[method-assign]
 BUDGETED = {**CHAINS, "node_budget": "adaptive"}
 TENSORS, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 
 _TIE = 1e-12  # of probability for each earlier node; too small to matter otherwise
 
 
-class Choice(NamedTuple):
-    """The nodes of a batch's trees that are worth their time."""
-
-    keep: np.ndarray
-    """bool [nodes of all trees]; a kept node's parent is kept too."""
-    expected: list[float]
-    """Accepted tokens of each tree's kept nodes, before the factors."""
-    tokens_per_second: float
-    """Expected, over all requests."""
-
-
 def choose_nodes(
     predicted: Sequence[np.ndarray],
-    factors: Sequence[float],
     points: tuple[np.ndarray, np.ndarray],
     num_rows: int,
     seconds: np.ndarray,
-) -> Choice:
+) -> tuple[np.ndarray, float]:
     """Choose nodes across all requests of the next step.
 
     With rows r, chosen nodes C and step time t, the step yields ``r + sum_{i in C} p_i`` tokens in
@@ -38,20 +24,20 @@ def choose_nodes(
     Args:
         predicted: float [num_nodes] of each tree, at least one node: what the drafter predicts,
             never larger than the parent's; parents come first.
-        factors: Of each tree, multiply the acceptance rates.
         points: Predicted probabilities and their acceptance rates, to interpolate in.
         num_rows: Requests that get a token from the step, with or without a tree.
         seconds: float [num_rows + nodes of all trees + 1], step time by number of tokens.
+
+    Returns:
+        bool [nodes of all trees], the chosen ones; a chosen node's parent is chosen too. And the
+        expected tokens per second, over all requests.
     """
-    sizes = list(map(len, predicted))
     rates = np.interp(np.concatenate(predicted), *points)
-    probabilities = np.minimum(rates * np.repeat(factors, sizes), 1.0)
     # A parent comes before its child, also where they are equally likely.
-    order = np.argsort(np.arange(len(rates)) * _TIE - probabilities)
-    tokens = np.concatenate([[num_rows], probabilities[order]]).cumsum()
+    order = np.argsort(np.arange(len(rates)) * _TIE - rates)
+    tokens = np.concatenate([[num_rows], rates[order]]).cumsum()
     tokens_per_second = tokens / seconds[num_rows : num_rows + len(tokens)]
     best = int(tokens_per_second.argmax())
     keep = np.zeros(len(rates), dtype=bool)
     keep[order[:best]] = True
-    expected = np.add.reduceat(rates * keep, [0, *accumulate(sizes[:-1])])
-    return Choice(keep, expected.tolist(), float(tokens_per_second[best]))
+    return keep, float(tokens_per_second[best])

@@ -2,125 +2,70 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from math import exp, log
 
 import numpy as np
 
-from vllm_trie.budget.monotone import non_decreasing
+_MOST_ERROR = 0.4  # of a logarithm: an interrupted step counts as half as long again
+_RATE = 0.4  # of the newest measurement in averages
+_MEMORY = 0.995  # of the tilt's evidence, each step
+_LEAST_EVIDENCE = 20.0  # squared logarithms of sizes
+_RETURN = 0.9995  # of the tilt, each step: a wrong one would keep sizes from being measured again
 
-# On both sides of a power of two: matrix products work on blocks of rows, and a step with one token
-# more than fills its blocks can take a quarter longer.
-_KNOTS = (
-    *(1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257),
-    *(384, 512, 768, 1024, 2048),
-)
 
-_RENEWAL = 16  # measurements between updates of a settled table
-_OUTLIER = 5.0  # times the expected duration that a measurement counts for at most
-_MIN_SECONDS = 1e-9
-_MEMORY = 20.0  # measurements that a knot is averaged over
+def moved(average: float, measured: float) -> float:
+    """Return an average of durations or ratios after one more measurement."""
+    return average * exp(_RATE * _error(measured, average))
+
+
+def _error(measured: float, expected: float) -> float:
+    """Return the logarithm of the quotient, bounded, so that outliers do not steer."""
+    return min(max(log(max(measured, 1e-9) / expected), -_MOST_ERROR), _MOST_ERROR)
 
 
 class StepCost:
-    """Seconds per step: a curve over the number of tokens.
+    """Seconds per step by its number of tokens n: ``expected(n) * exp(level + tilt * log(n))``.
 
-    The curve has fixed knots and is linear between them. A measurement moves the knots on both
-    sides of it (normalized least mean squares, Widrow and Hoff 1960), and the less a knot has seen
-    the further. The curve never falls, and beyond the last known knot it continues with the slope
-    of its last half.
-
-    What is not measured becomes cheaper with time (:meth:`fade`).
+    The engine's start measures `expected`, which knows where a step fills the blocks of matrix
+    products. The level follows each step: a machine that is busy with something else makes steps of
+    all sizes longer. The tilt corrects, slowly, what larger steps cost beyond what was expected,
+    such as attention. It learns from differences between steps that follow one another (recursive
+    least squares), so neither the machine's other work nor a size that happens to be measured at a
+    bad time changes the choice between sizes.
     """
 
     def __init__(self) -> None:
-        # Lists: a step touches two of their entries, where arrays are slower.
-        self._seconds = [0.0] * len(_KNOTS)
-        self._weights = [0.0] * len(_KNOTS)
-        self._measured = [False] * len(_KNOTS)  # not only expected
-        self._visited = [False] * len(_KNOTS)  # measured since the last fading
-        self._num_known = 0
-        self._table: np.ndarray | None = None
-        self._num_seen = 0  # measurements
-        self._unseen = 0  # those since the table was built
+        self._expected: dict[int, float] = {}
+        self._table = self._logs = np.empty(0)  # of what is expected, and of numbers of tokens
+        self._level = 0.0
+        self._tilt = 0.0
+        self._mean = 0.0  # logarithm of the tokens of the newest steps
+        self._evidence = 0.0
 
     @property
     def known(self) -> bool:
         """Whether two different sizes were measured or expected."""
-        return self._num_known >= 2
+        return len(self._expected) >= 2
 
     def expect(self, num_tokens: int, seconds: float) -> None:
-        """Set a first estimate of a step's duration, which measurements replace."""
-        self._add(num_tokens, seconds, is_measured=False)
+        """Set the duration of a step of an idle machine."""
+        self._expected[num_tokens] = seconds
+        self._table = np.empty(0)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Take in one measured step; `num_tokens` counts its nodes, too.
-
-        A step that took more than five times the expected time was interrupted by something else,
-        and counts as five times.
-        """
-        self._move_expected(self._add(num_tokens, seconds, is_measured=True))
-
-    def _add(self, num_tokens: int, seconds: float, is_measured: bool) -> float:
-        """Move the curve towards a step's duration; return by how many seconds."""
-        num_tokens = min(max(num_tokens, 1), _KNOTS[-1])
-        right = bisect_left(_KNOTS, num_tokens)
-        left = right if _KNOTS[right] == num_tokens else right - 1
-        span = _KNOTS[right] - _KNOTS[left]
-        share = (_KNOTS[right] - num_tokens) / span if span else 1.0
-        for knot in (left, right):
-            if not self._weights[knot]:  # it begins on the curve
-                self._seconds[knot] = self(_KNOTS[knot]) if self.known else seconds
-        expected = share * self._seconds[left] + (1.0 - share) * self._seconds[right]
-        seconds = min(seconds, _OUTLIER * expected)
-        error = (seconds - expected) / (share * share + (1.0 - share) * (1.0 - share))
-        moved = share * self._move(left, share, error, is_measured)
-        if left != right:
-            moved += (1.0 - share) * self._move(right, 1.0 - share, error, is_measured)
-        self._num_seen += 1
-        self._unseen += 1
-        return moved
-
-    def _move_expected(self, seconds: float) -> None:
-        """Let what is only expected follow the measurements.
-
-        A forward pass at start-up lacks the engine's own work and attention, which steps of all
-        sizes have. Without this, the sizes measured first would look dearer than the others.
-        """
-        for knot, weight in enumerate(self._weights):
-            if weight and not self._measured[knot]:
-                self._seconds[knot] = max(self._seconds[knot] + seconds, _MIN_SECONDS)
-
-    def _move(self, knot: int, weight: float, error: float, is_measured: bool) -> float:
-        """Move a knot; return by how many seconds."""
-        self._num_known += self._weights[knot] == 0.0
-        self._weights[knot] = min(self._weights[knot] + weight, _MEMORY)
-        before = self._seconds[knot]
-        moved = before + weight / max(self._weights[knot], 1.0) * error
-        self._seconds[knot] = max(moved, _MIN_SECONDS)
-        self._visited[knot] |= is_measured
-        self._measured[knot] |= is_measured
-        return self._seconds[knot] - before
-
-    def fade(self, keep: float) -> None:
-        """Make sizes cheaper that were not measured since the last call.
-
-        A size that seems too slow is not measured any more, and would stay too slow if the machine
-        had been busy with something else. So it becomes cheaper and its measurements count less,
-        until it is tried again.
-
-        Args:
-            keep: Share that stays of what such a size costs more than the next smaller one that was
-                measured, and of its weight.
-        """
-        base = None
-        for knot, weight in enumerate(self._weights):
-            if self._visited[knot]:
-                base = self._seconds[knot]
-            elif weight and base is not None:
-                self._seconds[knot] = base + keep * (self._seconds[knot] - base)
-                self._weights[knot] = max(keep * weight, min(weight, 1.0))
-        self._visited = [False] * len(_KNOTS)
-        self._table = None
+        """Take in one measured step; `num_tokens` counts its nodes, too."""
+        if not self.known:
+            self.expect(num_tokens, seconds)
+            return
+        error = _error(seconds, self(num_tokens))
+        if not self._evidence:
+            self._mean = log(num_tokens)
+        away = log(num_tokens) - self._mean
+        self._evidence = max(_MEMORY * self._evidence, _LEAST_EVIDENCE) + away * away
+        turn = error * away / self._evidence
+        self._level += _RATE * error - turn * self._mean
+        self._tilt = _RETURN * self._tilt + turn
+        self._mean += _RATE * away
 
     def __call__(self, num_tokens: int) -> float:
         """Return the expected seconds of a step; needs :attr:`known`."""
@@ -128,24 +73,22 @@ class StepCost:
 
     def table(self, size: int) -> np.ndarray:
         """Return float64 [size], expected seconds by number of tokens."""
-        stale = self._unseen >= (_RENEWAL if self._num_seen > 4 * _RENEWAL else 1)
-        if self._table is None or len(self._table) < size or stale:
-            self._table = self._build(max(size, 128))
-            self._unseen = 0
-        return self._table[:size]
+        if len(self._table) < size:
+            self._build(max(size, 128))
+        factors = np.exp(self._level + self._tilt * self._logs[:size])
+        seconds: np.ndarray = np.maximum.accumulate(self._table[:size] * factors)
+        return seconds
 
-    def _build(self, size: int) -> np.ndarray:
-        """Return float64 [size], seconds by number of tokens."""
-        weights = np.array(self._weights)
-        seen = weights > 0
-        knots = np.array(_KNOTS, dtype=np.float64)[seen]
-        seconds = non_decreasing(np.array(self._seconds)[seen], weights[seen])
+    def _build(self, size: int) -> None:
+        """Tabulate what is expected, linear between the sizes."""
         counts = np.arange(size, dtype=np.float64)
-        table: np.ndarray = np.interp(counts, knots, seconds)
-        beyond = counts > knots[-1]
-        if beyond.any() and len(knots) > 1:
-            # Of the last half: noise between the last two knots can be a steep slope.
-            start = max(int(np.searchsorted(knots, knots[-1] / 2, side="right")) - 1, 0)
-            slope = (seconds[-1] - seconds[start]) / (knots[-1] - knots[start])
-            table[beyond] = seconds[-1] + slope * (counts[beyond] - knots[-1])
-        return table
+        sizes = np.array(sorted(self._expected), dtype=np.float64)
+        # Where a larger step is faster, the smaller one was disturbed.
+        seconds = np.array([self._expected[int(n)] for n in sizes])
+        seconds = np.minimum.accumulate(seconds[::-1])[::-1]
+        # Beyond them with the slope of the last half: that of the last two can be noise.
+        start = max(int(np.searchsorted(sizes, sizes[-1] / 2, side="right")) - 1, 0)
+        slope = (seconds[-1] - seconds[start]) / (sizes[-1] - sizes[start])
+        beyond = slope * np.maximum(counts - sizes[-1], 0.0)
+        self._table = np.interp(counts, sizes, seconds) + beyond
+        self._logs = np.log(np.maximum(counts, 1.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
@@ -64,32 +64,27 @@ def test_allocation_is_the_best_of_all(forest, rows_without, slopes):
     seconds = 1.0 + np.cumsum(slopes)
     assume(any(map(len, probabilities)))
     full = [p for p in probabilities if len(p)]
-    choice = choose_nodes(full, [1.0] * len(full), SAME, num_rows, seconds)
+    chosen, tokens_per_second = choose_nodes(full, SAME, num_rows, seconds)
     best = best_allocation_reference(probabilities, parents, num_rows, seconds)
-    assert choice.tokens_per_second == pytest.approx(best)
+    assert tokens_per_second == pytest.approx(best)
     ends = np.cumsum([len(p) for p in parents])
-    for keep, parent in zip(np.split(choice.keep, ends[:-1]), parents, strict=True):
+    for keep, parent in zip(np.split(chosen, ends[:-1]), parents, strict=True):
         assert all(parent[i] < 0 or keep[parent[i]] for i in np.flatnonzero(keep))
 
 
 @given(st.lists(trees(), min_size=1, max_size=6), st.integers(0, 2), st.data())
-def test_the_choice_is_by_acceptance_rates_and_factors(forest, rows_without, data):
+def test_the_choice_is_by_acceptance_rates(forest, rows_without, data):
     predicted = [p.astype(np.float32) for _, p in forest if len(p)]
     assume(predicted)
-    factors = [data.draw(st.floats(0.1, 1.5)) for _ in predicted]
-    rates = np.cumsum(data.draw(st.lists(st.floats(0.0, 0.3), min_size=5, max_size=5)))
+    rates = np.cumsum(data.draw(st.lists(st.floats(0.0, 0.2), min_size=5, max_size=5)))
     points = np.array([0.0, 0.1, 0.25, 0.5, 1.0]), rates
     seconds = 1.0 + np.cumsum(data.draw(st.lists(st.floats(0, 0.5), min_size=40, max_size=40)))
     num_rows = len(predicted) + rows_without
-    choice = choose_nodes(predicted, factors, points, num_rows, seconds)
+    keep, tokens_per_second = choose_nodes(predicted, points, num_rows, seconds)
     accepted = [np.interp(tree, *points) for tree in predicted]
-    scaled = [np.minimum(f * tree, 1.0) for f, tree in zip(factors, accepted, strict=True)]
-    of_scaled = choose_nodes(scaled, [1.0] * len(scaled), SAME, num_rows, seconds)
-    assert choice.keep.tolist() == of_scaled.keep.tolist()
-    assert choice.tokens_per_second == of_scaled.tokens_per_second
-    keep = np.split(choice.keep, np.cumsum(list(map(len, predicted)))[:-1])
-    expected = [float(a[k].sum()) for a, k in zip(accepted, keep, strict=True)]
-    assert choice.expected == pytest.approx(expected)
+    of_accepted, same = choose_nodes(accepted, SAME, num_rows, seconds)
+    assert keep.tolist() == of_accepted.tolist()
+    assert tokens_per_second == same
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 1.0)), min_size=2, max_size=60))
@@ -97,64 +92,53 @@ def test_step_cost_never_falls(measured):
     cost = StepCost()
     for num_tokens, seconds in measured:
         cost.observe(num_tokens, seconds)
+    assume(cost.known)
     table = cost.table(400)
-    assert (np.diff(table) >= -1e-12).all()
+    assert (np.diff(table) >= 0).all()
     assert (table > 0).all()
 
 
-def test_step_cost_learns_a_curve_and_follows_a_change():
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_step_cost_learns_what_passes_at_the_start_lack(factor):
+    """Attention, by tokens, and the engine's own work; then another program runs."""
     cost = StepCost()
+    for num_tokens in (1, 8, 16, 17, 32, 33, 64, 128):
+        cost.expect(num_tokens, 0.020 + 0.0004 * num_tokens)
     rng = np.random.default_rng(0)
-
-    def measure(factor):
-        for num_tokens in rng.integers(1, 130, size=900).tolist():
-            noise = 1 + 0.1 * rng.standard_normal()
-            cost.observe(num_tokens, factor * noise * (0.020 + 0.0005 * num_tokens))
-
-    measure(1.0)
-    for num_tokens in (1, 20, 65, 128):
-        assert cost(num_tokens) == pytest.approx(0.020 + 0.0005 * num_tokens, rel=0.08)
-    measure(2.0)
-    assert cost(64) == pytest.approx(2 * (0.020 + 0.0005 * 64), rel=0.1)
+    for num_tokens in rng.integers(1, 60, size=900).tolist():
+        noise = 1 + 0.1 * rng.standard_normal()
+        cost.observe(num_tokens, factor * noise * (0.022 + 0.0006 * num_tokens))
+    for num_tokens in (1, 20, 64, 128):
+        assert cost(num_tokens) / cost(8) == pytest.approx(
+            (0.022 + 0.0006 * num_tokens) / (0.022 + 0.0006 * 8), rel=0.08
+        )
+    assert cost(8) == pytest.approx(factor * (0.022 + 0.0006 * 8), rel=0.15)
 
 
-@pytest.mark.parametrize("block", [16, 32, 64, 128])
-def test_steps_that_fill_their_blocks_are_cheap(block):
-    """Matrix products of up to `block` rows take 10 ms, those of more rows 15."""
+def test_steps_that_fill_their_blocks_stay_cheap():
     cost = StepCost()
+    for num_tokens, seconds in ((1, 0.010), (16, 0.010), (17, 0.015), (32, 0.015)):
+        cost.expect(num_tokens, seconds)
+    for _ in range(100):
+        cost.observe(5, 0.020)
+    assert cost(17) / cost(16) == pytest.approx(1.5, rel=0.02)
+
+
+def test_sizes_that_are_not_measured_follow_the_measured_ones():
+    cost = StepCost()
+    for num_tokens in (1, 8, 16, 32):
+        cost.expect(num_tokens, 0.020 + 0.0004 * num_tokens)
     for _ in range(30):
-        for num_tokens in (1, block // 2, block, block + 1, 2 * block):
-            cost.observe(num_tokens, 0.010 if num_tokens <= block else 0.015)
-    assert cost(block) == pytest.approx(0.010, rel=0.01)
-    assert cost(block + 1) == pytest.approx(0.015, rel=0.01)
+        cost.observe(12, 1.2 * (0.020 + 0.0004 * 12))
+    for num_tokens in (1, 12, 32):
+        assert cost(num_tokens) == pytest.approx(1.2 * (0.020 + 0.0004 * num_tokens), rel=0.02)
 
 
 def test_neighbours_that_differ_by_noise_do_not_forbid_larger_steps():
     cost = StepCost()
     for num_tokens, seconds in ((1, 4.0), (8, 6.0), (32, 10.0), (48, 16.0), (64, 21.0)):
-        for _ in range(20):
-            cost.observe(num_tokens, seconds)
+        cost.expect(num_tokens, seconds)
     assert cost(128) == pytest.approx(21.0 + 64 * (21.0 - 10.0) / 32)
-
-
-def test_measurements_replace_what_was_expected():
-    cost = StepCost()
-    for num_tokens in (1, 8, 64):
-        cost.expect(num_tokens, 0.001 * num_tokens)
-    for _ in range(100):
-        cost.observe(8, 0.02)
-    assert cost(8) == pytest.approx(0.02, rel=0.1)
-
-
-def test_sizes_that_are_only_expected_follow_the_measured_ones():
-    """Passes at start-up lack 4 ms of every step's work."""
-    cost = StepCost()
-    for num_tokens in (1, 8, 16, 32):
-        cost.expect(num_tokens, 0.020 + 0.0004 * num_tokens)
-    for _ in range(30):
-        cost.observe(12, 0.024 + 0.0004 * 12)
-    for num_tokens in (1, 12, 32):
-        assert cost(num_tokens) == pytest.approx(0.024 + 0.0004 * num_tokens, rel=0.01)
 
 
 def test_one_interrupted_step_does_not_steer():
@@ -164,6 +148,7 @@ def test_one_interrupted_step_does_not_steer():
         cost.observe(33, 0.03)
     cost.observe(33, 60.0)
     assert cost(33) < 0.04
+    assert cost(33) / cost(1) == pytest.approx(1.5, rel=0.05)
 
 
 def test_acceptance_corrects_an_overconfident_drafter():
@@ -191,11 +176,12 @@ def test_predictions_are_those_that_meet_expectations(seed, expected):
     calibration = AcceptanceCalibration()
     observed = rng.random(500)
     calibration.observe(observed, np.flatnonzero(rng.random(500) < observed**2))
-    expectations = np.array(expected)
-    predicted = calibration.predicted_for(expectations)
-    assert ((predicted >= 0) & (predicted <= 1)).all()
-    reachable = expectations < calibration(np.array([1.0]))[0]
-    assert calibration(predicted)[reachable] == pytest.approx(expectations[reachable], abs=1e-9)
+    highest = calibration(np.array([1.0]))[0]
+    for rate in expected:
+        predicted = calibration.predicted_for(rate)
+        assert 0.0 <= predicted <= 1.0
+        if rate < highest:
+            assert calibration(np.array([predicted]))[0] == pytest.approx(rate, abs=1e-9)
 
 
 def _chain(probabilities):
@@ -205,7 +191,7 @@ def _chain(probabilities):
 
 def test_nothing_is_cut_before_costs_are_known():
     tree = _chain([0.9, 0.8, 0.001])
-    assert NodeBudget().cut(["a"], [tree], 1)[0].num_nodes == 3
+    assert NodeBudget().cut([tree], 1)[0].num_nodes == 3
 
 
 def test_nodes_are_spent_while_they_are_cheap_and_saved_when_dear():
@@ -214,8 +200,8 @@ def test_nodes_are_spent_while_they_are_cheap_and_saved_when_dear():
     for slope in (0.0, 0.01, 0.1, 2.0):
         budget = NodeBudget()
         for num_tokens in (1, 2, 4, 8, 16):
-            budget.observe_step(num_tokens, 1.0 + slope * (num_tokens - 1))
-        sizes.append(budget.cut(["a"], [tree], 1)[0].num_nodes)
+            budget.expect_step(num_tokens, 1.0 + slope * (num_tokens - 1))
+        sizes.append(budget.cut([tree], 1)[0].num_nodes)
     assert sizes[0] == 5
     assert sizes[-1] == 0
     assert sizes == sorted(sizes, reverse=True)
@@ -230,39 +216,31 @@ def test_what_need_not_be_drafted_would_have_been_cut(slope, num_rows, edges):
     """Where a node costs the same at every size, nothing is lost by the least probability."""
     budget = NodeBudget()
     for num_tokens in (1, 16, 64, 256, 1024):
-        budget.observe_step(num_tokens, 1.0 + slope * num_tokens)
+        budget.expect_step(num_tokens, 1.0 + slope * num_tokens)
     trees = [_chain(np.cumprod(tree).tolist()) for tree in edges]
-    ids = [str(i) for i in range(len(trees))]
     num_rows = max(num_rows, len(trees))
-    least = budget.least_probabilities(ids, num_rows)
-    kept = budget.cut(ids, trees, num_rows)
-    for tree, probability in zip(kept, least, strict=True):
-        assert tree.num_nodes == 0 or tree.probabilities.min() > probability
-    assert all(0.0 < probability <= 1.0 for probability in least)
+    least = budget.least_probability(num_rows)
+    for tree in budget.cut(trees, num_rows):
+        assert tree.num_nodes == 0 or tree.probabilities.min() > least
+    assert 0.0 < least <= 1.0
 
 
-def test_a_large_batch_asks_for_likelier_nodes_and_so_does_a_request_that_fails():
+def test_a_large_batch_asks_for_likelier_nodes():
     budget = NodeBudget()
-    assert budget.least_probabilities(["a"], 1) == [0.0]  # no costs are known
+    assert budget.least_probability(1) == 0.0  # no costs are known
     for num_tokens in (1, 16, 64, 256):
-        budget.observe_step(num_tokens, 1.0 + 0.02 * num_tokens)
-    least = [budget.least_probabilities(["a"], num_rows)[0] for num_rows in (1, 4, 16, 32)]
+        budget.expect_step(num_tokens, 1.0 + 0.02 * num_tokens)
+    least = [budget.least_probability(num_rows) for num_rows in (1, 4, 16, 32)]
     assert least == sorted(least)
     assert least[0] < least[-1] / 4
-    tree = _chain([0.9, 0.8, 0.7])
-    for _ in range(5):
-        cut = budget.cut(["a", "b"], [tree, tree], 4)
-        budget.observe_verified(["a", "b"], cut, [[], list(range(cut[1].num_nodes))])
-    failing, other = budget.least_probabilities(["a", "b"], 4)
-    assert failing > other
 
 
 def test_cut_trees_are_the_likeliest_subtrees():
     tree = TokenTree.from_lists([1, 2, 3, 4], [-1, 0, -1, 2], [0.5, 0.02, 0.4, 0.3])
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8):
-        budget.observe_step(num_tokens, 1.0 + 0.1 * (num_tokens - 1))
-    (cut,) = budget.cut(["a"], [tree], 1)
+        budget.expect_step(num_tokens, 1.0 + 0.1 * (num_tokens - 1))
+    (cut,) = budget.cut([tree], 1)
     assert cut.token_ids.tolist() == [1, 3, 4]
     assert cut.parents.tolist() == [-1, -1, 1]
     cut.validate(10, 4)
@@ -272,16 +250,16 @@ def test_trees_without_probabilities_stay_whole():
     plain = TokenTree.from_lists([1, 2], [-1, 0])
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8):
-        budget.observe_step(num_tokens, float(num_tokens))
-    kept = budget.cut(["a", "b"], [plain, _chain([0.1])], 2)
+        budget.expect_step(num_tokens, float(num_tokens))
+    kept = budget.cut([plain, _chain([0.1])], 2)
     assert [tree.num_nodes for tree in kept] == [2, 0]
 
 
 def _costly_engine(drafting_seconds: float) -> NodeBudget:
     budget = NodeBudget()
     for num_tokens in (1, 2, 4, 8):
-        budget.observe_step(num_tokens, float(num_tokens))
-    for _ in range(200):
+        budget.expect_step(num_tokens, float(num_tokens))
+    for _ in range(100):
         budget.observe_drafting(drafting_seconds)
     return budget
 
@@ -292,26 +270,25 @@ def test_drafting_pauses_longer_and_longer_and_wakes_up():
     for _ in range(300):
         if budget.should_draft(1):
             calls += 1
-            budget.cut(["a"], [_chain([0.05])], 1)
-    assert 5 < calls < 20
+            budget.cut([_chain([0.05])], 1)
+    assert 20 < calls < 35
     for _ in range(60):
         budget.observe_step(2, 1.0)
         budget.observe_step(4, 1.0)
     while not budget.should_draft(1):
         pass
-    budget.cut(["a"], [_chain([0.99, 0.99])], 1)
+    budget.cut([_chain([0.99, 0.99])], 1)
     assert budget.should_draft(1)
 
 
 @pytest.mark.parametrize(("num_rows", "ends"), [(1, True), (5, False), (12, False), (16, True)])
 def test_a_pause_ends_when_the_batch_is_another_one(num_rows, ends):
-    budget = _costly_engine(drafting_seconds=0.1)
-    ids = [str(i) for i in range(8)]
+    budget = _costly_engine(drafting_seconds=1.0)
     for _ in range(40):
         if budget.should_draft(8):
-            budget.cut(ids, [_chain([0.05])] * 8, 8)
+            budget.cut([_chain([0.05])] * 8, 8)
     while budget.should_draft(8):
-        budget.cut(ids, [_chain([0.05])] * 8, 8)
+        budget.cut([_chain([0.05])] * 8, 8)
     assert budget.should_draft(num_rows) == ends
 
 
@@ -319,7 +296,7 @@ def test_drafting_that_costs_nothing_goes_on():
     budget = _costly_engine(drafting_seconds=0.001)
     for _ in range(50):
         assert budget.should_draft(1)
-        assert budget.cut(["a"], [_chain([0.05])], 1)[0].num_nodes == 0
+        assert budget.cut([_chain([0.05])], 1)[0].num_nodes == 0
 
 
 def test_drafting_that_waits_pauses_whatever_it_costs():
@@ -330,13 +307,13 @@ def test_drafting_that_waits_pauses_whatever_it_costs():
         for _ in range(300):
             if budget.should_draft(1):
                 calls += 1
-                budget.cut(["a"] * len(trees), trees, 1)
+                budget.cut(trees, 1)
         assert 5 < calls < 20
         # Steps of prefills draft for nobody and say nothing of what drafts bring.
         budget._pause, budget._next_pause = 0, 1
         for _ in range(10):
             budget.should_draft(1)
-            budget.cut([], [], 0)
+            budget.cut([], 0)
         assert budget._next_pause == 1
 
 
@@ -345,14 +322,14 @@ def test_drafts_are_weighed_against_steps_that_nobody_waits_for(seconds, keeps):
     budget = NodeBudget()
     budget.drafting_waits = True
     for num_tokens in (1, 2, 4):
-        budget.observe_step(num_tokens, 1.0 + 0.02 * num_tokens)
+        budget.expect_step(num_tokens, 1.0 + 0.02 * num_tokens)
     for _ in range(100):
         budget.observe_unwaited(1, seconds)
-    assert budget.cut(["a"], [_chain([0.3])], 1)[0].num_nodes == keeps
+    assert budget.cut([_chain([0.3])], 1)[0].num_nodes == keeps
     budget.observe_unwaited(0, 1.0)  # prefills among its tokens
     for _ in range(100):
         budget.observe_unwaited(1, 1.02)
-    assert budget.cut(["a"], [_chain([0.3])], 1)[0].num_nodes == 1
+    assert budget.cut([_chain([0.3])], 1)[0].num_nodes == 1
 
 
 def test_a_gain_smaller_than_the_cost_of_drafting_is_none():
@@ -361,82 +338,87 @@ def test_a_gain_smaller_than_the_cost_of_drafting_is_none():
     for drafting_seconds in (0.01, 0.5):
         budget = NodeBudget()
         for num_tokens in (1, 2, 4):
-            budget.observe_step(num_tokens, 1.0 + 0.02 * num_tokens)
+            budget.expect_step(num_tokens, 1.0 + 0.02 * num_tokens)
         for _ in range(200):
             budget.observe_drafting(drafting_seconds)
-        kept.append(budget.cut(["a"], [tree], 1)[0].num_nodes)
+        kept.append(budget.cut([tree], 1)[0].num_nodes)
     assert kept == [1, 0]
 
 
-def test_a_request_whose_drafts_fail_gets_fewer_nodes_than_one_whose_do_not():
-    budget = NodeBudget()
-    for num_tokens in (1, 2, 4, 8, 16):
-        budget.observe_step(num_tokens, 1.0 + 0.25 * (num_tokens - 1))
-    tree = _chain([0.8, 0.6, 0.5, 0.4])
-    for _ in range(15):
-        good, bad = budget.cut(["good", "bad"], [tree, tree], 2)
-        accepted = [list(range(good.num_nodes)), []]
-        budget.observe_verified(["good", "bad"], [good, bad], accepted)
-    assert good.num_nodes > bad.num_nodes
-    budget.release("bad")
-    assert budget.cut(["bad"], [tree], 1)[0].num_nodes > bad.num_nodes
-
-
 class _Machine:
-    """Decodes with a budget: every step has the same drafts, and takes 3 ms and 0.12 a token."""
+    """Decodes with a budget: a step takes 3 ms and 0.12 a token, and every step has the same
+    drafts, or with `varies` likelier and less likely ones."""
 
-    def __init__(self, num_rows: int, steps_of_request: int = 1_000_000) -> None:
+    def __init__(self, num_rows: int, seed: int = 0) -> None:
         self.budget = NodeBudget()
         self._num_rows = num_rows
-        self._steps_of_request = steps_of_request
-        self._rng = np.random.default_rng(0)
+        self._rng = np.random.default_rng(seed)
+        self.expect()
+
+    def expect(self) -> None:
+        for n in (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 257):
+            self.budget.expect_step(n, self.seconds(n))
 
     @staticmethod
     def seconds(num_tokens: int) -> float:
         return 3e-3 + 1.2e-4 * num_tokens
 
-    def expect(self, slower: Callable[[int], float] = lambda num_tokens: 1.0) -> None:
-        for n in (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 257):
-            self.budget.expect_step(n, slower(n) * self.seconds(n))
+    def verified_nodes(
+        self, share_right: float, num_steps: int, busy: bool = False, varies: bool = False
+    ) -> float:
+        """Decode; return the number of verified nodes per step and request.
 
-    def verified_nodes(self, share_right: float, num_steps: int) -> float:
-        """Decode; return the number of verified nodes per step and request."""
-        predicted = np.array([0.9, 0.7, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15])
-        budget, num_rows = self.budget, self._num_rows
-        total = 0
-        for step in range(num_steps):
-            ids = [f"{step // self._steps_of_request}-{row}" for row in range(num_rows)]
+        Args:
+            busy: Other programs make steps up to four times longer, for forty steps on average,
+                and interrupt some of them.
+        """
+        budget, num_rows, rng = self.budget, self._num_rows, self._rng
+        total, load = 0, 1.0
+        for _ in range(num_steps):
+            if busy and rng.random() < 1 / 40:
+                load = rng.choice([1.0, 2.0, 4.0])
             kept = [TokenTree.empty()] * num_rows
             if budget.should_draft(num_rows):
-                least = budget.least_probabilities(ids, num_rows)
-                drafts = [_chain(predicted[predicted >= minimum].tolist()) for minimum in least]
-                budget.observe_drafting(3e-4)
-                kept = budget.cut(ids, drafts, num_rows)
-            right = [self._rng.geometric(1.0 - share_right) - 1 for _ in kept]
+                predicted = np.array([0.9, 0.7, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15])
+                predicted **= rng.uniform(0.5, 2.0) if varies else 1.0
+                least = budget.least_probability(num_rows)
+                drafts = [_chain(predicted[predicted >= least].tolist())] * num_rows
+                budget.observe_drafting(3e-4 * load)
+                kept = budget.cut(drafts, num_rows)
+            right = [rng.geometric(1.0 - share_right) - 1 for _ in kept]
             accepted = [range(min(n, tree.num_nodes)) for n, tree in zip(right, kept, strict=True)]
-            budget.observe_verified(ids, kept, accepted)
+            budget.observe_verified(kept, accepted)
             num_tokens = num_rows + sum(tree.num_nodes for tree in kept)
-            budget.observe_step(num_tokens, self.seconds(num_tokens))
+            interrupted = rng.exponential(0.8) if load > 1 else 0.0
+            budget.observe_step(num_tokens, self.seconds(num_tokens) * load * (1 + interrupted))
             total += num_tokens - num_rows
         return total / num_steps / num_rows
 
 
-@pytest.mark.parametrize("num_rows", [1, 8, 32])
-@pytest.mark.parametrize("steps_of_request", [40, 1_000_000])
-def test_rejected_probabilities_are_tried_again(num_rows, steps_of_request):
-    """A text where no draft is right, then one where nearly all are; of each request or of all."""
-    machine = _Machine(num_rows, steps_of_request)
-    machine.expect()
-    assert machine.verified_nodes(0.02, 1000) < 0.9
-    machine.verified_nodes(0.95, 1000)  # long enough to find out
-    assert machine.verified_nodes(0.95, 100) > 2.5
-
-
-@pytest.mark.parametrize(("num_rows", "times"), [(1, 8.0), (8, 3.0), (8, 8.0)])
-def test_sizes_that_once_seemed_slow_are_tried_again(num_rows, times):
-    """Something else kept the machine busy while the larger steps were measured."""
+@pytest.mark.parametrize(("num_rows", "enough"), [(1, 6.0), (8, 2.5), (32, 0.9)])
+def test_rejected_probabilities_are_tried_again(num_rows, enough):
+    """A text where no draft is right, then one where nearly all are."""
     machine = _Machine(num_rows)
-    machine.expect(lambda num_tokens: times if num_tokens > num_rows else 1.0)
+    assert machine.verified_nodes(0.02, 1000) < 1.8
+    machine.verified_nodes(0.95, 1000)  # long enough to find out
+    assert machine.verified_nodes(0.95, 100) > enough
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_other_work_on_the_machine_does_not_change_the_choice(num_rows, seed):
+    quiet = _Machine(num_rows).verified_nodes(0.7, 1500, varies=True)
+    busy = _Machine(num_rows, seed=seed).verified_nodes(0.7, 1500, busy=True, varies=True)
+    assert busy == pytest.approx(quiet, rel=0.15)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_sizes_that_once_seemed_slow_are_tried_again(num_rows):
+    """Something else kept the machine busy whenever larger steps were measured."""
+    machine = _Machine(num_rows)
+    for _ in range(200):
+        machine.budget.observe_step(num_rows, machine.seconds(num_rows))
+        machine.budget.observe_step(9 * num_rows, 8 * machine.seconds(9 * num_rows))
     assert machine.verified_nodes(0.95, 100) < 0.1
     machine.verified_nodes(0.95, 8000)
     assert machine.verified_nodes(0.95, 100) > 2.5
@@ -446,4 +428,4 @@ def test_sizes_that_are_slow_are_seldom_tried():
     machine = _Machine(1)
     machine.seconds = lambda num_tokens: 3e-3 * num_tokens
     machine.expect()
-    assert machine.verified_nodes(0.5, 8000) < 0.02
+    assert machine.verified_nodes(0.5, 8000) < 0.03

@@ -10,7 +10,9 @@ import torch
 
 from vllm_trie.budget import NodeBudget
 
-_NUM_TOKENS = (1, 8, 16, 17, 32, 33, 64, 65)  # see the knots of StepCost
+# On both sides of a power of two: matrix products work on blocks of rows, and a step with one token
+# more than fills its blocks can take a quarter longer.
+_NUM_TOKENS = (1, 8, 16, 17, 32, 33, 64, 65)
 _MORE_TOKENS = (128, 129, 256, 257)  # for one rank, if its passes are short
 _REPEATS = 3
 _REPEATS_OF_RANKS = 2
@@ -27,8 +29,8 @@ def calibrate_step_cost(
     """Let the budget expect the durations of forward passes; do nothing without a budget.
 
     Of several passes of a size the shortest counts: the first one warms up, and another program on
-    the machine makes passes longer, never shorter. The passes leave attention out. Real steps
-    correct the estimate as they come.
+    the machine makes passes longer, never shorter. The passes leave attention out, which real steps
+    add, see :class:`~vllm_trie.budget.StepCost`.
 
     Args:
         budget: changed.

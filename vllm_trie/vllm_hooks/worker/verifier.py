@@ -116,7 +116,7 @@ class TreeVerifier:
         guard: The drafter of this rank.
         budget: Chooses the nodes that are verified; ``None`` verifies all.
         share_trees: For several tensor-parallel ranks. They measure different times, so the
-            budget's least probabilities are for one rank only, as are its pauses on Model Runner
+            budget's least probability is for one rank only, as are its pauses on Model Runner
             V1. On V2 all ranks pause with rank 0.
         memories: Save and share what is learned.
         recorder: Writes the traces that requests ask for; ``None`` where the operator wants none.
@@ -271,7 +271,7 @@ class TreeVerifier:
         """Take in the accepted nodes of each request."""
         step.accepted = accepted
         if self.budget is not None and step.has_drafts:
-            self.budget.observe_verified(step.request_ids, step.trees, accepted)
+            self.budget.observe_verified(step.trees, accepted)
         counts = self.guard.predictions.observe(step.request_ids, step.trees, accepted)
         for request_id, pair in counts.items():
             self._stats.accepted_prediction_tokens += pair.accepted
@@ -362,15 +362,15 @@ class TreeVerifier:
 
     def _propose(self, step: TreeStep, requests: list[DraftRequest]) -> list[TokenTree]:
         """Return the trees of some requests, cut by the budget, the same on all ranks."""
-        request_ids = [request.request_id for request in requests]
         if self.budget is not None and self.share_trees is None:
-            least = self.budget.least_probabilities(request_ids, step.num_decoding)
-            for request, probability in zip(requests, least, strict=True):
-                request.min_probability = probability
+            least = self.budget.least_probability(step.num_decoding)
+            for request in requests:
+                request.min_probability = least
         proposed = trees = self.guard.propose(requests) if requests else []
         if self.budget is not None:
-            trees = self.budget.cut(request_ids, trees, step.num_decoding)
+            trees = self.budget.cut(trees, step.num_decoding)
         if self.recorder is not None:
+            request_ids = [request.request_id for request in requests]
             drafts = dict(zip(request_ids, zip(proposed, trees, strict=True), strict=True))
             self.recorder.observe_drafts(step.request_ids, drafts, self.guard.has_failed)
         return trees if self.share_trees is None else self.share_trees(trees)
@@ -408,5 +408,3 @@ class TreeVerifier:
         self.guard.release(request_id)
         if self.recorder is not None:
             self.recorder.end(request_id)
-        if self.budget is not None:
-            self.budget.release(request_id)
