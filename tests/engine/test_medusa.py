@@ -74,7 +74,7 @@ def test_heads_of_another_model_are_refused(engine, tmp_path):
 
 
 def test_training_command(tmp_path):
-    """A few steps on the real model; interrupted, resumed, saved in both layouts."""
+    """A few steps on the real model; interrupted, resumed, saved."""
     from vllm_trie.cli import app
 
     text = tmp_path / "text"
@@ -93,12 +93,7 @@ def test_training_command(tmp_path):
     assert other.exit_code == 1
     assert "cannot resume" in other.output
     config = json.loads((model_path() / "config.json").read_text())
-    both = [
-        load_checkpoint(path, config["hidden_size"], config["vocab_size"]).heads
-        for path in (out, out / "fasterdecoding")
-    ]
-    for mine, theirs in zip(both[0].block_weight, both[1].block_weight, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert load_checkpoint(out, config["hidden_size"], config["vocab_size"]).heads is not None
 
 
 def test_training_on_the_models_answers(tmp_path):
@@ -119,7 +114,6 @@ def test_training_on_the_models_answers(tmp_path):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert not list(out.glob("*.cache"))
-    assert not (out / "fasterdecoding").exists()
     config = json.loads((model_path() / "config.json").read_text())
     with safe_open(str(model_path() / "model.safetensors"), "pt") as tensors:
         output = tensors.get_tensor("model.embed_tokens.weight")

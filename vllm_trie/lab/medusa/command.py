@@ -203,14 +203,9 @@ def _save(
 ) -> None:
     from dataclasses import asdict
 
-    from vllm_trie.lab.medusa.writing import save_fasterdecoding, save_vllm
+    from vllm_trie.lab.medusa.writing import save_vllm
 
     save_vllm(trainer.heads, out, temperatures)
-    shape = trainer.heads.shape
-    if not shape.shares_output and trainer.heads.token_map is None:
-        base_model = Path(trainer.backbone.path).name
-        folder = out / "fasterdecoding"
-        save_fasterdecoding(trainer.heads, folder, temperatures, base_model=base_model)
     report = {
         "plan": asdict(trainer.plan),
         "heads": asdict(trainer.heads.shape),

@@ -1,4 +1,4 @@
-"""Writing of checkpoints in either layout; see :mod:`vllm_trie.drafters.medusa.reading`."""
+"""Writing of checkpoints; see :mod:`vllm_trie.drafters.medusa.reading`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_trie.drafters.medusa.heads import MedusaHeads
-from vllm_trie.drafters.medusa.reading import TEMPERATURES_KEY, CheckpointError
+from vllm_trie.drafters.medusa.reading import TEMPERATURES_KEY
 
 
 def save_vllm(
@@ -54,42 +54,6 @@ def save_vllm(
     write_checkpoint(folder / "model.safetensors", tensors, config, temperatures)
 
 
-def save_fasterdecoding(
-    heads: MedusaHeads,
-    folder: Path,
-    temperatures: tuple[float, ...] | None = None,
-    base_model: str = "",
-) -> None:
-    """Write `medusa_lm_head.pt`, in bfloat16, and `config.json`.
-
-    Args:
-        folder, temperatures: As in :func:`save_vllm`.
-        base_model: Name of the target model, for the configuration.
-
-    Raises:
-        CheckpointError: The heads have a token map, which this layout lacks.
-    """
-    shape = heads.shape
-    if heads.token_map is not None:
-        raise CheckpointError(
-            "FasterDecoding's layout has no token map; save these heads in vLLM's layout"
-        )
-    tensors: dict[str, Tensor] = {}
-    for head, layer, weight, bias in _blocks(heads):
-        tensors[f"{head}.{layer}.linear.weight"] = weight
-        if bias is None:
-            bias = torch.zeros_like(weight[0])  # this layout's blocks always have one
-        tensors[f"{head}.{layer}.linear.bias"] = bias
-    for head, output in enumerate(heads.output_weight.expand(shape.num_heads, -1, -1)):
-        tensors[f"{head}.{shape.num_layers}.weight"] = output
-    config = {
-        "medusa_num_heads": shape.num_heads,
-        "medusa_num_layers": shape.num_layers,
-        "base_model_name_or_path": base_model,
-    }
-    write_checkpoint(folder / "medusa_lm_head.pt", tensors, config, temperatures)
-
-
 def _blocks(heads: MedusaHeads) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
     """Yield head, layer, weight and bias of each residual block."""
     biases = heads.block_bias
@@ -104,7 +68,7 @@ def write_checkpoint(
     config: dict[str, Any],
     temperatures: tuple[float, ...] | None,
 ) -> None:
-    """Write tensors to a file, in the format of its ending, and `config.json` next to it.
+    """Write tensors to a file in safetensors, and `config.json` next to it.
 
     The folder is made if it is missing. Floating-point tensors are stored in bfloat16, others keep
     their dtype. The temperatures, one a head, are added to the configuration.
@@ -113,10 +77,7 @@ def write_checkpoint(
 
     stored = {key: _stored(value) for key, value in tensors.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
-    if file.suffix == ".safetensors":
-        save_file(stored, str(file), metadata={"format": "pt"})
-    else:
-        torch.save(stored, file)
+    save_file(stored, str(file), metadata={"format": "pt"})
     file.chmod(0o644)
     if temperatures is not None:
         config[TEMPERATURES_KEY] = [round(value, 4) for value in temperatures]
