@@ -1,7 +1,5 @@
 """A drafter that fails costs its request the drafts, never the engine."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -18,41 +18,41 @@ from vllm_trie.vllm_hooks.worker import cuda_worker
 
 
 @pytest.fixture(scope="module")
-def started() -> dict[str, Any]:
+def started():
     """Engines that start as on a GPU, in Triton's interpreter; the program compares their tokens
     with plain vLLM's itself."""
     return run_program("tests.engine.gpu_startup")
 
 
 @needs_triton
-def test_the_start_of_a_gpus_engine_and_requests_after_it(started) -> None:
+def test_the_start_of_a_gpus_engine_and_requests_after_it(started):
     """Memory profiling, warm-up, graphs, the checks."""
     assert set(started) == {"chains", "trees", "union", "broken chains", "beams", "launches"}
 
 
 @needs_triton
 @pytest.mark.parametrize("name", ["chains", "trees", "union"])
-def test_no_kernel_is_compiled_while_serving(started, name) -> None:
+def test_no_kernel_is_compiled_while_serving(started, name):
     """By the specializations of all launches, those of vLLM's kernels too."""
     assert started[name]["new launches"] == []
 
 
 @needs_triton
-def test_the_start_on_the_newer_vllm() -> None:
+def test_the_start_on_the_newer_vllm():
     names = ["chains", "beams"]
     started = run_program("tests.engine.gpu_startup", *names, **newer_vllm())
     assert [*started] == [*names, "launches"]
 
 
 @needs_triton
-def test_the_check_passes_what_works(started) -> None:
+def test_the_check_passes_what_works(started):
     trees = started["trees"]
     assert trees["checked_steps"] == 2 * 2 * 2 + 2  # steps, launches, splits; through layers
     assert trees["largest_error"] < 1e-6
 
 
 @needs_triton
-def test_the_check_refuses_what_is_broken(started) -> None:
+def test_the_check_refuses_what_is_broken(started):
     said = dict(
         zip(
             ("kernel", "layers", "chunks", "moves", "layout", "fault"),
@@ -74,7 +74,7 @@ def test_the_check_refuses_what_is_broken(started) -> None:
 
 
 @needs_triton
-def test_kernels_compile_for_the_devices_that_vllm_takes(tmp_path) -> None:
+def test_kernels_compile_for_the_devices_that_vllm_takes(tmp_path):
     # Fails if a kernel spills registers, or more of them are assumed to fit than a device has.
     done = run_python("-m", "tests.engine.gpu_compile_run", TRITON_CACHE_DIR=str(tmp_path))
     assert done.stdout.count("| sm_") == 5
@@ -82,7 +82,7 @@ def test_kernels_compile_for_the_devices_that_vllm_takes(tmp_path) -> None:
 
 
 @needs_triton
-def test_what_was_launched_compiles(started, tmp_path) -> None:
+def test_what_was_launched_compiles(started, tmp_path):
     """Each kernel of the start and of requests, vLLM's too, for one of three devices."""
     file = tmp_path / "launches.json"
     file.write_text(json.dumps(started["launches"]))
@@ -94,7 +94,7 @@ def test_what_was_launched_compiles(started, tmp_path) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("release", ["installed", VERSION])
-def test_steps_on_a_fake_device(release) -> None:
+def test_steps_on_a_fake_device(release):
     """They wait for nothing but their event, queue each copy, and mix no tensors of host and
     device."""
     newer = newer_vllm() if release == VERSION else {}
@@ -108,32 +108,32 @@ def test_steps_on_a_fake_device(release) -> None:
 # -- a platform that says it is a GPU --------------------------------------------------------------
 
 
-def test_the_ledger_fits_the_gpus_symbols() -> None:
+def test_the_ledger_fits_the_gpus_symbols():
     findings = ledger.check(patch for patch in ledger.entries() if patch.platform == "cuda")
     assert [finding for finding in findings if finding.status != "ok"] == []
     assert len(findings) > 10
 
 
 @pytest.fixture(scope="module")
-def on_cuda() -> dict[str, Any]:
+def on_cuda():
     """What the plugin does where vLLM's platform is CUDA."""
     return run_program("tests.engine.pretended_gpu")
 
 
 @pytest.fixture
-def pretended(on_cuda: dict[str, Any]) -> dict[str, Any]:
+def pretended(on_cuda):
     """What it does to engines' configurations with drafts, and to the process."""
     return on_cuda | on_cuda["speculation"]
 
 
 @pytest.fixture
-def beams(on_cuda: dict[str, Any]) -> dict[str, Any]:
+def beams(on_cuda):
     """What it does to beam search."""
     return on_cuda["beams"]
 
 
 @needs_triton
-def test_the_plugin_leaves_the_cpus_worker_alone_on_a_gpu(pretended) -> None:
+def test_the_plugin_leaves_the_cpus_worker_alone_on_a_gpu(pretended):
     # vLLM's CPU worker replaces torch.cuda's events and streams, and pinned memory, when it is
     # imported: whoever does so in a process that serves from a GPU breaks it, speculation or not.
     assert pretended["status"] == {"speculation": "ok", "beam": "ok"}
@@ -143,7 +143,7 @@ def test_the_plugin_leaves_the_cpus_worker_alone_on_a_gpu(pretended) -> None:
 
 
 @needs_triton
-def test_configurations_on_a_gpu(pretended) -> None:
+def test_configurations_on_a_gpu(pretended):
     assert "allow_untested_gpu=True" in pretended["not_allowed"]["refused"]
     allowed = pretended["allowed"]
     for name in ("trees", "TRITON_ATTN", "FULL", "fp8"):
@@ -170,9 +170,7 @@ def test_configurations_on_a_gpu(pretended) -> None:
         ("pipeline stages", True),
     ],
 )
-def test_chains_run_on_the_runner_that_vllm_prefers(
-    pretended, name: str, asynchronous: bool
-) -> None:
+def test_chains_run_on_the_runner_that_vllm_prefers(pretended, name, asynchronous):
     chains = pretended["allowed"][name]
     assert chains["verification"] == "chain"
     assert (chains["v2"], chains["async"], chains["tokens"]) == (True, asynchronous, 8)
@@ -180,7 +178,7 @@ def test_chains_run_on_the_runner_that_vllm_prefers(
 
 
 @needs_triton
-def test_chains_are_the_default_without_a_flag(pretended) -> None:
+def test_chains_are_the_default_without_a_flag(pretended):
     default = pretended["without a flag"]
     assert default == pretended["allowed"]["default"]
     (line,) = [line for line in pretended["lines"] if "vllm-trie is on" in line]
@@ -188,7 +186,7 @@ def test_chains_are_the_default_without_a_flag(pretended) -> None:
 
 
 @needs_triton
-def test_large_batches_draft_less(pretended) -> None:
+def test_large_batches_draft_less(pretended):
     tiers = {
         name: [(last, tokens) for _, last, tokens in pretended["allowed"][name]["tiers"]]
         for name in ("default", "any length by Triton", "one length", "trees")
@@ -203,7 +201,7 @@ def test_large_batches_draft_less(pretended) -> None:
 @pytest.mark.parametrize(
     ("num_running", "length"), [(64, 8), (128, 4), (256, 2), (512, 0), (1024, 0)]
 )
-def test_prefills_beside_running_requests(pretended, num_running: int, length: int) -> None:
+def test_prefills_beside_running_requests(pretended, num_running, length):
     """Steps of 8,192 tokens; without a draft they are those of an engine without the plugin."""
     plain, drafting = pretended["loads"][str(num_running)]
     assert plain["running"] == drafting["running"] == num_running
@@ -213,7 +211,7 @@ def test_prefills_beside_running_requests(pretended, num_running: int, length: i
 
 
 @needs_triton
-def test_vllm_takes_the_backend_and_captures_attention_in_graphs(pretended) -> None:
+def test_vllm_takes_the_backend_and_captures_attention_in_graphs(pretended):
     for name in ("default", "trees"):
         assert pretended["allowed"][name]["graphs"] == "FULL_AND_PIECEWISE"
     chosen = pretended["chosen"]
@@ -224,7 +222,7 @@ def test_vllm_takes_the_backend_and_captures_attention_in_graphs(pretended) -> N
     assert "not supported" in chosen["mm_prefix"]
 
 
-def test_nothing_serves_before_the_check(monkeypatch) -> None:
+def test_nothing_serves_before_the_check(monkeypatch):
     done = []
     worker = object.__new__(cuda_worker.TreeGPUWorker)
     adapter = SimpleNamespace(warm_up=lambda: done.append("costs"))
@@ -255,7 +253,7 @@ def test_nothing_serves_before_the_check(monkeypatch) -> None:
 
 
 @needs_triton
-def test_beam_search_is_off_with_one_line_that_says_how_to_switch_it_on(beams) -> None:
+def test_beam_search_is_off_with_one_line_that_says_how_to_switch_it_on(beams):
     off = beams["default"]
     assert "never run on a GPU" in off["reason"]
     assert '{"vllm_trie": {"allow_untested_gpu": True}}' in off["reason"]
@@ -264,7 +262,7 @@ def test_beam_search_is_off_with_one_line_that_says_how_to_switch_it_on(beams) -
 
 
 @needs_triton
-def test_beam_search_is_on_where_the_user_allows_it(beams) -> None:
+def test_beam_search_is_on_where_the_user_allows_it(beams):
     on = beams["allowed"]
     assert on["reason"] is on["scheduler"] is None
     (line,) = on["lines"]
@@ -275,7 +273,7 @@ def test_beam_search_is_on_where_the_user_allows_it(beams) -> None:
 
 
 @needs_triton
-def test_the_option_for_beam_search_beside_others(beams) -> None:
+def test_the_option_for_beam_search_beside_others(beams):
     assert "['beam_search']=False" in beams["off"]["reason"]
     assert beams["off"]["lines"] == []
     assert "'yes' must be True or False" in beams["yes"]["refused"]
@@ -286,7 +284,7 @@ def test_the_option_for_beam_search_beside_others(beams) -> None:
 
 
 @needs_triton
-def test_caches_that_rows_cannot_share(beams) -> None:
+def test_caches_that_rows_cannot_share(beams):
     caches = beams["caches"]
     assert caches["full"] is caches["mla"] is None
     assert "SlidingWindowSpec" in caches["window"]

@@ -21,7 +21,7 @@ def logits_of(rows: list[list[int]]) -> torch.Tensor:
 
 
 @given(st.integers(1, 8).flatmap(lambda n: st.lists(st.lists(BITS, min_size=n, max_size=n))))
-def test_any_bits(rows: list[list[int]]) -> None:
+def test_any_bits(rows):
     logits = logits_of(rows or [[0]])
     expected = logits.float().numpy().argmax(axis=-1)
     assert likeliest(logits, 1)[0][:, 0].tolist() == expected.tolist()
@@ -33,9 +33,7 @@ def test_any_bits(rows: list[list[int]]) -> None:
     st.integers(1, 40),
     st.integers(0, 99),
 )
-def test_likeliest_of_any_shape(
-    dtype: torch.dtype, vocab_size: int, values: int, seed: int
-) -> None:
+def test_likeliest_of_any_shape(dtype, vocab_size, values, seed):
     """Few different values make ties, of which the smallest token comes first."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(-values, values, (3, vocab_size + 5), generator=generator) / 3
@@ -51,7 +49,7 @@ def test_likeliest_of_any_shape(
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_rows_without_a_distribution_have_no_probabilities(value: float) -> None:
+def test_rows_without_a_distribution_have_no_probabilities(value):
     logits = torch.zeros(2, 1000)
     logits[0, 600] = value
     if value == -torch.inf:

@@ -41,7 +41,7 @@ def recorder_of(folder: Path, method: str = "ngram_trie", **options: Any) -> Tra
     """The recorder of an engine whose drafter merges two parts, whatever its method."""
     parsed = parse_options(method, options)
     drafter = get_drafter_class(method)(parsed, make_context())
-    drafter.parts_of = lambda request_id, tree: [3, 1, 2][: tree.num_nodes]  # type: ignore[method-assign]
+    drafter.parts_of = lambda request_id, tree: [3, 1, 2][: tree.num_nodes]
     tree_config = TreeConfig(method, None, parsed, EngineOptions(trace_path=str(folder)))
     return TraceRecorder(folder, tree_config, drafter)
 
@@ -52,11 +52,11 @@ def record(recorder: TraceRecorder, results: dict[str, VerifiedStep], new_tokens
 
 
 @pytest.fixture
-def recorder(tmp_path: Path) -> TraceRecorder:
+def recorder(tmp_path):
     return recorder_of(tmp_path)
 
 
-def test_a_request_that_asks_gets_a_file(recorder: TraceRecorder, tmp_path: Path) -> None:
+def test_a_request_that_asks_gets_a_file(recorder, tmp_path):
     recorder.begin([asking("a"), asking("b", {}), asking("c", {"speculation_trace": 0})])
     record(recorder, {"a": NOTHING, "b": NOTHING}, [[4], [4]])
     recorder.begin([asking("a")])  # preempted: its text starts again, its trace goes on
@@ -82,9 +82,7 @@ def test_a_request_that_asks_gets_a_file(recorder: TraceRecorder, tmp_path: Path
         ({"stop_token_ids": [9]}, [5, 6, 9]),
     ],
 )
-def test_the_trace_ends_with_the_output(
-    recorder: TraceRecorder, tmp_path: Path, params: dict[str, Any], tokens: list[int]
-) -> None:
+def test_the_trace_ends_with_the_output(recorder, tmp_path, params, tokens):
     recorder.begin([asking("a", **params)])
     record(recorder, {"a": ACCEPTED}, [[5, 6, 9]])
     recorder.end("a")
@@ -92,9 +90,7 @@ def test_the_trace_ends_with_the_output(
     assert [step.tokens for step in read_trace(path).steps] == [tokens]
 
 
-def test_steps_say_why_there_is_no_draft_and_who_drafted(
-    recorder: TraceRecorder, tmp_path: Path
-) -> None:
+def test_steps_say_why_there_is_no_draft_and_who_drafted(recorder, tmp_path):
     recorder.begin([asking("a")])
     empty = TokenTree.empty()
     recorder.observe_drafts(["a"], {}, lambda _: False)  # while its prefill goes on
@@ -120,7 +116,7 @@ def test_steps_say_why_there_is_no_draft_and_who_drafted(
     assert [step.parts for step in steps] == [[], [3, 1, 2], *[[]] * 6]
 
 
-def test_the_header_has_the_options(tmp_path: Path) -> None:
+def test_the_header_has_the_options(tmp_path):
     recorder = recorder_of(tmp_path, "trie_union", drafters=["ngram_trie"])
     recorder.begin([asking("a")])
     (path,) = tmp_path.iterdir()
@@ -131,7 +127,7 @@ def test_the_header_has_the_options(tmp_path: Path) -> None:
     assert header.created is not None
 
 
-def test_request_ids_are_no_paths(recorder: TraceRecorder, tmp_path: Path) -> None:
+def test_request_ids_are_no_paths(recorder, tmp_path):
     ids = ["../../etc/passwd", "/etc/x", "a\0b\n", "é" * 300, ".", ""]
     recorder.begin([asking(request_id) for request_id in ids])
     for request_id in ids:
@@ -141,7 +137,7 @@ def test_request_ids_are_no_paths(recorder: TraceRecorder, tmp_path: Path) -> No
     assert {read_trace(path).header.request_id for path in paths} == set(ids)
 
 
-def test_existing_files_stay(recorder: TraceRecorder, tmp_path: Path) -> None:
+def test_existing_files_stay(recorder, tmp_path):
     target, link = tmp_path / "target", tmp_path / "a.trace.jsonl"
     target.write_text("kept")
     link.symlink_to(target)
@@ -151,17 +147,13 @@ def test_existing_files_stay(recorder: TraceRecorder, tmp_path: Path) -> None:
     assert target.read_text() == "kept"
 
 
-def test_the_folder_is_bounded(
-    recorder: TraceRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_is_bounded(recorder, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_FILES", 2)
     recorder.begin([asking(request_id) for request_id in "abc"])
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_disk_that_fills_up_ends_the_trace_only(
-    recorder: TraceRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_ends_the_trace_only(recorder, tmp_path, monkeypatch):
     recorder.begin([asking("a")])
     record(recorder, {"a": ACCEPTED}, [[5, 6, 9]])
     full = os.open("/dev/full", os.O_WRONLY)
@@ -176,9 +168,7 @@ def test_a_disk_that_fills_up_ends_the_trace_only(
     assert (len(trace.steps), trace.end) == (1, "missing")
 
 
-def test_a_step_that_makes_no_sense_ends_the_trace_only(
-    recorder: TraceRecorder, tmp_path: Path
-) -> None:
+def test_a_step_that_makes_no_sense_ends_the_trace_only(recorder, tmp_path):
     recorder.begin([asking("a")])
     record(recorder, {"a": VerifiedStep(TREE, (2, 1), None)}, [[5, 6, 9]])
     record(recorder, {"a": ACCEPTED}, [[5, 6, 9]])
@@ -201,17 +191,17 @@ def config(trace_path: str | None) -> Any:
         ({"speculation_trace": True}, SimpleNamespace(speculative_config=None), "writes none"),
     ],
 )
-def test_traces_that_nobody_writes_are_refused(extra: Any, engine: Any, said: str) -> None:
+def test_traces_that_nobody_writes_are_refused(extra, engine, said):
     with pytest.raises(SpeculationRequestError, match=said):
         check_speculation(engine, SimpleNamespace(extra_args=extra))
 
 
-def test_beam_searches_have_no_trace() -> None:
+def test_beam_searches_have_no_trace():
     with pytest.raises(BeamRequestError, match="speculation_trace is for requests with drafts"):
         prepare_params(SamplingParams(extra_args={"beam_width": 2, "speculation_trace": True}))
 
 
-def test_the_folder_must_exist(tmp_path: Path) -> None:
+def test_the_folder_must_exist(tmp_path):
     assert EngineOptions().trace_path is None
     _check_trace_path(None)
     _check_trace_path(str(tmp_path))

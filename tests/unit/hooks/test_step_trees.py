@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +22,7 @@ from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 
 @given(token_trees(), st.integers(0, 50))
-def test_a_draft_that_was_cut_keeps_its_branches(tree: TokenTree, kept: int) -> None:
+def test_a_draft_that_was_cut_keeps_its_branches(tree, kept):
     scheduled = tree.token_ids.tolist()[:kept]
     rebuilt = scheduled_tree(tree, scheduled)
     assert rebuilt.token_list == rebuilt.token_ids.tolist() == scheduled
@@ -32,7 +31,7 @@ def test_a_draft_that_was_cut_keeps_its_branches(tree: TokenTree, kept: int) -> 
 
 
 @given(st.none() | token_trees(vocab_size=4), st.lists(st.integers(-1, 5), min_size=1, max_size=20))
-def test_any_other_list_is_a_chain(tree: TokenTree | None, scheduled: list[int]) -> None:
+def test_any_other_list_is_a_chain(tree, scheduled):
     rebuilt = scheduled_tree(tree, scheduled)
     assert rebuilt.token_list == rebuilt.token_ids.tolist() == scheduled
     if tree is None or tree.token_list[: len(scheduled)] != scheduled:
@@ -55,7 +54,7 @@ def verifier(*options: Any) -> TreeVerifier:
     return TreeVerifier(guard, *options)
 
 
-def test_trees_of_requests_outside_the_batch_stay() -> None:
+def test_trees_of_requests_outside_the_batch_stay():
     trees = verifier()
     step = trees.begin_step(["a", "b"], {}, 9, 0.0)
     requests = {i: make_request([0, 3, i], request_id) for i, request_id in enumerate("ab")}
@@ -65,7 +64,7 @@ def test_trees_of_requests_outside_the_batch_stay() -> None:
     assert [tree.is_chain for tree in step.trees] == [False, True]
 
 
-def test_the_budget_pauses_drafting_on_one_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_pauses_drafting_on_one_rank_only(monkeypatch):
     monkeypatch.setattr(NodeBudget, "should_draft", lambda self, num_requests: False)
     for share_trees, is_pausing in ((None, True), (lambda trees: trees, False)):
         step = verifier(NodeBudget(), share_trees).begin_step(["a"], {}, 1, 0.0)

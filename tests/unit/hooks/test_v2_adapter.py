@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,34 +194,32 @@ class Steps:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+def steps(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: Event())
     monkeypatch.setattr(Event, "waits", 0)
     monkeypatch.setattr(Event, "has_arrived", False)
     return Steps()
 
 
-def test_fillers_never_reach_the_verifier(steps: Steps) -> None:
+def test_fillers_never_reach_the_verifier(steps):
     steps.add("a", [7, 8])
     steps.step({"a": [13]})
     steps.step({"a": [14, 15, 3]}, scheduled=WIDTH)
     step = steps.drafter.requests[0].last_step
-    assert step is not None
     assert (step.tree.token_list, step.accepted) == ([14, 15], (0, 1))
     assert steps.fillers == {"a": 2}
     assert steps.drafter.requests[0].token_ids.tolist() == [7, 8, 13, 14, 15, 3]
 
 
-def test_a_draft_that_the_scheduler_cut(steps: Steps) -> None:
+def test_a_draft_that_the_scheduler_cut(steps):
     steps.add("a", [7, 8])
     steps.step({"a": [11]})
     steps.step({"a": [12, 9]}, scheduled=2)
     step = steps.drafter.requests[0].last_step
-    assert step is not None
     assert (step.tree.token_list, step.accepted) == ([12, 13], (0,))
 
 
-def test_prefills_in_chunks_get_no_draft(steps: Steps) -> None:
+def test_prefills_in_chunks_get_no_draft(steps):
     steps.add("a", [7, 8])
     assert steps.step({"a": []}) == [[0] * WIDTH]
     assert steps.drafted("a") == 0
@@ -240,9 +237,7 @@ def test_prefills_in_chunks_get_no_draft(steps: Steps) -> None:
         ({"max_tokens": 3}, [12, 13, 14], 2),
     ],
 )
-def test_a_text_ends_where_the_scheduler_ends_it(
-    steps: Steps, params: dict[str, Any], sampled: list[int], counted: int
-) -> None:
+def test_a_text_ends_where_the_scheduler_ends_it(steps, params, sampled, counted):
     """Scheduled ahead, an ended request runs once more; nothing learns from that."""
     steps.add("a", [7, 8], **params)
     steps.step({"a": [11]})
@@ -254,20 +249,19 @@ def test_a_text_ends_where_the_scheduler_ends_it(
         assert steps.step({"a": [16]}) == [[0] * WIDTH]
         assert not steps.drafter.requests
     stats = steps.statistics()
-    assert stats is not None
     assert stats.tokens == 1 + counted
 
 
 @pytest.mark.parametrize(
     "params", [{"extra_args": {"speculation": False}}, {"thinking_token_budget": 4}]
 )
-def test_requests_without_drafts(steps: Steps, params: dict[str, Any]) -> None:
+def test_requests_without_drafts(steps, params):
     steps.add("a", [7, 8], **params)
     assert steps.step({"a": [11]}) == [[0] * WIDTH]
     assert not steps.drafter.requests
 
 
-def test_drafts_end_before_the_length_limit(steps: Steps) -> None:
+def test_drafts_end_before_the_length_limit(steps):
     steps.add("a", list(range(MAX_MODEL_LEN - 4)))
     steps.step({"a": [11]})
     (request,) = steps.drafter.requests
@@ -276,7 +270,7 @@ def test_drafts_end_before_the_length_limit(steps: Steps) -> None:
     assert steps.drafted("a") == 0
 
 
-def test_a_request_that_starts_again(steps: Steps) -> None:
+def test_a_request_that_starts_again(steps):
     """After a preemption, its prefill holds the output too, and its draft is gone."""
     steps.add("a", [7, 8])
     steps.step({"a": [11]})
@@ -286,18 +280,17 @@ def test_a_request_that_starts_again(steps: Steps) -> None:
     (request,) = steps.drafter.requests
     assert request.token_ids.tolist() == [7, 8, 11, 12]
     assert request.num_prompt_tokens == 2
-    assert request.last_step is not None
     assert request.last_step.accepted == ()
 
 
-def test_requests_of_the_warm_up_are_not_drafted_for(steps: Steps) -> None:
+def test_requests_of_the_warm_up_are_not_drafted_for(steps):
     steps.adapter._state = "warm-up"
     steps.add("_warmup_0_", [7, 8])
     assert steps.step({"_warmup_0_": [11]}) == [[0] * WIDTH]
     assert not steps.drafter.requests
 
 
-def test_prompts_are_read_once_while_the_device_computes_them(steps: Steps) -> None:
+def test_prompts_are_read_once_while_the_device_computes_them(steps):
     read: list[list[int]] = []
     steps.drafter.read_prompts = lambda requests: read.extend(
         request.token_ids.tolist() for request in requests
@@ -330,12 +323,12 @@ class Pausing(NodeBudget):
 
 
 @pytest.fixture
-def budget(steps: Steps) -> Pausing:
+def budget(steps):
     steps.adapter.trees.budget = Pausing()
     return steps.adapter.trees.budget
 
 
-def test_a_pause_waits_at_its_end_only(steps: Steps, budget: Pausing) -> None:
+def test_a_pause_waits_at_its_end_only(steps, budget):
     steps.add("a", [7, 8])
     steps.add("b", [7, 8])
     steps.step({"a": [11], "b": [20]})
@@ -364,7 +357,7 @@ def test_a_pause_waits_at_its_end_only(steps: Steps, budget: Pausing) -> None:
     assert (stats.steps, stats.tokens) == (2 * 8, 2 + 3 + 2 * 6)
 
 
-def test_a_pause_takes_in_what_has_arrived(steps: Steps, budget: Pausing) -> None:
+def test_a_pause_takes_in_what_has_arrived(steps, budget):
     """Texts of requests that end or start again meanwhile are left as they are."""
     budget.pauses = True
     for name in "abc":
@@ -386,7 +379,7 @@ def test_a_pause_takes_in_what_has_arrived(steps: Steps, budget: Pausing) -> Non
     assert steps.adapter.trees._running == {"a", "c"}
 
 
-def test_nobody_waits_where_the_scheduler_wants_no_drafts(steps: Steps) -> None:
+def test_nobody_waits_where_the_scheduler_wants_no_drafts(steps):
     steps.add("a", [7, 8])
     for token in (11, 12, 13):
         steps.step({"a": [token]}, max_nodes=0)
@@ -396,9 +389,7 @@ def test_nobody_waits_where_the_scheduler_wants_no_drafts(steps: Steps) -> None:
 
 
 @pytest.mark.parametrize("invalid", [None, [False, False, True, False, False, False]])
-def test_only_drafted_tokens_are_valid(
-    invalid: list[bool] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_drafted_tokens_are_valid(invalid, monkeypatch):
     passed = {}
 
     def verify(self: Any, logits: Any, batch: Any, draft_logits: Any, invalid_drafts: Any) -> str:
@@ -440,7 +431,7 @@ def test_only_drafted_tokens_are_valid(
         assert passed["invalid"] == invalid
 
 
-def test_traces_follow_the_requests(steps: Steps, tmp_path: Path) -> None:
+def test_traces_follow_the_requests(steps, tmp_path):
     tree_config = TreeConfig("next_numbers", None, EngineOptions(), EngineOptions())
     drafter = steps.adapter.trees.guard.drafter
     steps.adapter.trees.recorder = TraceRecorder(tmp_path, tree_config, drafter)

@@ -20,7 +20,7 @@ def step(**num_tokens: int) -> SchedulerOutput:
     return output
 
 
-def test_a_request_without_a_draft_costs_one_token() -> None:
+def test_a_request_without_a_draft_costs_one_token():
     scheduled = step(a=5, b=5, prefill=20)
     cut = v2_lengths.cut(scheduled, {"a": 3, "b": 0}, ()).output
     assert cut.num_scheduled_tokens == {"a": 4, "b": 1, "prefill": 20}
@@ -31,7 +31,7 @@ def test_a_request_without_a_draft_costs_one_token() -> None:
     assert scheduled.scheduled_spec_decode_tokens.keys() == {"a", "b"}
 
 
-def test_a_draft_longer_than_its_places_is_cut() -> None:
+def test_a_draft_longer_than_its_places_is_cut():
     assert v2_lengths.cut(step(a=5), {"a": 9}, ()).verified == {"a": 4}
 
 
@@ -45,21 +45,20 @@ def test_a_draft_longer_than_its_places_is_cut() -> None:
         ({8}, {"a": 3, "b": 0}, {"a": 3, "b": 0}),  # the scheduler left less room
     ],
 )
-def test_decodes_are_filled_up_to_a_captured_length(graphs, drafted, lengths) -> None:
+def test_decodes_are_filled_up_to_a_captured_length(graphs, drafted, lengths):
     assert v2_lengths.cut(step(a=5, b=5), drafted, graphs).verified == lengths
     # No graph of one length serves a step with a prefill, or with a request without places.
     for other in (20, 1):
         assert v2_lengths.cut(step(a=5, b=5, c=other), drafted, graphs).verified == drafted
 
 
-def test_masks_follow_their_places() -> None:
+def test_masks_follow_their_places():
     rows = np.arange(8)[:, None]
     grammar = GrammarOutput(["b", "prefill", "a"], rows, [2, 0, 4])
     step = SchedulerOutput.make_empty()
     cut = v2_lengths.CutStep(step, {"a": 3, "b": 2, "c": 3}, {"a": 1, "b": 0, "c": 3}).masks(
         grammar
     )
-    assert cut is not None
     # Rows 0 to 2 are those of b, row 3 that of the prefill, 4 to 7 those of a.
     assert cut.grammar_bitmask[:, 0].tolist() == [0, 3, 4, 5]
     assert cut.structured_output_request_ids == grammar.structured_output_request_ids

@@ -39,7 +39,7 @@ class Stock:
         self.caches.append(is_profiling)
 
 
-class Runner(RunnerV2Mixin, Stock):  # type: ignore[misc]
+class Runner(RunnerV2Mixin, Stock):
     """As the workers make it."""
 
 
@@ -53,7 +53,7 @@ def make_runner(any_length: bool = False) -> tuple[Any, list[str]]:
     return runner, attached
 
 
-def test_memory_profiling_sees_the_logits_of_full_drafts() -> None:
+def test_memory_profiling_sees_the_logits_of_full_drafts():
     runner, _ = make_runner()
     runner._dummy_sampler_run(torch.zeros(8, 4))
     assert runner.rows == [8, 8 + 4 * 8]  # 4 with full drafts, then 4 more
@@ -62,7 +62,7 @@ def test_memory_profiling_sees_the_logits_of_full_drafts() -> None:
     assert runner.rows[-1] == 30
 
 
-def test_the_cache_of_the_profiling_is_not_kept() -> None:
+def test_the_cache_of_the_profiling_is_not_kept():
     runner, attached = make_runner()
     config = SimpleNamespace(kv_cache_groups=[])
     runner.initialize_kv_cache(config, is_profiling=True)
@@ -72,7 +72,7 @@ def test_the_cache_of_the_profiling_is_not_kept() -> None:
     assert runner.caches == [True, False]
 
 
-def test_graphs_of_one_length_where_a_backend_takes_no_others() -> None:
+def test_graphs_of_one_length_where_a_backend_takes_no_others():
     runner, attached = make_runner(any_length=True)
     runner.initialize_kv_cache(SimpleNamespace(kv_cache_groups=[]))
     assert not runner.speculator.enable_adaptive_verification
@@ -80,7 +80,7 @@ def test_graphs_of_one_length_where_a_backend_takes_no_others() -> None:
 
 
 @pytest.mark.parametrize(("kind", "allowed"), [("MAMBA2", True), ("MAMBA1", False)])
-def test_states_that_vllm_does_not_take_back_are_refused(kind: str, allowed: bool) -> None:
+def test_states_that_vllm_does_not_take_back_are_refused(kind, allowed):
     runner, attached = make_runner()
     spec = MambaSpec(
         block_size=16,

@@ -42,14 +42,14 @@ class Idle(Drafter):
 
 
 @pytest.fixture
-def adapter(monkeypatch: pytest.MonkeyPatch) -> V2TreeAdapter:
+def adapter(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: None)
     guard = GuardedDrafter(Idle(), VOCAB, 30.0, logging.getLogger("tests.v2"))
     states: Any = SimpleNamespace(max_num_reqs=8, num_speculative_steps=NUM_NODES)
     return V2TreeAdapter(TreeVerifier(guard), False, states, torch.device("cpu"))
 
 
-def test_rows_of_any_number_are_aligned(adapter) -> None:
+def test_rows_of_any_number_are_aligned(adapter):
     """Triton compiles a kernel anew for a pointer that is no multiple of 16 bytes."""
     step = TreeStep(["a"], [TokenTree.from_lists([11, 12], [-1, -1])])
     adapter._requests = {"a": SimpleNamespace(num_tokens=30)}
@@ -79,7 +79,7 @@ def test_rows_of_any_number_are_aligned(adapter) -> None:
         {"bad_words": ["a"]},
     ],
 )
-def test_what_reads_drafts_as_a_chain_gets_chains(adapter, params: dict[str, Any]) -> None:
+def test_what_reads_drafts_as_a_chain_gets_chains(adapter, params):
     assert not adapter._needs_chain(SamplingParams(temperature=0.7, seed=1, min_tokens=2))
     assert adapter._needs_chain(SamplingParams(**params))
     adapter._processors_read_chains = True
@@ -87,7 +87,7 @@ def test_what_reads_drafts_as_a_chain_gets_chains(adapter, params: dict[str, Any
 
 
 @given(st.data())
-def test_the_device_moves_what_the_host_would(data: st.DataObject) -> None:
+def test_the_device_moves_what_the_host_would(data):
     """One group; the walk's rows hold the accepted path, then themselves."""
     trees = data.draw(st.lists(token_trees(max_nodes=6), min_size=1, max_size=3))
     tokens, rows, sources, targets = [], [], [], []

@@ -15,7 +15,7 @@ PARTS = st.lists(trees(), min_size=1, max_size=3)
 
 
 @given(PARTS)
-def test_each_prefix_once_and_said_by_its_parts(parts: list[TokenTree]) -> None:
+def test_each_prefix_once_and_said_by_its_parts(parts):
     merged = merge(dict(enumerate(parts)))
     trie = TokenTree.from_lists(merged.token_ids, merged.parents)
     trie.validate(VOCAB, 1000)
@@ -30,7 +30,7 @@ def test_each_prefix_once_and_said_by_its_parts(parts: list[TokenTree]) -> None:
 
 
 @given(PARTS, st.lists(st.integers(0, 2), max_size=5))
-def test_the_true_path_is_the_longest_prefix(parts: list[TokenTree], text: list[int]) -> None:
+def test_the_true_path_is_the_longest_prefix(parts, text):
     merged = merge(dict(enumerate(parts)))
     all_paths = set().union(*map(paths_of, parts))
     expected = 0
@@ -41,9 +41,7 @@ def test_the_true_path_is_the_longest_prefix(parts: list[TokenTree], text: list[
 
 
 @given(PARTS, st.integers(1, 12), st.data())
-def test_the_tree_keeps_the_budget_and_the_likeliest(
-    parts: list[TokenTree], budget: int, data: st.DataObject
-) -> None:
+def test_the_tree_keeps_the_budget_and_the_likeliest(parts, budget, data):
     merged = merge(dict(enumerate(parts)))
     edges = data.draw(
         st.lists(st.floats(0.01, 0.99), min_size=merged.num_nodes, max_size=merged.num_nodes)
@@ -57,7 +55,6 @@ def test_the_tree_keeps_the_budget_and_the_likeliest(
     assert tree.num_nodes == min(budget, merged.num_nodes)
     if tree.num_nodes:
         best = sorted(probabilities, reverse=True)[: tree.num_nodes]
-        assert tree.probabilities is not None
         assert sorted(tree.probabilities.tolist(), reverse=True) == pytest.approx(best)
     for path, mask in zip(paths_of(tree), draft.parts_of(tree), strict=True):
         proposing = [i for i, part in enumerate(parts) if path in paths_of(part)]
@@ -65,6 +62,6 @@ def test_the_tree_keeps_the_budget_and_the_likeliest(
     assert build_tree(draft, chain_only=True).is_chain
 
 
-def test_parts_without_probabilities_expect_less_of_each_sibling() -> None:
+def test_parts_without_probabilities_expect_less_of_each_sibling():
     tree = TokenTree.from_lists([1, 2, 3, 4], [-1, -1, 0, -1])
     assert edge_probabilities(tree) == [0.5, 0.25, 0.5, 0.125]

@@ -18,7 +18,6 @@ from vllm_trie.drafters.neural import Chains
 from vllm_trie.drafters.neural.drafter import chain_tree
 from vllm_trie.drafters.union import TrieUnionDrafter, TrieUnionOptions
 from vllm_trie.drafters.union.merge import Draft, best_chain, build_tree, merge
-from vllm_trie.tree import TokenTree
 
 PART = {"method": "eagle", "model": "some/head", "num_speculative_tokens": 3}
 
@@ -41,12 +40,11 @@ def union_with(source: Source, num_nodes: int = 16, **options: Any) -> TrieUnion
     parsed = registry.parse_options("trie_union", settings)
     assert isinstance(parsed, TrieUnionOptions)
     union = TrieUnionDrafter(parsed, make_context(num_nodes=num_nodes, vocab_size=40))
-    assert union.neural is not None
     union.neural.source = source
     return union
 
 
-def test_n_grams_go_on_after_every_token_of_the_chain() -> None:
+def test_n_grams_go_on_after_every_token_of_the_chain():
     union = union_with(Source())
     # The text knows what follows 2 and 3, and nothing of the chain's beginning.
     [tree] = union.propose([make_request([2, 30, 9, 3, 31, 32, 9, 8], max_nodes=16)])
@@ -55,7 +53,7 @@ def test_n_grams_go_on_after_every_token_of_the_chain() -> None:
     assert {(1, 2, 30), (1, 2, 3, 31), (1, 2, 3, 31, 32)} <= drafted
 
 
-def test_a_chain_goes_on_with_n_grams_where_it_ends() -> None:
+def test_a_chain_goes_on_with_n_grams_where_it_ends():
     union = union_with(Source())
     text = [2, 30, 9, 3, 31, 32, 9, 8]
     [tree] = union.propose([make_request(text, max_nodes=8, chain_only=True)])
@@ -63,21 +61,18 @@ def test_a_chain_goes_on_with_n_grams_where_it_ends() -> None:
     assert tree.token_list[:5] == [1, 2, 3, 31, 32]
 
 
-def test_the_limits_of_a_request_hold() -> None:
+def test_the_limits_of_a_request_hold():
     tokens = np.array([1, 2, 3], dtype=np.int32)
     rates = np.full(3, 0.5, dtype=np.float32)
     assert chain_tree(make_request([5], max_nodes=2), tokens, rates).token_list == [1, 2]
     assert chain_tree(make_request([5], max_depth=1), tokens, rates).token_list == [1]
     tree = chain_tree(make_request([5]), tokens, rates)
     tree.validate(40, 3)
-    assert tree.probabilities is not None
     assert tree.probabilities.tolist() == [0.5, 0.25, 0.125]
 
 
 @given(trees(), trees(), st.integers(1, 8))
-def test_the_best_chain_promises_the_most_tokens(
-    one: TokenTree, other: TokenTree, room: int
-) -> None:
+def test_the_best_chain_promises_the_most_tokens(one, other, room):
     merged = merge({0: one, 1: other})
     probabilities: list[float] = []
     for parent, edges in zip(merged.parents, merged.edges, strict=True):
@@ -108,6 +103,6 @@ def test_the_best_chain_promises_the_most_tokens(
         ([PART, {**PART, "method": "eagle3"}], "name one of them"),
     ],
 )
-def test_wrong_entries_are_refused(drafters: list[Any], message: str) -> None:
+def test_wrong_entries_are_refused(drafters, message):
     with pytest.raises(ValueError, match=message):
         registry.parse_options("trie_union", {"drafters": drafters})

@@ -31,7 +31,7 @@ def _real_union(num_nodes: int = 48, **options: object) -> TrieUnionDrafter:
 
 @settings(max_examples=25)
 @given(st.data())
-def test_any_schedule_gives_the_same_text(data: st.DataObject) -> None:
+def test_any_schedule_gives_the_same_text(data):
     prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
     union = _real_union()
     decoding = Decoding(union, prompt, toy_target(VOCAB))
@@ -40,7 +40,7 @@ def test_any_schedule_gives_the_same_text(data: st.DataObject) -> None:
     decoding.check_text()
 
 
-def test_parts_hear_of_the_unions_tree() -> None:
+def test_parts_hear_of_the_unions_tree():
     parts = [Scripted(lambda request, t=t: TokenTree.from_lists([t], [-1])) for t in (1, 2)]
     union = make_union(parts)
     [tree] = union.propose([make_request([5, 6])])
@@ -51,7 +51,7 @@ def test_parts_hear_of_the_unions_tree() -> None:
     assert [part.last_requests["a"].last_step for part in parts] == [step, step]
 
 
-def test_wrong_candidates_lose_their_room() -> None:
+def test_wrong_candidates_lose_their_room():
     """Calibration: of two parts that are sure of themselves the one that is wrong ends last."""
     wrong = Scripted(lambda request: TokenTree.from_lists([2], [-1], [0.9]))
     right = Scripted(lambda request: TokenTree.from_lists([1], [-1], [0.6]))
@@ -65,7 +65,7 @@ def test_wrong_candidates_lose_their_room() -> None:
     assert tree.token_ids.tolist() == [1]
 
 
-def test_a_preempted_request_that_comes_back_shorter_begins_anew() -> None:
+def test_a_preempted_request_that_comes_back_shorter_begins_anew():
     target = toy_target(VOCAB)
     union = _real_union()
     decoding = Decoding(union, [1, 2, 3], target)
@@ -81,7 +81,7 @@ def test_a_preempted_request_that_comes_back_shorter_begins_anew() -> None:
     again.check_text()
 
 
-def test_a_preempted_request_that_comes_back_whole_goes_on() -> None:
+def test_a_preempted_request_that_comes_back_whole_goes_on():
     union = _real_union()
     decoding = Decoding(union, [1, 2, 3], toy_target(VOCAB))
     for _ in range(10):
@@ -92,7 +92,7 @@ def test_a_preempted_request_that_comes_back_whole_goes_on() -> None:
     assert union._states["a"] is state
 
 
-def test_release_reaches_all_parts_and_unknown_requests_are_fine() -> None:
+def test_release_reaches_all_parts_and_unknown_requests_are_fine():
     parts = [Scripted(lambda request: TokenTree.empty()) for _ in range(2)]
     union = make_union(parts)
     union.propose([make_request([1, 2])])
@@ -103,7 +103,7 @@ def test_release_reaches_all_parts_and_unknown_requests_are_fine() -> None:
     assert all(part.released == ["a", "a", "never seen"] for part in parts)
 
 
-def test_thousands_of_requests_leave_nothing_behind() -> None:
+def test_thousands_of_requests_leave_nothing_behind():
     """The union's states: bounded while requests run, gone afterwards."""
     rng = random.Random(0)
     guess = TokenTree.from_lists([3, 4], [-1, 0], [0.4, 0.2])
@@ -137,12 +137,12 @@ def test_thousands_of_requests_leave_nothing_behind() -> None:
     assert len(union.calibrator._models) <= 6
 
 
-def test_adaptive_is_refused() -> None:
+def test_adaptive_is_refused():
     with pytest.raises(ValueError, match=r"adaptive=False has no effect.*leave it out"):
         parse_options("trie_union", {"adaptive": False})
 
 
-def test_a_window_cannot_be_a_part() -> None:
+def test_a_window_cannot_be_a_part():
     allowed = "'lookahead_trie' cannot be a part; allowed: medusa_dynamic, ngram_trie"
     with pytest.raises(ValueError, match=allowed):
         parse_options("trie_union", {"drafters": ["ngram", "lookahead_trie"]})
