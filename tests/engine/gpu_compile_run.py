@@ -166,7 +166,7 @@ def compile_launch(name: str, specialization: str, capability: int) -> Used:
     for index, (kind, value) in enumerate(arguments.values()):
         if kind == "constexpr":
             constants[(index,)] = value
-        elif value:
+        elif isinstance(value, str) and value:  # of an annotated type, 1 is no constant
             attributes[(index,)] = CUDABackend.parse_attr(value)
     signature = {argument: kind for argument, (kind, _) in arguments.items()}
     return _compiled(ASTSource(kernel, signature, constants, attributes), capability, options)
