@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.serving import IN_ENGINE, MODEL_NAME, WORKER_IN_ENGINE, running
+from tests.engine.serving import IN_ENGINE, WORKER_IN_ENGINE
 from tests.processes import ROOT, run_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -140,34 +140,6 @@ def test_own_drafter(printed):
     accepted, tokens = map(int, re.findall(r"(\d+) of (\d+) tokens came from drafts", text)[0])
     assert tokens / 3 < accepted < tokens
     assert "same as without drafts: yes" in text
-
-
-def test_own_drafter_served(site, tmp_path):
-    options = (
-        *("--spec-method", OWN_METHOD, "--spec-tokens", "16"),
-        *("--additional-config", '{"vllm_trie": {"node_budget": "fixed", "max_prefix_len": 1}}'),
-    )
-    source = (EXAMPLES / "own_drafter" / "run.py").read_text()
-    code = source.partition('CODE = """\\\n')[2].partition('"""')[0]
-    with running(tmp_path / "log", *options, PYTHONPATH=site) as server:
-        body = {
-            "model": MODEL_NAME,
-            "messages": [{"role": "user", "content": f"{code}\nrepeat the code"}],
-            "max_tokens": 48,
-            "temperature": 0,
-        }
-        replies = [
-            server.http.post("/v1/chat/completions", json={**body, **extra}).json()
-            for extra in ({}, {"vllm_xargs": {"speculation": False}})
-        ]
-        metrics = server.http.get("/metrics").text
-        counts = server.metrics()
-    texts = [reply["choices"][0]["message"]["content"] for reply in replies]
-    assert texts[0] == texts[1]
-    assert len(texts[0]) > 20
-    assert counts["vllm:trie_accepted_tokens_total"] > 5
-    assert counts["vllm:trie_draft_failures_total"] == 0
-    assert f'method="{OWN_METHOD}"' in metrics
 
 
 def test_serve_openai_client():
