@@ -224,14 +224,13 @@ def is_bad(case: Case, launch: gpu_launch.Launch, attend: Used, join: Used) -> b
     return spills or attend.shared > of_program or (case.capability in DATA_CENTRE and not fits)
 
 
-def compile_launches(launches: list[tuple[str, str]], every: bool) -> int:
+def compile_launches(launches: list[tuple[str, str]], every: bool) -> None:
     """Compile launches, one for each device or by turns."""
     for number, (name, text) in enumerate(launches):
         for capability in DATA_CENTRE if every else [DATA_CENTRE[number % len(DATA_CENTRE)]]:
             print(
                 f"{name} on sm_{capability}: {compile_launch(name, text, capability)}", flush=True
             )
-    return 0
 
 
 def main() -> int:
@@ -240,7 +239,7 @@ def main() -> int:
     parser.add_argument("--launches", type=argparse.FileType(), help="JSON, a list of `launches`")
     arguments = parser.parse_args()
     if arguments.launches:
-        return compile_launches(json.load(arguments.launches), arguments.all)
+        compile_launches(json.load(arguments.launches), arguments.all)
     bad = 0
     print(
         "| device | dtype | cache | head size | group | block | rows | tile | warps | registers "

@@ -74,22 +74,17 @@ def test_the_check_refuses_what_is_broken(started):
 
 
 @needs_triton
-def test_kernels_compile_for_the_devices_that_vllm_takes(tmp_path):
+def test_kernels_compile_for_the_devices_that_vllm_takes(started, tmp_path) -> None:
+    """Those that were launched at the start and by requests, vLLM's too, and the plugin's for more
+    shapes."""
+    launched = tmp_path / "launches.json"
+    launched.write_text(json.dumps(started["launches"]))
+    command = "-m", "tests.engine.gpu_compile_run", "--launches", str(launched)
     # Fails if a kernel spills registers, or more of them are assumed to fit than a device has.
-    done = run_python("-m", "tests.engine.gpu_compile_run", TRITON_CACHE_DIR=str(tmp_path))
+    done = run_python(*command, TRITON_CACHE_DIR=str(tmp_path))
+    assert all(f"{name} on sm_" in done.stdout for name, _ in started["launches"])
     assert done.stdout.count("| sm_") == 5
     assert done.stdout.count("The walk on sm_") == 3
-
-
-@needs_triton
-def test_what_was_launched_compiles(started, tmp_path):
-    """Each kernel of the start and of requests, vLLM's too, for one of three devices."""
-    file = tmp_path / "launches.json"
-    file.write_text(json.dumps(started["launches"]))
-    command = "-m", "tests.engine.gpu_compile_run", "--launches", str(file)
-    done = run_python(*command, TRITON_CACHE_DIR=str(tmp_path))
-    for name, _ in started["launches"]:
-        assert f"{name} on sm_" in done.stdout
 
 
 @needs_triton
