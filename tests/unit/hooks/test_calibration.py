@@ -66,5 +66,13 @@ def test_the_shortest_pass_of_a_size_counts():
         assert max(budget.seconds) < 0.02
 
 
+def test_the_passes_have_a_clock_of_their_own():
+    ticks, budget = count(), Budget()
+    calibrate_step_cost(
+        budget, lambda n: time.sleep(0.001), MAX_NUM_TOKENS, 1, clock=lambda: next(ticks)
+    )
+    assert set(budget.seconds) == {1}
+
+
 def test_a_fixed_budget_learns_nothing():
     calibrate_step_cost(None, lambda num_tokens: pytest.fail("a pass"), MAX_NUM_TOKENS, 1)

@@ -25,6 +25,7 @@ def calibrate_step_cost(
     max_num_tokens: int,
     num_ranks: int,
     seconds: float = 2.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Let the budget expect the durations of forward passes; do nothing without a budget.
 
@@ -39,6 +40,8 @@ def calibrate_step_cost(
         num_ranks: Ranks that run together. Several do the same number of passes whatever their
             clocks say: a rank that stopped alone would leave the others waiting for it.
         seconds: About the longest time to spend, for one rank.
+        clock: Times the passes. Where the calling thread computes, its processor time does not
+            depend on other programs.
     """
     if budget is None:
         return
@@ -48,9 +51,9 @@ def calibrate_step_cost(
     sizes = [n for n in _NUM_TOKENS + _MORE_TOKENS * alone if n <= max_num_tokens]
     for repeat in range(_REPEATS if alone else _REPEATS_OF_RANKS):
         for num_tokens in sizes:
-            begin = time.perf_counter()
+            begin = clock()
             run_step(num_tokens)
-            took = time.perf_counter() - begin
+            took = clock() - begin
             shortest[num_tokens] = min(took, shortest.get(num_tokens, took))
             is_long = num_tokens >= _NUM_TOKENS[-1] and took > seconds / 20
             if alone and not repeat and is_long:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from functools import cached_property
@@ -94,7 +95,10 @@ class Adapter(ABC):
         """Let the node budget observe forward passes; the runner is ready and has no requests."""
         runner = self.runner
         num_ranks = runner.parallel_config.world_size_across_dp
-        calibrate_step_cost(self.trees.budget, self.run_forward, runner.max_num_tokens, num_ranks)
+        clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
+        calibrate_step_cost(
+            self.trees.budget, self.run_forward, runner.max_num_tokens, num_ranks, clock=clock
+        )
 
     @cached_property
     def cache_groups(self) -> list[CacheGroup]:
