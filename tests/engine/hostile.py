@@ -166,6 +166,7 @@ def longest_waits(server: Server, size: int, num: int) -> dict[str, float]:
 
 
 NEIGHBOUR = {"prompt": "def fibonacci(n):", "temperature": 0.0, "max_tokens": 24}
+BEAMS = {**NEIGHBOUR, "n": 4, "vllm_xargs": {"beam_width": 4}}
 SEARCH = {
     **{"prompt": [1, 2, 3], "n": 4, "temperature": 0.0, "max_tokens": 4},
     "vllm_xargs": {"beam_width": 4, "items": "integers"},
@@ -223,11 +224,9 @@ def hostile_request(rng: random.Random) -> dict[str, Any]:
     return request
 
 
-def attack(
-    server: Server, num_requests: int, seed: int, neighbours: list[Mapping[str, Any]]
-) -> Figures:
+def attack(server: Server, num_requests: int, seed: int) -> Figures:
     """Send hostile requests, eight at a time, and neighbours whose answers are known."""
-    rng = random.Random(seed)
+    rng, neighbours = random.Random(seed), (NEIGHBOUR, SEARCH, BEAMS)
     figures = Figures()
 
     def send(request: Mapping[str, Any], timeout_s: float = 120.0) -> httpx.Response:
@@ -271,8 +270,8 @@ def attack(
     return figures
 
 
-def server_options(folder: Path) -> dict[str, list[str]]:
-    """Return the options of the servers that are attacked, by name."""
+def server_options(folder: Path) -> list[str]:
+    """Return the options of the server that is attacked."""
     catalogues = {
         "integers": str(write(folder / "integers.trie", INTEGERS)),
         "texts": str(write(folder / "texts.trie", TEXTS, text_ids=True, weights=True)),
@@ -283,38 +282,28 @@ def server_options(folder: Path) -> dict[str, list[str]]:
         **{"num_speculative_tokens": 16, "trace_path": str(folder / "traces")},
         **{"store_path": str(folder / "store"), "recycle": True},
     }
-    return {
-        "items": ["--additional-config", json.dumps({"vllm_trie": {"items": catalogues}})],
-        "trees": [
-            *("--spec-method", "ngram_trie", "--speculative-config", json.dumps(speculation))
-        ],
-    }
-
-
-def neighbours_of(name: str) -> list[Mapping[str, Any]]:
-    """Return requests for a server whose answers must not change."""
-    if name == "items":
-        return [NEIGHBOUR, SEARCH]
-    return [NEIGHBOUR, {**NEIGHBOUR, "n": 4, "vllm_xargs": {"beam_width": 4}}]
+    return [
+        *("--additional-config", json.dumps({"vllm_trie": {"items": catalogues}})),
+        *("--spec-method", "ngram_trie", "--speculative-config", json.dumps(speculation)),
+    ]
 
 
 def main() -> None:
-    """Attack both servers, and print the figures."""
+    """Attack a server, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=1000, help="for each server")
+    parser.add_argument("--requests", type=int, default=1000, help="how many")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
-    for name, options in server_options(folder).items():
-        with running(folder / f"{name}.log", *options) as server:
-            figures = attack(server, arguments.requests, arguments.seed, neighbours_of(name))
-            print(f"{name}: {figures}; alive: {server.is_healthy()}")
-            for failed in Counter(text.split(" -> ")[1] for text in figures.failed).most_common():
-                print("  ", failed)
-            for text in [*figures.failed[:20], *figures.wrong[:5]]:
-                print("  ", text)
-            if not server.is_healthy():
-                print(server.log_text()[-6000:])
+    with running(folder / "log", *server_options(folder)) as server:
+        figures = attack(server, arguments.requests, arguments.seed)
+        print(f"{figures}; alive: {server.is_healthy()}")
+        for failed in Counter(text.split(" -> ")[1] for text in figures.failed).most_common():
+            print("  ", failed)
+        for text in [*figures.failed[:20], *figures.wrong[:5]]:
+            print("  ", text)
+        if not server.is_healthy():
+            print(server.log_text()[-6000:])
     print(f"logs in {folder}")
 
 
